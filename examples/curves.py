@@ -1,4 +1,4 @@
-"""What the examples that learn have in common: a few options, and the curve that a run leaves behind.
+"""Learning curves of the examples, as JSON and PNG, and the options that the examples share.
 
 A curve is a JSON file: what was run, the points (x, y, seconds since the start), lines to compare with, and the figures
 that `results.py` compares with targets. `python examples/curves.py CURVE.json PICTURE.png` draws one again.

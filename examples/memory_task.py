@@ -1,4 +1,4 @@
-"""What the examples of training engines train: a small transformer that imitates a controller with a memory.
+"""Imitation of a controller with a memory by a small transformer: the task of the examples of training engines.
 
 An expert steers a noisy linear system by what it sees and by what it saw a step before. An episode is a row of the
 store. The model reads windows of observations and tells the expert's action at every step; to be right it must learn

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import torch
 from stable_baselines3 import DQN
 from stable_baselines3.common.evaluation import evaluate_policy
 
@@ -21,6 +22,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stock", action="store_true", help="DQN with uniform draws, to compare")
     options = parser.parse_args()
+    torch.set_num_threads(1)
     settings: dict[str, Any] = {
         "buffer_size": 20_000,
         "learning_rate": 1e-3,

@@ -16,8 +16,9 @@ MAX_WHEEL_BYTES = 10_000_000
 MAX_SDIST_BYTES = 2_000_000
 GLIBC = (2, 28)
 MACHINES = {"x86_64": "EM_X86_64", "aarch64": "EM_AARCH64"}
-# Of the C library alone; what else a wheel used would have to be in it.
+# Of the C library, and the unwinder that it uses itself; what else a wheel used would have to be in it.
 LIBRARIES = {
+    "libgcc_s.so.1",
     "libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1",
     "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1",
 }  # fmt: skip
@@ -47,6 +48,13 @@ def check_elf(wheel: Path, name: str, data: bytes, arch: str) -> None:
             for tag in section.iter_tags("DT_NEEDED"):
                 if tag.needed not in LIBRARIES:
                     refuse(wheel, f"{name} needs {tag.needed}")
+        if section.name == ".dynsym":
+            own = [
+                s.name for s in section.iter_symbols() if s.name.startswith("_Unwind_") and s["st_shndx"] != "SHN_UNDEF"
+            ]
+            taken = [s.name for s in section.iter_symbols() if s.name == "_Unwind_RaiseException"]
+            if own or not taken:
+                refuse(wheel, f"{name} unwinds stacks by a library of its own, which crashes where the C library does")
         if isinstance(section, GNUVerNeedSection):
             for _, versions in section.iter_versions():
                 for version in versions:

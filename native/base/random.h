@@ -23,6 +23,8 @@ constexpr uint32_t kRowStream = 0;
 constexpr uint32_t kWindowStream = 1;
 constexpr uint32_t kDistinctStream = 2;
 constexpr uint32_t kStepStream = 3;
+constexpr uint32_t kGoalStream = 4;
+constexpr uint32_t kEpochStream = 5;
 
 // 128 random bits, most significant first.
 struct Random128 {

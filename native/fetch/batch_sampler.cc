@@ -47,6 +47,7 @@ BatchArrays BatchArrays::part(const Store& store, uint32_t window, const Transit
     out.discount = discount.subspan(first, n);
     out.terminated = terminated.subspan(first, n);
     out.truncated = truncated.subspan(first, n);
+    if (!relabelled.empty()) out.relabelled = relabelled.subspan(first, n);
   }
   const size_t steps = view != nullptr ? view->frame_stack : window != 0 ? window : store.header().max_length;
   out.rows = rows.subspan(first, n);
@@ -174,6 +175,7 @@ uint64_t BatchSampler::gather_transitions(const BatchArrays& out, const DrawnRow
   request.discount = out.discount;
   request.terminated = out.terminated;
   request.truncated = out.truncated;
+  request.relabelled = out.relabelled;
   request.torn = out.torn;
   request.mask = out.mask;
   request.starts = out.starts;

@@ -25,8 +25,8 @@ struct BatchArrays {
   std::vector<FetchField> fields;
   std::vector<TransitionField> transitions;
   std::span<float> discount;
-  std::span<uint8_t> terminated, truncated;
-  std::span<uint32_t> rows, generations, steps;  // steps: those that were drawn, or that windows were placed by
+  std::span<uint8_t> terminated, truncated, relabelled;  // relabelled: with goals
+  std::span<uint32_t> rows, generations, steps;          // steps: those that were drawn, or that windows were placed by
   std::span<double> probability;
   std::span<uint8_t> torn, mask;
   std::span<int32_t> starts, lengths;

@@ -26,6 +26,7 @@ constexpr size_t kTogether = 16;
 constexpr size_t kFewRewards = 8;
 constexpr size_t kRewardBytes = 1024;
 constexpr uint64_t kFewBytes = 256;
+constexpr uint32_t kOwnGoal = UINT32_MAX;  // no step of a row
 
 uint64_t timed_step_bytes(const FieldRecord& field) {
   return field.block_bytes / field.shape[0];
@@ -166,6 +167,7 @@ class TransitionGather {
   // A transition of a row, by what was known of the row when it was looked at.
   struct Placed {
     uint32_t row, generation, length, step, count, to;
+    uint32_t goal;  // the step whose achieved goal is taken
   };
 
   // Transitions that are copied together, and where each of their fields begins.
@@ -200,7 +202,18 @@ class TransitionGather {
                          below(random_bits(request_.key, out.to, request_.round * kAttemptsPerRound), steps));
     if (out.step >= steps) return;
     out.count = std::min(view_.n_step, steps - out.step);
+    out.goal = view_.goals.strategy == GoalStrategy::none ? kOwnGoal : draw_goal(out);
     ++block.size;
+  }
+
+  uint32_t draw_goal(const Placed& one) const {
+    const DrawKey key{request_.key.seed, request_.key.step, kGoalStream};
+    const uint32_t attempt = request_.round * kAttemptsPerRound;
+    if (below(random_bits(key, one.to, attempt), uint64_t{view_.goals.k} + 1) == 0) return kOwnGoal;
+    const uint32_t last = one.length - 1;
+    if (view_.goals.strategy == GoalStrategy::final) return last;
+    const uint32_t first = view_.goals.strategy == GoalStrategy::future ? one.step + 1 : 1;
+    return first + static_cast<uint32_t>(below(random_bits(key, one.to, attempt + 1), last - first + 1));
   }
 
   // Where a field's part of each transition begins.
@@ -233,6 +246,11 @@ class TransitionGather {
     for (size_t part = 0; part < parts_.size(); ++part) {
       const std::byte* const* from = block.from(part);
       for (size_t i = 0; i < block.size; ++i) touch(from[i]);
+    }
+    if (view_.goals.strategy != GoalStrategy::none) {
+      for (size_t i = 0; i < block.size; ++i) {
+        if (block.placed[i].goal != kOwnGoal) touch(goal_of(block.placed[i]));
+      }
     }
     for (size_t number = 0; number < parts_.size(); ++number) {
       const Part& part = parts_[number];
@@ -288,6 +306,9 @@ class TransitionGather {
       switch (part.role) {
         case TransitionRole::observation:
           copy_observations(part, block, from, first, last);
+          if (view_.goals.strategy != GoalStrategy::none && number == view_.goals.desired) {
+            for (size_t i = first; i < last; ++i) copy_goal(part, placed[i]);
+          }
           break;
         case TransitionRole::reward:
           for (size_t i = first; i < last; ++i) {
@@ -320,6 +341,7 @@ class TransitionGather {
       request_.discount[one.to] = ended ? 0.0F : static_cast<float>(view_.powers[one.count]);
       request_.starts[one.to] = static_cast<int32_t>(one.step);
       request_.lengths[one.to] = static_cast<int32_t>(one.length);
+      if (!request_.relabelled.empty()) request_.relabelled[one.to] = one.goal != kOwnGoal;
       request_.versions[one.to] = store_.status()[one.row].version.load(std::memory_order_relaxed);
       if (view_.frame_stack == 1) {
         request_.mask[one.to] = 1;
@@ -347,6 +369,25 @@ class TransitionGather {
       frames(to, rows, part, together ? one.step + 1 : one.step, view_.frame_stack + (together ? 1 : 0));
       if (!together) frames(part.to.next + one.to * part.stride, rows, part, one.step + one.count, view_.frame_stack);
     }
+  }
+
+  const std::byte* goal_of(const Placed& one) const {
+    const Part& achieved = parts_[view_.goals.achieved];
+    return block_of(achieved, one.row) + one.goal * achieved.step_bytes;
+  }
+
+  // The goal in the place of every real frame of the two stacks.
+  void copy_goal(const Part& part, const Placed& one) const {
+    if (one.goal == kOwnGoal) return;
+    const std::byte* const goal = goal_of(one);
+    const uint64_t frames = view_.window_frames();
+    const auto fill = [&](std::byte* stack, uint64_t real) {
+      for (uint64_t frame = frames - std::min(real, frames); frame < frames; ++frame) {
+        copy(stack + frame * part.step_bytes, goal, part.step_bytes);
+      }
+    };
+    fill(part.to.out + one.to * part.stride, one.step + 1 + (view_.shares_window() ? 1 : 0));
+    if (!view_.shares_window()) fill(part.to.next + one.to * part.stride, uint64_t{one.step} + one.count + 1);
   }
 
   void copy(std::byte* to, const std::byte* from, uint64_t bytes) const {
@@ -462,6 +503,17 @@ void TransitionView::check(const Store& store, std::span<const uint32_t> fields)
            " in a transition");
     }
   }
+  if (goals.strategy != GoalStrategy::none) {
+    const auto observation = [&](uint32_t place) {
+      return place < fields.size() && roles[place] == TransitionRole::observation ? &store.fields()[fields[place]]
+                                                                                  : nullptr;
+    };
+    const FieldRecord *achieved = observation(goals.achieved), *desired = observation(goals.desired);
+    if (goals.strategy > GoalStrategy::episode || n_step != 1 || achieved == nullptr || desired == nullptr ||
+        achieved == desired || timed_step_bytes(*achieved) != timed_step_bytes(*desired)) {
+      fail(ErrorKind::schema, "hindsight needs two observations of one size, and n_step 1");
+    }
+  }
   if (rewards != 1 || flags != 1) fail(ErrorKind::schema, "transitions need one field of rewards and one `terminated`");
 }
 
@@ -471,6 +523,7 @@ void gather_transitions(const Store& store, const TransitionView& view, const Tr
       (!request.steps.empty() && request.steps.size() != n) || request.discount.size() != size ||
       request.terminated.size() != size || request.truncated.size() != size || request.starts.size() != size ||
       request.lengths.size() != size || request.versions.size() != size ||
+      (view.goals.strategy != GoalStrategy::none && request.relabelled.size() != size) ||
       request.mask.size() != size * view.frame_stack || request.fields.size() != view.roles.size()) {
     fail(ErrorKind::schema, "transitions of ", n, " rows were given arrays of other sizes");
   }

@@ -9,6 +9,15 @@
 //                   field t + m == length - 1
 //   any other       its value at t; of a field without time its block
 //
+// Hindsight (n_step 1): of draw i, unless below(k + 1) of its bits of kGoalStream is 0, the frames of the desired goal
+// are those of the achieved goal at another step s of the row, from the next attempt's bits:
+//
+//   future        t + 1 + below(length - 1 - t)
+//   final         length - 1
+//   episode       1 + below(length - 1)
+//
+// Reward, discount and terminated stay those of the row, for the caller to change.
+//
 // Only these steps are read. Rows are taken a few dozen at a time: their words, then lengths and steps, then the lines
 // that will be copied are asked for before the first of them is used, so that their cache misses overlap.
 #pragma once
@@ -24,12 +33,24 @@ namespace geartrain {
 
 enum class TransitionRole : uint8_t { step, observation, reward, terminated, truncated, last };
 
+enum class GoalStrategy : uint8_t { none, future, final, episode };
+
+// Hindsight: k in k + 1 transitions get another goal. Places of the two observations among a batch's fields.
+struct GoalView {
+  GoalStrategy strategy = GoalStrategy::none;
+  uint32_t k = 0;
+  uint32_t achieved = 0, desired = 0;
+
+  bool operator==(const GoalView&) const = default;
+};
+
 // What a batch of transitions is made of. `roles` and the fields of a batch are in the same order.
 struct TransitionView {
   uint32_t n_step = 1;
   uint32_t frame_stack = 1;
   std::vector<double> powers;  // gamma ** 0 .. gamma ** n_step
   std::vector<TransitionRole> roles;
+  GoalView goals = {};
 
   bool operator==(const TransitionView&) const = default;
 
@@ -61,6 +82,7 @@ struct TransitionRequest {
   std::span<const TransitionField> fields;
   std::span<float> discount;
   std::span<uint8_t> terminated, truncated;
+  std::span<uint8_t> relabelled;  // with goals: 1 where another was taken
   // 1: the row was lost, or has no such transition.
   std::span<uint8_t> torn;
   std::span<uint8_t> mask;    // (rows, frame_stack): 1 for a real frame

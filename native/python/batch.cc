@@ -129,7 +129,7 @@ class SampledBatch {
   }
 
   // The order of the fields is part of the binding (geartrain/replay/transitions.py): of each field what it gives, an
-  // observation twice; then reward, discount, terminated, truncated.
+  // observation twice; then reward, discount, terminated, truncated, and with goals relabelled.
   void add_transitions(const Store& store, const std::vector<uint32_t>& fields) {
     Field reward{};
     for (size_t i = 0; i < fields.size(); ++i) {
@@ -174,6 +174,11 @@ class SampledBatch {
     fields_.push_back({reinterpret_cast<std::byte*>(arrays_.terminated.data()), {n_}, nb::dtype<bool>()});
     fields_.push_back({reinterpret_cast<std::byte*>(arrays_.truncated.data()), {n_}, nb::dtype<bool>()});
     nbytes_ += (sizeof(float) + 2) * n_;
+    if (view_->goals.strategy != GoalStrategy::none) {
+      take(arrays_.relabelled, n_);
+      fields_.push_back({reinterpret_cast<std::byte*>(arrays_.relabelled.data()), {n_}, nb::dtype<bool>()});
+      nbytes_ += n_;
+    }
   }
 
   static size_t bytes_needed(const Store& store, size_t n, const std::vector<uint32_t>& fields, uint32_t window,
@@ -187,7 +192,7 @@ class SampledBatch {
       if (!with_fields) fail(ErrorKind::schema, "transitions go to recycled memory, not to arrays of the caller's");
       view->check(store, fields);
       steps = view->frame_stack;
-      bytes += PooledMemory::padded(4 * n) + 2 * PooledMemory::padded(n);
+      bytes += PooledMemory::padded(4 * n) + 3 * PooledMemory::padded(n);
     }
     for (size_t i = 0; with_fields && i < fields.size(); ++i) {
       const FieldRecord& record = store.fields()[fields[i]];
@@ -266,14 +271,19 @@ class Sampler {
     return nb::make_tuple(result.cursor, result.redrawn, result.count);
   }
 
-  // Copies rows that Python has drawn to the places `numbers` of a part. Returns how many were lost.
+  // Copies rows that Python has drawn to the places `numbers` of a part, with `steps` where it has drawn these as well.
+  // Returns how many were lost.
   uint64_t gather(SampledBatch& batch, size_t first, size_t n, const In<uint32_t>& numbers, const In<uint32_t>& rows,
-                  const In<uint32_t>& generations, const In<double>& probability, uint64_t step, uint32_t round) {
+                  const In<uint32_t>& generations, const In<double>& probability, uint64_t step, uint32_t round,
+                  const std::optional<In<uint32_t>>& steps) {
     const BatchArrays arrays = arrays_of(batch);
     batch.check_part(first, n);
     if (rows.size() != numbers.size() || generations.size() != numbers.size() || probability.size() != numbers.size()) {
       fail(ErrorKind::schema, numbers.size(), " numbers were given with ", rows.size(), " rows, ", generations.size(),
            " generations and ", probability.size(), " probabilities");
+    }
+    if (steps && steps->size() != numbers.size()) {
+      fail(ErrorKind::schema, numbers.size(), " numbers were given with ", steps->size(), " steps");
     }
     for (uint32_t number : view(numbers)) {
       if (number >= n) fail(ErrorKind::schema, "draw ", number, " is none of ", n);
@@ -283,7 +293,8 @@ class Sampler {
     }
     return released(store_, [&] {
       return sampler_.gather(arrays.part(store_, window_, sampler_.view(), first, n),
-                             {view(numbers), view(rows), view(generations), view(probability)}, step, round);
+                             {view(numbers), view(rows), view(generations), view(probability), view(steps)}, step,
+                             round);
     });
   }
 
@@ -322,12 +333,18 @@ void bind_batch(nb::module_& module) {
       .def(
           "__init__",
           [](TransitionView* self, uint32_t n_step, uint32_t frame_stack, std::vector<double> powers,
-             const std::vector<uint8_t>& roles) {
-            TransitionView view{n_step, frame_stack, std::move(powers), {}};
+             const std::vector<uint8_t>& roles, const std::tuple<uint8_t, uint32_t, uint32_t, uint32_t>& goals) {
+            const auto [strategy, k, achieved, desired] = goals;
+            TransitionView view{n_step,
+                                frame_stack,
+                                std::move(powers),
+                                {},
+                                {static_cast<GoalStrategy>(strategy), k, achieved, desired}};
             for (uint8_t role : roles) view.roles.push_back(static_cast<TransitionRole>(role));
             new (self) TransitionView(std::move(view));
           },
-          nb::arg("n_step"), nb::arg("frame_stack"), nb::arg("powers"), nb::arg("roles"));
+          nb::arg("n_step"), nb::arg("frame_stack"), nb::arg("powers"), nb::arg("roles"),
+          nb::arg("goals") = std::tuple<uint8_t, uint32_t, uint32_t, uint32_t>{});
   nb::class_<SampledBatch>(module, "SampledBatch")
       .def(
           "__init__",
@@ -384,7 +401,9 @@ void bind_batch(nb::module_& module) {
           nb::arg("transitions").none() = nb::none())
       .def("sample_into", &Sampler::sample_into, nb::arg("batch"), nb::arg("first"), nb::arg("n"), nb::arg("step"),
            nb::arg("limits").none(), nb::arg("cursor"), nb::arg("admitted"), nb::arg("beta").none())
-      .def("gather", &Sampler::gather);
+      .def("gather", &Sampler::gather, nb::arg("batch"), nb::arg("first"), nb::arg("n"), nb::arg("numbers"),
+           nb::arg("rows"), nb::arg("generations"), nb::arg("probability"), nb::arg("step"), nb::arg("round"),
+           nb::arg("steps").none() = nb::none());
   module.def("importance_weights", &weights_of);
 }
 

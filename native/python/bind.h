@@ -199,6 +199,7 @@ void register_errors();
 
 void bind_base(nb::module_& module);
 void bind_store(nb::module_& module);
+void bind_store_rows(nb::class_<Store>& store);
 void bind_fetch(nb::module_& module);
 void bind_batch(nb::module_& module);
 void bind_inserter(nb::module_& module);

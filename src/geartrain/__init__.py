@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from geartrain.replay.distributed.checkpoint import load_checkpoint, save_checkpoint
     from geartrain.replay.distributed.placement import Placement
     from geartrain.replay.fetch import fetch
+    from geartrain.replay.hindsight import Hindsight
     from geartrain.replay.iterable_dataset import ReplayDataset
     from geartrain.replay.replay import Replay
     from geartrain.replay.transitions import Transitions
@@ -49,6 +50,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "Batch": ("geartrain.replay.batch", "Batch"),
     "Field": ("geartrain.core.schema", "Field"),
+    "Hindsight": ("geartrain.replay.hindsight", "Hindsight"),
     "Keys": ("geartrain.core.keys", "Keys"),
     "DeviceOptions": ("geartrain.replay.device.options", "DeviceOptions"),
     "Placement": ("geartrain.replay.distributed.placement", "Placement"),
@@ -76,6 +78,7 @@ _NAMES = {
 __all__ = [
     "Batch",
     "Field",
+    "Hindsight",
     "Keys",
     "DeviceOptions",
     "Placement",

@@ -59,7 +59,14 @@ def fetch(
 def pooled_bytes(nbytes: int, /) -> NDArray[np.uint8]: ...
 
 class TransitionView:
-    def __init__(self, n_step: int, frame_stack: int, powers: Sequence[float], roles: Sequence[int]) -> None: ...
+    def __init__(
+        self,
+        n_step: int,
+        frame_stack: int,
+        powers: Sequence[float],
+        roles: Sequence[int],
+        goals: tuple[int, int, int, int] = (0, 0, 0, 0),
+    ) -> None: ...
 
 class SampledBatch:
     def __init__(
@@ -130,7 +137,7 @@ class BatchSampler:
         probability: NDArray[np.float64],
         step: int,
         round: int,
-        /,
+        steps: _U32 | None = None,
     ) -> int: ...
 
 def importance_weights(
@@ -294,6 +301,21 @@ class Candidates:
     def __init__(self, priorities: _U32, /) -> None: ...
     def total_priority(self) -> int: ...
     def count(self) -> int: ...
+    def rows(self) -> int: ...
+    def begin_pass(self, row_steps: int, need: int) -> tuple[int, int]: ...
+    def find_in_pass(
+        self,
+        seed: int,
+        number: int,
+        shuffle: bool,
+        first: int,
+        total: int,
+        upto: int,
+        row_steps: int,
+        need: int,
+        position: int,
+        n: int,
+    ) -> tuple[NDArray[np.uint8], _U32, _U32, _U32]: ...
     def priorities(self, rows: _U32, /) -> _U32: ...
     def sequences(self, rows: _U32, /) -> _U64: ...
     def draw(

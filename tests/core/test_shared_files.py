@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import stat
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from deadlines import patience
+from mounts import file_system
 
 import geartrain as gt
 import geartrain._native as _native
@@ -361,15 +361,8 @@ def test_a_directory_that_cannot_be_is_named(monkeypatch, tmp_path, name):
 @pytest.fixture
 def small_shm(tmp_path: Path):
     """A file system of 64 MiB, as a container's /dev/shm; skips where this user may not mount one."""
-    if shutil.which("mount") is None:
-        pytest.skip("no command `mount` on PATH")
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64m", "none", tmp_path], capture_output=True, check=False
-    )
-    if mounted.returncode != 0:
-        pytest.skip("mounting a small file system needs root")
-    yield tmp_path
-    subprocess.run(["umount", "-l", tmp_path], check=True)
+    with file_system(tmp_path, "64m"):
+        yield tmp_path
 
 
 def test_a_containers_shared_memory_is_an_error_with_the_remedy(monkeypatch, small_shm, name):

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from device_batches import check_same, filled_store
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -32,22 +32,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def store(store_name: Callable[[], str]) -> Iterator[gt.Store]:
-    rng = np.random.default_rng(0)
-    fields = {
-        "x": gt.Field((11,), "float32"),
-        "pixels": gt.Field((3, 5), "uint8"),
-        "group": gt.Field((), "int64", per_row=True),
-    }
-    with gt.Store.create(store_name(), fields, max_length=60, capacity=2000) as made:
-        made.insert(
-            {
-                "x": rng.normal(size=(2000, 60, 11)).astype("f"),
-                "pixels": rng.integers(0, 255, (2000, 60, 3, 5), dtype=np.uint8),
-                "group": np.arange(2000) // 4,
-            },
-            lengths=rng.integers(1, 61, 2000),
-            priorities=rng.random(2000),
-        )
+    with filled_store(store_name(), rows=2000, capacity=2000, max_length=60) as made:
         yield made
 
 
@@ -80,19 +65,6 @@ def test_random_batches_are_those_of_the_native_code() -> None:
         gather_cases._compare = kept
 
 
-def same(a: gt.Batch, b: gt.Batch, convert: dict[str, Convert], packed: bool) -> None:
-    import torch
-
-    assert a.keys == b.keys
-    for name, values in a.fields.items():
-        timed = name != "group"
-        expected = convert[name].apply(values, a.mask if timed else None) if name in convert else values
-        assert torch.equal(expected[a.mask] if packed and timed else expected, b[name].cpu()), name
-    for book in ("start", "length", "version", "probability", "importance_weights"):
-        mine, theirs = getattr(a, book), getattr(b, book)
-        assert mine is None or torch.equal(mine, theirs.cpu()), book
-
-
 STRATEGIES = [
     Uniform(seed=1), Uniform(seed=4, stratified=True), Prioritized(seed=2, beta=0.5),
     Prioritized(seed=3, replacement=False),
@@ -110,7 +82,7 @@ def test_every_strategy_gives_the_batches_of_the_host(store: gt.Store, strategy:
             gt.Replay(store, strategy, 64, window=window, pad="right", num_batches=5, device=on_device) as fast,
         ):
             for a, b in zip(slow, fast, strict=True):
-                same(a, b, convert, packed)
+                check_same(a, b, convert, packed)
 
 
 def test_rows_chosen_on_the_gpu_and_mixtures_and_torn_rows() -> None:
@@ -126,7 +98,7 @@ def test_a_mixture_lands_in_one_batch(store: gt.Store) -> None:
         gt.Replay([store, store], mixture, 64, window=5, num_batches=4, device="cuda") as fast,
     ):
         for a, b in zip(slow, fast, strict=True):
-            same(a, b, {}, False)
+            check_same(a, b, {}, False)
 
 
 def test_work_on_a_busy_stream_reads_the_right_batches_and_memory_is_recycled(store: gt.Store) -> None:
@@ -242,7 +214,7 @@ def test_two_threads_take_batches_of_two_replays(store: gt.Store) -> None:
             ):
                 with gt.Replay(store, Uniform(seed=seed), 32, num_batches=10, device="cuda") as fast:
                     for a, b in zip(slow, fast, strict=True):
-                        same(a, b, {}, False)
+                        check_same(a, b, {}, False)
         except BaseException as error:
             failures.append(error)
 

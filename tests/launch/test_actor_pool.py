@@ -15,6 +15,7 @@ import preloaded
 import pytest
 from counting import Counting, Numbers
 from deadlines import patience
+from launch_jobs import wait_for
 
 import geartrain as gt
 import geartrain.core.counters as counters
@@ -49,13 +50,6 @@ def store(store_name):
     fields = recorded_fields(environments_of([Counting()]).fields())
     with gt.Store.create(store_name(), fields, max_length=48, capacity=60) as made:
         yield made
-
-
-def wait_for(condition, timeout_s=60.0):
-    until_s = time.monotonic() + patience(timeout_s)
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
 
 
 def test_a_pool_acts_until_it_is_stopped(store, real_interpreters):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tagged
+from device_batches import check_same, filled_store
 
 import geartrain as gt
 import geartrain.replay.device as on_device
@@ -30,41 +31,8 @@ from geartrain.tools.testing import SimulatedDevice  # noqa: E402
 
 @pytest.fixture
 def store(store_name: Callable[[], str]) -> Iterator[gt.Store]:
-    rng = np.random.default_rng(0)
-    fields = {
-        "x": gt.Field((11,), "float32"),
-        "pixels": gt.Field((3, 5), "uint8"),
-        "group": gt.Field((), "int64", per_row=True),
-    }
-    with gt.Store.create(store_name(), fields, max_length=30, capacity=64) as made:
-        made.insert(
-            {
-                "x": rng.normal(size=(60, 30, 11)).astype("f"),
-                "pixels": rng.integers(0, 255, (60, 30, 3, 5), dtype=np.uint8),
-                "group": np.arange(60) // 4,
-            },
-            lengths=rng.integers(1, 31, 60),
-            priorities=rng.random(60),
-        )
+    with filled_store(store_name(), rows=60, capacity=64, max_length=30) as made:
         yield made
-
-
-def same(host: gt.Batch, landed: gt.Batch, convert: dict[str, Convert], packed: bool) -> None:
-    assert host.keys == landed.keys
-    assert host.step == landed.step
-    for name, values in host.fields.items():
-        timed = name != "group"
-        expected = convert[name].apply(values, host.mask if timed else None) if name in convert else values
-        assert torch.equal(expected[host.mask] if packed and timed else expected, landed[name]), name
-    for book in ("start", "length", "version", "probability", "importance_weights"):
-        mine, theirs = getattr(host, book), getattr(landed, book)
-        assert (mine is None) == (theirs is None), book
-        assert mine is None or torch.equal(mine, theirs), book
-    if packed:
-        assert landed.mask is None
-        assert landed.cu_seqlens.diff().tolist() == host.mask.sum(1).tolist()
-    else:
-        assert torch.equal(host.mask, landed.mask)
 
 
 STRATEGIES = [
@@ -89,7 +57,7 @@ def test_every_strategy_gives_the_batches_of_the_host(store: gt.Store, strategy:
         ):
             for host, landed in zip(slow, fast, strict=True):
                 device.finish()
-                same(host, landed, convert, packed)
+                check_same(host, landed, convert, packed)
             assert fast.describe()[0]["path"] == path
         assert not device.registered
 
@@ -107,7 +75,7 @@ def test_a_mixture_lands_in_one_batch(store: gt.Store, store_name: Callable[[], 
         ):
             for host, landed in zip(slow, fast, strict=True):
                 device.finish()
-                same(host, landed, {}, False)
+                check_same(host, landed, {}, False)
             assert len(fast.describe()) == 2
 
 
@@ -164,7 +132,7 @@ def test_a_batch_that_is_kept_is_never_overwritten(store: gt.Store) -> None:
         kept = list(fast)
         device.finish()
         for host, landed in zip(slow, kept, strict=True):
-            same(host, landed, {}, False)
+            check_same(host, landed, {}, False)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -172,7 +140,7 @@ def test_a_batch_that_is_kept_is_never_overwritten(store: gt.Store) -> None:
 def test_a_torn_row_is_drawn_again_and_never_returned(store_name: Callable[[], str], path: Any, packed: bool) -> None:
     device = SimulatedDevice(2)
     done = threading.Event()
-    with gt.Store.create(store_name(), tagged.FIELDS, max_length=tagged.STEPS, capacity=40) as store:
+    with tagged.create(store_name(), capacity=40) as store:
         tagged.insert(store, np.arange(1, 41))
 
         pause_s = 0.0
@@ -197,26 +165,13 @@ def test_a_torn_row_is_drawn_again_and_never_returned(store_name: Callable[[], s
                     pause_s = (time.monotonic() - began_s) / 10
                     if batches == 0:
                         writer.start()
-                    _check_tags(batch)
+                    tagged.check_steps(batch)
                     batches += 1
             finally:
                 done.set()
                 if writer.is_alive():
                     writer.join()
             assert path == "staged" or fast.stats()["redrawn"] > 0
-
-
-def _check_tags(batch: gt.Batch) -> None:
-    tags = batch["tag"].numpy()
-    starts, lengths = batch.start.numpy(), batch.length.numpy()
-    assert (lengths == tagged.length_of(tags)).all()
-    for i, tag in enumerate(tags):
-        if batch.cu_seqlens is None:
-            found = batch["steps"][i][batch.mask[i]].numpy()
-        else:
-            found = batch["steps"][int(batch.cu_seqlens[i]) : int(batch.cu_seqlens[i + 1])].numpy()
-        at = starts[i] + np.arange(len(found))
-        np.testing.assert_array_equal(found, tagged.steps_of(np.array([tag]), at[None])[0])
 
 
 def test_with_limited_samples_each_row_is_seen_so_often(store_name: Callable[[], str]) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tagged
 from deadlines import patience
+from device_batches import check_same
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, PinError, RanksDisagreeError
@@ -64,25 +65,6 @@ def make_shards(store_name: Callable[[], str]) -> Iterator[Callable[..., list[st
         store.close()
 
 
-def same(host: gt.Batch, landed: gt.Batch, convert: dict[str, Convert], packed: bool) -> None:
-    assert host.keys == landed.keys
-    assert host.step == landed.step
-    assert list(host) == list(landed)
-    for name, found in host.fields.items():
-        timed = name != "group"
-        expected = convert[name].apply(found, host.mask if timed else None) if name in convert else found
-        assert torch.equal(expected[host.mask] if packed and timed else expected, landed[name]), name
-    for book in ("start", "length", "version", "probability", "importance_weights", "draw"):
-        mine, theirs = getattr(host, book), getattr(landed, book)
-        assert (mine is None) == (theirs is None), book
-        assert mine is None or torch.equal(mine, theirs), book
-    if packed:
-        assert landed.mask is None
-        assert landed.cu_seqlens.diff().tolist() == host.mask.sum(1).tolist()
-    else:
-        assert torch.equal(host.mask, landed.mask)
-
-
 def compare(
     shards: list[Any],
     selection: Any,
@@ -110,7 +92,7 @@ def compare(
         ):
             for host, landed in zip(slow, fast, strict=True):
                 device.finish()
-                same(host, landed, dict(chosen.convert), chosen.packed and len(host) > 0)
+                check_same(host, landed, dict(chosen.convert), chosen.packed and len(host) > 0)
             assert all(one["path"] == chosen.path for one in fast.describe() if chosen.path != "auto")
             stats = fast.stats()
         assert not device.registered
@@ -185,7 +167,7 @@ def test_heads_tails_and_tensor_parallel_peers(
 def test_a_torn_row_is_drawn_again_and_never_returned(store_name: Callable[[], str], path: Any, packed: bool) -> None:
     """Every shard is written anew about once a batch, while two ranks of a shard read it for all four."""
     done = threading.Event()
-    stores = [gt.Store.create(store_name(), tagged.FIELDS, max_length=tagged.STEPS, capacity=40) for _ in range(2)]
+    stores = [tagged.create(store_name(), capacity=40) for _ in range(2)]
     for store in stores:
         tagged.insert(store, np.arange(1, 41))
     redrawn = [0.0] * 4
@@ -205,7 +187,9 @@ def test_a_torn_row_is_drawn_again_and_never_returned(store_name: Callable[[], s
             gt.Replay(store, Uniform(seed=1), 24, device=options, **settings) as fast,
         ):
             for batches in range(200):
-                check_tags(device, fast.sample())
+                batch = fast.sample()
+                device.finish()
+                tagged.check_steps(batch)
                 redrawn[rank.rank] = fast.stats()["redrawn"]
                 # All ranks stop at the same batch: what each has redrawn is told to all.
                 told = rank_sum(rank, redrawn[rank.rank])
@@ -229,20 +213,6 @@ def test_a_torn_row_is_drawn_again_and_never_returned(store_name: Callable[[], s
             writer.join()
         for store in stores:
             store.close()
-
-
-def check_tags(device: Any, batch: gt.Batch) -> None:
-    device.finish()
-    tags = batch["tag"].numpy()
-    starts, lengths = batch.start.numpy(), batch.length.numpy()
-    assert (lengths == tagged.length_of(tags)).all()
-    for i, tag in enumerate(tags):
-        if batch.cu_seqlens is None:
-            found = batch["steps"][i][batch.mask[i]].numpy()
-        else:
-            found = batch["steps"][int(batch.cu_seqlens[i]) : int(batch.cu_seqlens[i + 1])].numpy()
-        at = starts[i] + np.arange(len(found))
-        np.testing.assert_array_equal(found, tagged.steps_of(np.array([tag]), at[None])[0])
 
 
 def test_work_of_the_consumer_waits_on_its_stream_and_memory_is_used_again(
@@ -348,6 +318,6 @@ def test_some_ranks_may_be_without_a_device(make_shards: Callable[..., list[str]
         ):
             for host, landed in zip(slow, fast, strict=True):
                 device.finish()
-                same(host, landed, {}, False)
+                check_same(host, landed, {}, False)
 
     run_pairs(3, body)

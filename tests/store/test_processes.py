@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tagged
 from deadlines import patience
-from segments import Pipe, Segment, holding_the_lock, kill, wait_for, words_offset
+from segments import Pipe, Segment, holding_blocks, holding_the_lock, kill, wait_for, words_offset
 
 import geartrain as gt
 import geartrain._native as _native
@@ -99,7 +99,7 @@ def _read(store: gt.Store, seed: int, stress: _Stress) -> int:
 
 
 def _torn_row_stress(name, fork, seconds: float, writers: int, readers: int) -> None:
-    with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=2 * writers + 3) as store:
+    with tagged.create(name, capacity=2 * writers + 3) as store:
         tagged.insert(store, np.arange(3))
         stress = _Stress(seconds)
         children = [fork(lambda seed=seed: _write(store, seed, stress)) for seed in range(1, writers + 1)]
@@ -166,7 +166,7 @@ def _work(store: gt.Store, seed: int, pipe: Pipe) -> None:
 
 def _kill_at_random(name: str, fork, rounds: int, seed: int, **options) -> None:
     choose = random.Random(seed)
-    with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=24, **options) as store:
+    with tagged.create(name, capacity=24, **options) as store:
         for number in range(rounds):
             pipe = Pipe()
             children = [
@@ -200,15 +200,10 @@ def test_hundreds_of_kills_lose_no_block_and_no_committed_row(kind, name, fork):
 
 
 def test_what_a_killed_writer_held_comes_back_when_rows_run_out(name, fork):
-    with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=4) as store:
+    with tagged.create(name, capacity=4) as store:
         pipe = Pipe()
 
-        def hold() -> None:
-            store.native.allocate(4)
-            pipe.say()
-            signal.pause()
-
-        child = fork(hold)
+        child = holding_blocks(store, fork, pipe, 4)
         pipe.hear()
         with pytest.raises(StoreFullError, match="4 are being written"):
             store.row()
@@ -219,7 +214,7 @@ def test_what_a_killed_writer_held_comes_back_when_rows_run_out(name, fork):
 
 
 def test_an_update_that_died_half_way_is_repaired_by_the_next_reap(name, fork):
-    with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=40) as store:
+    with tagged.create(name, capacity=40) as store:
         keys = tagged.insert(store, np.arange(40))
         pipe = Pipe()
 
@@ -245,7 +240,7 @@ def test_an_update_that_died_half_way_is_repaired_by_the_next_reap(name, fork):
 
 
 def test_a_stopped_lock_holder_is_an_error_in_bounded_time_and_everything_goes_on_after_it_continues(name, fork):
-    with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=8, timeout_s=0.2) as store:
+    with tagged.create(name, capacity=8, timeout_s=0.2) as store:
         keys = tagged.insert(store, [1, 2, 3])
         open_row = store.row()
         pipe = Pipe()
@@ -277,7 +272,7 @@ def test_a_stopped_lock_holder_is_an_error_in_bounded_time_and_everything_goes_o
 
 
 def test_a_lock_whose_holder_was_killed_is_repaired_by_the_next_to_take_it(name, fork):
-    with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=8) as store:
+    with tagged.create(name, capacity=8) as store:
         tagged.insert(store, [1, 2, 3])
         pipe = Pipe()
         child = holding_the_lock(store, fork, pipe, signal.pause)
@@ -290,7 +285,7 @@ def test_a_lock_whose_holder_was_killed_is_repaired_by_the_next_to_take_it(name,
 
 
 def test_a_process_stopped_in_the_middle_of_an_update_delays_a_repair_and_never_blocks_it_for_good(name, fork):
-    with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=8, timeout_s=0.2) as store:
+    with tagged.create(name, capacity=8, timeout_s=0.2) as store:
         tagged.insert(store, [1, 2, 3])
         pipe, told = Pipe(), Pipe()
 
@@ -320,7 +315,7 @@ def test_a_process_stopped_in_the_middle_of_an_update_delays_a_repair_and_never_
 
 def test_a_process_stopped_while_it_joins_or_leaves_is_an_error_in_bounded_time(name):
     gate = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, GATE_LEASE, 1, 0)
-    store = gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=8, timeout_s=0.2)
+    store = tagged.create(name, capacity=8, timeout_s=0.2)
     other = gt.Store.open(name)
     store.native.allocate(3)
     with store.path.open("r+b") as stopped:
@@ -336,7 +331,7 @@ def test_a_process_stopped_while_it_joins_or_leaves_is_an_error_in_bounded_time(
 
 
 def test_draws_that_meet_sums_at_odds_with_the_priorities_set_them_right_and_go_on(name):
-    with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=40) as store:
+    with tagged.create(name, capacity=40) as store:
         tagged.insert(store, np.arange(40))
         words = np.frombuffer(Segment(store).bytes, np.uint64, 40, words_offset(40))
         words[1:] &= ~np.uint64(0xFFFFFFFF)  # all priorities but one, as if their updates had stopped half-way
@@ -346,7 +341,7 @@ def test_draws_that_meet_sums_at_odds_with_the_priorities_set_them_right_and_go_
 
 
 def test_a_timeout_of_zero_only_fails_when_somebody_holds_the_lock(name, fork):
-    with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=8, timeout_s=0) as store:
+    with tagged.create(name, capacity=8, timeout_s=0) as store:
         tagged.insert(store, [1])
         pipe = Pipe()
         child = holding_the_lock(store, fork, pipe, signal.pause)
@@ -361,7 +356,7 @@ def test_a_timeout_of_zero_only_fails_when_somebody_holds_the_lock(name, fork):
 
 
 def test_a_forked_child_inserts_and_updates_as_a_process_of_its_own(name, fork):
-    with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=8) as store:
+    with tagged.create(name, capacity=8) as store:
         mine = store.row()
 
         def child() -> int:
@@ -382,7 +377,7 @@ def test_a_forked_child_inserts_and_updates_as_a_process_of_its_own(name, fork):
 
 
 def test_the_rows_of_a_killed_parent_come_back_while_its_child_lives(name, fork):
-    with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=8) as store:
+    with tagged.create(name, capacity=8) as store:
         pipe = Pipe()
         read, write = os.pipe()
 
@@ -413,7 +408,7 @@ def test_the_rows_of_a_killed_parent_come_back_while_its_child_lives(name, fork)
 
 
 def test_a_forked_child_that_never_touches_the_store_leaves_no_trace(name, fork):
-    with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=8) as store:
+    with tagged.create(name, capacity=8) as store:
         tagged.insert(store, [1])
         assert wait_for(fork(lambda: None)) == 0
         assert store.native.live_clients() == 1
@@ -422,7 +417,7 @@ def test_a_forked_child_that_never_touches_the_store_leaves_no_trace(name, fork)
 
 
 def test_a_child_that_outlives_the_last_process_is_told_that_the_store_is_gone(name, fork):
-    store = gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=8)
+    store = tagged.create(name, capacity=8)
     go = Pipe()
 
     def late() -> int:
@@ -445,7 +440,7 @@ def _insert_from_spawned(store: gt.Store, tag: int) -> None:
 
 
 def test_a_store_travels_to_spawned_processes_by_pickle(name):
-    with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=8) as store:
+    with tagged.create(name, capacity=8) as store:
         process = multiprocessing.get_context("spawn").Process(target=_insert_from_spawned, args=(store, 42))
         process.start()
         process.join()
@@ -518,7 +513,7 @@ def test_as_many_processes_as_the_limit_may_attach_and_one_more_is_refused_by_na
 
 
 def test_an_empty_store_is_an_error_of_its_own_for_every_strategy(name):
-    with gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=2) as store:
+    with tagged.create(name, capacity=2) as store:
         for strategy in (gt.selection.Uniform(), gt.selection.Prioritized()):
             with pytest.raises(EmptyStoreError):
                 gt.Replay(store, strategy, 2, prefetch=0, output="numpy").sample()

@@ -8,11 +8,11 @@ import platform
 import shutil
 import signal
 import struct
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
+from mounts import file_system
 
 import geartrain as gt
 from geartrain.errors import (
@@ -210,15 +210,8 @@ def test_a_copy_of_a_living_segment_is_stale_and_adopting_it_recovers_its_rows(n
 @pytest.fixture
 def small_disk(tmp_path: Path):
     """A file system of 4 MiB; skips where this user may not mount one."""
-    if shutil.which("mount") is None:
-        pytest.skip("no command `mount` on PATH")
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "none", tmp_path], capture_output=True, check=False
-    )
-    if mounted.returncode != 0:
-        pytest.skip("mounting a small file system needs root")
-    yield tmp_path
-    subprocess.run(["umount", "-l", tmp_path], check=True)
+    with file_system(tmp_path, "4m"):
+        yield tmp_path
 
 
 def test_too_little_room_is_an_error_that_says_how_much_there_is_and_leaves_nothing_behind(small_disk):
@@ -233,17 +226,8 @@ def test_too_little_room_is_an_error_that_says_how_much_there_is_and_leaves_noth
 
 
 def test_a_file_system_without_a_limit_is_not_taken_for_a_full_one(tmp_path):
-    if shutil.which("mount") is None:
-        pytest.skip("no command `mount` on PATH")
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=0", "none", tmp_path], capture_output=True, check=False
-    )
-    if mounted.returncode != 0:
-        pytest.skip("mounting a file system needs root")
-    try:
+    with file_system(tmp_path, "0"):
         gt.Store.create(tmp_path / "fits", FIELDS, max_length=7, capacity=10).close()
-    finally:
-        subprocess.run(["umount", "-l", tmp_path], check=True)
 
 
 def test_signals_that_arrive_while_memory_is_reserved_do_not_fail_the_store(name):

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from deadlines import patience
+from fuzz_runs import endings
 from segment_images import (
     CLIENTS,
     CONTROL,
@@ -28,8 +24,6 @@ from segment_images import (
 import geartrain as gt
 from geartrain.errors import CorruptStoreError, IncompatibleStoreError, StoreError
 
-WORKER = Path(__file__).parent.parent / "support" / "segment_fuzz_worker.py"
-
 
 @pytest.mark.parametrize(
     ("seed", "runs"),
@@ -38,17 +32,7 @@ WORKER = Path(__file__).parent.parent / "support" / "segment_fuzz_worker.py"
 )
 @pytest.mark.timeout(300)
 def test_a_segment_of_any_content_never_ends_the_process(tmp_path, seed, runs):
-    done = subprocess.run(
-        [sys.executable, WORKER, str(seed), str(runs), tmp_path],
-        capture_output=True,
-        text=True,
-        timeout=patience(120),
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(WORKER.parent), os.environ.get("PYTHONPATH", "")])},
-    )
-    assert done.returncode == 0, done.stderr
-    ended = json.loads(done.stdout.splitlines()[-1])
-    assert sum(ended.values()) == runs
+    ended = endings("segment_fuzz_worker.py", seed, runs, tmp_path, 120)
     assert ended["IncompatibleStoreError"] > runs // 5 and ended["used"] > runs // 5 and ended["looked at"] > 0, ended
 
 

@@ -1,14 +1,11 @@
-"""The life of a handle of a store: closing it beside calls, forks, the end of the interpreter, descriptors."""
+"""The life of a handle of a store: closed, closed beside calls of other threads, and at the interpreter's end."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import random
-import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -18,32 +15,19 @@ import numpy as np
 import pytest
 import tagged
 from deadlines import patience
-from segments import Pipe, Segment, holding_the_lock, kill, wait_for, words_offset
+from segments import Pipe, Segment, holding_the_lock, wait_for
+from value_rows import X
 
 import geartrain as gt
 import geartrain._native as _native
-from geartrain.core.keys import Keys
-from geartrain.errors import (
-    LockTimeoutError,
-    SchemaError,
-    StaleStoreError,
-    StoreClosedError,
-    StoreError,
-    StoreFullError,
-)
-
-NO_ROWS = np.array([0], np.uint32)
-X = {"x": gt.Field((), "int64", per_row=True)}
-
-
-def make(name: str, capacity: int = 16, **options: Any) -> gt.Store:
-    return gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=capacity, **options)
-
+from geartrain.errors import LockTimeoutError, SchemaError, StoreClosedError, StoreError, StoreFullError
 
 # --- a closed handle --------------------------------------------------------------------------------------------
 
+
 #: Every method of the native store, with arguments that a store of four int64 rows takes.
 ONE, DOUBLE, WIDE = np.array([0], np.uint32), np.array([1.0]), np.array([0], np.uint64)
+
 NATIVE_CALLS: dict[str, tuple[Any, ...]] = {
     "counters": (),
     "set_counters": ({"inserted": 77},),
@@ -94,15 +78,19 @@ NATIVE_CALLS: dict[str, tuple[Any, ...]] = {
     "audit": (),
     "unlink": (),
 }
+
 #: What a closed store still tells: what it was, and that it is closed.
 ALLOWED = {"create", "attach", "describe", "close", "closed"}
+
 #: What a store that was opened read-only may do.
 READS = {
     "counters", "column", "segment", "layout", "limiter", "limited", "keys", "infos", "lengths", "live_clients",
     "committed_count", "total_priority", "next_sequence", "unlink", "keep_segment",
 }  # fmt: skip
+
 #: What reads priorities of steps: a store without any says so.
 READS_STEPS = {"step_priorities", "sums_of_steps", "copy_step_priorities"}
+
 #: No effect on a store without max_age_s or max_times_sampled.
 NOTHING_TO_DO = {"expire", "release_exhausted"}
 
@@ -140,7 +128,7 @@ def test_a_closed_handle_refuses_every_call_and_changes_nothing_in_the_living_se
             row.commit,
             candidates.native.total_priority,
             candidates.native.count,
-            lambda: candidates.native.draw(True, 0, 0, 0, NO_ROWS),
+            lambda: candidates.native.draw(True, 0, 0, 0, ONE),
             lambda: candidates.native.find(True, np.zeros(1, np.uint64)),
             lambda: _native.empty_batch(handle.native, 1, [0], 0),
             gt.selection.Candidates.of_store(handle.native, handle.column).native.count,
@@ -222,7 +210,7 @@ def _fetches(store: gt.Store) -> None:
 
 
 def _draws(store: gt.Store) -> None:
-    gt.selection.Candidates.of_store(store.native, store.column).native.draw(True, 0, 0, 0, NO_ROWS)
+    gt.selection.Candidates.of_store(store.native, store.column).native.draw(True, 0, 0, 0, ONE)
 
 
 def _looks(store: gt.Store) -> None:
@@ -279,7 +267,7 @@ def _close_beside(store: gt.Store, one: Callable[[gt.Store], None], threads: int
 def _race(name: str, kind: str, rounds: int, seed: int) -> int:
     choose = random.Random(seed)
     one, options = CALLS[kind]
-    with make(name, **options) as living:
+    with tagged.create(name, **options) as living:
         tagged.insert(living, np.arange(6))
         if kind == "waits":
             living.limiter.set(min_size_to_sample=1000)
@@ -419,267 +407,8 @@ def test_a_wait_for_the_segments_lock_lets_other_threads_of_the_interpreter_run(
         assert Segment(living).clients_in_use() == 1
 
 
-# --- forks ------------------------------------------------------------------------------------------------------
-
-
-def _fork_beside_allocate(name: str, fork: Callable[[Callable[[], object]], int], forks: int) -> None:
-    with gt.Store.create(name, X, capacity=64) as store:
-        stop = threading.Event()
-
-        def churn() -> None:
-            while not stop.is_set():
-                store.native.abandon_one(store.native.allocate_one())
-
-        threads = [threading.Thread(target=churn) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-
-        def child() -> None:
-            signal.alarm(int(patience(20)))  # it hung with the segment's lock
-            store.insert({"x": np.arange(2)})
-            store.close()
-
-        try:
-            codes = [wait_for(fork(child)) for _ in range(forks)]
-        finally:
-            stop.set()
-            for thread in threads:
-                thread.join()
-        assert codes == [0] * forks
-        assert store.stats()["inserted"] == 2 * forks
-        assert store.audit() == []
-
-
-def test_a_child_forked_while_other_threads_allocate_uses_the_store(name, fork):
-    _fork_beside_allocate(name, fork, 30)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(300)
-def test_a_thousand_children_forked_while_other_threads_allocate_use_the_store(name, fork):
-    _fork_beside_allocate(name, fork, 1000)
-
-
-def test_the_rows_of_a_killed_creator_come_back_while_its_forked_child_lives(names, fork):
-    name = names(may_stay=True)
-    pipe, read_write = Pipe(), os.pipe()
-
-    def creator() -> None:
-        store = make(name, 8)
-        store.native.allocate(5)
-        child = os.fork()
-        if child == 0:
-            tagged.insert(store, [1])
-            pipe.say()
-            signal.pause()
-            os._exit(0)
-        os.write(read_write[1], child.to_bytes(4, "little"))
-        signal.pause()
-
-    middle = fork(creator)
-    child = int.from_bytes(os.read(read_write[0], 4), "little")
-    pipe.hear()
-    with gt.Store.open(name) as store:
-        try:
-            assert store.native.live_clients() == 3
-            kill(middle)
-            assert store.native.live_clients() == 2  # the child's memory keeps none of its parent's leases
-            assert store.reap() == 1
-            assert store.stats()["reclaimed"] == 5
-        finally:
-            os.kill(child, signal.SIGKILL)
-
-
-def test_a_handle_that_was_closed_is_closed_in_a_forked_child(name, fork):
-    store = gt.Store.create(name, X, capacity=2)
-    store.close()
-
-    def child() -> None:
-        for refused in (store.keys, store.row, lambda: len(store)):
-            with pytest.raises(StoreClosedError):
-                refused()
-        store.close()
-
-    assert wait_for(fork(child)) == 0
-
-
-# --- a clean end ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("killed", [True, False], ids=["killed in the lock", "closed"])
-def test_a_forked_child_that_outlives_the_others_decides_whether_the_end_was_clean(killed, tmp_path, fork):
-    path = tmp_path / "store"
-    store = make(path, 8)
-    tagged.insert(store, [1, 2, 3])
-    go, there = Pipe(), Pipe()
-
-    def outlive() -> None:
-        go.hear()
-        tagged.insert(store, [4])
-        if killed:
-            segment = Segment(store)
-            segment.lock()
-            status = np.frombuffer(segment.bytes, np.uint32, 8 * 12, 32768).reshape(8, 12)
-            status[:4, 8:10] = 3  # the list that a death in the middle of it leaves: a circle
-            there.say()
-            signal.pause()
-        store.close()
-
-    child = fork(outlive)
-    store.close()
-    go.say()
-    if killed:
-        there.hear()
-        kill(child)
-        with pytest.raises(StaleStoreError):
-            gt.Store.open(path)
-    else:
-        assert wait_for(child) == 0
-    with gt.Store.open(path, adopt=killed) as after:
-        assert after.audit() == []
-        assert len(after) == 4
-        assert tagged.mixed(gt.fetch(after, after.keys(), output="numpy", threads=1)) == []
-
-
-# --- an audit that cannot be finished ---------------------------------------------------------------------------
-
-
-def test_an_audit_that_a_stopped_writer_delays_owes_nobody_a_repair(name, fork):
-    with make(name, 8, timeout_s=0.2) as store:
-        keys = tagged.insert(store, [1, 2, 3])
-        pipe = Pipe()
-
-        def stand_still() -> None:
-            store.reap()
-            Segment(store).set_priority_writers(os.getpid(), 1)
-            pipe.say()
-            signal.pause()
-
-        child = fork(stand_still)
-        pipe.hear()
-        for _ in range(2):
-            with pytest.raises(LockTimeoutError, match=f"process {child} has been updating priorities"):
-                store.audit()
-        assert len(store.keys()) == 3
-        tagged.insert(store, [4])
-        assert store.update_priorities(keys, 2.0) == 0
-        kill(child)
-        assert store.reap() == 1
-        assert store.audit() == []
-
-
-# --- deaths that only somebody who draws can notice ----------------------------------------------------------------
-
-
-def _die_in_an_update(store: gt.Store, fork: Callable[[Callable[[], object]], int], keys: Keys) -> None:
-    """A process that changed the word of row 0 and is killed before it changed the sums above."""
-    pipe = Pipe()
-
-    def half_update() -> None:
-        store.update_priorities(keys[:1], 1.0)
-        segment = Segment(store)
-        segment.set_priority_writers(os.getpid(), 1)
-        words = np.frombuffer(segment.bytes, np.uint64, store.capacity, words_offset(store.capacity))
-        words[0] += np.uint64(5 << 16)
-        pipe.say()
-        signal.pause()
-
-    child = fork(half_update)
-    pipe.hear()
-    kill(child)
-
-
-def _die_in_the_lock(store: gt.Store, fork: Callable[[Callable[[], object]], int], keys: Keys) -> None:
-    pipe = Pipe()
-
-    def half_update() -> None:
-        segment = Segment(store)
-        segment.lock()
-        words = np.frombuffer(segment.bytes, np.uint64, store.capacity, words_offset(store.capacity))
-        words[0] += np.uint64(5 << 16)
-        pipe.say()
-        signal.pause()
-
-    child = fork(half_update)
-    pipe.hear()
-    kill(child)
-
-
-@pytest.mark.parametrize("die", [_die_in_an_update, _die_in_the_lock], ids=["without the lock", "in the lock"])
-@pytest.mark.parametrize("notice", ["draw", "total", "find", "copy"])
-def test_whoever_draws_next_sets_right_the_sums_that_a_dead_process_left_half_changed(die, notice, name, fork):
-    with make(name, 40) as store:
-        keys = tagged.insert(store, np.arange(40))
-        candidates = gt.selection.Candidates.of_store(store.native, store.column).native
-        die(store, fork, keys)
-        numbers = np.arange(64, dtype=np.uint32)
-        if notice == "draw":
-            assert candidates.draw(True, 0, 0, 0, numbers)[3] == 0
-        elif notice == "total":
-            assert store.native.total_priority() == (40 + 5) << 16
-        elif notice == "find":
-            candidates.find(True, np.zeros(1, np.uint64))
-        else:
-            _native.AllowedRows(candidates, True, (0, 0, 0), NO_ROWS[:0])
-        assert candidates.total_priority() == (40 + 5) << 16
-        assert store.audit() == []
-        drawn = candidates.draw(True, 7, 0, 0, np.arange(45_000, dtype=np.uint32))
-        assert 5_400 < np.count_nonzero(drawn[0] == 0) < 6_600  # six of 45: 6,000 of them
-
-
-# --- descriptors that the program closes -------------------------------------------------------------------------
-
-
-def _descriptors(store: gt.Store) -> list[int]:
-    about = store.path.stat()
-    found = []
-    for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            one = os.fstat(int(entry))
-            if (one.st_ino, one.st_dev) == (about.st_ino, about.st_dev):
-                found.append(int(entry))
-    return found
-
-
-def test_a_descriptor_that_the_program_closed_and_reused_judges_nobody_dead(name, fork):
-    def careless() -> None:
-        with make(name, 8) as store:
-            tagged.insert(store, [1])
-            pipe = Pipe()
-
-            def hold() -> None:
-                store.native.allocate(4)
-                pipe.say()
-                signal.pause()
-
-            other = fork(hold)
-            pipe.hear()
-            (number,) = _descriptors(store)
-            with tempfile.TemporaryFile() as file:
-                os.dup2(file.fileno(), number)  # what closing it and opening another file comes to
-                assert store.reap() == 0
-                assert store.native.live_clients() == 2
-                with pytest.raises(StoreFullError, match="4 are being written"):
-                    store.rows(5)
-                # This process is alive as well, to others.
-                with gt.Store.open(name) as joined:
-                    assert joined.reap() == 0
-                    assert joined.native.live_clients() == 3
-                child = fork(lambda: tagged.insert(store, [2]) and 0)
-                assert wait_for(child) == 0
-                os.kill(other, signal.SIGKILL)
-                os.waitpid(other, 0)
-                assert store.reap() >= 1
-                assert store.stats()["reclaimed"] == 4
-                store.close()
-                assert os.fstat(number).st_ino == os.fstat(file.fileno()).st_ino  # and it is not closed in turn
-            os.close(number)
-        assert not store.path.exists()
-
-    assert wait_for(fork(careless)) == 0
-
-
 # --- the interpreter's end ---------------------------------------------------------------------------------------
+
 
 PROGRAM = """
 import sys, threading, time

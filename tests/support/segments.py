@@ -100,3 +100,14 @@ def holding_the_lock(store: gt.Store, fork: Fork, pipe: Pipe, then: Callable[[],
         segment.unlock()
 
     return fork(body)
+
+
+def holding_blocks(store: gt.Store, fork: Fork, pipe: Pipe, n: int) -> int:
+    """A child that holds n blocks until it is killed, and says by the pipe that it has them."""
+
+    def body() -> None:
+        store.native.allocate(n)
+        pipe.say()
+        signal.pause()
+
+    return fork(body)

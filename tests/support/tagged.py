@@ -43,6 +43,11 @@ def rows_of(tags: NDArray[np.uint64]) -> dict[str, NDArray[Any]]:
     }
 
 
+def create(name: str, capacity: int = 16, **options: Any) -> gt.Store:
+    """A store for such rows."""
+    return gt.Store.create(name, FIELDS, max_length=STEPS, capacity=capacity, **options)
+
+
 def insert(store: gt.Store, tags: Any, **options: Any) -> gt.Keys:
     """Rows of these tags, with the tag as version and each with its own length."""
     tags = np.asarray(tags, np.uint64)
@@ -74,3 +79,17 @@ def mixed(batch: gt.Batch) -> list[int]:
     if width == STEPS:
         good &= real == batch.length
     return [int(tag) for tag in tags[~good]]
+
+
+def check_steps(batch: gt.Batch) -> None:
+    """That every step in a batch, of torch tensors, padded or packed, is what its row's tag says."""
+    tags = batch["tag"].numpy()
+    starts, lengths = batch.start.numpy(), batch.length.numpy()
+    assert (lengths == length_of(tags)).all()
+    for i, tag in enumerate(tags):
+        if batch.cu_seqlens is None:
+            found = batch["steps"][i][batch.mask[i]].numpy()
+        else:
+            found = batch["steps"][int(batch.cu_seqlens[i]) : int(batch.cu_seqlens[i + 1])].numpy()
+        at = starts[i] + np.arange(len(found))
+        np.testing.assert_array_equal(found, steps_of(np.array([tag]), at[None])[0])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
+from mounts import file_system
 from typer.testing import CliRunner
 
 import geartrain as gt
@@ -47,16 +47,9 @@ def test_a_directory_that_cannot_be_used_is_not_viable(monkeypatch, directory, s
 
 
 def test_a_directory_of_a_containers_size_is_not_viable_and_the_remedy_is_told(monkeypatch, tmp_path):
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64m", "none", tmp_path], capture_output=True, check=False
-    )
-    if mounted.returncode != 0:
-        pytest.skip("mounting a small file system needs root")
-    try:
+    with file_system(tmp_path, "64m"):
         monkeypatch.setenv("GEARTRAIN_DIR", str(tmp_path))
         found = shared_memory()
-    finally:
-        subprocess.run(["umount", "-l", tmp_path], check=True)
     assert not found.viable
     for said in ("tmpfs", "0.07 GB free of 0.07 GB", "docker run --shm-size=16g", "--ipc=host", "set GEARTRAIN_DIR"):
         assert said in found.because

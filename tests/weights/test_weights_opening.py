@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from deadlines import patience
+from fuzz_runs import endings
 
 from geartrain import weights
 from geartrain.errors import CorruptStoreError, IncompatibleStoreError, UntrustedStoreError
 from geartrain.weights.segment import WeightsSegment
-
-WORKER = Path(__file__).parent.parent / "support" / "weights_fuzz_worker.py"
 
 
 @pytest.mark.parametrize(
@@ -25,16 +19,7 @@ WORKER = Path(__file__).parent.parent / "support" / "weights_fuzz_worker.py"
 )
 @pytest.mark.timeout(600)
 def test_weights_of_any_content_never_end_the_process(tmp_path, seed, runs):
-    done = subprocess.run(
-        [sys.executable, WORKER, str(seed), str(runs), tmp_path],
-        capture_output=True,
-        text=True,
-        timeout=patience(300),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    ended = json.loads(done.stdout.splitlines()[-1])
-    assert sum(ended.values()) == runs
+    ended = endings("weights_fuzz_worker.py", seed, runs, tmp_path, 300)
     assert ended["read"] > runs // 20 and ended["CorruptStoreError"] > runs // 20, ended
 
 

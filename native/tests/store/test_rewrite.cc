@@ -13,13 +13,6 @@
 namespace geartrain {
 namespace {
 
-StoreOptions options_of(uint64_t capacity) {
-  StoreOptions options;
-  options.capacity = capacity;
-  options.lock_timeout_s = 30;
-  return options;
-}
-
 struct Keys {
   std::vector<uint32_t> rows, generations;
 };
@@ -83,7 +76,7 @@ Seen read_constant(const Store& store, const Keys& keys) {
 }
 
 TEST(steps_and_values_are_written_where_they_belong_and_keys_stay) {
-  auto store = Store::create(testing::unique_name(), tagged_fields(), options_of(4));
+  auto store = Store::create(testing::unique_name(), tagged_fields(), store_options(4));
   const uint64_t tags[2] = {21, 22};
   Keys keys{std::vector<uint32_t>(2), std::vector<uint32_t>(2)};
   insert_tagged(*store, tags, keys.rows, keys.generations);
@@ -118,7 +111,7 @@ TEST(steps_and_values_are_written_where_they_belong_and_keys_stay) {
 }
 
 TEST(a_row_that_is_still_extended_is_left_alone) {
-  auto store = Store::create(testing::unique_name(), constant_fields(), options_of(2));
+  auto store = Store::create(testing::unique_name(), constant_fields(), store_options(2));
   Keys keys{std::vector<uint32_t>(1), std::vector<uint32_t>(1)};
   store->allocate(keys.rows);
   const uint32_t length = 1;
@@ -131,7 +124,7 @@ TEST(a_row_that_is_still_extended_is_left_alone) {
 }
 
 TEST(readers_beside_writers_see_one_write_or_another) {
-  auto store = Store::create(testing::unique_name(), constant_fields(), options_of(6));
+  auto store = Store::create(testing::unique_name(), constant_fields(), store_options(6));
   const Keys keys = insert_constant(*store, 4, 1);
   std::atomic<bool> stop{false};
   std::vector<std::thread> writers;
@@ -160,7 +153,7 @@ TEST(readers_beside_writers_see_one_write_or_another) {
 TEST(writers_that_are_killed_leave_no_half_row_and_at_most_one_row_less) {
   if (kThreadSanitizer) return;  // it does not follow a fork
   constexpr uint64_t kRows = 6;
-  auto store = Store::create(testing::unique_name(), constant_fields(), options_of(kRows));
+  auto store = Store::create(testing::unique_name(), constant_fields(), store_options(kRows));
   uint64_t lost = 0;
   for (int round = 0; round < 60; ++round) {
     Keys keys;
@@ -195,14 +188,14 @@ TEST(writers_that_are_killed_leave_no_half_row_and_at_most_one_row_less) {
     store->reap();
     CHECK_EQ(store->committed_count(), kRows - after.lost);
     CHECK_EQ(store->control().counters.reclaimed - reclaimed, after.lost);
-    for (const std::string& problem : store->audit()) testing::failed(__FILE__, __LINE__, problem);
+    check_sound(*store);
     lost += after.lost;
   }
   CHECK(lost > 0);
 }
 
 TEST(segments_of_earlier_builds_are_read_as_before_and_not_written_in_place) {
-  auto options = options_of(2);
+  auto options = store_options(2);
   options.content_numbers = false;
   auto store = Store::create(testing::unique_name(), constant_fields(), options);
   const Keys keys = insert_constant(*store, 1, 1);
@@ -219,7 +212,7 @@ TEST(segments_of_earlier_builds_are_read_as_before_and_not_written_in_place) {
 
 // A writer that is stopped inside keeps readers for as long as the lock's timeout, and no longer.
 TEST(a_reader_waits_for_a_stopped_writer_no_longer_than_for_the_lock) {
-  auto options = options_of(2);
+  auto options = store_options(2);
   options.lock_timeout_s = 0.05;
   auto store = Store::create(testing::unique_name(), constant_fields(), options);
   const Keys keys = insert_constant(*store, 1, 1);

@@ -198,10 +198,6 @@ Found check_all(Store& store, uint32_t overlap = 0) {
   return check_rows(store, rows, generations, overlap);
 }
 
-void check_sound(Store& store) {
-  for (const std::string& problem : store.audit()) testing::failed(__FILE__, __LINE__, problem);
-}
-
 TEST(every_step_is_in_its_row_in_every_autoreset_mode) {
   for (const Autoreset autoreset : {Autoreset::next_step, Autoreset::same_step, Autoreset::disabled}) {
     for (const uint32_t publish_every : {0u, 3u}) {
@@ -272,6 +268,52 @@ TEST(a_step_that_is_refused_leaves_everything_as_it_was_and_can_be_given_again) 
   envs.submit();
   for (int i = 0; i < 5; ++i) envs.step();
   CHECK_EQ(check_all(*store).wrong, uint64_t{0});
+  check_sound(*store);
+}
+
+TEST(what_is_refused_in_the_middle_of_a_recorders_step_changes_nothing) {
+  StoreOptions options = store_options(16);
+  const std::vector<FieldSpec> fields{
+      {"obs", 12, 4, true, {10, 1}}, {"terminated", 1, 1, true, {10}}, {"last", 1, 1, true, {10}}};
+  auto store = Store::create(testing::unique_name(), fields, options);
+  StepWriterOptions writing;
+  writing.environments = 2;
+  writing.publish_every = 2;
+  writing.autoreset = Autoreset::disabled;
+  writing.roles = {FieldRole::observation, FieldRole::terminated, FieldRole::last};
+  StepWriter writer(*store, writing);
+  const float values[2] = {1, 2};
+  const StepColumn column{0, reinterpret_cast<const std::byte*>(values), sizeof(float)};
+  const uint8_t none[2] = {0, 0}, second[2] = {0, 1};
+  CompletedRows completed;
+  writer.begin({&column, 1}, {}, 0, false, &completed);
+  const auto step = [&](const uint8_t* terminated, const uint8_t* mask) {
+    StepInput input;
+    input.observations = {&column, 1};
+    input.terminated = {terminated, 2};
+    input.truncated = none;
+    if (mask != nullptr) input.mask = {mask, 2};
+    writer.step(input, false, &completed);
+  };
+  const uint8_t first[2] = {1, 0};
+  step(none, first);
+  step(none, first);  // the first environment's row is published with two steps, the second one's has none
+  std::vector<uint32_t> rows, generations;
+  store->keys(&rows, &generations);
+  CHECK_EQ(rows.size(), size_t{1});
+  step(none, first);
+  store->extend(rows[0], 10);  // nobody else may: what is due next, four steps, is refused
+  CHECK_THROWS(schema, step(second, nullptr));
+  CHECK_EQ(store->committed_count(), uint64_t{1});  // the second environment's row, which has ended, is not committed
+  CHECK_EQ(completed.rows.size(), size_t{0});
+  CHECK(writer.in_episode(1));
+  store->status()[rows[0]].length = 2;
+  step(second, nullptr);
+  CHECK_EQ(completed.rows.size(), size_t{1});
+  CHECK_EQ(store->committed_count(), uint64_t{2});
+  CHECK_EQ(store->counts().writing, uint64_t{0});
+  CHECK_EQ(store->info(rows[0]).length, 4u);
+  writer.cut({}, false, &completed);
   check_sound(*store);
 }
 

@@ -10,23 +10,11 @@
 #include <thread>
 
 #include "base/clock.h"
-#include "store/step_writer.h"
 #include "tests/support/check.h"
 #include "tests/support/tagged_rows.h"
 
 namespace geartrain {
 namespace {
-
-StoreOptions options_of(uint64_t capacity) {
-  StoreOptions options;
-  options.capacity = capacity;
-  options.lock_timeout_s = 30;
-  return options;
-}
-
-void check_sound(Store& store) {
-  for (const std::string& problem : store.audit()) testing::failed(__FILE__, __LINE__, problem);
-}
 
 // A client that does everything at random with rows of its own tags.
 class Busy {
@@ -157,7 +145,7 @@ std::vector<StoreOptions> all_kinds() {
   std::vector<StoreOptions> kinds;
   for (Remover remover : {Remover::fifo, Remover::lifo, Remover::lowest_priority}) {
     for (uint32_t samples : {0u, 1u, 3u}) {
-      StoreOptions options = options_of(24);
+      StoreOptions options = store_options(24);
       options.remover = remover;
       options.max_times_sampled = samples;
       options.max_rows = samples == 1 ? 20 : 0;
@@ -213,7 +201,7 @@ TEST(threads_with_handles_of_their_own_leave_consistent_state) {
 // The narrow race of this store: a row is evicted between an update's two halves, the word and the sums.
 TEST(updates_that_race_with_evictions_leave_the_sums_exact) {
   for (uint32_t samples : {0u, 1u}) {
-    StoreOptions options = options_of(2);
+    StoreOptions options = store_options(2);
     options.max_times_sampled = samples;
     auto store = Store::create(testing::unique_name(), {{"x", 8, 8, false, {}}}, options);
     std::atomic<bool> stop{false};
@@ -282,40 +270,8 @@ TEST(a_writer_killed_anywhere_loses_nothing_that_was_committed) {
   }
 }
 
-TEST(a_forked_child_is_a_client_of_its_own_and_its_parents_rows_stay_the_parents) {
-  if (kThreadSanitizer) return;
-  auto store = Store::create(testing::unique_name(), tagged_fields(), options_of(8));
-  uint32_t mine = 0;
-  store->allocate({&mine, 1});
-  const pid_t child = ::fork();
-  if (child == 0) {
-    uint32_t generation = 0, row = 0;
-    const uint64_t tag = 77;
-    try {
-      store->commit({&mine, 1}, {}, {&generation, 1});
-      ::_exit(1);
-    } catch (const Error& error) {
-      if (error.kind != ErrorKind::stale_key) ::_exit(2);
-    }
-    insert_tagged(*store, {&tag, 1}, {&row, 1}, {&generation, 1});
-    store->allocate({&row, 1});  // held at the child's death
-    ::_exit(store->live_clients() == 2 ? 0 : 3);
-  }
-  int status = 0;
-  ::waitpid(child, &status, 0);
-  CHECK_EQ(WEXITSTATUS(status), 0);
-  CHECK_EQ(store->committed_count(), uint64_t{1});
-  CHECK_EQ(store->counts().writing, uint64_t{2});
-  CHECK_EQ(store->reap(), 1u);
-  CHECK_EQ(store->counts().writing, uint64_t{1});
-  uint32_t generation = 0;
-  const uint64_t tag = 5;
-  commit_tagged(*store, {&mine, 1}, {&tag, 1}, {&generation, 1});
-  check_sound(*store);
-}
-
 TEST(nothing_is_changed_when_one_value_of_a_call_is_refused) {
-  auto store = Store::create(testing::unique_name(), tagged_fields(), options_of(4));
+  auto store = Store::create(testing::unique_name(), tagged_fields(), store_options(4));
   uint32_t rows[2], generations[2];
   store->allocate(rows);
   const uint32_t bad_lengths[2] = {1, kTaggedSteps + 1};
@@ -336,99 +292,10 @@ TEST(nothing_is_changed_when_one_value_of_a_call_is_refused) {
   check_sound(*store);
 }
 
-TEST(an_open_row_is_read_up_to_its_published_length) {
-  auto store = Store::create(testing::unique_name(), tagged_fields(), options_of(4));
-  std::atomic<bool> done{false};
-  std::atomic<uint64_t> whole{0}, mixed{0};
-  std::thread reader([&] {
-    std::mt19937 random(3);
-    while (!done.load()) {
-      std::vector<uint32_t> rows, generations;
-      store->keys(&rows, &generations);
-      const std::vector<int32_t> ends(rows.size(), static_cast<int32_t>(random() % kTaggedSteps));
-      for (const TaggedBatch& batch :
-           {fetch_tagged(*store, rows, generations), fetch_tagged(*store, rows, generations, 8, ends)}) {
-        whole += batch.whole;
-        mixed += batch.mixed;
-      }
-    }
-  });
-  for (uint64_t episode = 1; episode <= 300 || whole.load() < 100; ++episode) {
-    const uint64_t tag = kOpenTag | episode;
-    uint32_t row = 0, generation = 0;
-    store->allocate({&row, 1});
-    begin_tagged(*store, row, tag);
-    grow_tagged(*store, row, tag, 0, 1);
-    const uint32_t one = 1;
-    const auto version = static_cast<int64_t>(tag);
-    store->publish({&row, 1}, {{&one, 1}, {}, {&version, 1}}, {&generation, 1});
-    for (uint32_t length = 2; length <= tagged_length(tag); ++length) {
-      grow_tagged(*store, row, tag, length - 1, length);
-      store->extend(row, length);
-    }
-    store->seal({&row, 1});
-  }
-  done = true;
-  reader.join();
-  CHECK_EQ(mixed.load(), uint64_t{0});
-  check_sound(*store);
-}
-
-TEST(an_open_row_is_its_writers_alone) {
-  auto store = Store::create(testing::unique_name(), tagged_fields(), options_of(3));
-  uint32_t rows[2], generations[2];
-  store->allocate(rows);
-  const uint32_t lengths[2] = {5, 5};
-  store->publish(rows, {lengths, {}, {}}, generations);
-  check_sound(*store);
-  CHECK_EQ(store->committed_count(), uint64_t{2});
-  CHECK_EQ(store->counts().open, uint64_t{2});
-  CHECK_EQ(store->bit_tree().total(), uint64_t{2});
-  // Neither the remover nor another client can remove it.
-  uint32_t more[2];
-  CHECK_THROWS(full, store->allocate(more));
-  CHECK_EQ(store->remove(rows, generations), uint64_t{2});
-  CHECK_THROWS(stale_key, store->abandon(rows));
-  CHECK_THROWS(schema, store->extend(rows[0], 4));
-  CHECK_THROWS(schema, store->extend(rows[0], kTaggedSteps + 1));
-  const double priorities[2] = {3, 4};
-  CHECK_EQ(store->update_priorities(rows, generations, priorities), uint64_t{0});
-  store->extend(rows[0], 6);
-  CHECK_EQ(store->info(rows[0]).length, 6u);
-  store->rebuild();  // as after a death
-  check_sound(*store);
-  CHECK_EQ(store->counts().open, uint64_t{2});
-  store->seal(rows);
-  check_sound(*store);
-  CHECK_EQ(store->info(rows[0]).generation, generations[0]);
-  CHECK_THROWS(stale_key, store->extend(rows[0], 7));
-  store->allocate(more);  // evicts the one sealed first
-  CHECK_EQ(store->info(rows[1]).generation, generations[1]);
-}
-
-TEST(what_a_dead_writer_has_published_stays) {
-  if (kThreadSanitizer) return;
-  auto store = Store::create(testing::unique_name(), tagged_fields(), options_of(4));
-  const pid_t child = ::fork();
-  if (child == 0) {
-    uint32_t row = 0, generation = 0;
-    const uint32_t three = 3;
-    store->allocate({&row, 1});
-    store->publish({&row, 1}, {{&three, 1}, {}, {}}, {&generation, 1});
-    ::_exit(0);
-  }
-  ::waitpid(child, nullptr, 0);
-  CHECK_EQ(store->counts().open, uint64_t{1});
-  CHECK_EQ(store->reap(), 1u);
-  CHECK_EQ(store->counts().open, uint64_t{0});
-  CHECK_EQ(store->counts().committed, uint64_t{1});
-  check_sound(*store);
-}
-
 TEST(expired_rows_count_once_where_an_insert_also_finds_a_dead_updater) {
   if (kThreadSanitizer) return;
   for (const bool by_step : {false, true}) {
-    StoreOptions options = options_of(4);
+    StoreOptions options = store_options(4);
     options.max_age_ns = 1'000'000;
     options.step_priorities = by_step;
     auto store = Store::create(testing::unique_name(), tagged_fields(), options);
@@ -455,7 +322,7 @@ TEST(expired_rows_count_once_where_an_insert_also_finds_a_dead_updater) {
 
 TEST(a_late_note_of_a_sample_is_no_priority_of_the_next_row) {
   constexpr uint32_t kRows = 2048;
-  StoreOptions options = options_of(kRows);
+  StoreOptions options = store_options(kRows);
   options.remover = Remover::least_recently_sampled;
   auto store = Store::create(testing::unique_name(), tagged_fields(), options);
   std::atomic<bool> over{false};
@@ -479,7 +346,7 @@ TEST(a_late_note_of_a_sample_is_no_priority_of_the_next_row) {
 }
 
 TEST(an_audit_finds_what_does_not_add_up) {
-  auto store = Store::create(testing::unique_name(), tagged_fields(), options_of(4));
+  auto store = Store::create(testing::unique_name(), tagged_fields(), store_options(4));
   uint32_t row = 0, generation = 0;
   const uint64_t tag = 1;
   insert_tagged(*store, {&tag, 1}, {&row, 1}, {&generation, 1});
@@ -499,198 +366,8 @@ TEST(an_audit_finds_what_does_not_add_up) {
   CHECK_EQ(store->committed_count(), uint64_t{1});
 }
 
-TEST(a_handle_is_closed_while_threads_use_it_and_everything_they_held_comes_back) {
-  const int rounds = kThreadSanitizer || kAddressSanitizer ? 60 : 300;
-  const std::string name = testing::unique_name();
-  auto living = Store::create(name, tagged_fields(), options_of(24));
-  living->set_limiter({true, 0, 1000, 0}, true);  // samples wait for rows that never come
-  std::mt19937 random(11);
-  for (int round = 0; round < rounds; ++round) {
-    auto store = Store::attach(name, {});
-    std::atomic<int> began{0}, refused{0};
-    const auto until_closed = [&](auto&& work) {
-      ++began;
-      try {
-        for (;;) {
-          const Store::Call call(*store);
-          try {
-            work();
-          } catch (const Error& error) {
-            if (error.kind != ErrorKind::full) throw;
-          }
-        }
-      } catch (const Error& error) {
-        if (error.kind == ErrorKind::closed) ++refused;
-      }
-    };
-    std::vector<std::thread> threads;
-    threads.emplace_back(until_closed, [&] {
-      uint32_t row = 0, generation = 0;
-      const uint64_t tag = 7;
-      insert_tagged(*store, {&tag, 1}, {&row, 1}, {&generation, 1}, 1.0);
-      const double priority = 2;
-      store->update_priorities({&row, 1}, {&generation, 1}, {&priority, 1});
-    });
-    threads.emplace_back(until_closed, [&] {
-      uint32_t row = 0;
-      store->allocate({&row, 1});
-      store->repair_dead_updates();
-    });
-    threads.emplace_back(until_closed, [&] { store->admit_samples(1, 100); });
-    while (began < 3) std::this_thread::yield();
-    const uint64_t stop_ns = monotonic_ns() + random() % 300'000;
-    while (monotonic_ns() < stop_ns) {
-    }
-    std::thread another([&] { store->close(); });
-    store->close();
-    CHECK(store->is_closed());
-    CHECK_THROWS(closed, const Store::Call refused_call(*store));
-    another.join();
-    for (std::thread& thread : threads) thread.join();
-    CHECK_EQ(refused.load(), 3);
-    CHECK_EQ(living->live_clients(), 1u);
-    CHECK_EQ(living->counts().writing, 0u);
-  }
-  check_sound(*living);
-}
-
-TEST(a_call_that_begins_beside_a_close_ends_none_of_the_closers_own_waits) {
-  const int rounds = 100;
-  for (int round = 0; round < rounds; ++round) {
-    CallsInFlight calls;
-    std::atomic<int> began{0};
-    std::vector<std::thread> threads;
-    for (int i = 0; i < 2; ++i) {
-      threads.emplace_back([&] {
-        ++began;
-        while (calls.enter()) calls.leave();
-      });
-    }
-    while (began < 2) std::this_thread::yield();
-    calls.close();
-    CHECK(calls.drain(Deadline::after(60)));
-    calls.drained();
-    bool ends = false;
-    for (int look = 0; look < 200; ++look) ends |= calls.must_end();
-    CHECK(!ends);
-    for (std::thread& thread : threads) thread.join();
-    if (ends) return;
-  }
-}
-
-TEST(stores_are_dropped_by_one_thread_while_another_ends_the_process) {
-  if (kThreadSanitizer) return;
-  for (int round = 0; round < 30; ++round) {
-    const pid_t child = ::fork();
-    if (child == 0) {
-      ::alarm(static_cast<unsigned>(30 * testing::patience()));
-      std::vector<std::unique_ptr<Store>> stores;
-      for (int i = 0; i < 20; ++i)
-        stores.push_back(Store::create(testing::unique_name(), tagged_fields(), options_of(8)));
-      std::atomic<bool> go{false};
-      std::thread dropping([&] {
-        while (!go) {
-        }
-        while (!stores.empty()) stores.pop_back();
-        for (;;) ::pause();
-      });
-      go = true;
-      std::exit(0);
-    }
-    int status = 0;
-    ::waitpid(child, &status, 0);
-    if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) {
-      testing::failed(__FILE__, __LINE__, "child ", round, " ended with status ", status);
-      return;
-    }
-  }
-}
-
-TEST(what_is_refused_in_the_middle_of_a_recorders_step_changes_nothing) {
-  StoreOptions options = options_of(16);
-  const std::vector<FieldSpec> fields{
-      {"obs", 12, 4, true, {10, 1}}, {"terminated", 1, 1, true, {10}}, {"last", 1, 1, true, {10}}};
-  auto store = Store::create(testing::unique_name(), fields, options);
-  StepWriterOptions writing;
-  writing.environments = 2;
-  writing.publish_every = 2;
-  writing.autoreset = Autoreset::disabled;
-  writing.roles = {FieldRole::observation, FieldRole::terminated, FieldRole::last};
-  StepWriter writer(*store, writing);
-  const float values[2] = {1, 2};
-  const StepColumn column{0, reinterpret_cast<const std::byte*>(values), sizeof(float)};
-  const uint8_t none[2] = {0, 0}, second[2] = {0, 1};
-  CompletedRows completed;
-  writer.begin({&column, 1}, {}, 0, false, &completed);
-  const auto step = [&](const uint8_t* terminated, const uint8_t* mask) {
-    StepInput input;
-    input.observations = {&column, 1};
-    input.terminated = {terminated, 2};
-    input.truncated = none;
-    if (mask != nullptr) input.mask = {mask, 2};
-    writer.step(input, false, &completed);
-  };
-  const uint8_t first[2] = {1, 0};
-  step(none, first);
-  step(none, first);  // the first environment's row is published with two steps, the second one's has none
-  std::vector<uint32_t> rows, generations;
-  store->keys(&rows, &generations);
-  CHECK_EQ(rows.size(), size_t{1});
-  step(none, first);
-  store->extend(rows[0], 10);  // nobody else may: what is due next, four steps, is refused
-  CHECK_THROWS(schema, step(second, nullptr));
-  CHECK_EQ(store->committed_count(), uint64_t{1});  // the second environment's row, which has ended, is not committed
-  CHECK_EQ(completed.rows.size(), size_t{0});
-  CHECK(writer.in_episode(1));
-  store->status()[rows[0]].length = 2;
-  step(second, nullptr);
-  CHECK_EQ(completed.rows.size(), size_t{1});
-  CHECK_EQ(store->committed_count(), uint64_t{2});
-  CHECK_EQ(store->counts().writing, uint64_t{0});
-  CHECK_EQ(store->info(rows[0]).length, 4u);
-  writer.cut({}, false, &completed);
-  check_sound(*store);
-}
-
-TEST(a_child_forked_while_other_threads_allocate_uses_the_store) {
-  if (kThreadSanitizer) return;
-  auto store = Store::create(testing::unique_name(), tagged_fields(), options_of(64));
-  std::atomic<bool> stop{false};
-  std::vector<std::thread> threads;
-  for (int i = 0; i < 2; ++i) {
-    threads.emplace_back([&] {
-      while (!stop) {
-        uint32_t row = 0;
-        store->allocate({&row, 1});
-        store->abandon({&row, 1});
-      }
-    });
-  }
-  const int forks = kAddressSanitizer ? 60 : 300;
-  for (int i = 0; i < forks; ++i) {
-    const pid_t child = ::fork();
-    if (child == 0) {
-      ::alarm(static_cast<unsigned>(20 * testing::patience()));
-      uint32_t row = 0, generation = 0;
-      store->allocate({&row, 1});
-      store->commit({&row, 1}, {}, {&generation, 1});
-      store->close();
-      ::_exit(0);
-    }
-    int status = 0;
-    ::waitpid(child, &status, 0);
-    if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) {
-      testing::failed(__FILE__, __LINE__, "child ", i, " ended with status ", status);
-      break;
-    }
-  }
-  stop = true;
-  for (std::thread& thread : threads) thread.join();
-  check_sound(*store);
-}
-
 TEST(sequence_numbers_can_be_moved_on_and_never_back) {
-  auto store = Store::create(testing::unique_name(), tagged_fields(), options_of(4));
+  auto store = Store::create(testing::unique_name(), tagged_fields(), store_options(4));
   const auto sequence_of_next = [&] {
     uint32_t row = 0, generation = 0;
     const uint64_t tag = 1;
@@ -709,7 +386,7 @@ TEST(sequence_numbers_can_be_moved_on_and_never_back) {
 }
 
 TEST(sample_counts_are_set_by_key) {
-  auto store = Store::create(testing::unique_name(), tagged_fields(), options_of(2));
+  auto store = Store::create(testing::unique_name(), tagged_fields(), store_options(2));
   uint32_t row = 0, generation = 0;
   const uint64_t tag = 1;
   insert_tagged(*store, {&tag, 1}, {&row, 1}, {&generation, 1});
@@ -719,22 +396,6 @@ TEST(sample_counts_are_set_by_key) {
   CHECK_EQ(store->info(row).times_sampled, 7u);
   const uint32_t beyond = 2;
   CHECK_THROWS(schema, store->set_times_sampled({&beyond, 1}, {&generation, 1}, {&seven, 1}));
-}
-
-TEST(a_segment_that_is_kept_outlives_its_last_client) {
-  const std::string name = testing::unique_name();
-  auto store = Store::create(name, tagged_fields(), options_of(2));
-  uint32_t row = 0, generation = 0;
-  const uint64_t tag = 1;
-  insert_tagged(*store, {&tag, 1}, {&row, 1}, {&generation, 1});
-  store->keep_segment();
-  store->close();
-  CHECK_THROWS(stale_store, Store::attach(name, {}));
-  AttachOptions adopting;
-  adopting.adopt = true;
-  auto adopted = Store::attach(name, adopting);
-  CHECK_EQ(adopted->committed_count(), uint64_t{1});
-  check_sound(*adopted);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Self-checking rows: every element follows from one tag that the row carries.
+// Self-checking rows, every element of which follows from one tag that the row carries, and stores for them.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +9,7 @@
 
 #include "fetch/fetch.h"
 #include "store/store.h"
+#include "tests/support/check.h"
 
 namespace geartrain {
 
@@ -16,6 +17,17 @@ constexpr uint32_t kTaggedSteps = 128, kTaggedWidth = 4;
 
 inline std::vector<FieldSpec> tagged_fields() {
   return {{"tag", 8, 8, false, {}}, {"steps", 8, 8, true, {kTaggedSteps, kTaggedWidth}}, {"late", 8, 8, false, {3}}};
+}
+
+inline StoreOptions store_options(uint64_t capacity) {
+  StoreOptions options;
+  options.capacity = capacity;
+  options.lock_timeout_s = 30;
+  return options;
+}
+
+inline void check_sound(Store& store) {
+  for (const std::string& problem : store.audit()) testing::failed(__FILE__, __LINE__, problem);
 }
 
 inline uint64_t tagged_step(uint64_t tag, uint64_t step, uint64_t at) {

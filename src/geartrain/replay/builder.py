@@ -146,7 +146,8 @@ class HostBatchBuilder:
         self.mixed = selection is not samplers[0].strategy
         self.store_ids = [sampler.plan.store.id for sampler in samplers]
         self._selection = selection
-        self._shown: BatchPlan = samplers[0].transitions or samplers[0].plan
+        self._transitions = samplers[0].transitions
+        self._shown: BatchPlan = self._transitions or samplers[0].plan
         self._make_s = 0.0
         self._built = 0
 
@@ -157,6 +158,8 @@ class HostBatchBuilder:
         """See `BatchBuilder`. The batch is finished when this returns."""
         began_s = time.perf_counter()
         native, after = self.sample(step, state)
+        if self._transitions is not None:
+            self._transitions.settle(native)
         batch = NativeBatch(native, self._shown, step, self.store_ids)
         make_s = time.perf_counter() - began_s
         self._make_s += make_s
@@ -175,6 +178,9 @@ class HostBatchBuilder:
         self, step: int, state: State, out: list[NDArray[Any]] | None = None
     ) -> tuple[_native.SampledBatch, State]:
         """The rows of a step, their fields in `out` or in recycled memory, and the strategies' state after it."""
+        if self.samplers[0].epochs is not None:
+            batch, after = self.samplers[0].sample_pass(self.rows, step, state[0], out)
+            return batch, [after]
         batch = self.samplers[0].empty_batch(self.rows, self.mixed, out)
         if not self.mixed:
             return batch, [self.samplers[0].sample_into(batch, 0, self.rows, step, state[0])]
@@ -200,6 +206,8 @@ class HostBatchBuilder:
     def stats(self) -> dict[str, Any]:
         """See `BatchBuilder`."""
         natively = all(sampler.draws_natively for sampler in self.samplers)
+        if self.samplers[0].epochs is not None:
+            return {**build_stats(self._built, self._make_s, self.samplers), "path": "native gather of a pass"}
         path = "native" if natively else "native gather of rows drawn by the strategy's code"
         return {**build_stats(self._built, self._make_s, self.samplers), "path": path}
 

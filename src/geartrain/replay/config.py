@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from geartrain.core.arguments import check_whole
 from geartrain.errors import ArgumentError
 from geartrain.replay.batch import Batch
 from geartrain.replay.device.options import DeviceOptions
 from geartrain.replay.distributed.assignment import ASSIGNMENTS, Assignment
+from geartrain.replay.distributed.rank_group import RankGroup
+from geartrain.replay.distributed.topology import Mesh
 from geartrain.replay.fetch import As, FetchPlan, Pad, check_names_of, check_same_schema
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.transitions import TransitionPlan, Transitions
@@ -20,8 +22,35 @@ from geartrain.selection.mixture import Mixture, Selection, strategies_of, with_
 from geartrain.selection.strategy import Strategy, check_seed
 from geartrain.store.store import Store
 
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
 # More batches ahead than any machine has use for: a mistake.
 MAX_PREFETCH = 1024
+
+
+class ReplayOptions(TypedDict, total=False):
+    """The options of `Replay`, which documents them, for type checkers."""
+
+    fields: Sequence[str] | None
+    window: int | None
+    pad: Pad
+    prefetch: int
+    output: As
+    num_batches: int | None
+    min_rows: int | None
+    threads: int | None
+    timeout_s: float
+    group: ProcessGroup | RankGroup | None
+    mesh: Mesh | None
+    inputs: Sequence[str] | None
+    targets: Sequence[str] | None
+    assignment: Assignment
+    device: str | torch.device | DeviceOptions | None
+    seed: int
+    view: Transitions | None
+    transform: Callable[[Batch], Any] | None
 
 
 @dataclass(frozen=True)
@@ -176,4 +205,4 @@ def make_samplers(stores: Sequence[Store], selection: Selection, config: ReplayC
     return samplers
 
 
-__all__ = ["ReplayConfig", "checked_state", "make_samplers", "seeded_selection", "stores_of"]
+__all__ = ["ReplayConfig", "ReplayOptions", "checked_state", "make_samplers", "seeded_selection", "stores_of"]

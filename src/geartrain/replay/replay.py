@@ -6,7 +6,6 @@ on the host, on a device (device/builder.py), or together with other ranks (dist
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import time
@@ -22,22 +21,24 @@ from geartrain.core.keys import Keys, check_keys
 from geartrain.errors import ArgumentError, CallCancelledError, ReplayError, StoreClosedError
 from geartrain.replay.batch import Batch
 from geartrain.replay.batch_loader import BatchLoader
-from geartrain.replay.builder import BatchBuilder, HostBatchBuilder, PriorityUpdate
-from geartrain.replay.config import ReplayConfig, checked_state, make_samplers, seeded_selection, stores_of
+from geartrain.replay.builder import PriorityUpdate
+from geartrain.replay.builder_choice import open_builder
+from geartrain.replay.config import ReplayConfig, ReplayOptions, checked_state, seeded_selection, stores_of
 from geartrain.replay.device import DeviceOptions
 from geartrain.replay.distributed.assignment import Assignment
-from geartrain.replay.distributed.rank_group import RankGroup, as_rank_group, run_on_all_ranks
-from geartrain.replay.distributed.topology import Mesh, topology_of
+from geartrain.replay.distributed.rank_group import RankGroup
+from geartrain.replay.distributed.topology import Mesh
 from geartrain.replay.fetch import As, Pad
-from geartrain.replay.step_priorities import check_step_priorities
 from geartrain.replay.transitions import Transitions
-from geartrain.selection.mixture import Mixture, Selection, strategies_of
-from geartrain.selection.strategy import Strategy, traits_of
+from geartrain.selection.epochs import Epochs
+from geartrain.selection.mixture import Mixture, Selection
+from geartrain.selection.strategy import Strategy
 from geartrain.store.store import Store
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+    from typing_extensions import Unpack
 
 #: How long `close` waits for a batch that other ranks take part in, before it leaves them without it.
 LEAVE_S = 0.5
@@ -117,25 +118,7 @@ class Replay:
         store: Store,
         selection: Strategy,
         batch_size: int,
-        *,
-        fields: Sequence[str] | None = ...,
-        window: int | None = ...,
-        pad: Pad = ...,
-        prefetch: int = ...,
-        output: As = ...,
-        num_batches: int | None = ...,
-        min_rows: int | None = ...,
-        threads: int | None = ...,
-        timeout_s: float = ...,
-        group: ProcessGroup | RankGroup | None = ...,
-        mesh: Mesh | None = ...,
-        inputs: Sequence[str] | None = ...,
-        targets: Sequence[str] | None = ...,
-        assignment: Assignment = ...,
-        device: str | torch.device | DeviceOptions | None = ...,
-        seed: int = ...,
-        view: Transitions | None = ...,
-        transform: Callable[[Batch], Any] | None = ...,
+        **options: Unpack[ReplayOptions],
     ) -> None: ...
 
     @overload
@@ -144,25 +127,7 @@ class Replay:
         store: Sequence[Store],
         selection: Mixture,
         batch_size: int,
-        *,
-        fields: Sequence[str] | None = ...,
-        window: int | None = ...,
-        pad: Pad = ...,
-        prefetch: int = ...,
-        output: As = ...,
-        num_batches: int | None = ...,
-        min_rows: int | None = ...,
-        threads: int | None = ...,
-        timeout_s: float = ...,
-        group: ProcessGroup | RankGroup | None = ...,
-        mesh: Mesh | None = ...,
-        inputs: Sequence[str] | None = ...,
-        targets: Sequence[str] | None = ...,
-        assignment: Assignment = ...,
-        device: str | torch.device | DeviceOptions | None = ...,
-        seed: int = ...,
-        view: Transitions | None = ...,
-        transform: Callable[[Batch], Any] | None = ...,
+        **options: Unpack[ReplayOptions],
     ) -> None: ...
 
     def __init__(
@@ -214,7 +179,7 @@ class Replay:
             view=view,
             transform=transform,
         )
-        self._builder, release = self._open_builder(config, group, mesh)
+        self._builder, release = open_builder(stores, self.selection, config, group, mesh)
         self._loader = BatchLoader(self._builder, config, self.stores)
         if release is not None:  # one that is dropped unpins its memory, leaves its group; its thread ends before that
             weakref.finalize(self._loader, _close_here, os.getpid(), release)
@@ -225,6 +190,8 @@ class Replay:
         self._released = False  # at its end
         self._batches = 0
         self._bytes = 0
+        self._short = 0  # rows that last batches of passes had less than others
+        self._passes_end = isinstance(self.selection, Epochs) and not self.selection.drop_last
         self._wait_s = 0.0
         self._started_s: float | None = None
         self._last_s = 0.0
@@ -253,53 +220,13 @@ class Replay:
         shared = self._builder.collective or self._config.device is not None
         return shared and self._pid != os.getpid()
 
-    def _open_builder(
-        self, config: ReplayConfig, group: ProcessGroup | RankGroup | None, mesh: Mesh | None
-    ) -> tuple[BatchBuilder[Any], Callable[[], object] | None]:
-        """The builder, and what releases what it holds besides memory."""
-        alone = group is None and mesh is None
-        over_steps = any(traits_of(each).over_steps for each in strategies_of(self.selection))
-        if config.transform is not None and not (alone and config.device is None):
-            raise ArgumentError(
-                "transforms are of batches of this process's stores, in host memory: leave out group, mesh and device"
-            )
-        if (config.view is not None and not alone) or (over_steps and not (alone and config.device is None)):
-            raise ArgumentError(
-                "views and draws over steps are of this process's stores, in host memory: leave out group, mesh and "
-                "device"
-            )
-        check_step_priorities(
-            self.stores,
-            self.selection,
-            local=alone and config.device is None,
-            windows=config.view is not None or config.window is not None,
-        )
-        make = functools.partial(make_samplers, self.stores, self.selection, config)
-        if alone:
-            if config.device is None:
-                return HostBatchBuilder(make(), self.selection, config.batch_size), None
-            from geartrain.replay.device.builder import DeviceBatchBuilder
-
-            on_device = DeviceBatchBuilder(make(), self.selection, config.batch_size, config.device)
-            return on_device, on_device.close
-        from geartrain.replay.distributed.builder import DistributedBatchBuilder
-
-        topology = topology_of(group, mesh)
-        ranks = as_rank_group(group, topology.members, config.timeout_s)
-        members = None if ranks is group else topology.members
-        try:
-            samplers = run_on_all_ranks(ranks, make)
-            builder = DistributedBatchBuilder(samplers, self.selection, config, ranks, topology.position, members)
-        except BaseException:
-            if ranks is not group:
-                ranks.close()
-            raise
-        return builder, builder.assembler.close
-
     # --- batches --------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches from the current step on. One iteration at a time: a new one ends the one before."""
+        """Batches from the current step on; with `Epochs` those of one pass.
+
+        One iteration at a time: a new one ends the one before.
+        """
         with self._turn:
             self._check_open()
             self._loader.restart()
@@ -309,8 +236,13 @@ class Replay:
             return self._iterate(self._iteration, stop)
 
     def _iterate(self, iteration: int, stop: int | None) -> Iterator[Batch]:
-        while iteration == self._iteration and (stop is None or self.step < stop):
+        epoch = self._epoch()
+        while iteration == self._iteration and (stop is None or self.step < stop) and epoch == self._epoch():
             yield self.sample()
+
+    def _epoch(self) -> int:
+        """The pass that the next batch is of, with `Epochs`; 0 without."""
+        return self._loader.state[0].get("epoch", 0)
 
     def sample(self) -> Batch:
         """The next batch, or what `transform` made of it.
@@ -337,6 +269,8 @@ class Replay:
         self._last_s = time.perf_counter()
         self._wait_s += self._last_s - asked_s
         self._batches += 1
+        if self._passes_end:
+            self._short += self._builder.rows - len(batch)
         self._bytes += batch.nbytes
         if built.transformed is not None:
             made: Batch = built.transformed[0]
@@ -459,7 +393,8 @@ class Replay:
         the consumer's own pauses included), wait_share; make_s (the time spent
         selecting and fetching, on whichever thread), gb_per_s and samples_per_s of that time; redrawn (rows
         lost between their draw and their copy); in host memory path, a text: "native" where a batch is one native call,
-        else what the strategies' own code does.
+        else what the strategies' own code does; with `Epochs` epoch (the pass of the next batch), and over all passes
+        that have ended skipped (rows that went before their turn) and dropped (by `drop_last`).
 
         Over several ranks rows and bytes are this rank's, and there are: local_bytes (read from the shard of this
         host), received_bytes and sent_bytes (fields, from and for other ranks), local_share, selection_bytes (sent
@@ -472,7 +407,7 @@ class Replay:
         bytes_per_batch = self._bytes / self._batches if self._batches else 0.0
         return {
             "batches": self._batches,
-            "rows": self._batches * rows,
+            "rows": self._batches * rows - self._short,
             "bytes": self._bytes,
             "wait_s": self._wait_s,
             "elapsed_s": elapsed_s,
@@ -481,8 +416,15 @@ class Replay:
             "gb_per_s": built * bytes_per_batch / make_s / 1e9 if make_s else 0.0,
             "samples_per_s": built * rows / make_s if make_s else 0.0,
             "redrawn": redrawn,
+            **self._passes(),
             **more,
         }
+
+    def _passes(self) -> dict[str, int]:
+        if not isinstance(self.selection, Epochs):
+            return {}
+        state = self._loader.state[0]
+        return {name: state.get(name, 0) for name in ("epoch", "skipped", "dropped")}
 
     def describe(self) -> list[dict[str, Any]]:
         """For each store, how its rows come to the device: path and why, where rows are chosen, pinned bytes.

@@ -23,8 +23,10 @@ from geartrain.errors import (
 from geartrain.replay.fetch import FetchPlan
 from geartrain.replay.transitions import TransitionPlan
 from geartrain.selection.declared import DeclaredStrategy
+from geartrain.selection.epochs import Epochs, Taken
 from geartrain.selection.random import Prioritized, checked_beta
 from geartrain.selection.schedule import at_step
+from geartrain.selection.sharded import Shard
 from geartrain.selection.strategy import (
     ORDERS,
     Candidates,
@@ -96,6 +98,7 @@ class StoreSampler:
         alpha: that the store's priorities are of.
         atom: rows that stand or fall together (a group), and so are replaced together.
         stage: what it is doing, for error messages.
+        epochs: the strategy, where it makes passes.
         draws_natively: whether a whole batch is one native call, or the strategy's own code draws its rows.
     """
 
@@ -125,10 +128,11 @@ class StoreSampler:
             and self.atom == 1
             and getattr(type(strategy), "select", None) is DeclaredStrategy.select
         )
-        if (transitions is not None or self.traits.over_steps) and not self.draws_natively:
+        self.epochs = strategy if isinstance(strategy, Epochs) else None
+        if (transitions is not None or self.traits.over_steps) and not (self.draws_natively or self.epochs):
             raise ArgumentError(
                 f"{type(strategy).__name__} chooses rows by code of its own, which knows nothing of transitions; use "
-                f"Uniform, Prioritized or an ordered strategy"
+                f"Uniform, Prioritized, Epochs or an ordered strategy"
             )
         weigh = getattr(type(strategy), "importance_weights", None)
         self._beta = (
@@ -177,6 +181,84 @@ class StoreSampler:
             draw = Draw(batch.rows()[part], batch.generations()[part], batch.probability()[part])
             self._set_importance(batch, first, draw, count, step)
         return {"after": cursor} if self.traits.cursor else {}
+
+    def sample_pass(
+        self, n: int, step: int, state: dict[str, int], out: list[NDArray[Any]] | None
+    ) -> tuple[_native.SampledBatch, dict[str, int]]:
+        """The next batch of a pass, of n rows or fewer at its end, and the strategy's state after it.
+
+        A row that is lost between being taken and being copied is skipped like one that was gone before: the next of
+        the pass takes its place, and at the end of the pass the batch gets smaller.
+        """
+        self.wait_for_rows()
+        self.admit(n)
+        given = 0
+        try:
+            self.expire()
+            self.check_count(len(self.plan.store))
+            self.stage = "drawing and copying rows"
+            batch, state = self._sample_pass(n, step, state, out)
+            given = len(batch)
+            return batch, state
+        finally:
+            if given < n:
+                self.give_back(n - given)
+            self.stage = "idle"
+
+    def _sample_pass(
+        self, n: int, step: int, state: dict[str, int], out: list[NDArray[Any]] | None
+    ) -> tuple[_native.SampledBatch, dict[str, int]]:
+        assert self.epochs is not None
+        taken = self._take(n, state)
+        attempt = 0
+        while True:
+            if not len(taken.rows) or (self.epochs.drop_last and len(taken.rows) < n):  # so many of its end went
+                state = taken.state | {"dropped": taken.state["dropped"] + len(taken.rows)}
+                taken = self._take(n, state)
+                continue
+            size = len(taken.rows)
+            batch, numbers = self.empty_batch(size, False, out), np.arange(size, dtype=np.uint32)
+            while True:
+                here = numbers.astype(np.intp)
+                rows, generations = taken.rows[here], taken.generations[here]
+                steps = taken.steps[here] if self.epochs.over == "steps" else None
+                self._batch_sampler.gather(
+                    batch, 0, size, numbers, rows, generations, np.ones(len(here)), step, attempt, steps
+                )
+                lost = np.flatnonzero(batch.torn())
+                if not len(lost):
+                    return batch, taken.state
+                attempt += 1
+                self.note_lost(len(lost), attempt)
+                taken, numbers = self._without(taken, lost, n)
+                if len(taken.rows) < size:
+                    break  # the pass has no more; what is left is copied into a smaller batch
+
+    def _take(self, n: int, state: dict[str, int], of_batch: int | None = None) -> Taken:
+        assert self.epochs is not None
+        shard = Shard(self.candidates, 0, 1, lambda array: array[None])
+        row_steps = self.plan.store.max_length if self.epochs.over == "steps" else 0
+        need = 0 if self.transitions is None else 1
+        return self.epochs.take(shard, n, state, row_steps=row_steps, need=need, of_batch=of_batch)
+
+    def _without(self, taken: Taken, lost: NDArray[np.intp], n: int) -> tuple[Taken, NDArray[np.uint32]]:
+        """Further rows of the pass in the place of lost ones, as far as there are any, and their numbers.
+
+        Where there are fewer, what is left is one after the other, and all of it is to be copied anew.
+        """
+        kept = np.delete(np.arange(len(taken.rows)), lost)
+        rest = taken.rest | {"given": taken.rest["given"] - len(lost)}
+        more = self._take(len(lost), rest, n)
+        if len(more.rows) < len(lost):
+            return Epochs.joined(taken, kept, more), taken.rows[:0]
+        order = np.argsort(np.concatenate([kept, lost]))  # each further row where the lost one was
+        joined = Epochs.joined(taken, kept, more)
+        return joined._replace(
+            shard=joined.shard[order],
+            rows=joined.rows[order],
+            generations=joined.generations[order],
+            steps=joined.steps[order],
+        ), lost.astype(np.uint32)
 
     @functools.cached_property
     def _batch_sampler(self) -> _native.BatchSampler:

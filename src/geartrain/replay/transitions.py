@@ -36,6 +36,7 @@ from geartrain.core.dtypes import DTYPES, Dtype, as_tensor, numpy_dtype
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, FieldError
 from geartrain.replay.fetch import FetchPlan
+from geartrain.replay.hindsight import RELABELLED, Hindsight, Relabeller, native_goals
 from geartrain.selection.arguments import check_number
 from geartrain.store.recorder import OBSERVATIONS
 from geartrain.store.store import Store
@@ -62,6 +63,7 @@ class Transitions:
         frame_stack: observations in a stack.
         observations: fields that are observations; by default those called "observation" or "obs", alone or before a
             dot.
+        hindsight: goals that some of the transitions get instead of their own; see `Hindsight`. With n_step=1.
 
     Raises:
         ArgumentError: numbers that mean nothing.
@@ -91,6 +93,7 @@ class Transitions:
     gamma: float = 0.99
     frame_stack: int = 1
     observations: Sequence[str] | None = None
+    hindsight: Hindsight | None = None
 
     def __post_init__(self) -> None:
         for what, value in (("n_step", self.n_step), ("frame_stack", self.frame_stack)):
@@ -105,6 +108,14 @@ class Transitions:
             names = self.observations
             if not isinstance(names, Sequence) or not names or not all(isinstance(name, str) for name in names):
                 raise ArgumentError(f"observations is a list of names of fields, found {names!r}")
+        if self.hindsight is not None:
+            if not isinstance(self.hindsight, Hindsight):
+                raise ArgumentError(f"hindsight is a geartrain.Hindsight, found {self.hindsight!r}")
+            if self.n_step != 1:
+                raise ArgumentError(
+                    f"hindsight is of single steps, as every reward of an n-step sum would be another one: leave out "
+                    f"n_step={self.n_step}"
+                )
 
     @property
     def window(self) -> int:
@@ -130,6 +141,7 @@ class Transitions:
         fields = store.fields
         observations = self.observations_in(fields)
         wanted = [_REWARD, _TERMINATED, *(observations or OBSERVATIONS[:1]), *(asked or ())]
+        made = [*self._made(observations), _DISCOUNT]
         missing = [name for name in dict.fromkeys(wanted) if name not in fields]
         if missing:
             raise FieldError(
@@ -149,12 +161,16 @@ class Transitions:
                 f"n_step={self.n_step} needs rows of at least {self.n_step + 1} steps, those of {store.name!r} have "
                 f"{store.max_length} at most"
             )
-        clash = [name for name in (*self._made(observations), _DISCOUNT) if name in fields]
+        goals: tuple[str, ...] = ()
+        if self.hindsight is not None:
+            goals = self.hindsight.goals_in(fields, observations)
+            made.append(RELABELLED)
+        clash = [name for name in made if name in fields]
         if clash:
             raise FieldError(f"the store's fields {clash} have the names of what transitions make")
         names = list(asked) if asked is not None else [name for name in fields if name != _LAST]
         ends = [name for name in (_TRUNCATED, _LAST) if name in fields][:1]
-        return list(dict.fromkeys([*names, _REWARD, _TERMINATED, *ends]))
+        return list(dict.fromkeys([*names, *goals, _REWARD, _TERMINATED, *ends]))
 
     @staticmethod
     def _made(observations: Sequence[str]) -> list[str]:
@@ -181,13 +197,32 @@ class TransitionPlan:
             if role == 1:
                 shown["next_" + name] = fields[name].dtype
         shown |= {_REWARD: "float32", _DISCOUNT: "float32", _TERMINATED: "bool", _TRUNCATED: "bool"}
+        hindsight, goals = view.hindsight, None
+        if hindsight is not None:
+            goals = hindsight.goals_in(fields, observations)
+            shown[RELABELLED] = "bool"
         powers = float(view.gamma) ** np.arange(view.n_step + 1)
-        self.native = _native.TransitionView(view.n_step, view.frame_stack, powers.tolist(), roles)
+        self.native = _native.TransitionView(
+            view.n_step, view.frame_stack, powers.tolist(), roles, native_goals(hindsight, list(plan.names), goals)
+        )
         self.names = list(shown)
         self.places = {name: place for place, name in enumerate(self.names)}
         self._dtypes: dict[str, Dtype] = {name: DTYPES[dtype] for name, dtype in shown.items()}
         self.per_step = plan.per_step
         self._plan = plan
+        self._relabeller: Relabeller | None = None
+        if hindsight is not None and goals is not None and hindsight.k:
+            places = {name: self.places[name] for name in (_REWARD, _DISCOUNT, _TERMINATED, RELABELLED)}
+            places |= {"achieved": self.places["next_" + goals[0]], "desired": self.places["next_" + goals[1]]}
+            dtype = numpy_dtype(self._dtypes[goals[0]])
+            self._relabeller = Relabeller(
+                hindsight, view.gamma, view.frame_stack > 1, places, lambda array: array.view(dtype)
+            )
+
+    def settle(self, batch: _native.SampledBatch) -> None:
+        """What is left to do with a batch that was gathered: rewards of other goals."""
+        if self._relabeller is not None:
+            self._relabeller.relabel(batch)
 
     def as_output(self, array: NDArray[Any]) -> Any:
         """See `FetchPlan`."""

@@ -3,11 +3,12 @@
     gt.Replay(store, gt.selection.Prioritized(beta=0.4), batch_size=256)
 
 `Uniform` and `Prioritized` draw at random, `TopK`, `Lifo` and `Fifo` in an order, `GroupSampling` whole groups of rows,
-`Mixture` from several stores. Any object with the methods of `Strategy` is one as well; a `DeclaredStrategy` says
-what it is, and works on devices and over ranks too.
+`Epochs` each row or step once a pass, `Mixture` from several stores. Any object with the methods of `Strategy` is one
+as well; a `DeclaredStrategy` says what it is, and works on devices and over ranks too.
 """
 
 from geartrain.selection.declared import DeclaredStrategy, WholeGroups
+from geartrain.selection.epochs import Epochs
 from geartrain.selection.groups import GroupSampling
 from geartrain.selection.mixture import Mixture
 from geartrain.selection.ordered import Fifo, Lifo, TopK
@@ -19,6 +20,7 @@ __all__ = [
     "Candidates",
     "DeclaredStrategy",
     "Draw",
+    "Epochs",
     "Fifo",
     "GroupSampling",
     "Lifo",

@@ -10,11 +10,8 @@ from geartrain.selection.strategy import Limits, Traits, check_limits, check_see
 
 
 @dataclass(frozen=True)
-class TopK(DeclaredStrategy):
-    """The rows with the largest priorities, highest first; the older of equals.
-
-    Cost: a pass over the rows.
-    """
+class _Ordered(DeclaredStrategy):
+    """Rows in an order of theirs, within limits; nothing is drawn by chance."""
 
     limits: Limits | None = None
     seed: int | None = None
@@ -22,6 +19,14 @@ class TopK(DeclaredStrategy):
     def __post_init__(self) -> None:
         check_seed(self.seed)
         check_limits(self.limits)
+
+
+@dataclass(frozen=True)
+class TopK(_Ordered):
+    """The rows with the largest priorities, highest first; the older of equals.
+
+    Cost: a pass over the rows.
+    """
 
     @cached_property
     def traits(self) -> Traits:
@@ -30,15 +35,8 @@ class TopK(DeclaredStrategy):
 
 
 @dataclass(frozen=True)
-class Lifo(DeclaredStrategy):
+class Lifo(_Ordered):
     """The rows committed last, newest first. Cost: a pass over the rows."""
-
-    limits: Limits | None = None
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        check_seed(self.seed)
-        check_limits(self.limits)
 
     @cached_property
     def traits(self) -> Traits:
@@ -47,18 +45,11 @@ class Lifo(DeclaredStrategy):
 
 
 @dataclass(frozen=True)
-class Fifo(DeclaredStrategy):
+class Fifo(_Ordered):
     """The oldest rows that it has not chosen yet: every row once, in the order of their commits.
 
     Its state is the sequence number of the last row it chose. Cost: a pass over the rows.
     """
-
-    limits: Limits | None = None
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        check_seed(self.seed)
-        check_limits(self.limits)
 
     @cached_property
     def traits(self) -> Traits:

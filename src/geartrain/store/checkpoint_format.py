@@ -90,12 +90,6 @@ def renamed(content: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, A
     }
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """`manifest_of` of a directory that need not stay as it is."""
-    with HeldDirectory(directory) as held:
-        return manifest_of(held)
-
-
 def manifest_of(held: HeldDirectory) -> dict[str, Any]:
     """The manifest, once it is known to be whole and every file it names is there in its size.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypedDict
 
 import geartrain._native as _native
 from geartrain.core.arguments import capacity_of, nanoseconds, schema_difference, timeout, whole_number
@@ -59,6 +59,25 @@ def remover_of(number: int, names: Sequence[str]) -> Remover:
 
 #: Steps of a store with priority_per="step", at most.
 MAX_STEPS = 2**32 - 16
+
+
+class CreateOptions(TypedDict, total=False):
+    """The options of `Store.create`, which documents them, for type checkers."""
+
+    max_length: int | None
+    capacity: int | None
+    capacity_steps: int | None
+    capacity_bytes: int | None
+    max_rows: int | None
+    remover: Remover
+    max_times_sampled: int | None
+    max_age_s: float | None
+    priority_fraction_bits: int
+    priority_per: PriorityPer
+    persist: bool | None
+    reserve: bool
+    trust: Trust
+    timeout_s: float
 
 
 def create_segment(

@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from geartrain.errors import MissingDependencyError
+from geartrain.tools.plots import import_pyplot
 from geartrain_bench.allreduce.report import FRAMING, Case, Cases, find, short, size_text
 from geartrain_bench.harness.timing import BenchResult
 
@@ -27,13 +27,7 @@ COLORS = {
 
 def plot(result: BenchResult, path: Path) -> None:
     """A file for each part that was measured: FILE.png for the first, FILE-PART.png for the others."""
-    try:
-        import matplotlib
-
-        matplotlib.use("agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise MissingDependencyError("plots need matplotlib: pip install 'geartrain[plot]'") from None
+    pyplot = import_pyplot()
     path.parent.mkdir(parents=True, exist_ok=True)
     cases: list[Case] = result.cases  # type: ignore[attr-defined]
     drawings = {

@@ -32,7 +32,8 @@ import geartrain.tools.plan as planning
 import geartrain_bench.distributed_replay.report as ranks_report
 import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
-from geartrain.tools.testing.cluster import Hosts, HostsError
+from geartrain.tools.testing.cluster import Hosts
+from geartrain.tools.testing.namespaces import HostsError
 from geartrain_bench.harness.baselines import BaselineError
 from geartrain_bench.harness.fleet import REVERB, Fleet, Measured
 from geartrain_bench.harness.timing import BenchResult, Row

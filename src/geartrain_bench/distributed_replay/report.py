@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import geartrain_bench.harness.report as report
-from geartrain.errors import MissingDependencyError
+from geartrain.tools.plots import import_pyplot
 from geartrain_bench.harness.timing import BenchResult
 
 Case = Mapping[str, Any]
@@ -80,13 +80,7 @@ def of_one_host(case: Case, links: Sequence[Case]) -> float:
 
 def plot(result: BenchResult, cases: Sequence[Case], path: Path) -> None:
     """FILE.png: the links. FILE-batch.png: over batch sizes. FILE-scale.png: the breakdown of a batch's time."""
-    try:
-        import matplotlib
-
-        matplotlib.use("agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise MissingDependencyError("plots need matplotlib: pip install 'geartrain[plot]'") from None
+    pyplot = import_pyplot()
     path.parent.mkdir(parents=True, exist_ok=True)
     links = [case for case in cases if case["part"] == "links"]
     scaling = [case for case in cases if case["part"] == "scaling"]

@@ -36,7 +36,6 @@ class Measured:
     wait_s: float
     cpu_s: float
     stats: dict[str, float]
-    most_stats: dict[str, float]
     sent_bytes: int
     busiest_bytes: int
     disturbed: int
@@ -178,7 +177,6 @@ class Fleet:
             wait_s=sum(answer["wait_s"] for answer in answers),
             cpu_s=sum(answer["cpu_s"] for answer in answers),
             stats={key: sum(values) for key, values in stats.items()},
-            most_stats={key: max(values) for key, values in stats.items()},
             sent_bytes=sum(b.sent - a.sent for a, b in zip(before, after, strict=True)),
             busiest_bytes=max(moved, default=0),
             disturbed=sum(answer["switches"] for answer in answers),

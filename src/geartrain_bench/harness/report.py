@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from geartrain.errors import ArgumentError, MissingDependencyError
+from geartrain.tools.plots import import_pyplot
 from geartrain_bench.harness.timing import BenchResult, Row
 
 #: GEARTRAIN_BASELINE_PYTHON_TORCHRL=/path/to/python is equivalent to --baseline-python torchrl=/path/to/python.
@@ -85,13 +86,7 @@ def write_json(result: BenchResult, path: Path) -> None:
 
 def plot(result: BenchResult, path: Path) -> None:
     """Bars of speed relative to the floor: a group per case, a panel per rate and threads. Needs matplotlib."""
-    try:
-        import matplotlib
-
-        matplotlib.use("agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise MissingDependencyError("plots need matplotlib: pip install 'geartrain[plot]'") from None
+    pyplot = import_pyplot()
     panels: dict[str, list[Row]] = {}
     for row in result.rows:
         if row.unit == "GB/s" and "per CPU" not in row.metric:
@@ -123,13 +118,7 @@ def plot_lines(
     result: BenchResult, path: Path, panels: Mapping[str, Lines], x_label: str, y_label: str, columns: int
 ) -> None:
     """Lines over two logarithmic axes, a panel for each title, all with the same limits. Needs matplotlib."""
-    try:
-        import matplotlib
-
-        matplotlib.use("agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise MissingDependencyError("plots need matplotlib: pip install 'geartrain[plot]'") from None
+    pyplot = import_pyplot()
     if not panels:
         raise ArgumentError(f"the bench {result.bench!r} has no lines to plot")
     systems = list(dict.fromkeys(system for lines in panels.values() for system in lines))

@@ -87,12 +87,7 @@ def main(
     here or an interpreter is given in `baselines`.
     """
     result = run(QUICK if quick else FULL, baselines or {}, quick=quick)
-    report.print_table(result)
-    p2p_report.print_overview(result)
-    if json_path is not None:
-        report.write_json(result, json_path)
-    if plot_path is not None:
-        p2p_report.plot(result, plot_path)
+    p2p_report.show(result, json_path, plot_path)
     return result
 
 

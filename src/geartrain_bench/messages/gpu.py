@@ -73,12 +73,7 @@ def main(
         GeartrainError: there is no GPU here.
     """
     result = run(p2p.QUICK if quick else p2p.FULL, Gpus(), quick=quick)
-    report.print_table(result)
-    p2p_report.print_overview(result)
-    if json_path is not None:
-        report.write_json(result, json_path)
-    if plot_path is not None:
-        p2p_report.plot(result, plot_path)
+    p2p_report.show(result, json_path, plot_path)
     return result
 
 

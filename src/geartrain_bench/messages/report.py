@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import geartrain_bench.harness.report as report
-from geartrain.errors import MissingDependencyError
+from geartrain.tools.plots import import_pyplot
 from geartrain_bench.harness.timing import BenchResult
 
 ONE_WAY, INTEGER, TENSOR = "one way, acknowledged", "an integer", "a tensor of 8 KB"
@@ -63,15 +63,19 @@ def print_overview(result: BenchResult) -> None:
         report.print_counts(title, columns, rows)
 
 
+def show(result: BenchResult, json_path: Path | None, plot_path: Path | None) -> None:
+    """Prints the tables and writes the requested files."""
+    report.print_table(result)
+    print_overview(result)
+    if json_path is not None:
+        report.write_json(result, json_path)
+    if plot_path is not None:
+        plot(result, plot_path)
+
+
 def plot(result: BenchResult, path: Path) -> None:
     """Time over size and, where they were measured, small calls and calls a second. Needs matplotlib."""
-    try:
-        import matplotlib
-
-        matplotlib.use("agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise MissingDependencyError("plots need matplotlib: pip install 'geartrain[plot]'") from None
+    pyplot = import_pyplot()
     if any(row.metric == "call" for row in result.rows):
         figure = pyplot.figure(figsize=(13.5, 9.6), layout="constrained")
         grid = figure.add_gridspec(2, 2, height_ratios=(1.25, 1))

@@ -45,6 +45,7 @@ import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
 import geartrain_bench.online_rl.worker as online_worker
 from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError
+from geartrain.tools.plots import import_pyplot
 from geartrain_bench.harness.timing import BenchResult, Row, rate_row, time_row
 
 #: The baselines, and the scripts for their interpreters.
@@ -303,13 +304,7 @@ def _await_session(pid: int, timeout_s: float = 5.0) -> None:
 
 def plot(result: BenchResult, path: Path) -> None:
     """Steps a second, the learner's waits, and the time to an action, each as bars of the systems."""
-    try:
-        import matplotlib
-
-        matplotlib.use("agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise MissingDependencyError("plots need matplotlib: pip install 'geartrain[plot]'") from None
+    pyplot = import_pyplot()
     panels = {STEPS: "steps/s", WAITS: "%", ACTION: "µs, p50 and p95"}
     figure, axes = pyplot.subplots(1, len(panels), figsize=(15, 4.8), layout="constrained")
     for axis, (metric, unit) in zip(axes, panels.items(), strict=True):

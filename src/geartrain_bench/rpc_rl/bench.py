@@ -43,6 +43,7 @@ from numpy.typing import NDArray
 import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
 from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError, PeerLostError, WaitTimeoutError
+from geartrain.tools.plots import import_pyplot
 from geartrain_bench.harness.timing import BenchResult, Row
 
 if TYPE_CHECKING:
@@ -480,13 +481,7 @@ def show(written: dict[str, Any]) -> None:
 
 def plot(result: BenchResult, path: Path) -> None:
     """The four metrics over the x axis: p50 as lines, p95 dashed. Needs matplotlib."""
-    try:
-        import matplotlib
-
-        matplotlib.use("agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise MissingDependencyError("plots need matplotlib: pip install 'geartrain[plot]'") from None
+    pyplot = import_pyplot()
     cases = list(dict.fromkeys(row.case for row in result.rows))
     backends = [name for name in dict.fromkeys(row.system for row in result.rows) if name != "floor"]
     found = {(row.metric, row.system, row.case): row for row in result.rows}

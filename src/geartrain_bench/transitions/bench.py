@@ -36,12 +36,13 @@ import geartrain._native_testing as _native_testing
 import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
 from geartrain.core.schema import Field
-from geartrain.errors import MissingDependencyError, ReplayError
+from geartrain.errors import ReplayError
 from geartrain.replay.replay import Replay
 from geartrain.replay.transitions import Transitions
 from geartrain.selection import Uniform
 from geartrain.store.recorder import recorded_fields
 from geartrain.store.store import Store
+from geartrain.tools.plots import import_pyplot
 from geartrain_bench.harness.child_process import AnsweringProcess, BaselineError
 from geartrain_bench.harness.timing import BenchResult, Lap, Row, System
 
@@ -131,13 +132,7 @@ def main(
 
 def plot(result: BenchResult, path: Path) -> None:
     """CPU time per call of each case, as bars of the systems. Needs matplotlib."""
-    try:
-        import matplotlib
-
-        matplotlib.use("agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise MissingDependencyError("plots need matplotlib: pip install 'geartrain[plot]'") from None
+    pyplot = import_pyplot()
     cases = list(dict.fromkeys(row.case for row in result.rows))
     figure, axes = pyplot.subplots(1, len(cases), figsize=(3.2 * len(cases), 4.8), layout="constrained")
     for axis, case in zip(axes, cases, strict=True):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
+from collectives_crew import MemoryStore
 
 import geartrain.rpc as rpc
 import geartrain.transport as transport
@@ -247,32 +247,8 @@ def topic(tools: Tools) -> Subject:
 # --- collectives ------------------------------------------------------------------------------------------------------
 
 
-class Rendezvous:
-    """What a torch store does, within one process."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
-        self.changed = threading.Condition()
-
-    def set(self, key: str, value: Any) -> None:
-        with self.changed:
-            self.values[key] = value
-            self.changed.notify_all()
-
-    def get(self, key: str) -> Any:
-        return self.values[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.values for key in keys)
-
-    def wait(self, keys: list[str], timeout: timedelta) -> None:
-        with self.changed:
-            if not self.changed.wait_for(lambda: self.check(keys), timeout.total_seconds()):
-                raise RuntimeError("timed out")
-
-
 def groups(tools: Tools, **options: Any) -> list[Group]:
-    store = Rendezvous()
+    store = MemoryStore()
     made: dict[int, Group] = {}
 
     def join(rank: int) -> None:

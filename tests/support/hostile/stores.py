@@ -61,6 +61,17 @@ def store_calls(store: gt.Store) -> dict[str, Callable[[], object]]:
     }
 
 
+def of_store(store: gt.Store, **more: Any) -> Subject:
+    return Subject(
+        calls=store_calls(store),
+        close=store.close,
+        survives=frozenset({"repr", "about", "column"}),
+        work=store.row,
+        in_child=frozenset({"len", "insert", "row", "fetch", "update_priorities", "audit"}),
+        **more,
+    )
+
+
 @factory(gt.Store, waits=True)
 def store(tools: Tools) -> Subject:
     one = new_store(tools)
@@ -70,40 +81,21 @@ def store(tools: Tools) -> Subject:
         while True:
             one.insert(rows(1), threads=1)
 
-    return Subject(
-        calls=store_calls(one),
-        close=one.close,
-        survives=frozenset({"repr", "about", "column"}),
-        blocked={"insert": wait_for_the_limiter},
-        work=one.row,
-        in_child=frozenset({"len", "insert", "row", "fetch", "update_priorities", "audit"}),
-    )
+    return of_store(one, blocked={"insert": wait_for_the_limiter})
 
 
 @factory(gt.Store, "a file that stays")
 def persistent_store(tools: Tools) -> Subject:
     one = gt.Store.create(tools.folder() / "rows", FIELDS, max_length=STEPS, capacity=CAPACITY)
     one.insert(rows(16), threads=1)
-    return Subject(
-        calls=store_calls(one),
-        close=one.close,
-        survives=frozenset({"repr", "about", "column"}),
-        work=one.row,
-        in_child=frozenset({"len", "insert", "row", "fetch", "update_priorities", "audit"}),
-    )
+    return of_store(one)
 
 
 @factory(gt.Store, "unnamed")
 def unnamed_store(tools: Tools) -> Subject:
     one = gt.Store.create(FIELDS, max_length=STEPS, capacity=CAPACITY)
     one.insert(rows(16), threads=1)
-    return Subject(
-        calls=store_calls(one),
-        close=one.close,
-        survives=frozenset({"repr", "about", "column"}),
-        work=one.row,
-        in_child=frozenset({"len", "insert", "row", "fetch", "update_priorities", "audit"}),
-    )
+    return of_store(one)
 
 
 @factory(gt.Store, "read-only")

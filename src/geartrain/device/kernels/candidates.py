@@ -1,10 +1,10 @@
-"""What can be drawn on a GPU: the counterpart of `geartrain._native.Candidates`, method for method.
+"""Candidates of draws on a GPU: the counterpart of `geartrain._native.Candidates`, method for method.
 
 The priorities live in device memory and stay the caller's. Sums are made by `rebuild()` and kept by `update()`.
 Everything runs on the current stream; calls that have to know a number (is there anything to draw?) wait for the
 device, once after each change.
 
-Device memory beside the priorities: 16 bytes a tile of 256 rows; as much again for draws by row where rows can be
+Device memory besides the priorities: 16 bytes a tile of 256 rows; as much again for draws by row where rows can be
 unselectable; 4 N for the order of sequence numbers, made when it is first needed.
 """
 

@@ -1,4 +1,4 @@
-"""What every kernel asks of its arguments before it is launched."""
+"""Checks of a kernel's arguments before its launch."""
 
 from __future__ import annotations
 

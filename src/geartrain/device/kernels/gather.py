@@ -1,8 +1,8 @@
 """Chosen rows out of mapped host memory into a batch in device memory: all fields and windows in one launch.
 
 native/fetch/fetch.cc's work, done by the GPU itself (GEAR, section 3.4): it reads the rows' words and blocks where they
-are, in shared memory that is registered with the driver, and writes the batch, its padding, its mask and its books. No
-CPU touches a row.
+are, in shared memory that is registered with the driver, and writes the batch, its padding, mask and metadata. No CPU
+touches a row.
 
 What is written, row by row, is native/fetch/fetch.h's: a window of W steps that ends at step t holds steps max(0, t - W
 + 1)
@@ -10,7 +10,7 @@ What is written, row by row, is native/fetch/fetch.h's: a window of W steps that
 step rounded to float32, then to the output's dtype. Where it is 0 because there is no step, it is 0 whatever the
 offset. With `cu_seqlens` the windows stand one behind the other instead, without padding.
 
-How it is cut. A row of the batch is a few *slots*: one for its books (mask, start, length, version) and, for each
+How it is cut. A row of the batch is a few *slots*: one for its metadata (mask, start, length, version) and, for each
 field, as many pieces of CHUNK bytes as its window may touch. There are `programs` programs, each of which takes every
 programs-th slot of the batch: enough to keep the link busy (a few hundred KB in flight; a link of 64 GB/s and 1.5 us
 needs 100 KB), few enough to leave the multiprocessors to the model.
@@ -49,7 +49,8 @@ Rows that are written in place (Store::rewrite) keep their generation and change
 would hold different states of it, so the numbers are read by a launch before all others and compared by one after: a
 row whose number was odd or has changed is torn, and drawn again.
 
-Bytes: the window once over the link, and 128 bytes of words and books a slot. Versions: 1. (this) not timed on a GPU.
+Bytes: the window once over the link, and 128 bytes of words and metadata a slot. Versions: 1. (this) not timed on a
+GPU.
 """
 
 from __future__ import annotations

@@ -265,6 +265,13 @@ def read_lengths_kernel(
     tl.store(lengths + i, length.to(tl.int32), mask=inside)
 
 
+@triton.jit
+def _content_numbers(segment, row, inside, status_at, STATUS_STRIDE: tl.constexpr):
+    """Of rows (native/segment/segment.h), as they are in memory now."""
+    about = segment + (status_at + row * STATUS_STRIDE + 16)
+    return tl.load(about.to(tl.pointer_type(tl.int64)), mask=inside, other=0, volatile=True)
+
+
 @triton.jit(do_not_specialize=["n", "status_at"])
 def read_contents_kernel(
     segment, rows, contents, n: tl.int64, status_at: tl.int64, STATUS_STRIDE: tl.constexpr, BLOCK: tl.constexpr
@@ -273,10 +280,7 @@ def read_contents_kernel(
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
     row = tl.load(rows + i, mask=inside, other=0).to(tl.int64)
-    about = segment + (status_at + row * STATUS_STRIDE + 16)
-    tl.store(
-        contents + i, tl.load(about.to(tl.pointer_type(tl.int64)), mask=inside, other=0, volatile=True), mask=inside
-    )
+    tl.store(contents + i, _content_numbers(segment, row, inside, status_at, STATUS_STRIDE), mask=inside)
 
 
 @triton.jit(do_not_specialize=["n", "status_at", "torn_at"])
@@ -301,8 +305,7 @@ def mark_written_kernel(
     if PLACED:
         place = tl.load(places + i, mask=inside, other=0).to(tl.int64)
     before = tl.load(contents + i, mask=inside, other=0)
-    about = segment + (status_at + row * STATUS_STRIDE + 16)
-    after = tl.load(about.to(tl.pointer_type(tl.int64)), mask=inside, other=0, volatile=True)
+    after = _content_numbers(segment, row, inside, status_at, STATUS_STRIDE)
     written = inside & ((before != after) | ((before & 1) == 1))
     tl.store(arena + torn_at + place, tl.full([BLOCK], 1, tl.uint8), mask=written)
 

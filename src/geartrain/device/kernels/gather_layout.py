@@ -1,4 +1,4 @@
-"""What the gather is told of a segment and of a batch: where columns stand, what becomes of them, where they go."""
+"""Layout of a gather: columns of the segment, their conversions, and their places in the batch's arena."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def counter_word(stream: int, round: int, attempt: int = 0) -> int:
 
 
 def reference_bits(seed: int, step: int, word: int, draw: int) -> int:
-    """A draw's 128 bits as one number, by the book."""
+    """A draw's 128 bits as one number, as the published algorithm has it."""
     counter = [draw, word, step & _MASK32, step >> 32]
     key = [seed & _MASK32, seed >> 32]
     for _ in range(10):

@@ -72,21 +72,21 @@ class TransitionDraws:
         if replay is None:
             replay = self._replays[n] = self._made(n)
         arrays, real = self._batch(replay)
-        flaws = [] if real[:n].all() else np.flatnonzero(~real[:n]).tolist()
-        if flaws:
-            spare, source, tries = (np.flatnonzero(real[n:]) + n).tolist(), arrays, 0
+        flaws = np.flatnonzero(~real[:n])
+        if len(flaws):
+            spare, source, tries = np.flatnonzero(real[n:]) + n, arrays, 0
             while True:
-                for place, other in zip(flaws, spare, strict=False):
-                    for name, array in arrays.items():
-                        array[place] = source[name][other]
-                flaws = flaws[len(spare) :]
-                if not flaws:
+                there = min(len(flaws), len(spare))
+                for name, array in arrays.items():
+                    array[flaws[:there]] = source[name][spare[:there]]
+                flaws = flaws[there:]
+                if not len(flaws):
                     break
                 if tries == _TRIES:
                     return None
                 tries += 1
                 source, real = self._batch(replay)
-                spare = np.flatnonzero(real).tolist()
+                spare = np.flatnonzero(real)
         return Windows({name: array[:n] for name, array in arrays.items()})
 
     def _batch(self, replay: Replay) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]:

@@ -130,6 +130,7 @@ class ReplayBuffer(stock.ReplayBuffer):
             key: (name, (self.n_envs, *self._shapes[name][0]), self._shapes[name][1])
             for key, name in ((key, observation_field(key)) for key, _ in entries)
         }
+        self._alone = None if self._is_dict else self.observation_fields[None]
         self._action_dtype = np.dtype(self._maybe_cast_dtype(self.action_space.dtype))
         self._action_shape = (self.n_envs, self.action_dim)
 
@@ -204,26 +205,33 @@ class ReplayBuffer(stock.ReplayBuffer):
         if self._info_bytes:
             step[INFO] = packed_infos(infos, self._info_bytes)
         self.writer.add(self._arrays(obs), step)
-        self.pos += 1
-        if self.pos == self.buffer_size:
-            self.full = True
-            self.pos = 0
+        pos = self.pos + 1
+        if pos == self.buffer_size:
+            self.full, pos = True, 0
+        self.pos = pos
 
     def _arrays(self, observation: Any) -> dict[str, NDArray[Any]]:
         """An observation of all environments, by field, of the spaces' dtypes and shapes."""
+        if self._alone is not None:
+            field, shape, dtype = self._alone
+            array = np.asarray(observation, dtype)
+            return {field: array if array.shape == shape else _shaped(field, array, shape)}
         found = {}
         for key, (field, shape, dtype) in self.observation_fields.items():
-            array = np.asarray(observation if key is None else observation[key], dtype)
+            array = np.asarray(observation[key], dtype)
             found[field] = array if array.shape == shape else _shaped(field, array, shape)
         return found
 
     def _flags(self, done: NDArray[Any], infos: Sequence[Mapping[str, Any]]) -> NDArray[np.uint8]:
-        done = _shaped("done", np.asarray(done), (self.n_envs,))
+        done = np.asarray(done)
+        if done.ndim != 1 or len(done) != self.n_envs:
+            done = _shaped("done", done, (self.n_envs,))
         cut = False
         if self.handle_timeout_termination:
             for info in infos:
                 if info.get("TimeLimit.truncated", False):
                     cut = True
+                    break
         if not cut and not any(done.tolist()):
             return self._no_flags
         flags = self._no_flags | np.where(done != 0, DONE, 0).astype(np.uint8)

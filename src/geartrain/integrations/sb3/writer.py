@@ -45,16 +45,18 @@ class TransitionWriter:
         self.writer = int.from_bytes(os.urandom(4), "little") % MOST_WRITERS if writer is None else writer
         self.count = count
         self._n_envs = n_envs
-        # Row `_place` has the numbers of what is added next: made in advance, an addition costs as much as a step.
+        # Row `_place` has the numbers of what is added next: made in advance, an addition costs as much as a step. Of
+        # one environment they are Python's, which the recorder takes faster than arrays.
         self._numbers = numbers(self.writer, n_envs, count) + np.arange(_NUMBERS_AT_ONCE)[:, None]
         self._place = 0
+        self._first = int(numbers(self.writer, 1, 0)[0]) if n_envs == 1 else None
         self._recorder = store.recorder(
             n_envs, observations=[NUMBER], publish_every=1, overlap=overlap, autoreset="disabled"
         )
         fields = store.fields
         self._last = dict.fromkeys(observations, b"")  # bytes of the observations that the newest transitions led to
         self._begun = False
-        self._no = np.zeros(n_envs, np.bool_)
+        self._no: Any = False if n_envs == 1 else np.zeros(n_envs, np.bool_)
         self._nothing: dict[str, Any] = {
             name: np.zeros((n_envs, *fields[name].shape), fields[name].numpy_dtype)
             for name in (ACTION, REWARD, FLAGS, INFO)
@@ -78,7 +80,8 @@ class TransitionWriter:
             self._numbers, place = self._numbers + _NUMBERS_AT_ONCE - 1, 1
             self._place = 0
         no = self._no
-        self._recorder.step(self._numbers[place], terminated=no, truncated=no, **step)
+        number = self._numbers[place] if self._first is None else self._first + self.count + 1
+        self._recorder.record(number, step, no, no)
         self._place = place
         self.count += 1
         for name in last:
@@ -95,9 +98,7 @@ class TransitionWriter:
             mask = np.ones(self._n_envs, np.bool_)
             self._recorder.reset(self._numbers[self._place])
         no = self._no
-        self._recorder.step(
-            self._numbers[self._place], terminated=no, truncated=no, mask=mask, **observations, **self._nothing
-        )
+        self._recorder.record(self._numbers[self._place], {**observations, **self._nothing}, no, no, mask=mask)
         self._begun = True
 
     @property

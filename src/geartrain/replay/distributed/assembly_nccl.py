@@ -142,11 +142,11 @@ class NcclAssembler(GatherAssembler):
         assert isinstance(buffer, DeviceRowBuffer)
         transfer, work = self.packed_transfer(buffer)
         ready = transfer.finish(keys, buffer.headers["probability"], importance_weights, step, its)
-        batch, hand_over = self.hand_off(ready)
+        batch, deliver_batch = self.hand_off(ready)
         all_to_all, self._pending = self._pending, nothing
 
         def deliver() -> None:
-            hand_over()
+            deliver_batch()
             all_to_all()
             if work is not None:
                 self.device.record_stream(buffer.transfer.arena)

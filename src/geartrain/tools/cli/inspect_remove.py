@@ -171,8 +171,8 @@ def _print_counters(found: list[dict[str, Any]]) -> None:
 
 
 def _describe(store: Store) -> dict[str, Any]:
-    books = store.status()
-    priorities = books["priority"]
+    status = store.status()
+    priorities = status["priority"]
     edges = _histogram_edges(priorities)
     counts = np.histogram(priorities, edges)[0] if len(edges) else np.empty(0, int)
     return {
@@ -191,13 +191,13 @@ def _describe(store: Store) -> dict[str, Any]:
         "rows": len(priorities),
         "capacity": store.capacity,
         "max_length": store.max_length,
-        "steps": int(books["length"].sum()),
+        "steps": int(status["length"].sum()),
         "bytes": store.nbytes,
         "row_bytes": sum(f.nbytes for f in store.fields.values()),
         "processes": store.native.live_clients(),
         "options": store.options,
         "counters": store.stats(),
-        "versions": [int(books["version"].min()), int(books["version"].max())] if len(priorities) else None,
+        "versions": [int(status["version"].min()), int(status["version"].max())] if len(priorities) else None,
         "priorities": {"edges": edges.tolist(), "rows": counts.tolist(), "zero": int((priorities == 0).sum())},
     }
 

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from geartrain.errors import MissingDependencyError
 from geartrain.tools.plan.allreduce import (
     ALGORITHMS,
     AllReducePlan,
@@ -23,6 +22,7 @@ from geartrain.tools.plan.allreduce import (
 )
 from geartrain.tools.plan.report import rich_console
 from geartrain.tools.plan.units import bytes_text, rate_text, seconds_text
+from geartrain.tools.plots import import_pyplot
 
 COUNTS = (2, 4, 8, 16, 32, 64)
 MOST_PLOTTED = 400
@@ -189,13 +189,7 @@ def _as_json(
 
 def plot(found: AllReducePlan, best: tuple[Priced, list[Priced]] | None, path: Path) -> None:
     """Bytes and latency against N, time against the number of reducers. Needs matplotlib."""
-    try:
-        import matplotlib
-
-        matplotlib.use("agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise MissingDependencyError("plots need matplotlib: pip install 'geartrain[plot]'") from None
+    pyplot = import_pyplot()
     network = found.network
     counts = range(2, max(COUNTS) + 1)
     rows = growing(network, counts)

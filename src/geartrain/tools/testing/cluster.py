@@ -39,54 +39,34 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
-import fcntl
 import functools
-import itertools
 import json
 import os
-import re
-import select
-import shutil
-import signal
 import socket
 import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from geartrain.errors import GeartrainError
+import geartrain.tools.testing.namespaces as namespaces
+from geartrain.tools.testing.namespaces import DEADLINE_S, HostsError
 from geartrain.tools.testing.network_switch import MTU, QUEUE_FRAMES, Switch, SwitchError, address_of, open_tap
 
 #: The interface's name in every host.
 INTERFACE = "eth0"
 MOST_HOSTS = 250
-COMMANDS = ("ip", "tc", "unshare", "mount", "sh")
-#: Longest wait for a command, for killed processes to be gone, and for the first connection.
-DEADLINE_S = 20.0
 #: A full token bucket passes so many bytes at once: more than the largest packet, which would be split otherwise.
 BURST_BYTES = 70_000
 #: A packet that would wait longer than this in front of a bucket is dropped, as a switch with that much memory does.
 QUEUE_MS = 100.0
 CONGESTION = "reno"
 
-_SHM = Path("/dev/shm")
-_NAME = re.compile(r"gt[0-9a-f]{1,8}-\d{1,3}")
-_CLONE_NEWNET = 0x40000000
 # Runs in a mount and a UTS namespace of its own; $0 to $2 are the host's name, hosts file and memory.
 _ENTER = (
     'echo "$0" > /proc/sys/kernel/hostname && mount --bind "$1" /etc/hosts && mount --bind "$2" /dev/shm '
     '&& shift 2 && exec "$@"'
 )
-_numbers = itertools.count()
 T = TypeVar("T")
-
-
-class HostsError(GeartrainError):
-    """Hosts cannot be created here, or one of their parts failed; carries the command's output."""
 
 
 class LinkTraffic(NamedTuple):
@@ -143,7 +123,7 @@ class Hosts:
         if sites is not None and len(sites) != n:
             raise HostsError(f"sites must be one for each of {n} hosts, found {len(sites)}")
         self.switched = switched or rtt_ms > 0 or loss > 0
-        reason = _tools_missing(self.switched)
+        reason = namespaces.missing_tools(self.switched)
         if reason is not None:
             raise HostsError(reason)
         self.n = n
@@ -157,12 +137,12 @@ class Hosts:
         self._processes: list[subprocess.Popen[Any]] = []
         self._closed = False
         Hosts.remove_stale()
-        self.name, self._lock = _new_name()
+        self.name, self._lock = namespaces.new_name()
         atexit.register(self.close)
         try:
             self._make()
             if n > 1:
-                self._check_the_way()
+                self._check_path()
         except BaseException:
             self.close()
             raise
@@ -181,19 +161,7 @@ class Hosts:
     @staticmethod
     def remove_stale() -> list[str]:
         """Removes hosts whose creator was killed, with their processes; returns their names."""
-        removed = []
-        for directory in sorted(_SHM.glob("gt*-*")):
-            if not _NAME.fullmatch(directory.name):
-                continue
-            with contextlib.suppress(OSError):  # locked by its living creator, or removed meanwhile
-                lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    _remove(directory.name)
-                    removed.append(directory.name)
-                finally:
-                    os.close(lock)
-        return removed
+        return namespaces.remove_stale()
 
     # --- the hosts ------------------------------------------------------------------------------------------
 
@@ -246,7 +214,7 @@ class Hosts:
             HostsError: it failed, or did not end in time; carries its output.
         """
         inside = self._inside(i, argv)
-        return _run(inside, env={**os.environ, **self.env(i), **(env or {})}, timeout_s=timeout_s, shown=argv)
+        return namespaces.run(inside, env={**os.environ, **self.env(i), **(env or {})}, timeout_s=timeout_s, shown=argv)
 
     def socket(self, i: int, kind: int = socket.SOCK_STREAM) -> socket.socket:
         """A new IPv4 socket of this process in host i's network: it binds and connects there."""
@@ -259,8 +227,10 @@ class Hosts:
 
         Packets dropped by the host's own queue are in neither; packets lost later count as sent.
         """
-        said = _run(["ip", "-netns", self._space(i), "-json", "-statistics", "link", "show", "dev", INTERFACE])
-        counted = json.loads(said)[0]["stats64"]
+        shown = namespaces.run(
+            ["ip", "-netns", self._space(i), "-json", "-statistics", "link", "show", "dev", INTERFACE]
+        )
+        counted = json.loads(shown)[0]["stats64"]
         return LinkTraffic(int(counted["tx"]["bytes"]), int(counted["rx"]["bytes"]))
 
     def switch_counters(self) -> dict[str, int]:
@@ -275,8 +245,8 @@ class Hosts:
             raise HostsError("the rates of switched hosts are fixed")
         if not 0.1 <= rate_mbit <= 100_000:
             raise HostsError(f"rate_mbit must be from 0.1 to 100000, found {rate_mbit}")
-        _run(["tc", "qdisc", "replace", "dev", self._space(i), *self._bucket(rate_mbit)])
-        _run(["tc", "-netns", self._space(i), "qdisc", "replace", "dev", INTERFACE, *self._bucket(rate_mbit)])
+        namespaces.run(["tc", "qdisc", "replace", "dev", self._space(i), *self._bucket(rate_mbit)])
+        namespaces.run(["tc", "-netns", self._space(i), "qdisc", "replace", "dev", INTERFACE, *self._bucket(rate_mbit)])
         self.rates_mbit = (*self.rates_mbit[:i], rate_mbit, *self.rates_mbit[i + 1 :])
 
     def change_rtt(self, rtt_ms: float) -> None:
@@ -293,14 +263,14 @@ class Hosts:
         if self._switch is not None:
             self._switch.unplug(self._checked(i))
         else:
-            _run(["ip", "link", "set", "dev", self._space(i), "down"])
+            namespaces.run(["ip", "link", "set", "dev", self._space(i), "down"])
 
     def plug(self, i: int) -> None:
         """Joins host i to the network again."""
         if self._switch is not None:
             self._switch.plug(self._checked(i))
         else:
-            _run(["ip", "link", "set", "dev", self._space(i), "up"])
+            namespaces.run(["ip", "link", "set", "dev", self._space(i), "up"])
 
     # --- leaving --------------------------------------------------------------------------------------------
 
@@ -311,7 +281,7 @@ class Hosts:
         self._closed = True
         atexit.unregister(self.close)
         try:
-            _remove(self.name)
+            namespaces.remove(self.name)
         finally:
             os.close(self._lock)
             if self._switch is not None:
@@ -335,7 +305,7 @@ class Hosts:
     # --- making ---------------------------------------------------------------------------------------------
 
     def _make(self) -> None:
-        home = _SHM / self.name
+        home = namespaces.SHM / self.name
         names = [f"{self.address(i)} {self.hostname(i)}\n" for i in range(self.n)]
         (home / "hosts").write_text("127.0.0.1 localhost\n" + "".join(names))
         for i in range(self.n):
@@ -358,7 +328,7 @@ class Hosts:
             self._in_network(i, _set_up_tcp)
         for i, rate in enumerate(self.rates_mbit):
             if rate is not None:
-                _run(["tc", "-netns", self._space(i), "qdisc", "add", "dev", INTERFACE, *self._bucket(rate)])
+                namespaces.run(["tc", "-netns", self._space(i), "qdisc", "add", "dev", INTERFACE, *self._bucket(rate)])
 
     def _make_bridge(self) -> None:
         lines = [
@@ -377,7 +347,7 @@ class Hosts:
         self._batch(lines)
         for i, rate in enumerate(self.rates_mbit):
             if rate is not None:
-                _run(["tc", "qdisc", "add", "dev", self._space(i), *self._bucket(rate)])
+                namespaces.run(["tc", "qdisc", "add", "dev", self._space(i), *self._bucket(rate)])
 
     def _bucket(self, rate_mbit: float) -> list[str]:
         bits = round(rate_mbit * 1e6)
@@ -413,9 +383,9 @@ class Hosts:
     def _batch(self, lines: Sequence[str], i: int | None = None) -> None:
         """Lines for `ip`, on the machine or in host i."""
         where = [] if i is None else ["-netns", self._space(i)]
-        _run(["ip", *where, "-batch", "-"], said="\n".join(lines) + "\n")
+        namespaces.run(["ip", *where, "-batch", "-"], stdin="\n".join(lines) + "\n")
 
-    def _check_the_way(self) -> None:
+    def _check_path(self) -> None:
         """Connects the last host to the first, to detect a packet filter in between."""
         with self.socket(0) as listening, self.socket(self.n - 1) as calling:
             listening.bind((self.address(0), 0))
@@ -440,36 +410,13 @@ class Hosts:
         return f"{self.name}-{self._checked(i)}"
 
     def _inside(self, i: int, argv: Sequence[str]) -> list[str]:
-        home = _SHM / self.name
+        home = namespaces.SHM / self.name
         enter = ["ip", "netns", "exec", self._space(i), "unshare", "--uts", "sh", "-c", _ENTER]
         return [*enter, self.hostname(i), str(home / "hosts"), str(home / str(i)), *argv]
 
     def _in_network(self, i: int, make: Callable[[], T]) -> T:
         """Calls `make` on a thread that is in host i's network; a thread may be, its process need not."""
-        path = f"/run/netns/{self._space(i)}"
-        made: list[T] = []
-        failed: list[OSError] = []
-
-        def enter_and_make() -> None:
-            libc = ctypes.CDLL(None, use_errno=True)
-            try:
-                space = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    if libc.setns(space, _CLONE_NEWNET) != 0:
-                        code = ctypes.get_errno()
-                        raise OSError(code, os.strerror(code))
-                finally:
-                    os.close(space)
-                made.append(make())
-            except OSError as error:
-                failed.append(error)
-
-        thread = threading.Thread(target=enter_and_make)
-        thread.start()
-        thread.join(DEADLINE_S)
-        if not made:
-            raise HostsError(f"{self.hostname(i)} cannot be entered: {failed[0] if failed else 'no answer'}")
-        return made[0]
+        return namespaces.call_in(self._space(i), self.hostname(i), make)
 
 
 def _set_up_tcp() -> bool:
@@ -478,102 +425,3 @@ def _set_up_tcp() -> bool:
     (settings / "tcp_congestion_control").write_text(CONGESTION)
     (settings / "tcp_no_metrics_save").write_text("1")
     return True
-
-
-def _tools_missing(switched: bool = False) -> str | None:
-    if sys.platform != "linux":
-        return "emulated hosts need Linux's network namespaces"
-    if os.geteuid() != 0:
-        return "emulated hosts need root, to make network namespaces"
-    missing = [command for command in COMMANDS if shutil.which(command) is None]
-    if missing:
-        return f"emulated hosts need {', '.join(missing)} (iproute2 and util-linux)"
-    if switched and not Path("/dev/net/tun").exists():
-        return "emulated hosts with delay or losses need TAP devices: /dev/net/tun"
-    return None
-
-
-def _new_name() -> tuple[str, int]:
-    """A name that nobody uses, of 12 letters at most, and the descriptor that keeps its directory locked."""
-    while True:
-        name = f"gt{os.getpid():x}-{next(_numbers)}"
-        fresh = _SHM / f".{name}"
-        try:
-            fresh.mkdir(mode=0o755)
-        except FileExistsError:
-            continue
-        lock = os.open(fresh, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            fresh.rename(_SHM / name)  # under its real name it is locked from the beginning
-        except OSError:
-            os.close(lock)
-            fresh.rmdir()
-            continue
-        return name, lock
-
-
-def _remove(name: str) -> None:
-    """Kills the processes in the hosts of that name, and removes every resource of that name. Idempotent."""
-    spaces = [path.name for path in Path("/run/netns").glob(f"{name}-*")]
-    ends_s = time.monotonic() + DEADLINE_S
-    for space in spaces:
-        _empty(space, ends_s)
-    for space in spaces:
-        _quietly(["ip", "netns", "delete", space])
-    # A deleted namespace removes its veths asynchronously; the next creator of this name must not find them.
-    for link in Path("/sys/class/net").glob(f"{name}-*"):
-        _quietly(["ip", "link", "delete", "dev", link.name])
-    if (Path("/sys/class/net") / name).exists():
-        _quietly(["ip", "link", "delete", "dev", name])
-    shutil.rmtree(_SHM / name, ignore_errors=True)
-
-
-def _empty(space: str, ends_s: float) -> None:
-    """Kills all processes of a namespace and waits until they are gone."""
-    while True:
-        pids = [int(pid) for pid in _quietly(["ip", "netns", "pids", space]).split()]
-        pids = [pid for pid in pids if pid != os.getpid()]
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if not pids or time.monotonic() > ends_s:
-            return
-        for pid in pids:
-            _wait_for_end(pid, ends_s)
-
-
-def _wait_for_end(pid: int, ends_s: float) -> None:
-    try:
-        handle = os.pidfd_open(pid)
-    except OSError:
-        return
-    try:
-        select.select([handle], [], [], max(0.0, ends_s - time.monotonic()))
-    finally:
-        os.close(handle)
-
-
-def _quietly(argv: Sequence[str]) -> str:
-    """Output of a command, regardless of its exit code."""
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    return done.stdout
-
-
-def _run(
-    argv: Sequence[str],
-    *,
-    said: str | None = None,
-    env: Mapping[str, str] | None = None,
-    timeout_s: float = DEADLINE_S,
-    shown: Sequence[str] | None = None,
-) -> str:
-    what = " ".join(shown or argv)
-    try:
-        done = subprocess.run(argv, input=said, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired:
-        raise HostsError(f"`{what}` did not end within {timeout_s:g} s") from None
-    if done.returncode != 0:
-        words = (done.stderr or done.stdout).strip().splitlines()
-        raise HostsError(f"`{what}` failed with {done.returncode}: {'; '.join(words[:3]) or 'it said nothing'}")
-    return done.stdout

@@ -1,0 +1,285 @@
+// Binding of a Store's rows: allocated, committed, inserted, rewritten, their priorities, removed and looked at.
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
+
+#include "base/errors.h"
+#include "fetch/insert.h"
+#include "python/bind.h"
+#include "store/store.h"
+
+namespace geartrain {
+namespace {
+
+nb::object allocate(Store& store, size_t n) {
+  std::vector<uint32_t> rows;
+  released(store, [&] {
+    if (n > store.header().capacity) {  // before their numbers take memory
+      fail(ErrorKind::full, n, " rows were asked for of a store of ", store.header().capacity);
+    }
+    rows.resize(n);
+    store.allocate(rows);
+  });
+  return to_numpy(std::move(rows));
+}
+
+uint32_t allocate_one(Store& store) {
+  uint32_t row = 0;
+  released(store, [&] { store.allocate({&row, 1}); });
+  return row;
+}
+
+uint32_t commit_one(Store& store, uint32_t row, uint32_t length, double priority, int64_t version) {
+  uint32_t generation = 0;
+  released(store, [&] { store.commit({&row, 1}, {{&length, 1}, {&priority, 1}, {&version, 1}}, {&generation, 1}); });
+  return generation;
+}
+
+nb::object commit(Store& store, const In<uint32_t>& rows, const std::optional<In<uint32_t>>& lengths,
+                  const std::optional<In<double>>& priorities, const std::optional<In<int64_t>>& versions) {
+  std::vector<uint32_t> generations(rows.size());
+  released(store, [&] { store.commit(view(rows), {view(lengths), view(priorities), view(versions)}, generations); });
+  return to_numpy(std::move(generations));
+}
+
+uint32_t publish_one(Store& store, uint32_t row, uint32_t length, double priority, int64_t version) {
+  uint32_t generation = 0;
+  released(store, [&] { store.publish({&row, 1}, {{&length, 1}, {&priority, 1}, {&version, 1}}, {&generation, 1}); });
+  return generation;
+}
+
+// Copies n rows in. `sources` are (field number, array of n blocks or of n rows of fewer steps).
+nb::tuple insert_sources(Store& store, size_t n, const std::vector<std::pair<uint32_t, AnyConstArray>>& sources,
+                         const std::optional<In<uint32_t>>& lengths, const std::optional<In<double>>& priorities,
+                         const std::optional<In<int64_t>>& versions, unsigned threads) {
+  std::vector<InsertField> fields;
+  for (const auto& [field, array] : sources) {
+    fields.push_back({field, static_cast<const std::byte*>(array.data()), n == 0 ? 0 : array.nbytes() / n});
+  }
+  std::vector<uint32_t> rows(n), generations(n);
+  released(store, [&] {
+    insert(store, fields, {view(lengths), view(priorities), view(versions)}, threads, rows, generations);
+  });
+  return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)));
+}
+
+// Writes fields of rows in place; arrays as those of an insert.
+uint64_t rewrite(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
+                 const std::vector<std::pair<uint32_t, AnyConstArray>>& sources,
+                 const std::optional<In<uint32_t>>& starts, const std::optional<In<uint32_t>>& lengths) {
+  const size_t n = rows.size();
+  std::vector<FieldSource> fields;
+  for (const auto& [field, array] : sources) {
+    fields.push_back({field, static_cast<const std::byte*>(array.data()), n == 0 ? 0 : array.nbytes() / n});
+  }
+  if (n == 0) return 0;
+  return released(store,
+                  [&] { return store.rewrite(view(rows), view(generations), fields, view(starts), view(lengths)); });
+}
+
+void check_pairs(const In<uint32_t>& rows, const In<uint32_t>& generations) {
+  if (rows.size() != generations.size()) {
+    fail(ErrorKind::schema, rows.size(), " rows were given with ", generations.size(), " generations");
+  }
+}
+
+uint64_t update_priorities(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
+                           const In<double>& priorities) {
+  return released(store, [&] { return store.update_priorities(view(rows), view(generations), view(priorities)); });
+}
+
+uint64_t update_step_priorities(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
+                                const In<uint32_t>& steps, const In<double>& priorities) {
+  return released(store, [&] {
+    return store.update_step_priorities(view(rows), view(generations), view(steps), view(priorities));
+  });
+}
+
+void check_rows(const Store& store, const In<uint32_t>& rows) {
+  for (uint32_t row : view(rows)) {
+    if (row >= store.header().capacity) {
+      fail(ErrorKind::schema, "row ", row, " is beyond the store's capacity of ", store.header().capacity);
+    }
+  }
+}
+
+// The fixed-point priorities of steps, 0 for stale keys; and the sums of rows'.
+nb::object step_priorities(const Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
+                           const In<uint32_t>& steps) {
+  check_rows(store, rows);
+  if (generations.size() != rows.size() || steps.size() != rows.size()) {
+    fail(ErrorKind::schema, "as many generations and steps as rows are needed");
+  }
+  std::vector<uint32_t> out(rows.size());
+  entered(store, [&] {
+    for (size_t i = 0; i < out.size(); ++i) {
+      out[i] = store.step_priority(rows.data()[i], generations.data()[i], steps.data()[i]);
+    }
+  });
+  return to_numpy(std::move(out));
+}
+
+nb::object sums_of_steps(const Store& store, const In<uint32_t>& rows) {
+  check_rows(store, rows);
+  std::vector<uint64_t> out(rows.size());
+  released(store, [&] {
+    for (size_t i = 0; i < out.size(); ++i) out[i] = store.sum_of_steps(rows.data()[i]);
+  });
+  return to_numpy(std::move(out));
+}
+
+// The fixed-point priorities of rows' first `lengths` steps, one row after the other, and whether each row has them.
+nb::tuple copy_step_priorities(const Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
+                               const In<uint32_t>& lengths) {
+  check_rows(store, rows);
+  if (generations.size() != rows.size() || lengths.size() != rows.size()) {
+    fail(ErrorKind::schema, "as many generations and lengths as rows are needed");
+  }
+  size_t total = 0;
+  for (uint32_t length : view(lengths)) total += std::min(length, store.header().max_length);
+  std::vector<uint32_t> out(total);
+  std::vector<uint8_t> whole(rows.size());
+  released(store, [&] {
+    std::span<uint32_t> rest(out);
+    for (size_t i = 0; i < whole.size(); ++i) {
+      const uint32_t length = std::min(lengths.data()[i], store.header().max_length);
+      whole[i] = store.copy_step_priorities(rows.data()[i], generations.data()[i], rest.first(length));
+      rest = rest.subspan(length);
+    }
+  });
+  return nb::make_tuple(to_numpy(std::move(out)), to_numpy(std::move(whole)));
+}
+
+uint64_t remove(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations) {
+  check_pairs(rows, generations);
+  return released(store, [&] { return store.remove(view(rows), view(generations)); });
+}
+
+nb::object count_samples(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations) {
+  check_pairs(rows, generations);
+  std::vector<uint8_t> taken(rows.size());
+  released(store, [&] { store.count_samples(view(rows), view(generations), taken); });
+  return to_numpy(std::move(taken));
+}
+
+void release_exhausted(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations) {
+  check_pairs(rows, generations);
+  released(store, [&] { store.release_exhausted(view(rows), view(generations)); });
+}
+
+nb::tuple keys(Store& store) {
+  std::vector<uint32_t> rows, generations;
+  released(store, [&] { store.keys(&rows, &generations); });
+  return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)));
+}
+
+// The metadata of the given rows, a column each.
+nb::dict infos(const Store& store, const In<uint32_t>& rows) {
+  const size_t n = rows.size();
+  std::vector<uint64_t> sequence(n), inserted_at_ns(n);
+  std::vector<int64_t> version(n);
+  std::vector<uint32_t> generation(n), priority(n), length(n), times_sampled(n);
+  std::vector<uint8_t> state(n);
+  store.check_open();
+  for (size_t i = 0; i < n; ++i) {
+    if (rows.data()[i] >= store.header().capacity) {
+      fail(ErrorKind::schema, "row ", rows.data()[i], " is beyond the store's capacity of ", store.header().capacity);
+    }
+    const RowInfo info = store.info(rows.data()[i]);
+    sequence[i] = info.sequence;
+    version[i] = info.version;
+    inserted_at_ns[i] = info.inserted_at_ns;
+    generation[i] = info.generation;
+    priority[i] = info.priority;
+    length[i] = info.length;
+    times_sampled[i] = info.times_sampled;
+    state[i] = static_cast<uint8_t>(info.state);
+  }
+  nb::dict out;
+  out["sequence"] = to_numpy(std::move(sequence));
+  out["version"] = to_numpy(std::move(version));
+  out["inserted_at_ns"] = to_numpy(std::move(inserted_at_ns));
+  out["generation"] = to_numpy(std::move(generation));
+  out["priority"] = to_numpy(std::move(priority));
+  out["length"] = to_numpy(std::move(length));
+  out["times_sampled"] = to_numpy(std::move(times_sampled));
+  out["state"] = to_numpy(std::move(state));
+  return out;
+}
+
+nb::object lengths(const Store& store, const In<uint32_t>& rows) {
+  store.check_open();
+  std::vector<int32_t> out(rows.size());
+  for (size_t i = 0; i < out.size(); ++i) {
+    if (rows.data()[i] >= store.header().capacity) fail(ErrorKind::schema, "no row ", rows.data()[i]);
+    out[i] = static_cast<int32_t>(store.status()[rows.data()[i]].length.load(std::memory_order_relaxed));
+  }
+  return to_numpy(std::move(out));
+}
+
+void restore(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations, const In<uint32_t>& priorities,
+             const In<uint32_t>& lengths, const In<uint32_t>& times_sampled, const In<uint64_t>& sequences,
+             const In<uint64_t>& inserted_at_ns, const In<int64_t>& versions, uint64_t next_sequence,
+             const std::optional<In<uint32_t>>& steps) {
+  const size_t n = rows.size();
+  for (size_t size : {generations.size(), priorities.size(), lengths.size(), times_sampled.size(), sequences.size(),
+                      inserted_at_ns.size(), versions.size()}) {
+    if (size != n) fail(ErrorKind::schema, "the columns of a row table differ in length");
+  }
+  std::vector<RestoredRow> restored(n);
+  for (size_t i = 0; i < n; ++i) {
+    restored[i] = {rows.data()[i],          generations.data()[i], priorities.data()[i],     lengths.data()[i],
+                   times_sampled.data()[i], sequences.data()[i],   inserted_at_ns.data()[i], versions.data()[i]};
+  }
+  released(store, [&] { store.restore(restored, next_sequence, view(steps)); });
+}
+
+}  // namespace
+
+void bind_store_rows(nb::class_<Store>& store) {
+  store.def("allocate", &allocate)
+      .def("allocate_one", &allocate_one)
+      .def("commit", &commit, nb::arg("rows"), nb::arg("lengths").none(), nb::arg("priorities").none(),
+           nb::arg("versions").none())
+      .def("commit_one", &commit_one)
+      .def("publish_one", &publish_one)
+      .def(
+          "extend",
+          [](Store& s, uint32_t row, uint32_t length, double priority) {
+            return released(s, [&] { return s.extend(row, length, priority); });
+          },
+          nb::arg("row"), nb::arg("length"), nb::arg("priority") = 1.0)
+      .def("seal_one", [](Store& s, uint32_t row) { return released(s, [&] { return s.seal({&row, 1}); }); })
+      .def("abandon",
+           [](Store& s, const In<uint32_t>& rows) { return released(s, [&] { return s.abandon(view(rows)); }); })
+      .def("abandon_one", [](Store& s, uint32_t row) { return released(s, [&] { return s.abandon({&row, 1}); }); })
+      .def("insert", &insert_sources, nb::arg("n"), nb::arg("sources"), nb::arg("lengths").none(),
+           nb::arg("priorities").none(), nb::arg("versions").none(), nb::arg("threads"))
+      .def("rewrite", &rewrite, nb::arg("rows"), nb::arg("generations"), nb::arg("sources"), nb::arg("starts").none(),
+           nb::arg("lengths").none())
+      .def("update_priorities", &update_priorities)
+      .def("update_step_priorities", &update_step_priorities)
+      .def("step_priorities", &step_priorities)
+      .def("sums_of_steps", &sums_of_steps)
+      .def("copy_step_priorities", &copy_step_priorities)
+      .def("raise_priorities",
+           [](Store& s, double power) { return released(s, [&] { return s.raise_priorities(power); }); })
+      .def("set_times_sampled",
+           [](Store& s, const In<uint32_t>& rows, const In<uint32_t>& generations, const In<uint32_t>& counts) {
+             return released(s, [&] { return s.set_times_sampled(view(rows), view(generations), view(counts)); });
+           })
+      .def("remove", &remove)
+      .def("count_samples", &count_samples)
+      .def("release_exhausted", &release_exhausted)
+      .def("expire", [](Store& s) { return released(s, [&] { return s.expire(); }); })
+      .def("keys", &keys)
+      .def("free_rows", [](Store& s) { return to_numpy(released(s, [&] { return s.free_rows(); })); })
+      .def("infos", &infos)
+      .def("restore", &restore, nb::arg("rows"), nb::arg("generations"), nb::arg("priorities"), nb::arg("lengths"),
+           nb::arg("times_sampled"), nb::arg("sequences"), nb::arg("inserted_at_ns"), nb::arg("versions"),
+           nb::arg("next_sequence"), nb::arg("steps").none() = nb::none())
+      .def("lengths", &lengths);
+}
+
+}  // namespace geartrain

@@ -1,0 +1,26 @@
+"""torchrl: storage, samplers and writer for its `ReplayBuffer`, over a store in shared memory.
+
+    from torchrl.data import ReplayBuffer
+    from geartrain.integrations.torchrl import PrioritizedSampler, RoundRobinWriter, SharedStorage
+
+    storage = SharedStorage(1_000_000, store="run-7")
+    buffer = ReplayBuffer(
+        storage=storage, sampler=PrioritizedSampler(alpha=0.6, beta=0.4), writer=RoundRobinWriter(), batch_size=256
+    )
+
+Any process of the host that makes the same buffer adds to it and samples from it, prioritized too: items, cursor,
+length and priorities are in the segment.
+"""
+
+from geartrain.errors import MissingDependencyError
+
+try:
+    import torchrl as _torchrl  # noqa: F401
+except ImportError as error:
+    raise MissingDependencyError(f"the storage needs torchrl: pip install 'geartrain[torchrl]' ({error})") from None
+
+from geartrain.integrations.torchrl.samplers import PrioritizedSampler, UniformSampler
+from geartrain.integrations.torchrl.storage import SharedStorage
+from geartrain.integrations.torchrl.writer import RoundRobinWriter
+
+__all__ = ["PrioritizedSampler", "RoundRobinWriter", "SharedStorage", "UniformSampler"]

@@ -1,0 +1,492 @@
+"""Storage of a torchrl `ReplayBuffer` in shared memory: items by index, in rows of many, with a priority each."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import is_tensorclass
+from torchrl.data.replay_buffers.storages import StoreStorage
+from torchrl.data.replay_buffers.storages.base import Storage
+
+import geartrain.core.locks as locks
+from geartrain.core.arguments import check_whole
+from geartrain.core.arguments import timeout as checked_timeout
+from geartrain.core.keys import Keys
+from geartrain.core.schema import Field
+from geartrain.errors import (
+    ArgumentError,
+    IncompatibleStoreError,
+    SchemaError,
+    StaleKeyError,
+    StoreClosedError,
+    StoreMissingError,
+    WaitTimeoutError,
+)
+from geartrain.integrations.torchrl.items import OWN, TENSOR, batch_dims_of, fields_of, item_of, leaves_of
+from geartrain.replay.fetch import fetch
+from geartrain.store.store import Store
+
+# Items of a row, at most; and bytes of rows that are made at once.
+_ROW_ITEMS, _BYTES_AT_ONCE = 512, 1 << 24
+# Fields of a row that are the storage's own; those of the first row count.
+_PLACE, _STATE, _HIGHEST = OWN + "place", OWN + "state", OWN + "highest"
+#: Places in the state that all processes share.
+SIZE, LENGTH, CURSOR, WRITES, BATCH_DIMS = range(5)
+# The file lock of who changes the state.
+_WRITER = 1 << 20
+
+
+class SharedStorage(StoreStorage):  # type: ignore[misc]
+    """A torchrl storage whose items are in a `geartrain.Store`: of one process, or by name of all of a host.
+
+    Item i is a step of a row, and stays there: what is set is written in place, and a reader gets an item as it was
+    before or as it is afterwards. The store is made with the first item, whose entries, shapes and dtypes all others
+    have. Batches are copies in the CPU's memory.
+
+    Args:
+        max_size: items.
+        store: the name of a store that several processes share; the first that writes makes it. Without one the storage
+            is shared by forking and pickling, once it holds an item.
+        timeout_s: longest wait for another process that writes.
+        reserve: allocate the memory when the store is made, as in `geartrain.Store.create`.
+
+    Attributes:
+        store: the store, or None before the first item.
+
+    Raises:
+        ArgumentError: a size that is none. IncompatibleStoreError: the store of that name is of other items, or is of
+            another size. NoSpaceError: /dev/shm is too small.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(
+        self, max_size: int, *, store: str | None = None, timeout_s: float = 10.0, reserve: bool = True
+    ) -> None:
+        if check_whole("max_size", max_size) < 1:
+            raise ArgumentError(f"max_size must be at least 1, found {max_size}")
+        Storage.__init__(self, max_size)
+        self._name = store
+        self._timeout_s = checked_timeout(timeout_s)
+        self._reserve = reserve
+        self._tensorclass: Any = None
+        self._closed = False
+        self._made_by = os.getpid()
+        self._thread = threading.RLock()
+        self._depth = 0
+        self._descriptor: tuple[int, int] | None = None
+        self.store: Store | None = None
+
+    # --- the store --------------------------------------------------------------------------------------------
+
+    def _join(self) -> bool:
+        """Whether the store is there; opens one that another process has made."""
+        if self._closed:
+            raise StoreClosedError("the storage was closed")
+        if self.store is not None:
+            return True
+        if self._name is None:
+            return False
+        try:
+            store = Store.open(self._name)
+        except StoreMissingError:
+            return False
+        if not len(store):  # another process is making it
+            store.close()
+            return False
+        self._adopt(store)
+        return True
+
+    def _adopt(self, store: Store) -> None:
+        """Takes an open store; raises where it is none of a storage of this size."""
+        rows = -(-self.max_size // store.max_length)
+        if _STATE not in store.fields or store.capacity < rows or not store.per_step:
+            store.close()
+            raise IncompatibleStoreError(f"the store {store.name!r} is none of a storage of {self.max_size} items")
+        found = store.keys()
+        places = np.asarray(fetch(store, found, fields=[_PLACE], window=1, output="numpy")[_PLACE])
+        keys = found[np.argsort(places, kind="stable")]
+        state: Any = store.column(_STATE)[int(keys.row[0])]
+        if len(keys) != rows or int(state[SIZE]) != self.max_size:
+            store.close()
+            raise IncompatibleStoreError(
+                f"the store {store.name!r} is of a storage of {int(state[SIZE])} items, this one is of {self.max_size}"
+            )
+        self.store, self.keys = store, keys
+        self._place = np.zeros(store.capacity, np.int64)  # of each row
+        self._place[keys.row] = np.arange(rows)
+        self._state: NDArray[np.int64] = state  # a view of the segment
+        self._highest: NDArray[np.float64] = store.column(_HIGHEST)[int(keys.row[0])]
+        self.names = [name for name in store.fields if not name.startswith(OWN) or name == TENSOR]
+
+    def make_for(self, data: Any, batched: bool) -> None:
+        """Makes the store for items like this one, or like these, unless it is there."""
+        if self._join():
+            return
+        with self._thread:
+            if self.store is None:
+                self._make(leaves_of(data), batched, batch_dims_of(data, batched))
+
+    def _make(self, leaves: dict[str, torch.Tensor], batched: bool, batch_dims: int) -> None:
+        """Makes the store, or joins the one that another process makes at the same time."""
+        if self._name is None and os.getpid() != self._made_by:
+            raise ArgumentError(
+                "this storage has no name and had no item when it was shared, so the processes would not share any: "
+                "add an item before, or give it a name (store=...)"
+            )
+        fields = fields_of(leaves, batched)
+        length = min(self.max_size, _ROW_ITEMS)
+        rows = -(-self.max_size // length)
+        own = {
+            _PLACE: Field((), "int64", per_row=True),
+            _STATE: Field((8,), "int64", per_row=True),
+            _HIGHEST: Field((1,), "float64", per_row=True),
+        }
+        options: dict[str, Any] = {"capacity": rows, "reserve": self._reserve, "priority_per": "step"}
+        if self._name is None:
+            store = Store.create(fields | own, max_length=length, **options)
+        else:
+            store = Store.open(self._name, fields | own, max_length=length, create="missing", **options)
+        try:
+            with self._locked(store):
+                if len(store) < rows:
+                    self._fill(store, fields, rows, length, batch_dims)
+        except BaseException:
+            store.close()
+            raise
+        self._adopt(store)
+
+    def _fill(self, store: Store, fields: dict[str, Field], rows: int, length: int, batch_dims: int) -> None:
+        """Inserts the rows that are still missing: zeros, of priority 0."""
+        if store.capacity != rows:
+            raise IncompatibleStoreError(f"the store {store.name!r} has {store.capacity} rows, {rows} are needed")
+        size = sum(length * field.itemsize * int(np.prod(field.shape)) for field in fields.values())
+        some = max(1, min(1024, _BYTES_AT_ONCE // max(1, size)))
+        for begin in range(len(store), rows, some):
+            n = min(some, rows - begin)
+            zeros = {name: torch.zeros(n, length, *field.shape, dtype=_dtype(field)) for name, field in fields.items()}
+            state = np.zeros((n, 8), np.int64)
+            state[:, SIZE], state[:, BATCH_DIMS] = self.max_size, batch_dims
+            store.insert(
+                {**zeros, _PLACE: np.arange(begin, begin + n), _STATE: state, _HIGHEST: np.ones((n, 1))},
+                priorities=np.zeros(n),
+            )
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other processes and threads from writing; may be nested. Before the first item it keeps threads.
+
+        Raises:
+            WaitTimeoutError: another process writes for longer than `timeout_s`.
+        """
+        if self._join():
+            assert self.store is not None
+            with self._locked(self.store):
+                yield
+        else:
+            with self._thread:
+                yield
+
+    @contextmanager
+    def _locked(self, store: Store) -> Iterator[None]:
+        if not self._thread.acquire(timeout=self._timeout_s):
+            raise WaitTimeoutError(f"another thread writes to the storage for longer than {self._timeout_s:g} s")
+        try:
+            if self._depth == 0:
+                # A forked child's descriptor has the parent's locks, so it opens the file anew.
+                if self._descriptor is None or self._descriptor[0] != os.getpid():
+                    self._descriptor = (os.getpid(), os.open(store.path, os.O_RDWR | os.O_CLOEXEC))
+                if not locks.take(self._descriptor[1], locks.EXCLUSIVE, _WRITER, self._timeout_s):
+                    raise WaitTimeoutError(
+                        f"another process writes to {store.name!r} for longer than {self._timeout_s:g} s"
+                    )
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+                if self._depth == 0 and self._descriptor is not None:
+                    locks.drop(self._descriptor[1], _WRITER)
+        finally:
+            self._thread.release()
+
+    def close(self) -> None:
+        """Closes the storage's store; what is called then raises `StoreClosedError`."""
+        self._closed = True
+        if self.store is not None:
+            self.store.close()
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None and descriptor[0] == os.getpid():
+            with suppress(OSError):
+                os.close(descriptor[1])
+
+    # --- what all processes share -----------------------------------------------------------------------------
+
+    def shared(self, place: int) -> int:
+        """A number of the state; 0 before the first item."""
+        if not self._join():
+            return 0
+        self._check_open()
+        return int(self._state[place])
+
+    def share(self, place: int, value: int) -> None:
+        """Sets a number of the state; before the first item there is none."""
+        if self._join():
+            self._check_open()
+            self._state[place] = value
+
+    def _check_open(self) -> None:
+        if self.store is None or self.store.closed:
+            raise StoreClosedError("the storage's store was closed")
+
+    @property
+    def highest(self) -> float:
+        """The priority that new items get: the highest so far, as it is stored."""
+        self._check_open()
+        return float(self._highest[0])
+
+    def raise_highest(self, priority: float) -> None:
+        """Raises it to that of an item, if that is higher."""
+        if priority > self.highest:
+            with self.locked():
+                self._highest[0] = max(priority, float(self._highest[0]))
+
+    @property
+    def _len(self) -> int:
+        return self.shared(LENGTH)
+
+    @_len.setter
+    def _len(self, value: int) -> None:
+        self.share(LENGTH, value)
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the store is there."""
+        return self._join()
+
+    def __len__(self) -> int:
+        return self.shared(LENGTH)
+
+    def _empty(self) -> None:
+        if self._join():
+            with self.locked():
+                n = len(self)
+                self.share(LENGTH, 0)
+                self.share(CURSOR, 0)
+                for begin in range(0, n, 1 << 16):
+                    index = np.arange(begin, min(n, begin + (1 << 16)))
+                    self.store.update_priorities(self.keys_at(index), np.zeros(len(index)))  # type: ignore[union-attr]
+        self._bump_mutation_revision()
+
+    # --- items ------------------------------------------------------------------------------------------------
+
+    def keys_at(self, index: NDArray[np.int64]) -> Keys:
+        """Keys of the steps that items are."""
+        self._check_open()
+        assert self.store is not None
+        length = self.store.max_length
+        return self.keys[index // length].of_steps(index % length)
+
+    def index_of(self, keys: Keys) -> NDArray[np.int64]:
+        """Items by the keys of their steps."""
+        assert self.store is not None
+        assert keys.step is not None
+        found: NDArray[np.int64] = self._place[keys.row] * self.store.max_length + keys.step
+        return found
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Writes items in place; new ones get the highest priority so far.
+
+        Args:
+            cursor: index, or indices (n,), from 0 to max_size - 1.
+            data: an item, or n of them along the first axis, or a list of items.
+            set_cursor: whether the storage becomes as long as that; priorities are kept without.
+
+        Raises:
+            SchemaError: entries, shapes or dtypes that are not those of the first item. ArgumentError: indices out of
+                range. WaitTimeoutError: another process writes for too long.
+        """
+        if isinstance(data, list):
+            data = torch.stack(data)
+        batched = not (isinstance(cursor, int | np.integer) or (isinstance(cursor, torch.Tensor) and cursor.ndim == 0))
+        index = self._indices(cursor, self.max_size)
+        if is_tensorclass(data):
+            self._tensorclass = type(data)
+        self.make_for(data, batched)
+        assert self.store is not None
+        leaves = leaves_of(data)
+        arrays = self._checked(leaves, index, batched)
+        if len(index) > self.max_size:  # the last ones stay
+            arrays = {name: array[-self.max_size :] for name, array in arrays.items()}
+            index = index[-self.max_size :]
+        with self.locked():
+            if set_cursor:
+                self._set_last_cursor(cursor)
+            skipped = sum(
+                self.store.write(self.keys[rows], fields, starts=starts)
+                for rows, starts, fields in self._pieces(index, arrays)
+            )
+            if skipped:
+                raise StaleKeyError(
+                    "rows of the storage are gone: a process was killed while it wrote to them; make the buffer anew"
+                )
+            if set_cursor:
+                self.store.update_priorities(self.keys_at(index), np.full(len(index), self.highest))
+                self._state[LENGTH] = max(int(self._state[LENGTH]), int(index.max()) + 1)
+        self._bump_mutation_revision()
+
+    def _checked(self, leaves: dict[str, torch.Tensor], index: NDArray[np.int64], batched: bool) -> dict[str, Any]:
+        """Tensors (n, ...) of the fields, on the CPU."""
+        assert self.store is not None
+        if "index" not in self.names:
+            leaves.pop("index", None)  # a TensorDictReplayBuffer adds it to what it was given
+        if set(leaves) != set(self.names):
+            raise SchemaError(f"items have {sorted(self.names)}, found {sorted(leaves)}")
+        found = {}
+        for name, leaf in leaves.items():
+            field = self.store.fields[name]
+            wanted = (len(index), *field.shape) if batched else tuple(field.shape)
+            if tuple(leaf.shape) != wanted:
+                raise SchemaError(f"{name!r} has shape {tuple(leaf.shape)}, {wanted} was expected")
+            if leaf.dtype != _dtype(field):
+                raise SchemaError(f"{name!r} is {leaf.dtype}, items have {field.dtype}")
+            found[name] = (leaf if batched else leaf[None]).cpu().contiguous()
+        return found
+
+    def _pieces(self, index: NDArray[np.int64], arrays: dict[str, Any]) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
+        """What is written at once: rows, first steps and tensors (rows, steps, ...)."""
+        assert self.store is not None
+        length = self.store.max_length
+        row, step = index // length, index % length
+        ends = np.flatnonzero((np.diff(index) != 1) | (np.diff(row) != 0)) + 1
+        if len(index) < 4 * (len(ends) + 1):  # here and there
+            yield row, step, {name: array[:, None] for name, array in arrays.items()}
+            return
+        begin = 0
+        for end in [*ends.tolist(), len(index)]:
+            yield row[begin : begin + 1], step[begin : begin + 1], {n: a[None, begin:end] for n, a in arrays.items()}
+            begin = end
+
+    def get(self, index: Any) -> Any:
+        """A copy of items, one native call; of one item for a number.
+
+        Raises:
+            RuntimeError: nothing was written yet. IndexError: there is no such item.
+        """
+        if not self._join():
+            raise RuntimeError("Cannot get elements out of a non-initialized storage.")
+        assert self.store is not None
+        self._check_open()
+        alone = isinstance(index, int | np.integer) or (
+            isinstance(index, torch.Tensor | np.ndarray) and index.ndim == 0
+        )
+        shape = tuple(index.shape) if isinstance(index, torch.Tensor) and index.dtype != torch.bool else None
+        chosen = self._indices(index, len(self))
+        keys = self.keys_at(chosen)
+        batch: Any = fetch(self.store, keys.without_steps(), fields=self.names, window=1, ends=keys.step)
+        leaves = {name: batch[name][:, 0] for name in self.names}
+        if alone:
+            leaves, shape = {name: leaf[0] for name, leaf in leaves.items()}, ()
+        elif shape is not None and len(shape) > 1:
+            leaves = {name: leaf.reshape(*shape, *leaf.shape[1:]) for name, leaf in leaves.items()}
+        else:
+            shape = (len(chosen),)
+        dims = int(self._state[BATCH_DIMS])
+        inner = tuple(next(iter(leaves.values())).shape)[len(shape) : len(shape) + dims]
+        item = item_of(leaves, (*shape, *inner))
+        return item if self._tensorclass is None else self._tensorclass.from_tensordict(item)
+
+    def _indices(self, index: Any, count: int) -> NDArray[np.int64]:
+        """Indices (n,) below a count, from what torchrl gives: numbers, tensors, slices, ranges, masks."""
+        if isinstance(index, tuple) and len(index) == 1:
+            index = index[0]
+        if isinstance(index, slice):
+            return np.arange(*index.indices(count))
+        if isinstance(index, torch.Tensor):
+            index = index.cpu().numpy()
+        array = np.asarray(index)
+        if array.dtype == bool and array.ndim == 1:
+            array = np.flatnonzero(array)
+        if array.dtype.kind not in "iu" and array.size:
+            raise ArgumentError(f"items are chosen by whole numbers, found {array.dtype}")
+        array = array.reshape(-1).astype(np.int64)
+        array = np.where(array < 0, array + count, array)
+        if array.size and not (array.min() >= 0 and array.max() < count):
+            raise IndexError(f"there are {count} items, from 0 to {count - 1}")
+        return array
+
+    def contains(self, item: Any) -> Any:
+        """Whether there is an item of this index, or of each."""
+        if isinstance(item, torch.Tensor) and item.ndim:
+            n = len(self)
+            return (item >= -n) & (item < n)
+        return bool(-len(self) <= int(item) < len(self))
+
+    # --- saving and sharing -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of all items."""
+        n = len(self)
+        return {"_storage": self.get(slice(0, n)) if n else None, "_len": n}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Writes the items that `state_dict` had, from index 0 on."""
+        self._empty()
+        if state_dict["_len"]:
+            self.set(torch.arange(state_dict["_len"]), state_dict["_storage"])
+            self.share(CURSOR, state_dict["_len"] % self.max_size)
+
+    def dumps(self, path: Any) -> None:
+        """Saves a checkpoint of the store, priorities included, as `geartrain.Store.save`."""
+        if not self._join():
+            raise RuntimeError("Cannot save a non-initialized storage.")
+        with self.locked():
+            self.store.save(Path(path) / "store")  # type: ignore[union-attr]
+
+    def loads(self, path: Any) -> None:
+        """Loads one into a storage without a name that holds nothing yet."""
+        if self._name is not None or self.store is not None:
+            raise ArgumentError("a checkpoint is loaded into a new storage without a name")
+        self._adopt(Store.load(Path(path) / "store", f"torchrl-{os.getpid()}-{secrets.token_hex(8)}", persist=False))
+        self._bump_mutation_revision()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The store by name: what a pickle leads to is the same storage, in any process of the host."""
+        if not self._join() and self._name is None:
+            raise ArgumentError(
+                "this storage has no name and holds nothing yet, so a copy would share nothing: add an item before, or "
+                "give it a name (store=...)"
+            )
+        state = Storage.__getstate__(self)
+        for name in ("_thread", "_descriptor", "_depth", "keys", "_place", "_state", "_highest", "names"):
+            state.pop(name, None)
+        return state  # type: ignore[no-any-return]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """See `__getstate__`."""
+        store = state.pop("store")
+        Storage.__setstate__(self, state)
+        self._thread, self._depth, self._descriptor, self.store = threading.RLock(), 0, None, None
+        if store is not None:
+            self._adopt(store)
+
+    def __repr__(self) -> str:
+        name = self._name if self.store is None else self.store.name
+        return f"SharedStorage(store={name!r}, len={0 if self._closed else len(self)}, max_size={self.max_size})"
+
+
+def _dtype(field: Field) -> torch.dtype:
+    """A field's torch dtype."""
+    return getattr(torch, field.dtype)  # type: ignore[no-any-return]
+
+
+__all__ = ["BATCH_DIMS", "CURSOR", "LENGTH", "SIZE", "WRITES", "SharedStorage"]

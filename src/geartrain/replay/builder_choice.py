@@ -1,0 +1,79 @@
+"""Choice of a replay's builder: on the host, on a device, or together with other ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from geartrain.errors import ArgumentError
+from geartrain.replay.builder import BatchBuilder, HostBatchBuilder
+from geartrain.replay.config import ReplayConfig, make_samplers
+from geartrain.replay.distributed.rank_group import RankGroup, as_rank_group, run_on_all_ranks
+from geartrain.replay.distributed.topology import Mesh, topology_of
+from geartrain.replay.epochs import check_epochs
+from geartrain.replay.step_priorities import check_step_priorities
+from geartrain.selection.mixture import Selection, strategies_of
+from geartrain.selection.strategy import traits_of
+from geartrain.store.store import Store
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def open_builder(
+    stores: list[Store],
+    selection: Selection,
+    config: ReplayConfig,
+    group: ProcessGroup | RankGroup | None,
+    mesh: Mesh | None,
+) -> tuple[BatchBuilder[Any], Callable[[], object] | None]:
+    """The builder, and what releases what it holds besides memory.
+
+    Raises:
+        ArgumentError: options that do not go together, or with these stores.
+    """
+    alone = group is None and mesh is None
+    over_steps = any(traits_of(each).over_steps for each in strategies_of(selection))
+    if config.transform is not None and not (alone and config.device is None):
+        raise ArgumentError(
+            "transforms are of batches of this process's stores, in host memory: leave out group, mesh and device"
+        )
+    if (config.view is not None and not alone) or (over_steps and not (alone and config.device is None)):
+        raise ArgumentError(
+            "views and draws over steps are of this process's stores, in host memory: leave out group, mesh and device"
+        )
+    check_epochs(
+        stores,
+        selection,
+        alone=alone,
+        device=config.device is not None,
+        windows=config.view is not None or config.window is not None,
+    )
+    check_step_priorities(
+        stores,
+        selection,
+        local=alone and config.device is None,
+        windows=config.view is not None or config.window is not None,
+    )
+    make = functools.partial(make_samplers, stores, selection, config)
+    if alone:
+        if config.device is None:
+            return HostBatchBuilder(make(), selection, config.batch_size), None
+        from geartrain.replay.device.builder import DeviceBatchBuilder
+
+        on_device = DeviceBatchBuilder(make(), selection, config.batch_size, config.device)
+        return on_device, on_device.close
+    from geartrain.replay.distributed.builder import DistributedBatchBuilder
+
+    topology = topology_of(group, mesh)
+    ranks = as_rank_group(group, topology.members, config.timeout_s)
+    members = None if ranks is group else topology.members
+    try:
+        samplers = run_on_all_ranks(ranks, make)
+        builder = DistributedBatchBuilder(samplers, selection, config, ranks, topology.position, members)
+    except BaseException:
+        if ranks is not group:
+            ranks.close()
+        raise
+    return builder, builder.assembler.close

@@ -1,0 +1,203 @@
+"""Hindsight experience replay (Andrychowicz et al., 2017): transitions whose goal is one that their row achieved later.
+
+    view = gt.Transitions(hindsight=gt.Hindsight(strategy="future", k=4, reward=env_reward))
+
+A transition of step t leads to step t + 1. Of each, k in k + 1 get another desired goal: the achieved goal of a step s
+of the same row, drawn with the transition and gathered with it by one native call (native/fetch/transitions.h):
+
+    future    s uniform over t + 1 .. length - 1
+    final     s = length - 1
+    episode   s uniform over 1 .. length - 1
+
+Length counts the steps that are published when the row is read, under the same check as everything else of the row: a
+row that is replaced in between is drawn again as a whole, so no transition has a goal of another episode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+import geartrain._native as _native
+from geartrain.core.arguments import check_whole
+from geartrain.core.schema import Field
+from geartrain.errors import ArgumentError, FieldError
+
+GoalStrategy = Literal["future", "final", "episode"]
+#: Given the achieved goals and the desired ones (N, ...), a value for each, (N,).
+GoalFunction = Callable[[NDArray[Any], NDArray[Any]], ArrayLike]
+#: native/fetch/transitions.h, GoalStrategy.
+_STRATEGIES: dict[str, int] = {"future": 1, "final": 2, "episode": 3}
+_ACHIEVED, _DESIRED = "achieved_goal", "desired_goal"
+#: What a batch says of each transition: whether its goal was replaced.
+RELABELLED = "relabelled"
+
+
+@dataclass(frozen=True)
+class Hindsight:
+    """Goals of `Transitions` replaced by ones that the same row achieved, for `Transitions(hindsight=...)`.
+
+    Of every transition, with probability k / (k + 1) and independent of the others, the desired goal of `obs` and of
+    `next_obs` becomes an achieved one, and its reward `reward(achieved, desired)` of the next observation's
+    achieved goals and the new desired ones. Which ones follows from seed, step and draw, as everything drawn does.
+    `batch["relabelled"]` (B,) bool says of which. The others stay as they were recorded.
+
+    Args:
+        strategy: the step whose achieved goal is taken: "future" any later one of the row, "final" the row's last,
+            "episode" any but the first.
+        k: transitions with another goal for each one as it was; 0 replaces none.
+        reward: called with NumPy arrays (N, ...) of the relabelled transitions, where batches are built, on the
+            prefetch thread while there is one; returns (N,). Gymnasium's is
+            `lambda achieved, desired: env.unwrapped.compute_reward(achieved, desired, {})`.
+        terminated: the same, for whether such a transition ended its episode; `discount` follows. By default both stay
+            as recorded, which is right where reaching the goal ends nothing.
+        achieved_goal, desired_goal: the fields, two observations of one shape and dtype; by default the one of that
+            name, alone or after a dot, as in "observation.achieved_goal".
+
+    Raises:
+        ArgumentError: arguments that mean nothing.
+
+    Example:
+        >>> import numpy as np
+        >>> import geartrain as gt
+        >>> from geartrain.store.recorder import recorded_fields
+        >>> goals = {f"obs.{name}": gt.Field((1,), "float32") for name in ("achieved_goal", "desired_goal")}
+        >>> fields = recorded_fields({**goals, "reward": gt.Field((), "float32")})
+        >>> store = gt.Store.create(fields, max_length=10, capacity=8)
+        >>> with store.recorder(autoreset="disabled") as recorder:
+        ...     recorder.reset({"achieved_goal": np.zeros((1, 1)), "desired_goal": np.full((1, 1), 99)})
+        ...     for t in range(1, 6):
+        ...         there = {"achieved_goal": np.full((1, 1), t), "desired_goal": np.full((1, 1), 99)}
+        ...         _ = recorder.step(there, reward=-1.0, terminated=False, truncated=t == 5)
+        >>> hindsight = gt.Hindsight("final", reward=lambda achieved, desired: (achieved == desired)[:, 0] - 1.0)
+        >>> view = gt.Transitions(hindsight=hindsight)
+        >>> with gt.Replay(store, gt.selection.Uniform(seed=0, over="steps"), 64, view=view, output="numpy") as replay:
+        ...     batch = replay.sample()
+        >>> np.array_equal(batch["obs.desired_goal"][:, 0], np.where(batch["relabelled"], 5, 99))
+        True
+        >>> np.array_equal(batch["reward"] == 0, batch["relabelled"] & (batch.start == 4))
+        True
+        >>> store.close()
+    """
+
+    strategy: GoalStrategy = "future"
+    k: int = 4
+    _: KW_ONLY
+    reward: GoalFunction
+    terminated: GoalFunction | None = None
+    achieved_goal: str | None = None
+    desired_goal: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.strategy, str) or self.strategy not in _STRATEGIES:
+            raise ArgumentError(f"the strategy is one of {', '.join(_STRATEGIES)}, found {self.strategy!r}")
+        if not 0 <= check_whole("k", self.k) < 2**31:
+            raise ArgumentError(f"k must be from 0 to 2**31 - 1, found {self.k}")
+        if not callable(self.reward):
+            raise ArgumentError(f"reward is a function of achieved and desired goals, found {self.reward!r}")
+        if self.terminated is not None and not callable(self.terminated):
+            raise ArgumentError(f"terminated is a function of achieved and desired goals, found {self.terminated!r}")
+        for what in ("achieved_goal", "desired_goal"):
+            name = getattr(self, what)
+            if name is not None and not isinstance(name, str):
+                raise ArgumentError(f"{what} is the name of a field, found {name!r}")
+
+    def goals_in(self, fields: Mapping[str, Field], observations: list[str]) -> tuple[str, str]:
+        """The fields of achieved and of desired goals.
+
+        Raises:
+            FieldError: there are none, or they do not fit each other.
+        """
+        names = []
+        for given, ending in ((self.achieved_goal, _ACHIEVED), (self.desired_goal, _DESIRED)):
+            found = [name for name in observations if name.rpartition(".")[2] == ending] if given is None else [given]
+            if len(found) != 1 or found[0] not in observations:
+                raise FieldError(
+                    f"hindsight needs one observation field of {ending.replace('_', ' ')}s, {found or 'none'} was "
+                    f"found among the observations {observations}; name it with Hindsight({ending}=...)"
+                )
+            names += found
+        achieved, desired = names
+        if achieved == desired or fields[achieved] != fields[desired]:
+            raise FieldError(
+                f"achieved and desired goals are two fields of one shape and dtype, found {achieved!r} "
+                f"{fields[achieved]} and {desired!r} {fields[desired]}"
+            )
+        return achieved, desired
+
+
+class Relabeller:
+    """Rewards and ends of the transitions of a batch that have other goals.
+
+    Args:
+        hindsight: what is replaced.
+        gamma: discount of a step.
+        stacked: whether observations are stacks, of which the last frame counts.
+        arrays: places of `next_` achieved goals, desired goals, reward, discount, terminated and relabelled in a batch.
+        show: makes of a goal field's stored array one of its dtype.
+    """
+
+    def __init__(
+        self,
+        hindsight: Hindsight,
+        gamma: float,
+        stacked: bool,
+        arrays: Mapping[str, int],
+        show: Callable[[NDArray[Any]], NDArray[Any]],
+    ) -> None:
+        self._hindsight = hindsight
+        self._gamma = np.float32(gamma)
+        self._stacked = stacked
+        self._arrays = arrays
+        self._show = show
+
+    def relabel(self, batch: _native.SampledBatch) -> None:
+        """Sets what follows from the goals.
+
+        Raises:
+            ArgumentError: `reward` or `terminated` returned something else than a number for each transition.
+        """
+        which = np.flatnonzero(batch.field(self._arrays[RELABELLED]))
+        if not len(which):
+            return
+        achieved, desired = (self._goals(batch, name, which) for name in ("achieved", "desired"))
+        hindsight = self._hindsight
+        batch.field(self._arrays["reward"])[which] = _values("reward", hindsight.reward(achieved, desired), len(which))
+        if hindsight.terminated is not None:
+            ended = _values("terminated", hindsight.terminated(achieved, desired), len(which)).astype(bool)
+            batch.field(self._arrays["terminated"])[which] = ended
+            batch.field(self._arrays["discount"])[which] = np.where(ended, np.float32(0), self._gamma)
+
+    def _goals(self, batch: _native.SampledBatch, name: str, which: NDArray[np.intp]) -> NDArray[Any]:
+        array = self._show(batch.field(self._arrays[name]))
+        return array[which, -1] if self._stacked else array[which]
+
+
+def _values(what: str, given: ArrayLike, n: int) -> NDArray[Any]:
+    try:
+        values = np.asarray(given)
+        numbers = values.astype(np.float64) if values.dtype.kind == "O" else values
+    except (TypeError, ValueError):
+        raise ArgumentError(f"Hindsight's {what} returns (N,) numbers, found {type(given).__name__}") from None
+    if numbers.shape != (n,) or numbers.dtype.kind not in "biuf":
+        raise ArgumentError(
+            f"Hindsight's {what} returns (N,) numbers, one for each of {n} transitions, found {numbers.dtype} "
+            f"{numbers.shape}"
+        )
+    return numbers
+
+
+def native_goals(
+    hindsight: Hindsight | None, names: list[str], goals: tuple[str, str] | None
+) -> tuple[int, int, int, int]:
+    """Strategy, k, and the places of the goals among a batch's fields, as the native view takes them."""
+    if hindsight is None or goals is None:
+        return (0, 0, 0, 0)
+    return (_STRATEGIES[hindsight.strategy], hindsight.k, names.index(goals[0]), names.index(goals[1]))
+
+
+__all__ = ["RELABELLED", "GoalFunction", "GoalStrategy", "Hindsight", "Relabeller", "native_goals"]

@@ -1,0 +1,234 @@
+"""Shuffled epochs: every row, or every step, once a pass, over one store or the shards of many ranks.
+
+The order is a keyed permutation of the places of rows (native/selection/epochs.h), which is computed and not stored: a
+pass over any number of rows is a few numbers of state. A place is looked at when it is reached, so a row that has gone
+by then is passed over; rows that came after the pass began are told by their sequence numbers, and are of the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geartrain.errors import ArgumentError, EmptyStoreError, NotEnoughRowsError, TurnoverError
+from geartrain.selection.arguments import check_flag
+from geartrain.selection.declared import check_n
+from geartrain.selection.sharded import NO_ROW, Shard, ShardedDraw
+from geartrain.selection.strategy import Candidates, Draw, Redraw, check_seed, seed_of
+
+#: Positions that one call looks at, at most.
+_MOST_POSITIONS = 1 << 22
+
+
+class Taken(NamedTuple):
+    """The next rows of a pass, (n,) each: at most those asked for, fewer at its end.
+
+    `shard` is the same on all ranks, the others of this rank's shard only. `state` is that before the next rows; `over`
+    says that these are the last of the pass, and `rest` is the state to take what is left of it, if anything.
+    """
+
+    shard: NDArray[np.int64]
+    rows: NDArray[np.uint32]
+    generations: NDArray[np.uint32]
+    steps: NDArray[np.uint32]
+    state: dict[str, int]
+    rest: dict[str, int]
+    over: bool
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """Every selectable row, or step, once a pass: what a shuffling `DataLoader` or `DistributedSampler` does.
+
+    `for batch in replay` is one pass (or `num_batches`, whichever ends first), and the next `for` the next one, in
+    another order; `sample` goes on from pass to pass. A pass is over what is there when it begins: rows that are
+    committed later belong to the next one, and rows that are gone when their turn comes are skipped and counted in
+    `Replay.stats()`, which also has `epoch` and `dropped`. Where the replay is, is in its `state_dict`: there is no
+    `set_epoch` to call. Of a row that grows, steps are taken that are published when their turn comes.
+
+    Over several ranks (`group=`) all shards are one set, of which each rank gets its part of every global batch; with
+    drop_last=True and over rows. Alone it is not part of a `Mixture`, and in host memory.
+
+    Args:
+        shuffle: in a random order, another one each pass; else in the order of the store's places.
+        drop_last: leave out the rows at the end of a pass that do not fill a batch; else the last batch is smaller.
+        over: "rows", or "steps" with a window that ends there or transitions that begin there.
+        seed: of the order, 0 to 2**64 - 1; by default `Replay` derives it from its own.
+
+    Raises:
+        ArgumentError: arguments that mean nothing.
+
+    Cost: some 30 ns and the cache misses of a row for each place of a row (or step) in the store, taken or not; with
+    drop_last twice. One pass over the rows when a pass begins.
+
+    Example:
+        >>> import numpy as np
+        >>> import geartrain as gt
+        >>> store = gt.Store.create({"x": gt.Field((), "int64", per_row=True)}, max_length=1, capacity=10)
+        >>> _ = store.insert({"x": np.arange(10)})
+        >>> with gt.Replay(store, gt.selection.Epochs(seed=0), batch_size=4, output="numpy") as replay:
+        ...     passes = [[batch["x"].tolist() for batch in replay] for epoch in range(2)]
+        >>> [[len(batch) for batch in one] for one in passes]
+        [[4, 4, 2], [4, 4, 2]]
+        >>> [sorted(sum(one, [])) == list(range(10)) for one in passes], passes[0] != passes[1]
+        ([True, True], True)
+        >>> store.close()
+    """
+
+    shuffle: bool = True
+    drop_last: bool = False
+    over: Literal["rows", "steps"] = "rows"
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+        check_flag("shuffle", self.shuffle)
+        check_flag("drop_last", self.drop_last)
+        if not isinstance(self.over, str) or self.over not in ("rows", "steps"):
+            raise ArgumentError(f"over is 'rows' or 'steps', found {self.over!r}")
+
+    def select(
+        self,
+        candidates: Candidates,
+        n: int,
+        step: int,
+        *,
+        state: Mapping[str, int] | None = None,
+        redraw: Redraw | None = None,
+    ) -> Draw:
+        """The next rows of the pass, fewer than n at its end unless they are dropped; see `Strategy.select`.
+
+        Raises:
+            EmptyStoreError, NotEnoughRowsError: nothing to choose from, or less than a batch.
+            TurnoverError: asked for rows in the place of lost ones, which would be in the pass twice.
+        """
+        taken = self._next(_alone(candidates), n, self._of_rows(state, redraw))
+        return Draw(taken.rows, taken.generations, np.ones(len(taken.rows)), state=taken.state)
+
+    def select_shards(self, shard: Shard, n: int, step: int, *, state: Mapping[str, int] | None) -> ShardedDraw:
+        """The next n rows of the pass over all shards; see `geartrain.selection.sharded`."""
+        taken = self._next(shard, n, self._of_rows(state, None))
+        ones = np.where(taken.shard == shard.number, 1.0, 0.0)
+        return ShardedDraw(taken.shard, taken.rows, taken.generations, ones, taken.state)
+
+    def _of_rows(self, state: Mapping[str, int] | None, redraw: Redraw | None) -> Mapping[str, int] | None:
+        if self.over == "steps":
+            raise ArgumentError("passes over steps are made by a Replay over one store, in host memory")
+        if redraw is not None:
+            raise TurnoverError(
+                "a row was overwritten while a pass over ranks read it, and any other would be in the pass twice; let "
+                "writers wait until the pass is over, or give the store more room"
+            )
+        return state
+
+    def _next(self, shard: Shard, n: int, state: Mapping[str, int] | None) -> Taken:
+        taken = self.take(shard, n, state)
+        while not len(taken.rows):  # the rest of the pass went since the batch before
+            taken = self.take(shard, n, taken.state)
+        return taken
+
+    @staticmethod
+    def joined(taken: Taken, kept: NDArray[np.intp], more: Taken) -> Taken:
+        """Some of the rows that were taken, and then more of the pass."""
+        return Taken(
+            np.concatenate([taken.shard[kept], more.shard]),
+            np.concatenate([taken.rows[kept], more.rows]),
+            np.concatenate([taken.generations[kept], more.generations]),
+            np.concatenate([taken.steps[kept], more.steps]),
+            more.state,
+            more.rest,
+            more.over,
+        )
+
+    def take(
+        self,
+        shard: Shard,
+        n: int,
+        state: Mapping[str, int] | None,
+        *,
+        row_steps: int = 0,
+        need: int = 0,
+        of_batch: int | None = None,
+    ) -> Taken:
+        """The next n rows or steps of the pass; the first of a pass begins it.
+
+        Args:
+            state: `Taken.state` of those before; None at the very first.
+            row_steps: the most steps of a row, where steps are taken; 0 for rows.
+            need: steps at a row's end that do not count.
+            of_batch: these are to replace some of a batch of so many; fewer than n will do.
+
+        Raises:
+            EmptyStoreError: the pass has nothing.
+            NotEnoughRowsError: with drop_last, less than one batch.
+            ArgumentError: the state is of other stores.
+        """
+        check_n(n)
+        native = shard.candidates.native
+        mine = native.rows() * max(row_steps, 1)
+        now = dict(state or {})
+        epoch, skipped, dropped = (now.get(name, 0) for name in ("epoch", "skipped", "dropped"))
+        if "position" not in now:
+            all_shards = shard.gather(np.array([*native.begin_pass(row_steps, need), mine], np.uint64))
+            now |= {"position": 0, "given": 0, "count": int(all_shards[:, 1].sum())}
+            for number, (upto, _, places) in enumerate(all_shards.tolist()):
+                now |= {f"upto/{number}": upto, f"places/{number}": places}
+        places = [now.get(f"places/{number}", -1) for number in range(shard.count)]
+        if places[shard.number] != mine or f"places/{shard.count}" in now:
+            raise ArgumentError("the state is of a pass over other stores: as many, of the same capacities")
+        first, total = sum(places[: shard.number]), sum(places)
+        if now["count"] == 0:
+            raise EmptyStoreError("no selectable row can be in a pass")
+        ahead = (of_batch or n) if self.drop_last else 1  # with fewer left than these, the pass is over
+        wanted = n + ahead
+        found: list[NDArray[np.int64]] = []  # position, owner, row, generation, step
+        position, have = now["position"], 0
+        while have < wanted and position < total:
+            span = min(total - position, int(1.1 * (wanted - have) * total / now["count"]) + 64, _MOST_POSITIONS)
+            taken, rows, generations, steps = native.find_in_pass(
+                seed_of(self),
+                epoch,
+                self.shuffle,
+                first,
+                total,
+                now[f"upto/{shard.number}"],
+                row_steps,
+                need,
+                position,
+                span,
+            )
+            flags = np.unpackbits(shard.gather(np.packbits(taken)), axis=1, count=span)
+            at = np.flatnonzero(flags.any(0))
+            known = taken[at] != 0
+            owner = flags[:, at].argmax(0)
+            rows, generations = np.where(known, rows[at], NO_ROW), np.where(known, generations[at], 0)
+            found.append(np.stack([at + position, owner, rows, generations, steps[at]]).astype(np.int64))
+            have, position = have + len(at), position + span
+        every = np.concatenate(found, axis=1) if found else np.empty((5, 0), np.int64)
+        short = self.drop_last and of_batch is None and have < n
+        if short and now["position"] == 0:
+            raise NotEnoughRowsError(f"a pass has {have} of the {n} that a batch takes, and drop_last leaves them out")
+        chosen = every[:, : 0 if short else n]
+        given, left = now["given"] + chosen.shape[1], have - chosen.shape[1]
+        over = left < ahead
+        rest = {**now, "given": given}
+        if chosen.shape[1]:
+            rest["position"] = int(chosen[0, -1]) + 1
+        after = rest
+        if over:
+            gone = max(0, now["count"] - given - left)
+            after = {"epoch": epoch + 1, "skipped": skipped + gone, "dropped": dropped + left}
+        _, owner, rows, generations, steps = chosen
+        keys = rows.astype(np.uint32), generations.astype(np.uint32), steps.astype(np.uint32)
+        return Taken(owner, keys[0], keys[1], keys[2], after, rest, over)
+
+
+def _alone(candidates: Candidates) -> Shard:
+    return Shard(candidates, 0, 1, lambda array: array[None])
+
+
+__all__ = ["Epochs", "Taken"]

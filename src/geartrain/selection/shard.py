@@ -1,0 +1,70 @@
+"""A shard as one of its ranks sees it, and a batch drawn from all shards as one rank knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geartrain.selection.strategy import Candidates
+
+# Where a row is unknown: another shard's, or one that changed under the draw and is to be drawn again.
+NO_ROW = np.uint32(0xFFFFFFFF)
+NO_ROWS = np.empty(0, np.uint32)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's shard, and what is known of the others.
+
+    Attributes:
+        candidates: the shard's rows.
+        number, count: which of how many shards it is.
+        gather: takes this shard's array and returns every shard's, (count, ...), in their order. Only the rank that
+            leads the shard is heard.
+        leads: whether this rank does.
+        tell: takes the leader's array and returns it on all ranks of the shard.
+        exact: whether ranks may only read rows that the leader has found: the store limits how often rows are
+            sampled, so that they vanish as they are drawn.
+        totals: what `totals_of` says on the leader of every shard, (count, 2), where that is known already.
+    """
+
+    candidates: Candidates
+    number: int
+    count: int
+    gather: Callable[[NDArray[Any]], NDArray[Any]]
+    leads: bool = True
+    tell: Callable[[NDArray[Any]], NDArray[Any]] = lambda array: array
+    exact: bool = False
+    totals: NDArray[np.uint64] | None = None
+
+
+@dataclass(frozen=True)
+class ShardedDraw:
+    """A batch as one rank knows it: arrays (n,), in the order of draws.
+
+    Attributes:
+        shard: int64, whose row each is; the same on all ranks.
+        rows, generations: uint32; of this rank's shard only, NO_ROW elsewhere.
+        probability: float64, of the row in one draw with replacement; of this rank's shard only, 0 elsewhere.
+        state: what the strategy has to know at its next step; the same on all ranks.
+        share: of the total that is this rank's shard's; what a probability within the shard is multiplied with.
+    """
+
+    shard: NDArray[np.int64]
+    rows: NDArray[np.uint32]
+    generations: NDArray[np.uint32]
+    probability: NDArray[np.float64]
+    state: dict[str, int] = field(default_factory=dict)
+    share: float = 1.0
+
+
+class ShardedStrategy(Protocol):
+    """A strategy of a user's that can draw from several shards."""
+
+    def select_shards(self, shard: Shard, n: int, step: int, *, state: Mapping[str, int] | None) -> ShardedDraw:
+        """Chooses the `n` rows of a step from all shards."""
+        ...

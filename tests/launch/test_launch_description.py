@@ -1,0 +1,157 @@
+"""Descriptions of jobs: TOML and Python, mistakes in them, places of processes, the table."""
+
+from __future__ import annotations
+
+import io
+import os
+
+import launched
+import pytest
+from launch_jobs import LINGER, TESTS
+
+from geartrain import launch
+from geartrain.errors import ArgumentError
+from geartrain.launch.hosts import host_position
+
+pytestmark = pytest.mark.usefixtures("preloaded_children")
+
+
+def test_a_toml_file_says_what_python_says(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text(
+        """
+name = "both"
+timeout_s = 60
+keep_store = "never"
+
+[learner]
+run = "launched:learn"
+processes = 2
+args = { steps = 5 }
+
+[agent]
+run = "launched:serve"
+
+[actor]
+environments = "launched:environments"
+policy = "launched:remote_policy"
+processes = 3
+publish_every = 4
+
+[role.watcher]
+run = ["python", "watch.py"]
+env = { A = "b" }
+"""
+    )
+    assert launch.load(str(path)) == launch.Job(
+        "both",
+        [
+            launch.learners("launched:learn", 2, args={"steps": 5}),
+            launch.agents("launched:serve"),
+            launch.actors("launched:environments", "launched:remote_policy", 3, publish_every=4),
+            launch.Role("watcher", ["python", "watch.py"], env={"A": "b"}),
+        ],
+        timeout_s=60,
+        keep_store="never",
+        directory=str(tmp_path),
+    )
+    assert launch.load("launched:job") is launched.job
+    assert launch.load(f"{TESTS}/launched.py").name == "launched"
+
+
+@pytest.mark.parametrize(
+    ("lines", "complaint"),
+    [
+        ("name = 'x'\n[lerner]\nrun = 'a:b'", "lerner means nothing here"),
+        ("name = 'x'\n[learner]\nrun = 'a:b'\nranks = 2", r"ranks means nothing in \[learner\]; there are args, env"),
+        ("name = 'x'\n[learner]\nprocesses = 2", r"\[learner\] needs run"),
+        ("name = 'x'\n[actor]\npolicy = 'a:b'", "needs environments and policy"),
+        ("name = 'x'\n[learner]\nrun = 'train.py'", "names no function"),
+        ("name = 'x'\n[learner]\nrun = 'a:b'\nprocesses = 0", "processes is a whole number from 1 on, found 0"),
+        ("[learner]\nrun = 'a:b'", "a job needs a name"),
+        ("name = 'x'\n[agent]\nrun = 'a:b'", "agents alone never end"),
+        ("name = 'x y'\n[learner]\nrun = 'a:b'", "a plain word"),
+        ("name = 'x'\n[learner]\nrun = ['a']\nargs = {b = 1}", "a command takes no args"),
+        ("name = ", "is not TOML"),
+    ],
+)
+def test_a_description_that_is_wrong_says_where(tmp_path, lines, complaint):
+    path = tmp_path / "wrong.toml"
+    path.write_text(lines)
+    with pytest.raises(ArgumentError, match=complaint):
+        launch.load(str(path))
+
+
+def test_targets_that_nobody_finds_are_refused(tmp_path):
+    for wrong, complaint in (
+        ("nowhere.toml", "no file"),
+        ("nowhere_at_all:job", "no module 'nowhere_at_all'"),
+        ("launched:nothing", "has no nothing"),
+        ("launched:FIELDS", "and not a geartrain.launch.Job"),
+    ):
+        with pytest.raises(ArgumentError, match=complaint):
+            launch.load(wrong)
+    with pytest.raises(ArgumentError, match="must find the function by its name"):
+        launch.learners(lambda context: None)
+    with pytest.raises(ArgumentError, match="what JSON can hold"):
+        launch.learners(launched.learn, args={"x": object()})
+
+
+def test_a_place_is_what_torchrun_or_slurm_says():
+    torchrun = {
+        "TORCHELASTIC_RUN_ID": "none",
+        "RANK": "1",
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "host0",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    assert host_position(torchrun) == launch.HostPosition(1, 3, "host0", 29500, 29501, True)
+    slurm = {
+        "SLURM_PROCID": "2",
+        "SLURM_NTASKS": "4",
+        "SLURM_STEP_NODELIST": "gpu[03-06]",
+        "SLURM_JOB_ID": "1007",
+    }
+    assert host_position(slurm) == launch.HostPosition(2, 4, "gpu03", 29514, 29515)
+    assert host_position({}) == launch.HostPosition()
+    assert host_position({}, hosts=2, host=1, master="a:7") == launch.HostPosition(1, 2, "a", 7, 8)
+    with pytest.raises(ArgumentError, match="--nproc-per-node 1"):
+        host_position({**torchrun, "LOCAL_WORLD_SIZE": "4"})
+    with pytest.raises(ArgumentError, match="go together"):
+        host_position({}, hosts=2, host=1)
+    with pytest.raises(ArgumentError, match="numbered from 0"):
+        host_position({}, hosts=2, host=2, master="a:7")
+    with pytest.raises(ArgumentError, match="needs a secret"):
+        os.environ.pop("GEARTRAIN_SECRET", None)
+        launch.run(
+            launch.Job("x", [LINGER]), position=host_position({}, hosts=2, host=0, master="127.0.0.1:7"), live=False
+        )
+
+
+def test_the_table_shows_what_there_is(job, tmp_path):
+    rich = pytest.importorskip("rich.console")
+    from geartrain.launch.display import JobView, table_of
+    from geartrain.launch.job_process import JobProcess
+    from geartrain.launch.metrics import ProcessMetrics
+
+    made = job(launch.learners(launched.learn), launch.actors(launched.environments, launched.local_policy, 2))
+    processes = [
+        JobProcess(made, role, local, 0, launch.HostPosition(), tmp_path)
+        for role in made.roles
+        for local in range(role.processes)
+    ]
+    zero = dict.fromkeys(("steps", "samples", "rows", "wait_s"), 0.0)
+    seen = [
+        ProcessMetrics(
+            {**zero, "steps": 9}, {**zero, "steps": 12.5, "samples": 3200, "wait_s": 0.25}, 41, {"loss": 0.125}
+        ),
+        ProcessMetrics({**zero, "steps": 9}, {**zero, "steps": 700, "rows": 30, "wait_s": 0.1}, 39, {"return": 20.0}),
+        ProcessMetrics({**zero, "steps": 9}, {**zero, "steps": 500, "rows": 20, "wait_s": 0.3}, 40, {"return": 22.0}),
+    ]
+    console = rich.Console(width=100, record=True, file=io.StringIO())
+    console.print(table_of("mine", JobView(61.0, processes, seen, {"actor": 1}, 41, None)))
+    shown = [line.split() for line in console.export_text().splitlines()]
+    assert shown[0] == ["mine,", "1:01,", "weights", "41"]
+    assert ["learner", "0/1", "12.5", "3,200", "25%", "41", "loss", "0.125"] in shown
+    assert ["actor", "0/2", "1", "1,200", "50", "20%", "39", "2", "return", "21"] in shown

@@ -1,0 +1,239 @@
+"""Epochs: every row, or step, once a pass, whatever comes and goes meanwhile, on any number of ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+import geartrain as gt
+import geartrain._native as _native
+from geartrain.errors import ArgumentError, EmptyStoreError, NotEnoughRowsError
+from geartrain.selection import Epochs, Mixture, Uniform
+from geartrain.tools.testing.thread_ranks import run_ranks
+
+
+def make_store(rows, capacity=None, lengths=None, max_length=6, first=0):
+    fields = {"tag": gt.Field((), "int64", per_row=True), "t": gt.Field((), "int64")}
+    store = gt.Store.create(fields, max_length=max_length, capacity=capacity or max(rows, 1))
+    if rows:
+        insert(store, range(first, first + rows), lengths)
+    return store
+
+
+def insert(store, tags, lengths=None):
+    tags = np.array(tags)
+    lengths = np.full(len(tags), store.max_length) if lengths is None else np.array(lengths)
+    steps = np.tile(np.arange(store.max_length), (len(tags), 1))
+    return store.insert({"tag": tags, "t": steps}, lengths=lengths)
+
+
+def replay_of(store, strategy, size, **options):
+    return gt.Replay(store, strategy, size, output="numpy", **{"prefetch": 0, **options})
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    rows=st.integers(1, 70),
+    spare=st.integers(0, 300),
+    size=st.integers(1, 20),
+    drop_last=st.booleans(),
+    shuffle=st.booleans(),
+    prefetch=st.sampled_from([0, 2]),
+    seed=st.integers(0, 2**64 - 1),
+)
+def test_every_row_is_in_each_pass_once(rows, spare, size, drop_last, shuffle, prefetch, seed):
+    with make_store(rows, rows + spare) as store:
+        strategy = Epochs(shuffle=shuffle, drop_last=drop_last, seed=seed)
+        with replay_of(store, strategy, size, prefetch=prefetch) as replay:
+            if drop_last and rows < size:
+                with pytest.raises(NotEnoughRowsError):
+                    next(iter(replay))
+                return
+            for epoch in range(2):
+                batches = [batch["tag"].tolist() for batch in replay]
+                seen = list(itertools.chain(*batches))
+                full, rest = divmod(rows, size)
+                assert [len(batch) for batch in batches] == [size] * full + [rest] * (rest > 0 and not drop_last)
+                assert len(set(seen)) == len(seen) == (full * size if drop_last else rows)
+                if not shuffle:
+                    assert seen == sorted(seen)
+                figures = replay.stats()
+                assert (figures["epoch"], figures["skipped"]) == (epoch + 1, 0)
+                assert figures["dropped"] == (rest * (epoch + 1) if drop_last else 0)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=25), size=st.integers(1, 30), seed=st.integers(0, 999))
+def test_every_step_is_in_each_pass_once(lengths, size, seed):
+    with make_store(len(lengths), 40, lengths) as store:
+        wanted = {(tag, t) for tag, length in enumerate(lengths) for t in range(length)}
+        with replay_of(store, Epochs(over="steps", seed=seed), size, window=2) as replay:
+            for _ in range(2):
+                seen = []
+                for batch in replay:
+                    last = batch.mask.sum(1) - 1  # padded on the left: the window ends with its last step
+                    assert (last >= 0).all()
+                    seen += zip(batch["tag"].tolist(), batch["t"][:, -1].tolist(), strict=True)
+                assert len(seen) == len(wanted) and set(seen) == wanted
+
+
+def test_transitions_of_a_pass_begin_at_every_step_that_has_a_later_one():
+    from geartrain.store.recorder import recorded_fields
+
+    fields = recorded_fields({"obs": gt.Field((), "float32"), "reward": gt.Field((), "float32")})
+    with gt.Store.create(fields, max_length=8, capacity=30) as store:
+        rng = np.random.default_rng(0)
+        recorder = store.recorder(1, autoreset="disabled")
+        wanted = []
+        for number, length in enumerate(rng.integers(1, 7, 20)):
+            recorder.reset(np.array([number * 100.0]))
+            for t in range(1, length + 1):
+                recorder.step(np.array([number * 100.0 + t]), reward=1.0, terminated=t == length, truncated=False)
+                wanted.append(number * 100.0 + t - 1)
+        with replay_of(store, Epochs(over="steps", seed=1), 16, view=gt.Transitions(n_step=2)) as replay:
+            seen = [value for batch in replay for value in batch["obs"].tolist()]
+        assert sorted(seen) == sorted(wanted) and seen != wanted
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 37, 257, 300])
+def test_each_row_is_at_each_place_alike(size):
+    """Chi-square over places of rows, and over what comes next, of some thousand passes."""
+    native = _native.Candidates(np.ones(size, np.uint32))
+    passes = 4000
+    orders = np.array(
+        [native.find_in_pass(7, number, True, 0, size, size, 0, 0, 0, size)[1] for number in range(passes)]
+    )
+    assert (np.sort(orders, axis=1) == np.arange(size)).all()
+    places = np.zeros((size, size), int)
+    for place in range(size):
+        np.add.at(places[place], orders[:, place], 1)
+    expected = passes / size
+    value = ((places - expected) ** 2 / expected).sum()
+    assert stats.chi2.sf(value, (size - 1) ** 2) > 1e-4
+    if size > 2:
+        follows = np.zeros((size, size), int)
+        np.add.at(follows, (orders[:, :-1].ravel(), orders[:, 1:].ravel()), 1)
+        off = follows[~np.eye(size, dtype=bool)]
+        assert (np.diag(follows) == 0).all() and stats.chisquare(off).pvalue > 1e-4
+
+
+def test_rows_that_come_later_are_of_the_next_pass_and_rows_that_go_are_counted():
+    with make_store(40, 60) as store, replay_of(store, Epochs(seed=3), 8) as replay:
+        one = iter(replay)
+        seen = [*next(one)["tag"].tolist(), *next(one)["tag"].tolist()]
+        keys = store.keys()
+        tags = gt.fetch(store, keys, output="numpy")["tag"]
+        gone = [tag for tag in tags.tolist() if tag not in seen][:5]
+        store.delete(keys[np.isin(tags, gone)])
+        insert(store, range(100, 115))  # some of them in the places of those that went
+        seen += [tag for batch in one for tag in batch["tag"].tolist()]
+        assert sorted(seen) == sorted(set(range(40)) - set(gone))
+        assert replay.stats()["skipped"] == 5
+        following = [tag for batch in replay for tag in batch["tag"].tolist()]
+        assert sorted(following) == sorted((set(range(40)) - set(gone)) | set(range(100, 115)))
+        assert replay.stats()["skipped"] == 5
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_pass_is_resumed_where_it_was(drop_last):
+    with make_store(50, 80) as store:
+        strategy = Epochs(seed=4, drop_last=drop_last)
+        with replay_of(store, strategy, 6, prefetch=2) as one:
+            for _ in range(3):
+                one.sample()
+            state = json.loads(json.dumps(one.state_dict()))
+            wanted = [one.sample()["tag"].tolist() for _ in range(10)]
+        with replay_of(store, strategy, 6) as other:
+            other.load_state_dict(state)
+            assert [other.sample()["tag"].tolist() for _ in range(10)] == wanted
+        with make_store(10, 11) as small, replay_of(small, strategy, 6) as wrong:
+            wrong.load_state_dict(state)
+            with pytest.raises(ArgumentError, match="pass over other stores"):
+                wrong.sample()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_over_ranks_every_row_of_all_shards_is_in_a_pass_once(ranks):
+    def one(group):
+        with make_store(20 + group.rank, 30, first=1000 * group.rank) as store:
+            with gt.Replay(
+                store, Epochs(seed=5, drop_last=True), 2 * ranks, group=group, output="numpy", prefetch=group.size % 2
+            ) as replay:
+                passes = [[batch["tag"].tolist() for batch in replay] for _ in range(2)]
+                return passes, replay.stats()["dropped"]
+
+    results = run_ranks(ranks, one)
+    rows = {1000 * rank + tag for rank in range(ranks) for tag in range(20 + rank)}
+    for number in range(2):
+        seen = [tag for passes, _ in results for batch in passes[number] for tag in batch]
+        assert len(seen) == len(set(seen)) == len(rows) // (2 * ranks) * 2 * ranks and set(seen) <= rows
+    assert all(dropped == 2 * (len(rows) % (2 * ranks)) for _, dropped in results)
+    assert results[0][0][0] != results[0][0][1]
+
+
+def test_what_makes_no_passes_is_refused():
+    for bad in ({"shuffle": 1}, {"drop_last": None}, {"over": "episodes"}, {"seed": -1}):
+        with pytest.raises(ArgumentError):
+            Epochs(**bad)
+    with make_store(0, 4) as store, replay_of(store, Epochs(), 2) as replay, pytest.raises(EmptyStoreError):
+        replay.sample()
+    with make_store(4) as store, make_store(4) as other:
+        with pytest.raises(ArgumentError, match="no part of a Mixture"):
+            gt.Replay([store, other], Mixture([1, 1], [Epochs(), Uniform()]), 2)
+        with pytest.raises(ArgumentError, match="give window= or view="):
+            gt.Replay(store, Epochs(over="steps"), 2)
+        with pytest.raises(ArgumentError, match="leave out device"):
+            gt.Replay(store, Epochs(), 2, device="cuda")
+        candidates = gt.selection.Candidates(np.ones(9, np.uint32))
+        draw = Epochs(seed=1).select(candidates, 9, 0)
+        assert sorted(draw.rows.tolist()) == list(range(9)) and draw.state["epoch"] == 1
+
+        def over_ranks(group):
+            for strategy in (Epochs(), Epochs(drop_last=True, over="steps")):
+                with pytest.raises(ArgumentError, match="over several ranks"):
+                    gt.Replay(store, strategy, 2, group=group, window=2)
+
+        run_ranks(1, over_ranks)
+    fields = {"x": gt.Field((), "int64", per_row=True)}
+    with (
+        gt.Store.create(fields, max_length=1, capacity=2, max_times_sampled=1) as store,
+        pytest.raises(ArgumentError, match="use Fifo"),
+    ):
+        gt.Replay(store, Epochs(), 1)
+
+
+@pytest.mark.parametrize(("drop_last", "at"), [(False, 0), (False, 3), (False, 4), (True, 1), (True, 3)])
+def test_rows_that_go_between_being_taken_and_being_copied_are_replaced_or_left_out(drop_last, at):
+    """24 rows in batches of 5; of one batch two rows go under the hand of the sampler."""
+    store = make_store(24, 30)
+    gone = []
+
+    class Losing(Epochs):
+        def take(self, shard, n, state, **options):
+            taken = super().take(shard, n, state, **options)
+            if not gone and len(calls) == at:
+                rows = taken.rows[:2]
+                keys = store.keys()
+                lost = keys[np.isin(keys.row, rows)]
+                gone.extend(gt.fetch(store, lost, output="numpy")["tag"].tolist())
+                store.delete(lost)
+            calls.append(n)
+            return taken
+
+    calls = []
+    with store, replay_of(store, Losing(seed=2, drop_last=drop_last), 5) as replay:
+        batches = [batch["tag"].tolist() for batch in replay]
+        seen = list(itertools.chain(*batches))
+        assert len(gone) == 2 and len(set(seen)) == len(seen) and not set(seen) & set(gone)
+        figures = replay.stats()
+        assert figures["skipped"] == 2 and figures["dropped"] == (2 if drop_last else 0)
+        assert figures["rows"] == len(seen) == 20 + (0 if drop_last else 2)
+        assert figures["epoch"] == 1
+        following = [tag for batch in replay for tag in batch["tag"].tolist()]
+        assert len(following) == (20 if drop_last else 22) and not set(following) & set(gone)

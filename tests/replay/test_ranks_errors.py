@@ -1,0 +1,219 @@
+"""What goes wrong over many ranks is the same named error on all of them: lost ranks, disagreement, bad arguments."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from deadlines import patience
+from rank_batches import FIELDS, STEPS, B, rows
+
+import geartrain as gt
+from geartrain.errors import (
+    ArgumentError,
+    FieldError,
+    NotEnoughRowsError,
+    PeerLostError,
+    RanksDisagreeError,
+    SplitGroupError,
+)
+from geartrain.selection import Fifo, GroupSampling, Prioritized, Uniform
+from geartrain.tools.testing import ThreadRankGroup, run_ranks
+
+
+def test_a_rank_that_vanishes_is_a_named_error_on_all_others(sharded_stores: Callable[..., list[gt.Store]]) -> None:
+    stores = sharded_stores(4)
+    group = ThreadRankGroup.make(4, timeout_s=patience(5))
+    group[2].die_at = 40
+    seen = []
+
+    def body(rank: ThreadRankGroup) -> None:
+        with gt.Replay(stores[rank.rank], Uniform(), B, group=rank) as replay, pytest.raises(PeerLostError) as caught:
+            while True:
+                replay.sample()
+        seen.append(str(caught.value))
+
+    run_ranks(group, body)
+    assert len(seen) == 4 and all("rank 2 aborted: die_at was reached" in message for message in seen)
+
+
+def test_an_error_of_one_rank_ends_the_others_with_its_reason(sharded_stores: Callable[..., list[gt.Store]]) -> None:
+    stores = sharded_stores(2)
+
+    class Broken(Uniform):
+        def select_shards(self, shard: Any, n: int, step: int, *, state: Any) -> Any:
+            if shard.number == 1 and step == 2:
+                raise ZeroDivisionError("a bug of the user's")
+            from geartrain.selection.sharded import select_shards
+
+            return select_shards(Uniform(seed=self.seed), shard, n, step, state)
+
+    def body(rank: ThreadRankGroup) -> None:
+        with gt.Replay(stores[rank.rank], Broken(), B, group=rank, prefetch=0) as replay:
+            replay.sample()
+            replay.sample()
+            expected = ZeroDivisionError if rank.rank == 1 else PeerLostError
+            with pytest.raises(expected, match="a bug of the user's"):
+                replay.sample()
+
+    run_ranks(2, body)
+
+
+def test_too_few_rows_are_the_same_error_on_all_ranks_and_not_the_end(
+    sharded_stores: Callable[..., list[gt.Store]],
+) -> None:
+    stores = sharded_stores(2)
+    both = threading.Barrier(2, timeout=patience(20))
+
+    def body(rank: ThreadRankGroup) -> None:
+        with gt.Replay(stores[rank.rank], Fifo(), 160, group=rank) as replay:
+            replay.sample()
+            with pytest.raises(NotEnoughRowsError, match="160 rows were asked for, 80 can be chosen"):
+                replay.sample()
+            both.wait()
+            if rank.rank == 0:
+                numbers = np.arange(600, 600 + 80)
+                for at in range(0, 80, 8):
+                    stores[0].insert(rows(600 + at, 608 + at), lengths=numbers[at : at + 8] % STEPS + 1)
+            both.wait()
+            assert replay.sample().batch_size == 80
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"selection": Prioritized(seed=1)}, r"seed is 0 on rank 0 and 1 on rank 1"),
+        ({"selection": Uniform()}, r"strategy is Prioritized\(.*\) on rank 0 and Uniform\(.*\) on rank 1"),
+        ({"selection": Prioritized(beta=0.5)}, r"strategy is .*beta=None.* on rank 0 and .*beta=0.5.* on rank 1"),
+        ({"batch_size": 32}, r"batch_size is 48 on rank 0 and 32 on rank 1"),
+        ({"window": 5}, r"window is 4 on rank 0 and 5 on rank 1"),
+        ({"assignment": "ordered"}, r"assignment is local_first on rank 0 and ordered on rank 1"),
+        ({"prefetch": 0}, r"prefetch is 2 on rank 0 and 0 on rank 1"),
+        ({"num_batches": 3}, r"num_batches is None on rank 0 and 3 on rank 1"),
+        ({"min_rows": 7}, r"min_rows is 1 on rank 0 and 7 on rank 1"),
+    ],
+)
+def test_ranks_that_disagree_are_told_so(
+    sharded_stores: Callable[..., list[gt.Store]], changed: dict[str, Any], message: str
+) -> None:
+    stores = sharded_stores(2)
+
+    def body(rank: ThreadRankGroup) -> None:
+        settings: dict[str, Any] = {"selection": Prioritized(), "batch_size": 48, "window": 4, "group": rank}
+        with pytest.raises(RanksDisagreeError, match=message):
+            gt.Replay(stores[rank.rank], **(settings | (changed if rank.rank else {})))
+
+    run_ranks(2, body)
+
+
+def test_a_shard_of_another_schema_is_named_with_its_field_and_ranks(store_name: Callable[[], str]) -> None:
+    stores = [
+        gt.Store.create(
+            store_name(),
+            {"obs": gt.Field((2,), "float32"), "x": gt.Field((), kind, per_row=True)},
+            max_length=4,
+            capacity=4,
+        )
+        for kind in ("int64", "float32")
+    ]
+
+    def body(rank: ThreadRankGroup) -> None:
+        with pytest.raises(RanksDisagreeError, match=r"field 'x' is int64 .* on rank 0 and float32 .* on rank 1"):
+            gt.Replay(stores[rank.rank], Uniform(), 4, fields=["obs"], group=rank)
+
+    run_ranks(2, body)
+    for store in stores:
+        store.close()
+
+
+def test_a_field_that_one_shard_lacks_is_named_everywhere(
+    sharded_stores: Callable[..., list[gt.Store]], store_name: Any
+) -> None:
+    (store,) = sharded_stores(1)
+    with gt.Store.create(store_name(), {"obs": FIELDS["obs"]}, max_length=STEPS, capacity=4) as other:
+
+        def body(rank: ThreadRankGroup) -> None:
+            with pytest.raises((FieldError, RanksDisagreeError), match="has no field 'action'"):
+                gt.Replay([store, other][rank.rank], Uniform(), 4, fields=["obs", "action"], group=rank)
+
+        run_ranks(2, body)
+
+
+def test_keys_of_nowhere_and_priorities_that_are_none_are_refused(
+    sharded_stores: Callable[..., list[gt.Store]],
+) -> None:
+    stores = sharded_stores(2)
+
+    def body(rank: ThreadRankGroup) -> None:
+        with gt.Replay(stores[rank.rank], Prioritized(), B, output="numpy", group=rank, prefetch=0) as replay:
+            batch = replay.sample()
+            by_hand = gt.Keys(batch.keys.row, batch.keys.generation)
+            with pytest.raises(ArgumentError, match="name none of the 2 shards of this replay"):
+                replay.update_priorities(by_hand.of_shard(9), 1.0)
+            with pytest.raises(ArgumentError, match="name none of the 2 shards of this replay"):
+                replay.update_priorities(by_hand, 1.0)
+            with pytest.raises(ArgumentError, match="24 of 24 keys are of none of the 2 shards of this replay"):
+                replay.update_priorities(batch.keys.of_store(9), 1.0)
+            with pytest.raises(ArgumentError, match="priority 0 is not finite"):
+                replay.update_priorities(batch.keys, np.full(batch.batch_size, np.nan))
+            replay.update_priorities(batch.keys, 1e300)  # saturates, as ever
+            replay.sample()
+
+    run_ranks(2, body)
+
+
+def test_a_group_on_two_shards_stops_no_job(sharded_stores: Callable[..., list[gt.Store]]) -> None:
+    stores = sharded_stores(2)
+    stray = {name: array[:1] for name, array in rows(0, 1).items()} | {"group": np.array([1000])}
+
+    def body(rank: ThreadRankGroup) -> None:
+        store = stores[rank.rank]
+        keys = [store.insert(stray) for _ in range(2)]
+        selection = GroupSampling("group", 4, seed=1)
+        rank.all_gather_object(None)
+        with gt.Replay(store, selection, B, output="numpy", group=rank, prefetch=0) as replay:
+            with pytest.raises(
+                SplitGroupError, match=r"group 1000 of 'group' has rows in 2 shards \(2 in shard 0, 2 in"
+            ):
+                replay.sample()
+            if rank.rank == 0:
+                store.delete(keys[0] + keys[1])
+            rank.all_gather_object(None)
+            assert 1000 not in replay.sample()["group"]
+
+    run_ranks(2, body)
+
+
+def test_ranks_at_different_steps_are_told_so(sharded_stores: Callable[..., list[gt.Store]]) -> None:
+    stores = sharded_stores(2)
+
+    def body(rank: ThreadRankGroup) -> None:
+        with gt.Replay(stores[rank.rank], Uniform(), B, group=rank, prefetch=0) as replay:
+            state = replay.state_dict()
+            replay.load_state_dict({**state, "step": 7 + rank.rank})
+            with pytest.raises((RanksDisagreeError, PeerLostError), match=r"at step [78], rank [01] at step [87]"):
+                replay.sample()
+
+    run_ranks(2, body)
+
+
+def test_what_cannot_be_shared_out_is_refused_at_the_door(sharded_stores: Callable[..., list[gt.Store]]) -> None:
+    stores = sharded_stores(2)
+
+    def refused(message: str, **settings: Any) -> None:
+        def body(rank: ThreadRankGroup) -> None:
+            with pytest.raises(ArgumentError, match=message):
+                gt.Replay(stores[rank.rank], **({"selection": Uniform(), "batch_size": 48, "group": rank} | settings))
+
+        run_ranks(2, body)
+
+    refused("a global batch of 49 rows cannot be divided evenly over 2 data-parallel replicas", batch_size=49)
+    refused("assignment is one of local_first, ordered, found 'random'", assignment="random")
+    refused("give fields, or inputs and targets, not both", fields=["obs"], inputs=["action"])
+    with pytest.raises(ArgumentError, match="a DeepSpeed grid, or an object with"):
+        gt.Replay(stores[0], Uniform(), 4, mesh=object())

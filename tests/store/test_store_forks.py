@@ -1,0 +1,139 @@
+"""Forked children of a process with a store: what they hold, and who ends the segment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import tagged
+from deadlines import patience
+from segments import Pipe, Segment, kill, wait_for
+from value_rows import X
+
+import geartrain as gt
+from geartrain.errors import StaleStoreError, StoreClosedError
+
+# --- forks ------------------------------------------------------------------------------------------------------
+
+
+def _fork_beside_allocate(name: str, fork: Callable[[Callable[[], object]], int], forks: int) -> None:
+    with gt.Store.create(name, X, capacity=64) as store:
+        stop = threading.Event()
+
+        def churn() -> None:
+            while not stop.is_set():
+                store.native.abandon_one(store.native.allocate_one())
+
+        threads = [threading.Thread(target=churn) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+
+        def child() -> None:
+            signal.alarm(int(patience(20)))  # it hung with the segment's lock
+            store.insert({"x": np.arange(2)})
+            store.close()
+
+        try:
+            codes = [wait_for(fork(child)) for _ in range(forks)]
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+        assert codes == [0] * forks
+        assert store.stats()["inserted"] == 2 * forks
+        assert store.audit() == []
+
+
+def test_a_child_forked_while_other_threads_allocate_uses_the_store(name, fork):
+    _fork_beside_allocate(name, fork, 30)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_thousand_children_forked_while_other_threads_allocate_use_the_store(name, fork):
+    _fork_beside_allocate(name, fork, 1000)
+
+
+def test_the_rows_of_a_killed_creator_come_back_while_its_forked_child_lives(names, fork):
+    name = names(may_stay=True)
+    pipe, read_write = Pipe(), os.pipe()
+
+    def creator() -> None:
+        store = tagged.create(name, 8)
+        store.native.allocate(5)
+        child = os.fork()
+        if child == 0:
+            tagged.insert(store, [1])
+            pipe.say()
+            signal.pause()
+            os._exit(0)
+        os.write(read_write[1], child.to_bytes(4, "little"))
+        signal.pause()
+
+    middle = fork(creator)
+    child = int.from_bytes(os.read(read_write[0], 4), "little")
+    pipe.hear()
+    with gt.Store.open(name) as store:
+        try:
+            assert store.native.live_clients() == 3
+            kill(middle)
+            assert store.native.live_clients() == 2  # the child's memory keeps none of its parent's leases
+            assert store.reap() == 1
+            assert store.stats()["reclaimed"] == 5
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_handle_that_was_closed_is_closed_in_a_forked_child(name, fork):
+    store = gt.Store.create(name, X, capacity=2)
+    store.close()
+
+    def child() -> None:
+        for refused in (store.keys, store.row, lambda: len(store)):
+            with pytest.raises(StoreClosedError):
+                refused()
+        store.close()
+
+    assert wait_for(fork(child)) == 0
+
+
+# --- a clean end ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("killed", [True, False], ids=["killed in the lock", "closed"])
+def test_a_forked_child_that_outlives_the_others_decides_whether_the_end_was_clean(killed, tmp_path, fork):
+    path = tmp_path / "store"
+    store = tagged.create(path, 8)
+    tagged.insert(store, [1, 2, 3])
+    go, there = Pipe(), Pipe()
+
+    def outlive() -> None:
+        go.hear()
+        tagged.insert(store, [4])
+        if killed:
+            segment = Segment(store)
+            segment.lock()
+            status = np.frombuffer(segment.bytes, np.uint32, 8 * 12, 32768).reshape(8, 12)
+            status[:4, 8:10] = 3  # the list that a death in the middle of it leaves: a circle
+            there.say()
+            signal.pause()
+        store.close()
+
+    child = fork(outlive)
+    store.close()
+    go.say()
+    if killed:
+        there.hear()
+        kill(child)
+        with pytest.raises(StaleStoreError):
+            gt.Store.open(path)
+    else:
+        assert wait_for(child) == 0
+    with gt.Store.open(path, adopt=killed) as after:
+        assert after.audit() == []
+        assert len(after) == 4
+        assert tagged.mixed(gt.fetch(after, after.keys(), output="numpy", threads=1)) == []
