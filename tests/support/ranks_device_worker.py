@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from device_batches import check_same
 from ranks_worker import say
-from test_ranks_device import FIELDS, STEPS, B, N, same, values
+from test_ranks_device import FIELDS, STEPS, B, N, values
 
 import geartrain as gt
 from geartrain.errors import PeerLostError
@@ -64,7 +65,7 @@ def batches(name: str) -> None:
             with replay() as slow, replay(device=on_device) as fast:
                 for host, landed in zip(slow, fast, strict=True):
                     finish(device)
-                    same(host, landed.to("cpu"), dict(on_device.convert), on_device.packed)
+                    check_same(host, landed.to("cpu"), dict(on_device.convert), on_device.packed)
                 received.append(fast.stats()["received_bytes"])
                 (about,) = fast.describe()
     say(rank=rank, received=received, path=about["path"], exchange=about["exchange"])
@@ -91,7 +92,7 @@ def stages(name: str) -> None:
         ):
             for host, landed in zip(slow, fast, strict=True):
                 finish(device)
-                same(host, landed.to("cpu"), {}, False)
+                check_same(host, landed.to("cpu"), {}, False)
             say(rank=rank, fields=sorted(landed), received=fast.stats()["received_bytes"])
 
 
