@@ -108,7 +108,7 @@ def run(image: bytes, path: Path, chance: random.Random) -> str:
         if chance.random() < 0.2:
             use(gt.Store.peek(path), writable=False)
             return "looked at"
-        store = gt.Store.open(path, adopt=chance.random() < 0.7, timeout_s=5)
+        store = gt.Store.open(path, adopt=chance.random() < 0.7, timeout_s=0.5)
     except StoreError as error:
         return type(error).__name__
     use(store)
