@@ -7,7 +7,9 @@ import pickle
 import re
 import secrets
 import sys
+import threading
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,10 @@ from torchrl.data.replay_buffers import samplers as stock_samplers
 from torchrl.data.replay_buffers import storages as stock_storages
 from torchrl.data.replay_buffers import writers as stock_writers
 
+import geartrain.integrations.torchrl.storage as storage_module
 from geartrain.errors import ArgumentError, IncompatibleStoreError, SchemaError, StoreClosedError
 from geartrain.integrations.torchrl import PrioritizedSampler, RoundRobinWriter, SharedStorage, UniformSampler
+from geartrain.store.store import Store
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Got conflicting batch_sizes"),
@@ -207,6 +211,52 @@ def test_a_storage_that_was_shared_empty_and_without_a_name_says_so():
             buffer.add(items(0, 1)[0])
 
     assert in_child(write) == 0
+
+
+def test_who_joins_while_another_makes_the_storage_finds_it_empty_until_it_is_whole(monkeypatch):
+    name = f"torchrl-{os.getpid()}-{secrets.token_hex(4)}"
+    maker, joined = make(3000, store=name), make(3000, store=name)
+    insert, seen = Store.insert, []
+
+    def watched(store: Store, *given: Any, **options: Any) -> Any:
+        keys = insert(store, *given, **options)
+        seen.append((len(store), len(joined)))
+        return keys
+
+    monkeypatch.setattr(storage_module, "_BYTES_AT_ONCE", 1)
+    monkeypatch.setattr(Store, "insert", watched)
+    try:
+        maker.extend(items(0, 10))
+        assert seen == [(rows, 0) for rows in range(1, 7)]
+        assert joined[:]["next", "reward"].tolist() == list(range(10))
+    finally:
+        joined.storage.close()
+        maker.storage.close()
+
+
+def test_threads_that_look_while_another_makes_the_storage_find_it_empty_or_whole():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(4):
+            storage, made = SharedStorage(600), threading.Event()
+
+            def look(storage: SharedStorage = storage, made: threading.Event = made) -> set[int]:
+                seen = {len(storage)}
+                while not made.is_set():
+                    seen.add(len(storage))
+                return seen
+
+            with ThreadPoolExecutor(2) as threads:
+                looks = [threads.submit(look) for _ in range(2)]
+                try:
+                    storage.set(torch.arange(10), items(0, 10))
+                finally:
+                    made.set()
+                assert set().union(*(each.result(patience(30)) for each in looks)) <= {0, 10}
+            storage.close()
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_forked_writers_get_places_of_their_own():

@@ -96,14 +96,17 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
             return True
         if self._name is None:
             return False
-        try:
-            store = Store.open(self._name)
-        except StoreMissingError:
-            return False
-        if not len(store):  # another process is making it
-            store.close()
-            return False
-        self._adopt(store)
+        with self._one_thread():
+            if self.store is not None:
+                return True
+            try:
+                store = Store.open(self._name)
+            except StoreMissingError:
+                return False
+            if _unfinished(store):  # another process is making it
+                store.close()
+                return False
+            self._adopt(store)
         return True
 
     def _adopt(self, store: Store) -> None:
@@ -121,18 +124,19 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
             raise IncompatibleStoreError(
                 f"the store {store.name!r} is of a storage of {int(state[SIZE])} items, this one is of {self.max_size}"
             )
-        self.store, self.keys = store, keys
+        self.keys = keys
         self._place = np.zeros(store.capacity, np.int64)  # of each row
         self._place[keys.row] = np.arange(rows)
         self._state: NDArray[np.int64] = state  # a view of the segment
         self._highest: NDArray[np.float64] = store.column(_HIGHEST)[int(keys.row[0])]
         self.names = [name for name in store.fields if not name.startswith(OWN) or name == TENSOR]
+        self.store = store  # at last: other threads take what is above as soon as they see it
 
     def make_for(self, data: Any, batched: bool) -> None:
         """Makes the store for items like this one, or like these, unless it is there."""
         if self._join():
             return
-        with self._thread:
+        with self._one_thread():
             if self.store is None:
                 self._make(leaves_of(data), batched, batch_dims_of(data, batched))
 
@@ -193,14 +197,21 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
             with self._locked(self.store):
                 yield
         else:
-            with self._thread:
+            with self._one_thread():
                 yield
 
     @contextmanager
-    def _locked(self, store: Store) -> Iterator[None]:
+    def _one_thread(self) -> Iterator[None]:
         if not self._thread.acquire(timeout=self._timeout_s):
             raise WaitTimeoutError(f"another thread writes to the storage for longer than {self._timeout_s:g} s")
         try:
+            yield
+        finally:
+            self._thread.release()
+
+    @contextmanager
+    def _locked(self, store: Store) -> Iterator[None]:
+        with self._one_thread():
             if self._depth == 0:
                 # A forked child's descriptor has the parent's locks, so it opens the file anew.
                 if self._descriptor is None or self._descriptor[0] != os.getpid():
@@ -216,8 +227,6 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
                 self._depth -= 1
                 if self._depth == 0 and self._descriptor is not None:
                     locks.drop(self._descriptor[1], _WRITER)
-        finally:
-            self._thread.release()
 
     def close(self) -> None:
         """Closes the storage's store; what is called then raises `StoreClosedError`."""
@@ -482,6 +491,16 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
     def __repr__(self) -> str:
         name = self._name if self.store is None else self.store.name
         return f"SharedStorage(store={name!r}, len={0 if self._closed else len(self)}, max_size={self.max_size})"
+
+
+def _unfinished(store: Store) -> bool:
+    """Whether rows of a storage's store are still missing: they are inserted in several batches."""
+    if not len(store):
+        return True
+    if _STATE not in store.fields:
+        return False
+    state: Any = store.column(_STATE)[int(store.keys().row[0])]
+    return len(store) < -(-int(state[SIZE]) // store.max_length)
 
 
 def _dtype(field: Field) -> torch.dtype:
