@@ -160,6 +160,23 @@ def test_a_tensordict_buffer_reads_priorities_from_its_batches():
     assert (buffer.sample()["index"] == 33).sum() > 450
 
 
+def test_an_update_that_comes_after_the_storage_was_emptied_makes_no_item():
+    buffer = make(20, PrioritizedSampler(alpha=1.0), batch_size=50)
+    buffer.update_priority(torch.tensor([3]), torch.tensor([50.0]))  # before the first item
+    buffer.extend(items(0, 20))
+    late = buffer.sample(return_info=True)[1]["index"]
+    buffer.empty()
+    buffer.update_priority(late, 50.0)
+    with pytest.raises(RuntimeError, match="empty"):
+        buffer.sample()
+    buffer.extend(items(100, 2))
+    buffer.update_priority(torch.tensor([1, 2, 19]), torch.tensor([1e-3, 50.0, 50.0]))
+    found = buffer.sample()["next", "reward"]
+    assert set(found.tolist()) <= {100, 101}
+    assert (found == 100).sum() > 45
+    assert buffer.storage.highest == pytest.approx(1)
+
+
 def in_child(work: Any) -> int:
     """The exit status of a forked child that does this."""
     pid = os.fork()

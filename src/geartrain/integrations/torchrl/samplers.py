@@ -168,11 +168,12 @@ class PrioritizedSampler(stock.PrioritizedSampler):  # type: ignore[misc]  # as 
         """Sets the priorities of items.
 
         Args:
-            index: (n,); negative ones are left out.
+            index: (n,); negative ones are left out, and those of items that are gone since the storage was emptied.
             priority: a number or (n,), finite and >= 0; or `default_priority`, which leaves an item what it has.
 
         Raises:
-            ArgumentError: shapes that do not fit, or indices that are none. SchemaError: a priority that is none.
+            RuntimeError: shapes that do not fit. ArgumentError: indices that are none, or priorities below 0.
+            SchemaError: a priority that is not finite. WaitTimeoutError: another process writes for too long.
         """
         _check(storage)
         items = torch.as_tensor(index).reshape(-1).cpu().numpy().astype(np.int64)
@@ -185,14 +186,15 @@ class PrioritizedSampler(stock.PrioritizedSampler):  # type: ignore[misc]  # as 
         if ((given < 0) & (given != _NONE)).any():
             raise ArgumentError("priorities are numbers >= 0")
         given = np.broadcast_to(given, items.shape)
-        kept = (items >= 0) & (given != _NONE)
-        stored, items = (given[kept] + self._eps) ** self._alpha, items[kept]
-        if not len(items):
-            return
-        if items.max() >= storage.max_size:
+        if items.size and items.max() >= storage.max_size:
             raise ArgumentError(f"the storage has {storage.max_size} items, found index {items.max()}")
-        storage.store.update_priorities(storage.keys_at(items), stored)
-        storage.raise_highest(float(stored.max()))
+        with storage.locked():
+            # A learner's update may come after the storage was emptied: places without an item are never drawn.
+            kept = (items >= 0) & (items < len(storage)) & (given != _NONE)
+            if kept.any():
+                stored = (given[kept] + self._eps) ** self._alpha
+                storage.store.update_priorities(storage.keys_at(items[kept]), stored)
+                storage.raise_highest(float(stored.max()))
 
     def mark_update(self, index: Any, *, storage: Any = None) -> None:
         """Nothing: the storage gives new items their priorities."""
