@@ -84,7 +84,12 @@ def test_items_are_those_that_were_added_and_the_oldest_go_first():
     assert buffer[:]["next", "reward"].tolist() == [*range(700, 901), *range(201, 700)]
     assert buffer[5]["obs"].tolist() == [705.0] * 3
     assert buffer[-1]["next", "reward"] == 699
-    assert buffer.storage.get(torch.tensor([[0, 1], [2, 3]]))["obs"].shape == (2, 2, 3)
+    square = torch.tensor([[0, 201], [202, 3]])
+    for found in (buffer[square], buffer[square.numpy()], buffer.storage.get(square)):
+        assert found.batch_size == (2, 2)
+        assert found["obs"].shape == (2, 2, 3)
+        assert found["next", "reward"].tolist() == [[700, 201], [202, 703]]
+    assert buffer[torch.arange(700) % 350 == 1]["next", "reward"].tolist() == [701, 351]
     buffer.extend(items(5000, 1500))  # more than there is room for: the last ones stay
     assert sorted(buffer[:]["next", "reward"].tolist()) == list(range(5800, 6500))
     buffer.empty()

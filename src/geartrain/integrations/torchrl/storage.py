@@ -395,10 +395,9 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
             raise RuntimeError("Cannot get elements out of a non-initialized storage.")
         assert self.store is not None
         self._check_open()
-        alone = isinstance(index, int | np.integer) or (
-            isinstance(index, torch.Tensor | np.ndarray) and index.ndim == 0
-        )
-        shape = tuple(index.shape) if isinstance(index, torch.Tensor) and index.dtype != torch.bool else None
+        array = isinstance(index, torch.Tensor | np.ndarray)  # a buffer makes arrays of tensors
+        alone = isinstance(index, int | np.integer) or (array and index.ndim == 0)
+        shape = tuple(index.shape) if array and index.dtype not in (torch.bool, np.bool_) else None
         chosen = self._indices(index, len(self))
         keys = self.keys_at(chosen)
         batch: Any = fetch(self.store, keys.without_steps(), fields=self.names, window=1, ends=keys.step)
