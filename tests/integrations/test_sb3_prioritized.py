@@ -109,6 +109,15 @@ def test_an_error_goes_to_the_transition_that_it_is_of(n_steps):
         buffer.update_priorities(batch.keys, np.full(500, 1e-2))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int32])
+def test_errors_are_tensors_of_any_type_of_numbers(dtype):
+    buffer = PrioritizedReplayBuffer(50, OBS, ACT, alpha=1.0, min_priority=1e-3)
+    add(buffer, range(5))
+    keys = buffer.sample(4).keys
+    assert buffer.update_priorities(keys, torch.full((4, 1), -3, dtype=dtype, requires_grad=dtype.is_floating_point)) == 0
+    assert np.allclose(buffer.store.status(keys)["priority"], 3.001, atol=1e-4)
+
+
 def test_errors_of_transitions_that_are_gone_are_counted_and_change_nothing():
     buffer = PrioritizedReplayBuffer(50, OBS, ACT)
     add(buffer, range(50))

@@ -128,7 +128,9 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
                 No priority is set.
         """
         tensor: Any = td_errors
-        errors = tensor.detach().cpu().numpy() if hasattr(tensor, "detach") else np.asarray(tensor)
+        if isinstance(tensor, torch.Tensor):
+            tensor = tensor.detach().to("cpu", torch.float64).numpy()  # NumPy has no bfloat16
+        errors = np.asarray(tensor)
         if errors.size != len(keys):
             raise ArgumentError(f"{len(keys)} transitions have td_errors of shape {errors.shape}")
         if progress_remaining is not None and not progress_remaining <= 1:
