@@ -215,6 +215,19 @@ def test_a_flag_that_is_set_is_in_the_store(no_stock_code):
         buffer.dones[45] = True
 
 
+def test_a_flag_of_transitions_that_are_gone_is_refused_and_none_is_set():
+    buffer = ReplayBuffer(1000, OBS, ACT, n_envs=1)
+    Stream(1, lengths=(10_000,)).add(buffer, 1000)
+    oldest = buffer.store.keys()[:1]
+    buffer.store.delete(oldest)
+    for positions in (0, slice(None)):
+        with pytest.raises(ArgumentError, match="position 0 is gone"):
+            buffer.dones[positions] = True
+    assert not np.asarray(buffer.dones).any()
+    buffer.dones[999] = True
+    assert np.flatnonzero(buffer.dones).tolist() == [999]
+
+
 def test_no_array_of_the_buffers_size_is_outside_the_store(no_stock_code):
     space = spaces.Box(0, 255, (64, 64), np.uint8)
     tracemalloc.start()

@@ -114,7 +114,9 @@ def test_errors_are_tensors_of_any_type_of_numbers(dtype):
     buffer = PrioritizedReplayBuffer(50, OBS, ACT, alpha=1.0, min_priority=1e-3)
     add(buffer, range(5))
     keys = buffer.sample(4).keys
-    assert buffer.update_priorities(keys, torch.full((4, 1), -3, dtype=dtype, requires_grad=dtype.is_floating_point)) == 0
+    assert (
+        buffer.update_priorities(keys, torch.full((4, 1), -3, dtype=dtype, requires_grad=dtype.is_floating_point)) == 0
+    )
     assert np.allclose(buffer.store.status(keys)["priority"], 3.001, atol=1e-4)
 
 

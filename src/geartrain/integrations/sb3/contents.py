@@ -121,7 +121,11 @@ class Positions:
         return found
 
     def set_flags(self, bit: int, positions: NDArray[Any], environments: NDArray[Any], values: NDArray[Any]) -> None:
-        """Sets a flag of transitions: their rows are written anew, with it, and removed."""
+        """Sets a flag of transitions: their rows are written anew, with it, and removed.
+
+        Raises:
+            ArgumentError: nothing was added there yet, or what was is gone. No flag is set.
+        """
         changed = dict(zip(self.numbers_at(positions, environments).tolist(), values.tolist(), strict=True))
         if not changed:
             return
@@ -130,7 +134,11 @@ class Positions:
         runs = self._index.runs()
         places: dict[tuple[int, int], list[tuple[int, bool]]] = {}  # several rows may hold one: n-step repeats steps
         for number, value in changed.items():
-            for run in np.flatnonzero((runs.number <= number) & (number < runs.number + runs.length)):
+            holding = np.flatnonzero((runs.number <= number) & (number < runs.number + runs.length))
+            if not len(holding):
+                position = int(count_of(np.array(number))) % self._size
+                raise ArgumentError(f"the transition at position {position} is gone: it was removed or evicted")
+            for run in holding:
                 step = int(runs.step[run] + number - runs.number[run])
                 places.setdefault((int(runs.row[run]), int(runs.generation[run])), []).append((step, value))
         rows = np.array(list(places), np.uint32)
