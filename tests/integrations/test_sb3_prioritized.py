@@ -131,6 +131,18 @@ def test_errors_of_transitions_that_are_gone_are_counted_and_change_nothing():
     assert not buffer.store.audit()
 
 
+@pytest.mark.parametrize("uneven", [False, True])
+def test_weights_of_a_batch_go_by_one_total_while_steps_without_a_transition_are_found(uneven):
+    buffer = PrioritizedReplayBuffer(1000, OBS, ACT, alpha=1.0, beta=1.0, min_priority=1e-3)
+    for t in range(200):  # every other step only has the observation that the next one begins with
+        buffer.max_priority = 2.0 if uneven and t % 2 else 1.0
+        add(buffer, [2 * t], episode=1)
+    for _ in range(4):
+        batch = buffer.sample(256)
+        share = np.where(uneven & (drawn(batch) % 4 == 2), 2.001, 1.001)
+        assert np.allclose(batch.weights[:, 0], share.min() / share, rtol=1e-5)
+
+
 def test_few_transitions_can_be_drawn_and_an_empty_buffer_says_so():
     buffer = PrioritizedReplayBuffer(50, OBS, ACT)
     with pytest.raises(NotEnoughRowsError):

@@ -21,9 +21,10 @@ from geartrain.selection.strategy import Strategy
 from geartrain.store.segment import PriorityPer
 from geartrain.store.store import Store
 
-# Beside a store's fields, windows have the key of the step that was drawn, and its probability; of names that no
-# observation has.
+# Beside a store's fields, windows have the key of the step that was drawn, its probability, and which of the draws of
+# one batch it is from; of names that no observation has.
 _ROW, _GENERATION, _STEP, _PROBABILITY = "drawn.row", "drawn.generation", "drawn.step", "drawn.probability"
+_DRAW = "drawn.draw"
 
 
 class PrioritizedReplayBufferSamples(NamedTuple):
@@ -179,13 +180,33 @@ class PrioritizedDraws(TransitionDraws):
     def __init__(self, store: Store, fields: Sequence[str], reach: int) -> None:
         super().__init__(store, fields, reach)
         self._store = store
+        self._draw = 0  # of the batch that is being made
 
     def sample(self, n: int) -> Windows | None:
         """n windows whose first transition is drawn by its priority; None where none has any."""
+        self._draw = 0
         try:
-            return super().sample(n)
+            windows = super().sample(n)
         except EmptyStoreError:
             return None
+        if windows is not None and self._draw > 1:
+            self._equalize(windows.fields)
+        return windows
+
+    def _equalize(self, fields: dict[str, NDArray[Any]]) -> None:
+        """Makes the probabilities of several draws comparable: steps that lost their priorities between two of them
+        have changed the total, so each draw's are multiplied by its own total."""
+        keys = Keys.of_rows(fields[_ROW], fields[_GENERATION], self._store.id).of_steps(fields[_STEP])
+        probability, draw = fields[_PROBABILITY], fields[_DRAW]
+        totals = self._store.status(keys)["priority"] / probability
+        there = totals > 0  # not those of rows that are gone
+        if not there.any():
+            return
+        total = np.full(self._draw, np.median(totals[there]))
+        for each in np.unique(draw[there]):
+            # The median, since another process may have set a few of the priorities anew.
+            total[each] = np.median(totals[there & (draw == each)])
+        probability *= total[draw]
 
     def _batch(self, replay: Replay) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]:
         arrays, real, batch = self.gathered(replay)
@@ -194,6 +215,8 @@ class PrioritizedDraws(TransitionDraws):
             without = keys[~real]
             self._store.update_priorities(without, np.zeros(len(without)))
         extras = {_ROW: keys.row, _GENERATION: keys.generation, _STEP: keys.step, _PROBABILITY: batch.probability}
+        extras[_DRAW] = np.full(len(keys), self._draw)
+        self._draw += 1
         return arrays | extras, real
 
     def _strategy(self, seed: int) -> Strategy:
