@@ -180,6 +180,10 @@ def test_an_update_that_comes_after_the_storage_was_emptied_makes_no_item():
     assert set(found.tolist()) <= {100, 101}
     assert (found == 100).sum() > 45
     assert buffer.storage.highest == pytest.approx(1)
+    # What torchrl does over a storage that another process writes to meanwhile: it asks twice how long that is.
+    none = torch.full((5,), buffer.sampler.default_priority)
+    buffer.sampler.update_priority(torch.arange(2), none, storage=buffer.storage)
+    assert buffer.storage.highest == pytest.approx(1)
 
 
 def in_child(work: Any) -> int:

@@ -178,6 +178,8 @@ class PrioritizedSampler(stock.PrioritizedSampler):  # type: ignore[misc]  # as 
         _check(storage)
         items = torch.as_tensor(index).reshape(-1).cpu().numpy().astype(np.int64)
         given = torch.as_tensor(priority).detach().cpu().to(torch.float64).reshape(-1).numpy()
+        if (given == _NONE).all():
+            return  # of a buffer that is made over a storage; while others write, it may count more items than indices
         if given.size not in (1, len(items)):
             raise RuntimeError(
                 f"priority should be a number or an iterable of the same length as index. Got priority of shape "
