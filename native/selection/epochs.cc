@@ -1,6 +1,7 @@
 #include "selection/epochs.h"
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <numeric>
 #include <utility>
@@ -39,6 +40,13 @@ uint64_t steps_of(const Population& from, const EpochPlan& plan, uint64_t row) {
 
 bool has_steps(const Population& from, const EpochPlan& plan, uint64_t row) {
   return from.status == nullptr || plan.need == 0 || steps_of(from, plan, row) != 0;
+}
+
+// Whether its writer still extends a row, which then has another sequence number once it is complete.
+bool in_progress(const Population& from, uint64_t row) {
+  if (from.status == nullptr) return false;
+  return std::atomic_ref<RowState>(const_cast<RowState&>(from.status[row].state)).load(std::memory_order_acquire) ==
+         RowState::open;
 }
 
 }  // namespace
@@ -102,7 +110,9 @@ void find_epoch(const Population& from, const EpochPlan& plan, uint64_t position
       // The word first: if the row is replaced before its sequence is read, whoever copies it finds another generation.
       const uint64_t word = from.words[row].load(std::memory_order_acquire);
       const uint64_t bits = from.bits.leaves()[row / 64].load(std::memory_order_relaxed);
-      if (!is_committed(word) || (bits >> (row % 64) & 1) == 0 || sequence_of(from, row) > plan.upto) continue;
+      if (!is_committed(word) || (bits >> (row % 64) & 1) == 0) continue;
+      // Its state before its sequence number: a row that is completed in between is found with the new one.
+      if (in_progress(from, row) || sequence_of(from, row) > plan.upto) continue;
       if (plan.row_steps != 0 ? step >= steps_of(from, plan, row) : !has_steps(from, plan, row)) continue;
       taken[first + i] = 1;
       out.rows[first + i] = static_cast<uint32_t>(row);
@@ -115,7 +125,9 @@ void find_epoch(const Population& from, const EpochPlan& plan, uint64_t position
 EpochStart start_epoch(const Population& from, const EpochPlan& plan) {
   EpochStart start;
   for_each_selectable(from, Limits{}, [&](uint32_t row) {
-    if (row >= from.rows()) return;  // a bit behind the last row, in a damaged segment
+    // A bit behind the last row, or of none, in a damaged segment.
+    if (row >= from.rows() || !is_committed(from.words[row].load(std::memory_order_acquire))) return;
+    if (in_progress(from, row)) return;
     start.upto = std::max(start.upto, sequence_of(from, row));
     start.count += plan.row_steps != 0 ? steps_of(from, plan, row) : has_steps(from, plan, row);
   });

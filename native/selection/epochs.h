@@ -3,7 +3,8 @@
 // Elements are the places of rows, or of (row, step), of all shards one shard after the other: `total` of them, whether
 // or not something is there. Position p of pass e is element permutation(seed, e, total)(p). What is taken of an
 // element is decided when it is reached: a selectable row whose sequence is at most `upto`, the largest when the pass
-// began, and that has the step. So the set of a pass is fixed by one number a shard; rows that come later are of the
+// began, and that has the step. Rows that are still extended are of no pass yet: their numbers change when they are
+// complete. So the set of a pass is fixed by one number a shard; rows that come later are of the
 // next pass, wherever they lie, and rows that are gone are passed over.
 //
 // The permutation is a Feistel network of kFeistelRounds rounds over the least power of two that holds all elements,

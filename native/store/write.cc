@@ -265,7 +265,8 @@ void Store::seal_locked(uint32_t row, uint64_t now_ns) {
   // Its number and age are those of its end: it is the newest, and the order list stays sorted.
   s.sequence.store(control().next_sequence++, kRelaxed);
   s.inserted_at_ns.store(now_ns, kRelaxed);
-  s.state = RowState::committed;
+  // After the number: a pass that finds the row complete finds it under that (selection/epochs.cc).
+  std::atomic_ref<RowState>(s.state).store(RowState::committed, std::memory_order_release);
   link_order({&row, 1});
   if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) Heap(*this).push(row);
 }

@@ -178,6 +178,13 @@ class CollectiveClosedError(ConnectionClosedError):
     reducers: tuple[str, ...] = ()
 
 
+class ObjectGoneError(PeerLostError, KeyError):
+    """A peer does not keep the object of a `Remote` any more: it was dropped, or went with a lost connection."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
 class RemoteError(PeerError):
     """A function of a peer raised. `remote_type` and `remote_traceback` say what and where.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import threading
@@ -291,3 +292,68 @@ def test_a_server_of_a_closed_store_is_refused(world: World) -> None:
         StoreServer(world.learner, store, "closed")
     with pytest.raises(ArgumentError):
         StoreServer(world.learner, None, "none")  # type: ignore[arg-type]
+
+
+def test_a_recorder_of_a_lost_connection_writes_into_no_other(world: World) -> None:
+    obs, flags = np.zeros((1, 3), np.float32), {"terminated": np.zeros(1, bool), "truncated": np.zeros(1, bool)}
+    older = [world.remote.recorder(1, autoreset="disabled", max_in_flight=most) for most in (0, 8)]
+    for each in older:
+        each.reset(obs)
+    world.learner.hang_up("host")
+    until_s = time.monotonic() + patience(10)
+    while True:  # the next call that finds the connection lost makes another
+        with contextlib.suppress(PeerLostError):
+            world.remote.keys()
+            break
+        assert time.monotonic() < until_s
+    newer = world.remote.recorder(1, autoreset="disabled", max_in_flight=0)
+    newer.reset(obs + 100)
+    for each in older:
+        with pytest.raises(PeerLostError):
+            for _ in range(20):
+                each.step(obs + 1, reward=np.zeros(1), **flags)
+    newer.step(obs + 101, reward=np.zeros(1), **flags)
+    keys = newer.cut()
+    assert world.remote.fetch(keys, window=2, output="numpy")["obs"][0, :, 0].tolist() == [100, 101]
+
+
+def test_a_step_that_cannot_be_sent_or_read_ends_its_recorder_and_holds_up_nothing(world: World) -> None:
+    obs, flags = np.zeros((1, 3), np.float32), {"terminated": np.zeros(1, bool), "truncated": np.zeros(1, bool)}
+    with rpc.Node("stranger", peers={"learner": world.learner.address}) as stranger:
+        number, _ = stranger.call("learner", "geartrain.store.recorder", "replay", 1, {"autoreset": "disabled"})
+        waiting = [stranger.call_async("learner", "geartrain.rpc.method", number, "call", (10**9, "cut", {}), {})]
+        with pytest.raises(RemoteError, match="whole numbers"):
+            stranger.call("learner", "geartrain.rpc.method", number, "call", ("0", "cut", {}), {})
+        assert stranger.call("learner", "geartrain.store.figures", "replay")[0] == 0
+        stranger.call("learner", "geartrain.rpc.method", number, "give_up", (), {})
+        with pytest.raises(RemoteError, match="gave it up"):
+            waiting[0].result()
+    recorder = world.remote.recorder(1, autoreset="disabled")
+    recorder.reset(obs)
+    recorder.step(obs, reward=np.zeros(1), **flags)
+    assert len(world.remote) == 0  # a call after these: they are recorded
+    world.server.close()
+    with pytest.raises(LookupError, match="serves no store"):
+        for _ in range(20):
+            recorder.step(obs, reward=np.zeros(1), **flags)
+    with StoreServer(world.learner, world.store, "replay"):
+        until_s = time.monotonic() + patience(10)
+        while len(world.remote) != 1:  # the episode ends where it was
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+
+
+def test_recorders_that_are_dropped_or_closed_give_their_rows_back() -> None:
+    made = World(gt.Store.create(FIELDS, max_length=6, capacity=4))
+    obs, flags = np.zeros((2, 3), np.float32), {"terminated": np.zeros(2, bool), "truncated": np.zeros(2, bool)}
+    for closes in (True, False, False, True, False):
+        recorder = made.remote.recorder(2, autoreset="disabled", max_in_flight=0)
+        recorder.reset(obs)
+        recorder.step(obs, reward=np.zeros(2), **flags)
+        if closes:
+            recorder.close()
+            with pytest.raises(ConnectionClosedError, match="was closed"):
+                recorder.reset(obs)
+        del recorder
+        gc.collect()
+    made.close()

@@ -15,6 +15,7 @@ import geartrain as gt
 import geartrain._native as _native
 from geartrain.errors import ArgumentError, EmptyStoreError, NotEnoughRowsError
 from geartrain.selection import Epochs, Mixture, Uniform
+from geartrain.store.recorder import recorded_fields
 from geartrain.tools.testing.thread_ranks import run_ranks
 
 
@@ -237,3 +238,69 @@ def test_rows_that_go_between_being_taken_and_being_copied_are_replaced_or_left_
         assert figures["epoch"] == 1
         following = [tag for batch in replay for tag in batch["tag"].tolist()]
         assert len(following) == (20 if drop_last else 22) and not set(following) & set(gone)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_pass_whose_rest_has_gone_ends_and_the_next_one_is_whole(drop_last, prefetch):
+    with make_store(12) as store:
+        with replay_of(store, Epochs(seed=0, drop_last=drop_last), 4, prefetch=prefetch) as replay:
+            seen = []
+            for batch in replay:
+                seen += batch["tag"].tolist()
+                if len(seen) == 4:
+                    store.delete(store.keys()[~np.isin(store.column("tag")[store.keys().row], seen)])
+            assert len(set(seen)) == len(seen) <= 12
+            following = [batch["tag"].tolist() for batch in replay]
+            assert sorted(itertools.chain(*following)) == sorted(seen[:4])
+
+
+def test_rows_that_are_extended_are_of_a_pass_after_their_end():
+    fields = recorded_fields({"obs": gt.Field((1,), "float32"), "reward": gt.Field((), "float32")})
+    with gt.Store.create(fields, max_length=20, capacity=16) as store:
+        recorder = store.recorder(4, autoreset="disabled", publish_every=1)
+
+        def steps(n, *, ends):
+            for i in range(n):
+                over = np.full(4, ends and i == n - 1)
+                recorder.step(np.zeros((4, 1)), reward=np.zeros(4), terminated=over, truncated=~over & False)
+
+        recorder.reset(np.zeros((4, 1)))
+        steps(5, ends=True)  # four rows of 5 transitions, complete
+        recorder.reset(np.zeros((4, 1)))
+        steps(3, ends=False)  # and four that are extended
+        view = gt.Transitions()
+        with replay_of(store, Epochs(seed=0, over="steps"), 4, view=view) as replay:
+            given = 0
+            for number, batch in enumerate(replay):
+                given += len(batch)
+                if number == 1:
+                    steps(2, ends=True)
+            assert given == 4 * 5 and replay.stats()["skipped"] == 0
+            assert sum(len(batch) for batch in replay) == 4 * 5 + 4 * 5
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"count": -85},
+        {"position": -1},
+        {"epoch": -1},
+        {"upto/0": -1},
+        {"places/0": 3},
+        {"count": None},
+        {"upto/0": None},
+    ],
+    ids=str,
+)
+def test_a_state_that_is_none_is_refused(broken):
+    with make_store(12) as store, replay_of(store, Epochs(seed=0), 4) as replay:
+        replay.sample()
+        state = json.loads(json.dumps(replay.state_dict()))
+        of_pass = state["state"][0]
+        of_pass.update({name: value for name, value in broken.items() if value is not None})
+        for name in [name for name, value in broken.items() if value is None]:
+            del of_pass[name]
+        with pytest.raises(ArgumentError):
+            replay.load_state_dict(state)
+            replay.sample()

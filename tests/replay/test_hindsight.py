@@ -219,3 +219,16 @@ def test_what_makes_no_goals_is_refused():
         pytest.raises(FieldError, match="one observation field of achieved goals"),
     ):
         gt.Replay(store, Uniform(), 2, view=gt.Transitions(hindsight=hindsight))
+
+
+def test_rewards_of_several_numbers_and_functions_that_return_no_numbers_are_refused():
+    goal = gt.Hindsight("final", reward=lambda achieved, desired: np.zeros(len(achieved)))
+    fields = {
+        "observation": gt.Field((1,), "float32"),
+        "achieved_goal": gt.Field((1,), "float32"),
+        "desired_goal": gt.Field((1,), "float32"),
+    }
+    made = recorded_fields({**fields, "reward": gt.Field((2,), "float32")})
+    with gt.Store.create(made, max_length=4, capacity=4) as store:
+        with pytest.raises(FieldError, match="one reward a transition"):
+            gt.Replay(store, gt.selection.Uniform(), 2, view=gt.Transitions(hindsight=goal))

@@ -491,3 +491,22 @@ def test_rows_of_64_steps_take_at_most_1_1_times_the_data(store_name):
         steps = store.status()["length"].astype(np.int64) - 1
         found = per_row * len(steps) / (steps.sum() * data)
     assert found <= 1.1
+
+
+def test_steps_of_nothing_and_priorities_beyond_a_double_are_refused():
+    fields = recorded_fields({"obs": gt.Field((1,), "float32"), "reward": gt.Field((), "float32")})
+    with gt.Store.create(fields, max_length=4, capacity=4) as store, store.recorder(1) as recorder:
+        obs, flags = np.zeros((1, 1), np.float32), {"terminated": False, "truncated": False}
+        with pytest.raises(ArgumentError, match="begins with an observation"):
+            recorder.reset(None)
+        recorder.reset(obs)
+        for refused in (
+            lambda: recorder.step(None, reward=0.0, **flags),
+            lambda: recorder.step(obs, reward=0.0, terminated=None, truncated=False),
+            lambda: recorder.record(obs, 5, False, False),
+            lambda: recorder.record(obs, None, False, False),
+            lambda: setattr(recorder, "priority", 10**400),
+        ):
+            with pytest.raises(ArgumentError):
+                refused()
+        recorder.step(obs, reward=0.0, **flags)

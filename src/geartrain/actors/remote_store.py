@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
 
 import numpy as np
@@ -33,7 +34,7 @@ from geartrain.errors import (
 from geartrain.replay.batch import Batch
 from geartrain.rpc.future import Future
 from geartrain.rpc.node import Node
-from geartrain.rpc.remote_objects import Remote
+from geartrain.rpc.remote_objects import DROP, METHOD, Remote
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -137,6 +138,8 @@ class RemoteStore:
         if output not in ("torch", "numpy"):
             raise ArgumentError(f"output is 'torch' or 'numpy', found {output!r}")
         given: dict[str, Any] = {"fields": fields, "window": window, "pad": pad, "on_stale": on_stale}
+        if isinstance(fields, str):
+            raise ArgumentError(f"fields is a list of names, found {fields!r}")
         given["fields"] = None if fields is None else list(fields)
         if ends is not None:
             given["ends"] = np.asarray(ends)
@@ -258,9 +261,20 @@ class RemoteRecorder:
         return rest if completed is None else completed if rest is None else completed + rest
 
     def close(self) -> None:
-        """Ends all episodes where they are and keeps their steps."""
+        """Ends all episodes where they are and keeps their steps; the recorder refuses everything from then on."""
         if self._error is None:
             self.cut()
+            self._error = ConnectionClosedError("the recorder was closed")
+            self._drop()
+
+    def __del__(self) -> None:
+        if getattr(self, "_error", True) is None:  # rows that were not published are given back, as locally
+            self._error = ConnectionClosedError("the recorder was dropped")
+            self._drop()
+
+    def _drop(self) -> None:
+        with suppress(GeartrainError):
+            self._remote.tell(DROP)
 
     @property
     def rows(self) -> int:
@@ -307,6 +321,9 @@ class RemoteRecorder:
     def _fail(self, error: GeartrainError) -> None:
         self._error = error
         self._sent.clear()
+        with suppress(GeartrainError):
+            self._remote.tell(METHOD, "give_up", (), {})
+        self._drop()
 
     def _known(self) -> Keys | None:
         completed, self._completed = self._completed, []

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from geartrain.core.arguments import refuse_copies
 from geartrain.core.dtypes import DTYPES
 from geartrain.core.keys import Keys
-from geartrain.errors import ArgumentError, GeartrainError, MessageError, StoreClosedError, WaitTimeoutError
+from geartrain.errors import ArgumentError, GeartrainError, MessageError, StoreClosedError
 from geartrain.replay.fetch import fetch
 from geartrain.rpc.caller import Caller
 from geartrain.rpc.node import Node
@@ -211,8 +211,9 @@ class ServedRecorder:
     that order, and once one was refused, which ends the episodes where they are, so are all that follow.
     """
 
-    def __init__(self, store: Store, n_envs: int, options: Mapping[str, Any]) -> None:
-        self._store = store
+    def __init__(self, serving: Callable[[], Store], n_envs: int, options: Mapping[str, Any]) -> None:
+        self._serving = serving
+        self._store = store = serving()
         self._recorder: StepRecorder = store.recorder(n_envs, **options)
         self.observations = self._recorder.observations
         self._turn = threading.Condition()
@@ -223,14 +224,18 @@ class ServedRecorder:
         """One of `reset`, `step` and `cut`: rows completed so far, and the keys of those that it completes."""
         if what not in ("reset", "step", "cut") or not isinstance(given, dict):
             raise MessageError(f"a recorder is asked to reset, step or cut, not {what!r}")
-        if self._store.limiter.state().enabled:
+        if not (number is None or type(number) is int):
+            raise MessageError("steps are numbered by whole numbers")
+        if self._serving() is not self._store:
+            raise LookupError("another store is served under that name")
+        waits = number is not None and number > self._next
+        if waits or self._store.limiter.state().enabled:
             about_to_wait()
-        if number is None:
-            with self._turn:
-                return self._record(what, given)
         with self._turn:
-            if not self._turn.wait_for(lambda: self._next >= number, _ORDER_S):
-                raise WaitTimeoutError(f"the step before number {number} did not come within {_ORDER_S:g} s")
+            if number is None:
+                return self._record(what, given)
+            if not self._turn.wait_for(lambda: self._refused is not None or self._next >= number, _ORDER_S):
+                self._refuse(f"the step before number {number} did not come within {_ORDER_S:g} s")
             try:
                 if self._refused is not None:
                     raise MessageError(f"a step before this one was refused: {self._refused}")
@@ -238,14 +243,24 @@ class ServedRecorder:
                     raise MessageError(f"step {number} was given twice")
                 return self._record(what, given)
             except BaseException as error:
-                if self._refused is None:
-                    self._refused = f"{type(error).__name__}: {error}"
-                    with suppress(GeartrainError):
-                        self._recorder.cut()
+                self._refuse(f"{type(error).__name__}: {error}")
                 raise
             finally:
                 self._next = max(self._next, number + 1)
                 self._turn.notify_all()
+
+    def give_up(self) -> None:
+        """The client does not go on: what still waits for its turn is refused, and the episodes end where they are."""
+        about_to_wait()
+        with self._turn:
+            self._refuse("its client gave it up")
+            self._turn.notify_all()
+
+    def _refuse(self, why: str) -> None:
+        if self._refused is None:
+            self._refused = why
+            with suppress(GeartrainError):
+                self._recorder.cut()
 
     def _record(self, what: str, given: Mapping[str, Any]) -> tuple[int, PackedKeys | None]:
         keys = getattr(self._recorder, what)(**given)
@@ -257,7 +272,7 @@ def _recorder(caller: Caller, name: str, n_envs: int, options: Mapping[str, Any]
     allowed = {"observations", "publish_every", "overlap", "priority", "autoreset"}
     if not isinstance(options, dict) or not set(options) <= allowed:
         raise MessageError(f"a recorder has {', '.join(sorted(allowed))}")
-    made = ServedRecorder(_store_of(caller, name), n_envs, options)
+    made = ServedRecorder(lambda: _store_of(caller, name), n_envs, options)
     return caller.keep(made), made.observations
 
 

@@ -181,7 +181,7 @@ def _values(what: str, given: ArrayLike, n: int) -> NDArray[Any]:
     try:
         values = np.asarray(given)
         numbers = values.astype(np.float64) if values.dtype.kind == "O" else values
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # torch's for a tensor that requires a gradient
         raise ArgumentError(f"Hindsight's {what} returns (N,) numbers, found {type(given).__name__}") from None
     if numbers.shape != (n,) or numbers.dtype.kind not in "biuf":
         raise ArgumentError(

@@ -238,11 +238,29 @@ class Replay:
     def _iterate(self, iteration: int, stop: int | None) -> Iterator[Batch]:
         epoch = self._epoch()
         while iteration == self._iteration and (stop is None or self.step < stop) and epoch == self._epoch():
-            yield self.sample()
+            step = self.step
+            batch = self.sample()
+            begun = self._begun_after(epoch)
+            if begun is not None:  # nothing was left of the pass: this is the next one's, and made again when it begins
+                with self._turn:
+                    self._loader.restart()
+                    self._loader.step, self._loader.state = step, [begun]
+                return
+            yield batch
 
     def _epoch(self) -> int:
         """The pass that the next batch is of, with `Epochs`; 0 without."""
         return self._loader.state[0].get("epoch", 0)
+
+    def _begun_after(self, epoch: int) -> dict[str, int] | None:
+        """The state in which the newest batch's pass began, where that is another one; None where it is not."""
+        if not isinstance(self.selection, Epochs):
+            return None
+        state = self._loader.state[0]
+        of_batch = state.get("epoch", 0) - ("position" not in state)
+        if of_batch == epoch:
+            return None
+        return {"epoch": of_batch, **{name: state.get(name, 0) for name in ("skipped", "dropped")}}
 
     def sample(self) -> Batch:
         """The next batch, or what `transform` made of it.

@@ -163,6 +163,10 @@ class Transitions:
             )
         goals: tuple[str, ...] = ()
         if self.hindsight is not None:
+            if fields[_REWARD].shape != ():
+                raise FieldError(
+                    f"hindsight gives one reward a transition; {_REWARD!r} has the shape {fields[_REWARD].shape}"
+                )
             goals = self.hindsight.goals_in(fields, observations)
             made.append(RELABELLED)
         clash = [name for name in made if name in fields]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from geartrain.errors import ObjectGoneError
 from geartrain.rpc.future import Future
 from geartrain.rpc.registry import function, functions
 
@@ -22,6 +23,9 @@ class Calls(Protocol):
     def call_async(self, peer: str, function: str, /, *args: Any, timeout_s: float | None = None) -> Future:
         """The same as a `Future`."""
 
+    def tell(self, peer: str, function: str, /, *args: Any, timeout_s: float | None = None) -> None:
+        """A call without a reply."""
+
 
 class Remote:
     """Handle of an object that a peer keeps. `remote.call("method", ...)` calls it there."""
@@ -36,6 +40,10 @@ class Remote:
     def call_async(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Future:
         """The same as a `Future`."""
         return self._node.call_async(self.peer, METHOD, self._number, method, args, kwargs, timeout_s=timeout_s)
+
+    def tell(self, what: str, *args: Any) -> None:
+        """One of these functions of the peer's about the object, without a reply; what it raises is printed there."""
+        self._node.tell(self.peer, what, self._number, *args)
 
     def close(self) -> None:
         """Has the peer drop the object."""
@@ -55,6 +63,10 @@ def _make(session: ServerSession, name: str, args: tuple[Any, ...], kwargs: dict
 def _method(session: ServerSession, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if method.startswith("_") and method != "__call__":
         raise AttributeError(f"{method!r} is private: clients call public methods and __call__")
+    if number not in session.objects:
+        raise ObjectGoneError(
+            "the object went with the connection that it was made over, or was dropped; make another one"
+        )
     return getattr(session.objects[number], method)(*args, **kwargs)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,6 +11,9 @@ from typing import Any, NamedTuple
 import geartrain._native as _native
 from geartrain.rpc.batching import PendingReply
 from geartrain.rpc.tensors.receiver import TensorReceiver
+
+#: Of objects that are kept for clients: a handle from a lost connection, or of an earlier process, names nothing.
+_numbers = itertools.count(int.from_bytes(os.urandom(6), "little"))
 
 
 class Call(NamedTuple):
@@ -72,7 +77,7 @@ class ServerSession:
 
     def keep(self, kept: Any) -> int:
         """Keeps an object for the client, whose `Remote` of that number calls it, until it drops it or is lost."""
-        number = max(self.objects, default=-1) + 1
+        number = next(_numbers)
         self.objects[number] = kept
         return number
 

@@ -48,7 +48,8 @@ class Epochs:
     another order; `sample` goes on from pass to pass. A pass is over what is there when it begins: rows that are
     committed later belong to the next one, and rows that are gone when their turn comes are skipped and counted in
     `Replay.stats()`, which also has `epoch` and `dropped`. Where the replay is, is in its `state_dict`: there is no
-    `set_epoch` to call. Of a row that grows, steps are taken that are published when their turn comes.
+    `set_epoch` to call. A row that is still being extended when a pass begins belongs to a pass that begins after its
+    end.
 
     Over several ranks (`group=`) all shards are one set, of which each rank gets its part of every global batch; with
     drop_last=True and over rows. Alone it is not part of a `Mixture`, and in host memory.
@@ -172,6 +173,16 @@ class Epochs:
         mine = native.rows() * max(row_steps, 1)
         now = dict(state or {})
         epoch, skipped, dropped = (now.get(name, 0) for name in ("epoch", "skipped", "dropped"))
+        if any(not 0 <= value < 2**64 - 1 for value in now.values()):
+            raise ArgumentError(f"the numbers of a pass are from 0 to 2**64 - 2, found {now}")
+        names = [
+            "position",
+            "given",
+            "count",
+            *(f"{what}/{i}" for i in range(shard.count) for what in ("upto", "places")),
+        ]
+        if "position" in now and (lacking := [name for name in names if name not in now]):
+            raise ArgumentError(f"this is no state of a pass over such stores: it has no {', '.join(lacking)}")
         if "position" not in now:
             all_shards = shard.gather(np.array([*native.begin_pass(row_steps, need), mine], np.uint64))
             now |= {"position": 0, "given": 0, "count": int(all_shards[:, 1].sum())}
@@ -188,7 +199,9 @@ class Epochs:
         found: list[NDArray[np.int64]] = []  # position, owner, row, generation, step
         position, have = now["position"], 0
         while have < wanted and position < total:
-            span = min(total - position, int(1.1 * (wanted - have) * total / now["count"]) + 64, _MOST_POSITIONS)
+            span = min(
+                total - position, int(1.1 * (wanted - have) * total / now["count"]) + 64, _MOST_POSITIONS
+            )  # >= 1
             taken, rows, generations, steps = native.find_in_pass(
                 seed_of(self),
                 epoch,

@@ -170,6 +170,8 @@ class StepRecorder:
             Keys of the rows that this completes; None if there are none.
         """
         version = _check_version(version)
+        if observation is None:
+            raise ArgumentError("an episode begins with an observation, found None")
         arguments = {"observation": observation, "mask": mask}
         return self._finish(
             lambda given, admitted: self._native.begin(given["observation"], given["mask"], version, admitted),
@@ -229,7 +231,14 @@ class StepRecorder:
             version = _check_version(version)
         if final_observation is not None and not self._same_step:
             raise ArgumentError("final_observation is for autoreset='same_step'; elsewhere it is the observation")
-        answer = self._native.step(observation, values, terminated, truncated, final_observation, mask, version, False)
+        try:
+            flags = (terminated, truncated)
+            answer = self._native.step(observation, values, *flags, final_observation, mask, version, False)
+        except TypeError:
+            found = f"{type(observation).__name__}, {type(values).__name__}, {terminated!r} and {truncated!r}"
+            raise ArgumentError(
+                f"a step has an observation, values in a dict by field, terminated and truncated; found {found}"
+            ) from None
         if answer is None:
             return None
         arguments = {
@@ -343,6 +352,8 @@ class StepRecorder:
             given[name] = self._flat(given[name])
         elif name == "final_observation":
             given[name] = self._final(given)
+        elif name == "values" and not isinstance(given["values"], Mapping):
+            raise ArgumentError(f"a step's values are a dict of arrays by field, found {given['values']!r}")
         elif name == "values" or (name in self._values and name not in given["values"]):
             missing, unknown = set(self._values) - set(given["values"]), set(given["values"]) - set(self._values)
             raise FieldError(
@@ -486,9 +497,13 @@ def _check_automatic(fields: Mapping[str, Field], observations: Sequence[str]) -
 def _check_priority(priority: Any) -> float:
     """The priority; raises `ArgumentError` unless it is a finite number >= 0."""
     real = isinstance(priority, int | float | np.integer | np.floating) and not isinstance(priority, bool)
-    if not real or not 0 <= priority < float("inf"):
+    try:
+        number = float(priority) if real else -1.0
+    except OverflowError:
+        number = float("inf")
+    if not 0 <= number < float("inf"):
         raise ArgumentError(f"the priority of rows is a finite number >= 0, found {priority!r}")
-    return float(priority)
+    return number
 
 
 def _check_version(version: Any) -> int:
