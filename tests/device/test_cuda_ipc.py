@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +193,15 @@ def test_nothing_is_freed_that_the_sender_has_open(tmp_path: Path) -> None:
     pair.sender.close()
     pair.receiver.close()
     assert pair.memory() == 0
+
+
+def test_a_new_runtime_gets_no_events_of_one_that_is_gone(tmp_path: Path) -> None:
+    for i in range(20):  # objects of one size: the next one is soon where the one before was
+        (tmp_path / str(i)).mkdir()
+        pair = Pair(tmp_path / str(i), max_idle_bytes=0)
+        for value in range(2):
+            (tensor,) = pair.send([pair.mine.tensor(0, np.full(3, value))])
+            assert (tensor.numpy() == value).all()
+        pair.sender.close()
+        del pair, tensor
+        gc.collect()

@@ -48,7 +48,7 @@ class RemoteStore:
 
     Keys are the store's own: those that an insert returns here, that a learner's batch has there and that were sent by
     hand name the same rows. Arrays go without pickle, in one message there and one back; big ones through shared memory
-    within a host, and without a copy on this side.
+    within a host.
 
     Args:
         node: of `geartrain.rpc`, that knows the peer.

@@ -268,7 +268,7 @@ class _Opened:
     """One opened slot, and this side's event, which outlives it: the receiver may not have waited for it yet."""
 
     def __init__(self, runtime: DeviceRuntime, index: int, handle: bytes, free: bytes) -> None:
-        self._key = id(runtime), index
+        self._key = runtime, index
         self._device = device = runtime.device(index)
         self.address = device.open(handle)
         try:
@@ -290,12 +290,12 @@ class _Opened:
 
 
 # Exported events are reused and never destroyed: waiting for a destroyed event is undefined, while waiting for one that
-# was recorded again only takes longer. By runtime and device.
-_spare: dict[tuple[int, int], list[Any]] = {}
+# was recorded again only takes longer. By runtime, which lives as long as its events, and device.
+_spare: dict[tuple[DeviceRuntime, int], list[Any]] = {}
 _spare_lock = threading.Lock()
 
 
-def _spare_event(key: tuple[int, int], device: IpcDevice) -> Any:
+def _spare_event(key: tuple[DeviceRuntime, int], device: IpcDevice) -> Any:
     with _spare_lock:
         waiting = _spare.get(key)
         if waiting:
