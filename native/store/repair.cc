@@ -393,7 +393,8 @@ void Store::restore(std::span<const RestoredRow> rows, uint64_t next_sequence, s
     set_bit(sums, from.row, true);
     link_order({&from.row, 1});
     if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) Heap(*this).push(from.row);
-    c.committed_count.fetch_add(1, kRelaxed);
+    sums.settle();
+    c.committed_count.fetch_add(1, std::memory_order_release);
   }
   c.next_sequence = next_sequence;
 }

@@ -29,11 +29,13 @@ Store::Sums::Sums(const Store& store)
       journal(store.per_step() ? &store.journals()[kMaxClients] : nullptr) {}
 
 Store::Sums::~Sums() {
-  if (journal == nullptr) return;
   settle();
 }
 
 void Store::Sums::settle() {
+  priorities.flush();
+  bits.flush();
+  if (journal == nullptr) return;
   steps.flush();
   in_order();
   journal->count.store(0, kRelaxed);

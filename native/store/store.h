@@ -285,7 +285,7 @@ class Store final : public OpenStore {
   StoreCounts counts() const;
   // Processes attached and alive. Works read-only.
   uint32_t live_clients() const;
-  uint64_t committed_count() const { return control().committed_count.load(std::memory_order_relaxed); }
+  uint64_t committed_count() const { return control().committed_count.load(std::memory_order_acquire); }
   // Keys of all committed rows, oldest first; and of all free rows, next to be allocated first.
   void keys(std::vector<uint32_t>* rows, std::vector<uint32_t>* generations);
   std::vector<uint32_t> free_rows();
@@ -390,6 +390,7 @@ class Store final : public OpenStore {
     Sums& operator=(const Sums&) = delete;
     // Before step words of a row are changed, or a word that decides whether they count: notes it in the journal.
     void begin(uint32_t row);
+    // Whoever sees more rows counted than before must find them: called before committed_count rises.
     void settle();
 
     PriorityTree::Adder priorities;

@@ -167,7 +167,8 @@ void Store::enter(Sums& sums, const RowChanges::Entering& publish, const RowChan
     ++c.open_count;
     status()[row].state = RowState::open;  // it stays on this client's held list
     publish.generations[i] = make_selectable(sums, row, priority_of_row(publish, i));
-    c.committed_count.store(committed_count() + 1, kRelaxed);
+    sums.settle();
+    c.committed_count.store(committed_count() + 1, std::memory_order_release);
   }
   const bool ordered = header().remover == static_cast<uint32_t>(Remover::lowest_priority);
   // Where others have to make room, row by row: the first ones of a call may have to go for the last ones.
@@ -181,7 +182,8 @@ void Store::enter(Sums& sums, const RowChanges::Entering& publish, const RowChan
       status()[commit.rows[i]].state = RowState::committed;
       commit.generations[i] = make_selectable(sums, commit.rows[i], priority_of_row(commit, i));
     }
-    c.committed_count.store(committed_count() + n, kRelaxed);
+    sums.settle();
+    c.committed_count.store(committed_count() + n, std::memory_order_release);
     link_order(together);
     if (!ordered) continue;
     for (const uint32_t row : together) Heap(*this).push(row);

@@ -292,6 +292,30 @@ TEST(nothing_is_changed_when_one_value_of_a_call_is_refused) {
   check_sound(*store);
 }
 
+TEST(rows_that_are_counted_are_found) {
+  constexpr uint32_t kRows = 64;
+  for (const bool by_step : {false, true}) {
+    StoreOptions options = store_options(kRows);
+    options.step_priorities = by_step;
+    auto store = Store::create(testing::unique_name(), tagged_fields(), options);
+    uint32_t rows[kRows], generations[kRows];
+    for (int round = 0; round < 500; ++round) {
+      store->allocate(rows);
+      std::atomic<uint64_t> found{0};
+      std::thread sampler([&] {
+        while (store->committed_count() == 0) {
+        }
+        found =
+            std::min(store->bit_tree().total(), by_step ? store->step_tree().total() : store->priority_tree().total());
+      });
+      store->commit(rows, {}, generations);
+      sampler.join();
+      CHECK(found >= kRows);
+      store->remove(rows, generations);
+    }
+  }
+}
+
 TEST(expired_rows_count_once_where_an_insert_also_finds_a_dead_updater) {
   if (kThreadSanitizer) return;
   for (const bool by_step : {false, true}) {
