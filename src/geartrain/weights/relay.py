@@ -73,6 +73,7 @@ class Follower:
     def after_fork(self) -> None:
         """In a forked child, which does not have the thread."""
         self._writer = None
+        self._stop, self._wake = threading.Event(), threading.Event()  # the thread may have held their locks
         self._stop.set()
         self._thread = threading.current_thread()
 

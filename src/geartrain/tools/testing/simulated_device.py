@@ -8,6 +8,7 @@ on the same stream, at once, unless another stream that used it is still busy: a
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import threading
 import time
@@ -114,6 +115,7 @@ class SimulatedDevice:
         self._chance = chance
         self._obeys_waits = obeys_waits
         self._random = random.Random(seed)
+        self._process = os.getpid()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
@@ -154,10 +156,12 @@ class SimulatedDevice:
                 self._free.remove(block)
             self._blocks[block.address] = block
             array = block.memory[:nbytes]
-            weakref.finalize(array, self._freed, block)
+            weakref.finalize(array, self._freed, block).atexit = False
         return torch.from_numpy(array).view(dtype).view(shape)
 
     def _freed(self, block: _Block) -> None:
+        if os.getpid() != self._process:
+            return  # the parent's memory, in a forked child: a thread that is not there may have held the lock
         with self._lock:
             del self._blocks[block.address]
             block.busy = [self._mark(stream) for stream in block.streams]
