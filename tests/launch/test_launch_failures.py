@@ -30,11 +30,15 @@ pytestmark = pytest.mark.usefixtures("preloaded_children")
 
 
 class Killer(threading.Thread):
-    """Kills one process of a role, a random time after the first of the job reports; `killed` names it."""
+    """Kills one process of a role, a random time after the first of the job reports; `killed` names it.
 
-    def __init__(self, job, role, seed, longest_s=1.5):
+    When another is in its place it makes the file `restarted`.
+    """
+
+    def __init__(self, job, role, seed, restarted, longest_s=1.5):
         super().__init__(daemon=True)
         self._job, self._role, self._random, self._longest_s = job, role, random.Random(seed), longest_s
+        self._restarted = restarted
         self.killed = ""
         self._over = threading.Event()
 
@@ -50,7 +54,11 @@ class Killer(threading.Thread):
                 continue
         if not self._over.wait(self._random.uniform(0, self._longest_s)):
             self.killed = slots[victim]
-            os.kill(int(column("pid")[victim]), signal.SIGKILL)
+            pid = int(column("pid")[victim])
+            os.kill(pid, signal.SIGKILL)
+            while column("pid")[victim] in (0, pid) and not self._over.wait(0.01):
+                pass
+            self._restarted.touch()
 
     def __enter__(self):
         self.start()
@@ -63,7 +71,7 @@ class Killer(threading.Thread):
 
 def run_and_kill(job, role, seed, folder):
     """The summary, or the error, and who was killed."""
-    with Killer(job, role, seed) as killer:
+    with Killer(job, role, seed, folder.with_name("restarted")) as killer:
         try:
             ended = launch.run(job, folder=folder, live=False)
         except GeartrainError as error:
@@ -71,11 +79,11 @@ def run_and_kill(job, role, seed, folder):
     return ended, killer.killed
 
 
-def counting_job(name, **options):
+def counting_job(name, until=None, **options):
     return launch.Job(
         name,
         [
-            launch.learners(launched.learn, 1, args={"steps": 150, "pause_s": 0.02}),
+            launch.learners(launched.learn, 1, args={"steps": 30, "pause_s": 0.02, "until": until}),
             launch.agents(launched.serve),
             launch.actors(launched.environments, launched.remote_policy, 2),
         ],
@@ -86,12 +94,12 @@ def counting_job(name, **options):
     )
 
 
-def tagged_job(name, steps=150, pause_s=0.0, **options):
+def tagged_job(name, steps=30, pause_s=0.0, until=None, **options):
     """Two ranks that draw one global batch, and two inserters that die in the middle of rows unless they pause."""
     return launch.Job(
         name,
         [
-            launch.learners(launched.learn_tagged, 2, args={"steps": steps}),
+            launch.learners(launched.learn_tagged, 2, args={"steps": steps, "until": until}),
             launch.Role("inserter", launched.insert, 2, kind="actor", max_restarts=3, args={"pause_s": pause_s}),
         ],
         timeout_s=patience(90),
@@ -103,7 +111,7 @@ def tagged_job(name, steps=150, pause_s=0.0, **options):
 
 def check_going_on(role, seed, name, tmp_path, make):
     """A death of this role does not end the job, and leaves a store without fault."""
-    job = make(name, keep_store="always")
+    job = make(name, keep_store="always", until=str(tmp_path / "restarted"))
     ended, killed = run_and_kill(job, role, seed, tmp_path / "logs")
     assert isinstance(ended, launch.Summary), ended
     assert killed, "the job was over before anybody was killed"

@@ -61,17 +61,18 @@ def serve(context):
         time.sleep(0.02)
 
 
-def learn(context, steps=60, batch_size=8, pause_s=0.0, least=20, follow=None):
+def learn(context, steps=60, batch_size=8, pause_s=0.0, least=20, follow=None, until=None):
     """Draws batches and checks each; publishes a version a step. Every rank does it alone.
 
-    With a folder `follow` it goes on until actors of both hosts have acted by a published version.
+    With a folder `follow` it goes on until actors of both hosts have acted by a published version, with a path `until`
+    as long as there is no such file.
     """
     store = context.store(FIELDS, max_length=LENGTH, capacity=400)
     publisher = context.publisher() if context.rank == 0 else None
     wait_for_rows(context, store, least)
     with context.watch(gt.Replay(store, gt.selection.Uniform(seed=context.rank), batch_size, output="numpy")) as replay:
         step = 0
-        while not context.stopping and (step < steps or not followed(context, store, follow)):
+        while not context.stopping and (step < steps or not followed(context, store, follow) or missing(until)):
             step += 1
             batch = replay.sample()
             check(batch)
@@ -80,6 +81,10 @@ def learn(context, steps=60, batch_size=8, pause_s=0.0, least=20, follow=None):
             context.report(steps=step, version=step, loss=1.0 / step)
             time.sleep(pause_s)
     print(f"learned {step} steps on {len(store)} rows, restart {context.restart}")
+
+
+def missing(path):
+    return path is not None and not Path(path).exists()
 
 
 def followed(context, store, folder):
@@ -124,12 +129,13 @@ def insert(context, rows=None, pause_s=0.0):
         time.sleep(pause_s)
 
 
-def learn_tagged(context, steps=200, batch_size=16):
-    """A rank of a group: one global batch of self-checking rows, added up over the ranks each step."""
+def learn_tagged(context, steps=200, batch_size=16, until=None):
+    """A rank of a group: one global batch of self-checking rows, added up over the ranks each step.
+
+    With a path `until` it goes on as long as there is no such file.
+    """
     import torch
     import torch.distributed as dist
-
-    from geartrain.errors import EmptyStoreError
 
     torch.set_num_threads(1)
     store = context.store(tagged.FIELDS, max_length=tagged.STEPS, capacity=64)
@@ -138,17 +144,16 @@ def learn_tagged(context, steps=200, batch_size=16):
     dist.init_process_group("gloo")
     replay = gt.Replay(store, gt.selection.Uniform(seed=1), batch_size, output="numpy", group=dist.group.WORLD)
     context.watch(replay)
-    for step in range(1, steps + 1):
+    step, over = 0, torch.tensor(0)
+    while not over:
+        step += 1
         batch = replay.sample()
         assert tagged.mixed(batch) == [], "a half-written row was selected"
-        stopping = torch.tensor([int(context.stopping)])
-        dist.all_reduce(stopping)
+        over = torch.tensor(int(context.stopping or (step >= steps and not missing(until))))
+        dist.all_reduce(over)
         context.report(steps=step, version=step)
-        if stopping.item():
-            break
     replay.close()
     dist.destroy_process_group()
-    assert EmptyStoreError
 
 
 def fail(context, after_s=0.0):
