@@ -50,7 +50,7 @@ def test_every_public_name_is_found_and_listed():
 
 @pytest.fixture(scope="module")
 def first_names() -> dict[str, object]:
-    """The error of using each public name as the first thing of geartrain, in a fork of a process with NumPy; or "well"."""
+    """What using each public name as the first thing of geartrain led to, in a fork of a process with NumPy."""
     return in_a_fresh_process(
         f"""
 import os, traceback, numpy
