@@ -209,6 +209,8 @@ class HostBatchBuilder:
         if self.samplers[0].epochs is not None:
             return {**build_stats(self._built, self._make_s, self.samplers), "path": "native gather of a pass"}
         path = "native" if natively else "native gather of rows drawn by the strategy's code"
+        if natively and any(sampler.placed for sampler in self.samplers):
+            path = "native gather of windows placed by a function"
         return {**build_stats(self._built, self._make_s, self.samplers), "path": path}
 
     def describe(self) -> list[dict[str, Any]]:

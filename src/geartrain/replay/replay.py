@@ -30,6 +30,7 @@ from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.replay.distributed.topology import Mesh
 from geartrain.replay.fetch import As, Pad
 from geartrain.replay.transitions import Transitions
+from geartrain.replay.windows import Windows, as_windows, with_room_for
 from geartrain.selection.epochs import Epochs
 from geartrain.selection.mixture import Mixture, Selection
 from geartrain.selection.strategy import Strategy
@@ -61,7 +62,8 @@ class Replay:
         batch_size: rows per batch; over several ranks, of the global batch that they share out.
         fields: names of the fields wanted; all by default.
         window: steps per row. Each window ends at a step drawn uniformly from the row's steps and holds nothing
-            later. Whole rows by default.
+            later. Or `geartrain.Windows`: whole ones, at a row's start or end, every k-th, or where a function says.
+            Whole rows by default.
         pad: side on which windows are padded at the start of a row.
         prefetch: batches prepared ahead, on a thread. Those that take less time than handing them from one thread to
             another (50 us) are made when they are asked for. With 0 each batch is, and sees every priority updated
@@ -137,7 +139,7 @@ class Replay:
         batch_size: int,
         *,
         fields: Sequence[str] | None = None,
-        window: int | None = None,
+        window: int | Windows | None = None,
         pad: Pad = "left",
         prefetch: int = 2,
         output: As = "torch",
@@ -157,7 +159,7 @@ class Replay:
     ) -> None:
         stores = stores_of(store)
         self.stores = stores
-        self.selection = seeded_selection(stores, selection, seed)
+        self.selection = with_room_for(as_windows(window), seeded_selection(stores, selection, seed))
         self.batch_size = batch_size
         self.num_batches = num_batches
         self._config = config = ReplayConfig(

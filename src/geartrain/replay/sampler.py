@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
+from geartrain.core.keys import Keys
 from geartrain.errors import (
     ArgumentError,
     CallCancelledError,
@@ -46,6 +47,7 @@ ALPHA_STEP = 0.01
 # How often a wait for rows looks at the store.
 LOOK_EVERY_S = 0.01
 _NO_ROWS = np.empty(0, np.intp)
+_MOST = 2**31 - 1
 
 
 def alpha_at(strategy: Strategy, step: int) -> float:
@@ -99,7 +101,8 @@ class StoreSampler:
         atom: rows that stand or fall together (a group), and so are replaced together.
         stage: what it is doing, for error messages.
         epochs: the strategy, where it makes passes.
-        draws_natively: whether a whole batch is one native call, or the strategy's own code draws its rows.
+        draws_natively: whether rows are drawn by native code, or by the strategy's own.
+        in_one_call: whether a whole batch is one native call; else Python draws its rows or places its windows.
     """
 
     def __init__(
@@ -128,6 +131,9 @@ class StoreSampler:
             and self.atom == 1
             and getattr(type(strategy), "select", None) is DeclaredStrategy.select
         )
+        windows = plan.windows if transitions is None else None
+        self.placed = windows is not None and windows.function is not None
+        self.in_one_call = self.draws_natively and not self.placed
         self.epochs = strategy if isinstance(strategy, Epochs) else None
         if (transitions is not None or self.traits.over_steps) and not (self.draws_natively or self.epochs):
             raise ArgumentError(
@@ -153,7 +159,7 @@ class StoreSampler:
         One native call draws, counts, places, copies and redraws. Where the strategy draws by code of its own (groups,
         custom ones), that is called first, and the rest is native.
         """
-        if not self.draws_natively:
+        if not self.in_one_call:
             return self._sample_in_python(batch, first, n, step, state)
         limits = None if self.traits.limits is None else self.traits.limits.now()
         if self.transitions is not None and not self.traits.over_steps:  # a row needs a step behind one
@@ -221,7 +227,7 @@ class StoreSampler:
             while True:
                 here = numbers.astype(np.intp)
                 rows, generations = taken.rows[here], taken.generations[here]
-                steps = taken.steps[here] if self.epochs.over == "steps" else None
+                steps = self._steps_of(rows, generations, taken.steps[here], numbers, step, attempt)
                 self._batch_sampler.gather(
                     batch, 0, size, numbers, rows, generations, np.ones(len(here)), step, attempt, steps
                 )
@@ -238,8 +244,29 @@ class StoreSampler:
         assert self.epochs is not None
         shard = Shard(self.candidates, 0, 1, lambda array: array[None])
         row_steps = self.plan.store.max_length if self.epochs.over == "steps" else 0
-        need = 0 if self.transitions is None else 1
-        return self.epochs.take(shard, n, state, row_steps=row_steps, need=need, of_batch=of_batch)
+        need, stride = 1, 1
+        if self.transitions is None:
+            windows = self.plan.windows
+            need, stride = (0, 1) if windows is None else (windows.need, windows.stride if row_steps else 1)
+        return self.epochs.take(shard, n, state, row_steps=row_steps, need=need, stride=stride, of_batch=of_batch)
+
+    def _steps_of(
+        self,
+        rows: NDArray[np.uint32],
+        generations: NDArray[np.uint32],
+        elements: NDArray[np.uint32],
+        numbers: NDArray[np.uint32],
+        step: int,
+        attempt: int,
+    ) -> NDArray[np.uint32] | None:
+        """The steps that windows of a pass are told by; None where they are drawn natively, and for whole rows."""
+        assert self.epochs is not None
+        if self.epochs.over == "rows":
+            return self._asked(step, attempt, numbers, rows, generations)
+        windows = self.plan.windows
+        if self.transitions is not None or windows is None:
+            return elements
+        return windows.anchors_of(self.plan.store.native.lengths(rows), elements)
 
     def _without(self, taken: Taken, lost: NDArray[np.intp], n: int) -> tuple[Taken, NDArray[np.uint32]]:
         """Further rows of the pass in the place of lost ones, as far as there are any, and their numbers.
@@ -278,6 +305,7 @@ class StoreSampler:
             self.min_rows,
             traits.over_steps,
             None if self.transitions is None else self.transitions.native,
+            None if plan.windows is None or self.transitions is not None else plan.windows.native,
         )
 
     def empty_batch(self, n: int, shards: bool, out: list[NDArray[Any]] | None) -> _native.SampledBatch:
@@ -325,8 +353,9 @@ class StoreSampler:
         step: int,
         attempt: int,
     ) -> None:
+        steps = self._asked(step, attempt, numbers, draw.rows, draw.generations)
         self._batch_sampler.gather(
-            batch, first, n, numbers, draw.rows, draw.generations, draw.probability, step, attempt
+            batch, first, n, numbers, draw.rows, draw.generations, draw.probability, step, attempt, steps
         )
 
     def redraws(self, batch: Redrawable) -> Iterator[Redraw]:
@@ -440,13 +469,43 @@ class StoreSampler:
         return drawn
 
     def ends(
-        self, step: int, attempt: int, numbers: NDArray[np.uint32], rows: NDArray[np.uint32]
+        self,
+        step: int,
+        attempt: int,
+        numbers: NDArray[np.uint32],
+        rows: NDArray[np.uint32],
+        generations: NDArray[np.uint32],
     ) -> NDArray[np.int32] | None:
-        """The last step of each draw's window; None for whole rows."""
-        if not self.plan.window:
+        """The step that each draw's window is told by, its last one unless the windows say else; None for whole rows.
+
+        A row that was replaced since it was drawn may be told one that it does not have; whoever reads it finds it
+        torn.
+        """
+        windows = self.plan.windows
+        if windows is None:
             return None
         lengths = self.plan.store.native.lengths(rows)
-        return _native.window_ends(seed_of(self.strategy), step, attempt, numbers, lengths)
+        seed = seed_of(self.strategy)
+        if windows.function is None:
+            return _native.place_windows(windows.length, windows.native, seed, step, attempt, numbers, lengths)
+        random = _native.window_ends(seed, step, attempt, numbers, np.full(len(numbers), _MOST, np.int32)) / _MOST
+        keys = Keys(rows, generations, store=self.plan.store.id)
+        return windows.ask(keys, np.minimum(lengths, self.plan.store.max_length), random)
+
+    def _asked(
+        self,
+        step: int,
+        attempt: int,
+        numbers: NDArray[np.uint32],
+        rows: NDArray[np.uint32],
+        generations: NDArray[np.uint32],
+    ) -> NDArray[np.uint32] | None:
+        """The steps that a function tells windows by; None where they are placed natively."""
+        if not self.placed:
+            return None
+        ends = self.ends(step, attempt, numbers, rows, generations)
+        assert ends is not None
+        return ends.astype(np.uint32)
 
     def count_samples(self, rows: NDArray[np.uint32], generations: NDArray[np.uint32]) -> NDArray[np.bool_]:
         """Counts the draws; False where somebody else drew the row's last allowed sample first."""

@@ -153,6 +153,7 @@ class Epochs:
         *,
         row_steps: int = 0,
         need: int = 0,
+        stride: int = 1,
         of_batch: int | None = None,
     ) -> Taken:
         """The next n rows or steps of the pass; the first of a pass begins it.
@@ -161,6 +162,7 @@ class Epochs:
             state: `Taken.state` of those before; None at the very first.
             row_steps: the most steps of a row, where steps are taken; 0 for rows.
             need: steps at a row's end that do not count.
+            stride: of the others every so many-th counts, and `Taken.steps` are their numbers.
             of_batch: these are to replace some of a batch of so many; fewer than n will do.
 
         Raises:
@@ -184,7 +186,7 @@ class Epochs:
         if "position" in now and (lacking := [name for name in names if name not in now]):
             raise ArgumentError(f"this is no state of a pass over such stores: it has no {', '.join(lacking)}")
         if "position" not in now:
-            all_shards = shard.gather(np.array([*native.begin_pass(row_steps, need), mine], np.uint64))
+            all_shards = shard.gather(np.array([*native.begin_pass(row_steps, need, stride), mine], np.uint64))
             now |= {"position": 0, "given": 0, "count": int(all_shards[:, 1].sum())}
             for number, (upto, _, places) in enumerate(all_shards.tolist()):
                 now |= {f"upto/{number}": upto, f"places/{number}": places}
@@ -213,6 +215,7 @@ class Epochs:
                 need,
                 position,
                 span,
+                stride,
             )
             flags = np.unpackbits(shard.gather(np.packbits(taken)), axis=1, count=span)
             at = np.flatnonzero(flags.any(0))

@@ -310,7 +310,7 @@ class ShardReader:
             counted = sampler.limited and attempt == 0  # by the shard's leader, as they were drawn
             rows.torn[found] = 0 if counted else ~sampler.count_samples(*keys)
             ends = None
-            placed = sampler.ends(step, attempt, rows.numbers[found].astype(np.uint32), keys[0])
+            placed = sampler.ends(step, attempt, rows.numbers[found].astype(np.uint32), *keys)
             if placed is not None:
                 ends = np.zeros(len(here), np.int32)
                 ends[found] = placed
