@@ -205,7 +205,8 @@ def make_samplers(stores: Sequence[Store], selection: Selection, config: ReplayC
         limited = store.options["max_times_sampled"] is not None
         least = (config.batch_size if limited else 1) if config.min_rows is None else config.min_rows
         transitions = None if view is None else TransitionPlan(view, plan)
-        samplers.append(StoreSampler(plan, strategy, least, config.timeout_s, transitions=transitions))
+        mixed = isinstance(selection, Mixture)
+        samplers.append(StoreSampler(plan, strategy, least, config.timeout_s, transitions=transitions, mixed=mixed))
     return samplers
 
 

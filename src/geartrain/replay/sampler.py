@@ -27,7 +27,7 @@ from geartrain.selection.declared import DeclaredStrategy
 from geartrain.selection.epochs import Epochs, Taken
 from geartrain.selection.random import Prioritized, checked_beta
 from geartrain.selection.schedule import at_step
-from geartrain.selection.sharded import Shard
+from geartrain.selection.shard import Shard, ShardedDraw
 from geartrain.selection.strategy import (
     ORDERS,
     Candidates,
@@ -94,6 +94,7 @@ class StoreSampler:
         timeout_s: longest wait for rows, and for the store's rate limiter.
         stopping: asked while it waits; when it says so, the wait ends with `CallCancelledError`.
         transitions: what of the rows is gathered instead of windows.
+        mixed: the batches are a mixture's, of which this draws a part.
 
     Attributes:
         redrawn: rows that were lost between their draw and their copy.
@@ -113,8 +114,10 @@ class StoreSampler:
         timeout_s: float = 60.0,
         stopping: Callable[[], bool] | None = None,
         transitions: TransitionPlan | None = None,
+        mixed: bool = False,
     ) -> None:
         self.plan = plan
+        self.mixed = mixed
         self.transitions = transitions
         self.strategy = strategy
         self.traits = traits_of(strategy)
@@ -159,6 +162,8 @@ class StoreSampler:
         One native call draws, counts, places, copies and redraws. Where the strategy draws by code of its own (groups,
         custom ones), that is called first, and the rest is native.
         """
+        if self.epochs is not None:
+            return self._sample_passes(batch, first, n, step, state)
         if not self.in_one_call:
             return self._sample_in_python(batch, first, n, step, state)
         limits = None if self.traits.limits is None else self.traits.limits.now()
@@ -240,9 +245,72 @@ class StoreSampler:
                 if len(taken.rows) < size:
                     break  # the pass has no more; what is left is copied into a smaller batch
 
-    def _take(self, n: int, state: dict[str, int], of_batch: int | None = None) -> Taken:
+    def _sample_passes(
+        self, batch: _native.SampledBatch, first: int, n: int, step: int, state: dict[str, int]
+    ) -> dict[str, int]:
+        """Fills a part of a mixture's batch: where a pass ends the next one goes on.
+
+        A row that is lost between being taken and being copied is skipped; the next one takes its place.
+        """
+        self.wait_for_rows()
+        self.admit(n)
+        try:
+            self.expire()
+            self.check_count(len(self.plan.store))
+            self.stage = "drawing and copying rows"
+            numbers = np.arange(n, dtype=np.uint32)
+            torn, attempt = batch.torn()[first : first + n], 0
+            while True:
+                taken = self.take_on(self._shard, len(numbers), state)
+                state, rows, generations = taken.state, taken.rows, taken.generations
+                steps = self._steps_of(rows, generations, taken.steps, numbers, step, attempt)
+                self._batch_sampler.gather(
+                    batch, first, n, numbers, rows, generations, np.ones(len(rows)), step, attempt, steps
+                )
+                lost = np.flatnonzero(torn)
+                if not len(lost):
+                    return state
+                attempt += 1
+                self.note_lost(len(lost), attempt)
+                state = state | {"skipped": state.get("skipped", 0) + len(lost)}
+                numbers = lost.astype(np.uint32)
+        except BaseException:
+            self.give_back(n)
+            raise
+        finally:
+            self.stage = "idle"
+
+    @property
+    def _shard(self) -> Shard:
+        return Shard(self.candidates, 0, 1, lambda array: array[None])
+
+    def take_on(self, shard: Shard, n: int, state: dict[str, int]) -> Taken:
+        """The next n rows of a pass and of those after it; over several ranks collective, and alike on all."""
+        taken = self.take(shard, n, state)
+        while len(taken.rows) < n:
+            more = self.take(shard, n - len(taken.rows), taken.state)
+            taken = Epochs.joined(taken, np.arange(len(taken.rows)), more)
+        return taken
+
+    def draw_pass(self, shard: Shard, n: int, state: dict[str, int]) -> ShardedDraw:
+        """The next rows of a pass over all shards: n, or fewer at its end unless these are a mixture's."""
         assert self.epochs is not None
-        shard = Shard(self.candidates, 0, 1, lambda array: array[None])
+        if self.mixed:
+            taken = self.take_on(shard, n, state)
+        else:
+            taken = self.take(shard, n, state)
+            while not len(taken.rows):  # the rest of the pass went since the batch before
+                taken = self.take(shard, n, taken.state)
+        probability = np.where(taken.shard == shard.number, 1.0, 0.0)
+        steps = taken.steps if self.epochs.over == "steps" else None
+        return ShardedDraw(taken.shard, taken.rows, taken.generations, probability, taken.state, steps=steps)
+
+    def _take(self, n: int, state: dict[str, int], of_batch: int | None = None) -> Taken:
+        return self.take(self._shard, n, state, of_batch)
+
+    def take(self, shard: Shard, n: int, state: dict[str, int], of_batch: int | None = None) -> Taken:
+        """The next n rows or steps of a pass, fewer at its end; see `Epochs.take`."""
+        assert self.epochs is not None
         row_steps = self.plan.store.max_length if self.epochs.over == "steps" else 0
         need, stride = 1, 1
         if self.transitions is None:
@@ -475,16 +543,19 @@ class StoreSampler:
         numbers: NDArray[np.uint32],
         rows: NDArray[np.uint32],
         generations: NDArray[np.uint32],
+        elements: NDArray[np.uint32] | None = None,
     ) -> NDArray[np.int32] | None:
         """The step that each draw's window is told by, its last one unless the windows say else; None for whole rows.
 
-        A row that was replaced since it was drawn may be told one that it does not have; whoever reads it finds it
-        torn.
+        With `elements`, the numbers of windows in their rows, it is theirs. A row that was replaced since it was drawn
+        may be told one that it does not have; whoever reads it finds it torn.
         """
         windows = self.plan.windows
         if windows is None:
             return None
         lengths = self.plan.store.native.lengths(rows)
+        if elements is not None:
+            return windows.anchors_of(lengths, elements).astype(np.int32)
         seed = seed_of(self.strategy)
         if windows.function is None:
             return _native.place_windows(windows.length, windows.native, seed, step, attempt, numbers, lengths)

@@ -51,8 +51,11 @@ class Epochs:
     `set_epoch` to call. A row that is still being extended when a pass begins belongs to a pass that begins after its
     end.
 
-    Over several ranks (`group=`) all shards are one set, of which each rank gets its part of every global batch; with
-    drop_last=True and over rows. Alone it is not part of a `Mixture`, and in host memory.
+    Over several ranks (`group=`) all shards are one set, of which each rank gets its part of every global batch. The
+    parts of a pass's last batch differ by a row at most: with fewer rows than replicas some get none, `len(batch)` 0.
+    In a `Mixture` every store goes on from pass to pass by itself, within a batch too, so that batches have one size;
+    the iteration does not end with any of them, and drop_last leaves out what is less than the store's rows of a batch.
+    In host memory only.
 
     Args:
         shuffle: in a random order, another one each pass; else in the order of the store's places.
@@ -117,13 +120,13 @@ class Epochs:
         return ShardedDraw(taken.shard, taken.rows, taken.generations, ones, taken.state)
 
     def _of_rows(self, state: Mapping[str, int] | None, redraw: Redraw | None) -> Mapping[str, int] | None:
-        if self.over == "steps":
-            raise ArgumentError("passes over steps are made by a Replay over one store, in host memory")
         if redraw is not None:
             raise TurnoverError(
                 "a row was overwritten while a pass over ranks read it, and any other would be in the pass twice; let "
                 "writers wait until the pass is over, or give the store more room"
             )
+        if self.over == "steps":
+            raise ArgumentError("passes over steps are made by a Replay, which knows what of a row its windows need")
         return state
 
     def _next(self, shard: Shard, n: int, state: Mapping[str, int] | None) -> Taken:
