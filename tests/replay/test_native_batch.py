@@ -137,7 +137,7 @@ def test_rows_whose_last_samples_a_batch_has_used_take_no_place_among_the_others
     take_before(others[:4])
     numbers = np.arange(8, dtype=np.uint32)
     args = (drawn.rows, drawn.generations, drawn.probability)
-    assert sampler._batch_sampler.gather(batch, 0, 8, numbers, *args, 0, 0) == 0
+    assert sampler.batch_sampler.gather(batch, 0, 8, numbers, *args, 0, 0) == 0
     assert len(store) == 4
     again = sampler.candidates.native.draw_distinct(False, 1, 0, 1, 4, drawn.rows, None)
     assert sorted(again[0].tolist()) == sorted(others[4:].tolist())

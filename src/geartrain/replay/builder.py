@@ -15,6 +15,7 @@ from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError
 from geartrain.replay.batch import Batch
 from geartrain.replay.native_batch import BatchPlan, NativeBatch
+from geartrain.replay.pass_sampler import PassSampler
 from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.mixture import Selection, quotas_of
 from geartrain.store.priorities import set_priorities
@@ -178,8 +179,9 @@ class HostBatchBuilder:
         self, step: int, state: State, out: list[NDArray[Any]] | None = None
     ) -> tuple[_native.SampledBatch, State]:
         """The rows of a step, their fields in `out` or in recycled memory, and the strategies' state after it."""
-        if self.samplers[0].epochs is not None and not self.mixed:
-            batch, after = self.samplers[0].sample_pass(self.rows, step, state[0], out)
+        passes = self.samplers[0]
+        if isinstance(passes, PassSampler) and not self.mixed:
+            batch, after = passes.sample_pass(self.rows, step, state[0], out)
             return batch, [after]
         batch = self.samplers[0].empty_batch(self.rows, self.mixed, out)
         if not self.mixed:
@@ -205,8 +207,8 @@ class HostBatchBuilder:
 
     def stats(self) -> dict[str, Any]:
         """See `BatchBuilder`."""
-        natively = all(sampler.draws_natively or sampler.epochs is not None for sampler in self.samplers)
-        if self.samplers[0].epochs is not None and not self.mixed:
+        natively = all(sampler.draws_natively or isinstance(sampler, PassSampler) for sampler in self.samplers)
+        if isinstance(self.samplers[0], PassSampler) and not self.mixed:
             return {**build_stats(self._built, self._make_s, self.samplers), "path": "native gather of a pass"}
         path = "native" if natively else "native gather of rows drawn by the strategy's code"
         if natively and any(sampler.placed for sampler in self.samplers):

@@ -24,10 +24,9 @@ from geartrain.errors import (
 from geartrain.replay.fetch import FetchPlan
 from geartrain.replay.transitions import TransitionPlan
 from geartrain.selection.declared import DeclaredStrategy
-from geartrain.selection.epochs import Epochs, Taken
+from geartrain.selection.epochs import Epochs
 from geartrain.selection.random import Prioritized, checked_beta
 from geartrain.selection.schedule import at_step
-from geartrain.selection.shard import Shard, ShardedDraw
 from geartrain.selection.strategy import (
     ORDERS,
     Candidates,
@@ -94,14 +93,12 @@ class StoreSampler:
         timeout_s: longest wait for rows, and for the store's rate limiter.
         stopping: asked while it waits; when it says so, the wait ends with `CallCancelledError`.
         transitions: what of the rows is gathered instead of windows.
-        mixed: the batches are a mixture's, of which this draws a part.
 
     Attributes:
         redrawn: rows that were lost between their draw and their copy.
         alpha: that the store's priorities are of.
         atom: rows that stand or fall together (a group), and so are replaced together.
         stage: what it is doing, for error messages.
-        epochs: the strategy, where it makes passes.
         draws_natively: whether rows are drawn by native code, or by the strategy's own.
         in_one_call: whether a whole batch is one native call; else Python draws its rows or places its windows.
     """
@@ -114,10 +111,8 @@ class StoreSampler:
         timeout_s: float = 60.0,
         stopping: Callable[[], bool] | None = None,
         transitions: TransitionPlan | None = None,
-        mixed: bool = False,
     ) -> None:
         self.plan = plan
-        self.mixed = mixed
         self.transitions = transitions
         self.strategy = strategy
         self.traits = traits_of(strategy)
@@ -137,8 +132,9 @@ class StoreSampler:
         windows = plan.windows if transitions is None else None
         self.placed = windows is not None and windows.function is not None
         self.in_one_call = self.draws_natively and not self.placed
-        self.epochs = strategy if isinstance(strategy, Epochs) else None
-        if (transitions is not None or self.traits.over_steps) and not (self.draws_natively or self.epochs):
+        if (transitions is not None or self.traits.over_steps) and not (
+            self.draws_natively or isinstance(strategy, Epochs)
+        ):
             raise ArgumentError(
                 f"{type(strategy).__name__} chooses rows by code of its own, which knows nothing of transitions; use "
                 f"Uniform, Prioritized, Epochs or an ordered strategy"
@@ -162,8 +158,6 @@ class StoreSampler:
         One native call draws, counts, places, copies and redraws. Where the strategy draws by code of its own (groups,
         custom ones), that is called first, and the rest is native.
         """
-        if self.epochs is not None:
-            return self._sample_passes(batch, first, n, step, state)
         if not self.in_one_call:
             return self._sample_in_python(batch, first, n, step, state)
         limits = None if self.traits.limits is None else self.traits.limits.now()
@@ -172,14 +166,14 @@ class StoreSampler:
         beta = None if self._beta is None else checked_beta(at_step(self._beta, step))
         cursor = int(state.get("after", state.get("after/0", 0))) if self.traits.cursor else 0
         self.stage = "drawing and copying rows"
-        result = self._batch_sampler.sample_into(batch, first, n, step, limits, cursor, False, beta)
+        result = self.batch_sampler.sample_into(batch, first, n, step, limits, cursor, False, beta)
         if result is None:  # rows, or the rate limiter, have to be waited for
             self.wait_for_rows()
             self.admit(n)
             try:
                 self.check_count(len(self.plan.store))
                 self.stage = "drawing and copying rows"
-                result = self._batch_sampler.sample_into(batch, first, n, step, limits, cursor, True, beta)
+                result = self.batch_sampler.sample_into(batch, first, n, step, limits, cursor, True, beta)
                 assert result is not None
             except BaseException:
                 self.give_back(n)
@@ -193,170 +187,9 @@ class StoreSampler:
             self._set_importance(batch, first, draw, count, step)
         return {"after": cursor} if self.traits.cursor else {}
 
-    def sample_pass(
-        self, n: int, step: int, state: dict[str, int], out: list[NDArray[Any]] | None
-    ) -> tuple[_native.SampledBatch, dict[str, int]]:
-        """The next batch of a pass, of n rows or fewer at its end, and the strategy's state after it.
-
-        A row that is lost between being taken and being copied is skipped like one that was gone before: the next of
-        the pass takes its place, and at the end of the pass the batch gets smaller.
-        """
-        self.wait_for_rows()
-        self.admit(n)
-        given = 0
-        try:
-            self.expire()
-            self.check_count(len(self.plan.store))
-            self.stage = "drawing and copying rows"
-            batch, state = self._sample_pass(n, step, state, out)
-            given = len(batch)
-            return batch, state
-        finally:
-            if given < n:
-                self.give_back(n - given)
-            self.stage = "idle"
-
-    def _sample_pass(
-        self, n: int, step: int, state: dict[str, int], out: list[NDArray[Any]] | None
-    ) -> tuple[_native.SampledBatch, dict[str, int]]:
-        assert self.epochs is not None
-        taken = self._take(n, state)
-        attempt = 0
-        while True:
-            if not len(taken.rows) or (self.epochs.drop_last and len(taken.rows) < n):  # so many of its end went
-                state = taken.state | {"dropped": taken.state["dropped"] + len(taken.rows)}
-                taken = self._take(n, state)
-                continue
-            size = len(taken.rows)
-            batch, numbers = self.empty_batch(size, False, out), np.arange(size, dtype=np.uint32)
-            while True:
-                here = numbers.astype(np.intp)
-                rows, generations = taken.rows[here], taken.generations[here]
-                steps = self._steps_of(rows, generations, taken.steps[here], numbers, step, attempt)
-                self._batch_sampler.gather(
-                    batch, 0, size, numbers, rows, generations, np.ones(len(here)), step, attempt, steps
-                )
-                lost = np.flatnonzero(batch.torn())
-                if not len(lost):
-                    return batch, taken.state
-                attempt += 1
-                self.note_lost(len(lost), attempt)
-                taken, numbers = self._without(taken, lost, n)
-                if len(taken.rows) < size:
-                    break  # the pass has no more; what is left is copied into a smaller batch
-
-    def _sample_passes(
-        self, batch: _native.SampledBatch, first: int, n: int, step: int, state: dict[str, int]
-    ) -> dict[str, int]:
-        """Fills a part of a mixture's batch: where a pass ends the next one goes on.
-
-        A row that is lost between being taken and being copied is skipped; the next one takes its place.
-        """
-        self.wait_for_rows()
-        self.admit(n)
-        try:
-            self.expire()
-            self.check_count(len(self.plan.store))
-            self.stage = "drawing and copying rows"
-            numbers = np.arange(n, dtype=np.uint32)
-            torn, attempt = batch.torn()[first : first + n], 0
-            while True:
-                taken = self.take_on(self._shard, len(numbers), state)
-                state, rows, generations = taken.state, taken.rows, taken.generations
-                steps = self._steps_of(rows, generations, taken.steps, numbers, step, attempt)
-                self._batch_sampler.gather(
-                    batch, first, n, numbers, rows, generations, np.ones(len(rows)), step, attempt, steps
-                )
-                lost = np.flatnonzero(torn)
-                if not len(lost):
-                    return state
-                attempt += 1
-                self.note_lost(len(lost), attempt)
-                state = state | {"skipped": state.get("skipped", 0) + len(lost)}
-                numbers = lost.astype(np.uint32)
-        except BaseException:
-            self.give_back(n)
-            raise
-        finally:
-            self.stage = "idle"
-
-    @property
-    def _shard(self) -> Shard:
-        return Shard(self.candidates, 0, 1, lambda array: array[None])
-
-    def take_on(self, shard: Shard, n: int, state: dict[str, int]) -> Taken:
-        """The next n rows of a pass and of those after it; over several ranks collective, and alike on all."""
-        taken = self.take(shard, n, state)
-        while len(taken.rows) < n:
-            more = self.take(shard, n - len(taken.rows), taken.state)
-            taken = Epochs.joined(taken, np.arange(len(taken.rows)), more)
-        return taken
-
-    def draw_pass(self, shard: Shard, n: int, state: dict[str, int]) -> ShardedDraw:
-        """The next rows of a pass over all shards: n, or fewer at its end unless these are a mixture's."""
-        assert self.epochs is not None
-        if self.mixed:
-            taken = self.take_on(shard, n, state)
-        else:
-            taken = self.take(shard, n, state)
-            while not len(taken.rows):  # the rest of the pass went since the batch before
-                taken = self.take(shard, n, taken.state)
-        probability = np.where(taken.shard == shard.number, 1.0, 0.0)
-        steps = taken.steps if self.epochs.over == "steps" else None
-        return ShardedDraw(taken.shard, taken.rows, taken.generations, probability, taken.state, steps=steps)
-
-    def _take(self, n: int, state: dict[str, int], of_batch: int | None = None) -> Taken:
-        return self.take(self._shard, n, state, of_batch)
-
-    def take(self, shard: Shard, n: int, state: dict[str, int], of_batch: int | None = None) -> Taken:
-        """The next n rows or steps of a pass, fewer at its end; see `Epochs.take`."""
-        assert self.epochs is not None
-        row_steps = self.plan.store.max_length if self.epochs.over == "steps" else 0
-        need, stride = 1, 1
-        if self.transitions is None:
-            windows = self.plan.windows
-            need, stride = (0, 1) if windows is None else (windows.need, windows.stride if row_steps else 1)
-        return self.epochs.take(shard, n, state, row_steps=row_steps, need=need, stride=stride, of_batch=of_batch)
-
-    def _steps_of(
-        self,
-        rows: NDArray[np.uint32],
-        generations: NDArray[np.uint32],
-        elements: NDArray[np.uint32],
-        numbers: NDArray[np.uint32],
-        step: int,
-        attempt: int,
-    ) -> NDArray[np.uint32] | None:
-        """The steps that windows of a pass are told by; None where they are drawn natively, and for whole rows."""
-        assert self.epochs is not None
-        if self.epochs.over == "rows":
-            return self._asked(step, attempt, numbers, rows, generations)
-        windows = self.plan.windows
-        if self.transitions is not None or windows is None:
-            return elements
-        return windows.anchors_of(self.plan.store.native.lengths(rows), elements)
-
-    def _without(self, taken: Taken, lost: NDArray[np.intp], n: int) -> tuple[Taken, NDArray[np.uint32]]:
-        """Further rows of the pass in the place of lost ones, as far as there are any, and their numbers.
-
-        Where there are fewer, what is left is one after the other, and all of it is to be copied anew.
-        """
-        kept = np.delete(np.arange(len(taken.rows)), lost)
-        rest = taken.rest | {"given": taken.rest["given"] - len(lost)}
-        more = self._take(len(lost), rest, n)
-        if len(more.rows) < len(lost):
-            return Epochs.joined(taken, kept, more), taken.rows[:0]
-        order = np.argsort(np.concatenate([kept, lost]))  # each further row where the lost one was
-        joined = Epochs.joined(taken, kept, more)
-        return joined._replace(
-            shard=joined.shard[order],
-            rows=joined.rows[order],
-            generations=joined.generations[order],
-            steps=joined.steps[order],
-        ), lost.astype(np.uint32)
-
     @functools.cached_property
-    def _batch_sampler(self) -> _native.BatchSampler:
+    def batch_sampler(self) -> _native.BatchSampler:
+        """What draws, places, copies and redraws natively."""
         plan, traits = self.plan, self.traits
         return _native.BatchSampler(
             plan.store.native,
@@ -421,8 +254,8 @@ class StoreSampler:
         step: int,
         attempt: int,
     ) -> None:
-        steps = self._asked(step, attempt, numbers, draw.rows, draw.generations)
-        self._batch_sampler.gather(
+        steps = self.asked(step, attempt, numbers, draw.rows, draw.generations)
+        self.batch_sampler.gather(
             batch, first, n, numbers, draw.rows, draw.generations, draw.probability, step, attempt, steps
         )
 
@@ -563,7 +396,7 @@ class StoreSampler:
         keys = Keys(rows, generations, store=self.plan.store.id)
         return windows.ask(keys, np.minimum(lengths, self.plan.store.max_length), random)
 
-    def _asked(
+    def asked(
         self,
         step: int,
         attempt: int,

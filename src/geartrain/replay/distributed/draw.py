@@ -20,6 +20,7 @@ from geartrain.replay.builder import PriorityUpdate, State
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import rank_status
 from geartrain.replay.distributed.priority_updates import send_updates
+from geartrain.replay.pass_sampler import PassSampler
 from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
 from geartrain.selection.sharded import (
     NO_ROW,
@@ -180,7 +181,7 @@ class ShardedSampler:
             known.totals[number],
         )
         state = known.state[number] or None
-        if sampler.epochs is not None:
+        if isinstance(sampler, PassSampler):
             return common_errors(lambda: sampler.draw_pass(shard, quota, known.state[number]))
         drawn = common_errors(lambda: select_shards(sampler.strategy, shard, quota, step, state))
         return self._count_samples(number, shard, drawn, step) if sampler.limited else drawn
