@@ -90,7 +90,7 @@ def _steps(store: RemoteStore, lap_bytes: int) -> Callable[[], int]:
     frames = np.random.default_rng(0).integers(0, 256, (2, ENVIRONMENTS, *FRAME), dtype=np.uint8)
     recorder = store.recorder(ENVIRONMENTS, autoreset="disabled")
     reward, never = np.zeros(ENVIRONMENTS, np.float32), np.zeros(ENVIRONMENTS, bool)
-    count = max(1, round(lap_bytes / frames[0].nbytes) - 1)  # and the observation that the episodes begin with
+    count: int = max(1, round(lap_bytes / frames[0].nbytes) - 1)  # and the observation that the episodes begin with
 
     def feed() -> int:
         recorder.reset(frames[0])
@@ -104,7 +104,7 @@ def _steps(store: RemoteStore, lap_bytes: int) -> Callable[[], int]:
 
 def _rows(store: RemoteStore, lap_bytes: int) -> Callable[[], int]:
     rows = np.random.default_rng(0).integers(0, 256, (ROWS, 1, ROW_BYTES), dtype=np.uint8)
-    count = max(1, round(lap_bytes / rows.nbytes))
+    count: int = max(1, round(lap_bytes / rows.nbytes))
 
     def feed() -> int:
         for _ in range(count):
