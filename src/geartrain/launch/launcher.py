@@ -15,9 +15,11 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import geartrain.weights as weights
 from geartrain.core.counters import SharedCounters
+from geartrain.core.process_report import register
 from geartrain.errors import (
     GeartrainError,
     JobInterruptedError,
@@ -95,6 +97,7 @@ class Launcher:
             fingerprint = json.dumps([[r.name, r.kind, r.processes, r.hosts, r.run] for r in self.job.roles])
             self._coordinator = Coordinator(self.position, fingerprint, self._supervisor.wake)
             stack.callback(self._coordinator.close)
+            register(self, "job", _figures)
             stack.enter_context(self._display)
             try:
                 for process in self._processes:
@@ -403,6 +406,30 @@ class Launcher:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _figures(launcher: Launcher) -> dict[str, Any]:
+    """For the process's report: the job, where its coordinator is, and its processes on this host by slot."""
+    position = launcher.position
+    return {
+        "name": launcher.job.name,
+        "counters": launcher._counters.name,
+        "coordinator": launcher._coordinator.address,
+        "host": position.host,
+        "hosts": position.hosts,
+        "folder": str(launcher.folder),
+        "elapsed_s": time.monotonic() - launcher._began_s,
+        "processes": [
+            {
+                "name": each.name,
+                "kind": each.role.kind,
+                "pid": each.pid,
+                "restarts": each.restart,
+                "exit_code": each.returncode,
+            }
+            for each in launcher._processes
+        ],
+    }
 
 
 def _free_port() -> int:
