@@ -333,7 +333,7 @@ class Launcher:
             found = MetricsReader(self._counters, names).read()  # on a thread of the server
             return dict(zip((each.name for each in self._processes), found, strict=True))
 
-        endpoint = PrometheusEndpoint(read, "0.0.0.0", port)
+        endpoint = PrometheusEndpoint(read, "0.0.0.0", port, self.job.trust)
         stack.callback(endpoint.close)
         self._display.say(f"metrics for Prometheus on port {endpoint.port}")
 

@@ -1,11 +1,14 @@
-"""`geartrain top`: what this host's stores and jobs do, what waits, and because of whom."""
+"""`geartrain top` and `geartrain metrics`: what this host's stores and jobs do, what waits, and because of whom."""
 
 from __future__ import annotations
 
 import json
 import queue
+import signal
 import sys
+import threading
 import time
+from importlib.resources import files
 from typing import Annotated, Any
 
 import typer
@@ -74,3 +77,35 @@ def top(
         finally:
             background.close()
             watcher.close()
+
+
+@app.command()
+def metrics(
+    port: Annotated[int, typer.Option(min=0, max=65535, help="To listen on; 0 is a free one.")] = 9464,
+    host: Annotated[
+        str, typer.Option(help="To listen on; the metrics have names of stores and programs, and no password.")
+    ] = "127.0.0.1",
+    dashboard: Annotated[
+        bool, typer.Option("--dashboard", help="Print a dashboard for Grafana as JSON, and exit.")
+    ] = False,
+    trust: Annotated[str, typer.Option(help=TRUST_HELP)] = "user",
+) -> None:
+    """Serve metrics of all stores, jobs, replays, peers, groups and weights of this host to Prometheus, until Ctrl-C.
+
+    Example: geartrain metrics --port 9464, and in prometheus.yml: targets: ["localhost:9464"]
+    """
+    from geartrain.launch.prometheus import PrometheusEndpoint
+
+    trusted = check_trust(trust)
+    if dashboard:
+        sys.stdout.write((files("geartrain.tools.watch") / "grafana.json").read_text())
+        return
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    endpoint = PrometheusEndpoint(None, host, port, trusted)
+    try:
+        out.print(f"metrics on http://{host}:{endpoint.port}/metrics", soft_wrap=True)
+        while not ended.wait(3600):
+            pass
+    finally:
+        endpoint.close()
