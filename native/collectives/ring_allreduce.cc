@@ -178,6 +178,11 @@ void RingAllreduce::add(Operation& operation, std::span<const std::byte> payload
   forward(operation, &operation.received, false, count);
 }
 
+bool RingAllreduce::waits_for_next(uint64_t number) const {
+  const auto place = operations_.find(number);
+  return place != operations_.end() && place->second.work->shape.count != 0 && place->second.received.step == steps();
+}
+
 // --- sending --------------------------------------------------------------------------------------------------------
 
 bool RingAllreduce::next(OutFrame* frame) {

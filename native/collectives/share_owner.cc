@@ -210,27 +210,29 @@ void ShareOwner::end(Place place, uint32_t rank) {
 // --- diagnosis ------------------------------------------------------------------------------------------------------
 
 std::vector<uint32_t> ShareOwner::least_advanced(uint64_t number, uint64_t* bytes, uint64_t* of) const {
-  std::vector<uint32_t> ranks;
-  const auto place = operations_.find(number);
   *bytes = *of = 0;
-  if (place == operations_.end()) {
-    // No rank has opened it here, or it is over: a rank that queries it can only wait for what is in flight.
+  // Ranks take one operation after the other: who is behind in an earlier one holds up this one too.
+  for (const auto& [at, operation] : operations_) {
+    if (at > number) break;
+    // A rank that has not even opened it is behind those that have sent nothing yet.
+    const auto progress = [&](uint32_t rank) { return operation.opened[rank] ? operation.received[rank] + 1 : 0; };
+    uint64_t least = ~uint64_t{0};
+    for (uint32_t rank = 0; rank < world_; ++rank) least = std::min(least, progress(rank));
+    if (least == operation.share_bytes + 1) continue;  // all is there
+    std::vector<uint32_t> ranks;
     for (uint32_t rank = 0; rank < world_; ++rank) {
-      if (rank != self_ && next_open_[rank] <= number) ranks.push_back(rank);
+      if (progress(rank) == least) ranks.push_back(rank);
     }
+    *bytes = least == 0 ? 0 : least - 1;
+    *of = operation.share_bytes;
     return ranks;
   }
-  const Operation& operation = place->second;
-  *of = operation.share_bytes;
-  // A rank that has not even opened it is behind those that have sent nothing yet.
-  const auto progress = [&](uint32_t rank) { return operation.opened[rank] ? operation.received[rank] + 1 : 0; };
-  uint64_t least = ~uint64_t{0};
-  for (uint32_t rank = 0; rank < world_; ++rank) least = std::min(least, progress(rank));
-  if (least == operation.share_bytes + 1) return ranks;  // all is there
+  std::vector<uint32_t> ranks;
+  if (operations_.contains(number)) return ranks;
+  // No rank has opened it here, or it is over: a rank that queries it can only wait for what is in flight.
   for (uint32_t rank = 0; rank < world_; ++rank) {
-    if (progress(rank) == least) ranks.push_back(rank);
+    if (rank != self_ && next_open_[rank] <= number) ranks.push_back(rank);
   }
-  *bytes = least == 0 ? 0 : least - 1;
   return ranks;
 }
 

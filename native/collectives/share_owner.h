@@ -46,7 +46,7 @@ class ShareOwner {
   // The next piece of a result for a rank. False when there is none now.
   bool next(uint32_t rank, OutFrame* frame);
 
-  // The ranks that an operation waits for: those that have sent the least.
+  // The ranks that an operation waits for: those that have sent the least, of it or of an earlier one.
   std::vector<uint32_t> least_advanced(uint64_t operation, uint64_t* bytes, uint64_t* of) const;
   // The first operation that some rank has begun and that is not over, or a number beyond all.
   uint64_t oldest() const { return operations_.empty() ? ~uint64_t{0} : operations_.begin()->first; }

@@ -31,8 +31,9 @@ from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.replay.distributed.topology import Mesh
 from geartrain.replay.fetch import As, Pad
 from geartrain.replay.transitions import Transitions
+from geartrain.replay.windows import Windows, as_windows, with_room_for
 from geartrain.selection.epochs import Epochs
-from geartrain.selection.mixture import Mixture, Selection
+from geartrain.selection.mixture import Mixture, Selection, strategies_of
 from geartrain.selection.strategy import Strategy
 from geartrain.store.store import Store
 
@@ -62,7 +63,8 @@ class Replay:
         batch_size: rows per batch; over several ranks, of the global batch that they share out.
         fields: names of the fields wanted; all by default.
         window: steps per row. Each window ends at a step drawn uniformly from the row's steps and holds nothing
-            later. Whole rows by default.
+            later. Or `geartrain.Windows`: whole ones, at a row's start or end, every k-th, or where a function says.
+            Whole rows by default.
         pad: side on which windows are padded at the start of a row.
         prefetch: batches prepared ahead, on a thread. Those that take less time than handing them from one thread to
             another (50 us) are made when they are asked for. With 0 each batch is, and sees every priority updated
@@ -138,7 +140,7 @@ class Replay:
         batch_size: int,
         *,
         fields: Sequence[str] | None = None,
-        window: int | None = None,
+        window: int | Windows | None = None,
         pad: Pad = "left",
         prefetch: int = 2,
         output: As = "torch",
@@ -158,7 +160,7 @@ class Replay:
     ) -> None:
         stores = stores_of(store)
         self.stores = stores
-        self.selection = seeded_selection(stores, selection, seed)
+        self.selection = with_room_for(as_windows(window), seeded_selection(stores, selection, seed))
         self.batch_size = batch_size
         self.num_batches = num_batches
         self._config = config = ReplayConfig(
@@ -251,7 +253,9 @@ class Replay:
             yield batch
 
     def _epoch(self) -> int:
-        """The pass that the next batch is of, with `Epochs`; 0 without."""
+        """The pass that the next batch is of, with `Epochs`; 0 without, and in a mixture, whose passes end apart."""
+        if not isinstance(self.selection, Epochs):
+            return 0
         return self._loader.state[0].get("epoch", 0)
 
     def _begun_after(self, epoch: int) -> dict[str, int] | None:
@@ -414,7 +418,8 @@ class Replay:
         selecting and fetching, on whichever thread), gb_per_s and samples_per_s of that time; redrawn (rows
         lost between their draw and their copy); in host memory path, a text: "native" where a batch is one native call,
         else what the strategies' own code does; with `Epochs` epoch (the pass of the next batch), and over all passes
-        that have ended skipped (rows that went before their turn) and dropped (by `drop_last`).
+        that have ended skipped (rows that went before their turn) and dropped (by `drop_last`), in a mixture lists
+        with one of each for each store.
 
         Over several ranks rows and bytes are this rank's, and there are: local_bytes (read from the shard of this
         host), received_bytes and sent_bytes (fields, from and for other ranks), local_share, selection_bytes (sent
@@ -440,11 +445,14 @@ class Replay:
             **more,
         }
 
-    def _passes(self) -> dict[str, int]:
-        if not isinstance(self.selection, Epochs):
+    def _passes(self) -> dict[str, int | list[int]]:
+        strategies, states = strategies_of(self.selection), self._loader.state
+        if not any(isinstance(each, Epochs) for each in strategies):
             return {}
-        state = self._loader.state[0]
-        return {name: state.get(name, 0) for name in ("epoch", "skipped", "dropped")}
+        names = ("epoch", "skipped", "dropped")
+        if isinstance(self.selection, Mixture):
+            return {name: [state.get(name, 0) for state in states] for name in names}
+        return {name: states[0].get(name, 0) for name in names}
 
     def describe(self) -> list[dict[str, Any]]:
         """For each store, how its rows come to the device: path and why, where rows are chosen, pinned bytes.
