@@ -527,6 +527,18 @@ class CollectiveGroup:
         /,
         keep: Any,
     ) -> CollectiveWork: ...
+    def run(
+        self,
+        collective: int,
+        sends: Sequence[tuple[int, int]],
+        receives: Sequence[tuple[int, int]],
+        dtype: int,
+        op: int,
+        root: int,
+        timeout_s: float,
+        /,
+        keep: Any,
+    ) -> CollectiveWork: ...
     def counts(self) -> dict[str, Any]: ...
     def fault(self) -> tuple[int, str, list[int]] | None: ...
     def name_of(self, member: int, /) -> str: ...
