@@ -149,6 +149,7 @@ uint64_t draw_by(const Kind& kind, uint64_t first_total, const DrawPlan& plan, s
   const bool over_steps = !kPlain && plan.max_steps != 0;
   const uint32_t per_row = kPlain ? 0 : from.row_steps;
   const bool limited = !kPlain && (!plan.limits.none() || over_steps || (per_row != 0 && (plan.need | plan.skip) != 0));
+  const uint32_t most_counted = over_steps ? plan.counted(plan.max_steps) : 0;
   const DrawKey step_key{plan.key.seed, plan.key.step, kStepStream};
   Search found[kInFlight];
   uint64_t targets[kInFlight];
@@ -175,7 +176,7 @@ uint64_t draw_by(const Kind& kind, uint64_t first_total, const DrawPlan& plan, s
       }
       if (allowed && over_steps) {
         const Random128 bits = random_bits(step_key, numbers[index[i]], plan.round * kAttemptsPerRound + attempt);
-        allowed = below(bits, plan.counted(plan.max_steps)) < plan.steps_of(from.status[row]);
+        allowed = below(bits, most_counted) < plan.steps_of(from.status[row]);
       }
       if (!allowed) {
         index[again++] = index[i];
