@@ -93,15 +93,31 @@ windows_of = st.builds(
 some_lengths = st.lists(st.integers(1, MAX), min_size=1, max_size=30)
 
 
-@settings(max_examples=150, **EXAMPLES)
-@given(
-    lengths=some_lengths,
-    windows=windows_of,
-    pad=st.sampled_from(["left", "right"]),
-    strategy=st.sampled_from([Uniform, Prioritized, Lifo, Epochs, lambda **seed: Uniform(replacement=False, **seed)]),
-    seed=st.integers(0, 2**64 - 1),
-)
+drawn = {
+    "lengths": some_lengths,
+    "windows": windows_of,
+    "pad": st.sampled_from(["left", "right"]),
+    "strategy": st.sampled_from(
+        [Uniform, Prioritized, Lifo, Epochs, lambda **seed: Uniform(replacement=False, **seed)]
+    ),
+    "seed": st.integers(0, 2**64 - 1),
+}
+
+
+@settings(max_examples=60, **EXAMPLES)
+@given(**drawn)
 def test_windows_are_those_of_a_slow_reference(lengths, windows, pad, strategy, seed):
+    compare(lengths, windows, pad, strategy, seed)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, **EXAMPLES)
+@given(**drawn)
+def test_windows_of_thousands_of_episodes_are_those_of_a_slow_reference(lengths, windows, pad, strategy, seed):
+    compare(lengths, windows, pad, strategy, seed)
+
+
+def compare(lengths, windows, pad, strategy, seed):
     with make_store(lengths) as store:
         if windows.whole and windows.length > MAX:
             with pytest.raises(ArgumentError, match="whole windows of"):
@@ -146,7 +162,7 @@ def test_a_number_of_steps_is_the_windows_of_that_length(lengths, length, pad, s
                 assert np.array_equal(one["t"], other["t"]) and np.array_equal(one.mask, other.mask)
 
 
-@settings(max_examples=60, **EXAMPLES)
+@settings(max_examples=25, **EXAMPLES)
 @given(lengths=some_lengths, windows=windows_of, size=st.integers(1, 20), seed=st.integers(0, 999))
 def test_a_pass_over_steps_has_each_window_once(lengths, windows, size, seed):
     if windows.at != "any" or (windows.whole and windows.length > max(lengths)):
@@ -265,7 +281,7 @@ def test_rows_that_are_replaced_while_a_function_places_their_windows_are_drawn_
             batch = replay.sample()
             check_batch(batch, lengths, gt.Windows(3, at="end"), "left")
             assert replay.stats()["redrawn"] >= 3 and replaced == [20]
-            gt.fetch(store, batch.keys)
+            gt.fetch(store, batch.keys, output="numpy")
 
 
 @pytest.mark.parametrize(
@@ -298,7 +314,7 @@ def test_whole_windows_of_a_function_are_checked():
     with make_store([9]) as store:
         for anchor, bad in (("last", 1), ("first", 7)):
             windows = gt.Windows(3, at=lambda k, n, r, bad=bad: np.full(len(n), bad), anchor=anchor, whole=True)
-            with gt.Replay(store, Uniform(), 1, window=windows, prefetch=0) as replay:
+            with gt.Replay(store, Uniform(), 1, window=windows, prefetch=0, output="numpy") as replay:
                 with pytest.raises(ArgumentError, match=f"step {bad} of a row that has 9 of whole windows"):
                     replay.sample()
 
@@ -416,7 +432,7 @@ def test_mixtures_have_windows_of_each_of_their_stores():
                         check_batch(part, lengths, plain, "left")
 
 
-@settings(max_examples=60, **EXAMPLES)
+@settings(max_examples=20, **EXAMPLES)
 @given(lengths=some_lengths, length=st.integers(1, MAX + 2), whole=st.booleans(), data=st.data())
 def test_fetched_windows_begin_or_end_at_given_steps(lengths, length, whole, data):
     with make_store(lengths) as store:
@@ -490,17 +506,20 @@ class Custom:
 
 def test_rows_that_grow_have_windows_of_what_is_published():
     fields = recorded_fields({"obs": gt.Field((), "int64"), "reward": gt.Field((), "float32")})
+    whole, drawn = gt.Windows(3, anchor="first", whole=True), 0
     with gt.Store.create(fields, max_length=MAX, capacity=4) as store:
-        recorder = store.recorder(1, autoreset="disabled")
+        recorder = store.recorder(1, autoreset="disabled", publish_every=1)
         recorder.reset(np.array([0]))
         for t in range(1, 9):
             recorder.step(np.array([t]), reward=1.0, terminated=False, truncated=False)
-            with gt.Replay(store, Uniform(seed=t), 8, window=gt.Windows(3, anchor="first", whole=True)) as replay:
-                if len(store.keys()) == 0 or gt.fetch(store, store.keys()).length[0] < 3:
+            with gt.Replay(store, Uniform(seed=t), 8, window=whole, output="numpy", prefetch=0) as replay:
+                if store.status()["length"].max(initial=0) < 3:
                     with pytest.raises(EmptyStoreError):
                         replay.sample()
                     continue
                 batch = replay.sample()
+                drawn += 1
                 assert batch.mask.all() and (batch["obs"] - batch["obs"][:, :1]).tolist() == [[0, 1, 2]] * 8
                 assert int(batch["obs"].max()) < int(batch.length.max())
+        assert drawn >= 5
         recorder.close()

@@ -102,7 +102,7 @@ def rows_of(store):
     return found
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 2**32),
     steps=st.integers(1, 25),
