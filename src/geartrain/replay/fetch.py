@@ -227,10 +227,8 @@ class FetchPlan:
 
     @functools.cached_property
     def exchanged(self) -> Mapping[str, int]:
-        """Places of the fields that it makes tensors of."""
+        """Places of the fields that are exchanged as what they are."""
         fields = self.store.fields
-        if self.output != "torch":
-            return {}
         return {name: place for name, place in self.places.items() if is_exchanged(DTYPES[fields[name].dtype])}
 
     @staticmethod

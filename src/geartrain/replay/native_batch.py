@@ -25,7 +25,7 @@ class BatchPlan(Protocol):
         names: of the fields.
         places: of each in the native batch.
         from_dlpack: what makes a tensor of a DLPack capsule; None where arrays are wanted.
-        exchanged: places of the fields that it makes tensors of; others are made by `as_field`.
+        exchanged: places of the fields whose dtypes DLPack, NumPy and torch all have; others are made by `as_field`.
         per_step: whether keys name steps.
     """
 
@@ -97,10 +97,13 @@ class NativeBatch(Batch):
         if found is None:
             plan = self._plan
             place = plan.exchanged.get(name)
+            make = plan.from_dlpack
             if place is None:
                 found = plan.as_field(name, self._rows.field(plan.places[name]))
+            elif make is None:
+                found = self._rows.field(place)
             else:
-                found = self._rows.tensor(place, plan.from_dlpack)
+                found = self._rows.tensor(place, make)
             self._shown[name] = found
         return found
 

@@ -213,11 +213,7 @@ class TransitionPlan:
         self.places = {name: place for place, name in enumerate(self.names)}
         self._dtypes: dict[str, Dtype] = {name: DTYPES[dtype] for name, dtype in shown.items()}
         self.from_dlpack = plan.from_dlpack
-        self.exchanged = {
-            name: place
-            for name, place in self.places.items()
-            if self.from_dlpack is not None and is_exchanged(self._dtypes[name])
-        }
+        self.exchanged = {name: place for name, place in self.places.items() if is_exchanged(self._dtypes[name])}
         self.per_step = plan.per_step
         self._plan = plan
         self._relabeller: Relabeller | None = None
