@@ -64,6 +64,14 @@ class Gather {
 
   Window window_of(size_t i, uint32_t length) const {
     if (request_.window == 0 || length == 0) return {0, length, 0};
+    if (request_.from_first) {
+      uint32_t start = 0;
+      if (!request_.ends.empty()) {
+        start = std::min(length - 1, static_cast<uint32_t>(std::max(0, request_.ends[i])));
+      }
+      const uint32_t count = std::min(steps_, length - start);
+      return {start, count, request_.pad_left ? steps_ - count : 0};
+    }
     uint32_t end = length - 1;
     if (!request_.ends.empty()) end = std::min(end, static_cast<uint32_t>(std::max(0, request_.ends[i])));
     const uint32_t count = std::min(steps_, end + 1);

@@ -149,7 +149,7 @@ class HostBatchBuilder:
         self._selection = selection
         self._transitions = samplers[0].transitions
         self._shown: BatchPlan = self._transitions or samplers[0].plan
-        self._passes = samplers[0].epochs is not None
+        self._passes = samplers[0].epochs is not None and not self.mixed
         self._make_s = 0.0
         self._built = 0
 
@@ -210,10 +210,12 @@ class HostBatchBuilder:
 
     def stats(self) -> dict[str, Any]:
         """See `BatchBuilder`."""
-        natively = all(sampler.draws_natively for sampler in self.samplers)
-        if self.samplers[0].epochs is not None:
+        natively = all(sampler.draws_natively or sampler.epochs is not None for sampler in self.samplers)
+        if self.samplers[0].epochs is not None and not self.mixed:
             return {**build_stats(self._built, self._make_s, self.samplers), "path": "native gather of a pass"}
         path = "native" if natively else "native gather of rows drawn by the strategy's code"
+        if natively and any(sampler.placed for sampler in self.samplers):
+            path = "native gather of windows placed by a function"
         return {**build_stats(self._built, self._make_s, self.samplers), "path": path}
 
     def describe(self) -> list[dict[str, Any]]:
