@@ -9,6 +9,7 @@
 #include "base/convert.h"
 #include "base/copy.h"
 #include "base/errors.h"
+#include "fetch/lines.h"
 #include "fetch/pieces.h"
 #include "selection/selection.h"
 #include "store/row_copy.h"
@@ -17,15 +18,12 @@ namespace geartrain {
 namespace {
 
 constexpr uint8_t kBool = 1, kHalf = 10, kFloat = 12, kDouble = 13;  // codes of geartrain/core/dtypes.py
-constexpr size_t kLine = 64;
-// Rows whose misses overlap, and lines of one field that are asked for; a processor fetches further ones by itself.
+// Rows whose misses overlap.
 constexpr size_t kInFlightRows = 64;
-constexpr uint64_t kLinesAhead = 8;
 // Rows that are copied field by field between two looks at their words.
 constexpr size_t kTogether = 16;
 constexpr size_t kFewRewards = 8;
 constexpr size_t kRewardBytes = 1024;
-constexpr uint64_t kFewBytes = 256;
 constexpr uint32_t kOwnGoal = UINT32_MAX;  // no step of a row
 
 uint64_t timed_step_bytes(const FieldRecord& field) {
@@ -52,54 +50,6 @@ void halves_to_doubles(std::byte* to, const std::byte* from, size_t count) {
     std::memcpy(to + i * sizeof value, &value, sizeof value);
   }
 }
-
-#if defined(__SANITIZE_THREAD__)
-// Readers race with writers by design, which only copy_block hides from ThreadSanitizer.
-inline void copy_few(std::byte* to, const std::byte* from, uint64_t bytes) {
-  copy_block(to, from, bytes, false);
-}
-inline uint8_t read_byte(const std::byte* from) {
-  uint8_t value;
-  copy_block(&value, from, 1, false);
-  return value;
-}
-inline void touch(const std::byte* at) {
-  __builtin_prefetch(at);
-}
-#else
-// As much as a call of memcpy costs.
-inline void copy_few(std::byte* to, const std::byte* from, uint64_t bytes) {
-  struct Lane {
-    uint64_t low, high;
-  };
-  if (bytes >= sizeof(Lane)) {
-    Lane lane;
-    for (uint64_t at = 0; at + sizeof lane <= bytes; at += sizeof lane) {
-      std::memcpy(&lane, from + at, sizeof lane);
-      std::memcpy(to + at, &lane, sizeof lane);
-    }
-    std::memcpy(&lane, from + bytes - sizeof lane, sizeof lane);  // the rest, and some of it again
-    std::memcpy(to + bytes - sizeof lane, &lane, sizeof lane);
-  } else if (bytes >= 4) {
-    uint32_t word;
-    for (uint64_t at = 0; at + sizeof word <= bytes; at += sizeof word) {
-      std::memcpy(&word, from + at, sizeof word);
-      std::memcpy(to + at, &word, sizeof word);
-    }
-    std::memcpy(&word, from + bytes - sizeof word, sizeof word);
-    std::memcpy(to + bytes - sizeof word, &word, sizeof word);
-  } else {
-    for (uint64_t at = 0; at < bytes; ++at) to[at] = from[at];
-  }
-}
-inline uint8_t read_byte(const std::byte* from) {
-  return static_cast<uint8_t>(*from);
-}
-// A load and not a prefetch, which processors drop where it needs a page walk: rows lie in pages of 4 KB.
-inline void touch(const std::byte* at) {
-  (void)*reinterpret_cast<const volatile uint8_t*>(at);
-}
-#endif
 
 Conversion to_doubles(uint8_t code) {
   return code == kHalf ? &halves_to_doubles : conversion(code, kDouble);
@@ -144,7 +94,11 @@ class TransitionGather {
         __builtin_prefetch(&store_.status()[request_.rows[at + i]].length);
       }
       block.size = 0;
-      for (size_t i = 0; i < n; ++i) place(at + i, block);
+      if (request_.steps.empty()) {
+        random_bits(request_.key, request_.places.data() + at, n, request_.round * kAttemptsPerRound, block.high,
+                    block.low);
+      }
+      for (size_t i = 0; i < n; ++i) place(at + i, {block.high[i], block.low[i]}, block);
       for (size_t part = 0; part < parts_.size(); ++part) locate(parts_[part], block, block.from(part));
       ask_for(block);
       for (size_t i = 0; i < block.size; i += kTogether) copy_rows(block, i, std::min(block.size, i + kTogether));
@@ -181,10 +135,11 @@ class TransitionGather {
     std::vector<const std::byte*> addresses;
     std::vector<RowCopy> copies;
     std::vector<double> rewards;
+    uint64_t high[kInFlightRows] = {}, low[kInFlightRows] = {};  // random bits of steps that are drawn
   };
 
-  // Adds a row to the block, unless it is lost.
-  void place(size_t i, Block& block) const {
+  // Adds a row to the block, unless it is lost. `bits`: by which its step is drawn, where none was given.
+  void place(size_t i, const Random128& bits, Block& block) const {
     Placed& out = block.placed[block.size];
     out.row = request_.rows[i];
     out.generation = request_.generations[i];
@@ -196,10 +151,7 @@ class TransitionGather {
     out.length = std::min(store_.status()[out.row].length.load(std::memory_order_acquire), store_.header().max_length);
     if (out.length < 2) return;
     const uint32_t steps = out.length - 1;  // the last one has none after it
-    out.step = !request_.steps.empty()
-                   ? request_.steps[i]
-                   : static_cast<uint32_t>(
-                         below(random_bits(request_.key, out.to, request_.round * kAttemptsPerRound), steps));
+    out.step = !request_.steps.empty() ? request_.steps[i] : static_cast<uint32_t>(below(bits, steps));
     if (out.step >= steps) return;
     out.count = std::min(view_.n_step, steps - out.step);
     out.goal = view_.goals.strategy == GoalStrategy::none ? kOwnGoal : draw_goal(out);
@@ -263,9 +215,7 @@ class TransitionGather {
         } else if (part.role == TransitionRole::reward) {
           steps = one.count;
         }
-        const uint64_t bytes = steps * part.step_bytes, near = std::min(bytes, kLinesAhead * kLine);
-        for (uint64_t at = kLine; at < near; at += kLine) __builtin_prefetch(from[i] + at);
-        if (bytes > 1) __builtin_prefetch(from[i] + bytes - 1);
+        prefetch_lines(from[i], steps * part.step_bytes);
       }
     }
   }
@@ -390,13 +340,7 @@ class TransitionGather {
     if (!view_.shares_window()) fill(part.to.next + one.to * part.stride, uint64_t{one.step} + one.count + 1);
   }
 
-  void copy(std::byte* to, const std::byte* from, uint64_t bytes) const {
-    if (bytes <= kFewBytes) {
-      copy_few(to, from, bytes);
-    } else {
-      copy_block(to, from, bytes, stream_);
-    }
-  }
+  void copy(std::byte* to, const std::byte* from, uint64_t bytes) const { copy_lines(to, from, bytes, stream_); }
 
   // The `count` frames up to and including `last`; zeros before the row's first.
   void frames(std::byte* to, const std::byte* block, const Part& part, uint64_t last, uint64_t count) const {

@@ -2,9 +2,12 @@
 // are asked for.
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
+#include <string_view>
 #include <utility>
 
 #include "base/errors.h"
@@ -18,66 +21,265 @@ namespace {
 
 using LimitTuple = std::tuple<int64_t, uint64_t, uint32_t>;  // min_version, inserted_from_ns, min_length
 
-// A batch of n rows: fields in recycled memory, or in arrays of the caller's; metadata in recycled memory. Of
-// transitions, its fields are what `transition_outputs` names.
-class SampledBatch {
+// What a batch of n rows is made of, and where each part of it lies in one buffer: computed once for all batches of a
+// kind. Of transitions, its fields are what is named in geartrain/replay/transitions.py: of each field what it gives,
+// an observation twice; then reward, discount, terminated, truncated, and with goals relabelled.
+class BatchLayout {
  public:
-  SampledBatch(const Store& store, size_t n, const std::vector<uint32_t>& fields, uint32_t window, bool shards,
-               std::optional<std::vector<AnyArray>> out, const TransitionView* view)
+  struct Field {
+    size_t at = 0;
+    std::vector<size_t> shape;
+    nb::dlpack::dtype dtype;
+    int64_t row_elements = 0;  // from one row to the next; 0: rows lie one after the other
+  };
+
+  // `recycled`: fields are in the buffer as well, and not in arrays of the caller's.
+  BatchLayout(const Store& store, size_t n, const std::vector<uint32_t>& fields, uint32_t window, bool shards,
+              bool recycled, const TransitionView* view)
       : n_(n),
         window_(window),
         steps_(view != nullptr ? view->frame_stack
                : window != 0   ? window
-                               : store.header().max_length),
-        memory_(bytes_needed(store, n, fields, window, shards, !out, view)),
-        out_(std::move(out)) {
+                               : store.header().max_length) {
+    if (n == 0) fail(ErrorKind::schema, "a batch has at least one row");
+    for (uint32_t field : fields) {
+      if (field >= store.header().field_count) fail(ErrorKind::schema, "no field number ", field);
+    }
     if (view != nullptr) {
+      if (!recycled) fail(ErrorKind::schema, "transitions go to recycled memory, not to arrays of the caller's");
+      view->check(store, fields);
       view_ = *view;
       add_transitions(store, fields);
     } else {
-      add_fields(store, fields);
+      add_fields(store, fields, recycled);
     }
-    take(arrays_.rows, n);
-    take(arrays_.generations, n);
-    take(arrays_.steps, n);
-    take(arrays_.probability, n);
-    take(arrays_.torn, n);
-    take(arrays_.mask, n * steps_);
-    take(arrays_.starts, n);
-    take(arrays_.lengths, n);
-    take(arrays_.versions, n);
-    take(importance_, n);
-    if (shards) take(shards_, n);
+    rows_ = take(4 * n);
+    generations_ = take(4 * n);
+    drawn_steps_ = take(4 * n);
+    probability_ = take(8 * n);
+    torn_ = take(n);
+    mask_ = take(bytes_of({n, steps_}, 1));
+    starts_ = take(4 * n);
+    lengths_ = take(4 * n);
+    versions_ = take(8 * n);
+    importance_ = take(8 * n);
+    if (shards) shards_ = take(2 * n);
   }
 
   size_t size() const { return n_; }
-  uint64_t nbytes() const { return nbytes_; }
-  uint32_t window() const { return window_; }
   size_t steps() const { return steps_; }
-  const std::vector<uint64_t>& row_bytes() const { return row_bytes_; }
+  uint64_t nbytes() const { return nbytes_; }
+  size_t buffer_bytes() const { return bytes_; }
+  const std::vector<Field>& fields() const { return fields_; }
+  // Whether rows of a sampler with these have a place in such a batch.
+  bool fits(uint32_t window, size_t steps, const std::vector<uint64_t>& row_bytes, const TransitionView* view) const {
+    return window_ == window && steps_ == steps && row_bytes_ == row_bytes && view_.has_value() == (view != nullptr) &&
+           (view == nullptr || *view_ == *view);
+  }
+
+  // A batch's arrays in its buffer; fields in `out` where that is given.
+  BatchArrays arrays(std::byte* base, const std::vector<AnyArray>* out) const {
+    BatchArrays made;
+    for (size_t i = 0; i < targets_.size(); ++i) {
+      const Target& target = targets_[i];
+      std::byte* const to = target.out == kNowhere ? nullptr : base + target.out;
+      if (view_) {
+        made.transitions.push_back({target.field, to, target.next == kNowhere ? nullptr : base + target.next});
+      } else {
+        made.fields.push_back({target.field, out != nullptr ? static_cast<std::byte*>((*out)[i].data()) : to});
+      }
+    }
+    put(made.discount, base, discount_);
+    put(made.terminated, base, terminated_);
+    put(made.truncated, base, truncated_);
+    put(made.relabelled, base, relabelled_);
+    put(made.rows, base, rows_);
+    put(made.generations, base, generations_);
+    put(made.steps, base, drawn_steps_);
+    put(made.probability, base, probability_);
+    put(made.torn, base, torn_);
+    made.mask = {reinterpret_cast<uint8_t*>(base + mask_), n_ * steps_};
+    put(made.starts, base, starts_);
+    put(made.lengths, base, lengths_);
+    put(made.versions, base, versions_);
+    return made;
+  }
+  std::span<double> importance(std::byte* base) const { return {reinterpret_cast<double*>(base + importance_), n_}; }
+  std::span<uint16_t> shards(std::byte* base) const {
+    if (shards_ == kNowhere) return {};
+    return {reinterpret_cast<uint16_t*>(base + shards_), n_};
+  }
+
+  void check_out(const Store& store, const std::vector<AnyArray>& out) const {
+    if (out.size() != fields_.size()) {
+      fail(ErrorKind::schema, fields_.size(), " fields were asked for with ", out.size(), " output arrays");
+    }
+    for (size_t i = 0; i < out.size(); ++i) {
+      const FieldRecord& record = store.fields()[targets_[i].field];
+      const size_t bytes = row_bytes_[i] * n_;
+      if (out[i].nbytes() != bytes || out[i].itemsize() != record.itemsize) {
+        fail(ErrorKind::schema, "the output array of field '", record.name, "' has ", out[i].nbytes(),
+             " bytes, the batch needs ", bytes);
+      }
+    }
+  }
+
+ private:
+  static constexpr size_t kNowhere = SIZE_MAX;
+  struct Target {
+    uint32_t field;
+    size_t out = kNowhere, next = kNowhere;
+  };
+
+  size_t take(size_t bytes) {
+    const size_t at = bytes_;
+    if (__builtin_add_overflow(bytes_, PooledMemory::padded(bytes), &bytes_)) {
+      fail(ErrorKind::no_space, "a batch of ", n_, " rows is larger than memory can be");
+    }
+    return at;
+  }
+  template <typename T>
+  void put(std::span<T>& to, std::byte* base, size_t at) const {
+    if (at != kNowhere) to = {reinterpret_cast<T*>(base + at), n_};
+  }
+
+  void add_fields(const Store& store, const std::vector<uint32_t>& fields, bool recycled) {
+    for (const uint32_t field : fields) {
+      const FieldRecord& record = store.fields()[field];
+      std::vector<size_t> shape = batch_shape(record, n_, window_);
+      const size_t bytes = bytes_of(shape, record.itemsize);
+      Target target{field};
+      if (recycled) target.out = take(bytes);
+      targets_.push_back(target);
+      fields_.push_back({recycled ? target.out : 0, std::move(shape), array_dtype(record.dtype, record.itemsize)});
+      row_bytes_.push_back(bytes / n_);
+      nbytes_ += bytes;
+    }
+  }
+
+  void add_transitions(const Store& store, const std::vector<uint32_t>& fields) {
+    Field reward{};
+    for (size_t i = 0; i < fields.size(); ++i) {
+      const FieldRecord& record = store.fields()[fields[i]];
+      const TransitionRole role = view_->roles[i];
+      Target to{fields[i]};
+      std::vector<size_t> shape = transition_shape(record, role, n_, *view_);
+      const size_t step = bytes_of(shape, record.itemsize) / n_;
+      const nb::dlpack::dtype dtype = array_dtype(record.dtype, record.itemsize);
+      if (role == TransitionRole::observation) {
+        if (view_->shares_window()) {
+          const size_t frame = step / view_->frame_stack;
+          to.out = take(bytes_of({n_, view_->window_frames()}, frame));
+          to.next = to.out + frame;
+        } else {
+          to.out = take(step * n_);
+          to.next = take(step * n_);
+        }
+        const auto row_elements =
+            view_->shares_window() ? static_cast<int64_t>(view_->row_bytes(record, role) / record.itemsize) : 0;
+        fields_.push_back({to.out, shape, dtype, row_elements});
+        fields_.push_back({to.next, std::move(shape), dtype, row_elements});
+        nbytes_ += 2 * step * n_;
+      } else if (role == TransitionRole::step) {
+        to.out = take(step * n_);
+        fields_.push_back({to.out, std::move(shape), dtype});
+        nbytes_ += step * n_;
+      } else if (role == TransitionRole::reward) {
+        const size_t bytes = bytes_of(shape, sizeof(float));
+        to.out = take(bytes);
+        reward = {to.out, std::move(shape), nb::dtype<float>()};
+        nbytes_ += bytes;
+      }
+      targets_.push_back(to);
+      row_bytes_.push_back(view_->row_bytes(record, role));
+    }
+    discount_ = take(sizeof(float) * n_);
+    terminated_ = take(n_);
+    truncated_ = take(n_);
+    fields_.push_back(std::move(reward));
+    fields_.push_back({discount_, {n_}, nb::dtype<float>()});
+    fields_.push_back({terminated_, {n_}, nb::dtype<bool>()});
+    fields_.push_back({truncated_, {n_}, nb::dtype<bool>()});
+    nbytes_ += (sizeof(float) + 2) * n_;
+    if (view_->goals.strategy != GoalStrategy::none) {
+      relabelled_ = take(n_);
+      fields_.push_back({relabelled_, {n_}, nb::dtype<bool>()});
+      nbytes_ += n_;
+    }
+  }
+
+  size_t n_;
+  uint32_t window_;
+  size_t steps_;
+  std::optional<TransitionView> view_;
+  std::vector<Field> fields_;
+  std::vector<Target> targets_;
+  std::vector<uint64_t> row_bytes_;
+  size_t discount_ = kNowhere, terminated_ = kNowhere, truncated_ = kNowhere, relabelled_ = kNowhere;
+  size_t rows_ = 0, generations_ = 0, drawn_steps_ = 0, probability_ = 0, torn_ = 0, mask_ = 0, starts_ = 0,
+         lengths_ = 0, versions_ = 0, importance_ = 0, shards_ = kNowhere;
+  size_t bytes_ = 0;
+  uint64_t nbytes_ = 0;
+};
+
+// A batch of n rows: fields in recycled memory, or in arrays of the caller's; metadata in recycled memory.
+class SampledBatch {
+ public:
+  explicit SampledBatch(std::shared_ptr<const BatchLayout> layout, std::optional<std::vector<AnyArray>> out = {})
+      : layout_(std::move(layout)),
+        memory_(layout_->buffer_bytes()),
+        out_(std::move(out)),
+        arrays_(layout_->arrays(memory_.base(), out_ ? &*out_ : nullptr)),
+        importance_(layout_->importance(memory_.base())),
+        shards_(layout_->shards(memory_.base())) {}
+
+  size_t size() const { return layout_->size(); }
+  uint64_t nbytes() const { return layout_->nbytes(); }
+  const BatchLayout& layout() const { return *layout_; }
   const BatchArrays& arrays() const { return arrays_; }
 
   nb::object field(size_t i) const {
-    if (i >= fields_.size()) fail(ErrorKind::schema, "the batch has ", fields_.size(), " fields, not a number ", i);
+    const BatchLayout::Field& field = checked_field(i);
     if (out_) return nb::cast((*out_)[i]);
-    const Field& field = fields_[i];
-    return memory_.array(field.at, field.shape, field.dtype, field.row_elements);
+    return memory_.array(memory_.base() + field.at, field.shape, field.dtype, field.row_elements);
   }
-  const std::optional<TransitionView>& view() const { return view_; }
+  // What `from_dlpack` makes of a field.
+  nb::object tensor(size_t i, nb::handle from_dlpack) const {
+    const BatchLayout::Field& field = checked_field(i);
+    if (out_) fail(ErrorKind::schema, "the fields of this batch are in the caller's own arrays");
+    return made_by(from_dlpack,
+                   memory_.exported(memory_.base() + field.at, field.shape, field.dtype, field.row_elements));
+  }
+  // The same of metadata, by the name of what gives it as an array; None where the batch has none.
+  nb::object metadata_tensor(std::string_view name, nb::handle from_dlpack) const {
+    const auto of = [&]<typename T>(std::span<T> values, nb::dlpack::dtype dtype, std::vector<size_t> shape) {
+      return made_by(from_dlpack, memory_.exported(reinterpret_cast<std::byte*>(values.data()), shape, dtype));
+    };
+    if (name == "importance_weights") {
+      return weighed_ ? of(importance_, nb::dtype<double>(), {size()}) : nb::none();
+    }
+    if (name == "mask") return of(arrays_.mask, nb::dtype<bool>(), {size(), layout_->steps()});
+    if (name == "start") return of(arrays_.starts, nb::dtype<int32_t>(), {size()});
+    if (name == "length") return of(arrays_.lengths, nb::dtype<int32_t>(), {size()});
+    if (name == "version") return of(arrays_.versions, nb::dtype<int64_t>(), {size()});
+    if (name == "probability") return of(arrays_.probability, nb::dtype<double>(), {size()});
+    fail(ErrorKind::schema, "a batch has no metadata '", name, "'");
+  }
   template <typename T>
   nb::object array(std::span<T> values) const {
-    return memory_.array(values, {n_});
+    return memory_.array(values, {size()});
   }
   nb::object mask() const {
-    return memory_.array(reinterpret_cast<std::byte*>(arrays_.mask.data()), {n_, steps_}, nb::dtype<bool>());
+    return memory_.array(reinterpret_cast<std::byte*>(arrays_.mask.data()), {size(), layout_->steps()},
+                         nb::dtype<bool>());
   }
   // None where no part of the batch has any.
   nb::object importance_array() const { return weighed_ ? array(importance_) : nb::none(); }
   nb::object shard_array() const { return shards_.empty() ? nb::none() : array(shards_); }
 
   void check_part(size_t first, size_t n) const {
-    if (first > n_ || n > n_ - first) {
-      fail(ErrorKind::schema, "rows ", first, " to ", first + n, " are no part of a batch of ", n_);
+    if (first > size() || n > size() - first) {
+      fail(ErrorKind::schema, "rows ", first, " to ", first + n, " are no part of a batch of ", size());
     }
   }
   void set_shard(size_t first, size_t n, uint16_t shard) {
@@ -87,7 +289,7 @@ class SampledBatch {
   // The importance weights of a part, to be filled; where parts have none they are 1.
   std::span<double> weights(size_t first, size_t n) {
     check_part(first, n);
-    if (!std::exchange(weighed_, true)) std::fill(importance_.begin(), importance_.end(), 1.0);
+    if (!std::exchange(weighed_, true) && n != size()) std::fill(importance_.begin(), importance_.end(), 1.0);
     return importance_.subspan(first, n);
   }
   void set_importance(size_t first, const In<double>& given) {
@@ -96,138 +298,24 @@ class SampledBatch {
   }
 
  private:
-  struct Field {
-    std::byte* at;
-    std::vector<size_t> shape;
-    nb::dlpack::dtype dtype;
-    int64_t row_elements = 0;  // from one row to the next; 0: rows lie one after the other
-  };
-
-  void add_fields(const Store& store, const std::vector<uint32_t>& fields) {
-    if (out_ && out_->size() != fields.size()) {
-      fail(ErrorKind::schema, fields.size(), " fields were asked for with ", out_->size(), " output arrays");
-    }
-    for (size_t i = 0; i < fields.size(); ++i) {
-      const FieldRecord& record = store.fields()[fields[i]];
-      Field field{nullptr, batch_shape(record, n_, window_), array_dtype(record.dtype, record.itemsize)};
-      const size_t bytes = bytes_of(field.shape, record.itemsize);
-      if (out_) {
-        const AnyArray& given = (*out_)[i];
-        if (given.nbytes() != bytes || given.itemsize() != record.itemsize) {
-          fail(ErrorKind::schema, "the output array of field '", record.name, "' has ", given.nbytes(),
-               " bytes, the batch needs ", bytes);
-        }
-        field.at = static_cast<std::byte*>(given.data());
-      } else {
-        field.at = memory_.take(bytes);
-      }
-      arrays_.fields.push_back({fields[i], field.at});
-      fields_.push_back(std::move(field));
-      row_bytes_.push_back(bytes / n_);
-      nbytes_ += bytes;
-    }
+  static nb::object made_by(nb::handle from_dlpack, const nb::object& capsule) {
+    PyObject* made = PyObject_CallFunctionObjArgs(from_dlpack.ptr(), capsule.ptr(), nullptr);
+    if (made == nullptr) throw nb::python_error();
+    return nb::steal(made);
+  }
+  const BatchLayout::Field& checked_field(size_t i) const {
+    const auto& fields = layout_->fields();
+    if (i >= fields.size()) fail(ErrorKind::schema, "the batch has ", fields.size(), " fields, not a number ", i);
+    return fields[i];
   }
 
-  // The order of the fields is part of the binding (geartrain/replay/transitions.py): of each field what it gives, an
-  // observation twice; then reward, discount, terminated, truncated, and with goals relabelled.
-  void add_transitions(const Store& store, const std::vector<uint32_t>& fields) {
-    Field reward{};
-    for (size_t i = 0; i < fields.size(); ++i) {
-      const FieldRecord& record = store.fields()[fields[i]];
-      const TransitionRole role = view_->roles[i];
-      TransitionField to{fields[i]};
-      std::vector<size_t> shape = transition_shape(record, role, n_, *view_);
-      const size_t step = bytes_of(shape, record.itemsize) / n_;
-      const nb::dlpack::dtype dtype = array_dtype(record.dtype, record.itemsize);
-      if (role == TransitionRole::observation) {
-        if (view_->shares_window()) {
-          const size_t frame = step / view_->frame_stack, window = frame * view_->window_frames();
-          to.out = memory_.take(window * n_);
-          to.next = to.out + frame;
-        } else {
-          to.out = memory_.take(step * n_);
-          to.next = memory_.take(step * n_);
-        }
-        const auto row_elements =
-            view_->shares_window() ? static_cast<int64_t>(view_->row_bytes(record, role) / record.itemsize) : 0;
-        fields_.push_back({to.out, shape, dtype, row_elements});
-        fields_.push_back({to.next, std::move(shape), dtype, row_elements});
-        nbytes_ += 2 * step * n_;
-      } else if (role == TransitionRole::step) {
-        to.out = memory_.take(step * n_);
-        fields_.push_back({to.out, std::move(shape), dtype});
-        nbytes_ += step * n_;
-      } else if (role == TransitionRole::reward) {
-        const size_t bytes = bytes_of(shape, sizeof(float));
-        to.out = memory_.take(bytes);
-        reward = {to.out, std::move(shape), nb::dtype<float>()};
-        nbytes_ += bytes;
-      }
-      arrays_.transitions.push_back(to);
-      row_bytes_.push_back(view_->row_bytes(record, role));
-    }
-    take(arrays_.discount, n_);
-    take(arrays_.terminated, n_);
-    take(arrays_.truncated, n_);
-    fields_.push_back(std::move(reward));
-    fields_.push_back({reinterpret_cast<std::byte*>(arrays_.discount.data()), {n_}, nb::dtype<float>()});
-    fields_.push_back({reinterpret_cast<std::byte*>(arrays_.terminated.data()), {n_}, nb::dtype<bool>()});
-    fields_.push_back({reinterpret_cast<std::byte*>(arrays_.truncated.data()), {n_}, nb::dtype<bool>()});
-    nbytes_ += (sizeof(float) + 2) * n_;
-    if (view_->goals.strategy != GoalStrategy::none) {
-      take(arrays_.relabelled, n_);
-      fields_.push_back({reinterpret_cast<std::byte*>(arrays_.relabelled.data()), {n_}, nb::dtype<bool>()});
-      nbytes_ += n_;
-    }
-  }
-
-  static size_t bytes_needed(const Store& store, size_t n, const std::vector<uint32_t>& fields, uint32_t window,
-                             bool shards, bool with_fields, const TransitionView* view) {
-    if (n == 0) fail(ErrorKind::schema, "a batch has at least one row");
-    size_t steps = window != 0 ? window : store.header().max_length, bytes = 0;
-    for (uint32_t field : fields) {
-      if (field >= store.header().field_count) fail(ErrorKind::schema, "no field number ", field);
-    }
-    if (view != nullptr) {
-      if (!with_fields) fail(ErrorKind::schema, "transitions go to recycled memory, not to arrays of the caller's");
-      view->check(store, fields);
-      steps = view->frame_stack;
-      bytes += PooledMemory::padded(4 * n) + 3 * PooledMemory::padded(n);
-    }
-    for (size_t i = 0; with_fields && i < fields.size(); ++i) {
-      const FieldRecord& record = store.fields()[fields[i]];
-      if (view == nullptr) {
-        bytes += PooledMemory::padded(bytes_of(batch_shape(record, n, window), record.itemsize));
-        continue;
-      }
-      const TransitionRole role = view->roles[i];
-      const size_t itemsize = role == TransitionRole::reward ? sizeof(float) : record.itemsize;
-      const size_t one = PooledMemory::padded(bytes_of(transition_shape(record, role, n, *view), itemsize));
-      bytes += role == TransitionRole::observation ? 2 * one : one;
-    }
-    bytes += 5 * PooledMemory::padded(4 * n) + 3 * PooledMemory::padded(8 * n) + PooledMemory::padded(n) +
-             PooledMemory::padded(bytes_of({n, steps}, 1));
-    if (shards) bytes += PooledMemory::padded(2 * n);
-    return bytes;
-  }
-  template <typename T>
-  void take(std::span<T>& span, size_t count) {
-    span = {reinterpret_cast<T*>(memory_.take(count * sizeof(T))), count};
-  }
-
-  size_t n_;
-  uint32_t window_;
-  size_t steps_;
+  std::shared_ptr<const BatchLayout> layout_;
   PooledMemory memory_;
   std::optional<std::vector<AnyArray>> out_;
-  std::optional<TransitionView> view_;
-  std::vector<Field> fields_;
-  std::vector<uint64_t> row_bytes_;
   BatchArrays arrays_;
   std::span<double> importance_;
   bool weighed_ = false;
   std::span<uint16_t> shards_;
-  uint64_t nbytes_ = 0;
 };
 
 // A store's sampler; the store outlives it.
@@ -245,28 +333,29 @@ class Sampler {
     steps_ = view != nullptr ? view->frame_stack : window_ != 0 ? window_ : store.header().max_length;
   }
 
-  // Fills rows [first, first + n) of a batch. Returns (cursor, rows redrawn, rows drawn from), or
-  // None where rows or the rate limiter have to be waited for.
+  // A batch of a step's n rows, as (batch, cursor, rows redrawn, rows drawn from), or None where rows or the rate
+  // limiter have to be waited for.
+  nb::object sample(size_t n, uint64_t step, const std::optional<LimitTuple>& limits, uint64_t cursor, bool admitted,
+                    std::optional<double> beta) {
+    if (layout_ == nullptr || layout_->size() != n) {
+      layout_ = entered(store_, [&] {
+        return std::make_shared<BatchLayout>(store_, n, fields_, window_, false, true, sampler_.view());
+      });
+    }
+    SampledBatch batch(layout_);
+    const BatchSampler::Result result = fill(batch, batch.arrays(), 0, n, what(step, limits, cursor, admitted), beta);
+    if (!result.done) return nb::none();
+    return nb::make_tuple(std::move(batch), result.cursor, result.redrawn, result.count);
+  }
+
+  // Fills rows [first, first + n) of a batch. Returns (cursor, rows redrawn, rows drawn from), or None as `sample`.
   nb::object sample_into(SampledBatch& batch, size_t first, size_t n, uint64_t step,
                          const std::optional<LimitTuple>& limits, uint64_t cursor, bool admitted,
                          std::optional<double> beta) {
     const BatchArrays arrays = arrays_of(batch);
     batch.check_part(first, n);
     if (n == 0) fail(ErrorKind::schema, "at least one row is drawn");
-    BatchSampler::Step what{.step = step, .limits = {}, .cursor = cursor, .admitted = admitted};
-    if (limits) what.limits = {std::get<0>(*limits), std::get<1>(*limits), std::get<2>(*limits)};
-    BatchSampler::Result result;
-    released(store_, [&] {
-      if (first == 0 && n == batch.size()) {
-        result = sampler_.sample(arrays, what);
-      } else {
-        result = sampler_.sample(arrays.part(store_, window_, sampler_.view(), first, n), what);
-      }
-      if (result.done && beta) {
-        importance_weights(batch.arrays().probability.subspan(first, n), result.count, *beta, 0.0,
-                           batch.weights(first, n));
-      }
-    });
+    const BatchSampler::Result result = fill(batch, arrays, first, n, what(step, limits, cursor, admitted), beta);
     if (!result.done) return nb::none();
     return nb::make_tuple(result.cursor, result.redrawn, result.count);
   }
@@ -299,11 +388,30 @@ class Sampler {
   }
 
  private:
+  static BatchSampler::Step what(uint64_t step, const std::optional<LimitTuple>& limits, uint64_t cursor,
+                                 bool admitted) {
+    BatchSampler::Step made{.step = step, .limits = {}, .cursor = cursor, .admitted = admitted};
+    if (limits) made.limits = {std::get<0>(*limits), std::get<1>(*limits), std::get<2>(*limits)};
+    return made;
+  }
+
+  BatchSampler::Result fill(SampledBatch& batch, const BatchArrays& arrays, size_t first, size_t n,
+                            const BatchSampler::Step& step, std::optional<double> beta) {
+    return released(store_, [&] {
+      const bool whole = first == 0 && n == batch.size();
+      const auto part = [&] { return arrays.part(store_, window_, sampler_.view(), first, n); };
+      const BatchSampler::Result result = whole ? sampler_.sample(arrays, step) : sampler_.sample(part(), step);
+      if (result.done && beta) {
+        const std::span<const double> probability = arrays.probability.subspan(first, n);
+        importance_weights(probability, result.count, *beta, 0.0, batch.weights(first, n));
+      }
+      return result;
+    });
+  }
+
   // The batch's arrays by this store's field numbers: the stores of a mixture may number the same fields differently.
   BatchArrays arrays_of(const SampledBatch& batch) const {
-    const TransitionView* view = sampler_.view();
-    if (batch.window() != window_ || batch.steps() != steps_ || batch.row_bytes() != row_bytes_ ||
-        batch.view().has_value() != (view != nullptr) || (view != nullptr && *batch.view() != *view)) {
+    if (!batch.layout().fits(window_, steps_, row_bytes_, sampler_.view())) {
       fail(ErrorKind::schema, "the batch was made for other fields, windows or transitions");
     }
     BatchArrays arrays = batch.arrays();
@@ -318,6 +426,7 @@ class Sampler {
   size_t steps_ = 0;
   uint32_t window_;
   BatchSampler sampler_;
+  std::shared_ptr<const BatchLayout> layout_;  // of the batches that were asked for last
 };
 
 using WindowTuple = std::tuple<uint32_t, bool, bool, uint8_t>;  // stride, whole, from_first, at
@@ -373,13 +482,17 @@ void bind_batch(nb::module_& module) {
           [](SampledBatch* self, const Store& store, size_t n, const std::vector<uint32_t>& fields, uint32_t window,
              bool shards, std::optional<std::vector<AnyArray>> out, const TransitionView* view) {
             store.check_open();
-            new (self) SampledBatch(store, n, fields, window, shards, std::move(out), view);
+            auto layout = std::make_shared<BatchLayout>(store, n, fields, window, shards, !out, view);
+            if (out) layout->check_out(store, *out);
+            new (self) SampledBatch(std::move(layout), std::move(out));
           },
           nb::arg("store"), nb::arg("n"), nb::arg("fields"), nb::arg("window"), nb::arg("shards"),
           nb::arg("out").none() = nb::none(), nb::arg("transitions").none() = nb::none())
       .def("__len__", &SampledBatch::size)
       .def_prop_ro("nbytes", &SampledBatch::nbytes)
       .def("field", &SampledBatch::field)
+      .def("tensor", &SampledBatch::tensor)
+      .def("metadata_tensor", &SampledBatch::metadata_tensor)
       .def("rows", [](const SampledBatch& b) { return b.array(b.arrays().rows); })
       .def("generations", [](const SampledBatch& b) { return b.array(b.arrays().generations); })
       .def("steps", [](const SampledBatch& b) { return b.array(b.arrays().steps); })
@@ -422,6 +535,8 @@ void bind_batch(nb::module_& module) {
           nb::arg("threads"), nb::arg("seed"), nb::arg("by_priority"), nb::arg("replacement"), nb::arg("stratified"),
           nb::arg("order").none(), nb::arg("cursor"), nb::arg("min_rows"), nb::arg("over_steps") = false,
           nb::arg("transitions").none() = nb::none(), nb::arg("windows").none() = nb::none())
+      .def("sample", &Sampler::sample, nb::arg("n"), nb::arg("step"), nb::arg("limits").none(), nb::arg("cursor"),
+           nb::arg("admitted"), nb::arg("beta").none())
       .def("sample_into", &Sampler::sample_into, nb::arg("batch"), nb::arg("first"), nb::arg("n"), nb::arg("step"),
            nb::arg("limits").none(), nb::arg("cursor"), nb::arg("admitted"), nb::arg("beta").none())
       .def("gather", &Sampler::gather, nb::arg("batch"), nb::arg("first"), nb::arg("n"), nb::arg("numbers"),

@@ -13,11 +13,11 @@
 #include <utility>
 #include <vector>
 
-#include "base/buffer_pool.h"
 #include "base/deadline.h"
 #include "base/errors.h"
 #include "base/interruption.h"
 #include "python/limited_api.h"
+#include "python/pooled_memory.h"
 #include "store/store.h"
 
 namespace geartrain {
@@ -152,41 +152,6 @@ T item(const nb::dict& options, const char* name, T otherwise) {
     fail(ErrorKind::schema, name, " cannot be ", found.substr(0, 100));
   }
 }
-
-// One pooled buffer that several arrays share, 64-byte aligned each; it returns to the pool with the last of them.
-class PooledMemory {
- public:
-  explicit PooledMemory(size_t bytes) : base_(static_cast<std::byte*>(take_buffer(bytes))) {
-    owner_ = nb::capsule(base_, [](void* p) noexcept { give_buffer(p); });
-  }
-  static size_t padded(size_t bytes) { return (bytes + kBlockAlignment - 1) / kBlockAlignment * kBlockAlignment; }
-
-  std::byte* take(size_t bytes) {
-    std::byte* at = base_ + used_;
-    used_ += padded(bytes);
-    return at;
-  }
-  // `row_elements`: from one entry of the first axis to the next, where they do not lie one after the other; or 0.
-  nb::object array(std::byte* at, const std::vector<size_t>& shape, nb::dlpack::dtype dtype,
-                   int64_t row_elements = 0) const {
-    std::vector<int64_t> strides(row_elements != 0 ? shape.size() : 0, 1);
-    for (size_t axis = strides.size(); axis-- > 1;) {
-      strides[axis - 1] = strides[axis] * static_cast<int64_t>(shape[axis]);
-    }
-    if (row_elements != 0) strides[0] = row_elements;
-    const int64_t* given = row_elements != 0 ? strides.data() : nullptr;
-    return nb::cast(nb::ndarray<nb::numpy>(at, shape.size(), shape.data(), owner_, given, dtype));
-  }
-  template <typename T>
-  nb::object array(std::span<T> values, const std::vector<size_t>& shape) const {
-    return array(reinterpret_cast<std::byte*>(values.data()), shape, nb::dtype<T>());
-  }
-
- private:
-  std::byte* base_;
-  size_t used_ = 0;
-  nb::capsule owner_;
-};
 
 // The element type of a stored dtype code: NumPy's where it has one, an unsigned integer of that size where not.
 nb::dlpack::dtype array_dtype(uint8_t code, uint8_t itemsize);

@@ -154,6 +154,7 @@ uint64_t draw_by(const Kind& kind, uint64_t first_total, const DrawPlan& plan, s
   Search found[kInFlight];
   uint64_t targets[kInFlight];
   uint32_t index[kInFlight], rows[kInFlight];
+  uint64_t high[kInFlight], low[kInFlight];  // bits that decide about steps
   std::fill(out.rows.begin(), out.rows.end(), kNoRow);
 
   // Searches targets[0..n) for index[0..n); those refused come first in index afterwards. Returns how many.
@@ -163,6 +164,11 @@ uint64_t draw_by(const Kind& kind, uint64_t first_total, const DrawPlan& plan, s
       for (size_t i = 0; i < n; ++i) {
         if (rows[i] != kNoRow) __builtin_prefetch(&from.status[per_row != 0 ? rows[i] / per_row : rows[i]]);
       }
+    }
+    if (over_steps) {
+      uint32_t draws[kInFlight];
+      for (size_t i = 0; i < n; ++i) draws[i] = numbers[index[i]];
+      random_bits(step_key, draws, n, plan.round * kAttemptsPerRound + attempt, high, low);
     }
     size_t again = 0;
     for (size_t i = 0; i < n; ++i) {
@@ -175,8 +181,7 @@ uint64_t draw_by(const Kind& kind, uint64_t first_total, const DrawPlan& plan, s
         allowed = row_step >= plan.skip && row_step + uint64_t{plan.need} < length_of(from, row);
       }
       if (allowed && over_steps) {
-        const Random128 bits = random_bits(step_key, numbers[index[i]], plan.round * kAttemptsPerRound + attempt);
-        allowed = below(bits, most_counted) < plan.steps_of(from.status[row]);
+        allowed = below({high[i], low[i]}, most_counted) < plan.steps_of(from.status[row]);
       }
       if (!allowed) {
         index[again++] = index[i];

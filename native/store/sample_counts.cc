@@ -14,7 +14,9 @@ void Store::count_samples(std::span<const uint32_t> rows, std::span<const uint32
   const uint64_t now = samples_so_far() + rows.size();
   const uint32_t limit = header().max_times_sampled;
   if (limit == 0) {
+    constexpr size_t kAhead = 16;
     for (size_t i = 0; i < rows.size(); ++i) {
+      if (i + kAhead < rows.size()) __builtin_prefetch(&status()[rows[i + kAhead]].times_sampled, 1);
       taken[i] = generation_of(words()[rows[i]].load(kRelaxed)) == generations[i];
       if (taken[i] != 0) {
         status()[rows[i]].times_sampled.fetch_add(1, kRelaxed);

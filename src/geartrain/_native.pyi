@@ -1,6 +1,6 @@
 """Types of the native layer; the C++ headers under native/ say what each call does."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import numpy as np
@@ -94,6 +94,8 @@ class SampledBatch:
     @property
     def nbytes(self) -> int: ...
     def field(self, number: int, /) -> NDArray[Any]: ...
+    def tensor(self, number: int, from_dlpack: Callable[[Any], Any] | None, /) -> Any: ...
+    def metadata_tensor(self, name: str, from_dlpack: Callable[[Any], Any], /) -> Any: ...
     def rows(self) -> _U32: ...
     def generations(self) -> _U32: ...
     def steps(self) -> _U32: ...
@@ -138,6 +140,15 @@ class BatchSampler:
         admitted: bool,
         beta: float | None,
     ) -> tuple[int, int, int] | None: ...
+    def sample(
+        self,
+        n: int,
+        step: int,
+        limits: tuple[int, int, int] | None,
+        cursor: int,
+        admitted: bool,
+        beta: float | None,
+    ) -> tuple[SampledBatch, int, int, int] | None: ...
     def gather(
         self,
         batch: SampledBatch,

@@ -145,10 +145,18 @@ class Keys:
         return Keys(self.row, self.generation, None, self.draw, store, self.step)
 
     @classmethod
-    def of_rows(cls, row: NDArray[np.uint32], generation: NDArray[np.uint32], store: int) -> Keys:
+    def of_rows(
+        cls,
+        row: NDArray[np.uint32],
+        generation: NDArray[np.uint32],
+        store: int | NDArray[np.uint64],
+        *,
+        shard: NDArray[np.uint16] | None = None,
+        step: NDArray[np.uint32] | None = None,
+    ) -> Keys:
         """Keys of a store's rows from the arrays that its native layer returned, without a check of them."""
         made = cls.__new__(cls)
-        made.__dict__.update(row=row, generation=generation, shard=None, draw=None, store=store)
+        made.__dict__.update(row=row, generation=generation, shard=shard, draw=None, store=store, step=step)
         return made
 
     def of_steps(self, step: ArrayLike) -> Keys:

@@ -15,11 +15,13 @@ from typing import Any
 
 from geartrain.errors import StoreClosedError, WaitTimeoutError
 from geartrain.replay.batch import Batch
-from geartrain.replay.builder import BatchBuilder, BuiltBatch, HostBatchBuilder, PriorityUpdate, State
+from geartrain.replay.builder import BatchBuilder, BuiltBatch, HostBatchBuilder, PriorityUpdate, State, nothing
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.rank_group import NOTE_S
 from geartrain.replay.prefetch import BuildPlacement, Prefetcher, StillBuildingError
 from geartrain.store.store import Store
+
+_NO_UPDATES: list[PriorityUpdate] = []
 
 
 class _Flag:
@@ -59,6 +61,8 @@ class BatchLoader:
         self._stores = stores
         self._prefetch = config.prefetch
         self._finish = _finish_with(builder, config.transform)
+        self._finishes_at_once = config.transform is None and isinstance(builder, HostBatchBuilder)
+        self._never_ahead = config.prefetch == 0 and not builder.collective
         self._timeout_s = config.timeout_s
         # Over ranks and on devices batches are always built on the prefetch thread.
         local = config.prefetch > 0 and isinstance(builder, HostBatchBuilder)
@@ -101,13 +105,17 @@ class BatchLoader:
             WaitTimeoutError: not within the time; the next call may have it.
             StoreClosedError: `shut` was called. And what the builder raises.
         """
+        placement = self._placement
         if self._builds_here():
-            built = self._finish(self._builder.start(self.step, self.state, []))
+            built: BuiltBatch = self._builder.start(self.step, self.state, _NO_UPDATES)
+            if not self._finishes_at_once:
+                built = self._finish(built)
         else:
             built = self._next_ahead()
-        if self._placement is not None:
-            self._placement.note(built.make_s)
-        built.deliver()
+        if placement is not None:
+            placement.note(built.make_s)
+        if built.deliver is not nothing:
+            built.deliver()
         self.step += 1
         self.state = built.state
         return built
@@ -140,12 +148,13 @@ class BatchLoader:
     def _builds_here(self) -> bool:
         """Whether this thread builds the next batch; the prefetch thread is ended once its batches are used up."""
         if self._placement is None:
-            return self._prefetch == 0 and not self._builder.collective
+            return self._never_ahead
         if not self._placement.here:
             return False
         if self._ahead is not None and self._ahead.is_mine() and self._asked >= self.step:
             return False
-        self.restart()
+        if self._ahead is not None or self._finalizer is not None:
+            self.restart()
         return True
 
     def _ask(self, updates: list[PriorityUpdate]) -> Prefetcher[BuiltBatch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import geartrain._native as _native
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError
 from geartrain.replay.batch import Batch
-from geartrain.replay.native_batch import BatchPlan, NativeBatch
+from geartrain.replay.native_batch import BatchPlan, native_batch
 from geartrain.replay.pass_sampler import PassSampler
 from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.mixture import Selection, quotas_of
@@ -37,7 +38,7 @@ def nothing() -> None:
     """Done."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, which takes as long again as all else that is done for a batch here
 class BuiltBatch:
     """A batch, the strategies' state after it, what the consumer's thread calls when it takes the batch, and how long
     it took to make where that is all there is to it (inf: there is more, such as other ranks or a device).
@@ -149,6 +150,8 @@ class HostBatchBuilder:
         self._selection = selection
         self._transitions = samplers[0].transitions
         self._shown: BatchPlan = self._transitions or samplers[0].plan
+        first = samplers[0]
+        self._passes = first if isinstance(first, PassSampler) and not self.mixed else None
         self._make_s = 0.0
         self._built = 0
 
@@ -161,7 +164,7 @@ class HostBatchBuilder:
         native, after = self.sample(step, state)
         if self._transitions is not None:
             self._transitions.settle(native)
-        batch = NativeBatch(native, self._shown, step, self.store_ids)
+        batch = native_batch(native, self._shown, step, self.store_ids)
         make_s = time.perf_counter() - began_s
         self._make_s += make_s
         self._built += 1
@@ -179,9 +182,11 @@ class HostBatchBuilder:
         self, step: int, state: State, out: list[NDArray[Any]] | None = None
     ) -> tuple[_native.SampledBatch, State]:
         """The rows of a step, their fields in `out` or in recycled memory, and the strategies' state after it."""
-        passes = self.samplers[0]
-        if isinstance(passes, PassSampler) and not self.mixed:
-            batch, after = passes.sample_pass(self.rows, step, state[0], out)
+        if self._passes is not None:
+            batch, after = self._passes.sample_pass(self.rows, step, state[0], out)
+            return batch, [after]
+        if out is None and not self.mixed:
+            batch, after = self.samplers[0].sample(self.rows, step, state[0])
             return batch, [after]
         batch = self.samplers[0].empty_batch(self.rows, self.mixed, out)
         if not self.mixed:
@@ -234,21 +239,28 @@ def apply_updates(samplers: Sequence[StoreSampler], update: PriorityUpdate, step
     """
     keys, priorities = update.keys, update.priorities
     check_priorities(priorities)
+    if len(samplers) == 1:
+        sampler, store = samplers[0], samplers[0].plan.store
+        if type(keys.store) is not int or keys.store != store.id:
+            keys.places_among(np.array([store.id], np.uint64), "stores of this replay")
+        sampler.follow_alpha(step)
+        return set_priorities(store, keys, raised(priorities, sampler.alpha)) if len(priorities) else 0
     place = keys.places_among(
         np.array([sampler.plan.store.id for sampler in samplers], np.uint64), "stores of this replay"
     )
     gone = 0
     for number, sampler in enumerate(samplers):
         sampler.follow_alpha(step)
-        mine = slice(None) if len(samplers) == 1 else np.flatnonzero(place == number)
-        if len(priorities[mine]):
-            these = keys if len(samplers) == 1 else keys[mine]
-            gone += set_priorities(sampler.plan.store, these, raised(priorities[mine], sampler.alpha))
+        mine = np.flatnonzero(place == number)
+        if len(mine):
+            gone += set_priorities(sampler.plan.store, keys[mine], raised(priorities[mine], sampler.alpha))
     return gone
 
 
 def check_priorities(priorities: NDArray[np.float64]) -> None:
     """Raises `ArgumentError` unless all priorities are finite."""
+    if math.isfinite(priorities.dot(priorities)):  # of large ones the sum may not be, and they are
+        return
     bad = np.flatnonzero(~np.isfinite(priorities))
     if bad.size:
         raise ArgumentError(f"priority {bad[0]} is not finite: {priorities[bad[0]]}")
@@ -256,6 +268,11 @@ def check_priorities(priorities: NDArray[np.float64]) -> None:
 
 def raised(priorities: NDArray[np.float64], alpha: float) -> NDArray[np.float64]:
     """|priority| ** alpha, as a store takes it: finite."""
+    if alpha == 1:
+        return np.abs(priorities)
+    if alpha < 1:  # which makes no finite number infinite
+        lower: NDArray[np.float64] = np.abs(priorities) ** alpha
+        return lower
     with np.errstate(over="ignore"):
         powers: NDArray[np.float64] = np.minimum(np.abs(priorities) ** alpha, _LARGEST)
         return powers

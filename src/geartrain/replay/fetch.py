@@ -7,7 +7,8 @@ overwritten during its copy is noticed and never returned.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 import geartrain._native as _native
 from geartrain.core.arguments import default_threads
-from geartrain.core.dtypes import DTYPES, as_raw, as_tensor, numpy_dtype, torch_dtype
+from geartrain.core.dtypes import DTYPES, as_raw, as_tensor, from_dlpack, is_exchanged, numpy_dtype, torch_dtype
 from geartrain.core.extras import require_torch
 from geartrain.core.keys import Keys, check_keys
 from geartrain.errors import ArgumentError, StaleKeyError, StoreClosedError
@@ -233,6 +234,17 @@ class FetchPlan:
         self.pad_left = pad_left
         self.output = output
         self.threads = threads
+
+    @functools.cached_property
+    def from_dlpack(self) -> Callable[[Any], Any] | None:
+        """What makes a tensor of a DLPack capsule; None where arrays are wanted."""
+        return from_dlpack() if self.output == "torch" else None
+
+    @functools.cached_property
+    def exchanged(self) -> Mapping[str, int]:
+        """Places of the fields that are exchanged as what they are."""
+        fields = self.store.fields
+        return {name: place for name, place in self.places.items() if is_exchanged(DTYPES[fields[name].dtype])}
 
     @staticmethod
     def make(

@@ -5,7 +5,7 @@ A consumer that reads two of ten fields pays for two; what a batch costs in Pyth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +24,8 @@ class BatchPlan(Protocol):
     Attributes:
         names: of the fields.
         places: of each in the native batch.
+        from_dlpack: what makes a tensor of a DLPack capsule; None where arrays are wanted.
+        exchanged: places of the fields whose dtypes DLPack, NumPy and torch all have; others are made by `as_field`.
         per_step: whether keys name steps.
     """
 
@@ -34,6 +36,16 @@ class BatchPlan(Protocol):
 
     @property
     def places(self) -> Mapping[str, int]:
+        """See above."""
+        ...
+
+    @property
+    def from_dlpack(self) -> Callable[[Any], Any] | None:
+        """See above."""
+        ...
+
+    @property
+    def exchanged(self) -> Mapping[str, int]:
         """See above."""
         ...
 
@@ -52,14 +64,7 @@ class BatchPlan(Protocol):
 
 
 class NativeBatch(Batch):
-    """A batch as `BatchSampler` fills it.
-
-    Args:
-        rows: all of them whole.
-        plan: names of the fields and the kind of arrays.
-        step: the number of the batch.
-        store_ids: of the stores that its rows are of, in the order of their shard numbers.
-    """
+    """A batch as `BatchSampler` fills it; made by `native_batch`."""
 
     __slots__ = ("_plan", "_rows", "_shown", "_store_ids")
     _rows: _native.SampledBatch
@@ -67,30 +72,21 @@ class NativeBatch(Batch):
     _shown: dict[str, Array]
     _store_ids: Sequence[int]
 
-    def __new__(cls, *args: Any, **values: Any) -> Any:
+    def __new__(cls, **values: Any) -> Any:
         """Made of a batch's own attributes, as `dataclasses.replace` does, it is a plain batch."""
-        return Batch(**values) if values else super().__new__(cls)
-
-    def __init__(self, rows: _native.SampledBatch, plan: BatchPlan, step: int, store_ids: Sequence[int]) -> None:
-        put = object.__setattr__  # the dataclass is frozen; other attributes are set when they are first asked for
-        put(self, "_rows", rows)
-        put(self, "_plan", plan)
-        put(self, "_shown", {})
-        put(self, "_store_ids", store_ids)
-        put(self, "step", step)
-        put(self, "draw", None)
-        put(self, "cu_seqlens", None)
+        return Batch(**values)
 
     def __getattr__(self, name: str) -> Any:
         value: Any
         if name in _METADATA:
-            value = getattr(self._rows, name)()
-            if value is not None:
-                value = self._plan.as_output(value)
+            make = self._plan.from_dlpack
+            value = getattr(self._rows, name)() if make is None else self._rows.metadata_tensor(name, make)
         elif name == "keys":
             value = keys_of(self._rows, self._store_ids, self._plan.per_step)
         elif name == "fields":
             value = {each: self[each] for each in self._plan.names}
+        elif name in ("draw", "cu_seqlens"):
+            value = None
         else:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         object.__setattr__(self, name, value)
@@ -100,7 +96,15 @@ class NativeBatch(Batch):
         found = self._shown.get(name)
         if found is None:
             plan = self._plan
-            found = self._shown[name] = plan.as_field(name, self._rows.field(plan.places[name]))
+            place = plan.exchanged.get(name)
+            make = plan.from_dlpack
+            if place is None:
+                found = plan.as_field(name, self._rows.field(plan.places[name]))
+            elif make is None:
+                found = self._rows.field(place)
+            else:
+                found = self._rows.tensor(place, make)
+            self._shown[name] = found
         return found
 
     def __iter__(self) -> Iterator[str]:
@@ -122,11 +126,36 @@ class NativeBatch(Batch):
         return Batch, (self.fields, self.keys, *metadata, self.step)
 
 
+_put_rows, _put_plan, _put_shown, _put_store_ids, _put_step = (
+    getattr(NativeBatch, name).__set__ for name in ("_rows", "_plan", "_shown", "_store_ids", "step")
+)
+
+
+def native_batch(rows: _native.SampledBatch, plan: BatchPlan, step: int, store_ids: Sequence[int]) -> NativeBatch:
+    """A batch over native memory.
+
+    Args:
+        rows: all of them whole.
+        plan: names of the fields and the kind of arrays.
+        step: the number of the batch.
+        store_ids: of the stores that its rows are of, in the order of their shard numbers.
+    """
+    made: NativeBatch = object.__new__(NativeBatch)
+    # The dataclass is frozen, so by the slots themselves; other attributes are set when they are first asked for.
+    _put_rows(made, rows)
+    _put_plan(made, plan)
+    _put_shown(made, {})
+    _put_store_ids(made, store_ids)
+    _put_step(made, step)
+    return made
+
+
 def keys_of(rows: _native.SampledBatch, store_ids: Sequence[int], per_step: bool = False) -> Keys:
     """The keys of a batch's rows, or of the steps that its windows were placed by."""
     shard = rows.shard()
     store = store_ids[0] if shard is None else np.array(store_ids, np.uint64)[shard]
-    return Keys(rows.rows(), rows.generations(), shard, store=store, step=rows.steps() if per_step else None)
+    steps = rows.steps() if per_step else None
+    return Keys.of_rows(rows.rows(), rows.generations(), store, shard=shard, step=steps)
 
 
-__all__ = ["BatchPlan", "NativeBatch", "keys_of"]
+__all__ = ["BatchPlan", "NativeBatch", "keys_of", "native_batch"]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, overload
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from geartrain.core.arguments import refuse_copies
 from geartrain.core.keys import Keys, check_keys
@@ -187,6 +187,7 @@ class Replay:
         if release is not None:  # one that is dropped unpins its memory, leaves its group; its thread ends before that
             weakref.finalize(self._loader, _close_here, os.getpid(), release)
         self._pid = os.getpid()
+        self._one_process = self._builder.collective or config.device is not None  # not shared by a fork
         self._make_locks()
         self._iteration = 0
         self._closed = False  # from the beginning of `close` on
@@ -221,8 +222,7 @@ class Replay:
 
     @property
     def _foreign(self) -> bool:
-        shared = self._builder.collective or self._config.device is not None
-        return shared and self._pid != os.getpid()
+        return self._one_process and self._pid != os.getpid()
 
     # --- batches --------------------------------------------------------------------------------------------
 
@@ -277,7 +277,8 @@ class Replay:
             StoreClosedError: the replay was closed, perhaps while this waited.
         """
         with self._turn:
-            self._check_open()
+            if self._closed or self._one_process:
+                self._check_open()
             try:
                 return self._sample()
             except CallCancelledError:  # by `close`, which alone does not wait for its turn
@@ -327,16 +328,12 @@ class Replay:
         """
         self._check_open()
         check_keys(rows)
-        if hasattr(priorities, "detach"):
-            priorities = priorities.detach().cpu()
-        try:
-            array = np.asarray(priorities, dtype=np.float64)
-        except (TypeError, ValueError, OverflowError):
-            raise ArgumentError(f"priorities are numbers, found {type(priorities).__name__}") from None
-        values = np.broadcast_to(array, (len(rows),)) if array.ndim == 0 else array
+        values = _as_priorities(priorities)
+        if values.ndim == 0:
+            values = np.full(len(rows), values)
         if values.shape != (len(rows),):
             raise ArgumentError(f"{len(rows)} rows were given with priorities of shape {values.shape}")
-        return self._loader.submit_updates(PriorityUpdate(rows, np.array(values)))
+        return self._loader.submit_updates(PriorityUpdate(rows, values))
 
     # --- state and figures ----------------------------------------------------------------------------------
 
@@ -502,6 +499,18 @@ class Replay:
     def __repr__(self) -> str:
         stores = self.stores[0] if len(self.stores) == 1 else self.stores
         return f"Replay({stores!r}, {self.selection!r}, batch_size={self.batch_size}, step={self.step})"
+
+
+def _as_priorities(given: Any) -> NDArray[np.float64]:
+    """The numbers of an array, a tensor on any device or a list, copied."""
+    if hasattr(given, "detach"):
+        given = given.detach().cpu()
+        if given.dtype.itemsize >= 4:
+            given = given.numpy()  # sooner done than what NumPy asks of a tensor; it lacks some of the small types
+    try:
+        return np.array(given, np.float64)
+    except (TypeError, ValueError, OverflowError):
+        raise ArgumentError(f"priorities are numbers, found {type(given).__name__}") from None
 
 
 def _figures(replay: Replay) -> dict[str, Any]:

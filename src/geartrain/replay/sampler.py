@@ -25,7 +25,7 @@ from geartrain.replay.fetch import FetchPlan
 from geartrain.replay.transitions import TransitionPlan
 from geartrain.selection.declared import DeclaredStrategy
 from geartrain.selection.epochs import Epochs
-from geartrain.selection.random import Prioritized, checked_beta
+from geartrain.selection.random import Prioritized, Uniform, checked_beta
 from geartrain.selection.schedule import at_step
 from geartrain.selection.strategy import (
     ORDERS,
@@ -121,6 +121,9 @@ class StoreSampler:
         self.stopping = stopping
         self.redrawn = 0
         self.alpha = alpha_at(strategy, 0)
+        # Of a strategy that has its own traits at hand, and cannot change them.
+        fixed = isinstance(strategy, (Uniform, Prioritized)) and not callable(self.traits.alpha)
+        self._fixed_alpha = self.alpha if fixed else None
         self.atom = self.traits.atom
         self.stage = "idle"
         # Built-in strategies and others that follow from their traits; the rest are asked for their draws.
@@ -145,47 +148,84 @@ class StoreSampler:
         )
         self._weighs = weigh not in (DeclaredStrategy.importance_weights, Prioritized.importance_weights)
         self._weighs |= self.traits.importance and weigh is DeclaredStrategy.importance_weights  # refused: it has none
+        # A number is the same at every step, and limits that are none at every time.
+        self._fixed_beta = None if self._beta is None or callable(self._beta) else checked_beta(float(self._beta))
+        by_row = transitions is not None and not self.traits.over_steps
+        self._limits = self._limits_now() if by_row and self.traits.limits is None else None
+        self._limits_at = None if self.traits.limits is None else self._limits_now
         store = plan.store
         self.candidates = Candidates.of_store(store.native, store.column)
         self.limited = store.options["max_times_sampled"] is not None
         self._expires = store.options["max_age_s"] is not None
+
+    def sample(self, n: int, step: int, state: dict[str, int]) -> tuple[_native.SampledBatch, dict[str, int]]:
+        """A batch of the n rows of a step, in recycled memory, and the strategy's state after it.
+
+        One native call draws, counts, places, copies and redraws. Where the strategy draws by code of its own (groups,
+        custom ones), that is called first, and the rest is native.
+        """
+        if not self.in_one_call:
+            batch = self.empty_batch(n, False, None)
+            return batch, self._sample_in_python(batch, 0, n, step, state)
+        cursor = self._cursor(state)
+        batch, cursor, redrawn, count = self._drawn(self.batch_sampler.sample, (), n, step, cursor)
+        return batch, self._after(batch, 0, n, step, cursor, redrawn, count)
 
     def sample_into(
         self, batch: _native.SampledBatch, first: int, n: int, step: int, state: dict[str, int]
     ) -> dict[str, int]:
         """Fills rows [first, first + n) of a batch with those of a step; returns the strategy's state after it.
 
-        One native call draws, counts, places, copies and redraws. Where the strategy draws by code of its own (groups,
-        custom ones), that is called first, and the rest is native.
+        As `sample` does.
         """
         if not self.in_one_call:
             return self._sample_in_python(batch, first, n, step, state)
-        limits = None if self.traits.limits is None else self.traits.limits.now()
-        if self.transitions is not None and not self.traits.over_steps:  # a row needs a step behind one
-            limits = (*(limits or Limits().now())[:2], max(2, 0 if limits is None else limits[2]))
-        beta = None if self._beta is None else checked_beta(at_step(self._beta, step))
-        cursor = int(state.get("after", state.get("after/0", 0))) if self.traits.cursor else 0
+        cursor = self._cursor(state)
+        result = self._drawn(self.batch_sampler.sample_into, (batch, first), n, step, cursor)
+        return self._after(batch, first, n, step, *result)
+
+    def _cursor(self, state: dict[str, int]) -> int:
+        return int(state.get("after", state.get("after/0", 0))) if self.traits.cursor else 0
+
+    def _drawn(self, call: Callable[..., Any], into: tuple[Any, ...], n: int, step: int, cursor: int) -> Any:
+        """What the native call returns, once it has the rows and the rate limiter's leave that it needs."""
+        limits = self._limits if self._limits_at is None else self._limits_at()
+        beta = self._fixed_beta
+        if beta is None and self._beta is not None:
+            beta = checked_beta(at_step(self._beta, step))
         self.stage = "drawing and copying rows"
-        result = self.batch_sampler.sample_into(batch, first, n, step, limits, cursor, False, beta)
+        result = call(*into, n, step, limits, cursor, False, beta)
         if result is None:  # rows, or the rate limiter, have to be waited for
             self.wait_for_rows()
             self.admit(n)
             try:
                 self.check_count(len(self.plan.store))
                 self.stage = "drawing and copying rows"
-                result = self.batch_sampler.sample_into(batch, first, n, step, limits, cursor, True, beta)
+                result = call(*into, n, step, limits, cursor, True, beta)
                 assert result is not None
             except BaseException:
                 self.give_back(n)
                 raise
         self.stage = "idle"
-        cursor, redrawn, count = result
+        return result
+
+    def _after(
+        self, batch: _native.SampledBatch, first: int, n: int, step: int, cursor: int, redrawn: int, count: int
+    ) -> dict[str, int]:
+        """The strategy's state after a batch, which gets the weights that the strategy's own code gives it."""
         self.redrawn += redrawn
         if self._weighs:
             part = slice(first, first + n)
             draw = Draw(batch.rows()[part], batch.generations()[part], batch.probability()[part])
             self._set_importance(batch, first, draw, count, step)
         return {"after": cursor} if self.traits.cursor else {}
+
+    def _limits_now(self) -> tuple[int, int, int]:
+        """The strategy's limits; of transitions drawn by row, a row needs a step behind one."""
+        least_version, from_ns, length = (self.traits.limits or Limits()).now()
+        if self.transitions is not None and not self.traits.over_steps:
+            length = max(2, length)
+        return least_version, from_ns, length
 
     @functools.cached_property
     def batch_sampler(self) -> _native.BatchSampler:
@@ -323,7 +363,7 @@ class StoreSampler:
 
     def follow_alpha(self, step: int, *, apply: bool = True) -> None:
         """Raises the priorities to the alpha of the step, once it has moved by 1 %; or notes that another does."""
-        wanted = alpha_at(self.strategy, step)
+        wanted = self._fixed_alpha or alpha_at(self.strategy, step)
         if abs(wanted - self.alpha) > ALPHA_STEP * self.alpha:
             if apply:
                 self.plan.store.raise_priorities(wanted / self.alpha)

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.core.arguments import check_whole
-from geartrain.core.dtypes import DTYPES, Dtype, as_tensor, numpy_dtype
+from geartrain.core.dtypes import DTYPES, Dtype, as_tensor, is_exchanged, numpy_dtype
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, FieldError
 from geartrain.replay.fetch import FetchPlan
@@ -212,6 +212,8 @@ class TransitionPlan:
         self.names = list(shown)
         self.places = {name: place for place, name in enumerate(self.names)}
         self._dtypes: dict[str, Dtype] = {name: DTYPES[dtype] for name, dtype in shown.items()}
+        self.from_dlpack = plan.from_dlpack
+        self.exchanged = {name: place for name, place in self.places.items() if is_exchanged(self._dtypes[name])}
         self.per_step = plan.per_step
         self._plan = plan
         self._relabeller: Relabeller | None = None

@@ -232,8 +232,9 @@ class StepRecorder:
         if final_observation is not None and not self._same_step:
             raise ArgumentError("final_observation is for autoreset='same_step'; elsewhere it is the observation")
         try:
-            flags = (terminated, truncated)
-            answer = self._native.step(observation, values, *flags, final_observation, mask, version, False)
+            answer = self._native.step(
+                observation, values, terminated, truncated, final_observation, mask, version, False
+            )
         except TypeError:
             found = f"{type(observation).__name__}, {type(values).__name__}, {terminated!r} and {truncated!r}"
             raise ArgumentError(

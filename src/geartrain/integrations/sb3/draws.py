@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,8 @@ _LAST = "last"
 _SPARE = 16
 # So many further batches are drawn for one; then there are too few whole windows.
 _TRIES = 8
+_FEW = 6
+assert TRANSITION == 1
 
 
 class DrawnWindows(NamedTuple):
@@ -72,13 +74,12 @@ class TransitionDraws:
         if replay is None:
             replay = self._replays[n] = self._made(n)
         arrays, real = self._batch(replay)
-        flaws = np.flatnonzero(~real[:n])
+        flaws = (~real[:n]).nonzero()[0]
         if len(flaws):
-            spare, source, tries = np.flatnonzero(real[n:]) + n, arrays, 0
+            spare, source, tries = real[n:].nonzero()[0] + n, arrays, 0
             while True:
                 there = min(len(flaws), len(spare))
-                for name, array in arrays.items():
-                    array[flaws[:there]] = source[name][spare[:there]]
+                _replace(arrays, flaws[:there], source, spare[:there])
                 flaws = flaws[there:]
                 if not len(flaws):
                     break
@@ -86,7 +87,7 @@ class TransitionDraws:
                     return None
                 tries += 1
                 source, real = self._batch(replay)
-                spare = np.flatnonzero(real)
+                spare = real.nonzero()[0]
         return DrawnWindows({name: array[:n] for name, array in arrays.items()})
 
     def _batch(self, replay: Replay) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]:
@@ -99,7 +100,7 @@ class TransitionDraws:
         arrays: dict[str, NDArray[Any]] = {name: batch[name] for name in self._fields}
         # Whole: begins within its row, with a transition, and does not end with the zeros of a full row, whose last
         # steps the next row repeats.
-        real = np.asarray(batch.mask)[:, 0] & ((arrays[FLAGS][:, 1] & TRANSITION) != 0)
+        real = (arrays[FLAGS][:, 1] & batch.mask[:, 0]).view(np.bool_)  # the mask is 1, as TRANSITION is
         if self._reach > 1:
             real &= ~batch[_LAST][:, -1]
         return arrays, real, batch
@@ -119,4 +120,19 @@ class TransitionDraws:
         return Uniform(seed=seed, over="steps")
 
 
-__all__ = ["TransitionDraws", "DrawnWindows"]
+def _replace(
+    arrays: Mapping[str, NDArray[Any]], at: NDArray[Any], source: Mapping[str, NDArray[Any]], by: NDArray[Any]
+) -> None:
+    """Rows of some arrays by rows of others. Few one by one, which takes a tenth of an indexed assignment each."""
+    if len(at) > _FEW:
+        for name, array in arrays.items():
+            array[at] = source[name][by]
+        return
+    pairs = list(zip(at.tolist(), by.tolist(), strict=True))
+    for name, array in arrays.items():
+        given = source[name]
+        for to, place in pairs:
+            array[to] = given[place]
+
+
+__all__ = ["DrawnWindows", "TransitionDraws"]

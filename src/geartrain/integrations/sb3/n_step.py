@@ -52,7 +52,7 @@ class NStepReplayBuffer(ReplayBuffer, stock.NStepReplayBuffer):
             windows,
             self.observed(windows, 0, env),
             self.observed(windows, count, env),
-            (last & (DONE | TIMEOUT)) == DONE,
+            last,
             summed.sum(1, keepdims=True, dtype=np.float32),
             powers[count].astype(np.float32).reshape(-1, 1),
         )

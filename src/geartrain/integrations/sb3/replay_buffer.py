@@ -41,6 +41,8 @@ from geartrain.replay.fetch import fetch
 from geartrain.store.segment import PriorityPer
 from geartrain.store.store import Store
 
+# By flags: whether the episode is over by the rules of the environment.
+_DONES = np.array([(flags & (DONE | TIMEOUT)) == DONE for flags in range(256)], np.float32)
 _forks = 0  # how often this process is a forked child
 
 
@@ -228,7 +230,7 @@ class ReplayBuffer(stock.ReplayBuffer):
         if done.ndim != 1 or len(done) != self.n_envs:
             done = _shaped("done", done, (self.n_envs,))
         cut = False
-        if self.handle_timeout_termination:
+        if self.handle_timeout_termination and any(infos):  # most are empty
             for info in infos:
                 if info.get("TimeLimit.truncated", False):
                     cut = True
@@ -310,12 +312,11 @@ class ReplayBuffer(stock.ReplayBuffer):
     def samples_of(self, windows: DrawnWindows, env: Any) -> ReplayBufferSamples:
         """What Stable-Baselines3 trains on."""
         fields = windows.fields
-        flags = fields[FLAGS][:, 1]
         return self.as_samples(
             windows,
             self.observed(windows, 0, env),
             self.observed(windows, 1, env),
-            (flags & (DONE | TIMEOUT)) == DONE,
+            fields[FLAGS][:, 1],
             self._normalize_reward(fields[REWARD][:, 1:2], env),
         )
 
@@ -330,17 +331,21 @@ class ReplayBuffer(stock.ReplayBuffer):
         windows: DrawnWindows,
         obs: Any,
         next_obs: Any,
-        over: NDArray[np.bool_],
+        flags: NDArray[np.uint8],
         reward: NDArray[Any],
         discounts: NDArray[Any] | None = None,
     ) -> ReplayBufferSamples:
-        """A batch as Stable-Baselines3 has it: tensors of these arrays and of the windows' actions."""
+        """A batch as Stable-Baselines3 has it: tensors of these arrays and of the windows' actions.
+
+        Args:
+            flags: (B,), of the steps that may have ended episodes.
+        """
         made = DictReplayBufferSamples if self._is_dict else ReplayBufferSamples
         return made(
             observations=self._tensors(obs),
             actions=self.tensor_of(windows.fields[ACTION][:, 1]),
             next_observations=self._tensors(next_obs),
-            dones=self.tensor_of(over.astype(np.float32).reshape(-1, 1)),
+            dones=self.tensor_of(_DONES.take(flags).reshape(-1, 1)),
             rewards=self.tensor_of(reward),
             discounts=None if discounts is None else self.tensor_of(discounts),
         )
