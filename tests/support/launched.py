@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -223,6 +225,20 @@ def fail(context, after_s=0.0):
     print(f"I am {context.name}, and I fail")
     time.sleep(after_s)
     raise ValueError("on purpose")
+
+
+def die_together(context, folder):
+    """The first time rank 0 kills rank 1 and itself."""
+    (Path(folder) / f"pid-{context.rank}-{context.restart}").write_text(str(os.getpid()))
+    until_s = time.monotonic() + 60
+    while not context.restart and time.monotonic() < until_s:
+        with contextlib.suppress(OSError, ValueError):
+            other = int((Path(folder) / "pid-1-0").read_text())
+            if context.rank == 0:
+                os.kill(other, signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.01)
+    context.report(steps=1)
 
 
 def linger(context, deaf=False):

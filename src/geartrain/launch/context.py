@@ -259,12 +259,8 @@ class Context:
         """
         from geartrain.actors.job_stores import JobStores
 
-        if STORES not in self._spec.roles:
-            raise ArgumentError(
-                f"no process serves the stores of the job {self.job!r}: Job(serve_stores=True) has some"
-            )
         found: dict[str, Store | RemoteStore] = {}
-        for number, host in enumerate(self._spec.roles[STORES][2]):
+        for number, host in enumerate(self._store_hosts()):
             server = f"{STORES}-{number}"
             if host != self.host:
                 found[server] = self._served_by(server, timeout_s)
@@ -274,17 +270,25 @@ class Context:
 
     def _remote_store(self, timeout_s: float) -> RemoteStore:
         """The store of one of the learners' hosts, for a process of a host without."""
-        _, _, served = self._spec.roles[STORES]
+        served = self._store_hosts()
         _, processes, hosts = self._spec.roles[self.role]
         away = [host for host in hosts if host not in served]
         number = (away.index(self.host) * processes + self._spec.local) % len(served)
         return self._served_by(f"{STORES}-{number}", timeout_s)
 
+    def _store_hosts(self) -> list[int]:
+        if STORES not in self._spec.roles:
+            raise ArgumentError(
+                f"{self.name}: no process serves the stores of the job {self.job!r} to other hosts; one does with "
+                "Job(serve_stores=True)"
+            )
+        return list(self._spec.roles[STORES][2])
+
     def _served_by(self, server: str, timeout_s: float) -> RemoteStore:
         """A store as its server serves it (store_role.py)."""
         from geartrain.actors.remote_store import TIMEOUT_S, RemoteStore
 
-        _, _, served = self._spec.roles[STORES]
+        served = self._store_hosts()
         until_s = time.monotonic() + timeout_s
         while True:
             try:

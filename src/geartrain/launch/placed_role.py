@@ -20,6 +20,8 @@ from geartrain.launch.job import Job, Role
 
 #: What the processes of the role "store" run, and how often those of a host may die.
 SERVE_STORE, STORE_RESTARTS = "geartrain.launch.store_role:serve", 10
+#: Its heartbeat timeout; it reports ten times a second.
+_SILENT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def place(job: Job, hosts: int) -> list[PlacedRole]:
                 f"job {job.name!r}: {STORES!r} is the role that serves the learners' stores to other hosts; another "
                 "name is needed"
             )
-        servers = Role(STORES, SERVE_STORE, kind="agent", max_restarts=STORE_RESTARTS)
+        servers = Role(STORES, SERVE_STORE, kind="agent", max_restarts=STORE_RESTARTS, silent_s=_SILENT_S)
         placed.append(PlacedRole(servers, learner.hosts))
     return placed
 
