@@ -15,9 +15,11 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import geartrain.weights as weights
 from geartrain.core.counters import SharedCounters
+from geartrain.core.process_report import register
 from geartrain.errors import (
     GeartrainError,
     JobInterruptedError,
@@ -118,6 +120,7 @@ class Launcher:
             )
             self._coordinator = Coordinator(self.position, fingerprint, self._supervisor.wake)
             stack.callback(self._coordinator.close)
+            register(self, "job", _figures)
             stack.enter_context(self._display)
             try:
                 if self._rank_hosts and self._rank_hosts[0] == self.position.host > 0 and not self.position.agent_store:
@@ -401,7 +404,7 @@ class Launcher:
             found = MetricsReader(self._counters, names).read()  # on a thread of the server
             return dict(zip((each.name for each in self._processes), found, strict=True))
 
-        endpoint = PrometheusEndpoint(read, "0.0.0.0", port)
+        endpoint = PrometheusEndpoint(read, "0.0.0.0", port, self.job.trust)
         stack.callback(endpoint.close)
         self._display.say(f"metrics for Prometheus on port {endpoint.port}")
 
@@ -474,6 +477,30 @@ class Launcher:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _figures(launcher: Launcher) -> dict[str, Any]:
+    """For the process's report: the job, where its coordinator is, and its processes on this host by slot."""
+    position = launcher.position
+    return {
+        "name": launcher.job.name,
+        "counters": launcher._counters.name,
+        "coordinator": launcher._coordinator.address,
+        "host": position.host,
+        "hosts": position.hosts,
+        "folder": str(launcher.folder),
+        "elapsed_s": time.monotonic() - launcher._began_s,
+        "processes": [
+            {
+                "name": each.name,
+                "kind": each.role.kind,
+                "pid": each.pid,
+                "restarts": each.restart,
+                "exit_code": each.returncode,
+            }
+            for each in launcher._processes
+        ],
+    }
 
 
 def _free_port() -> int:

@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike
 
 from geartrain.core.arguments import refuse_copies
 from geartrain.core.keys import Keys, check_keys
+from geartrain.core.process_report import register
 from geartrain.errors import ArgumentError, CallCancelledError, ReplayError, StoreClosedError
 from geartrain.replay.batch import Batch
 from geartrain.replay.batch_loader import BatchLoader
@@ -196,8 +197,9 @@ class Replay:
         self._passes_end = isinstance(self.selection, Epochs) and not self.selection.drop_last
         self._wait_s = 0.0
         self._started_s: float | None = None
-        self._last_s = 0.0
+        self._asked_s = self._last_s = 0.0
         _replays.add(self)
+        register(self, "replay", _figures)
 
     def _make_locks(self) -> None:
         self._turn = threading.RLock()  # of whoever uses the loader; held while a batch is waited for
@@ -283,7 +285,7 @@ class Replay:
                 raise
 
     def _sample(self) -> Batch:
-        asked_s = time.perf_counter()
+        self._asked_s = asked_s = time.perf_counter()
         if self._started_s is None:
             self._started_s = asked_s
         built = self._loader.next()
@@ -500,6 +502,20 @@ class Replay:
     def __repr__(self) -> str:
         stores = self.stores[0] if len(self.stores) == 1 else self.stores
         return f"Replay({stores!r}, {self.selection!r}, batch_size={self.batch_size}, step={self.step})"
+
+
+def _figures(replay: Replay) -> dict[str, Any]:
+    """For the process's report; `waiting_s`: how long its consumer has waited for a batch by now, 0 if it does not."""
+    replay._check_open()
+    waiting_s = time.perf_counter() - replay._asked_s if replay._asked_s > replay._last_s else 0.0
+    return {
+        "name": ", ".join(store.name for store in replay.stores),
+        "stores": [store.name for store in replay.stores],
+        "selection": type(replay.selection).__name__,
+        "batch_size": replay.batch_size,
+        "waiting_s": waiting_s,
+        **replay.stats(),
+    }
 
 
 _replays: weakref.WeakSet[Replay] = weakref.WeakSet()
