@@ -255,3 +255,16 @@ def test_hosts_that_are_wrong_are_refused_where_they_are_said(hosts, complaint):
 def test_placements_that_cannot_be_are_refused_before_anything_starts(roles, classes, complaint):
     with pytest.raises(ArgumentError, match=complaint):
         place(launch.Job("x", roles, hosts=classes), 3)
+
+
+def test_no_store_is_served_where_nobody_asked_for_it():
+    with pytest.raises(ArgumentError, match=r"no process serves the stores of the job 'alone' .*serve_stores=True"):
+        launch.Context().stores()
+    assert [each.role.name for each in place(launch.Job("x", [launch.learners("a:b")], serve_stores=True), 2)] == [
+        "learner",
+        "store",
+    ]
+    with pytest.raises(ArgumentError, match="there are none"):
+        launch.Job("x", [launch.Role("a", "a:b")], serve_stores=True)
+    with pytest.raises(ArgumentError, match="serve_stores is true or false, found 1"):
+        launch.Job("x", [launch.learners("a:b")], serve_stores=1)

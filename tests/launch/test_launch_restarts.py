@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import launched
 import pytest
@@ -15,6 +16,7 @@ from launch_jobs import LINGER, nobody_is_left, run, text, wait_for
 
 from geartrain import launch
 from geartrain.errors import JobTimeoutError, ProcessDiedError
+from geartrain.launch.supervisor import Supervisor
 
 pytestmark = pytest.mark.usefixtures("preloaded_children")
 
@@ -93,3 +95,26 @@ def die_once(context):
             time.sleep(1)  # both have said it
             os.kill(os.getpid(), signal.SIGKILL)
         launched.stuck(context)
+
+
+def test_ranks_that_die_at_the_same_time_are_started_again_once(job, tmp_path, monkeypatch):
+    before = Supervisor.wait
+
+    def wait_for_both(supervisor, timeout_s):
+        before(supervisor, timeout_s)
+        told = [tmp_path / f"pid-{rank}-0" for rank in range(2)]
+        if all(path.exists() and path.read_text() for path in told):
+            wait_for(lambda: all(has_ended(path.read_text()) for path in told))
+
+    monkeypatch.setattr(Supervisor, "wait", wait_for_both)
+    args = {"folder": str(tmp_path)}
+    summary = run(job(launch.learners(launched.die_together, 2, max_restarts=1, args=args)), tmp_path)
+    assert summary.restarts == {"learner": 1}
+    assert [summary.processes[f"learner-{rank}"]["restarts"] for rank in range(2)] == [1, 1]
+
+
+def has_ended(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True

@@ -58,6 +58,18 @@ hosts = "first"
 """
 
 
+KEYED = """
+name = "keyed"
+timeout_s = {limit_s}
+stop_s = 5
+serve_stores = true
+directory = "{tests}"
+[learner]
+run = "launched:learn_keyed"
+args = {{ folder = "{folder}" }}
+"""
+
+
 class Launched:
     """The launchers of a job on so many hosts."""
 
@@ -168,3 +180,13 @@ def test_learners_elsewhere_than_on_host_0_find_each_other_and_the_reducers(make
     for i in (1, 2):
         assert job.summary(i)["processes"][f"learner-{i - 1}"]["metrics"]["total"] == 3.0
     assert job.summary(0)["processes"]["evaluator-0"]["rows"] == 2, "two rows of the store of host 1"
+
+
+@pytest.mark.slow
+def test_a_learner_reaches_rows_of_other_hosts_by_their_keys(make_job, tmp_path):
+    job = make_job(2, KEYED, folder=tmp_path)
+    assert job.codes() == [0, 0], job.said()
+    for i in range(2):
+        learner = job.summary(i)["processes"][f"learner-{i}"]
+        assert (learner["rows"], learner["metrics"]["theirs"]) == (4, 1.0)
+        assert sorted(job.summary(i)["processes"]) == [f"learner-{i}", f"store-{i}"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -197,10 +199,46 @@ def read_lengths(context):
     context.report(rows=len(keys))
 
 
+def learn_keyed(context, folder):
+    """A rank that fetches a batch of all hosts' rows by key, and updates the other host's; they wait for each other."""
+    own = context.store(FIELDS, max_length=LENGTH, capacity=8)
+    rows = {name: np.zeros((2, LENGTH, *field.shape), field.dtype) for name, field in own.fields.items()}
+    own.insert(rows, lengths=[context.rank + 1] * 2)
+    stores = context.stores(own)
+    until_s = time.monotonic() + 60
+    while min(map(len, stores.values())) < 2 and time.monotonic() < until_s:
+        time.sleep(0.02)
+    keys = gt.Keys.join([store.keys() for store in stores.values()])[[2, 0, 3, 1]]
+    batch = gt.fetch(stores, keys, window=3, output="numpy")
+    assert batch.length.tolist() == [2, 1, 2, 1] and list(stores) == ["store-0", "store-1"]
+    theirs = stores[f"store-{1 - context.rank}"]
+    assert stores.update_priorities(theirs.keys(), [5.0, 5.0]) == 0
+    while not (changed := (own.status(own.keys())["priority"] == 5.0).all()) and time.monotonic() < until_s:
+        time.sleep(0.02)
+    (Path(folder) / f"done-{context.rank}").touch()
+    while len(list(Path(folder).glob("done-*"))) < 2 and time.monotonic() < until_s:
+        time.sleep(0.02)  # the servers end with the job
+    context.report(rows=len(batch.keys), theirs=float(changed))
+
+
 def fail(context, after_s=0.0):
     print(f"I am {context.name}, and I fail")
     time.sleep(after_s)
     raise ValueError("on purpose")
+
+
+def die_together(context, folder):
+    """The first time rank 0 kills rank 1 and itself."""
+    (Path(folder) / f"pid-{context.rank}-{context.restart}").write_text(str(os.getpid()))
+    until_s = time.monotonic() + 60
+    while not context.restart and time.monotonic() < until_s:
+        with contextlib.suppress(OSError, ValueError):
+            other = int((Path(folder) / "pid-1-0").read_text())
+            if context.rank == 0:
+                os.kill(other, signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.01)
+    context.report(steps=1)
 
 
 def linger(context, deaf=False):

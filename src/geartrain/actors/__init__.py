@@ -12,6 +12,7 @@ the model that acted; and with the store's rate limiter actors wait while the le
 
 from geartrain.actors.actor import Actor, ActorStats
 from geartrain.actors.envs.adapters import StepResult, VectorEnv, environments_of
+from geartrain.actors.job_stores import JobStores
 from geartrain.actors.policy import LocalPolicy, Policy, RandomPolicy, RemotePolicy
 from geartrain.actors.recorder import EpisodeRecorder, recorded_fields
 from geartrain.actors.remote_store import RemoteRecorder, RemoteStore
@@ -21,6 +22,7 @@ __all__ = [
     "Actor",
     "ActorStats",
     "EpisodeRecorder",
+    "JobStores",
     "LocalPolicy",
     "Policy",
     "RandomPolicy",

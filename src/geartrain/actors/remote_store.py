@@ -32,6 +32,7 @@ from geartrain.errors import (
     WaitTimeoutError,
 )
 from geartrain.replay.batch import Batch
+from geartrain.replay.fetch import ServedRows
 from geartrain.rpc.future import Future
 from geartrain.rpc.node import Node
 from geartrain.rpc.remote_objects import DROP, METHOD, Remote
@@ -45,7 +46,7 @@ TIMEOUT_S = 600.0
 _LOOK_EVERY_S = 0.1
 
 
-class RemoteStore:
+class RemoteStore(ServedRows):
     """A store that a peer serves. Any thread may use it; it holds nothing but the peer's name.
 
     Keys are the store's own: those that an insert returns here, that a learner's batch has there and that were sent by
@@ -140,6 +141,22 @@ class RemoteStore:
 
         Cost: a copy at the peer, and its bytes once over the transport.
         """
+        return self.begin_fetch(
+            keys, fields=fields, window=window, ends=ends, pad=pad, output=output, on_stale=on_stale
+        )()
+
+    def begin_fetch(
+        self,
+        keys: Keys,
+        *,
+        fields: Sequence[str] | None = None,
+        window: int | None = None,
+        ends: ArrayLike | None = None,
+        pad: Literal["left", "right"] = "left",
+        output: Literal["torch", "numpy"] = "torch",
+        on_stale: Literal["raise", "drop"] = "raise",
+    ) -> Callable[[], Batch]:
+        """Asks for rows as `fetch` does, and returns at once: what it returns waits for them, to be called once."""
         check_keys(keys).check_store(self.id, self.name)
         if output not in ("torch", "numpy"):
             raise ArgumentError(f"output is 'torch' or 'numpy', found {output!r}")
@@ -149,10 +166,17 @@ class RemoteStore:
         given["fields"] = None if fields is None else list(fields)
         if ends is not None:
             given["ends"] = np.asarray(ends)
-        found = self._call("fetch", pack(keys), given)
-        arrays = {each: self._as_output(each, value, output) for each, value in found["fields"].items()}
-        rest = [self._plain(found[each], output) for each in ("mask", "start", "length", "version")]
-        return Batch(arrays, unpack(found["keys"]), *rest)
+        asked = self.node.call_async(
+            self.peer, "geartrain.store.fetch", self.name, pack(keys), given, timeout_s=self.timeout_s
+        )
+
+        def wait() -> Batch:
+            found = asked.result()
+            arrays = {each: self._as_output(each, value, output) for each, value in found["fields"].items()}
+            rest = [self._plain(found[each], output) for each in ("mask", "start", "length", "version")]
+            return Batch(arrays, unpack(found["keys"]), *rest)
+
+        return wait
 
     def _as_output(self, name: str, value: Any, output: str) -> Any:
         dtype = DTYPES[self.fields[name].dtype]

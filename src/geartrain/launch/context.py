@@ -33,6 +33,7 @@ from geartrain.store.store import Store
 
 if TYPE_CHECKING:
     import geartrain.weights as weights
+    from geartrain.actors.job_stores import JobStores
     from geartrain.actors.policy import RemotePolicy
     from geartrain.actors.remote_store import RemoteStore
     from geartrain.rpc import Node
@@ -242,14 +243,52 @@ class Context:
                     ) from None
                 self._pause_or_end(_RETRY_EVERY_S)
 
-    def _remote_store(self, timeout_s: float) -> RemoteStore:
-        """The store of one of the learners' hosts, as its store server serves it (store_role.py)."""
-        from geartrain.actors.remote_store import TIMEOUT_S, RemoteStore
+    def stores(self, own: Store | None = None, *, timeout_s: float = REMOTE_STORE_S) -> JobStores:
+        """The stores of all hosts with learners, by their servers' names: "store-0", "store-1", ...
 
-        _, _, served = self._spec.roles[STORES]
+        Rows of any of them are fetched (`gt.fetch(stores, keys)`), updated and removed by key, and inserted by name.
+        Their servers are there where `Job.serve_stores` says so, or a host without learners needs them.
+
+        Args:
+            own: this host's, which is opened once more by default.
+            timeout_s: how long to wait for each.
+
+        Raises:
+            ArgumentError: no process serves the job's stores.
+            WaitTimeoutError: one is not served in time.
+        """
+        from geartrain.actors.job_stores import JobStores
+
+        found: dict[str, Store | RemoteStore] = {}
+        for number, host in enumerate(self._store_hosts()):
+            server = f"{STORES}-{number}"
+            if host != self.host:
+                found[server] = self._served_by(server, timeout_s)
+            else:
+                found[server] = self.store(timeout_s=timeout_s) if own is None else own
+        return JobStores(found)
+
+    def _remote_store(self, timeout_s: float) -> RemoteStore:
+        """The store of one of the learners' hosts, for a process of a host without."""
+        served = self._store_hosts()
         _, processes, hosts = self._spec.roles[self.role]
         away = [host for host in hosts if host not in served]
-        server = f"{STORES}-{(away.index(self.host) * processes + self._spec.local) % len(served)}"
+        number = (away.index(self.host) * processes + self._spec.local) % len(served)
+        return self._served_by(f"{STORES}-{number}", timeout_s)
+
+    def _store_hosts(self) -> list[int]:
+        if STORES not in self._spec.roles:
+            raise ArgumentError(
+                f"{self.name}: no process serves the stores of the job {self.job!r} to other hosts; one does with "
+                "Job(serve_stores=True)"
+            )
+        return list(self._spec.roles[STORES][2])
+
+    def _served_by(self, server: str, timeout_s: float) -> RemoteStore:
+        """A store as its server serves it (store_role.py)."""
+        from geartrain.actors.remote_store import TIMEOUT_S, RemoteStore
+
+        served = self._store_hosts()
         until_s = time.monotonic() + timeout_s
         while True:
             try:

@@ -183,6 +183,8 @@ class Job:
         directory: where processes run and modules are found; the current one by default.
         trust: who may write to the job's store and weights besides this process's user, as for `Store.create`: programs
             of other users join them so. The processes of the job, and its launcher, open them with it.
+        serve_stores: each host with learners has a process that serves its store to the others (`Context.stores`); so
+            it is anyhow where actors or others run on hosts without learners.
         hosts: classes of hosts, for roles to name: such as {"trainers": "0-1", "simulators": "2-"}.
 
     Example:
@@ -208,6 +210,7 @@ class Job:
     directory: str = ""
     trust: Trust = "user"
     hosts: Mapping[str, HostTerms] = field(default_factory=dict)
+    serve_stores: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _WORD.fullmatch(self.name):
@@ -241,6 +244,10 @@ class Job:
                 f"job {self.name!r}: keep_store is one of {', '.join(get_args(Keep))}, found {self.keep_store!r}"
             )
         check_trust(self.trust)
+        if not isinstance(self.serve_stores, bool):
+            raise ArgumentError(f"job {self.name!r}: serve_stores is true or false, found {self.serve_stores!r}")
+        if self.serve_stores and self.learner is None:
+            raise ArgumentError(f"job {self.name!r}: the stores that are served are the learners', and there are none")
         object.__setattr__(self, "directory", str(Path(self.directory or ".").resolve()))
 
     @property

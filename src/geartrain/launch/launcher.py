@@ -156,7 +156,7 @@ class Launcher:
             self._handle_event(*event)
         # Of those that ended together, the one that was killed is the cause, and the others' errors its effect.
         for process in sorted(self._supervisor.reap(), key=lambda each: (each.returncode or 0) >= 0):
-            if self._end is None and not process.running:  # a rank may have been restarted with another one
+            if self._end is None and process not in self._waiting:  # with another rank that is to start again
                 self._handle_exit(process)
         elapsed_s = time.monotonic() - self._began_s
         if self.job.timeout_s is not None and elapsed_s > self.job.timeout_s:

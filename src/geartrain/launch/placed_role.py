@@ -5,9 +5,9 @@
     host 2   actor-0 actor-1                   no store: actor-0 writes to store-0, actor-1 to store-1
     host 3   actor-2 actor-3   reducer-0
 
-A host without learners has no store of the job. Where actors or others run on one, every learners' host gets a process
-more, which serves its store to them (store_role.py); it serves without the learners' interpreters, and whether they
-are being restarted or not.
+A host without learners has no store of the job. Where actors or others run on one, or the job asks for it
+(`Job.serve_stores`), every learners' host gets a process more, which serves its store (store_role.py); it serves
+without the learners' interpreters, and whether they are being restarted or not.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from geartrain.launch.job import Job, Role
 
 #: What the processes of the role "store" run, and how often those of a host may die.
 SERVE_STORE, STORE_RESTARTS = "geartrain.launch.store_role:serve", 10
+#: Its heartbeat timeout; it reports ten times a second.
+_SILENT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,13 @@ def place(job: Job, hosts: int) -> list[PlacedRole]:
             f"{len(learner.hosts)}"
         )
     away = [each for each in placed if each.role.kind in ("actor", "other") and set(each.hosts) - set(learner.hosts)]
-    if away:
+    if away or job.serve_stores:
         if any(role.name == STORES for role in job.roles):
             raise ArgumentError(
-                f"job {job.name!r}: {STORES!r} is the role that serves the learners' stores to other hosts, where "
-                f"{away[0].role.name!r} runs; another name is needed"
+                f"job {job.name!r}: {STORES!r} is the role that serves the learners' stores to other hosts; another "
+                "name is needed"
             )
-        servers = Role(STORES, SERVE_STORE, kind="agent", max_restarts=STORE_RESTARTS)
+        servers = Role(STORES, SERVE_STORE, kind="agent", max_restarts=STORE_RESTARTS, silent_s=_SILENT_S)
         placed.append(PlacedRole(servers, learner.hosts))
     return placed
 

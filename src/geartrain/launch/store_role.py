@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 from geartrain.actors.store_server import StoreServer
-from geartrain.launch.context import REMOTE_STORE_S, Context
+from geartrain.errors import WaitTimeoutError
+from geartrain.launch.context import Context
 from geartrain.store.store import Store
 
 #: Between heartbeats.
@@ -15,12 +17,13 @@ _BEAT_S = 0.1
 def serve(context: Context) -> None:
     """What the processes of the role "store" run, until the job ends (placed_role.py).
 
+    Waits for the learners of this host to create the store; those who need it say when they have waited too long.
     Reports the rows that the store has taken in, by whomever.
-
-    Raises:
-        WaitTimeoutError: the learners of this host have created no store.
     """
-    store = context.store(timeout_s=REMOTE_STORE_S)
+    store = None
+    while store is None:
+        with contextlib.suppress(WaitTimeoutError):
+            store = context.store()
     assert isinstance(store, Store)  # it runs where learners do
     store.limiter.stopping = lambda: context.stopping  # there may be no learner left to sample what holds an insert up
     with store, StoreServer(context.node(), store, context.job):

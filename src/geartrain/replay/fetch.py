@@ -8,6 +8,7 @@ overwritten during its copy is noticed and never returned.
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -28,8 +29,26 @@ Pad = Literal["left", "right"]
 As = Literal["torch", "numpy"]
 
 
+class ServedRows(ABC):
+    """Rows that `fetch` has from elsewhere by their keys: stores of other processes and hosts."""
+
+    @abstractmethod
+    def fetch(
+        self,
+        keys: Keys,
+        *,
+        fields: Sequence[str] | None = None,
+        window: int | None = None,
+        ends: ArrayLike | None = None,
+        pad: Pad = "left",
+        output: As = "torch",
+        on_stale: Literal["raise", "drop"] = "raise",
+    ) -> Batch:
+        """As `geartrain.fetch`."""
+
+
 def fetch(
-    store: Store | Sequence[Store],
+    store: Store | Sequence[Store] | ServedRows,
     keys: Keys,
     *,
     fields: Sequence[str] | None = None,
@@ -46,7 +65,8 @@ def fetch(
 
     Args:
         store: where the rows are; for keys of several stores, such as those of a mixture, all of these stores
-            (`replay.stores`), whose fields must be alike.
+            (`replay.stores`), whose fields must be alike. Also a store of another host (`actors.RemoteStore`), or
+            stores of this and others (`actors.JobStores`): then without `starts`, `out`, `threads` and `Windows`.
         keys: which rows; duplicates are fine.
         fields: names of the fields wanted; all by default.
         window: steps per row, or `geartrain.Windows`; whole rows by default.
@@ -72,6 +92,10 @@ def fetch(
     check_keys(keys)
     if not isinstance(on_stale, str) or on_stale not in ("raise", "drop"):
         raise ArgumentError(f"on_stale is 'raise' or 'drop', found {on_stale!r}")
+    if isinstance(store, ServedRows):
+        if out is not None or threads is not None or starts is not None or isinstance(window, Windows):
+            raise ArgumentError(f"{store!r} serves rows of fields, window (a number), ends, pad, output and on_stale")
+        return store.fetch(keys, fields=fields, window=window, ends=ends, pad=pad, output=output, on_stale=on_stale)
     stores = [store] if isinstance(store, Store) else list(store) if isinstance(store, Sequence) else []
     if not stores or not all(isinstance(each, Store) for each in stores):
         raise ArgumentError(f"rows are fetched from a Store, or from several, found {store!r}")

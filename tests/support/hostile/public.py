@@ -44,6 +44,8 @@ NO_LIFETIME = {
     "SimulatedDevice": "a test double without memory or threads that outlive a call; `Replay: on a device` runs it",
     "SimulatedRuntime": "a test double of files in a folder of its test",
     "Job": "a description; `launch.run` is what runs",
+    "JobStores": "names of stores, local and remote, which are tried themselves",
+    "ServedRows": "base class of what serves rows elsewhere",
     "PrioritizedDQN": "an algorithm of Stable-Baselines3's; its buffer is `PrioritizedReplayBuffer`",
     "PrioritizedReplayBufferSamples": "a tuple of tensors",
     "PrioritizedSampler": "draws from its buffer's storage",
