@@ -12,6 +12,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
+import geartrain.core.trace as trace
 from geartrain.collectives.bootstrap import Bootstrap, store_from
 from geartrain.collectives.buffers import DTYPE_CODES, OPS, REDUCED_DTYPES, buffer_of
 from geartrain.collectives.faults import Fault
@@ -210,12 +211,28 @@ class Group:
         self._check_process()
         timeout_s = self.timeout_s if timeout_s is None else timeout(timeout_s)
         work = Work(self.name, self._recover, address, count, dtype, wire_dtype or dtype, op, timeout_s, keep)
+        began_s = time.perf_counter() if trace.on else 0.0
         try:
             with self._lock:
-                self._session.issue(work)
+                session = self._session
+                session.issue(work)
         except ConnectionClosedError as error:
             raise self._why_closed(error) from None
+        if trace.on:
+            self._record(work, session, began_s)
         return work
+
+    def _record(self, work: Work, session: Session, began_s: float) -> None:
+        """The slice of an operation that begins; its arrow leads to where the next rank has its result."""
+        assert work.issue is not None
+        number, world = work.issue.number, self.world_size
+        arrows = [f"{self.name}/{session.epoch}/{number}/{(self.rank + ahead) % world}" for ahead in (0, 1)]
+        work.trace_arrow = arrows[0]
+        what = f"begin all-reduce {number} of {self.name}"
+        ended_s = time.perf_counter()
+        trace.slice_of(
+            what, "all-reduce", began_s, ended_s, flow_out=arrows[1], rank=self.rank, bytes=work.nbytes, op=work.op
+        )
 
     def _check_process(self) -> None:
         # A lock may have been held by a thread that this process does not have.

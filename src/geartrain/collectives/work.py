@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import geartrain._native as _native
+import geartrain.core.trace as trace
 from geartrain.collectives.buffers import ITEM_SIZES
 from geartrain.collectives.faults import Fault
 from geartrain.core.arguments import timeout
@@ -72,6 +74,7 @@ class Work:
         "name",
         "op",
         "timeout_s",
+        "trace_arrow",
         "wire_dtype",
     )
 
@@ -96,6 +99,7 @@ class Work:
         self.timeout_s = timeout_s
         self.array = array
         self.issue: Issue | None = None  # set by the session that issues it
+        self.trace_arrow: str | None = None  # of a trace, which ends where the result is waited for
         self._recover = recover
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -131,6 +135,7 @@ class Work:
         """
         # The operation's own deadline ends it; what is added covers the event loop's time to report that.
         limit_s = self.timeout_s + 5.0 if timeout_s is None else timeout(timeout_s)
+        began_s = 0.0 if self.trace_arrow is None else time.perf_counter()
         while not self._complete:
             if os.getpid() != self._pid:
                 raise CollectiveClosedError("this operation belongs to the process that this one was forked from")
@@ -143,6 +148,10 @@ class Work:
                 self.complete(issue)
             elif not self._recover(issue.session, fault):
                 raise issue.session.error_of(fault)
+        if self.trace_arrow is not None:
+            arrow, self.trace_arrow = self.trace_arrow, None
+            what = f"wait for all-reduce of {self.name}"
+            trace.slice_of(what, "all-reduce", began_s, time.perf_counter(), flow_in=arrow, bytes=self.nbytes)
         return self.array
 
     def error(self) -> GeartrainError | None:
