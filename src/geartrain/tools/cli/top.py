@@ -35,6 +35,12 @@ def top(
     every_s: Annotated[
         float, typer.Option(min=0.1, max=3600, help="Seconds between looks; rates are over them.")
     ] = 1.0,
+    all_hosts: Annotated[
+        bool,
+        typer.Option(
+            "--all-hosts", help="Other hosts of this host's jobs too, by their launchers; needs their GEARTRAIN_SECRET."
+        ),
+    ] = False,
     trust: Annotated[str, typer.Option(help=TRUST_HELP)] = "user",
 ) -> None:
     """Watch stores, replays, actors, RPC peers, collectives and weights of this host: rates, waits and their causes.
@@ -49,7 +55,7 @@ def top(
     from geartrain.tools.watch.terminal import Terminal
     from geartrain.tools.watch.watcher import BackgroundWatcher, Watcher
 
-    watcher = Watcher(check_trust(trust))
+    watcher = Watcher(check_trust(trust), all_hosts)
     if once or as_json:
         watcher.look()
         time.sleep(every_s)
@@ -61,6 +67,8 @@ def top(
             return
         for line in plain_lines(snapshots, findings, out.width):
             out.print(line, soft_wrap=True)
+        for each in missing:
+            out.print(f"[yellow]no answer:[/] {escape(each)}", soft_wrap=True)
         return
     why = Terminal.why_not()
     if why is not None:
