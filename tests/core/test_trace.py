@@ -66,12 +66,12 @@ def test_flows_of_batches_calls_and_all_reduces_pair_up_over_processes(tmp_path:
         crosses = names[begin["pid"]] != names[end["pid"]]
         assert crosses == (key[0] != "replay"), key
     flows = Counter(cat for cat, _ in ended)
-    assert flows == {"replay": 12, "all-reduce": 6, "rpc": 8}, flows
+    assert flows == {"replay": 12, "collective": 6, "rpc": 8}, flows
     found = Counter(each["name"] for each in slices)
     assert found["batch"] == 12 and found["make batch"] >= 12
     assert found["call traced.echo"] == 1 and found["send traced.echo"] == 1 and found["run traced.echo"] == 3
     assert found["run double"] == found["run traced.fail"] == 1
-    assert found["begin all-reduce 2 of default"] == 2
+    assert found["begin all-reduce of default"] == 6
     by_thread: dict[Any, list[tuple[float, float]]] = {}
     for each in slices:
         by_thread.setdefault(each["tid"], []).append((each["ts"], each["ts"] + each["dur"]))

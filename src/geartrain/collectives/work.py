@@ -1,4 +1,4 @@
-"""Work: the handle of an all-reduce in progress, valid across the epochs of its group."""
+"""Work: the handle of an operation in progress, valid across the epochs of its group."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import geartrain._native as _native
 import geartrain.core.trace as trace
 from geartrain.collectives.buffers import ITEM_SIZES
+from geartrain.collectives.exchange import Exchange
 from geartrain.collectives.faults import Fault
 from geartrain.core.arguments import timeout
 from geartrain.errors import CollectiveClosedError, CollectiveTimeoutError, GeartrainError
@@ -55,10 +56,10 @@ class Issue:
 
 
 class Work:
-    """An all-reduce in progress. Its array belongs to the group until it is done.
+    """An operation in progress. Its arrays belong to the group until it is done.
 
-    Made by `Group.all_reduce_async`. A group that continues without a lost reducer issues the operation again in its
-    next session; the handle stays.
+    Made by `Group.all_reduce_async` and the like. A group that continues without a lost reducer issues the operation
+    again in its next session; the handle stays.
     """
 
     __slots__ = (
@@ -70,6 +71,7 @@ class Work:
         "array",
         "count",
         "dtype",
+        "exchange",
         "issue",
         "name",
         "op",
@@ -89,6 +91,7 @@ class Work:
         op: str,
         timeout_s: float,
         array: Any,
+        exchange: Exchange | None = None,
     ) -> None:
         self.name = name
         self.address = address
@@ -98,6 +101,7 @@ class Work:
         self.op = op
         self.timeout_s = timeout_s
         self.array = array
+        self.exchange = exchange  # None: an all-reduce
         self.issue: Issue | None = None  # set by the session that issues it
         self.trace_arrow: str | None = None  # of a trace, which ends where the result is waited for
         self._recover = recover
@@ -109,6 +113,12 @@ class Work:
     def nbytes(self) -> int:
         """Bytes of the array."""
         return self.count * ITEM_SIZES[self.dtype]
+
+    @property
+    def what(self) -> str:
+        """The collective and its group, for people."""
+        collective = "all-reduce" if self.exchange is None else self.exchange.collective.replace("_", "-")
+        return f"{collective} of {self.name}"
 
     def done(self) -> bool:
         """Whether it has ended, with a result or an error. Never waits."""
@@ -122,7 +132,7 @@ class Work:
         return True
 
     def wait(self, timeout_s: float | None = None) -> Any:
-        """Waits for the result, and returns the array.
+        """Waits for the result, and returns the array, or the outputs.
 
         The operation has a deadline of its own, counted from its call; a shorter `timeout_s` ends this wait only. When
         a reducer was lost and the group continues without it (`on_reducer_loss`), so does the operation.
@@ -150,9 +160,8 @@ class Work:
                 raise issue.session.error_of(fault)
         if self.trace_arrow is not None:
             arrow, self.trace_arrow = self.trace_arrow, None
-            what = f"wait for all-reduce of {self.name}"
-            trace.slice_of(what, "all-reduce", began_s, time.perf_counter(), flow_in=arrow, bytes=self.nbytes)
-        return self.array
+            trace.slice_of(f"wait for {self.what}", "collective", began_s, time.perf_counter(), flow_in=arrow)
+        return self.array if self.exchange is None else self.array[0]
 
     def error(self) -> GeartrainError | None:
         """Why it failed; None when it succeeded, or has not ended."""

@@ -98,7 +98,10 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
 
     def _attach(self, writer: int | None, count: int) -> None:
         super()._attach(writer, count)
-        self.writer.priority = self._stored(self._max_priority)
+        self.writer.priority = self._new_priority()
+
+    def _new_priority(self) -> float:
+        return float(self._stored(self._max_priority))
 
     def _stored(self, error: Any) -> Any:
         """Priorities of transitions, by the absolute values of their errors."""
@@ -113,7 +116,7 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
     def max_priority(self, value: float) -> None:
         check_number("max_priority", value, "a finite number >= 0", least=0)
         self._max_priority = float(value)
-        self.writer.priority = self._stored(self._max_priority)
+        self.writer.priority = self._new_priority()
 
     def update_priorities(self, keys: Keys, td_errors: ArrayLike, progress_remaining: float | None = None) -> int:
         """Sets the priorities of transitions of earlier batches; returns how many of them are gone.

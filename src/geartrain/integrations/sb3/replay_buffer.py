@@ -21,6 +21,7 @@ from geartrain.errors import ArgumentError, IncompatibleStoreError, NotEnoughRow
 from geartrain.integrations.sb3.contents import Contents, FlagArray, Positions
 from geartrain.integrations.sb3.draws import DrawnWindows, TransitionDraws
 from geartrain.integrations.sb3.index import TransitionIndex
+from geartrain.integrations.sb3.joined import joined
 from geartrain.integrations.sb3.layout import (
     ACTION,
     DONE,
@@ -397,6 +398,10 @@ class ReplayBuffer(stock.ReplayBuffer):
 
     # --- pickling ---------------------------------------------------------------------------------------------
 
+    def _new_priority(self) -> float:
+        """That of transitions that are added."""
+        return 1.0
+
     def __getstate__(self) -> dict[str, Any]:
         """Everything in the store, as `model.save_replay_buffer` writes it: a copy, of which each frame is once."""
         left = ("store", "writer", "_draws", "index", "positions", "_forks")
@@ -411,7 +416,8 @@ class ReplayBuffer(stock.ReplayBuffer):
         contents, written = state.pop("_contents"), state.pop("_written")
         self.__dict__.update(state)
         self._open(None)
-        contents.put(self.store)
+        for part in joined(contents, self.reach, list(self._shapes), self._new_priority()):
+            part.put(self.store)
         self._attach(*written)
 
 
