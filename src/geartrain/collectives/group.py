@@ -233,7 +233,7 @@ class Group:
         number, world, ended_s = work.issue.number, self.world_size, time.perf_counter()
         arrows = [f"{self.name}/{session.epoch}/{number}/{(self.rank + ahead) % world}" for ahead in (0, 1)]
         work.trace_arrow = arrows[0]
-        more = {"rank": self.rank, "number": number, "bytes": work.nbytes, "op": work.op}
+        more: dict[str, Any] = {"rank": self.rank, "number": number, "bytes": work.nbytes, "op": work.op}
         trace.slice_of(f"begin {work.what}", "collective", began_s, ended_s, flow_out=arrows[1], **more)
 
     # Every other collective: among ranks that all own a share, without reducers, and not by ring. Elements are summed
