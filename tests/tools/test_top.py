@@ -10,6 +10,7 @@ import pty
 import re
 import select
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -30,6 +31,7 @@ import geartrain.errors as errors
 from geartrain.core import process_report
 from geartrain.core.counters import SharedCounters
 from geartrain.launch.host_snapshot import take_snapshot
+from geartrain.launch.metrics import COLUMNS
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
@@ -59,7 +61,7 @@ def until(look: Any, seconds: float = 30.0) -> Any:
     """What `look` returns, once it is true."""
     until_s = time.monotonic() + patience(seconds)
     while not (found := look()):
-        assert time.monotonic() < until_s
+        assert time.monotonic() < until_s, found
         time.sleep(0.02)
     return found
 
@@ -253,7 +255,7 @@ def snapshot(**more: Any) -> dict[str, Any]:
         for pid in objects
     }
     made = {
-        "format": "geartrain-host-1", "host": "one", "at_s": 100.0, "stores": [], "weights": [], "jobs": [],
+        "format": "geartrain-host-1", "id": "1", "host": "one", "at_s": 100.0, "stores": [], "weights": [], "jobs": [],
         "shm": {"directory": "/dev/shm", "bytes": 100, "free_bytes": 90}, "processes": processes, "pids": pids,
         "unreadable": {},
     }  # fmt: skip
@@ -284,6 +286,62 @@ def test_causes_are_found_across_hosts() -> None:
     wait = next(each for each in found if each.about == "rank 0 of grads")
     assert wait.cause == ["rank1 (pid 11)"] and wait.host == "one"
     assert {section.title: len(section.lines) for section in sections_of([here, there])}["groups"] == 3
+
+
+@pytest.mark.parametrize("lost", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["all", "lost"])
+def test_all_hosts_of_a_job_are_asked_through_their_launchers(
+    tmp_path: Path, host: Path, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    monkeypatch.setenv("GEARTRAIN_SECRET", "of the job")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    program = (
+        "import sys, geartrain as gt\n"
+        "from geartrain.launch.coordinator import Coordinator\n"
+        "from geartrain.launch.hosts import HostPosition\n"
+        f"number, position = int(sys.argv[1]), HostPosition(int(sys.argv[1]), 3, coordinator_port={port})\n"
+        "store = gt.Store.create(f'on-{number}', {'x': gt.Field((), 'float32')}, max_length=1, capacity=4)\n"
+        "coordinator = Coordinator(position, 'same', lambda: None)\n"
+        "print(coordinator.address, flush=True)\n"
+        "sys.stdin.read()\n"
+        "coordinator.close(); store.close()\n"
+    )
+    launchers, addresses = [], []
+    with contextlib.ExitStack() as stack:
+        for number in range(2):  # the third one never joins
+            folder = host if number == 0 else tmp_path / "other"
+            folder.mkdir(exist_ok=True)
+            one = preloaded.Popen(
+                [sys.executable, "-c", program, str(number)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "GEARTRAIN_DIR": str(folder)},
+            )
+            launchers.append(stack.enter_context(deadlines.killed(one)))
+            assert one.stdout is not None
+            addresses.append(one.stdout.readline().strip())
+            assert addresses[-1]
+        report = {"counters": "launch-far", "coordinator": addresses[0], "host": 0, "hosts": 3, "processes": []}
+        stack.enter_context(SharedCounters.create("launch-far", 1, COLUMNS))
+        owner = type("Owner", (), {})()
+        process_report.register(owner, "job", lambda _: {"name": "far", **report})
+        watcher = Watcher(all_hosts=True)
+        stack.callback(watcher.close)
+        snapshots, _, missing = until(lambda: (found := watcher.look()) and len(found[0]) == 2 and found)
+        assert [[each["name"] for each in one["stores"]] for one in snapshots] == [["on-0"], ["on-1"]]
+        assert [one["host"].rpartition(" ")[2] for one in snapshots] == ["(0)", "(1)"], "they have one name"
+        assert missing == ["far, host 2: it has not joined, or is lost"]
+        if not lost:
+            return
+        deadlines.stop(launchers[1].pid)  # and a wait of seconds for each
+        _, _, missing = watcher.look()
+        assert any(each.startswith("far, host 1: ") for each in missing), missing
+        os.kill(launchers[1].pid, signal.SIGCONT)
+        launchers[0].kill()
+        launchers[0].wait(patience(30))
+        snapshots, _, missing = watcher.look()
+        assert len(snapshots) == 1 and missing[0].startswith("launchers of far: ")
 
 
 def test_silence_is_told_from_standing_still() -> None:

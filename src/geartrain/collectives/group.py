@@ -12,6 +12,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
+import geartrain.core.trace as trace
 from geartrain.collectives.bootstrap import Bootstrap, store_from
 from geartrain.collectives.buffers import DTYPE_CODES, OPS, REDUCED_DTYPES, buffer_of
 from geartrain.collectives.exchange import Exchange, exchange_of
@@ -215,12 +216,25 @@ class Group:
         )
 
     def _issue(self, work: Work) -> Work:
+        began_s = time.perf_counter() if trace.on else 0.0
         try:
             with self._lock:
-                self._session.issue(work)
+                session = self._session
+                session.issue(work)
         except ConnectionClosedError as error:
             raise self._why_closed(error) from None
+        if trace.on:
+            self._record(work, session, began_s)
         return work
+
+    def _record(self, work: Work, session: Session, began_s: float) -> None:
+        """The slice of an operation that begins; its arrow leads to where the next rank has its result."""
+        assert work.issue is not None
+        number, world, ended_s = work.issue.number, self.world_size, time.perf_counter()
+        arrows = [f"{self.name}/{session.epoch}/{number}/{(self.rank + ahead) % world}" for ahead in (0, 1)]
+        work.trace_arrow = arrows[0]
+        more: dict[str, Any] = {"rank": self.rank, "number": number, "bytes": work.nbytes, "op": work.op}
+        trace.slice_of(f"begin {work.what}", "collective", began_s, ended_s, flow_out=arrows[1], **more)
 
     # Every other collective: among ranks that all own a share, without reducers, and not by ring. Elements are summed
     # in rank order. Arrays are as those of `all_reduce_async`, of one dtype; sizes may differ from rank to rank. A

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import geartrain._native as _native
+import geartrain.core.trace as trace
 from geartrain.collectives.buffers import ITEM_SIZES
 from geartrain.collectives.exchange import Exchange
 from geartrain.collectives.faults import Fault
@@ -74,6 +76,7 @@ class Work:
         "name",
         "op",
         "timeout_s",
+        "trace_arrow",
         "wire_dtype",
     )
 
@@ -100,6 +103,7 @@ class Work:
         self.array = array
         self.exchange = exchange  # None: an all-reduce
         self.issue: Issue | None = None  # set by the session that issues it
+        self.trace_arrow: str | None = None  # of a trace, which ends where the result is waited for
         self._recover = recover
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -109,6 +113,12 @@ class Work:
     def nbytes(self) -> int:
         """Bytes of the array."""
         return self.count * ITEM_SIZES[self.dtype]
+
+    @property
+    def what(self) -> str:
+        """The collective and its group, for people."""
+        collective = "all-reduce" if self.exchange is None else self.exchange.collective.replace("_", "-")
+        return f"{collective} of {self.name}"
 
     def done(self) -> bool:
         """Whether it has ended, with a result or an error. Never waits."""
@@ -135,6 +145,7 @@ class Work:
         """
         # The operation's own deadline ends it; what is added covers the event loop's time to report that.
         limit_s = self.timeout_s + 5.0 if timeout_s is None else timeout(timeout_s)
+        began_s = 0.0 if self.trace_arrow is None else time.perf_counter()
         while not self._complete:
             if os.getpid() != self._pid:
                 raise CollectiveClosedError("this operation belongs to the process that this one was forked from")
@@ -147,6 +158,9 @@ class Work:
                 self.complete(issue)
             elif not self._recover(issue.session, fault):
                 raise issue.session.error_of(fault)
+        if self.trace_arrow is not None:
+            arrow, self.trace_arrow = self.trace_arrow, None
+            trace.slice_of(f"wait for {self.what}", "collective", began_s, time.perf_counter(), flow_in=arrow)
         return self.array if self.exchange is None else self.array[0]
 
     def error(self) -> GeartrainError | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, overload
 
+import geartrain.core.trace as trace
 from geartrain.core.counters import SharedCounters
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import Trust
@@ -120,6 +121,8 @@ class Context:
         self._signalled = 0
         self._lock = threading.Lock()
         _contexts.add(self)
+        if not alone:
+            trace.name_process(f"{self.name} of {self.job}")
 
     def after_fork(self) -> None:
         """In a forked child, whose node is the parent's: the lock anew, which another thread may have held."""

@@ -24,11 +24,15 @@ from typing import Any
 import geartrain.rpc as rpc
 from geartrain.errors import ArgumentError, GeartrainError, PeerLostError, RanksDisagreeError, WaitTimeoutError
 from geartrain.launch.context import LAUNCHER, REDUCER_KEY
+from geartrain.launch.host_snapshot import take_snapshot
 from geartrain.launch.hosts import HostPosition
 
 #: How long the launchers of the other hosts have to join.
 JOIN_S = 300.0
 _REPLY_S = 30.0
+#: Function of every launcher: what its host has, for `geartrain top --all-hosts`.
+SNAPSHOT = "geartrain.launch.snapshot"
+_SNAPSHOT_S = 5.0
 
 #: Message of another launcher: kind (done, over, lost), host, outcome, text.
 Event = tuple[str, int, str, str]
@@ -200,9 +204,34 @@ def _joined(caller: rpc.Caller, host: int, hosts: int, fingerprint: str, address
     return ""
 
 
+@rpc.function(name="geartrain.launch.snapshot", concurrent=True, with_caller=True)
+def _snapshot(caller: rpc.Caller, others: bool) -> dict[str, Any]:
+    """Snapshots of this launcher's host and, asked of host 0 with `others`, of all that have joined it; who is silent.
+
+    Those that do not answer within 5 s are in `missing`, with the reason.
+    """
+    coordinator = _coordinator(caller)
+    asked = []
+    if others and coordinator.position.host == 0:
+        for host in sorted(coordinator.joined - {0}):
+            peer = f"{LAUNCHER}.{host}"
+            with contextlib.suppress(GeartrainError, OSError):
+                asked.append((host, coordinator.node.call_async(peer, SNAPSHOT, False, timeout_s=_SNAPSHOT_S)))
+    snapshots, missing = [{**take_snapshot(), "number": coordinator.position.host}], []
+    for host, answer in asked:
+        try:
+            snapshots += answer.result()["snapshots"]
+        except (GeartrainError, OSError) as error:
+            missing.append(f"host {host}: {error}")
+    silent = set(range(coordinator.position.hosts)) - {each for each, _ in asked} - {0}
+    if others and coordinator.position.host == 0:
+        missing += [f"host {host}: it has not joined, or is lost" for host in sorted(silent)]
+    return {"snapshots": snapshots, "missing": missing}
+
+
 @rpc.function(name="geartrain.launch.event", with_caller=True)
 def _receive(caller: rpc.Caller, kind: str, host: int, outcome: str, text: str) -> None:
     _coordinator(caller).put_event(kind, host, outcome, text)
 
 
-__all__ = ["JOIN_S", "Coordinator", "Event"]
+__all__ = ["JOIN_S", "SNAPSHOT", "Coordinator", "Event"]

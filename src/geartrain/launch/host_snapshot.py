@@ -7,7 +7,7 @@ Everything is read without attaching, locking or writing: stores as `geartrain i
 reports (core/process_report.py) and /proc. What vanishes meanwhile is left out, and what is damaged, or another user's,
 is an entry with its name and an `error`. It costs a file opened for each store, weights, counters and process.
 
-    host, at_s, shm: {directory, bytes, free_bytes}
+    host, id, at_s, shm: {directory, bytes, free_bytes}
     stores     name, rows, capacity, bytes, clients [{pid, rows}], lock_holder, counters {..}, limiter {..}, age_s
     weights    name, version, published_ns, version_bytes, file_bytes, has_publisher, in_use
     jobs       name, kind, host, hosts, coordinator, processes [{name, kind, pid, restarts, counts {..}, ...}]
@@ -23,6 +23,7 @@ import os
 import socket
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import geartrain.core.counters as counters
@@ -54,6 +55,7 @@ def take_snapshot(trust: Trust = "user") -> dict[str, Any]:
     found: dict[str, Any] = {
         "format": FORMAT,
         "host": socket.gethostname(),
+        "id": _identity(),
         "at_s": time.time(),
         "shm": _file_system(),
         "stores": _stores(trust),
@@ -73,6 +75,17 @@ def take_snapshot(trust: Trust = "user") -> dict[str, Any]:
     }
     found["pids"] = _pids(found)
     return found
+
+
+def _identity() -> str:
+    """The same for all that see the same segments: of this boot, and this folder."""
+    boot = ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with contextlib.suppress(OSError):
+        about = segments_directory().stat()
+        return f"{boot}/{about.st_dev}/{about.st_ino}"
+    return boot
 
 
 def _file_system() -> dict[str, Any]:

@@ -6,6 +6,7 @@ from which thread builds, nor when.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import geartrain.core.trace as trace
 from geartrain.errors import StoreClosedError, WaitTimeoutError
 from geartrain.replay.batch import Batch
 from geartrain.replay.builder import BatchBuilder, BuiltBatch, HostBatchBuilder, PriorityUpdate, State, nothing
@@ -246,7 +248,7 @@ class BatchLoader:
 def _finish_with(builder: BatchBuilder[Any], transform: Callable[[Batch], Any] | None) -> Callable[[Any], BuiltBatch]:
     """The builder's `finish`, and then the transform. Knows no loader, which the thread would keep alive."""
     if transform is None:
-        return builder.finish
+        return _traced(builder.finish) if trace.on else builder.finish
 
     def finish(started: Any) -> BuiltBatch:
         built = builder.finish(started)
@@ -260,7 +262,22 @@ def _finish_with(builder: BatchBuilder[Any], transform: Callable[[Batch], Any] |
                 sampler.stage = "idle"
         return replace(built, make_s=built.make_s + time.perf_counter() - began_s, transformed=(made,))
 
-    return finish
+    return _traced(finish) if trace.on else finish
+
+
+def _traced(finish: Callable[[Any], BuiltBatch]) -> Callable[[Any], BuiltBatch]:
+    """The same, with a slice for what it took to make the batch."""
+
+    def finish_and_record(started: Any) -> BuiltBatch:
+        began_s = time.perf_counter()
+        built = replace(finish(started), flow=trace.new_flow())
+        ended_s = time.perf_counter()
+        if math.isfinite(built.make_s):  # from the draw on; else what is left after other ranks have sent theirs
+            began_s = min(began_s, ended_s - built.make_s)
+        trace.slice_of("make batch", "replay", began_s, ended_s, flow_out=built.flow, rows=len(built.batch))
+        return built
+
+    return finish_and_record
 
 
 def _stop(ahead: Prefetcher[Any], halt: _Flag, timeout_s: float, finish: bool) -> list[Any]:

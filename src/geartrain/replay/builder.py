@@ -43,7 +43,8 @@ class BuiltBatch:
     """A batch, the strategies' state after it, what the consumer's thread calls when it takes the batch, and how long
     it took to make where that is all there is to it (inf: there is more, such as other ranks or a device).
 
-    `transformed` is what a transform made of the batch, in a tuple; None where there is no transform.
+    `transformed` is what a transform made of the batch, in a tuple; None where there is no transform. `flow` is the
+    arrow of a trace from its making to its consumer.
     """
 
     batch: Batch
@@ -51,6 +52,7 @@ class BuiltBatch:
     deliver: Callable[[], None] = nothing
     make_s: float = float("inf")
     transformed: tuple[Any] | None = None
+    flow: str | None = None
 
 
 class StartedBatch(Protocol):

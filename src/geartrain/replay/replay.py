@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+import geartrain.core.trace as trace
 from geartrain.core.arguments import refuse_copies
 from geartrain.core.keys import Keys, check_keys
 from geartrain.core.process_report import register
@@ -297,6 +298,10 @@ class Replay:
         if self._passes_end:
             self._short += self._builder.rows - len(batch)
         self._bytes += batch.nbytes
+        if trace.on:
+            trace.slice_of(
+                "batch", "replay", asked_s, self._last_s, flow_in=built.flow, step=self.step - 1, rows=len(batch)
+            )
         if built.transformed is not None:
             made: Batch = built.transformed[0]
             return made

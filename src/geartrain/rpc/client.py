@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import geartrain._native as _native
+import geartrain.core.trace as trace
 import geartrain.errors as errors
 from geartrain.errors import (
     GeartrainError,
@@ -21,7 +22,7 @@ from geartrain.errors import (
 )
 from geartrain.rpc.future import Future
 from geartrain.rpc.protocol import CALL, CALL_OBJECT, CANCEL, ERROR, OUT_OF_BAND, RESULT, with_timeout
-from geartrain.rpc.registry import names
+from geartrain.rpc.registry import name_of, names
 from geartrain.rpc.tensors.device_map import DeviceMap
 from geartrain.rpc.tensors.endpoint import DeviceTensors
 from geartrain.rpc.tensors.sender import TensorSender
@@ -57,6 +58,7 @@ class Client:
     ) -> None:
         self.name = name
         self.number = 0  # in the server's inbox
+        self.caller = ""  # this node's name
         self.connection = connection
         self.calls = _native.Calls(connection, max_open)
         self.pickle = pickle and connection.authenticated
@@ -88,6 +90,7 @@ class Client:
         self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
     ) -> Any:
         """The result, waited for by this thread."""
+        began_s = time.perf_counter() if trace.on else 0.0
         kind, payload = self.encode_call(function, args, kwargs, timeout_s)
         try:
             message = self.calls.call(with_timeout(kind, timeout_s), payload, timeout_s, CANCEL)
@@ -95,11 +98,25 @@ class Client:
             raise WaitTimeoutError(f"no answer from {self.name!r} within {timeout_s} s") from None
         except PeerLostError as error:
             raise self.named(error) from None
+        if trace.on:
+            self.record(f"call {name_of(function)}", message.tag, began_s)
         return self.value_of(message)
+
+    def record(self, what: str, tag: int, began_s: float) -> None:
+        """A slice of a trace: a call of this client, whose arrow leads to its execution."""
+        trace.slice_of(what, "rpc", began_s, time.perf_counter(), flow_out=self.flow(tag), peer=self.name)
+
+    def flow(self, tag: int) -> str:
+        """The arrow of a call, the same on the other side (`ServerSession.flow`)."""
+        return f"{self.caller}>{self.name}:{tag}"
 
     def ask(self, name: str, args: tuple[Any, ...], timeout_s: float) -> Any:
         """The result of one of geartrain.rpc's own functions, whose values are plain."""
-        return self.value_of(self.calls.call(CALL, self._codec.encode((name, args, {})), timeout_s, CANCEL))
+        began_s = time.perf_counter() if trace.on else 0.0
+        message = self.calls.call(CALL, self._codec.encode((name, args, {})), timeout_s, CANCEL)
+        if trace.on:
+            self.record(f"call {name}", message.tag, began_s)
+        return self.value_of(message)
 
     def drop(self, tag: int) -> None:
         """Drops the reply when it comes; the call goes on."""
@@ -107,7 +124,11 @@ class Client:
 
     def value_of(self, message: _native.Message, elsewhere: bool = False) -> Any:
         """The result, or the peer's error, raised. `elsewhere`: another thread than this one will use it."""
+        began_s = time.perf_counter() if trace.on else 0.0
         value = self._codec.decode(message, self.pickle)
+        if trace.on:
+            arrow = f"{self.flow(message.tag)}r"
+            trace.slice_of("reply", "rpc", began_s, time.perf_counter(), flow_in=arrow, peer=self.name)
         if message.kind == RESULT:
             return value
         if message.kind == RESULT | OUT_OF_BAND:

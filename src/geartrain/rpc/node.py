@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 import geartrain._native as _native
+import geartrain.core.trace as trace
 from geartrain.core.arguments import check_whole, timeout, whole_number
 from geartrain.core.process_report import register
 from geartrain.device.device import DeviceRuntime
@@ -32,7 +33,7 @@ from geartrain.rpc.client import Client
 from geartrain.rpc.future import Future
 from geartrain.rpc.protocol import CALL, HELLO, OUT_OF_BAND, TELL, with_timeout
 from geartrain.rpc.pubsub import Topic, Topics
-from geartrain.rpc.registry import names
+from geartrain.rpc.registry import name_of, names
 from geartrain.rpc.remote_objects import MAKE, Remote
 from geartrain.rpc.running import about_to_wait
 from geartrain.rpc.server import Server
@@ -175,6 +176,7 @@ class Node:
             lost=self._lost,
         )
         _nodes.add(self)
+        trace.name_process(name)
         register(self, "node", _figures)
         try:
             self.directory.claim(name, self.address, self.why_not_gone)
@@ -222,8 +224,12 @@ class Node:
         limit_s = self._limit(timeout_s)
         until_s = time.monotonic() + limit_s
         client = self._client(peer, limit_s)
+        began_s = time.perf_counter() if trace.on else 0.0
         kind, payload = client.encode_call(function, args, kwargs, limit_s)
-        return Future(client, client.calls.start(with_timeout(kind, limit_s), payload, False, limit_s), until_s)
+        tag = client.calls.start(with_timeout(kind, limit_s), payload, False, limit_s)
+        if trace.on:
+            client.record(f"send {name_of(function)}", tag, began_s)
+        return Future(client, tag, until_s)
 
     def tell(
         self, peer: str, function: str | Callable[..., Any], *args: Any, timeout_s: float | None = None, **kwargs: Any
@@ -417,6 +423,7 @@ class Node:
                 max_open=self.max_open,
                 timeout_s=self.timeout_s,
             )
+            client.caller = self.name
             with self._lock:
                 try:
                     self._check_open()

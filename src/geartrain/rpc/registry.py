@@ -108,3 +108,11 @@ def batch_stats(function: str | Callable[..., Any]) -> BatchStats:
     if not isinstance(found, Batcher):
         raise LookupError(f"no batched function {name!r} is registered in this process")
     return found.stats()
+
+
+def name_of(function: Any) -> str:
+    """A function's name for people: as it is registered, or as Python has it."""
+    name = function if isinstance(function, str) else names.get(function)
+    if name is None:
+        name = getattr(function, "__qualname__", type(function).__name__).rpartition(".")[2]
+    return str(name)

@@ -15,10 +15,11 @@ from types import CoroutineType
 from typing import Any, TypeVar
 
 import geartrain._native as _native
+import geartrain.core.trace as trace
 from geartrain.errors import ConnectionClosedError, GeartrainError, MessageError, UntrustedPeerError, WaitTimeoutError
 from geartrain.rpc.batching import Batcher, PendingReply
 from geartrain.rpc.protocol import CALL_OBJECT, CANCEL, ERROR, HELLO, OUT_OF_BAND, RESULT, TELL, kind_and_timeout
-from geartrain.rpc.registry import concurrent_functions, functions, with_caller_functions
+from geartrain.rpc.registry import concurrent_functions, functions, name_of, with_caller_functions
 from geartrain.rpc.scheduler import Scheduler
 from geartrain.rpc.session import Call, ServerSession, Worker
 from geartrain.rpc.tensors.endpoint import DeviceTensors
@@ -247,6 +248,19 @@ class Server:
 
     def _execute(self, call: Call) -> None:
         """Runs a call's function, and replies now or when a pending result is complete."""
+        if not trace.on:
+            self._run(call)
+            return
+        began_s = time.perf_counter()
+        try:
+            self._run(call)
+        finally:
+            arrow = None if call.kind & ~OUT_OF_BAND == TELL else call.session.flow(call.tag)
+            what = f"run {name_of(call.function)}"
+            ended_s, peer = time.perf_counter(), call.session.name
+            trace.slice_of(what, "rpc", began_s, ended_s, flow_in=arrow, flow_in_s=began_s, peer=peer)
+
+    def _run(self, call: Call) -> None:
         session, kind, tag, function, args, kwargs, _, until_s = call
         try:
             result = function.submit(args, kwargs) if type(function) is Batcher else function(*args, **kwargs)
@@ -293,6 +307,9 @@ class Server:
                 traceback.print_exception(error)
             return
         reply, out_of_band = RESULT, 0
+        if trace.on:
+            now_s = time.perf_counter()
+            trace.slice_of("answer", "rpc", now_s, now_s, flow_out=f"{session.flow(tag)}r", peer=session.name)
         if error is None:
             try:
                 out_of_band, payload = session.tensors.encode(value, session.pickle, tag)

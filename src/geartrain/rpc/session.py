@@ -75,6 +75,10 @@ class ServerSession:
         """Whether the client proved that it knows the cluster's secret."""
         return self.connection.authenticated
 
+    def flow(self, tag: int) -> str:
+        """The arrow of a call in a trace, the same as the client's."""
+        return f"{self.name}>{self.node.name}:{tag}"
+
     def keep(self, kept: Any) -> int:
         """Keeps an object for the client, whose `Remote` of that number calls it, until it drops it or is lost."""
         number = next(_numbers)

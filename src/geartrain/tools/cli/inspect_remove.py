@@ -16,9 +16,11 @@ from rich.table import Table
 import geartrain.core.counters as counters
 import geartrain.weights as weights
 from geartrain.core.shared_files import Trust, check_trust, segments_directory
-from geartrain.errors import GeartrainError, IncompatibleStoreError
+from geartrain.errors import ArgumentError, GeartrainError, IncompatibleStoreError
 from geartrain.store.store import Store
 from geartrain.tools.cli.app import app, die, out
+from geartrain.tools.cli.checks import output_folder
+from geartrain.tools.cli.rows import check_rows, print_rows, rows_as_json
 
 HISTOGRAM_BINS = 12
 TRUST_HELP = "Who may write to the segment: user (its owner alone), group or any, as it was created with."
@@ -35,11 +37,24 @@ def inspect(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     audit: Annotated[bool, typer.Option(help="Attach to the store and check its metadata.")] = False,
+    rows: Annotated[
+        int | None, typer.Option(min=1, max=10_000, help="Show the newest rows of a store; pixels as pictures.")
+    ] = None,
+    png: Annotated[
+        Path | None,
+        typer.Option(callback=output_folder, help="With --rows: write the pictures of all steps into this folder."),
+    ] = None,
     trust: Annotated[str, typer.Option(help=TRUST_HELP)] = "user",
 ) -> None:
-    """Show a store: schema, rows, bytes, priorities, counters; or a model's weights. Attaches only with --audit."""
+    """Show a store: schema, rows, bytes, priorities, counters; or a model's weights. Attaches only with --audit.
+
+    Example: geartrain inspect pendulum --rows 3
+    """
     trusted = check_trust(trust)
-    if name is None:
+    check_rows(rows, png)
+    if rows is not None:
+        _inspect_rows(name, rows, png, as_json, trusted)
+    elif name is None:
         _list_segments(as_json, trusted)
     elif (Path(name) / "manifest.json").is_file():
         _inspect_checkpoint(Path(name), as_json)
@@ -57,6 +72,18 @@ def inspect(
         _inspect_store(name, as_json, trusted)
         if audit:
             _audit(name, trusted)
+
+
+def _inspect_rows(name: str | None, rows: int, png: Path | None, as_json: bool, trust: Trust) -> None:
+    if name is None:
+        raise ArgumentError("--rows shows the rows of one store: name it")
+    store = Store.peek(name, trust=trust)
+    if as_json:
+        sys.stdout.write(json.dumps(rows_as_json(store, rows)) + "\n")
+        return
+    if png is not None:
+        png.mkdir(exist_ok=True)
+    print_rows(store, rows, out, png)
 
 
 def _list_segments(as_json: bool, trust: Trust) -> None:

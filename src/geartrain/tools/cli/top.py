@@ -1,4 +1,4 @@
-"""`geartrain top` and `geartrain metrics`: what this host's stores and jobs do, what waits, and because of whom."""
+"""`geartrain top`, `metrics` and `trace`: what this host's stores and jobs do, what waits, and because of whom."""
 
 from __future__ import annotations
 
@@ -8,14 +8,24 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from importlib.resources import files
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from geartrain.core.shared_files import check_trust
 from geartrain.tools.cli.app import app, die, out
+from geartrain.tools.cli.checks import input_file, output_file
 from geartrain.tools.cli.inspect_remove import TRUST_HELP
+
+
+def _input_files(paths: list[Path]) -> list[Path]:
+    for path in paths:
+        input_file(path)
+    return paths
 
 
 @app.command()
@@ -25,6 +35,12 @@ def top(
     every_s: Annotated[
         float, typer.Option(min=0.1, max=3600, help="Seconds between looks; rates are over them.")
     ] = 1.0,
+    all_hosts: Annotated[
+        bool,
+        typer.Option(
+            "--all-hosts", help="Other hosts of this host's jobs too, by their launchers; needs their GEARTRAIN_SECRET."
+        ),
+    ] = False,
     trust: Annotated[str, typer.Option(help=TRUST_HELP)] = "user",
 ) -> None:
     """Watch stores, replays, actors, RPC peers, collectives and weights of this host: rates, waits and their causes.
@@ -39,7 +55,7 @@ def top(
     from geartrain.tools.watch.terminal import Terminal
     from geartrain.tools.watch.watcher import BackgroundWatcher, Watcher
 
-    watcher = Watcher(check_trust(trust))
+    watcher = Watcher(check_trust(trust), all_hosts)
     if once or as_json:
         watcher.look()
         time.sleep(every_s)
@@ -51,6 +67,8 @@ def top(
             return
         for line in plain_lines(snapshots, findings, out.width):
             out.print(line, soft_wrap=True)
+        for each in missing:
+            out.print(f"[yellow]no answer:[/] {escape(each)}", soft_wrap=True)
         return
     why = Terminal.why_not()
     if why is not None:
@@ -109,3 +127,30 @@ def metrics(
             pass
     finally:
         endpoint.close()
+
+
+@app.command()
+def trace(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", callback=_input_files, help="Traces, one of each host.")
+    ],
+    to: Annotated[Path | None, typer.Option("--out", callback=output_file, help="Write them here as one.")] = None,
+) -> None:
+    """Check traces that GEARTRAIN_TRACE=FILE has written, tell what is in them, and join those of several hosts.
+
+    Example: geartrain trace trace-host0.json trace-host1.json --out trace.json
+    """
+    from geartrain.core.trace import merge
+
+    events = merge(paths)
+    slices = Counter(each["cat"] for each in events if each["ph"] == "X")
+    begun = {(each["cat"], each["id"]) for each in events if each["ph"] == "s"}
+    ended = {(each["cat"], each["id"]) for each in events if each["ph"] == "f"}
+    processes = sum(each["name"] == "process_name" for each in events)
+    shown = ", ".join(f"{number:,} of {name}" for name, number in sorted(slices.items())) or "none"
+    out.print(escape(f"{processes} processes; slices: {shown}; {len(begun & ended):,} flows"), soft_wrap=True)
+    for each in events:
+        if each.get("cat") == "trace":
+            out.print(f"[yellow]{escape(each['name'])}[/]")
+    if to is not None:
+        to.write_text(json.dumps(events) + "\n")

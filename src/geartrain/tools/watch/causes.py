@@ -80,6 +80,15 @@ class HostView:
                 if one["kind"] == kind and "error" not in one["figures"]:
                     yield report, one
 
+    def waiting_s(self, pid: int) -> float:
+        """How long a process has waited for a batch by now; 0 if it does not."""
+        waits = [
+            one["figures"].get("waiting_s", 0.0) + report["age_s"]
+            for report, one in self.objects("replay")
+            if report["pid"] == pid and one["figures"].get("waiting_s")
+        ]
+        return max(waits, default=0.0)
+
     def samplers(self, store: str) -> list[int]:
         """Processes that report a replay of the store."""
         return [report["pid"] for report, one in self.objects("replay") if store in one["figures"].get("stores", ())]
@@ -289,4 +298,4 @@ def _listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-__all__ = ["SILENT_S", "Diagnosis", "HostView", "find_causes"]
+__all__ = ["SILENT_S", "WAITING_S", "Diagnosis", "HostView", "find_causes"]

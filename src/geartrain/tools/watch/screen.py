@@ -133,7 +133,8 @@ class Screen:
         chosen = self.section == number
         if chosen:
             self.cursor = max(0, min(self.cursor, len(lines) - 1))
-        room = max(0, height - 2)
+        head = 2 if height > 2 else 1  # without the names of columns where there is room for one of both
+        room = max(0, height - head)
         first = max(0, self.cursor - room + 1) if chosen else 0
         shown = lines[first : first + room]
         columns = _columns(section.columns, lines[:200], column, width)
@@ -145,7 +146,7 @@ class Screen:
             )
             for at, wide in columns
         )
-        made = [title, _fit(heading, width, "dim")]
+        made = [title, _fit(heading, width, "dim")][:head]
         for number_shown, line in enumerate(shown):
             row = _GAP.join(
                 _cell(section.columns[at].show(line.values[at]), wide, section.columns[at].right)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from geartrain.tools.watch.causes import SILENT_S, HostView
+from geartrain.tools.watch.causes import SILENT_S, WAITING_S, HostView
 
 
 @dataclass(frozen=True)
@@ -250,6 +250,9 @@ def _state(view: HostView, process: Mapping[str, Any], kernel: Mapping[str, Any]
         return ("finished", "dim") if process["exit_code"] == 0 else (f"ended ({process['exit_code']})", "red")
     if not kernel:
         return "gone", "red"
+    waiting_s = view.waiting_s(process["pid"])
+    if waiting_s > WAITING_S:
+        return f"waits {seconds(waiting_s)}", "yellow"
     if process["silent_s"] is None:
         return "starts", "dim"
     if process["silent_s"] > SILENT_S:
