@@ -14,9 +14,11 @@ import pytest
 import geartrain_bench as bench
 import geartrain_bench.harness.baseline_worker as peer_worker
 import geartrain_bench.selection.bench as selection
+import geartrain_bench.selection.names as names
 from geartrain_bench import plot_saved
 from geartrain_bench.harness.baselines import BaselineError, BaselineProcess
 from geartrain_bench.selection.bench import SelectionResult
+from geartrain_bench.selection.uniformity import uniformity, upper_half_counts
 
 TINY = selection.Plan(
     sizes=(1000, 20_000),
@@ -46,7 +48,7 @@ def test_every_case_has_its_floor_and_finite_numbers(tiny: SelectionResult) -> N
     for row in tiny.rows:
         numbers = (row.p50, row.p75, row.p90, row.p95, row.ratio_to_floor)
         assert all(math.isfinite(number) and number >= 0 for number in numbers), row
-    cases = {selection.case_name(rows, batch) for rows in TINY.sizes for batch in TINY.batches}
+    cases = {names.case_name(rows, batch) for rows in TINY.sizes for batch in TINY.batches}
     for what in ("sample", "update"):
         for clock in ("CPU", "wall"):
             of_metric = [row for row in tiny.rows if row.metric == f"{what}, {clock} time per row"]
@@ -67,13 +69,13 @@ def test_all_our_ways_of_drawing_and_changing_are_there(tiny: SelectionResult) -
 
 def test_small_batches_have_their_time_per_call_as_well(tiny: SelectionResult) -> None:
     calls = [row for row in tiny.rows if row.metric == "sample, CPU time per call"]
-    assert {row.case for row in calls} == {selection.case_name(rows, 16) for rows in TINY.sizes}
+    assert {row.case for row in calls} == {names.case_name(rows, 16) for rows in TINY.sizes}
     assert {row.unit for row in calls} == {"us"}
 
 
 def test_equal_priorities_are_drawn_alike(tiny: SelectionResult) -> None:
     assert sum(tiny.counts["geartrain"]) == pytest.approx(TINY.check_draws / 2, rel=0.02)
-    (row,) = [row for row in tiny.rows if row.metric == selection.P_METRIC]
+    (row,) = [row for row in tiny.rows if row.metric == names.P_METRIC]
     assert row.p50 > 1e-4
 
 
@@ -81,29 +83,29 @@ def test_the_chance_of_counts_is_the_one_in_the_tables() -> None:
     # Chi-square with 7 degrees of freedom is above 14.067 with a chance of 5 %, above 18.475 with one of 1 %.
     for x, p in ((14.067, 0.05), (18.475, 0.01)):
         off = math.sqrt(x * 1e6 / 2)
-        assert selection.uniformity([1_000_000 + off, 1_000_000 - off, *[1_000_000] * 6]) == pytest.approx(p, rel=1e-3)
-    assert selection.uniformity([5] * 8) == 1.0
-    assert selection.uniformity([0, 0, 0, 342_673, 0, 0, 0, 1_657_665]) == 0.0
+        assert uniformity([1_000_000 + off, 1_000_000 - off, *[1_000_000] * 6]) == pytest.approx(p, rel=1e-3)
+    assert uniformity([5] * 8) == 1.0
+    assert uniformity([0, 0, 0, 342_673, 0, 0, 0, 1_657_665]) == 0.0
     with pytest.raises(ValueError, match="8 counts"):
-        selection.uniformity([0] * 8)
+        uniformity([0] * 8)
 
 
 def test_only_the_upper_half_is_counted() -> None:
     rows = np.array([0, 7, 8, 9, 15, 15], np.uint32)
-    assert selection.upper_half_counts(rows, 16).tolist() == [1, 1, 0, 0, 0, 0, 0, 2]
+    assert upper_half_counts(rows, 16).tolist() == [1, 1, 0, 0, 0, 0, 0, 2]
 
 
 def test_a_large_case_is_measured_in_two_parts_and_says_so() -> None:
     result = selection.run(APART, {})
     assert any("were not interleaved" in note for note in result.notes)
-    systems = {row.system for row in result.rows if row.metric == selection.cpu_metric("update")}
+    systems = {row.system for row in result.rows if row.metric == names.cpu_metric("update")}
     assert systems == {"floor", "geartrain", "geartrain with alpha"}
-    sampled = {row.system for row in result.rows if row.metric == selection.cpu_metric("sample")}
+    sampled = {row.system for row in result.rows if row.metric == names.cpu_metric("sample")}
     assert {"geartrain", "geartrain store"} < sampled
 
 
 def test_sizes_are_written_shortly() -> None:
-    assert [selection.short(n) for n in (256, 1000, 10_000, 100_000_000, 50_000_000)] == [
+    assert [names.short(n) for n in (256, 1000, 10_000, 100_000_000, 50_000_000)] == [
         "256",
         "1000",
         "1e4",
@@ -173,7 +175,7 @@ def test_a_priority_peer_fills_draws_changes_and_counts() -> None:
         assert timed["seconds"] >= 0
     counts = peer.counts(40_000)
     assert sum(counts) == pytest.approx(20_000, rel=0.05)
-    assert selection.uniformity(counts) > 1e-4
+    assert uniformity(counts) > 1e-4
 
 
 def test_a_priority_peer_that_is_not_installed_is_an_error_that_says_so() -> None:

@@ -13,14 +13,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import preloaded
 import pytest
-from deadlines import patience, stop
+from deadlines import patience, stop, until
 
 from geartrain import rpc
 from geartrain.errors import (
@@ -109,13 +109,6 @@ def tensor(node: rpc.Node, device: int, array: Any) -> SimulatedTensor:
     driver = node.devices.driver
     assert isinstance(driver, SimulatedRuntime)
     return driver.tensor(device, array)
-
-
-def wait_until(true: Callable[[], bool], what: str) -> None:
-    until_s = time.monotonic() + patience(5)
-    while not true():
-        assert time.monotonic() < until_s, what
-        time.sleep(0.01)
 
 
 def test_a_tensor_goes_to_a_gpu_and_its_result_comes_back_to_one(world: World) -> None:
@@ -302,7 +295,7 @@ def test_errors_tells_and_topics_work_with_tensors(world: World) -> None:
     got: list[Any] = []
     other.subscribe("me", "weights", lambda number, value: got.append(value))
     topic.publish({"w": tensor(node, 1, np.full(5, 9))})
-    wait_until(lambda: bool(got), "published")
+    until(lambda: bool(got), "published")
     assert (got[0]["w"].numpy() == 9).all()
     assert got[0]["w"].device == 1
 
@@ -342,7 +335,7 @@ def test_a_dead_peer_is_an_error_and_everything_of_its_is_closed(world: World) -
     with pytest.raises(GeartrainError):
         node.call("peer", "twice", tensor(node, 0, np.ones(10)), timeout_s=2)
     assert time.monotonic() - began_s < patience(8)
-    wait_until(lambda: driver.opened == driver.allocated == 0, "what was opened is closed, what was lent is freed")
+    until(lambda: driver.opened == driver.allocated == 0, "what was opened is closed, what was lent is freed")
 
 
 def test_a_dead_caller_gives_the_memory_back_that_was_lent_to_it(world: World) -> None:
@@ -370,7 +363,7 @@ input()
     assert before["opened"] > 0
     dies.kill()
     dies.wait()
-    wait_until(lambda: peer.memory() == {"allocated": 0, "opened": 0, "held": 0, "lent": 0}, "all is back")
+    until(lambda: peer.memory() == {"allocated": 0, "opened": 0, "held": 0, "lent": 0}, "all is back")
 
 
 def test_a_stopped_peer_is_a_deadline(world: World) -> None:

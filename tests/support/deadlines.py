@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,6 +37,14 @@ def factor() -> float:
 def patience(seconds: float) -> float:
     """Seconds to wait for what takes less than `seconds` on an idle machine."""
     return seconds * factor()
+
+
+def until(condition: Callable[[], object], what: str = "it did not come to that", seconds: float = 10.0) -> None:
+    """Waits until the condition holds; an AssertionError, which says `what`, when it does not in time."""
+    ends_s = time.monotonic() + patience(seconds)
+    while not condition():
+        assert time.monotonic() < ends_s, what
+        time.sleep(0.005)
 
 
 @contextlib.contextmanager

@@ -11,23 +11,16 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from deadlines import until
 from ding.framework import Parallel, task
 from ding.framework.context import OnlineRLContext
 from easydict import EasyDict
 
 from geartrain.integrations.di_engine import PEER_JOINED, PEER_LOST
-
-
-def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    ends = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < ends, "it did not come to that"
-        time.sleep(0.005)
 
 
 def tell(directory: str, **found: Any) -> None:

@@ -20,6 +20,7 @@ from geartrain.collectives.session import GroupConfig, Session, next_session
 from geartrain.collectives.shares import Owners, pick_shares
 from geartrain.collectives.work import FaultNaming, Work
 from geartrain.core.arguments import check_whole, timeout, whole_number
+from geartrain.core.process_report import register
 from geartrain.errors import ArgumentError, CollectiveClosedError, ConnectionClosedError, GeartrainError
 
 ALGORITHMS = ("shares", "ring")
@@ -140,6 +141,7 @@ class Group:
         bootstrap = Bootstrap(store, name, epoch, rank, world_size, until_s, self._stopped)
         self._session = Session(config, epoch, owners, bootstrap)
         _alive.add(self)
+        register(self, "group", _figures)
 
     @property
     def epoch(self) -> int:
@@ -435,6 +437,21 @@ class Group:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close(0.0 if kind else 10.0)
+
+
+def _figures(group: Group) -> dict[str, Any]:
+    """For the process's report. The rank with the fewest operations `issued` is the one that the others wait for."""
+    error = group.error()
+    return {
+        "name": group.name,
+        "rank": group.rank,
+        "world_size": group.world_size,
+        "epoch": group.epoch,
+        "reducers": list(group.reducers),
+        "issued": group._session.issued,
+        "failed": "" if error is None else str(error),
+        **group.counters(),
+    }
 
 
 _alive: weakref.WeakSet[Group] = weakref.WeakSet()

@@ -170,6 +170,11 @@ class Session:
         self._next += 1
         self._kept.append((issue, work))
 
+    @property
+    def issued(self) -> int:
+        """Operations begun in this session."""
+        return self._next
+
     def error_of(self, fault: Fault) -> GeartrainError:
         """A native fault of this session as the error to raise."""
         return error_of(fault, self.config.name, self.config.world_size, self.owners.reducers)

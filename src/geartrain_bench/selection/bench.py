@@ -45,6 +45,8 @@ from geartrain.selection import Candidates, Draw, Prioritized, Strategy, Uniform
 from geartrain.store.store import Store
 from geartrain_bench.harness.baselines import BaselineError, BaselineProcess
 from geartrain_bench.harness.timing import BenchResult, Lap, Row, System
+from geartrain_bench.selection.names import P_METRIC, case_name, cpu_metric, short
+from geartrain_bench.selection.uniformity import MOD, uniformity, upper_half_counts
 
 SEED = 20230723
 ALPHA, BETA = 0.6, 0.4
@@ -53,8 +55,6 @@ ALL_BASELINES = ("torchrl", "cpprb", "tianshou")
 #: The samplers that are measured of each baseline; baseline_worker.py knows them by these names.
 SAMPLERS = {"torchrl": ("torchrl fp32", "torchrl fp64"), "cpprb": ("cpprb",), "tianshou": ("tianshou",)}
 MULTINOMIAL_MOST = 2**24
-MOD = 8
-P_METRIC = f"equal priorities, upper-half counts by index mod {MOD}: chi2 p"
 
 
 @dataclass(frozen=True)
@@ -184,37 +184,6 @@ def panels(plan: Plan, result: BenchResult) -> dict[str, dict[str, list[tuple[fl
                     lines[system] = points
             shown[f"{what}, B = {short(batch)}"] = lines
     return shown
-
-
-def short(n: int) -> str:
-    """1e6 for 1000000; 256 stays."""
-    zeros = len(str(n)) - len(str(n).rstrip("0"))
-    return f"{str(n)[:-zeros]}e{zeros}" if zeros >= 4 else str(n)
-
-
-def case_name(rows: int, batch: int) -> str:
-    """A case's name in the result."""
-    return f"N {short(rows)}, B {short(batch)}"
-
-
-def cpu_metric(what: str) -> str:
-    """The metric of "sample" or "update" that other load on the machine affects least."""
-    return f"{what}, CPU time per row"
-
-
-def uniformity(counts: list[int]) -> float:
-    """The probability of counts at least as uneven under equal probabilities: chi-square, 7 degrees of freedom."""
-    if len(counts) != MOD or not sum(counts):
-        raise ValueError(f"{MOD} counts that are not all zero are needed, found {counts}")
-    mean = sum(counts) / MOD
-    x = sum((count - mean) ** 2 for count in counts) / mean
-    series = 1 + x / 3 + x * x / 15
-    return math.erfc(math.sqrt(x / 2)) + math.sqrt(2 * x / math.pi) * math.exp(-x / 2) * series
-
-
-def upper_half_counts(rows: NDArray[Any], n: int) -> NDArray[np.int64]:
-    """How many of the drawn rows of the upper half of n have number mod 8 = 0, 1, ..., 7."""
-    return np.bincount(rows[rows >= n // 2] % MOD, minlength=MOD)
 
 
 class _SizeBench:

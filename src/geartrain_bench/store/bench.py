@@ -15,12 +15,10 @@ Threats to validity: see docs/benchmarks.md.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +36,7 @@ from geartrain.selection import Uniform
 from geartrain.store.store import Store
 from geartrain_bench.harness.baselines import BaselineError, BaselineProcess
 from geartrain_bench.harness.timing import BenchResult, Clock, Lap, Row, System
+from geartrain_bench.store.floors import aligned, floor_systems, gather, in_parts, scatter
 
 MB = 1_000_000
 SEED = 20230723
@@ -266,7 +265,7 @@ class _TableBench:
     def _fetch_case(self, batch: int, threads: int) -> None:
         calls = max(1, self.plan.lap_bytes // (batch * self.table.row_bytes))
         outputs = [
-            _aligned((batch, *field.block_shape(self.table.max_length)), field) for field in self.table.fields.values()
+            aligned((batch, *field.block_shape(self.table.max_length)), field) for field in self.table.fields.values()
         ]
         every = range(len(self.columns))
 
@@ -283,9 +282,9 @@ class _TableBench:
                 for job in jobs[first:last]:
                     for i in every:
                         column, out = self.columns[i], outputs[i]
-                        _gather(column, out[starts[part] : starts[part + 1]], job[part], stream)
+                        gather(column, out[starts[part] : starts[part + 1]], job[part], stream)
 
-            return _in_parts(calls, parts, work)
+            return in_parts(calls, parts, work)
 
         def ours() -> Lap:
             keys = [self.keys[draw()] for _ in range(calls)]
@@ -312,7 +311,7 @@ class _TableBench:
 
             return harness.lap(calls, body, lambda: one_call(draw()))
 
-        systems = _floors(floor, threads)
+        systems = floor_systems(floor, threads)
         systems.append(System("geartrain", ours))
         with Replay(
             self.store, Uniform(SEED), batch, prefetch=0, threads=threads, output="torch" if self.as_torch else "numpy"
@@ -373,9 +372,9 @@ class _TableBench:
                 lo, hi = bounds[part], bounds[part + 1]
                 for first in firsts[start:stop]:
                     for array, column in zip(arrays, self.columns, strict=True):
-                        _scatter(array[lo:hi], column[first + lo : first + hi], rows[: hi - lo], stream)
+                        scatter(array[lo:hi], column[first + lo : first + hi], rows[: hi - lo], stream)
 
-            return _in_parts(calls, parts, work)
+            return in_parts(calls, parts, work)
 
         def ours() -> Lap:
             def body() -> None:
@@ -384,7 +383,7 @@ class _TableBench:
 
             return harness.lap(calls, body, lambda: self.store.insert(source, threads=threads))
 
-        systems = _floors(floor, threads)
+        systems = floor_systems(floor, threads)
         systems.append(System("geartrain", ours))
         systems += self._peer_systems("insert", batch, threads, calls)
         self._record("insert", batch, threads, systems)
@@ -477,74 +476,12 @@ class _TableBench:
         self.result.rows.append(row)
 
 
-def _floors(floor: Callable[[bool, int], Lap], threads: int) -> list[System]:
-    """Plain and streaming stores, on one thread and, where allowed, on two."""
-    systems = []
-    for parts in range(1, threads + 1):
-        for stream in (False, True):
-
-            def one_lap(stream: bool = stream, parts: int = parts) -> Lap:
-                return floor(stream, parts)
-
-            systems.append(System(f"floor {'streaming' if stream else 'memcpy'} {parts}", one_lap, floor=True))
-    return systems
-
-
-def _in_parts(calls: int, parts: int, work: Callable[[int, int, int], None]) -> Lap:
-    """`work(part, first, last)` runs those of `calls + 1` calls, for every part in parallel, the first one untimed.
-
-    The time is that of the slowest part: from when all were running to its end.
-    """
-    if parts == 1:
-        return harness.lap(calls, lambda: work(0, 1, calls + 1), lambda: work(0, 0, 1))
-    ready = threading.Barrier(parts)
-    seconds = [0.0] * parts
-
-    def one(part: int) -> None:
-        work(part, 0, 1)
-        ready.wait(timeout=60)
-        began_s = time.perf_counter()
-        work(part, 1, calls + 1)
-        seconds[part] = time.perf_counter() - began_s
-
-    threads = [threading.Thread(target=one, args=(part,)) for part in range(1, parts)]
-
-    def body() -> None:
-        for thread in threads:
-            thread.start()
-        one(0)
-        for thread in threads:
-            thread.join()
-
-    return replace(harness.lap(calls, body), seconds=max(seconds) / calls)
-
-
-def _gather(column: NDArray[Any], out: NDArray[Any], rows: NDArray[np.uint32], stream: bool) -> None:
-    """The floor of fetch for one field."""
-    _native_testing.gather_floor(column, out, rows, out.nbytes // max(1, len(rows)), column.strides[0], stream)
-
-
-def _scatter(array: NDArray[Any], place: NDArray[Any], rows: NDArray[np.uint32], stream: bool) -> None:
-    """The floor of insert for one field: the rows one after the other, as if blocks had no padding."""
-    row_bytes = array.nbytes // len(array)
-    _native_testing.gather_floor(array, place, rows, row_bytes, row_bytes, stream)
-
-
-def _aligned(shape: tuple[int, ...], field: Field) -> NDArray[Any]:
-    """A warm array that starts on a cache line, as the recycled buffers do."""
-    nbytes = math.prod(shape) * field.itemsize
-    memory = np.zeros(nbytes + 64, np.uint8)
-    memory += 1  # zeros alone would be one shared page
-    start = -memory.ctypes.data % 64
-    return memory[start : start + nbytes].view(field.numpy_dtype).reshape(shape)
-
-
 def _noise(table: Table, n: int, random: np.random.Generator) -> dict[str, NDArray[Any]]:
     """n rows, a warm array per field."""
     made: dict[str, NDArray[Any]] = {}
     for name, field in table.fields.items():
         shape = field.block_shape(table.max_length)
-        array = _aligned((n, *shape), field)
+        array = aligned((n, *shape), field)
         rows = min(n, 64)
         if field.dtype == "float32":
             array[:rows] = random.standard_normal((rows, *shape), dtype=np.float32)
