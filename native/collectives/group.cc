@@ -263,10 +263,6 @@ class Group::Body final : public Peer::Side {
 
   std::span<std::byte> discard() noexcept override { return discard_; }
 
-  void flushed(Peer& peer) override {
-    if (!members_.over()) operations_.flushed(peer);
-  }
-
   bool next(Peer& peer, OutFrame* frame) override { return !members_.over() && operations_.next(peer, frame); }
 
   void lost(Peer& peer, const std::string& why) override {

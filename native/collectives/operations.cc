@@ -87,6 +87,9 @@ void Operations::took(const Peer& peer, const WireHeader& header, std::span<std:
       return shares_.took(peer.member(), header, payload);
     case FrameKind::credit:
       return shares_.took_credit(peer.member(), header);
+    case FrameKind::taken:
+      if (peer.member() >= options_.world) fail(ErrorKind::frame, "it took what no reducer gets");
+      return owner_.took_taken(peer.member(), header);
     default:
       fail(ErrorKind::frame, "it sent a frame of the wrong kind");
   }
@@ -100,6 +103,13 @@ bool Operations::next(const Peer& peer, OutFrame* frame) {
 
 void Operations::open(uint32_t owner, uint64_t operation, const Open& open) {
   members_.peer(owner)->send_control(FrameKind::open, operation, 0, std::as_bytes(std::span(&open, 1)));
+}
+
+void Operations::taken(uint32_t owner, uint64_t operation, uint64_t bytes) {
+  Peer* const peer = members_.peer(owner);
+  if (peer == nullptr) return;
+  peer->send_control(FrameKind::taken, operation, bytes);
+  peer->kick();
 }
 
 void Operations::ring_room() {

@@ -16,6 +16,7 @@
 //   part    rank -> owner    a piece of the rank's numbers of this owner's share; `offset` counts bytes in the share
 //   result  owner -> rank    a piece of the share, reduced. An empty share is answered by one empty result
 //   credit  owner -> rank    instead of a result that the rank does not get: the share is done up to `offset`
+//   taken   rank -> owner    of results that are no answer to parts: the rank has them up to `offset`
 //   ring    rank -> next     a piece of the stream that goes around the ring (ring_allreduce.h)
 //   query   which ranks does this one wait for?     status   the answer: Members, the least advanced
 //   fault   the group is over, with the reason (Fault): forwarded to all, unchanged
@@ -60,7 +61,20 @@ constexpr uint32_t kMostMembers = 4096;       // ranks and reducers of a group
 constexpr uint32_t kMostControlBytes = 4096;  // of a payload that is not data
 constexpr uint32_t kChunkBytes = 16 << 10;    // what is reduced at once, and the most that one frame carries
 
-enum class FrameKind : uint16_t { join = 1, welcome, open, part, result, ring, query, status, fault, bye, credit };
+enum class FrameKind : uint16_t {
+  join = 1,
+  welcome,
+  open,
+  part,
+  result,
+  ring,
+  query,
+  status,
+  fault,
+  bye,
+  credit,
+  taken
+};
 
 struct WireHeader {
   uint32_t magic;
@@ -185,7 +199,7 @@ inline WireHeader frame_of(FrameKind kind, uint64_t operation, uint64_t offset, 
 inline void check(const WireHeader& header) {
   const auto kind = static_cast<FrameKind>(header.kind);
   if (header.magic != kCollectiveMagic || header.reserved != 0 || (header.settled != 0 && kind != FrameKind::result) ||
-      kind < FrameKind::open || kind > FrameKind::credit || (kind == FrameKind::credit && header.bytes != 0)) {
+      kind < FrameKind::open || kind > FrameKind::taken || (kind >= FrameKind::credit && header.bytes != 0)) {
     fail(ErrorKind::frame, "it sent what is not a frame");
   }
   const bool data = kind == FrameKind::part || kind == FrameKind::result || kind == FrameKind::ring;

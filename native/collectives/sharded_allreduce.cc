@@ -247,6 +247,7 @@ void ShardedAllreduce::took(uint32_t owner, const WireHeader& result, std::span<
     convert(shape.wire, payload.data(), shape.dtype, to, payload.size() / bytes_of(shape.wire));
   }
   settled_ = std::max(settled_, result.settled);
+  if (shape.direct() && !payload.empty()) host_.taken(owner, result.operation, result.offset + payload.size());
   gained(operation, owner, payload.size());
 }
 

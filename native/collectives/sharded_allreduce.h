@@ -45,7 +45,8 @@ class ShardedAllreduce {
     virtual ~Host() = default;
     // Announces the operation to an owner.
     virtual void open(uint32_t owner, uint64_t operation, const Open& open) = 0;
-    virtual void parts_for(uint32_t owner) = 0;  // next() may have something for it
+    virtual void parts_for(uint32_t owner) = 0;                                  // next() may have something for it
+    virtual void taken(uint32_t owner, uint64_t operation, uint64_t bytes) = 0;  // reports what has come
     virtual void completed(const std::shared_ptr<Work>& work) = 0;
   };
   ShardedAllreduce(ChunkBufferPool& blocks, Host& host, std::vector<double> shares, uint32_t self,

@@ -4,6 +4,8 @@
 #include <string>
 #include <utility>
 
+#include "base/clock.h"
+
 namespace geartrain {
 namespace {
 
@@ -21,8 +23,7 @@ ShareOwner::ShareOwner(ChunkBufferPool& blocks, Host& host, uint32_t world, uint
       window_bytes_(window_bytes),
       next_open_(world),
       completed_(world),
-      held_(world),
-      unflushed_(world) {}
+      held_(world) {}
 
 // --- receiving ------------------------------------------------------------------------------------------------------
 
@@ -105,12 +106,9 @@ void ShareOwner::send_local(uint64_t number, const Shape& shape, std::vector<Seg
 bool ShareOwner::agrees(uint64_t number, const Operation& operation, uint32_t rank) {
   const uint64_t size = bytes_of(operation.shape.dtype), there = operation.sends[rank].count;
   if (operation.wanted[rank] == there * size) return true;
-  Shape here = operation.shape, wanted = operation.shape;
-  here.count = there;
-  wanted.count = operation.wanted[rank] / size;
   host_.disagree("ranks disagree at operation " + std::to_string(number) + " (" + operation.shape.text() + "): rank " +
-                     std::to_string(rank) + " expects " + std::to_string(wanted.count) + " elements of rank " +
-                     std::to_string(self_) + ", which has " + std::to_string(there) + " for it",
+                     std::to_string(rank) + " expects " + std::to_string(operation.wanted[rank] / size) +
+                     " elements of rank " + std::to_string(self_) + ", which has " + std::to_string(there) + " for it",
                  {std::min(rank, self_), std::max(rank, self_)});
   return false;
 }
@@ -273,25 +271,60 @@ bool ShareOwner::next_local(Place place, uint32_t rank, OutFrame* frame) {
   Operation& operation = place->second;
   if (!operation.opened[self_] || !operation.opened[rank]) return false;
   const uint64_t at = operation.sent[rank], all = operation.wanted[rank];
-  if (at == all && operation.received[rank] != 0) return false;  // taken, and not flushed
+  if (all == 0) {
+    *frame = {frame_of(FrameKind::result, place->first, 0, 0), nullptr, {}};
+    end(place, rank);
+    return true;
+  }
+  if (at == all) return false;
+  if (!may_send(operation, rank)) {
+    sample_.held_up = true;
+    return false;
+  }
   const uint64_t bytes = std::min(chunk_, all - at);
   *frame = {frame_of(FrameKind::result, place->first, at, bytes), operation.sends[rank].at + at, {}};
   frame->header.settled = settled();
   operation.sent[rank] += bytes;
-  if (operation.sent[rank] == all) {
-    operation.received[rank] = 1;
-    unflushed_[rank].push_back(place->first);
-  }
+  under_way_ += bytes;
+  if (!sample_.running) sample_ = {true, false, place->first, at + bytes, monotonic_ns(), taken_, rank};
   return true;
 }
 
-void ShareOwner::flushed(uint32_t rank) {
-  if (unflushed_[rank].empty()) return;
-  const std::vector<uint64_t> over = std::exchange(unflushed_[rank], {});
-  for (const uint64_t number : over) {
-    const Place place = operations_.find(number);
-    if (place != operations_.end()) end(place, rank);
+// The window over all that is under way; and within an operation all ranks move on together, so that none is served
+// last.
+bool ShareOwner::may_send(const Operation& operation, uint32_t rank) const {
+  const uint64_t window = host_.window()->bytes();
+  if (under_way_ != 0 && under_way_ + chunk_ > window) return false;
+  double least = 1, all = 0;
+  for (uint32_t other = 0; other < world_; ++other) {
+    if (other == self_ || !operation.opened[other] || operation.wanted[other] == 0) continue;
+    const auto wanted = static_cast<double>(operation.wanted[other]);
+    least = std::min(least, static_cast<double>(operation.received[other]) / wanted);
+    all += wanted;
   }
+  const double until = (least + static_cast<double>(window) / all) * static_cast<double>(operation.wanted[rank]);
+  return static_cast<double>(operation.sent[rank]) <= until;
+}
+
+void ShareOwner::took_taken(uint32_t rank, const WireHeader& taken) {
+  const auto place = operations_.find(taken.operation);
+  if (place == operations_.end() || !place->second.shape.direct() || taken.offset <= place->second.received[rank] ||
+      taken.offset > place->second.sent[rank]) {
+    fail(ErrorKind::frame, "it took ", taken.offset, " bytes of operation ", taken.operation, ", which were not sent");
+  }
+  Operation& operation = place->second;
+  const uint64_t bytes = taken.offset - operation.received[rank];
+  operation.received[rank] = taken.offset;
+  under_way_ -= bytes;
+  taken_ += bytes;
+  if (sample_.running && sample_.operation == taken.operation && sample_.rank == rank &&
+      taken.offset >= sample_.until) {
+    sample_.running = false;
+    const uint64_t now = monotonic_ns();
+    host_.window()->sample(now - sample_.began_ns, taken_ - sample_.taken, sample_.held_up, now);
+  }
+  if (taken.offset == operation.wanted[rank]) end(place, rank);
+  for (uint32_t i = 1; i < world_; ++i) host_.results_for((self_ + i) % world_);
 }
 
 bool ShareOwner::gets_credit(const Operation& operation, uint32_t rank) const {
@@ -351,7 +384,7 @@ uint64_t ShareOwner::missing(const Operation& operation, uint32_t rank) const {
     // What it has opened and this rank has not begun waits for this rank.
     return rank == self_ || operation.ended[rank] || !operation.opened[self_]
                ? 0
-               : operation.wanted[rank] - operation.sent[rank] + 1;
+               : operation.wanted[rank] - operation.received[rank] + 1;
   }
   if (operation.shape.collective == Collective::broadcast && rank != operation.shape.root) {
     return rank == self_ ? 0 : operation.reduced - operation.sent[rank];

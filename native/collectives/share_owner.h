@@ -11,8 +11,8 @@
 // Other collectives than all_reduce are the same with fewer contributors or fewer recipients (protocol.h: Collective).
 // Who contributes and gets no result gets credits, by which it knows how far it may run ahead. An owner that passes on
 // one rank's numbers, a relay, gives credit for what all recipients have taken. An owner that is the only contributor
-// holds nothing: it sends from the caller's memory (send_local) to each rank that has opened the operation, and has
-// served them once all frames are written (flushed).
+// holds nothing: it sends from the caller's memory (send_local) to each rank that has opened the operation, no more
+// than the group's window ahead of what these have taken, and to all at one pace.
 //
 // One thread, the loop's.
 #pragma once
@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "collectives/chunk_buffer.h"
+#include "collectives/congestion_window.h"
 #include "collectives/peer.h"
 #include "collectives/protocol.h"
 #include "collectives/work.h"
@@ -38,7 +39,8 @@ class ShareOwner {
     virtual void results_for(uint32_t rank) = 0;  // next() has something for it
     virtual void deliver(uint64_t operation, uint64_t offset,
                          std::span<const std::byte> result) = 0;  // to this rank itself
-    virtual void served([[maybe_unused]] uint64_t operation) {}   // all that send_local() was given has been sent
+    virtual void served([[maybe_unused]] uint64_t operation) {}   // all ranks have what send_local() was given
+    virtual CongestionWindow* window() { return nullptr; }        // of a rank
     virtual void disagree(const std::string& text, std::vector<uint32_t> ranks) = 0;
   };
   // `self` is the owner's own rank, or kNoRank. `window_bytes` is what a rank may have here and not yet reduced.
@@ -55,8 +57,8 @@ class ShareOwner {
 
   // This rank's numbers for each of the ranks, which stay unchanged until they were served.
   void send_local(uint64_t operation, const Shape& shape, std::vector<Segment> sends, uint64_t completed);
-  // All frames that next() has given for a rank have been written.
-  void flushed(uint32_t rank);
+  // A rank has got so much of that. Throws frame.
+  void took_taken(uint32_t rank, const WireHeader& taken);
 
   // The next piece of a result for a rank. False when there is none now.
   bool next(uint32_t rank, OutFrame* frame);
@@ -81,7 +83,7 @@ class ShareOwner {
     uint32_t first_rank = 0;   // whose shape it is
     std::vector<bool> opened;  // by rank
     uint32_t open_count = 0;
-    std::vector<uint64_t> received;                  // by rank: bytes, from the start of the share
+    std::vector<uint64_t> received;  // by rank: bytes, from the start of the share; or those that it took
     std::vector<std::deque<ChunkBufferRef>> inputs;  // by rank: chunks from `reduced` on
     const std::byte* local = nullptr;
     std::vector<Segment> sends;    // by rank, where the shape is direct
@@ -103,6 +105,7 @@ class ShareOwner {
   bool forget_sent(Operation& operation);
   bool gets_credit(const Operation& operation, uint32_t rank) const;
   uint64_t credit(const Operation& operation) const;
+  bool may_send(const Operation& operation, uint32_t rank) const;
   bool next_local(Place place, uint32_t rank, OutFrame* frame);
   bool agrees(uint64_t number, const Operation& operation, uint32_t rank);
   uint64_t missing(const Operation& operation, uint32_t rank) const;
@@ -113,11 +116,19 @@ class ShareOwner {
   const uint32_t world_, self_;
   const uint64_t chunk_, window_bytes_;
   std::map<uint64_t, Operation> operations_;
-  std::vector<uint64_t> next_open_;               // by rank: no operation below this may be opened by it any more
-  std::vector<uint32_t> completed_;               // by rank: as last reported
-  std::vector<uint64_t> held_;                    // by rank: bytes here and not yet reduced, or relayed
-  std::vector<std::vector<uint64_t>> unflushed_;  // by rank: operations whose last frame was taken by next()
+  std::vector<uint64_t> next_open_;  // by rank: no operation below this may be opened by it any more
+  std::vector<uint32_t> completed_;  // by rank: as last reported
+  std::vector<uint64_t> held_;       // by rank: bytes here and not yet reduced, or relayed
   uint64_t reduced_bytes_ = 0, done_ = 0;
+
+  // Of what is sent from the caller's memory: bytes that are not taken yet, and those that are. The delay of one chunk
+  // at a time is measured.
+  uint64_t under_way_ = 0, taken_ = 0;
+  struct Sample {
+    bool running = false, held_up = false;
+    uint64_t operation = 0, until = 0, began_ns = 0, taken = 0;
+    uint32_t rank = 0;
+  } sample_;
 };
 
 }  // namespace geartrain

@@ -55,42 +55,91 @@ EventLoop& quiet_loop() {
   return loop;
 }
 
-// A rank with one operation in flight, whose other owner is the fuzzer.
-class Rank final : public Peer::Side, public ShardedAllreduce::Host {
+// A rank with one operation of every kind in flight, whose other rank is the fuzzer.
+class Rank final : public Peer::Side, public ShardedAllreduce::Host, public ShareOwner::Host {
  public:
-  explicit Rank(std::span<const uint8_t> input) : array_(kCount * 4), shares_(blocks_, *this, {0.5, 0.5}, 0, 1 << 20) {
-    const Shape shape{kCount, Dtype::float32, Dtype::float32, Op::sum, 0};
-    auto work = std::make_shared<Work>(shape, array_.data(), array_.data(), 60);
-    shares_.begin(work);
+  explicit Rank(std::span<const uint8_t> input)
+      : arrays_(2 * kKinds * kCount * 4),
+        owner_(blocks_, *this, 2, 0, chunk_bytes(2), 1 << 20),
+        shares_(blocks_, *this, {0.5, 0.5}, 0, 1 << 20) {
+    for (uint32_t kind = 0; kind < kKinds; ++kind) begin(kind);
     peer_ = std::make_unique<Peer>(quiet_loop(), link_of(input), 1, *this);
     peer_->kick();
     while (!peer_->closed()) peer_->look();
   }
   std::span<std::byte> room(Peer&, const WireHeader& header) override {
+    if (static_cast<FrameKind>(header.kind) == FrameKind::part) return owner_.room(1, header);
     if (static_cast<FrameKind>(header.kind) != FrameKind::result) fail(ErrorKind::frame, "no result");
     return shares_.room(1, header);
   }
-  void took(Peer&, const WireHeader& header, std::span<std::byte> payload) override {
+  void took(Peer& peer, const WireHeader& header, std::span<std::byte> payload) override {
     const auto kind = static_cast<FrameKind>(header.kind);
     uint64_t bytes, of;
     if (kind == FrameKind::result) shares_.took(1, header, payload);
+    if (kind == FrameKind::credit) shares_.took_credit(1, header);
+    if (kind == FrameKind::taken) owner_.took_taken(1, header);
+    if (kind == FrameKind::part) owner_.took(1, header);
+    if (kind == FrameKind::open && header.bytes == sizeof(Open)) {
+      Open open;
+      std::memcpy(&open, payload.data(), sizeof open);
+      owner_.open(1, header.operation, open);
+    }
+    if (kind == FrameKind::query) owner_.least_advanced(header.operation, &bytes, &of);
     if (kind == FrameKind::fault) fault_from(payload);
     if (kind == FrameKind::status) members_from(payload, &bytes, &of);
+    if (disagree_) peer.close();
   }
-  bool next(Peer&, OutFrame* frame) override { return shares_.next(1, frame); }
+  bool next(Peer&, OutFrame* frame) override { return !disagree_ && (owner_.next(1, frame) || shares_.next(1, frame)); }
   void lost(Peer&, const std::string&) override {}
   void failed(Peer&, const std::exception&) noexcept override { std::abort(); }
   std::span<std::byte> discard() noexcept override { return {}; }
   void open(uint32_t, uint64_t, const Open&) override {}
-  void parts_for(uint32_t) override {
-    if (peer_ != nullptr) peer_->kick();
-  }
+  void parts_for(uint32_t) override { kick(); }
+  void results_for(uint32_t) override { kick(); }
+  void taken(uint32_t, uint64_t, uint64_t) override {}
   void completed(const std::shared_ptr<Work>&) override {}
+  void deliver(uint64_t operation, uint64_t offset, std::span<const std::byte> result) override {
+    shares_.deliver(operation, offset, result);
+  }
+  void served(uint64_t operation) override { shares_.served(operation); }
+  CongestionWindow* window() override { return &shares_.window(); }
+  void disagree(const std::string&, std::vector<uint32_t>) override { disagree_ = true; }
+
+  // The shape of the operation of that number; both ranks have as much of it.
+  static Shape shape(uint32_t kind) {
+    Shape out{kCount, Dtype::float32, Dtype::float32, Op::sum, 0, static_cast<Collective>(std::min(kind, 4u)), 0};
+    if (out.collective == Collective::all_to_all) out.count = 0;
+    out.root = kind == 5;
+    return out;
+  }
+  static constexpr uint32_t kKinds = 6;  // two broadcasts, from each rank
 
  private:
-  std::vector<std::byte> array_;
+  void begin(uint32_t kind) {
+    const Shape asked = shape(kind);
+    std::byte* const at = arrays_.data() + 2 * kind * kCount * 4;
+    const std::vector<Segment> in = {{at, kCount / 2}, {at + kCount * 2, kCount / 2}};
+    const std::vector<Segment> out = {{at + kCount * 4, kCount / 2}, {at + kCount * 6, kCount / 2}};
+    const bool halves = asked.direct() || asked.collective == Collective::reduce_scatter;
+    auto work = halves ? std::make_shared<Work>(asked, in, asked.direct() ? out : std::vector{out[0]}, 60)
+                       : std::make_shared<Work>(asked, at, at, 60);
+    work->number = kind;
+    const ShardedAllreduce::Own own = shares_.begin(work);
+    if (asked.direct()) {
+      owner_.send_local(kind, asked, in, 0);
+    } else if (own.used) {
+      owner_.open_local(kind, asked, own.bytes, own.numbers, 0);
+    }
+  }
+  void kick() {
+    if (peer_ != nullptr) peer_->kick();
+  }
+
+  std::vector<std::byte> arrays_;
   ChunkBufferPool blocks_;
+  ShareOwner owner_;
   ShardedAllreduce shares_;
+  bool disagree_ = false;
   std::unique_ptr<Peer> peer_;
 };
 
@@ -152,6 +201,20 @@ std::vector<Input> fuzz_seeds() {
     frame(&results, FrameKind::result, 0, at, 0, bytes);
   }
   seeds.push_back(results);
+  // All that the other rank of a Rank sends, and more than it expects.
+  Input member = {1};
+  for (uint64_t kind = 0; kind < Rank::kKinds; ++kind) {
+    const Open open = open_of(Rank::shape(static_cast<uint32_t>(kind)), kCount * (kind < 4 ? 2 : 4), 0);
+    frame(&member, FrameKind::open, kind, 0, open, sizeof open);
+    for (uint64_t at = 0; at < open.share_bytes; at += kChunkBytes) {
+      const uint64_t bytes = std::min<uint64_t>(kChunkBytes, open.share_bytes - at);
+      if (kind < 2 || kind == 5) frame(&member, FrameKind::part, kind, at, 0, static_cast<uint32_t>(bytes));
+      if (kind != 1 && kind != 4) frame(&member, FrameKind::result, kind, at, 0, static_cast<uint32_t>(bytes));
+      if (kind == 1 || kind == 4) frame(&member, FrameKind::credit, kind, at + bytes, 0, 0);
+      if (kind == 2 || kind == 3) frame(&member, FrameKind::taken, kind, at + bytes, 0, 0);
+    }
+  }
+  seeds.push_back(member);
   Input notified = {1};
   frame(&notified, FrameKind::fault, 0, 0, FaultHead{1, 1}, 40);
   frame(&notified, FrameKind::status, 0, 0, Members{1, 2, 1, 0}, 28);
