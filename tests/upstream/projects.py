@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -12,12 +13,22 @@ class Project:
     folder: of its Python package, in a checkout and in the sdist.
     tests: files (globs) that use what is substituted.
     plugin: module of tests/upstream/plugins.
+    installed: the tests run over the installed package, whose version the checkout's may not be exactly.
+    extension: sources in the package's folder of the extension module `_FOLDER`, which is compiled for the installed
+        torch where the wheel's does not load.
+    options: of pytest.
+    apart: what differs on purpose: by reason, parts of the ids of cases or of what their failures say. They are counted
+        by themselves, and no fault.
     """
 
     package: str
     folder: str
     tests: tuple[str, ...]
     plugin: str
+    installed: bool = False
+    extension: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    apart: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 PROJECTS = {
@@ -32,6 +43,14 @@ PROJECTS = {
             "tests/test_vec_normalize.py",
         ),
         "sb3_buffers",
+    ),
+    "torchrl": Project(
+        "torchrl",
+        "torchrl",
+        ("test/rb/test_*.py",),
+        "torchrl_buffers",
+        installed=True,
+        extension=("csrc/pybind.cpp", "csrc/utils.cpp"),
     ),
 }
 

@@ -70,8 +70,8 @@ class Trajectories:
         """The items that there are now; the other methods speak of these. The storage has items.
 
         Raises:
-            SchemaError: no such entry. RuntimeError: an entry has several numbers for an item. WaitTimeoutError: another
-                process writes for too long.
+            SchemaError: no such entry. RuntimeError: an entry has several numbers for an item.
+            WaitTimeoutError: another process writes for too long.
         """
         with storage.locked():
             if storage.store is not self._store:
