@@ -4,6 +4,8 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
+#include <string.h>
+
 #include "base/errors.h"
 #include "fetch/insert.h"
 #include "python/bind.h"
@@ -235,6 +237,47 @@ void restore(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generat
   released(store, [&] { store.restore(restored, next_sequence, view(steps)); });
 }
 
+// --- the journal on disk ----------------------------------------------------------------------------------------
+
+nb::tuple journal_changes(Store& store, uint64_t sequence, const In<uint32_t>& generations, const In<uint64_t>& times,
+                          bool rewritten) {
+  JournalChanges found =
+      released(store, [&] { return store.journal_changes(sequence, view(generations), view(times), rewritten); });
+  return nb::make_tuple(to_numpy(std::move(found.rows)), to_numpy(std::move(found.generations)),
+                        to_numpy(std::move(found.times)), to_numpy(std::move(found.gone)), found.next_sequence,
+                        found.inserted, found.open);
+}
+
+nb::object journal_state(const Store& store) {
+  store.check_open();
+  const JournalControl& journal = store.journal_control();
+  if (!store.has_journal()) return nb::none();
+  nb::dict out;
+  out["path"] = nb::bytes(journal.path, ::strnlen(journal.path, kJournalPathBytes));
+  out["full_is_error"] = journal.mode.load() == static_cast<uint32_t>(JournalMode::full_is_error);
+  out["sync_ns"] = journal.sync_ns.load();
+  out["synced_ns"] = journal.synced_ns.load();
+  out["error"] = journal.error.load();
+  out["rewrites"] = journal.rewrites.load();
+  out["rows"] = journal.rows.load();
+  out["removals"] = journal.removals.load();
+  out["bytes"] = journal.bytes.load();
+  out["missed"] = journal.missed.load();
+  out["waits"] = journal.waits.load();
+  return out;
+}
+
+void journal_count(Store& store, uint64_t rows, uint64_t removals, uint64_t bytes, uint64_t missed) {
+  entered(store, [&] {
+    store.check_usable();
+    JournalControl& journal = store.journal_control();
+    count(journal.rows, rows);
+    count(journal.removals, removals);
+    count(journal.bytes, bytes);
+    count(journal.missed, missed);
+  });
+}
+
 }  // namespace
 
 void bind_store_rows(nb::class_<Store>& store) {
@@ -279,7 +322,27 @@ void bind_store_rows(nb::class_<Store>& store) {
       .def("restore", &restore, nb::arg("rows"), nb::arg("generations"), nb::arg("priorities"), nb::arg("lengths"),
            nb::arg("times_sampled"), nb::arg("sequences"), nb::arg("inserted_at_ns"), nb::arg("versions"),
            nb::arg("next_sequence"), nb::arg("steps").none() = nb::none())
-      .def("lengths", &lengths);
+      .def("lengths", &lengths)
+      .def("set_journal",
+           [](Store& s, const nb::bytes& path, bool full_is_error, uint64_t sync_ns) {
+             const std::string directory(path.c_str(), path.size());
+             return released(s, [&] { return s.set_journal(directory, full_is_error, sync_ns); });
+           })
+      .def("journal_changes", &journal_changes)
+      .def("journal_state", &journal_state)
+      .def("journal_count", &journal_count)
+      .def("await_journal_request",
+           [](const Store& s, uint32_t seen, double timeout_s) {
+             return released(s, [&] { return s.await_journal_request(seen, timeout_s); });
+           })
+      .def("journal_passed",
+           [](Store& s, uint32_t ticket, uint64_t synced_ns) {
+             return entered(s, [&] { return s.journal_passed(ticket, synced_ns); });
+           })
+      .def("journal_failed",
+           [](Store& s, uint32_t error) { return entered(s, [&] { return s.journal_failed(error); }); })
+      .def("sync_journal",
+           [](Store& s, double timeout_s) { return released(s, [&] { return s.sync_journal(timeout_s); }); });
 }
 
 }  // namespace geartrain

@@ -3,6 +3,7 @@
 //   offset 0       Header         identity and layout; written once, before the segment has a name
 //          4096    Control        the lock, the lists' ends, the counters; changes all the time
 //          6144    PendingCommit  rows that the lock's holder is making selectable together
+//          6656    JournalControl where the rows' journal on disk is, and how far it is; zero without one
 //          8192    FieldRecord    [64]  the schema
 //          16384   Client         [256] the attached processes
 //   regions[...]   (64-byte aligned, offsets in the header)
@@ -239,6 +240,21 @@ struct PendingCommit {
 };
 static_assert(sizeof(PendingCommit) == 16);
 
+// The journal on disk of a store that has one (store/journal.cc); all zero otherwise, and in segments of earlier
+// builds. Written by whichever process writes the journal, but for `requested` and `rewrites`.
+constexpr uint32_t kJournalPathBytes = 1024;
+struct JournalControl {
+  std::atomic<uint32_t> mode;       // JournalMode; stored last, once the rest is there
+  std::atomic<uint32_t> error;      // errno of the last pass, 0 when it reached the disk
+  std::atomic<uint32_t> requested;  // tickets: passes that were asked for. Its writer sleeps on it
+  std::atomic<uint32_t> completed;  // the last ticket that a pass on the disk has served. Commits sleep on it
+  std::atomic<uint64_t> sync_ns;    // the bound; 0: before a commit returns
+  std::atomic<uint64_t> synced_ns;  // monotonic clock: what was committed before is on the disk; 0: nothing yet
+  std::atomic<uint64_t> rewrites;   // rows written in place
+  std::atomic<uint64_t> rows, removals, bytes, missed, waits;
+  char path[kJournalPathBytes];  // of the directory, ended by a zero
+};
+
 struct RowStatus {
   std::atomic<uint64_t> sequence;  // 1, 2, 3, ... in the order of commits
   std::atomic<int64_t> version;
@@ -259,9 +275,12 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t
 
 constexpr uint64_t kControlOffset = 4096;
 constexpr uint64_t kPendingOffset = 6144;
+constexpr uint64_t kJournalOffset = 6656;
 constexpr uint64_t kFieldsOffset = 8192;
 constexpr uint64_t kClientsOffset = kFieldsOffset + kMaxFields * sizeof(FieldRecord);
 constexpr uint64_t kRegionsOffset = kClientsOffset + kMaxClients * sizeof(Client);
+static_assert(kPendingOffset + sizeof(PendingCommit) <= kJournalOffset);
+static_assert(kJournalOffset + sizeof(JournalControl) <= kFieldsOffset);
 static_assert(kClientsOffset == 16384 && kRegionsOffset == 32768);
 
 // The word of a row.

@@ -16,21 +16,24 @@ namespace geartrain {
 uint64_t Store::remove(std::span<const uint32_t> rows, std::span<const uint32_t> generations) {
   ensure_client();
   check_rows(rows);
-  Guard guard(*this);
-  Sums sums(*this);
   uint64_t stale = 0;
-  for (size_t i = 0; i < rows.size(); ++i) {
-    const uint64_t word = words()[rows[i]].load(kRelaxed);
-    if (generation_of(word) != generations[i] || status()[rows[i]].state != RowState::committed ||
-        !is_committed(word)) {
-      ++stale;
-      continue;
+  {
+    Guard guard(*this);
+    Sums sums(*this);
+    for (size_t i = 0; i < rows.size(); ++i) {
+      const uint64_t word = words()[rows[i]].load(kRelaxed);
+      if (generation_of(word) != generations[i] || status()[rows[i]].state != RowState::committed ||
+          !is_committed(word)) {
+        ++stale;
+        continue;
+      }
+      retire(sums, rows[i]);
+      put_free_row(rows[i]);
     }
-    retire(sums, rows[i]);
-    put_free_row(rows[i]);
+    count(control().counters.deleted, rows.size() - stale);
+    count(control().counters.stale_keys, stale);
   }
-  count(control().counters.deleted, rows.size() - stale);
-  count(control().counters.stale_keys, stale);
+  if (has_journal()) settle_journal("removed");
   return stale;
 }
 

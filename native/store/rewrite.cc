@@ -86,6 +86,10 @@ uint64_t Store::rewrite(std::span<const uint32_t> rows, std::span<const uint32_t
       s.inserted_at_ns.store(number + 1, std::memory_order_release);
     }
   }
+  if (has_journal() && skipped < n) {
+    count(journal_control().rewrites, n - skipped);
+    settle_journal("written");
+  }
   count(control().counters.stale_keys, skipped);
   return skipped;
 }

@@ -141,6 +141,15 @@ struct RestoredRow {
   int64_t version;
 };
 
+// What a journal lacks, and figures of the same instant.
+enum class JournalMode : uint32_t { none, full_waits, full_is_error };
+struct JournalChanges {
+  std::vector<uint32_t> rows, generations;  // to be written
+  std::vector<uint64_t> times;              // their content numbers
+  std::vector<uint32_t> gone;               // rows that the journal has and the store has not, or no longer so
+  uint64_t next_sequence = 0, inserted = 0, open = 0;
+};
+
 struct StoreCounts {
   uint64_t free, writing, exhausted, open, committed;  // committed: without the open ones
 };
@@ -271,6 +280,26 @@ class Store final : public OpenStore {
 
   // Expires rows older than max_age; returns how many. Cheap when there are none.
   uint64_t expire();
+
+  // --- the journal on disk: journal.cc ----------------------------------------------------------------------------
+
+  bool has_journal() const { return journal_control().mode.load(std::memory_order_acquire) != 0; }
+  JournalControl& journal_control() const { return *reinterpret_cast<JournalControl*>(base() + kJournalOffset); }
+  // From here on commits are bounded by what the journal in that directory holds. Throws schema (the path is too long,
+  // or there is a journal already).
+  void set_journal(const std::string& path, bool full_is_error, uint64_t sync_ns);
+  // For whoever writes the journal: what is not in it yet, given a generation (0: none) and a time of each row of the
+  // capacity that are. Rows committed or sealed from `sequence` on come first, in their order; then such as were
+  // written in place, with `rewritten`. Takes the lock for a look at each new row; looks at all words without it.
+  JournalChanges journal_changes(uint64_t sequence, std::span<const uint32_t> generations,
+                                 std::span<const uint64_t> times, bool rewritten);
+  // Sleeps until a pass is asked for, whose ticket is not `seen`; the newest ticket. Returns early when it is closed.
+  uint32_t await_journal_request(uint32_t seen, double timeout_s) const;
+  // A pass that began at `synced_ns` is on the disk with all that was asked for up to `ticket`; or failed with `error`.
+  void journal_passed(uint32_t ticket, uint64_t synced_ns);
+  void journal_failed(uint32_t error);
+  // Has all that was committed or removed until now written; false where it is not on the disk in time.
+  bool sync_journal(double timeout_s);
 
   // --- the rate limiter (rate_limiter.h), of a store that is open and may be written ------------------------------
 
@@ -446,6 +475,9 @@ class Store final : public OpenStore {
   bool finish_pending(uint32_t row, RowStatus& status);
   void seal_locked(uint32_t row, uint64_t now_ns);
   void check_the_cap(size_t rows) const;
+  void apply_now(const RowChanges& changes);
+  void admit_to_journal() const;
+  void settle_journal(const char* what);
   void make_room_at_the_cap(Sums& sums);
   uint64_t removable_count() const { return committed_count() - control().open_count; }
   void set_priority_locked(uint32_t row, uint32_t priority);

@@ -79,6 +79,15 @@ void Store::seal(std::span<const uint32_t> rows) {
 
 void Store::apply(const RowChanges& changes) {
   ensure_client();
+  if (!has_journal()) [[likely]]
+    return apply_now(changes);
+  const bool commits = !changes.publish.rows.empty() || !changes.commit.rows.empty() || !changes.seal.empty();
+  if (commits) admit_to_journal();
+  apply_now(changes);
+  if (commits) settle_journal("committed");
+}
+
+void Store::apply_now(const RowChanges& changes) {
   const auto& [publish, commit, extend, lengths, seal, abandon, extend_priorities] = changes;
   check_values(publish.rows.size(), publish.values);
   check_values(commit.rows.size(), commit.values);

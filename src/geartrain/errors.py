@@ -245,6 +245,10 @@ class CheckpointError(StoreError):
     """A checkpoint that is absent, incomplete, of another version, or damaged."""
 
 
+class JournalError(StoreError):
+    """A journal that is in use, damaged, of another version, or of a store with another schema."""
+
+
 class SourceError(StoreError, ValueError):
     """A dataset, or one episode of it, that cannot go into the store."""
 

@@ -70,6 +70,8 @@ NATIVE_CALLS: dict[str, tuple[Any, ...]] = {
     "restore": (ONE, ONE, ONE, ONE, ONE, WIDE, WIDE, WIDE.astype(np.int64), 1),
     "lengths": (ONE,),
     "live_clients": (),
+    "clients": (),
+    "lock_holder": (),
     "committed_count": (),
     "total_priority": (),
     "next_sequence": (),
@@ -85,6 +87,7 @@ ALLOWED = {"create", "attach", "describe", "close", "closed"}
 #: What a store that was opened read-only may do.
 READS = {
     "counters", "column", "segment", "layout", "limiter", "limited", "keys", "infos", "lengths", "live_clients",
+    "clients", "lock_holder",
     "committed_count", "total_priority", "next_sequence", "unlink", "keep_segment",
 }  # fmt: skip
 

@@ -228,9 +228,12 @@ class StoreHandle:
             LockTimeoutError: another process that holds the store's lock is stopped. The handle is closed, and others
                 take this process for dead.
         """
+        self._check_keep(keep)
+        self.native.close(keep)
+
+    def _check_keep(self, keep: bool) -> None:
         if keep and anonymous.is_anonymous(self._name):
             raise ArgumentError("keep=True needs a name: a store without one is removed with its last process")
-        self.native.close(keep)
 
     def unlink(self) -> bool:
         """Removes the segment's name; the memory is freed when the last process unmaps it. False if already gone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypedDict
@@ -15,6 +16,8 @@ from geartrain.errors import ArgumentError, FieldError, IncompatibleStoreError, 
 
 #: One of REMOVERS, or "lowest:FIELD" or "highest:FIELD" of a field that is one number a row.
 Remover = str
+#: What a full disk does to the commits of a store with a journal.
+JournalFull = Literal["wait", "error"]
 #: What a store keeps a priority for.
 PriorityPer = Literal["row", "step"]
 REMOVERS = ("fifo", "lifo", "lowest_priority", "least_recently_sampled", "most_sampled")
@@ -78,6 +81,9 @@ class CreateOptions(TypedDict, total=False):
     reserve: bool
     trust: Trust
     timeout_s: float
+    journal: str | os.PathLike[str] | None
+    journal_sync_s: float
+    journal_full: JournalFull
 
 
 def create_segment(

@@ -7,6 +7,7 @@ fields by name, NumPy and torch views, context managers and named errors.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -19,11 +20,21 @@ from geartrain.errors import (
     ArgumentError,
     CheckpointError,
     IncompatibleStoreError,
+    JournalError,
     StaleStoreError,
     StoreExistsError,
     StoreMissingError,
+    WaitTimeoutError,
 )
-from geartrain.store.segment import CreateOptions, PriorityPer, Remover, check_schema, create_segment, remove_unused
+from geartrain.store.segment import (
+    CreateOptions,
+    JournalFull,
+    PriorityPer,
+    Remover,
+    check_schema,
+    create_segment,
+    remove_unused,
+)
 from geartrain.store.writable import WritableStore
 
 if TYPE_CHECKING:
@@ -31,6 +42,7 @@ if TYPE_CHECKING:
 
     from geartrain.store.checkpoint_reader import Checkpoint
     from geartrain.store.checkpoint_writer import Saved
+    from geartrain.store.journal import Journal, JournalStatus
 
 Create = Literal["never", "missing", "replace"]
 
@@ -61,6 +73,8 @@ class Store(WritableStore):
         ...     len(store)
         1
     """
+
+    _journal: Journal | None = None
 
     # --- creating and joining ---------------------------------------------------------------------------------
 
@@ -94,6 +108,9 @@ class Store(WritableStore):
         reserve: bool = True,
         trust: Trust = "user",
         timeout_s: float = 10.0,
+        journal: str | os.PathLike[str] | None = None,
+        journal_sync_s: float = 1.0,
+        journal_full: JournalFull = "wait",
     ) -> Store:
         """Creates an empty store: `Store.create(name, fields, ...)`, or `Store.create(fields, ...)` without a name.
 
@@ -132,11 +149,19 @@ class Store(WritableStore):
                 to `open`, and is trusted not to overwrite or truncate the file. The creator leaves last: only its user
                 may remove the file from /dev/shm.
             timeout_s: longest wait for another process that holds the store's lock.
+            journal: a directory on a disk that committed rows and removals are written to, so that they survive a power
+                cut (docs/checkpoints.md). Where it holds a journal already, its rows are restored: the fields,
+                `max_length` and `capacity` must be those of the journal. Not with `priority_per="step"`.
+            journal_sync_s: the bound: what was committed so long ago is on the disk, and commits wait where it is not;
+                0: before a commit, a deletion or a rewrite returns.
+            journal_full: what a full disk does to commits: they "wait" for room, as long as `timeout_s`, or get an
+                "error" at once (`NoSpaceError`).
 
         Raises:
             ArgumentError: limits that make no store, or `max_length` absent; SchemaError: fields that make none.
             StoreExistsError: the name is taken; says by whom, and what to do.
             NoSpaceError: the file system is too small; says how much there is.
+            JournalError: the journal is in use, damaged, or of a store with other fields or limits.
 
         Cost: reserving runs at the speed of clearing memory.
         """
@@ -144,6 +169,11 @@ class Store(WritableStore):
             if fields is not None:
                 raise ArgumentError("the fields were given twice; a store is created by (name, fields) or (fields)")
             name, fields = None, name
+        wanted = None
+        if journal is not None:
+            from geartrain.store.journal import JournalOptions
+
+            wanted = JournalOptions(journal, journal_sync_s, journal_full, priority_per == "step")
         if fields is None:
             raise ArgumentError("give the fields of the store: a mapping of names to geartrain.Field")
         if name is None:
@@ -172,7 +202,16 @@ class Store(WritableStore):
             trust=check_trust(trust),
             timeout_s=timeout_s,
         )
-        return cls(native, name, trust)
+        store = cls(native, name, trust)
+        if wanted is not None:
+            try:
+                store._journal = wanted.attach(native, store.fields, store.max_length, store.options)()
+            except BaseException:
+                store.unlink()
+                store.close()
+                raise
+            store._end_journal_with_it()
+        return store
 
     @classmethod
     def open(
@@ -254,6 +293,11 @@ class Store(WritableStore):
         except IncompatibleStoreError:
             store.close()
             raise
+        if store.native.journal_state() is not None:
+            from geartrain.store.journal import join
+
+            store._journal = join(store.native, store.fields, store.max_length)
+            store._end_journal_with_it()
         return store
 
     @classmethod
@@ -348,6 +392,47 @@ class Store(WritableStore):
             origin=self.origin,
             progress=progress,
         )
+
+    # --- the journal ----------------------------------------------------------------------------------------
+
+    @property
+    def journal(self) -> JournalStatus | None:
+        """Figures of the journal that the store was created with; None where it has none. Raises `StoreClosedError`."""
+        return None if self._journal is None else self._journal.status()
+
+    def sync_journal(self, timeout_s: float = 10.0) -> None:
+        """Waits until everything that was committed and removed before, by any process, is on the journal's disk.
+
+        Raises:
+            ArgumentError: the store has no journal.
+            WaitTimeoutError: it is not within `timeout_s`, or the disk is full; says why.
+        """
+        if self._journal is None:
+            raise ArgumentError(f"the store {self.name!r} has no journal; give Store.create one")
+        if not self.native.sync_journal(timeout(timeout_s)):
+            why = self._journal.status().error or "the disk is slow, or the process that writes it is stopped"
+            raise WaitTimeoutError(f"the journal {self._journal.path} is not on its disk after {timeout_s} s: {why}")
+
+    def close(self, *, keep: bool = False) -> None:
+        """As of every handle; what is committed goes to the journal first, where there is one.
+
+        Raises:
+            ArgumentError, LockTimeoutError: as of every handle.
+            JournalError: the journal's disk did not take everything. The handle is closed.
+        """
+        self._check_keep(keep)
+        journal = self._journal
+        done = journal is None or self.native.closed or journal.finish()
+        super().close(keep=keep)
+        if not done and journal is not None:
+            raise JournalError(
+                f"the store {self.name!r} was closed, but its journal {journal.path} may lack what was committed last"
+            )
+
+    def _end_journal_with_it(self) -> None:
+        """A store that is dropped without being closed ends its journal's thread, which holds the native store."""
+        assert self._journal is not None
+        weakref.finalize(self.columns, self._journal.stop).atexit = False
 
     # --- pickling -------------------------------------------------------------------------------------------
 

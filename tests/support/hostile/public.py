@@ -15,6 +15,7 @@ FURTHER = {
     "geartrain.core.counters": ("SharedCounters", "CounterSlot"),
     "geartrain.core.progress": ("Progress",),
     "geartrain.launch.prometheus": ("PrometheusEndpoint",),
+    "geartrain.store.agents": ("AgentRecorder",),
     "geartrain.store.recorder": ("StepRecorder",),
 }
 #: Packages whose classes are parts of another one; its factories run them.

@@ -1,0 +1,385 @@
+"""Journal of a store: committed rows and removals on disk within a bound, and the store made from them again.
+
+One process writes: the one that has the lock of the journal's directory. Every process that has the store open has a
+thread that tries for the lock every `CHECK_S`; the kernel drops it when its holder dies, and the next one reads what
+the journal holds and goes on (docs/decisions/050-the-lock-holder-writes-the-journal.md). The bound is kept by those
+who commit: where what was committed longer ago is not on the disk, they wait (native/store/journal.cc).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import geartrain._native as _native
+from geartrain.core.arguments import timeout
+from geartrain.core.schema import Field
+from geartrain.errors import ArgumentError, GeartrainError, JournalError, StoreClosedError
+from geartrain.store.checkpoint_reader import restore
+from geartrain.store.journal_directory import Contents, Disk, JournalDirectory, is_journal, make_journal
+from geartrain.store.journal_format import Frame, block_shapes
+from geartrain.store.journal_writer import JournalWriter
+from geartrain.store.segment import JournalFull
+
+CHECK_S = 0.25
+#: How often priorities and counts of samples that have changed are written.
+PRIORITIES_EVERY_S = 60.0
+#: Longest wait of a handle that is closed for what is not on the disk yet.
+CLOSE_S = 10.0
+#: Longest pause between two passes, where the bound is longer.
+_MOST_PAUSE_S = 5.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class JournalStatus:
+    """Figures of a store's journal, over all processes.
+
+    Attributes:
+        path: its directory.
+        sync_s: the bound in seconds; 0: before a commit returns.
+        full: what a full disk does to commits, "wait" or "error".
+        rows, removals: records written since the store was created; rows that were written in place, or compacted,
+            count again.
+        bytes_written: since the store was created.
+        missed: rows that were evicted before they were written.
+        waits: commits that had to wait for the disk.
+        age_s: what was committed so long ago or before is on the disk; None before the first pass.
+        error: why the last pass failed; None where it did not.
+        is_writer: whether this process writes it.
+    """
+
+    path: Path
+    sync_s: float
+    full: JournalFull
+    rows: int
+    removals: int
+    bytes_written: int
+    missed: int
+    waits: int
+    age_s: float | None
+    error: str | None
+    is_writer: bool
+
+
+class Journal:
+    """This process's part of a store's journal: the thread that writes it, or waits to."""
+
+    def __init__(
+        self,
+        native: _native.Store,
+        fields: dict[str, Field],
+        max_length: int,
+        writer: JournalWriter | None = None,
+        disk: Disk | None = None,
+        follows: bool = True,
+    ) -> None:
+        state = native.journal_state()
+        assert state is not None
+        self._native, self._fields, self._max_length = native, fields, max_length
+        self._store_id = int(native.describe()["store_id"])
+        self.path = Path(os.fsdecode(state["path"]))
+        self._disk = disk
+        pause_s = state["sync_ns"] / 3e9 if state["sync_ns"] else CHECK_S
+        self._pause_s = min(pause_s, _MOST_PAUSE_S)
+        self._writer = writer
+        self._locked = writer is not None
+        self._said = ""  # the last warning
+        self._follows = follows
+        self._start()
+
+    def _start(self) -> None:
+        self._stop = threading.Event()
+        self._hurry = threading.Event()
+        self._finishing = threading.Lock()
+        self._finished: bool | None = None
+        self._thread = threading.Thread(target=self._run, name=f"geartrain journal {self.path.name}", daemon=True)
+        if self._follows:
+            _journals.add(self)
+            self._thread.start()
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this process writes."""
+        return self._writer is not None
+
+    def status(self) -> JournalStatus:
+        """Figures of the journal. Raises `StoreClosedError`."""
+        state = self._native.journal_state()
+        assert state is not None
+        synced_ns = state["synced_ns"]
+        return JournalStatus(
+            self.path,
+            state["sync_ns"] / 1e9,
+            "error" if state["full_is_error"] else "wait",
+            state["rows"],
+            state["removals"],
+            state["bytes"],
+            state["missed"],
+            state["waits"],
+            max(0.0, (time.monotonic_ns() - synced_ns) / 1e9) if synced_ns else None,
+            os.strerror(state["error"]) if state["error"] else None,
+            self.is_writer,
+        )
+
+    def finish(self, timeout_s: float = CLOSE_S) -> bool:
+        """Has everything written, then stops; whether all of it is on the disk. Another process writes from then on."""
+        with self._finishing:
+            if self._finished is None:
+                self._finished = self._finish(timeout_s)
+            return self._finished
+
+    def _finish(self, timeout_s: float) -> bool:
+        done, until_s = False, time.monotonic() + timeout_s
+        self._hurry.set()
+        with contextlib.suppress(StoreClosedError):  # another thread closes it as well
+            while (
+                not done
+                and (self._thread.is_alive() or not self._follows)
+                and (left_s := until_s - time.monotonic()) > 0
+            ):
+                done = self._native.sync_journal(min(left_s, CHECK_S))
+                if not done:
+                    self._stop.wait(0.01)
+        self.stop()
+        if self._thread is not threading.current_thread() and self._follows:
+            self._thread.join(max(1.0, until_s - time.monotonic()))
+        return done
+
+    def stop(self) -> None:
+        """Requests the end of the thread, after a last pass, without waiting for it."""
+        self._stop.set()
+        self._hurry.set()
+        with contextlib.suppress(GeartrainError):
+            self._native.sync_journal(0.0)  # wakes it
+
+    def after_fork(self) -> None:
+        """In a forked child, which has neither the thread nor, once it has closed its copy of it, the lock."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+        if self._stop.is_set() or self._native.closed:
+            self._finishing, self._finished = threading.Lock(), True
+            self._stop, self._hurry = threading.Event(), threading.Event()
+            self._stop.set()
+            self._thread = threading.current_thread()
+        else:
+            self._start()
+
+    # --- the thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        seen, priorities_s = 0, time.monotonic()
+        stop, hurry = self._stop, self._hurry
+        try:
+            while not stop.is_set():
+                try:
+                    if self._writer is None:
+                        if not self._become_writer():
+                            hurry.wait(CHECK_S)
+                            if hurry.is_set():
+                                stop.wait(0.01)
+                            continue
+                        ticket = self._native.await_journal_request(seen, 0.0)
+                    else:
+                        ticket = self._native.await_journal_request(seen, self._pause_s)
+                    due = stop.is_set() or hurry.is_set() or time.monotonic() - priorities_s > PRIORITIES_EVERY_S
+                    self._writer_or_raise().run_pass(ticket, priorities=due)
+                    seen, self._said = ticket, ""
+                    if due:
+                        priorities_s = time.monotonic()
+                except StoreClosedError:
+                    return
+                except (GeartrainError, OSError) as error:
+                    self._failed(error)
+                    stop.wait(CHECK_S)
+            if self._writer is not None:
+                with contextlib.suppress(GeartrainError):
+                    ticket = self._native.await_journal_request(seen, 0.0)
+                    try:
+                        self._writer.run_pass(ticket, priorities=True)
+                    except OSError as error:
+                        self._failed(error)
+        finally:
+            writer, self._writer = self._writer, None
+            if writer is not None:
+                writer.close()
+
+    def _writer_or_raise(self) -> JournalWriter:
+        if self._writer is None:
+            raise StoreClosedError("the journal was closed")
+        return self._writer
+
+    def _failed(self, error: Exception) -> None:
+        if self._locked:  # else it is for another process to write
+            with contextlib.suppress(GeartrainError):
+                self._native.journal_failed((isinstance(error, OSError) and error.errno) or errno.EIO)
+        if str(error) != self._said:
+            self._said = str(error)
+            _log.warning("the journal %s cannot be written: %s", self.path, error)
+
+    def _become_writer(self) -> bool:
+        directory = JournalDirectory(self.path, self._disk)
+        self._locked = directory.lock()
+        if not self._locked:
+            return False
+        try:
+            contents = directory.contents(verify=False, repair=True)
+            if contents.store != self._store_id:
+                raise JournalError(f"{self.path} is another store's journal by now")
+            self._writer = JournalWriter(self._native, self._fields, self._max_length, directory, contents)
+        except BaseException:
+            directory.unlock()
+            raise
+        return True
+
+
+class JournalOptions:
+    """A journal as `Store.create` was asked for it: checked, locked, and then put under a new store.
+
+    Raises:
+        ArgumentError, JournalError: as `Store.create`.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], sync_s: float, full: JournalFull, per_step: bool, disk: Disk | None = None
+    ) -> None:
+        try:
+            self.path = Path(os.path.realpath(os.fspath(path)))
+        except (TypeError, ValueError):
+            raise ArgumentError(f"journal is the path of a directory, found {path!r}") from None
+        timeout(sync_s, "journal_sync_s")
+        if not isinstance(full, str) or full not in ("wait", "error"):
+            raise ArgumentError(f"journal_full is 'wait' or 'error', found {full!r}")
+        if per_step:
+            raise ArgumentError(
+                "a journal keeps a priority a row; it cannot be one of a store with priority_per='step'"
+            )
+        self._sync_s, self._full, self._disk = sync_s, full, disk
+
+    def attach(
+        self, native: _native.Store, fields: dict[str, Field], max_length: int, options: dict[str, Any]
+    ) -> Callable[[], Journal]:
+        """Restores what the journal holds into a new store, and journals the store from there on.
+
+        Returns what starts this process's thread.
+        """
+        directory = make_journal(self.path, fields, max_length, options, self._disk)
+        if not directory.lock():
+            raise JournalError(
+                f"the journal {self.path} is being written for another store: join that one with Store.open, or close "
+                f"it first"
+            )
+        try:
+            contents = fill(native, directory, repair=True)
+            _check_unused(directory, contents)
+            writer = JournalWriter(native, fields, max_length, directory, contents)
+            native.set_journal(os.fsencode(self.path), self._full == "error", int(self._sync_s * 1e9))
+        except BaseException:
+            directory.unlock()
+            raise
+        return lambda: Journal(native, fields, max_length, writer, self._disk)
+
+
+def join(native: _native.Store, fields: dict[str, Field], max_length: int) -> Journal | None:
+    """This process's part of the journal of a store that was joined; None where it has none.
+
+    A directory of another user's is not written to: its store's commits wait for that user's processes.
+    """
+    state = native.journal_state()
+    if state is None:
+        return None
+    try:
+        mine = Path(os.fsdecode(state["path"])).stat().st_uid == os.geteuid()
+    except OSError:
+        mine = True  # the thread says what is wrong
+    return Journal(native, fields, max_length, follows=mine)
+
+
+def fill(native: _native.Store, directory: JournalDirectory, *, repair: bool) -> Contents:
+    """Puts every row of a journal in its place, in a new store of the same schema and capacity.
+
+    Raises:
+        JournalError: damage; names the file and the place.
+    """
+    columns = [native.column(number) for number in range(len(directory.fields))]
+    if not directory.numbers():
+        return directory.contents(repair=repair)
+    native.allocate(directory.capacity)
+
+    def put(records: np.ndarray[Any, Any], frame: Frame) -> None:
+        assert frame.blocks is not None
+        shapes, at = block_shapes(directory.fields, directory.max_length, frame.steps), 0
+        for column, shape in zip(columns, shapes, strict=True):
+            nbytes = len(records) * int(np.prod(shape, dtype=np.int64)) * column.itemsize
+            if at + nbytes > len(frame.blocks):
+                raise JournalError(f"{directory.path} contradicts itself: a frame is too short for its rows")
+            blocks = np.frombuffer(frame.blocks[at : at + nbytes], column.dtype).reshape(len(records), *shape)
+            timed = shape != column.shape[1:]
+            if timed:
+                column[records["row"], : frame.steps] = blocks
+            else:
+                column[records["row"]] = blocks
+            at += nbytes
+
+    contents = directory.contents(on_rows=put, repair=repair)
+    records = contents.records.copy()
+    living = records["generation"] != 0
+    free = records[~living]
+    # One generation on from a key that was recorded.
+    free["generation"] = (contents.highest[~living] + 1) & ~np.uint32(1)
+    committed = records[living]
+    committed = committed[np.argsort(committed["sequence"], kind="stable")]
+    if len(committed):
+        contents.next_sequence = max(contents.next_sequence, int(committed["sequence"][-1]) + 1)
+    restore(native, np.concatenate([committed, free]), contents.next_sequence)
+    native.set_counters({"inserted": len(committed)})
+    return contents
+
+
+def _check_unused(directory: JournalDirectory, contents: Contents) -> None:
+    """Raises `JournalError` where the store that was journaled last lives on: its writer has just died."""
+    if contents.store is None or contents.store_path is None:
+        return
+    try:
+        there = _native.Store.attach(contents.store_path, False, True, 1.0, "any")
+        used = there.describe()["store_id"] == contents.store and there.live_clients() > 0
+    except (GeartrainError, OSError):
+        return
+    if used:
+        raise JournalError(
+            f"the journal {directory.path} is that of {contents.store_path}, which processes use: join that one with "
+            f"Store.open"
+        )
+
+
+_journals: weakref.WeakSet[Journal] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for journal in list(_journals):
+        journal.after_fork()
+
+
+@atexit.register
+def _at_exit() -> None:
+    for journal in list(_journals):
+        if not journal.finish():
+            _log.warning("the journal %s may lack what was committed last", journal.path)
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+__all__ = ["Journal", "JournalOptions", "JournalStatus", "fill", "is_journal", "join"]

@@ -1,0 +1,376 @@
+"""Directory of a journal: its manifest, segment files and lock, and what a reader finds in them.
+
+Whoever writes a journal, or restores from it, has the lock of `journal.lock`, which the kernel drops when the process
+dies. `contents` reads what all frames together say. A frame at the end of the last segment that is not whole was being
+written at a power cut: it is cut off before anything is appended.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import secrets
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import geartrain.core.locks as locks
+from geartrain.core.schema import Field, fields_of_stored
+from geartrain.errors import JournalError
+from geartrain.store.checkpoint_format import (
+    CURRENT_NAMES,
+    ROW_RECORD,
+    STORED_NAMES,
+    json_checksum,
+    make_directory,
+    renamed,
+    schema_of,
+    sync_directory,
+    write_json,
+)
+from geartrain.store.journal_format import (
+    BEGIN,
+    FORMAT,
+    GONE,
+    PRIORITIES,
+    ROWS,
+    VERSION,
+    Frame,
+    begin_of,
+    frames,
+    synced_later,
+)
+
+MANIFEST = "journal.json"
+LOCK = "journal.lock"
+#: What a store must have to take a journal's rows into their places.
+_SAME = ("capacity", "priority_fraction_bits")
+
+
+class Disk:
+    """The file system as a journal's writer uses it: what a test records, or lets fail."""
+
+    def create(self, path: Path) -> int:
+        """A descriptor of a new file."""
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    def write(self, fd: int, parts: Sequence[memoryview], offset: int) -> None:
+        """Writes parts one after the other."""
+        left = [part for part in parts if part.nbytes]
+        while left:
+            written = os.pwritev(fd, left[:64], offset)
+            offset += written
+            while left and written >= left[0].nbytes:
+                written -= left.pop(0).nbytes
+            if written:
+                left[0] = left[0][written:]
+
+    def sync(self, fd: int) -> None:
+        """Flushes a file to disk."""
+        os.fdatasync(fd)
+
+    def truncate(self, fd: int, size: int) -> None:
+        """Cuts a file, on the disk as well."""
+        os.ftruncate(fd, size)
+        os.fsync(fd)
+
+    def remove(self, path: Path) -> None:
+        """Removes a file."""
+        path.unlink(missing_ok=True)
+
+    def sync_directory(self, path: Path) -> None:
+        """Flushes the names in a directory to disk."""
+        sync_directory(path)
+
+
+@dataclass
+class Segment:
+    """One segment file: its number, bytes, and how many rows' records are in it."""
+
+    number: int
+    nbytes: int = 0
+    rows: int = 0
+
+
+@dataclass
+class Contents:
+    """What a journal's frames say together.
+
+    Attributes:
+        records: (capacity,) ROW_RECORD: of each row the newest, `generation` 0 where it has none now.
+        highest: (capacity,) uint32, the highest generation that was recorded of each row.
+        segment_of: (capacity,) int64, the segment that holds each row.
+        segments: the segment files, oldest first.
+        next_number, next_sequence: of the next frame, and of the store's next row.
+        store, store_path: the store that was journaled last, and its segment; None for an empty journal.
+        cut_bytes: bytes of frames that were not whole, at the end.
+    """
+
+    records: NDArray[Any]
+    highest: NDArray[np.uint32]
+    segment_of: NDArray[np.int64]
+    segments: list[Segment] = field(default_factory=list)
+    next_number: int = 1
+    next_sequence: int = 1
+    store: int | None = None
+    store_path: str | None = None
+    cut_bytes: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows it holds."""
+        return int(np.count_nonzero(self.records["generation"]))
+
+
+class JournalDirectory:
+    """A journal's directory; `lock` before anything is written to it, or cut off."""
+
+    def __init__(self, path: str | os.PathLike[str], disk: Disk | None = None) -> None:
+        """Opens a journal. Raises `JournalError` where there is none, or its manifest is damaged."""
+        self.path = Path(path)
+        self.disk = disk or Disk()
+        self._lock_fd = -1
+        manifest = _read_manifest(self.path)
+        self.id = str(manifest["id"])
+        self.fields, self.max_length = fields_of_stored(
+            (entry["name"], entry["dtype"], entry["timed"], entry["shape"]) for entry in manifest["fields"]
+        )
+        self.options: dict[str, Any] = renamed(manifest["options"], CURRENT_NAMES)
+        self.capacity = int(self.options["capacity"])
+
+    # --- the lock -------------------------------------------------------------------------------------------
+
+    def lock(self) -> bool:
+        """Takes the journal's lock; False where another process has it. Raises `OSError`."""
+        if self._lock_fd >= 0:
+            return True
+        _locked.add(self)
+        self._lock_fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        taken = False
+        try:
+            taken = locks.take(self._lock_fd, locks.EXCLUSIVE, 0)
+        finally:
+            if not taken:
+                self.unlock()
+        return taken
+
+    def unlock(self) -> None:
+        """Drops the lock."""
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            with suppress(OSError):
+                os.close(fd)
+
+    # --- reading --------------------------------------------------------------------------------------------
+
+    def check_matches(self, fields: dict[str, Field], max_length: int, options: dict[str, Any]) -> None:
+        """Raises `JournalError` where a store of these cannot take the journal's rows."""
+        if fields != self.fields or max_length != self.max_length:
+            raise JournalError(
+                f"{self.path} is the journal of a store of {self.fields} with max_length={self.max_length}, asked for "
+                f"{fields} with max_length={max_length}: give those, or another directory"
+            )
+        for name in _SAME:
+            if options[name] != self.options[name]:
+                raise JournalError(
+                    f"{self.path} is the journal of a store with {name}={self.options[name]}, asked for "
+                    f"{options[name]}: a journal's rows return to their places in a store of the same {name}"
+                )
+
+    def segment_path(self, number: int) -> Path:
+        """The file of a segment."""
+        return self.path / f"segment-{number:08d}.bin"
+
+    def numbers(self) -> list[int]:
+        """The numbers of the segment files there are. Raises `JournalError` where one between them is missing."""
+        found = []
+        for path in self.path.glob("segment-*.bin"):
+            digits = path.name.removeprefix("segment-").removesuffix(".bin")
+            if digits.isdigit():
+                found.append(int(digits))
+        found.sort()
+        for before, after in itertools.pairwise(found):
+            if after != before + 1:
+                raise JournalError(
+                    f"{self.segment_path(before + 1)} is missing: segments {before} and {after} are there"
+                )
+        return found
+
+    def contents(
+        self,
+        *,
+        verify: bool = True,
+        on_rows: Callable[[NDArray[Any], Frame], None] | None = None,
+        repair: bool = False,
+    ) -> Contents:
+        """What all frames say, each of which was checked.
+
+        Args:
+            verify: compare the checksums of rows' blocks in all segments, and not in the last alone.
+            on_rows: called with each frame of rows, its blocks included.
+            repair: cut off what is not whole at the end; the lock is held.
+
+        Raises:
+            JournalError: damage; names the file and the place.
+        """
+        found = Contents(
+            np.zeros(self.capacity, ROW_RECORD),
+            np.zeros(self.capacity, np.uint32),
+            np.zeros(self.capacity, np.int64),
+        )
+        found.records["row"] = np.arange(self.capacity)
+        numbers = self.numbers()
+        for number in numbers:
+            self._read_segment(found, number, number == numbers[-1], verify, on_rows, repair)
+        return found
+
+    def _read_segment(
+        self,
+        found: Contents,
+        number: int,
+        last: bool,
+        verify: bool,
+        on_rows: Callable[[NDArray[Any], Frame], None] | None,
+        repair: bool,
+    ) -> None:
+        path = self.segment_path(number)
+        segment = Segment(number)
+        fd = os.open(path, (os.O_RDWR if repair else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            size = os.fstat(fd).st_size
+            first = found.next_number if found.segments else None
+            for frame in frames(fd, blocks=on_rows is not None, verify=verify or last, first=first):
+                if (frame.offset == 0) != (frame.kind == BEGIN):
+                    raise JournalError(f"{path} is damaged at byte {frame.offset}: a frame is out of its place")
+                self._apply(found, frame, path, number, on_rows)
+                segment.nbytes = frame.offset + frame.nbytes
+                segment.rows += frame.count if frame.kind == ROWS else 0
+                found.next_number = frame.number + 1
+                found.next_sequence = max(found.next_sequence, frame.next_sequence)
+            if segment.nbytes < size:
+                if not last or synced_later(fd, segment.nbytes) > found.next_number:
+                    raise JournalError(
+                        f"{path} is damaged at byte {segment.nbytes}: a frame there was on the disk, and what follows "
+                        f"it is still there. `geartrain inspect {self.path}` says what is before it"
+                    )
+                found.cut_bytes = size - segment.nbytes
+                if repair and segment.nbytes:
+                    self.disk.truncate(fd, segment.nbytes)
+        finally:
+            os.close(fd)
+        if segment.nbytes:
+            found.segments.append(segment)
+        elif repair:  # its first frame was being written
+            self.disk.remove(path)
+            self.disk.sync_directory(self.path)
+
+    def _apply(
+        self,
+        found: Contents,
+        frame: Frame,
+        path: Path,
+        number: int,
+        on_rows: Callable[[NDArray[Any], Frame], None] | None,
+    ) -> None:
+        if frame.kind == BEGIN:
+            begin = begin_of(frame, path)
+            if begin["journal"] != self.id or begin["segment"] != number:
+                raise JournalError(f"{path} is not segment {number} of this journal")
+            found.store, found.store_path = begin["store"], begin["path"]
+            return
+        records = frame.records()
+        rows = records["row"]
+        if len(rows) and int(rows.max()) >= self.capacity:
+            raise JournalError(f"{path} is damaged at byte {frame.offset}: it names a row that the store does not have")
+        if frame.kind == ROWS:
+            found.records[rows] = records
+            found.segment_of[rows] = number
+            found.highest[rows] = np.maximum(found.highest[rows], records["generation"])
+            if on_rows is not None:
+                on_rows(records, frame)
+            return
+        known = found.records["generation"][rows] == records["generation"]
+        rows, records = rows[known], records[known]
+        if frame.kind == GONE:
+            found.records["generation"][rows] = 0
+        elif frame.kind == PRIORITIES:
+            found.records["priority"][rows] = records["priority"]
+            found.records["times_sampled"][rows] = records["times_sampled"]
+
+
+def make_journal(
+    path: Path, fields: dict[str, Field], max_length: int, options: dict[str, Any], disk: Disk | None = None
+) -> JournalDirectory:
+    """The journal of a directory, which is made where there is none.
+
+    Raises:
+        JournalError: the directory holds other files, or the journal is one of another schema.
+    """
+    make_directory(path)
+    if not (path / MANIFEST).exists():
+        foreign = {entry.name for entry in path.iterdir()} - {LOCK, f".{MANIFEST}"}
+        if foreign:
+            raise JournalError(f"{path} holds files that are not a journal's ({', '.join(sorted(foreign)[:3])})")
+        unfinished = path / f".{MANIFEST}"
+        write_json(
+            unfinished,
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "id": secrets.token_hex(16),
+                "fields": schema_of(fields, max_length),
+                "options": renamed(
+                    {name: value for name, value in options.items() if name != "priority_per"}, STORED_NAMES
+                ),
+            },
+        )
+        unfinished.rename(path / MANIFEST)
+        sync_directory(path)
+    journal = JournalDirectory(path, disk)
+    journal.check_matches(fields, max_length, options)
+    return journal
+
+
+def is_journal(path: Path) -> bool:
+    """Whether a directory holds a journal."""
+    return (path / MANIFEST).is_file()
+
+
+def _read_manifest(directory: Path) -> dict[str, Any]:
+    path = directory / MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+        checksum = manifest.pop("checksum")
+        if manifest["format"] != FORMAT:
+            raise JournalError(f"{path} is not a geartrain journal's")
+        if manifest["version"] != VERSION:
+            raise JournalError(
+                f"{directory} has journal version {manifest['version']}, this build reads version {VERSION}"
+            )
+        if checksum != json_checksum(manifest):
+            raise JournalError(f"{path} is damaged: its checksum does not match")
+        return dict(manifest)
+    except OSError as error:
+        raise JournalError(f"{directory} is not a journal: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise JournalError(f"{path} is damaged: it is not the JSON that was written") from None
+
+
+_locked: weakref.WeakSet[JournalDirectory] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for directory in list(_locked):
+        directory.unlock()  # a forked child's copy, which would keep the lock from others when the parent dies
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+__all__ = ["Contents", "Disk", "JournalDirectory", "Segment", "is_journal", "make_journal"]

@@ -1,0 +1,250 @@
+"""Journal format: frames of rows, removals and priorities in segment files, each with its checksums.
+
+Version 1. A directory with
+
+    journal.json          schema, limits, and the journal's id; written once, with its checksum
+    segment-00000001.bin  frames, one after the other, each at a multiple of 64 bytes; a new file about every 64 MB
+    journal.lock          whose lock the process has that writes here (store/journal.py)
+
+A frame is a header of 64 bytes (HEADER), a table and, for rows, their blocks:
+
+    begin       the first of each segment file. Table: JSON with the journal's id, the segment's number, and the store
+    rows        table: a ROW_RECORD (checkpoint_format.py) for each; then for each field in the order of the schema the
+                blocks of the frame's rows, unpadded, of the header's `steps` where the field has time
+    gone        table: GONE_RECORD of rows that are no longer in the store
+    priorities  table: PRIORITY_RECORD of rows whose priority or count of samples is another by now
+
+The last frame about a row is what holds. Frames are numbered without a gap. `synced` is the number of the first frame
+that was not on the disk when this one was written: a frame that cannot be read ends the journal, as a power cut leaves
+it, unless a later one says that it was on the disk already. Then it is damage, and an error.
+
+Segments are removed from the oldest on, so a removal never goes before the row that it is about.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geartrain.core.schema import Field
+from geartrain.errors import JournalError
+from geartrain.store.checkpoint_format import ROW_RECORD
+
+FORMAT = "geartrain-journal"
+VERSION = 1
+MAGIC = int.from_bytes(b"GTJRNL\x01\n", "little")
+ALIGNMENT = 64
+
+BEGIN, ROWS, GONE, PRIORITIES = 1, 2, 3, 4
+
+HEADER = np.dtype(
+    [
+        ("magic", "<u8"),
+        ("kind", "<u4"),
+        ("count", "<u4"),
+        ("steps", "<u4"),
+        ("header_crc", "<u4"),  # crc32 of the header with this 0
+        ("number", "<u8"),
+        ("synced", "<u8"),
+        ("next_sequence", "<u8"),  # the store's, when the frame was made
+        ("payload_bytes", "<u8"),  # of table and blocks
+        ("table_crc", "<u4"),
+        ("payload_crc", "<u4"),
+    ]
+)
+GONE_RECORD = np.dtype([("row", "<u4"), ("generation", "<u4")])
+PRIORITY_RECORD = np.dtype([("row", "<u4"), ("generation", "<u4"), ("priority", "<u4"), ("times_sampled", "<u4")])
+_RECORD_OF = {ROWS: ROW_RECORD, GONE: GONE_RECORD, PRIORITIES: PRIORITY_RECORD}
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One frame of a segment file.
+
+    Attributes:
+        kind, count, steps, number, synced, next_sequence: as in HEADER.
+        offset, nbytes: where in its file it is, padding included.
+        table: the bytes of its table.
+        blocks: those of its rows; None where they were not read.
+    """
+
+    kind: int
+    count: int
+    steps: int
+    number: int
+    synced: int
+    next_sequence: int
+    offset: int
+    nbytes: int
+    table: bytes
+    blocks: memoryview | None
+
+    def records(self) -> NDArray[Any]:
+        """The table's records."""
+        return np.frombuffer(self.table, _RECORD_OF[self.kind])
+
+
+def frame_parts(
+    kind: int,
+    table: bytes,
+    arrays: Sequence[NDArray[Any]] = (),
+    *,
+    number: int,
+    synced: int,
+    next_sequence: int,
+    count: int = 0,
+    steps: int = 0,
+) -> list[memoryview]:
+    """A frame as parts to be written one after the other."""
+    header = np.zeros(1, HEADER)
+    parts = [memoryview(table)]
+    parts += [memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data) for array in arrays if array.size]
+    payload = sum(part.nbytes for part in parts)
+    header["magic"], header["kind"], header["count"], header["steps"] = MAGIC, kind, count, steps
+    header["number"], header["synced"], header["next_sequence"] = number, synced, next_sequence
+    header["payload_bytes"] = payload
+    header["table_crc"] = crc = zlib.crc32(table)
+    for part in parts[1:]:
+        crc = zlib.crc32(part, crc)
+    header["payload_crc"] = crc
+    header["header_crc"] = zlib.crc32(header.tobytes())
+    padding = -payload % ALIGNMENT
+    return [memoryview(header.tobytes()), *parts, memoryview(bytes(padding))]
+
+
+def frames(fd: int, *, blocks: bool, verify: bool, first: int | None) -> Iterator[Frame]:
+    """The frames of a segment file, up to the first that is not whole.
+
+    Args:
+        fd: of the file.
+        blocks: read the rows' blocks as well.
+        verify: compare the blocks' checksum, also where they are not returned.
+        first: number that the first frame must have; None: any.
+    """
+    size, offset, number = os.fstat(fd).st_size, 0, first
+    while (header := _header_at(fd, offset, size)) is not None:
+        if number is not None and int(header["number"]) != number:
+            return
+        kind, count, payload = int(header["kind"]), int(header["count"]), int(header["payload_bytes"])
+        table_bytes = payload if kind == BEGIN else count * _RECORD_OF[kind].itemsize
+        start = offset + HEADER.itemsize
+        table = os.pread(fd, table_bytes, start)
+        if len(table) != table_bytes or zlib.crc32(table) != int(header["table_crc"]):
+            return
+        data: memoryview | None = None
+        if (blocks or verify) and payload > table_bytes:
+            data = memoryview(bytearray(payload - table_bytes))
+            if not _read_into(fd, data, start + table_bytes):
+                return
+            if zlib.crc32(data, int(header["table_crc"])) != int(header["payload_crc"]):
+                return
+        number = int(header["number"]) + 1
+        nbytes = HEADER.itemsize + payload + -payload % ALIGNMENT
+        yield Frame(
+            kind,
+            count,
+            int(header["steps"]),
+            number - 1,
+            int(header["synced"]),
+            int(header["next_sequence"]),
+            offset,
+            nbytes,
+            table,
+            data if blocks else None,
+        )
+        offset += nbytes
+
+
+def synced_later(fd: int, offset: int) -> int:
+    """The largest `synced` of all whole headers from an offset on; 0 where there is none."""
+    size, most = os.fstat(fd).st_size, 0
+    words = np.zeros(0, "<u8")
+    piece = 16 << 20
+    for at in range(offset, size, piece):
+        data = os.pread(fd, min(piece, size - at), at)
+        words = np.frombuffer(data[: len(data) - len(data) % ALIGNMENT], "<u8")[:: ALIGNMENT // 8]
+        for place in np.flatnonzero(words == MAGIC):
+            header = _header_at(fd, at + int(place) * ALIGNMENT, size)
+            if header is not None:
+                most = max(most, int(header["synced"]))
+    return most
+
+
+def begin_of(frame: Frame, path: Path) -> dict[str, Any]:
+    """What a segment's first frame says. Raises `JournalError` where it is none."""
+    try:
+        content = json.loads(frame.table) if frame.kind == BEGIN else None
+        if not isinstance(content, dict):
+            raise ValueError
+        return {
+            "journal": str(content["journal"]),
+            "segment": int(content["segment"]),
+            "store": int(content["store"]),
+            "path": str(content["path"]),
+        }
+    except (ValueError, KeyError, TypeError):
+        raise JournalError(f"{path} is damaged: it does not begin as a segment of a journal does") from None
+
+
+def block_shapes(fields: dict[str, Field], max_length: int, steps: int) -> list[tuple[int, ...]]:
+    """The shape of each field's block in a frame of so many steps."""
+    shapes = []
+    for field in fields.values():
+        shape = field.block_shape(max_length)
+        shapes.append(shape if field.per_row else (steps, *shape[1:]))
+    return shapes
+
+
+def _header_at(fd: int, offset: int, size: int) -> Any:
+    """A whole header whose frame fits into the file; else None."""
+    data = os.pread(fd, HEADER.itemsize, offset)
+    if len(data) != HEADER.itemsize:
+        return None
+    header = np.frombuffer(data, HEADER).copy()
+    crc = int(header["header_crc"][0])
+    header["header_crc"] = 0
+    one = header[0]
+    if int(one["magic"]) != MAGIC or zlib.crc32(header.tobytes()) != crc:
+        return None
+    payload, kind, count = int(one["payload_bytes"]), int(one["kind"]), int(one["count"])
+    if kind not in (BEGIN, *_RECORD_OF) or offset + HEADER.itemsize + payload > size:
+        return None
+    if kind != BEGIN and count * _RECORD_OF[kind].itemsize > payload:
+        return None
+    return one
+
+
+def _read_into(fd: int, memory: memoryview, offset: int) -> bool:
+    got = 0
+    while got < len(memory):
+        more = os.preadv(fd, [memory[got:]], offset + got)
+        if more == 0:
+            return False
+        got += more
+    return True
+
+
+__all__ = [
+    "BEGIN",
+    "FORMAT",
+    "GONE",
+    "GONE_RECORD",
+    "PRIORITIES",
+    "PRIORITY_RECORD",
+    "ROWS",
+    "VERSION",
+    "Frame",
+    "begin_of",
+    "block_shapes",
+    "frame_parts",
+    "frames",
+    "synced_later",
+]

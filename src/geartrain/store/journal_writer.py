@@ -1,0 +1,387 @@
+"""Journal writer: passes that append what a store has committed and removed since the last one, and compaction.
+
+A pass compares the store with what the journal holds, so nothing is noted when rows are committed: new rows are the end
+of the store's order of commits, removed ones those whose generation is another by now. It writes removals, then rows in
+the order of their commits, then flushes; only then does it count. A pass that fails is taken back, file and all, and
+the next one begins where it began.
+
+Compaction: segments are removed from the oldest on, once none of their rows is the newest record of a living row. When
+the files take more than twice the bytes of living rows and two segments more, or are many, the oldest segment's living
+rows are appended again, as they are in the store, and it goes with the next pass.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import geartrain._native as _native
+from geartrain.core.schema import Field
+from geartrain.store.checkpoint_format import ROW_RECORD
+from geartrain.store.journal_directory import Contents, JournalDirectory, Segment
+from geartrain.store.journal_format import (
+    BEGIN,
+    GONE,
+    GONE_RECORD,
+    PRIORITIES,
+    PRIORITY_RECORD,
+    ROWS,
+    frame_parts,
+)
+
+SEGMENT_BYTES = 64 << 20
+FRAME_BYTES = 8 << 20
+#: Files that small segments, one for each start, may come to before they are compacted.
+MOST_SMALL = 16
+#: Segments compacted after one pass, at most.
+_COMPACTED_A_PASS = 8
+
+_REMOVALS = ("evicted", "expired", "exhausted", "deleted")
+
+
+class JournalWriter:
+    """Writes one store's journal. One thread; the journal's lock is held, and dropped by `close`."""
+
+    def __init__(
+        self,
+        native: _native.Store,
+        fields: dict[str, Field],
+        max_length: int,
+        directory: JournalDirectory,
+        contents: Contents,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        frame_bytes: int = FRAME_BYTES,
+    ) -> None:
+        """Begins a segment of its own. Raises `OSError`."""
+        self._native = native
+        self._directory = directory
+        self._disk = directory.disk
+        self._segment_bytes = segment_bytes
+        self._timed = any(not field.per_row for field in fields.values())
+        self._numbers = list(range(len(fields)))
+        self._row_bytes = ROW_RECORD.itemsize + sum(field.block_nbytes(max_length) for field in fields.values())
+        self._per_frame = max(1, frame_bytes // self._row_bytes)
+        about = native.describe()
+        self._store = {"store": int(about["store_id"]), "path": about["path"]}
+
+        # What the journal holds of each row.
+        self._generations = contents.records["generation"].copy()
+        self._times = contents.records["inserted_at_ns"].copy()
+        self._priorities = contents.records["priority"].copy()
+        self._sampled = contents.records["times_sampled"].copy()
+        self._segment_of = contents.segment_of
+        self._segments = contents.segments
+        held = self._segment_of[self._generations != 0]
+        self._living = {segment.number: int(np.count_nonzero(held == segment.number)) for segment in self._segments}
+
+        self._number = self._synced = contents.next_number
+        self._sequence = contents.next_sequence
+        self._next_sequence = contents.next_sequence
+        self._undo: list[tuple[NDArray[Any], ...]] = []
+        self._fd = -1
+        self._end = self._synced_end = 0
+        self._broken = False
+        self._again = np.zeros(0, np.uint32)  # to be appended although nothing is new about them
+        self._removals = -1
+        self._rewrites = -1
+        self._baseline: int | None = None  # rows committed before this writer, by the store's counters
+        self._appended = self._appended_synced = self._missed = 0  # rows that are new
+        self._totals = [0, 0]  # rows and removals that are not flushed yet
+        self._began_at = (self._sequence, self._rewrites)
+        self._begin_segment()
+
+    # --- passes ---------------------------------------------------------------------------------------------
+
+    def run_pass(self, ticket: int, *, priorities: bool = False) -> None:
+        """Appends and flushes what is new, then says that what was asked for up to `ticket` is on the disk.
+
+        `priorities`: those that were changed since they were written as well.
+
+        Raises:
+            OSError: the disk's; nothing of the pass counts.
+        """
+        began_ns = time.monotonic_ns()
+        self._began_at = (self._sequence, self._rewrites)
+        try:
+            self._mend()
+            self._append_news(priorities)
+            self._sync()
+            self._compact()
+        except OSError:
+            self._take_back()
+            raise
+        self._native.journal_passed(ticket, began_ns)
+
+    def close(self) -> None:
+        """Closes the file and drops the lock."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+        self._directory.unlock()
+
+    def _append_news(self, priorities: bool) -> None:
+        state = self._native.journal_state()
+        assert state is not None
+        rewrites = state["rewrites"]
+        counters = self._native.counters()
+        removals = sum(counters[name] for name in _REMOVALS)
+        quiet = self._native.next_sequence() == self._sequence and removals == self._removals
+        if not quiet or rewrites != self._rewrites or len(self._again):
+            rows, generations, times, gone, next_sequence, inserted, still_open = self._native.journal_changes(
+                self._sequence, self._generations, self._times, rewrites != self._rewrites
+            )
+            new = generations != self._generations[rows]
+            fresh = new | (times != self._times[rows])
+            again = np.setdiff1d(self._again, rows)
+            self._next_sequence = next_sequence
+            if self._baseline is None:
+                self._baseline = inserted - still_open - int(np.count_nonzero(new))
+            self._append_gone(np.setdiff1d(gone, rows))
+            left = self._append_rows(rows[fresh], generations[fresh], times[fresh], new[fresh])
+            again = again[self._generations[again] != 0]
+            self._append_rows(again, self._generations[again], self._times[again], np.zeros(len(again), bool))
+            self._again = np.zeros(0, np.uint32)
+            if left == 0:
+                self._sequence, self._removals, self._rewrites = next_sequence, removals, rewrites
+                self._count_missed(inserted - still_open)
+        if priorities:
+            self._append_priorities()
+
+    def _append_gone(self, rows: NDArray[np.uint32]) -> None:
+        if not len(rows):
+            return
+        table = np.zeros(len(rows), GONE_RECORD)
+        table["row"], table["generation"] = rows, self._generations[rows]
+        self._append(GONE, table)
+        self._note(rows, np.zeros(len(rows), np.uint32), self._times[rows], None)
+        self._totals[1] += len(rows)
+
+    def _append_rows(
+        self,
+        rows: NDArray[np.uint32],
+        generations: NDArray[np.uint32],
+        times: NDArray[np.uint64],
+        new: NDArray[np.bool_],
+    ) -> int:
+        """Copies rows out of the store into frames; returns how many the next pass has to look at again."""
+        left = 0
+        for at in range(0, len(rows), self._per_frame):
+            part = slice(at, at + self._per_frame)
+            left += self._append_frame(rows[part], generations[part], times[part], new[part])
+        return left
+
+    def _append_frame(
+        self,
+        rows: NDArray[np.uint32],
+        generations: NDArray[np.uint32],
+        times: NDArray[np.uint64],
+        new: NDArray[np.bool_],
+    ) -> int:
+        infos = self._native.infos(rows)
+        same = infos["generation"] == generations
+        rows, generations, times, new = rows[same], generations[same], times[same], new[same]
+        if not len(rows):
+            return 0
+        infos = {name: values[same] for name, values in infos.items()}
+        lengths = infos["length"]
+        steps = int(lengths.max()) if self._timed else 0
+        ends = (lengths - 1).astype(np.int32) if self._timed else None
+        arrays, torn, *_ = _native.fetch(self._native, rows, generations, self._numbers, steps, False, ends, 1, None)
+        whole = torn == 0
+        kept = np.flatnonzero(whole)
+        # A row that was rewritten meanwhile has its generation still; others have gone.
+        left = 0
+        if not whole.all():
+            left = int(np.count_nonzero(self._native.infos(rows[~whole])["generation"] == generations[~whole]))
+        if not len(kept):
+            return left
+        table = np.zeros(len(kept), ROW_RECORD)
+        for name in ("sequence", "version", "priority", "length", "times_sampled"):
+            table[name] = infos[name][kept]
+        table["row"], table["generation"], table["inserted_at_ns"] = rows[kept], generations[kept], times[kept]
+        table["slot"] = np.arange(len(kept))
+        blocks = arrays if whole.all() else [array[kept] for array in arrays]
+        self._append(ROWS, table, blocks, steps)
+        self._note(rows[kept], generations[kept], times[kept], self._segments[-1])
+        self._priorities[rows[kept]], self._sampled[rows[kept]] = table["priority"], table["times_sampled"]
+        self._appended += int(np.count_nonzero(new[kept]))
+        self._totals[0] += len(kept)
+        return left
+
+    def _append_priorities(self) -> None:
+        rows = np.flatnonzero(self._generations).astype(np.uint32)
+        if not len(rows):
+            return
+        infos = self._native.infos(rows)
+        changed = infos["generation"] == self._generations[rows]
+        changed &= (infos["priority"] != self._priorities[rows]) | (infos["times_sampled"] != self._sampled[rows])
+        rows = rows[changed]
+        if not len(rows):
+            return
+        table = np.zeros(len(rows), PRIORITY_RECORD)
+        table["row"] = rows
+        for name in ("generation", "priority", "times_sampled"):
+            table[name] = infos[name][changed]
+        self._append(PRIORITIES, table)
+        self._note_before(rows)
+        self._priorities[rows], self._sampled[rows] = table["priority"], table["times_sampled"]
+
+    def _count_missed(self, committed: int) -> None:
+        """Rows that were evicted before they were written: committed by the store's counters, and not appended."""
+        assert self._baseline is not None
+        missed = committed - self._baseline - self._appended
+        if missed > self._missed:
+            self._native.journal_count(0, 0, 0, missed - self._missed)
+            self._missed = missed
+
+    # --- frames and files -----------------------------------------------------------------------------------
+
+    def _append(self, kind: int, table: NDArray[Any], arrays: Sequence[NDArray[Any]] = (), steps: int = 0) -> None:
+        if self._end >= self._segment_bytes:
+            self._sync()
+            self._begin_segment()
+        self._write(kind, table.tobytes(), arrays, len(table), steps)
+
+    def _write(
+        self, kind: int, table: bytes, arrays: Sequence[NDArray[Any]] = (), count: int = 0, steps: int = 0
+    ) -> None:
+        parts = frame_parts(
+            kind,
+            table,
+            arrays,
+            number=self._number,
+            synced=self._synced,
+            next_sequence=self._next_sequence,
+            count=count,
+            steps=steps,
+        )
+        self._disk.write(self._fd, parts, self._end)
+        self._end += sum(part.nbytes for part in parts)
+        self._number += 1
+
+    def _begin_segment(self) -> None:
+        """Makes the next file. Where it fails, the last one goes on. All frames are on the disk."""
+        number = self._segments[-1].number + 1 if self._segments else 1
+        path = self._directory.segment_path(number)
+        before = (self._fd, self._end, self._number)
+        begin = {"journal": self._directory.id, "segment": number, **self._store}
+        self._fd, self._end = self._disk.create(path), 0
+        try:
+            self._write(BEGIN, json.dumps(begin).encode())
+            self._disk.sync(self._fd)
+            self._disk.sync_directory(self._directory.path)
+        except OSError:
+            os.close(self._fd)
+            self._fd, self._end, self._number = before
+            self._disk.remove(path)
+            raise
+        if before[0] >= 0:
+            os.close(before[0])
+        self._segments.append(Segment(number, self._end))
+        self._living[number] = 0
+        self._synced, self._synced_end = self._number, self._end
+
+    def _note(
+        self,
+        rows: NDArray[np.uint32],
+        generations: NDArray[np.uint32],
+        times: NDArray[np.uint64],
+        segment: Segment | None,
+    ) -> None:
+        """Notes what the journal holds of rows now: in a segment, or nothing."""
+        self._note_before(rows)
+        self._count_living(self._segment_of[rows[self._generations[rows] != 0]], -1)
+        self._generations[rows], self._times[rows] = generations, times
+        if segment is not None:
+            self._segment_of[rows] = segment.number
+            self._living[segment.number] += len(rows)
+            segment.rows += len(rows)
+
+    def _note_before(self, rows: NDArray[np.uint32]) -> None:
+        before = (self._generations, self._times, self._segment_of, self._priorities, self._sampled)
+        self._undo.append((rows, *(column[rows] for column in before)))
+
+    def _count_living(self, segments: NDArray[np.int64], by: int) -> None:
+        for number, count in zip(*np.unique(segments, return_counts=True), strict=True):
+            self._living[int(number)] = self._living.get(int(number), 0) + by * int(count)
+
+    def _sync(self) -> None:
+        if self._end == self._synced_end:
+            return
+        self._disk.sync(self._fd)
+        written = self._end - self._synced_end
+        self._segments[-1].nbytes = self._synced_end = self._end
+        self._synced = self._number
+        self._undo.clear()
+        self._appended_synced = self._appended
+        rows, removals = self._totals
+        self._totals = [0, 0]
+        self._native.journal_count(rows, removals, written, 0)
+
+    def _take_back(self) -> None:
+        """After a failure: what is not on the disk for sure is not in the journal."""
+        for rows, generations, times, segments, priorities, sampled in reversed(self._undo):
+            now = self._generations[rows]
+            self._count_living(self._segment_of[rows[now != 0]], -1)
+            self._count_living(segments[generations != 0], 1)
+            self._generations[rows], self._times[rows], self._segment_of[rows] = generations, times, segments
+            self._priorities[rows], self._sampled[rows] = priorities, sampled
+        self._segments[-1].rows -= self._totals[0]
+        self._appended = self._appended_synced
+        self._undo.clear()
+        self._totals = [0, 0]
+        self._sequence, self._rewrites = self._began_at
+        self._removals = -1
+        self._broken = True
+
+    def _mend(self) -> None:
+        """Cuts off what a failed pass has left. Raises `OSError`."""
+        if not self._broken:
+            return
+        self._disk.truncate(self._fd, self._synced_end)
+        self._end, self._number = self._synced_end, self._synced
+        self._broken = False
+
+    # --- compaction -----------------------------------------------------------------------------------------
+
+    def _compact(self) -> None:
+        """After a pass that is on the disk: removes what holds nothing any more, and makes more of it."""
+        self._remove_dead()
+        for _ in range(_COMPACTED_A_PASS):
+            if not self._too_large():
+                return
+            oldest = self._segments[0].number
+            self._again = np.flatnonzero((self._segment_of == oldest) & (self._generations != 0)).astype(np.uint32)
+            self._append_news(False)
+            self._sync()
+            self._remove_dead()
+            if self._segments[0].number == oldest:
+                return  # some of it was being rewritten, and comes with the next pass
+
+    def _too_large(self) -> bool:
+        if len(self._segments) < 2:
+            return False
+        nbytes = sum(segment.nbytes for segment in self._segments)
+        living = sum(
+            segment.nbytes * self._living[segment.number] // segment.rows for segment in self._segments if segment.rows
+        )
+        many = MOST_SMALL + 4 * nbytes // self._segment_bytes
+        return nbytes > 2 * living + 2 * self._segment_bytes or len(self._segments) > many
+
+    def _remove_dead(self) -> None:
+        while len(self._segments) > 1 and self._living[self._segments[0].number] == 0:
+            gone = self._segments[0]
+            self._disk.remove(self._directory.segment_path(gone.number))
+            self._disk.sync_directory(self._directory.path)  # one by one: no gap may be left
+            self._segments.pop(0)
+            del self._living[gone.number]
+
+
+__all__ = ["FRAME_BYTES", "SEGMENT_BYTES", "JournalWriter"]
