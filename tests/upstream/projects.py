@@ -51,6 +51,37 @@ PROJECTS = {
         "torchrl_buffers",
         installed=True,
         extension=("csrc/pybind.cpp", "csrc/utils.cpp"),
+        # Cases that use torch.compile take minutes each; those of a distributed service make a storage of their own.
+        options=("-k", "not compil and not distributed"),
+        apart={
+            "storages of several axes": ("ndim=2,", "ndim=3,", "ndim=4,", "ndim=5,"),
+            "storages on other devices": ("device=meta,", "device=cuda,"),
+            "samples of sequences (SampleUnit), which torchrl has for its TensorStorage alone": (
+                "Sequence requires a",
+            ),
+            "conditional updates and generations": ("TestUpdateIfPresent", "TestWriterGeneration"),
+            "memory-mapped files of the storage's own": ("TestLazyMemmapStorageCleanup", "test_existsok_lazymemmap"),
+            "what is kept is what the first item has: no further entries, none less": ("SchemaError: items have [",),
+            "parts of items that are no tensors, and rows of different shapes": ("_nontensor", "test_extend_lazystack"),
+            "views of the stored tensors, written in place": ("test_replay_buffer_set_", "test_replay_buffer_update_"),
+            "alpha is that of the stored priorities": ("alpha is that of the stored priorities",),
+            "seeds: the sampler is seeded with its first batch": ("TestRNG.py::test_prb_rng",),
+            "private attributes of the stock classes, which tests read and stock samplers use": (
+                "has no attribute '_",
+                "test_prb_update_max_priority",
+                "TestLazyStorages.py::test_init",
+            ),
+            "state dicts and files of the stock classes": (
+                "legacy",
+                "test_storage_dumps_loads",
+                "test_storage_save_hook",
+                "test_load_state_dict_decouples_from_source",
+            ),
+            "samplers of torchrl's own, which ask for its own storages": (
+                "Could not get a tensordict out of the",
+                "ConsumingSampler only supports",
+            ),
+        },
     ),
 }
 
