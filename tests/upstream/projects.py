@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -12,12 +13,22 @@ class Project:
     folder: of its Python package, in a checkout and in the sdist.
     tests: files (globs) that use what is substituted.
     plugin: module of tests/upstream/plugins.
+    installed: the tests run over the installed package, whose version the checkout's may not be exactly.
+    extension: sources in the package's folder of the extension module `_FOLDER`, which is compiled for the installed
+        torch where the wheel's does not load.
+    options: of pytest.
+    apart: what differs on purpose: by reason, parts of the ids of cases or of what their failures say. They are counted
+        by themselves, and no fault.
     """
 
     package: str
     folder: str
     tests: tuple[str, ...]
     plugin: str
+    installed: bool = False
+    extension: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    apart: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 PROJECTS = {
@@ -32,6 +43,45 @@ PROJECTS = {
             "tests/test_vec_normalize.py",
         ),
         "sb3_buffers",
+    ),
+    "torchrl": Project(
+        "torchrl",
+        "torchrl",
+        ("test/rb/test_*.py",),
+        "torchrl_buffers",
+        installed=True,
+        extension=("csrc/pybind.cpp", "csrc/utils.cpp"),
+        # Cases that use torch.compile take minutes each; those of a distributed service make a storage of their own.
+        options=("-k", "not compil and not distributed"),
+        apart={
+            "storages of several axes": ("ndim=2,", "ndim=3,", "ndim=4,", "ndim=5,"),
+            "storages on other devices": ("device=meta,", "device=cuda,"),
+            "samples of sequences (SampleUnit), which torchrl has for its TensorStorage alone": (
+                "Sequence requires a",
+            ),
+            "conditional updates and generations": ("TestUpdateIfPresent", "TestWriterGeneration"),
+            "memory-mapped files of the storage's own": ("TestLazyMemmapStorageCleanup", "test_existsok_lazymemmap"),
+            "what is kept is what the first item has: no further entries, none less": ("SchemaError: items have [",),
+            "parts of items that are no tensors, and rows of different shapes": ("_nontensor", "test_extend_lazystack"),
+            "views of the stored tensors, written in place": ("test_replay_buffer_set_", "test_replay_buffer_update_"),
+            "alpha is that of the stored priorities": ("alpha is that of the stored priorities",),
+            "seeds: the sampler is seeded with its first batch": ("TestRNG.py::test_prb_rng",),
+            "private attributes of the stock classes, which tests read and stock samplers use": (
+                "has no attribute '_",
+                "test_prb_update_max_priority",
+                "TestLazyStorages.py::test_init",
+            ),
+            "state dicts and files of the stock classes": (
+                "legacy",
+                "test_storage_dumps_loads",
+                "test_storage_save_hook",
+                "test_load_state_dict_decouples_from_source",
+            ),
+            "samplers of torchrl's own, which ask for its own storages": (
+                "Could not get a tensordict out of the",
+                "ConsumingSampler only supports",
+            ),
+        },
     ),
 }
 

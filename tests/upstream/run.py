@@ -3,9 +3,12 @@
     python tests/upstream/run.py sb3 [SOURCE] [--tests GLOB ...] [--json PATH] [-- pytest arguments]
 
 SOURCE is an sdist, a wheel that ships tests, or the folder of a checkout; without it the sdist of the installed version
-is downloaded. It is unpacked or copied to a temporary folder, and both runs import the project from there. Printed, and
-written as JSON: the revision, each file with its digest, and what passed, failed and was skipped on either side. Exits
-with 1 when a test passes on stock and not on geartrain's.
+is downloaded, where there is one. It is unpacked or copied to a temporary folder, and both runs import the project from
+there; where the project says so, the installed package is copied over the checkout's before.
+
+Printed, and written as JSON: the revision, each file with its digest, and what passed, failed and was skipped on either
+side. Judged are the cases that pass on stock and have made something of geartrain's, if the plug-in tells that. Exits
+with 1 when one of them does not pass on geartrain's and is not among those that differ on purpose.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -62,14 +66,30 @@ def main() -> int:
                 str(path.relative_to(tree)): {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()} for path in files
             },
         }
-        results = {side: run(side, project, tree, files, extra) for side in SIDES}
+        if project.installed:
+            report["over"] = f"{project.package} {importlib.metadata.version(project.package)} as installed"
+            use_installed(project, tree)
+        results, messages, substituted = {}, {}, {}
+        for side in SIDES:
+            results[side], messages, substituted = run(side, project, tree, files, extra)
     for name in report["files"]:
         for side in SIDES:
             report["files"][name][side] = counts(results[side], name)
     report["total"] = {side: counts(results[side], None) for side in SIDES}
-    report["lost"] = sorted(
-        test for test, outcome in results["stock"].items() if outcome == "passed" != results["geartrain"].get(test)
-    )
+    passed = {test for test, outcome in results["stock"].items() if outcome == "passed"}
+    judged = sorted(passed & {test for test, made in substituted.items() if made} if substituted else passed)
+    lost = [test for test in judged if results["geartrain"].get(test) != "passed"]
+    report["apart"] = {
+        reason: sorted(test for test in lost if any(each in f"{test} {messages.get(test, '')}" for each in parts))
+        for reason, parts in project.apart.items()
+    }
+    apart = {test for tests in report["apart"].values() for test in tests}
+    report["judged"] = {
+        "cases": len(judged) - len(apart),
+        "passed": len(judged) - len(lost),
+        "apart": len(apart),
+    }
+    report["lost"] = [test for test in lost if test not in apart]
     path = options.json or ROOT / "runs" / f"upstream-{options.project}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
@@ -77,9 +97,42 @@ def main() -> int:
     return 1 if report["lost"] else 0
 
 
+def use_installed(project: Project, tree: Path) -> None:
+    """Puts the installed package in the place of the checkout's, with its extension for the installed torch."""
+    found = importlib.util.find_spec(project.folder)
+    if found is None or not found.submodule_search_locations:
+        sys.exit(f"{project.package} is not installed")
+    package = tree / project.folder
+    shutil.rmtree(package)
+    shutil.copytree(found.submodule_search_locations[0], package, ignore=shutil.ignore_patterns("__pycache__"))
+    module = f"{project.folder}._{project.folder}"
+    loads = [sys.executable, "-c", f"import torch, {module}"]
+    if not project.extension or not subprocess.run(loads, cwd=tree, capture_output=True, check=False).returncode:
+        return
+    print(f"--- {module} does not load with the installed torch: it is compiled for it", flush=True)
+    built = tree.parent / "extension"
+    built.mkdir()
+    build = (
+        "import sys; from torch.utils.cpp_extension import load; load(sys.argv[1], sys.argv[3:], build_directory="
+        "sys.argv[2], extra_cflags=['-O1', '-std=c++20'], is_python_module=False)"
+    )
+    sources = [str(package / name) for name in project.extension]
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+    }
+    command = [sys.executable, "-c", build, module.rpartition(".")[2], str(built), *sources]
+    subprocess.run(command, env=environment, check=True, timeout=LONGEST_S)
+    for old in package.glob(f"_{project.folder}.*.so"):
+        old.unlink()
+    shutil.copy(built / f"_{project.folder}.so", package)
+
+
 def download(project: Project, folder: Path) -> Path:
     """The sdist of the installed version."""
     version = importlib.metadata.version(project.package)
+    if project.installed:
+        sys.exit(f"{project.package} has no sdist: give a checkout's folder near {version} as SOURCE")
     command = [
         sys.executable,
         "-m",
@@ -134,8 +187,10 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in names}}
 
 
-def run(side: str, project: Project, tree: Path, files: list[Path], extra: list[str]) -> dict[str, str]:
-    """Outcomes by test."""
+def run(
+    side: str, project: Project, tree: Path, files: list[Path], extra: list[str]
+) -> tuple[dict[str, str], dict[str, str], dict[str, int]]:
+    """Outcomes by test, what failures said, and how many objects of geartrain's each has made, if the plug-in tells."""
     written = tree.parent / f"{side}.xml"
     plugin = ["-p", project.plugin] if side == "geartrain" else []
     paths = [str(tree), str(HERE / "plugins"), os.environ.get("PYTHONPATH", "")]
@@ -153,18 +208,24 @@ def run(side: str, project: Project, tree: Path, files: list[Path], extra: list[
         f"--junitxml={written}",
         f"--rootdir={tree}",
         *map(str, files),
+        *project.options,
         *extra,
     ]
     print(f"--- {side}: {project.package}, {len(files)} files", flush=True)
     subprocess.run(command, cwd=tree, env=environment, timeout=LONGEST_S, check=False)
     if not written.exists():
         sys.exit(f"the tests of {project.package} did not run over {side}")
-    outcomes = {}
+    outcomes, messages, substituted = {}, {}, {}
     for case in ET.parse(written).iter("testcase"):
         kinds = {child.tag for child in case}
         outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
-        outcomes[f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"] = outcome
-    return outcomes
+        test = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+        outcomes[test] = outcome
+        messages[test] = " ".join(child.get("message", "") for child in case if child.tag in ("failure", "error"))
+        for each in case.iter("property"):
+            if each.get("name") == "substituted":
+                substituted[test] = int(each.get("value", "0"))
+    return outcomes, messages, substituted
 
 
 def counts(outcomes: dict[str, str], name: str | None) -> dict[str, int]:
@@ -175,10 +236,14 @@ def counts(outcomes: dict[str, str], name: str | None) -> dict[str, int]:
 
 
 def show(report: dict[str, Any], path: Path) -> None:
-    print(f"\n{report['project']} {report['revision']}")
+    print(f"\n{report['project']} {report['revision']}{', over ' + report['over'] if 'over' in report else ''}")
     for name, file in [*report["files"].items(), ("total", report["total"])]:
         cells = [f"{side} {file[side]['passed']} passed, {file[side]['failed']} failed" for side in SIDES]
         print(f"  {name:32} {'; '.join(cells)}; {file['stock']['skipped']} skipped")
+    judged = report["judged"]
+    print(f"  judged: {judged['cases']} cases that pass on stock and use ours, {judged['passed']} pass on ours")
+    for reason, tests in report["apart"].items():
+        print(f"  apart: {len(tests)} cases, {reason}")
     for test in report["lost"]:
         print(f"  only on stock: {test}")
     print(f"written to {path}")

@@ -241,7 +241,7 @@ class Slices:
             raise ArgumentError("give end_key or end_keys, not both")
         if check_whole("margin", margin) < 0:
             raise ArgumentError(f"margin must be at least 0, found {margin}")
-        both = span if isinstance(span, tuple) else (span, span)
+        both = tuple(span) if isinstance(span, tuple | list) and len(span) == 2 else (span, span)
         for out in both:
             if not isinstance(out, bool) and check_whole("span", out) < 0:
                 raise ArgumentError(f"span is a bool or a number of steps >= 0, or two of them, found {span}")

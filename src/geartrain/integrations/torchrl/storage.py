@@ -31,12 +31,22 @@ from geartrain.errors import (
     StoreMissingError,
     WaitTimeoutError,
 )
-from geartrain.integrations.torchrl.items import OWN, TENSOR, batch_dims_of, fields_of, item_of, leaves_of
+from geartrain.integrations.torchrl.items import (
+    OWN,
+    batch_dims_of,
+    fields_of,
+    is_items_field,
+    item_of,
+    leaves_of,
+    stacked,
+)
 from geartrain.replay.fetch import fetch
 from geartrain.store.store import Store
 
 # Items of a row, at most; and bytes of rows that are made at once.
 _ROW_ITEMS, _BYTES_AT_ONCE = 512, 1 << 24
+# Items whose priorities are set at once, or that are copied.
+_PIECE = 1 << 16
 # Fields of a row that are the storage's own; those of the first row count.
 _PLACE, _STATE, _HIGHEST = OWN + "place", OWN + "state", OWN + "highest"
 #: Places in the state that all processes share.
@@ -55,7 +65,7 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
     Args:
         max_size: items.
         store: the name of a store that several processes share; the first that writes makes it. Without one the storage
-            is shared by forking and pickling, once it holds an item.
+            is shared by pickling, and once it holds an item by forking.
         timeout_s: longest wait for another process that writes.
         reserve: allocate the memory when the store is made, as in `geartrain.Store.create`.
 
@@ -129,7 +139,7 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
         self._place[keys.row] = np.arange(rows)
         self._state: NDArray[np.int64] = state  # a view of the segment
         self._highest: NDArray[np.float64] = store.column(_HIGHEST)[int(keys.row[0])]
-        self.names = [name for name in store.fields if not name.startswith(OWN) or name == TENSOR]
+        self.names = [name for name in store.fields if is_items_field(name)]
         self.store = store  # at last: other threads take what is above as soon as they see it
 
     def make_for(self, data: Any, batched: bool) -> None:
@@ -298,8 +308,8 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
                 n = len(self)
                 self._state[LENGTH] = self._state[CURSOR] = 0
                 self._state[REWRITES] += 1
-                for begin in range(0, n, 1 << 16):
-                    index = np.arange(begin, min(n, begin + (1 << 16)))
+                for begin in range(0, n, _PIECE):
+                    index = np.arange(begin, min(n, begin + _PIECE))
                     self.store.update_priorities(self.keys_at(index), np.zeros(len(index)))  # type: ignore[union-attr]
         self._bump_mutation_revision()
 
@@ -332,7 +342,7 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
                 range. WaitTimeoutError: another process writes for too long.
         """
         if isinstance(data, list):
-            data = torch.stack(data)
+            data = stacked(data)
         batched = not (isinstance(cursor, int | np.integer) or (isinstance(cursor, torch.Tensor) and cursor.ndim == 0))
         index = self._indices(cursor, self.max_size if set_cursor else len(self))
         if is_tensorclass(data):
@@ -489,19 +499,38 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
             self.store.save(Path(path) / "store")  # type: ignore[union-attr]
 
     def loads(self, path: Any) -> None:
-        """Loads one into a storage without a name that holds nothing yet."""
-        if self._name is not None or self.store is not None:
-            raise ArgumentError("a checkpoint is loaded into a new storage without a name")
-        self._adopt(Store.load(Path(path) / "store", f"torchrl-{os.getpid()}-{secrets.token_hex(8)}", persist=False))
-        self._bump_mutation_revision()
+        """Loads one, in the place of all items there are. A storage without a name or items takes the store as it is.
+
+        Raises:
+            IncompatibleStoreError: it is of another size. SchemaError: it is of other items.
+        """
+        if self._name is None and self.store is None:
+            self._adopt(Store.load(Path(path) / "store", _new_name(), persist=False))
+            self._bump_mutation_revision()
+            return
+        saved = SharedStorage(self.max_size)
+        saved.loads(path)
+        assert saved.store is not None
+        try:
+            with self.locked():
+                self._empty()
+                n = len(saved)
+                for begin in range(0, n, _PIECE):
+                    index = np.arange(begin, min(n, begin + _PIECE))
+                    self.set(torch.from_numpy(index), saved.get(index))
+                    priorities = saved.store.status(saved.keys_at(index))["priority"]
+                    self.store.update_priorities(self.keys_at(index), priorities)  # type: ignore[union-attr]
+                if n:
+                    self.move_cursor(saved.shared(CURSOR))
+                    self.share(WRITES, saved.shared(WRITES))
+                    self._highest[0] = saved.highest
+        finally:
+            saved.close()
 
     def __getstate__(self) -> dict[str, Any]:
         """The store by name: what a pickle leads to is the same storage, in any process of the host."""
         if not self._join() and self._name is None:
-            raise ArgumentError(
-                "this storage has no name and holds nothing yet, so a copy would share nothing: add an item before, or "
-                "give it a name (store=...)"
-            )
+            self._name = _new_name()  # of the store that this one or the copy makes
         state = Storage.__getstate__(self)
         for name in ("_thread", "_descriptor", "_depth", "keys", "_place", "_state", "_highest", "names"):
             state.pop(name, None)
@@ -518,6 +547,11 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
     def __repr__(self) -> str:
         name = self._name if self.store is None else self.store.name
         return f"SharedStorage(store={name!r}, len={0 if self._closed else len(self)}, max_size={self.max_size})"
+
+
+def _new_name() -> str:
+    """A name for a store that was given none."""
+    return f"torchrl-{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def _unfinished(store: Store) -> bool:

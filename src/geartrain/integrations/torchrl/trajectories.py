@@ -70,7 +70,8 @@ class Trajectories:
         """The items that there are now; the other methods speak of these. The storage has items.
 
         Raises:
-            SchemaError: no such entry. WaitTimeoutError: another process writes for too long.
+            SchemaError: no such entry. RuntimeError: an entry has several numbers for an item.
+            WaitTimeoutError: another process writes for too long.
         """
         with storage.locked():
             if storage.store is not self._store:
@@ -122,7 +123,7 @@ class Trajectories:
         for name in self._names:
             column = store.column(name)
             if int(np.prod(column.shape[2:])) != 1:
-                raise SchemaError(
+                raise RuntimeError(  # as torchrl
                     f"Expected the end-of-trajectory signal to be 1-dimensional. Got {name!r}, of shape "
                     f"{column.shape[2:]}"
                 )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import is_tensor_collection
 from torchrl.data.replay_buffers.writers import Writer
 
 from geartrain.errors import ArgumentError
+from geartrain.integrations.torchrl.items import count_of, stacked
 from geartrain.integrations.torchrl.storage import CURSOR, WRITES, SharedStorage
 
 
@@ -42,7 +42,7 @@ class RoundRobinWriter(Writer):  # type: ignore[misc]
         Raises:
             RuntimeError: there are none.
         """
-        n = len(data) if is_tensor_collection(data) or isinstance(data, torch.Tensor | list) else 0
+        n = count_of(data)
         if n == 0:
             raise RuntimeError(f"Expected at least one element in extend. Got {data=}")
         index: torch.Tensor = self._write(data, n)
@@ -50,7 +50,7 @@ class RoundRobinWriter(Writer):  # type: ignore[misc]
 
     def _write(self, data: Any, n: int | None) -> Any:
         if isinstance(data, list):
-            data = torch.stack(data)
+            data = stacked(data)
         storage = self._storage
         if not storage.initialized:
             storage.make_for(data, n is not None)
