@@ -1,11 +1,17 @@
-// Deadlines of a group's operations, and the ranks responsible: shortly before one passes, the owners are queried for
-// the ranks they wait for (query, status), so that the fault can name those that are behind.
+// Deadlines of a group's operations, and the ranks responsible.
+//
+// Shortly before a deadline passes, the members that are waited for are queried (query, status). Each answers with the
+// members that it waits for itself; with itself, where its caller has not begun the operation; and with those that an
+// earlier operation waits for, where it has not come to this one: a member that is held up is not to blame. The asker
+// follows the answers, from member to member, to one that names itself or does not answer. In a ring, where a rank
+// reaches its neighbours only, each rank asks the one before and passes on what it hears.
 //
 // On the loop.
 #pragma once
 
 #include <cstdint>
 #include <map>
+#include <set>
 #include <vector>
 
 #include "collectives/membership.h"
@@ -26,17 +32,26 @@ class OperationDeadlines {
   void took_status(const Peer& peer, uint64_t operation, std::span<const std::byte> payload);
 
  private:
-  std::vector<uint32_t> waited_for(const Work& work) const;
-  Fault overdue(const Work& work);
+  // What the answers say, as far as they have come.
+  struct Blame {
+    std::set<uint32_t> seen, silent, behind, some, all;
+  };
+  uint64_t oldest() const { return operations_.works().front()->number; }
+  std::vector<uint32_t> waited_for(uint64_t operation) const;
+  std::vector<uint32_t> held_up_by(uint64_t operation) const;
+  void ask(uint32_t member, uint64_t operation);
+  void follow(uint32_t member, Blame* blame) const;
+  Fault overdue(const Work& work) const;
   void tell_next(uint64_t operation, const std::vector<uint32_t>& ranks) const;
-  void answer_around(uint64_t operation);
+  void answer_around(const Peer& peer, uint64_t operation);
 
   static constexpr uint64_t kNever = ~uint64_t{0};
   const GroupOptions& options_;
   Membership& members_;
   Operations& operations_;
   uint64_t look_at_ns_ = kNever;  // when the next deadline may need an action
-  uint64_t asked_ = 0;            // number of the operation that the owners were queried about, and one
+  uint64_t asked_ = 0;            // number of the operation that members were queried about, and one
+  std::set<uint32_t> queried_;
   std::map<uint32_t, std::vector<uint32_t>> answers_;
   bool ring_asked_ = false;  // the next rank has queried this one
 };

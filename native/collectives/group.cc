@@ -46,6 +46,57 @@ GroupOptions checked(GroupOptions options) {
 
 }  // namespace
 
+uint64_t elements_of(const std::vector<Segment>& segments) {
+  uint64_t count = 0;
+  for (const Segment& segment : segments) {
+    if (segment.count > (uint64_t{1} << 44)) fail(ErrorKind::schema, "an array of ", segment.count, " elements");
+    count += segment.count;
+  }
+  return count;
+}
+
+// The shape of the collective that these arrays are for.
+Shape checked(const GroupOptions& options, Shape shape, const std::vector<Segment>& sends,
+              const std::vector<Segment>& receives) {
+  const uint32_t world = options.world, rank = options.rank;
+  const auto no_share = [](double share) { return share <= 0; };
+  if (options.ring || !options.reducers.empty() ||
+      std::any_of(options.shares.begin(), options.shares.end(), no_share)) {
+    fail(ErrorKind::schema, "only all-reduce is for rings, reducers and ranks without a share");
+  }
+  const Collective kind = shape.collective;
+  const bool many_out = kind == Collective::reduce_scatter || kind == Collective::all_to_all;
+  const bool many_in = shape.direct();
+  if (kind == Collective::all_reduce || shape.wire != shape.dtype || shape.root >= world ||
+      sends.size() != (many_out ? world : 1) || receives.size() != (many_in ? world : 1)) {
+    fail(ErrorKind::schema, "these are not the arrays of a collective of ", world, " ranks");
+  }
+  if (sends[many_out ? rank : 0].count != receives[many_in ? rank : 0].count) {
+    fail(ErrorKind::schema, "rank ", rank, " sends ", sends[many_out ? rank : 0].count, " elements to itself and gets ",
+         receives[many_in ? rank : 0].count);
+  }
+  const uint64_t out = elements_of(sends), in = elements_of(receives);
+  shape.count = kind == Collective::all_to_all ? 0 : std::max(out, in);
+  if (kind == Collective::broadcast) {
+    if (sends[0].at != receives[0].at) fail(ErrorKind::schema, "an array is broadcast in place");
+    return shape;
+  }
+  const uint64_t size = bytes_of(shape.dtype);
+  const auto apart = [size](const Segment& one, const Segment& other) {
+    return one.count == 0 || other.count == 0 || one.at + one.count * size <= other.at ||
+           other.at + other.count * size <= one.at;
+  };
+  for (size_t i = 0; i < sends.size(); ++i) {
+    for (size_t j = 0; j < receives.size(); ++j) {
+      const bool own = (!many_out || i == rank) && (!many_in || j == rank) && sends[i].at == receives[j].at;
+      if (!own && !apart(sends[i], receives[j])) {
+        fail(ErrorKind::schema, "a result would be written over numbers that are still to be sent");
+      }
+    }
+  }
+  return shape;
+}
+
 // Frames of all peers arrive here and are dispatched: to the members, the operations or their deadlines.
 class Group::Body final : public Peer::Side {
  public:
@@ -84,10 +135,25 @@ class Group::Body final : public Peer::Side {
     }
     Shape asked = shape;
     asked.algorithm = options_.ring;
-    auto work =
-        std::make_shared<Work>(asked, static_cast<const std::byte*>(in), static_cast<std::byte*>(out), timeout_s);
+    return post(
+        std::make_shared<Work>(asked, static_cast<const std::byte*>(in), static_cast<std::byte*>(out), timeout_s));
+  }
+
+  std::shared_ptr<Work> run(const Shape& shape, std::vector<Segment> sends, std::vector<Segment> receives,
+                            double timeout_s) {
+    if (shape.op == Op::avg && !is_float(shape.dtype)) {
+      fail(ErrorKind::schema, "the average of ", geartrain::name_of(shape.dtype), " is not one of them");
+    }
+    const Shape asked = checked(options_, shape, sends, receives);
+    auto work = std::make_shared<Work>(asked, std::move(sends), std::move(receives), timeout_s);
+    if (options_.world > 1 || asked.collective != Collective::broadcast) return post(work);
+    work->finish();  // it has no recipients
+    return work;
+  }
+
+  // The order of the posts is that of the numbers.
+  std::shared_ptr<Work> post(const std::shared_ptr<Work>& work) {
     if (!loop_.forked() && closing_.begun()) fail(ErrorKind::hung_up, "the group was closed");
-    // The order of the posts is that of the numbers.
     if (!loop_.post([this, work] { begin(work); })) fail(ErrorKind::hung_up, "the group was closed");
     return work;
   }
@@ -197,6 +263,10 @@ class Group::Body final : public Peer::Side {
 
   std::span<std::byte> discard() noexcept override { return discard_; }
 
+  void flushed(Peer& peer) override {
+    if (!members_.over()) operations_.flushed(peer);
+  }
+
   bool next(Peer& peer, OutFrame* frame) override { return !members_.over() && operations_.next(peer, frame); }
 
   void lost(Peer& peer, const std::string& why) override {
@@ -256,6 +326,11 @@ void Group::connect(const std::vector<std::string>& addresses, Deadline deadline
 
 std::shared_ptr<Work> Group::all_reduce(const Shape& shape, const void* in, void* out, double timeout_s) {
   return body_->all_reduce(shape, in, out, timeout_s);
+}
+
+std::shared_ptr<Work> Group::run(const Shape& shape, std::vector<Segment> sends, std::vector<Segment> receives,
+                                 double timeout_s) {
+  return body_->run(shape, std::move(sends), std::move(receives), timeout_s);
 }
 
 GroupCounts Group::counts() {

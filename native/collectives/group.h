@@ -46,6 +46,13 @@ class Group {
   // Never blocks. Throws schema for invalid shapes, hung_up after close().
   std::shared_ptr<Work> all_reduce(const Shape& shape, const void* in, void* out, double timeout_s);
 
+  // Every other collective (protocol.h), among ranks that all own a share and no reducers. Of reduce_scatter `sends`
+  // are what each rank gets the sum of, and `receives` is one, this rank's; of all_gather the other way round; of
+  // all_to_all one for each rank both; of broadcast the same one both. A result is not written over what is still to be
+  // sent: only this rank's own part may be in place. Never blocks. Throws as all_reduce().
+  std::shared_ptr<Work> run(const Shape& shape, std::vector<Segment> sends, std::vector<Segment> receives,
+                            double timeout_s);
+
   GroupCounts counts();  // throws hung_up after close()
   // The fault that ended the group; kind none while it lives.
   Fault fault() const;

@@ -21,10 +21,13 @@ void Operations::add(const std::shared_ptr<Work>& work) {
 
 void Operations::start(const std::shared_ptr<Work>& work) {
   if (options_.ring) return ring_.begin(work);
-  const auto [first, last] = shares_.begin(work);
-  if (first <= last) {
-    owner_.open_local(work->number, work->shape, (last - first) * bytes_of(work->shape.wire),
-                      work->in + first * bytes_of(work->shape.dtype), shares_.completed());
+  const ShardedAllreduce::Own own = shares_.begin(work);
+  if (work->shape.direct()) {
+    owner_.send_local(work->number, work->shape,
+                      work->sends.size() == 1 ? std::vector(options_.world, work->sends[0]) : work->sends,
+                      shares_.completed());
+  } else if (own.used) {
+    owner_.open_local(work->number, work->shape, own.bytes, own.numbers, shares_.completed());
   }
   if (!members_.over()) shares_.start();
 }
@@ -82,6 +85,8 @@ void Operations::took(const Peer& peer, const WireHeader& header, std::span<std:
       return owner_.took(peer.member(), header);
     case FrameKind::result:
       return shares_.took(peer.member(), header, payload);
+    case FrameKind::credit:
+      return shares_.took_credit(peer.member(), header);
     default:
       fail(ErrorKind::frame, "it sent a frame of the wrong kind");
   }

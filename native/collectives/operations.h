@@ -34,6 +34,9 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   std::span<std::byte> room(const Peer& peer, const WireHeader& header);
   void took(const Peer& peer, const WireHeader& header, std::span<std::byte> payload);
   bool next(const Peer& peer, OutFrame* frame);
+  void flushed(const Peer& peer) {
+    if (peer.member() < options_.world) owner_.flushed(peer.member());
+  }
 
   const std::vector<std::shared_ptr<Work>>& works() const { return works_; }  // in flight, in their order
   uint64_t next_number() const { return next_number_; }
@@ -51,6 +54,7 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   void deliver(uint64_t operation, uint64_t offset, std::span<const std::byte> result) override {
     shares_.deliver(operation, offset, result);
   }
+  void served(uint64_t operation) override { shares_.served(operation); }
   void open_next(uint64_t operation, const Open& what) override { open(members_.next_rank(), operation, what); }
   void ring_for_next() override { members_.kick(members_.next_rank()); }
   void ring_room() override;

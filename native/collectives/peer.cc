@@ -71,6 +71,7 @@ bool Peer::fill() {
   parts_.clear();
   for (OutFrame& frame : frames_) frame = {};
   sending_.clear();
+  side_.flushed(*this);
   size_t n = 0;
   while (n < frames_.size() && side_.next(*this, &frames_[n])) ++n;
   sending_.swap(control_);  // after the request: an operation is opened in front of its first part

@@ -40,6 +40,8 @@ class Peer final : public EventLoop::Handler, public EventLoop::Pollable {
     virtual std::span<std::byte> room(Peer& peer, const WireHeader& header) = 0;
     // The frame is complete. Throws frame.
     virtual void took(Peer& peer, const WireHeader& header, std::span<std::byte> payload) = 0;
+    // All frames that next() has given for this peer have been written: their memory is not read any more.
+    virtual void flushed([[maybe_unused]] Peer& peer) {}
     // The next data to send. False when there is none: kick() then.
     virtual bool next(Peer& peer, OutFrame* frame) = 0;
     // The peer is lost, or violated the protocol. No more calls for it after this.

@@ -20,7 +20,13 @@ std::vector<uint32_t> numbers(std::span<const std::byte> bytes, size_t n) {
 }  // namespace
 
 std::string Shape::text() const {
-  std::string out = std::string(name_of(op)) + " of " + std::to_string(count) + " " + name_of(dtype);
+  constexpr const char* names[kCollectives] = {"", "reduce-scatter", "all-gather", "all-to-all", "broadcast"};
+  const char* const name = names[static_cast<uint8_t>(collective)];
+  std::string out = collective == Collective::reduce_scatter ? std::string(name) + " (" + name_of(op) + ")"
+                    : collective == Collective::all_reduce   ? name_of(op)
+                                                             : name;
+  out += " of " + (collective == Collective::all_to_all ? "" : std::to_string(count) + " ") + name_of(dtype);
+  if (collective == Collective::broadcast) out += " from rank " + std::to_string(root);
   if (wire != dtype) out += std::string(" as ") + name_of(wire);
   return algorithm == 0 ? out : out + " by ring";
 }
@@ -86,16 +92,37 @@ std::string disagreement(uint64_t number, uint32_t rank, const Shape& shape, uin
 
 Shape shape_from(const Open& open) {
   if (open.dtype >= kDtypes || open.wire >= kDtypes || open.op >= kOps || open.algorithm > 1 ||
-      open.count > (uint64_t{1} << 48)) {
+      open.collective >= kCollectives || open.count > (uint64_t{1} << 48) || open.share_bytes > (uint64_t{1} << 48)) {
     fail(ErrorKind::frame, "it opened an operation of no known type");
   }
-  Shape shape{open.count, static_cast<Dtype>(open.dtype), static_cast<Dtype>(open.wire), static_cast<Op>(open.op),
-              open.algorithm};
+  Shape shape{open.count,
+              static_cast<Dtype>(open.dtype),
+              static_cast<Dtype>(open.wire),
+              static_cast<Op>(open.op),
+              open.algorithm,
+              static_cast<Collective>(open.collective),
+              open.root};
+  if (shape.collective != Collective::all_reduce && (shape.wire != shape.dtype || shape.algorithm != 0)) {
+    fail(ErrorKind::frame, "it opened an operation that is not made so");
+  }
   if (shape.wire != shape.dtype && (shape.dtype != Dtype::float32 || !convertible(shape.dtype, shape.wire))) {
     fail(ErrorKind::frame, "it opened an operation whose types do not convert");
   }
   if (shape.op == Op::avg && !is_float(shape.dtype)) fail(ErrorKind::frame, "it asks for the average of integers");
   return shape;
+}
+
+Open open_of(const Shape& shape, uint64_t share_bytes, uint64_t completed) {
+  return {shape.count,
+          share_bytes,
+          static_cast<uint8_t>(shape.dtype),
+          static_cast<uint8_t>(shape.wire),
+          static_cast<uint8_t>(shape.op),
+          shape.algorithm,
+          static_cast<uint32_t>(completed),
+          static_cast<uint8_t>(shape.collective),
+          {},
+          shape.root};
 }
 
 }  // namespace geartrain

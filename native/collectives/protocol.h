@@ -15,6 +15,7 @@
 //   open    rank -> owner    begins an operation: type, op, number of elements (Open). Before its first part
 //   part    rank -> owner    a piece of the rank's numbers of this owner's share; `offset` counts bytes in the share
 //   result  owner -> rank    a piece of the share, reduced. An empty share is answered by one empty result
+//   credit  owner -> rank    instead of a result that the rank does not get: the share is done up to `offset`
 //   ring    rank -> next     a piece of the stream that goes around the ring (ring_allreduce.h)
 //   query   which ranks does this one wait for?     status   the answer: Members, the least advanced
 //   fault   the group is over, with the reason (Fault): forwarded to all, unchanged
@@ -23,6 +24,9 @@
 // With an open a rank reports how many operations are complete there, from the first one on without a gap; with every
 // result an owner reports how many are complete on all ranks, as far as it knows (`settled`, zero in all other frames).
 // Results kept for a rank that lost its reducer can then be released.
+//
+// Which ranks send parts of a share, and which get results, depends on the collective (Collective). A rank that does
+// not send opens all the same: its open is what allows the owner to send.
 //
 // Pieces of one share come in order and never cross a multiple of the group's chunk (chunk_bytes). Operations are
 // numbered from 0, in the order of the calls, which is the same on all ranks. Numbers are little-endian.
@@ -51,12 +55,12 @@ constexpr uint64_t kGrain = 16;  // elements: no vector of them lies in two shar
 static_assert(std::endian::native == std::endian::little);
 
 constexpr uint32_t kCollectiveMagic = 0x31435447;  // "GTC1"
-constexpr uint32_t kCollectiveVersion = 1;
+constexpr uint32_t kCollectiveVersion = 2;
 constexpr uint32_t kMostMembers = 4096;       // ranks and reducers of a group
 constexpr uint32_t kMostControlBytes = 4096;  // of a payload that is not data
 constexpr uint32_t kChunkBytes = 16 << 10;    // what is reduced at once, and the most that one frame carries
 
-enum class FrameKind : uint16_t { join = 1, welcome, open, part, result, ring, query, status, fault, bye };
+enum class FrameKind : uint16_t { join = 1, welcome, open, part, result, ring, query, status, fault, bye, credit };
 
 struct WireHeader {
   uint32_t magic;
@@ -91,13 +95,28 @@ struct Welcome {
 };
 static_assert(sizeof(Welcome) == 256);
 
+// Each share of an array has an owner. A collective is which ranks contribute to a share, and which get it:
+//
+//                    owners             contribute to a share     get it
+//   all_reduce       ranks, reducers    all                       all
+//   reduce_scatter   ranks              all                       its owner
+//   all_gather       ranks              its owner                 all
+//   all_to_all       ranks              its owner                 each another part of it
+//   broadcast        all but the root   the root                  all but the root
+enum class Collective : uint8_t { all_reduce, reduce_scatter, all_gather, all_to_all, broadcast };
+constexpr uint8_t kCollectives = 5;
+
 // What all ranks must agree on.
 struct Shape {
-  uint64_t count = 0;  // elements
+  uint64_t count = 0;  // elements, of all shares; 0 for all_to_all, where ranks differ
   Dtype dtype = Dtype::float32, wire = Dtype::float32;
   Op op = Op::sum;
   uint8_t algorithm = 0;
+  Collective collective = Collective::all_reduce;
+  uint32_t root = 0;
 
+  // Whether owners send from the caller's memory, and reduce nothing.
+  bool direct() const { return collective == Collective::all_gather || collective == Collective::all_to_all; }
   bool operator==(const Shape&) const = default;
   uint64_t wire_bytes() const { return count * bytes_of(wire); }
   std::string text() const;
@@ -108,8 +127,11 @@ struct Open {
   uint64_t share_bytes;  // of the owner that this is sent to
   uint8_t dtype, wire, op, algorithm;
   uint32_t completed;
+  uint8_t collective;
+  uint8_t reserved[3];
+  uint32_t root;
 };
-static_assert(sizeof(Open) == 24);
+static_assert(sizeof(Open) == 32);
 
 // Why a group is over. The kinds are those of the Python errors.
 enum class FaultKind : uint32_t { none, rank_lost, reducer_lost, timed_out, disagree, protocol, aborted, closed };
@@ -163,7 +185,7 @@ inline WireHeader frame_of(FrameKind kind, uint64_t operation, uint64_t offset, 
 inline void check(const WireHeader& header) {
   const auto kind = static_cast<FrameKind>(header.kind);
   if (header.magic != kCollectiveMagic || header.reserved != 0 || (header.settled != 0 && kind != FrameKind::result) ||
-      kind < FrameKind::open || kind > FrameKind::bye) {
+      kind < FrameKind::open || kind > FrameKind::credit || (kind == FrameKind::credit && header.bytes != 0)) {
     fail(ErrorKind::frame, "it sent what is not a frame");
   }
   const bool data = kind == FrameKind::part || kind == FrameKind::result || kind == FrameKind::ring;
@@ -186,5 +208,6 @@ Fault fault_from(std::span<const std::byte> bytes);  // throws frame
 std::vector<std::byte> members_bytes(uint64_t bytes, uint64_t of, const std::vector<uint32_t>& members);
 std::vector<uint32_t> members_from(std::span<const std::byte> payload, uint64_t* bytes, uint64_t* of);
 Shape shape_from(const Open& open);  // throws frame
+Open open_of(const Shape& shape, uint64_t share_bytes, uint64_t completed);
 
 }  // namespace geartrain

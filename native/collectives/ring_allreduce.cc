@@ -59,8 +59,7 @@ void RingAllreduce::begin(const std::shared_ptr<Work>& work) {
   forward(operation, &operation.sent, true, 0);
   forward(operation, &operation.received, false, 0);
   const uint64_t number = work->number;
-  host_.open_next(number, {shape.count, 0, static_cast<uint8_t>(shape.dtype), static_cast<uint8_t>(shape.wire),
-                           static_cast<uint8_t>(shape.op), shape.algorithm, 0});
+  host_.open_next(number, open_of(shape, 0, 0));
   host_.ring_for_next();
   compare(number, shape);
   // What came before.
@@ -176,6 +175,11 @@ void RingAllreduce::add(Operation& operation, std::span<const std::byte> payload
     }
   }
   forward(operation, &operation.received, false, count);
+}
+
+bool RingAllreduce::waits_for_next(uint64_t number) const {
+  const auto place = operations_.find(number);
+  return place != operations_.end() && place->second.work->shape.count != 0 && place->second.received.step == steps();
 }
 
 // --- sending --------------------------------------------------------------------------------------------------------

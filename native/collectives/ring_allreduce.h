@@ -56,9 +56,10 @@ class RingAllreduce {
   // For the next rank.
   bool next(OutFrame* frame);
 
-  // Whether an operation waits for the previous rank; whether it has been begun here at all.
-  bool waits(uint64_t operation) const { return operations_.contains(operation); }
+  // Whether an operation has been begun here at all; whether it has all that it receives and waits for the next rank,
+  // which takes nothing, and not for the previous one.
   bool begun(uint64_t operation) const { return operation < next_number_; }
+  bool waits_for_next(uint64_t operation) const;
   void clear() { operations_.clear(); }
 
  private:

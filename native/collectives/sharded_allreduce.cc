@@ -62,28 +62,74 @@ ShardedAllreduce::ShardedAllreduce(ChunkBufferPool& blocks, Host& host, std::vec
   }
 }
 
-std::pair<uint64_t, uint64_t> ShardedAllreduce::begin(const std::shared_ptr<Work>& work) {
+ShardedAllreduce::Own ShardedAllreduce::begin(const std::shared_ptr<Work>& work) {
   const Shape& shape = work->shape;
-  const std::vector<uint64_t> starts = divide_array(shape.count, shape.wire, shares_, work->number);
   Operation& operation = operations_.emplace_back();
   operation.work = work;
   operation.number = work->number;
   begun_ = work->number + 1;
   operation.base = stream_;
-  operation.bytes = shape.wire_bytes();
   operation.parts.resize(shares_.size());
-  stream_ += operation.bytes;
-  const bool whole = operation.bytes <= kWholeBytes;
-  for (size_t owner = 0; owner < shares_.size(); ++owner) {
-    Part& part = operation.parts[owner];
-    part.first = starts[owner];
-    part.bytes = (starts[owner + 1] - starts[owner]) * bytes_of(shape.wire);
-    // Every member with a share receives the open of every array that is divided, so that any disagreement is detected.
-    part.used = whole ? owner == whole_owner(shares_, work->number) : shares_[owner] > 0;
-    operation.left += part.used;
+  const auto size = static_cast<uint32_t>(shares_.size());
+  switch (shape.collective) {
+    case Collective::all_reduce:
+    case Collective::broadcast:
+      divide(&operation);
+      break;
+    case Collective::reduce_scatter:
+      for (uint32_t owner = 0; owner < size; ++owner) {
+        const Segment& sent = work->sends[owner];
+        operation.parts[owner] = {.from = sent.at, .bytes = sent.count * bytes_of(shape.dtype), .used = true};
+        operation.bytes += operation.parts[owner].bytes;
+      }
+      operation.parts[self_].to = work->out;
+      operation.parts[self_].back = operation.parts[self_].bytes;
+      break;
+    case Collective::all_gather:
+    case Collective::all_to_all: {
+      for (uint32_t owner = 0; owner < size; ++owner) {
+        const Segment& received = work->receives[owner];
+        operation.parts[owner] = {.to = received.at, .back = received.count * bytes_of(shape.dtype), .used = true};
+      }
+      const Segment& own = work->sends[work->sends.size() == 1 ? 0 : self_];
+      if (own.count != 0 && own.at != operation.parts[self_].to) {
+        std::memcpy(operation.parts[self_].to, own.at, own.count * bytes_of(shape.dtype));
+      }
+      break;
+    }
   }
-  if (self_ >= shares_.size() || !operation.parts[self_].used) return {1, 0};
-  return {starts[self_], starts[self_ + 1]};
+  stream_ += operation.bytes;
+  for (const Part& part : operation.parts) operation.left += part.used;
+  if (self_ >= shares_.size() || !operation.parts[self_].used) return {};
+  const Part& own = operation.parts[self_];
+  return {true, own.from, std::max(own.bytes, own.back)};
+}
+
+// The shares of an array that has one place on every rank.
+void ShardedAllreduce::divide(Operation* operation) const {
+  const Work& work = *operation->work;
+  const Shape& shape = work.shape;
+  const bool relayed = shape.collective == Collective::broadcast;
+  const bool sends = !relayed || shape.root == self_, receives = !relayed || shape.root != self_;
+  // The root sends every byte once, and all others pass on what they get.
+  std::vector<double> shares = shares_;
+  if (relayed) {
+    std::fill(shares.begin(), shares.end(), 1.0);
+    shares[shape.root] = 0;
+  }
+  const std::vector<uint64_t> starts = divide_array(shape.count, shape.wire, shares, work.number);
+  operation->bytes = sends ? shape.wire_bytes() : 0;
+  const bool whole = shape.wire_bytes() <= kWholeBytes;
+  for (size_t owner = 0; owner < shares.size(); ++owner) {
+    Part& part = operation->parts[owner];
+    const uint64_t bytes = (starts[owner + 1] - starts[owner]) * bytes_of(shape.wire);
+    part.from = work.in + starts[owner] * bytes_of(shape.dtype);
+    part.to = work.out + starts[owner] * bytes_of(shape.dtype);
+    part.bytes = sends ? bytes : 0;
+    part.back = receives ? bytes : 0;
+    // Every member with a share receives the open of every array that is divided, so that any disagreement is detected.
+    part.used = whole ? owner == whole_owner(shares, work.number) : shares[owner] > 0;
+  }
 }
 
 void ShardedAllreduce::start() {
@@ -105,8 +151,9 @@ uint64_t ShardedAllreduce::returned() const {
 
 // How much of a part may have been sent by now.
 uint64_t ShardedAllreduce::limit(const Operation& operation, const Part& part) const {
+  if (part.bytes == 0) return 0;
   const uint64_t until = returned() + window_.bytes();
-  if (until <= operation.base && operation.bytes != 0) return 0;
+  if (until <= operation.base) return 0;
   if (until >= operation.base + operation.bytes) return part.bytes;
   const double fraction = static_cast<double>(until - operation.base) / static_cast<double>(operation.bytes);
   const auto bytes = static_cast<uint64_t>(fraction * static_cast<double>(part.bytes));
@@ -139,9 +186,7 @@ bool ShardedAllreduce::next(uint32_t owner, OutFrame* frame) {
         sample_.held_up = true;
         return false;
       }
-      host_.open(owner, operation.number,
-                 {shape.count, part.bytes, static_cast<uint8_t>(shape.dtype), static_cast<uint8_t>(shape.wire),
-                  static_cast<uint8_t>(shape.op), shape.algorithm, static_cast<uint32_t>(completed())});
+      host_.open(owner, operation.number, open_of(shape, std::max(part.bytes, part.back), completed()));
       part.opened = true;
       if (part.bytes == 0) continue;
     }
@@ -151,8 +196,7 @@ bool ShardedAllreduce::next(uint32_t owner, OutFrame* frame) {
     }
     const uint64_t bytes = std::min(chunk_, part.bytes - part.sent);
     frame->header = frame_of(FrameKind::part, operation.number, part.sent, bytes);
-    const uint64_t element = part.first + part.sent / bytes_of(shape.wire);
-    frame->data = operation.work->in + element * bytes_of(shape.dtype);
+    frame->data = part.from + part.sent / bytes_of(shape.wire) * bytes_of(shape.dtype);
     if (shape.wire != shape.dtype) {
       frame->hold = ChunkBufferRef(blocks_);
       convert(shape.dtype, frame->data, shape.wire, frame->hold.data(), bytes / bytes_of(shape.wire));
@@ -182,7 +226,8 @@ std::span<std::byte> ShardedAllreduce::room(uint32_t owner, const WireHeader& re
   }
   const Part& part = operation->parts[owner];
   const Shape& shape = operation->work->shape;
-  if (result.offset != part.got || result.bytes > part.sent - part.got || (result.bytes == 0 && part.bytes != 0) ||
+  const uint64_t most = part.back == 0 ? 0 : (part.bytes == 0 ? part.back : part.sent) - part.got;
+  if (result.offset != part.got || result.bytes > most || (result.bytes == 0 && (part.bytes | part.back) != 0) ||
       result.bytes % bytes_of(shape.wire) != 0) {
     fail(ErrorKind::frame, "it sent ", result.bytes, " bytes of a result at ", result.offset, ", where ", part.got,
          " was next");
@@ -191,16 +236,15 @@ std::span<std::byte> ShardedAllreduce::room(uint32_t owner, const WireHeader& re
     if (!staging_) staging_ = ChunkBufferRef(blocks_);
     return {staging_.data(), result.bytes};
   }
-  return {operation->work->out + part.first * bytes_of(shape.dtype) + part.got, result.bytes};
+  return {part.to + part.got, result.bytes};
 }
 
 void ShardedAllreduce::took(uint32_t owner, const WireHeader& result, std::span<std::byte> payload) {
   Operation& operation = *find(result.operation);
   const Shape& shape = operation.work->shape;
   if (shape.wire != shape.dtype) {
-    const uint64_t element = operation.parts[owner].first + result.offset / bytes_of(shape.wire);
-    convert(shape.wire, payload.data(), shape.dtype, operation.work->out + element * bytes_of(shape.dtype),
-            payload.size() / bytes_of(shape.wire));
+    std::byte* const to = operation.parts[owner].to + result.offset / bytes_of(shape.wire) * bytes_of(shape.dtype);
+    convert(shape.wire, payload.data(), shape.dtype, to, payload.size() / bytes_of(shape.wire));
   }
   settled_ = std::max(settled_, result.settled);
   gained(operation, owner, payload.size());
@@ -209,10 +253,24 @@ void ShardedAllreduce::took(uint32_t owner, const WireHeader& result, std::span<
 void ShardedAllreduce::deliver(uint64_t number, uint64_t offset, std::span<const std::byte> result) {
   Operation& operation = *find(number);
   const Shape& shape = operation.work->shape;
-  const uint64_t element = operation.parts[self_].first + offset / bytes_of(shape.wire);
-  convert(shape.wire, result.data(), shape.dtype, operation.work->out + element * bytes_of(shape.dtype),
-          result.size() / bytes_of(shape.wire));
+  std::byte* const to = operation.parts[self_].to + offset / bytes_of(shape.wire) * bytes_of(shape.dtype);
+  convert(shape.wire, result.data(), shape.dtype, to, result.size() / bytes_of(shape.wire));
   gained(operation, self_, result.size());
+}
+
+void ShardedAllreduce::took_credit(uint32_t owner, const WireHeader& credit) {
+  Operation* const operation = find(credit.operation);
+  if (operation == nullptr || owner >= operation->parts.size() || operation->parts[owner].done ||
+      operation->parts[owner].back != 0 || credit.offset <= operation->parts[owner].got ||
+      credit.offset > operation->parts[owner].sent) {
+    fail(ErrorKind::frame, "it sent a credit of operation ", credit.operation, ", which is not expected");
+  }
+  gained(*operation, owner, credit.offset - operation->parts[owner].got);
+}
+
+void ShardedAllreduce::served(uint64_t number) {
+  Operation& operation = *find(number);
+  done(operation, operation.parts[self_]);
 }
 
 void ShardedAllreduce::gained(Operation& operation, uint32_t owner, uint64_t bytes) {
@@ -220,15 +278,16 @@ void ShardedAllreduce::gained(Operation& operation, uint32_t owner, uint64_t byt
   part.got += bytes;
   delivered_ += bytes;
   finish_sample(operation, owner, part.got);
-  if (part.got == part.bytes) {
-    part.done = true;
-    if (--operation.left == 0) {
-      const std::shared_ptr<Work> work = std::move(operation.work);
-      while (!operations_.empty() && operations_.front().left == 0) operations_.pop_front();
-      host_.completed(work);
-    }
-  }
+  if (part.got == std::max(part.bytes, part.back)) done(operation, part);
   start();
+}
+
+void ShardedAllreduce::done(Operation& operation, Part& part) {
+  part.done = true;
+  if (--operation.left != 0) return;
+  const std::shared_ptr<Work> work = std::move(operation.work);
+  while (!operations_.empty() && operations_.front().left == 0) operations_.pop_front();
+  host_.completed(work);
 }
 
 std::vector<uint32_t> ShardedAllreduce::incomplete(uint64_t number) const {
@@ -248,7 +307,7 @@ bool ShardedAllreduce::owes(uint32_t owner, uint64_t* number, uint64_t* bytes, u
     if (!part.used || part.done || operation.left == 0) continue;
     *number = operation.number;
     *bytes = part.got;
-    *of = part.bytes;
+    *of = std::max(part.bytes, part.back);
     return true;
   }
   return false;

@@ -51,8 +51,13 @@ class ShardedAllreduce {
   ShardedAllreduce(ChunkBufferPool& blocks, Host& host, std::vector<double> shares, uint32_t self,
                    uint64_t window_bytes);
 
-  // Begins an operation and returns its own share: [first, last) of the elements, which the caller passes to its owner.
-  std::pair<uint64_t, uint64_t> begin(const std::shared_ptr<Work>& work);
+  // Begins an operation. What there is to be done at this rank itself as an owner is passed on by the caller.
+  struct Own {
+    bool used = false;
+    const std::byte* numbers = nullptr;
+    uint64_t bytes = 0;  // on the wire
+  };
+  Own begin(const std::shared_ptr<Work>& work);
   // Announces it to the other owners; after the caller's own share was passed on.
   void start();
   bool next(uint32_t owner, OutFrame* frame);
@@ -60,6 +65,9 @@ class ShardedAllreduce {
   std::span<std::byte> room(uint32_t owner, const WireHeader& result);
   void took(uint32_t owner, const WireHeader& result, std::span<std::byte> payload);
   void deliver(uint64_t operation, uint64_t offset, std::span<const std::byte> result);  // of this rank's own share
+  // An owner is done with a share up to there, and this rank gets no result of it. Throws frame.
+  void took_credit(uint32_t owner, const WireHeader& credit);
+  void served(uint64_t operation);  // all ranks have what they get from this one's memory
 
   // Owners that have not returned all of an operation, for diagnosis.
   std::vector<uint32_t> incomplete(uint64_t operation) const;
@@ -73,20 +81,23 @@ class ShardedAllreduce {
 
  private:
   struct Part {
-    uint64_t first = 0;  // element
-    uint64_t bytes = 0;  // on the wire
-    uint64_t sent = 0, got = 0;
+    const std::byte* from = nullptr;
+    std::byte* to = nullptr;
+    uint64_t bytes = 0, back = 0;  // on the wire: to be sent, and of results
+    uint64_t sent = 0, got = 0;    // of results, or else credits
     bool used = false, opened = false, done = false;
   };
   struct Operation {
     std::shared_ptr<Work> work;
     uint64_t number = 0;
-    uint64_t base = 0, bytes = 0;  // in the stream of all operations
+    uint64_t base = 0, bytes = 0;  // in the stream of all that is sent
     std::vector<Part> parts;       // by owner
     uint32_t left = 0;             // parts that are not done
   };
 
+  void divide(Operation* operation) const;
   Operation* find(uint64_t number);
+  void done(Operation& operation, Part& part);
   uint64_t returned() const;
   uint64_t limit(const Operation& operation, const Part& part) const;
   void gained(Operation& operation, uint32_t owner, uint64_t bytes);

@@ -1,6 +1,8 @@
 #include "collectives/share_owner.h"
 
 #include <algorithm>
+#include <string>
+#include <utility>
 
 namespace geartrain {
 namespace {
@@ -19,7 +21,8 @@ ShareOwner::ShareOwner(ChunkBufferPool& blocks, Host& host, uint32_t world, uint
       window_bytes_(window_bytes),
       next_open_(world),
       completed_(world),
-      held_(world) {}
+      held_(world),
+      unflushed_(world) {}
 
 // --- receiving ------------------------------------------------------------------------------------------------------
 
@@ -35,7 +38,8 @@ ShareOwner::Place ShareOwner::find_or_make(uint32_t rank, uint64_t number, const
     operation.inputs.resize(world_);
     operation.sent.resize(world_);
     operation.ended.resize(world_);
-  } else if (operation.shape != shape || operation.share_bytes != share_bytes) {
+  } else if (operation.shape != shape ||
+             (operation.share_bytes != share_bytes && shape.collective != Collective::all_to_all)) {
     host_.disagree(disagreement(number, rank, shape, operation.first_rank, operation.shape),
                    {std::min(rank, operation.first_rank), std::max(rank, operation.first_rank)});
     return operations_.end();
@@ -47,15 +51,23 @@ ShareOwner::Place ShareOwner::find_or_make(uint32_t rank, uint64_t number, const
 
 void ShareOwner::open(uint32_t rank, uint64_t number, const Open& open) {
   const Shape shape = shape_from(open);
+  if (shape.collective != Collective::all_reduce && (self_ == kNoRank || shape.root >= world_)) {
+    fail(ErrorKind::frame, "it opened an operation that is not made here");
+  }
   if (number < next_open_[rank]) fail(ErrorKind::frame, "it opened operation ", number, " twice");
-  if (open.share_bytes > shape.wire_bytes() || open.share_bytes % bytes_of(shape.wire) != 0) {
+  if ((open.share_bytes > shape.wire_bytes() && shape.collective != Collective::all_to_all) ||
+      open.share_bytes % bytes_of(shape.wire) != 0) {
     fail(ErrorKind::frame, "it opened an operation with a share of ", open.share_bytes, " bytes");
   }
   if (operations_.size() >= kMostOperations) fail(ErrorKind::frame, "it opened too many operations");
   next_open_[rank] = number + 1;
   completed_[rank] = open.completed;
   const Place place = find_or_make(rank, number, shape, open.share_bytes);
-  if (place != operations_.end()) advance(place);
+  if (place == operations_.end()) return;
+  if (!shape.direct()) return advance(place);
+  place->second.wanted.resize(world_);
+  place->second.wanted[rank] = open.share_bytes;
+  if (place->second.opened[self_] && agrees(number, place->second, rank)) host_.results_for(rank);
 }
 
 void ShareOwner::open_local(uint64_t number, const Shape& shape, uint64_t share_bytes, const std::byte* numbers,
@@ -68,12 +80,51 @@ void ShareOwner::open_local(uint64_t number, const Shape& shape, uint64_t share_
   advance(place);
 }
 
+void ShareOwner::send_local(uint64_t number, const Shape& shape, std::vector<Segment> sends, uint64_t completed) {
+  completed_[self_] = static_cast<uint32_t>(completed);
+  const Place place = find_or_make(self_, number, shape, sends[self_].count * bytes_of(shape.dtype));
+  if (place == operations_.end()) return;
+  Operation& operation = place->second;
+  operation.sends = std::move(sends);
+  operation.wanted.resize(world_);
+  std::vector<uint32_t> waiting;
+  for (uint32_t rank = 0; rank < world_; ++rank) {
+    if (rank == self_ || !operation.opened[rank]) continue;
+    if (!agrees(number, operation, rank)) return;
+    waiting.push_back(rank);
+  }
+  if (world_ == 1) {
+    operations_.erase(place);
+    ++done_;
+    return host_.served(number);
+  }
+  for (const uint32_t rank : waiting) host_.results_for(rank);
+}
+
+// Whether a rank expects as much as there is for it.
+bool ShareOwner::agrees(uint64_t number, const Operation& operation, uint32_t rank) {
+  const uint64_t size = bytes_of(operation.shape.dtype), there = operation.sends[rank].count;
+  if (operation.wanted[rank] == there * size) return true;
+  Shape here = operation.shape, wanted = operation.shape;
+  here.count = there;
+  wanted.count = operation.wanted[rank] / size;
+  host_.disagree("ranks disagree at operation " + std::to_string(number) + " (" + operation.shape.text() + "): rank " +
+                     std::to_string(rank) + " expects " + std::to_string(wanted.count) + " elements of rank " +
+                     std::to_string(self_) + ", which has " + std::to_string(there) + " for it",
+                 {std::min(rank, self_), std::max(rank, self_)});
+  return false;
+}
+
 std::span<std::byte> ShareOwner::room(uint32_t rank, const WireHeader& part) {
   const auto place = operations_.find(part.operation);
   if (place == operations_.end() || !place->second.opened[rank]) {
     fail(ErrorKind::frame, "it sent a part of operation ", part.operation, ", which it has not opened");
   }
   Operation& operation = place->second;
+  if (operation.shape.direct() ||
+      (operation.shape.collective == Collective::broadcast && rank != operation.shape.root)) {
+    fail(ErrorKind::frame, "it sent a part of operation ", part.operation, ", to which it does not contribute");
+  }
   const uint64_t at = operation.received[rank];
   if (part.offset != at || part.bytes == 0 || part.bytes > operation.share_bytes - at ||
       at % chunk_ + part.bytes > chunk_ || part.bytes % bytes_of(operation.shape.wire) != 0) {
@@ -93,14 +144,18 @@ void ShareOwner::took(uint32_t rank, const WireHeader& part) {
   if (operation.received[rank] % chunk_ == 0 || operation.received[rank] == operation.share_bytes) advance(place);
 }
 
-// --- sending --------------------------------------------------------------------------------------------------------
+// --- reducing -------------------------------------------------------------------------------------------------------
 
 // Reduces every chunk that has arrived from all.
 void ShareOwner::advance(Place place) {
   Operation& operation = place->second;
-  if (operation.open_count < world_) return;
   const uint64_t number = place->first, size = operation.share_bytes;
-  const uint64_t there = *std::min_element(operation.received.begin(), operation.received.end());
+  const bool relayed = operation.shape.collective == Collective::broadcast && size != 0;
+  const uint32_t root = operation.shape.root;
+  // Recipients of what is relayed may come later.
+  if (relayed ? !operation.opened[self_] || !operation.opened[root] : operation.open_count < world_) return;
+  const uint64_t there =
+      relayed ? operation.received[root] : *std::min_element(operation.received.begin(), operation.received.end());
   bool any = false;
   while (operation.reduced < size && there >= std::min(size, operation.reduced + chunk_)) {
     reduce_chunk(number, operation, std::min(chunk_, size - operation.reduced));
@@ -110,7 +165,15 @@ void ShareOwner::advance(Place place) {
     operation.empty_done = any = true;
     if (self_ != kNoRank) host_.deliver(number, 0, {});
   }
-  if (!any) return;
+  if (!any) {
+    // It may be a recipient that has come.
+    if (relayed && operation.reduced != 0) {
+      for (uint32_t rank = 0; rank < world_; ++rank) {
+        if (rank != self_) host_.results_for(rank);
+      }
+    }
+    return;
+  }
   const bool over = operation.reduced == size;
   for (uint32_t rank = 0; rank < world_; ++rank) {
     if (rank != self_) host_.results_for(rank);
@@ -125,41 +188,54 @@ void ShareOwner::advance(Place place) {
 void ShareOwner::reduce_chunk(uint64_t number, Operation& operation, uint64_t bytes) {
   const Shape& shape = operation.shape;
   const uint64_t at = operation.reduced, count = bytes / bytes_of(shape.wire);
-  ChunkBufferRef own;
-  std::vector<const std::byte*> inputs(world_);
-  for (uint32_t rank = 0; rank < world_; ++rank) {
-    if (rank != self_) {
-      inputs[rank] = operation.inputs[rank].front().data();
-      continue;
+  ChunkBufferRef result;
+  if (shape.collective == Collective::broadcast) {
+    result = std::move(operation.inputs[shape.root].front());
+    operation.inputs[shape.root].pop_front();
+  } else {
+    ChunkBufferRef own;
+    std::vector<const std::byte*> inputs(world_);
+    for (uint32_t rank = 0; rank < world_; ++rank) {
+      if (rank != self_) {
+        inputs[rank] = operation.inputs[rank].front().data();
+        continue;
+      }
+      inputs[rank] = operation.local + at / bytes_of(shape.wire) * bytes_of(shape.dtype);
+      if (shape.wire == shape.dtype) continue;
+      own = ChunkBufferRef(blocks_);  // this rank's own numbers are rounded like all others
+      convert(shape.dtype, inputs[rank], shape.wire, own.data(), count);
+      inputs[rank] = own.data();
     }
-    inputs[rank] = operation.local + at / bytes_of(shape.wire) * bytes_of(shape.dtype);
-    if (shape.wire == shape.dtype) continue;
-    own = ChunkBufferRef(blocks_);  // this rank's own numbers are rounded like all others
-    convert(shape.dtype, inputs[rank], shape.wire, own.data(), count);
-    inputs[rank] = own.data();
-  }
-  ChunkBufferRef result(blocks_);
-  reduce(shape.op, shape.wire, inputs, result.data(), count);
-  for (uint32_t rank = 0; rank < world_; ++rank) {
-    if (rank == self_) continue;
-    operation.inputs[rank].pop_front();
-    held_[rank] -= bytes;
+    result = ChunkBufferRef(blocks_);
+    reduce(shape.op, shape.wire, inputs, result.data(), count);
+    for (uint32_t rank = 0; rank < world_; ++rank) {
+      if (rank == self_) continue;
+      operation.inputs[rank].pop_front();
+      held_[rank] -= bytes;
+    }
+    reduced_bytes_ += bytes * world_;
   }
   operation.reduced += bytes;
-  reduced_bytes_ += bytes * world_;
-  if (world_ > 1 || self_ == kNoRank) {
+  if (shape.collective != Collective::reduce_scatter && (world_ > 1 || self_ == kNoRank)) {
     operation.results.push_back(result);
   } else {
     operation.results_from += chunk_;
   }
+  if (shape.collective == Collective::broadcast) forget_sent(operation);  // there may be no recipients
   // Last: the receiver may request the next piece at once.
   if (self_ != kNoRank) host_.deliver(number, at, {result.data(), bytes});
 }
+
+// --- sending --------------------------------------------------------------------------------------------------------
 
 bool ShareOwner::next(uint32_t rank, OutFrame* frame) {
   for (auto place = operations_.begin(); place != operations_.end(); ++place) {
     Operation& operation = place->second;
     if (operation.ended[rank]) continue;
+    if (operation.shape.direct()) {
+      if (next_local(place, rank, frame)) return true;
+      continue;
+    }
     const uint64_t at = operation.sent[rank];
     if (operation.share_bytes == 0) {
       if (!operation.empty_done) continue;
@@ -168,69 +244,143 @@ bool ShareOwner::next(uint32_t rank, OutFrame* frame) {
       end(place, rank);
       return true;
     }
-    if (at == operation.reduced) continue;
+    if (gets_credit(operation, rank)) {
+      const uint64_t now = credit(operation);
+      if (now == at || !operation.opened[rank]) continue;
+      *frame = {frame_of(FrameKind::credit, place->first, now, 0), nullptr, {}};
+      operation.sent[rank] = now;
+      if (now == operation.share_bytes) end(place, rank);
+      return true;
+    }
+    if (at == operation.reduced || !operation.opened[rank]) continue;
     const uint64_t bytes = std::min(chunk_, operation.share_bytes - at);
     ChunkBufferRef& block = operation.results[(at - operation.results_from) / chunk_];
     *frame = {frame_of(FrameKind::result, place->first, at, bytes), block.data(), block};
     frame->header.settled = settled();
     operation.sent[rank] += bytes;
-    if (operation.sent[rank] == operation.share_bytes) {
-      end(place, rank);
-    } else {
-      forget_sent(operation);
-    }
+    const bool relayed = operation.shape.collective == Collective::broadcast;
+    const uint32_t root = operation.shape.root;
+    const bool forgotten = (relayed || operation.sent[rank] != operation.share_bytes) && forget_sent(operation);
+    if (operation.sent[rank] == operation.share_bytes) end(place, rank);
+    if (relayed && forgotten) host_.results_for(root);
     return true;
   }
   return false;
+}
+
+// From the caller's memory, to a rank that has opened the operation.
+bool ShareOwner::next_local(Place place, uint32_t rank, OutFrame* frame) {
+  Operation& operation = place->second;
+  if (!operation.opened[self_] || !operation.opened[rank]) return false;
+  const uint64_t at = operation.sent[rank], all = operation.wanted[rank];
+  if (at == all && operation.received[rank] != 0) return false;  // taken, and not flushed
+  const uint64_t bytes = std::min(chunk_, all - at);
+  *frame = {frame_of(FrameKind::result, place->first, at, bytes), operation.sends[rank].at + at, {}};
+  frame->header.settled = settled();
+  operation.sent[rank] += bytes;
+  if (operation.sent[rank] == all) {
+    operation.received[rank] = 1;
+    unflushed_[rank].push_back(place->first);
+  }
+  return true;
+}
+
+void ShareOwner::flushed(uint32_t rank) {
+  if (unflushed_[rank].empty()) return;
+  const std::vector<uint64_t> over = std::exchange(unflushed_[rank], {});
+  for (const uint64_t number : over) {
+    const Place place = operations_.find(number);
+    if (place != operations_.end()) end(place, rank);
+  }
+}
+
+bool ShareOwner::gets_credit(const Operation& operation, uint32_t rank) const {
+  const Shape& shape = operation.shape;
+  return shape.collective == Collective::reduce_scatter ||
+         (shape.collective == Collective::broadcast && rank == shape.root);
+}
+
+// How much of a share is done with: for a relay, what all recipients have taken.
+uint64_t ShareOwner::credit(const Operation& operation) const {
+  if (operation.shape.collective == Collective::reduce_scatter) return operation.reduced;
+  return std::min(operation.results_from, operation.reduced);
 }
 
 uint32_t ShareOwner::settled() const {
   return *std::min_element(completed_.begin(), completed_.end());
 }
 
-void ShareOwner::forget_sent(Operation& operation) {
+// Drops results that every rank has taken. True when there were some.
+bool ShareOwner::forget_sent(Operation& operation) {
+  const bool relayed = operation.shape.collective == Collective::broadcast;
   uint64_t least = operation.reduced;
   for (uint32_t rank = 0; rank < world_; ++rank) {
-    if (rank != self_) least = std::min(least, operation.sent[rank]);
+    if (rank != self_ && !gets_credit(operation, rank)) least = std::min(least, operation.sent[rank]);
   }
-  while (!operation.results.empty() && operation.results_from + chunk_ <= least) {
+  bool any = false;
+  while (!operation.results.empty() && std::min(operation.results_from + chunk_, operation.share_bytes) <= least) {
+    if (relayed) {
+      held_[operation.shape.root] -= std::min(chunk_, operation.share_bytes - operation.results_from);
+    }
     operation.results.pop_front();
     operation.results_from += chunk_;
+    any = true;
   }
+  return any;
 }
 
 void ShareOwner::end(Place place, uint32_t rank) {
   Operation& operation = place->second;
   operation.ended[rank] = true;
-  if (++operation.end_count < world_) return;
+  ++operation.end_count;
+  const bool direct = operation.shape.direct();
+  if (operation.end_count + direct < world_) return;
   ++done_;
+  const uint64_t number = place->first;
   operations_.erase(place);
+  if (direct) host_.served(number);
 }
 
 // --- diagnosis ------------------------------------------------------------------------------------------------------
 
+// The bytes that an operation waits for a rank to send or to take. One that has not even opened it is behind all
+// others.
+uint64_t ShareOwner::missing(const Operation& operation, uint32_t rank) const {
+  if (!operation.opened[rank]) return ~uint64_t{0};
+  if (operation.shape.direct()) {
+    // What it has opened and this rank has not begun waits for this rank.
+    return rank == self_ || operation.ended[rank] || !operation.opened[self_]
+               ? 0
+               : operation.wanted[rank] - operation.sent[rank] + 1;
+  }
+  if (operation.shape.collective == Collective::broadcast && rank != operation.shape.root) {
+    return rank == self_ ? 0 : operation.reduced - operation.sent[rank];
+  }
+  return operation.share_bytes - operation.received[rank];
+}
+
 std::vector<uint32_t> ShareOwner::least_advanced(uint64_t number, uint64_t* bytes, uint64_t* of) const {
-  std::vector<uint32_t> ranks;
-  const auto place = operations_.find(number);
   *bytes = *of = 0;
-  if (place == operations_.end()) {
-    // No rank has opened it here, or it is over: a rank that queries it can only wait for what is in flight.
+  // Ranks take one operation after the other: who is behind in an earlier one holds up this one too.
+  for (const auto& [at, operation] : operations_) {
+    if (at > number) break;
+    uint64_t most = 0;
+    for (uint32_t rank = 0; rank < world_; ++rank) most = std::max(most, missing(operation, rank));
+    if (most == 0) continue;  // all is there
+    std::vector<uint32_t> ranks;
     for (uint32_t rank = 0; rank < world_; ++rank) {
-      if (rank != self_ && next_open_[rank] <= number) ranks.push_back(rank);
+      if (missing(operation, rank) == most) ranks.push_back(rank);
     }
+    *bytes = operation.share_bytes - std::min(most, operation.share_bytes);
+    *of = operation.share_bytes;
     return ranks;
   }
-  const Operation& operation = place->second;
-  *of = operation.share_bytes;
-  // A rank that has not even opened it is behind those that have sent nothing yet.
-  const auto progress = [&](uint32_t rank) { return operation.opened[rank] ? operation.received[rank] + 1 : 0; };
-  uint64_t least = ~uint64_t{0};
-  for (uint32_t rank = 0; rank < world_; ++rank) least = std::min(least, progress(rank));
-  if (least == operation.share_bytes + 1) return ranks;  // all is there
+  std::vector<uint32_t> ranks;
+  if (operations_.contains(number)) return ranks;
+  // No rank has opened it here, or it is over: a rank that queries it can only wait for what is in flight.
   for (uint32_t rank = 0; rank < world_; ++rank) {
-    if (progress(rank) == least) ranks.push_back(rank);
+    if (rank != self_ && next_open_[rank] <= number) ranks.push_back(rank);
   }
-  *bytes = least == 0 ? 0 : least - 1;
   return ranks;
 }
 
@@ -238,7 +388,7 @@ bool ShareOwner::involves(uint32_t rank, uint64_t* number, uint64_t* bytes, uint
   for (const auto& [at, operation] : operations_) {
     if (operation.ended[rank] || (!operation.opened[rank] && operation.open_count == 0)) continue;
     *number = at;
-    *bytes = operation.received[rank];
+    *bytes = operation.shape.direct() ? operation.sent[rank] : operation.received[rank];
     *of = operation.share_bytes;
     return true;
   }

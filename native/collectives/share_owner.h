@@ -6,7 +6,15 @@
 // it got, so an owner holds a window of every rank and not their arrays; anything beyond is refused.
 //
 // A rank that owns a share passes its own numbers by address (open_local), without a copy, and gets its results by
-// Host::deliver. One thread, the loop's.
+// Host::deliver.
+//
+// Other collectives than all_reduce are the same with fewer contributors or fewer recipients (protocol.h: Collective).
+// Who contributes and gets no result gets credits, by which it knows how far it may run ahead. An owner that passes on
+// one rank's numbers, a relay, gives credit for what all recipients have taken. An owner that is the only contributor
+// holds nothing: it sends from the caller's memory (send_local) to each rank that has opened the operation, and has
+// served them once all frames are written (flushed).
+//
+// One thread, the loop's.
 #pragma once
 
 #include <deque>
@@ -18,6 +26,7 @@
 #include "collectives/chunk_buffer.h"
 #include "collectives/peer.h"
 #include "collectives/protocol.h"
+#include "collectives/work.h"
 
 namespace geartrain {
 
@@ -29,6 +38,7 @@ class ShareOwner {
     virtual void results_for(uint32_t rank) = 0;  // next() has something for it
     virtual void deliver(uint64_t operation, uint64_t offset,
                          std::span<const std::byte> result) = 0;  // to this rank itself
+    virtual void served([[maybe_unused]] uint64_t operation) {}   // all that send_local() was given has been sent
     virtual void disagree(const std::string& text, std::vector<uint32_t> ranks) = 0;
   };
   // `self` is the owner's own rank, or kNoRank. `window_bytes` is what a rank may have here and not yet reduced.
@@ -43,10 +53,15 @@ class ShareOwner {
   void open_local(uint64_t operation, const Shape& shape, uint64_t share_bytes, const std::byte* numbers,
                   uint64_t completed);
 
+  // This rank's numbers for each of the ranks, which stay unchanged until they were served.
+  void send_local(uint64_t operation, const Shape& shape, std::vector<Segment> sends, uint64_t completed);
+  // All frames that next() has given for a rank have been written.
+  void flushed(uint32_t rank);
+
   // The next piece of a result for a rank. False when there is none now.
   bool next(uint32_t rank, OutFrame* frame);
 
-  // The ranks that an operation waits for: those that have sent the least.
+  // The ranks that an operation waits for: those that have sent the least, of it or of an earlier one.
   std::vector<uint32_t> least_advanced(uint64_t operation, uint64_t* bytes, uint64_t* of) const;
   // The first operation that some rank has begun and that is not over, or a number beyond all.
   uint64_t oldest() const { return operations_.empty() ? ~uint64_t{0} : operations_.begin()->first; }
@@ -69,6 +84,8 @@ class ShareOwner {
     std::vector<uint64_t> received;                  // by rank: bytes, from the start of the share
     std::vector<std::deque<ChunkBufferRef>> inputs;  // by rank: chunks from `reduced` on
     const std::byte* local = nullptr;
+    std::vector<Segment> sends;    // by rank, where the shape is direct
+    std::vector<uint64_t> wanted;  // by rank: bytes that it expects, where the shape is direct
     uint64_t reduced = 0;
     bool empty_done = false;             // an empty share: every rank has opened it
     std::deque<ChunkBufferRef> results;  // chunks from `results_from` on
@@ -83,7 +100,12 @@ class ShareOwner {
   void advance(Place place);
   void reduce_chunk(uint64_t number, Operation& operation, uint64_t bytes);
   void end(Place place, uint32_t rank);
-  void forget_sent(Operation& operation);
+  bool forget_sent(Operation& operation);
+  bool gets_credit(const Operation& operation, uint32_t rank) const;
+  uint64_t credit(const Operation& operation) const;
+  bool next_local(Place place, uint32_t rank, OutFrame* frame);
+  bool agrees(uint64_t number, const Operation& operation, uint32_t rank);
+  uint64_t missing(const Operation& operation, uint32_t rank) const;
   uint64_t held(uint32_t rank) const { return held_[rank]; }
 
   ChunkBufferPool& blocks_;
@@ -91,9 +113,10 @@ class ShareOwner {
   const uint32_t world_, self_;
   const uint64_t chunk_, window_bytes_;
   std::map<uint64_t, Operation> operations_;
-  std::vector<uint64_t> next_open_;  // by rank: no operation below this may be opened by it any more
-  std::vector<uint32_t> completed_;  // by rank: as last reported
-  std::vector<uint64_t> held_;       // by rank: bytes here and not yet reduced
+  std::vector<uint64_t> next_open_;               // by rank: no operation below this may be opened by it any more
+  std::vector<uint32_t> completed_;               // by rank: as last reported
+  std::vector<uint64_t> held_;                    // by rank: bytes here and not yet reduced, or relayed
+  std::vector<std::vector<uint64_t>> unflushed_;  // by rank: operations whose last frame was taken by next()
   uint64_t reduced_bytes_ = 0, done_ = 0;
 };
 

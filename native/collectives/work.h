@@ -5,12 +5,20 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <utility>
+#include <vector>
 
 #include "base/condition_variable.h"
 #include "collectives/protocol.h"
 #include "transport/transport.h"
 
 namespace geartrain {
+
+// One rank's part of an operation's numbers in the caller's memory.
+struct Segment {
+  std::byte* at = nullptr;
+  uint64_t count = 0;  // elements
+};
 
 class Work {
  public:
@@ -20,9 +28,17 @@ class Work {
         out(out),
         deadline(Deadline::after(timeout_s)),
         ask_ns(static_cast<uint64_t>(std::clamp(timeout_s / 3, 0.3, 2.0) * 1e9)) {}
+  // Every other collective than all_reduce: what goes to each rank, and what comes from each; or one of either.
+  Work(const Shape& shape, std::vector<Segment> sends, std::vector<Segment> receives, double timeout_s)
+      : Work(shape, sends.size() == 1 ? sends[0].at : nullptr, receives.size() == 1 ? receives[0].at : nullptr,
+             timeout_s) {
+    this->sends = std::move(sends);
+    this->receives = std::move(receives);
+  }
   const Shape shape;
   const std::byte* const in;  // read until a result for the same place has come
   std::byte* const out;       // may be `in`
+  std::vector<Segment> sends, receives;
   const Deadline deadline;
   const uint64_t ask_ns;  // how long before it the owners are queried
   uint64_t number = 0;    // the loop's, and fixed once it is done

@@ -66,8 +66,9 @@ BatchSampler::BatchSampler(Store& store, const Settings& settings)
     : store_(store),
       settings_(settings),
       from_{store.priority_tree(), store.bit_tree(), store.words(), store.status().data()} {
+  check(settings.window);
   if (!store.per_step() || settings.form != Form::random || settings.by != By::priority) return;
-  if (!settings.replacement || (settings.window == 0 && !settings.transitions)) {
+  if (!settings.replacement || (settings.window.length == 0 && !settings.transitions)) {
     fail(ErrorKind::schema, "the store has priorities of steps: draws by priority need replacement, and a window");
   }
   from_ = {store.step_tree(), store.bit_tree(), store.step_tree().leaves(), store.status().data(),
@@ -145,8 +146,13 @@ uint64_t BatchSampler::draw_round(const BatchArrays& out, const Step& step, uint
   }
   if (settings_.stratified) plan.strata = static_cast<uint32_t>(out.rows.size());
   if (settings_.over_steps) plan.max_steps = store_.header().max_length;
-  // The last step has none after it.
-  if (settings_.over_steps || draws_steps()) plan.need = settings_.transitions ? 1 : 0;
+  if (settings_.over_steps || draws_steps()) {
+    // The last step has none after it; a whole window needs as many as it is long.
+    const uint32_t need = settings_.transitions ? 1 : settings_.window.need();
+    const bool before = draws_steps() && !settings_.transitions && !settings_.window.from_first;
+    (before ? plan.skip : plan.need) = need;
+    if (settings_.over_steps && !settings_.transitions) plan.stride = settings_.window.stride;
+  }
   uint64_t failed = draw(from_, plan, numbers, draws);
   if (failed == 0) return 0;
   store_.reap();  // sums at odds with their leaves: somebody died in the middle of an update
@@ -208,14 +214,14 @@ uint64_t BatchSampler::gather(const BatchArrays& out, const DrawnRows& drawn, ui
   std::vector<uint8_t> taken(n);
   store_.count_samples(drawn.rows, drawn.generations, taken);
   std::vector<int32_t> ends;
-  if (settings_.window != 0) {
+  if (settings_.window.length != 0) {
     ends.resize(n);
     for (size_t i = 0; i < n; ++i) {
       ends[i] = static_cast<int32_t>(
           std::min(store_.status()[drawn.rows[i]].length.load(std::memory_order_relaxed), store_.header().max_length));
     }
     if (drawn.steps.empty()) {
-      draw_window_ends({settings_.seed, step, kWindowStream}, round, drawn.numbers, ends, ends);
+      place_windows(settings_.window, {settings_.seed, step, kWindowStream}, round, drawn.numbers, ends, ends);
     } else {
       // A length only grows, so that the step is there unless the row is another by now, and torn.
       for (size_t i = 0; i < n; ++i)
@@ -226,9 +232,10 @@ uint64_t BatchSampler::gather(const BatchArrays& out, const DrawnRows& drawn, ui
   request.rows = drawn.rows;
   request.generations = drawn.generations;
   request.fields = out.fields;
-  request.window = settings_.window;
+  request.window = settings_.window.length;
   request.pad_left = settings_.pad_left;
   request.ends = ends;
+  request.from_first = settings_.window.from_first;
   request.threads = settings_.threads;
   const size_t steps = out.mask.size() / std::max<size_t>(1, out.rows.size());
   std::vector<uint8_t> torn(whole ? 0 : n), mask(whole ? 0 : n * steps);

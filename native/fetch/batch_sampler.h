@@ -2,7 +2,7 @@
 // fields copied, and rows that were lost on the way drawn again, until all of them are whole.
 //
 // Every result is a function of the store's contents, the seed and the step: draws as selection/selection.h defines
-// them, windows as draw_window_ends does, lost rows under the next round's attempts.
+// them, windows as place_windows does, lost rows under the next round's attempts.
 //
 // Threads: any, each with batches of its own. Cost: that of the draw and of one copy of the batch; a few scratch
 // arrays of one entry a row.
@@ -15,6 +15,7 @@
 
 #include "fetch/fetch.h"
 #include "fetch/transitions.h"
+#include "fetch/windows.h"
 #include "selection/selection.h"
 
 namespace geartrain {
@@ -37,7 +38,7 @@ struct BatchArrays {
 };
 
 // Rows drawn by somebody else, which a BatchSampler is to copy: `numbers` are their places in the batch's part. `steps`
-// are the last steps of their windows, or those of their transitions; empty: drawn from kWindowStream.
+// are the anchors of their windows, or the steps of their transitions; empty: drawn from kWindowStream.
 struct DrawnRows {
   std::span<const uint32_t> numbers, rows, generations;
   std::span<const double> probability;
@@ -49,7 +50,7 @@ class BatchSampler {
   enum class Form : uint8_t { random, ordered };
 
   struct Settings {
-    uint32_t window = 0;  // steps; 0: whole rows
+    WindowPlan window;
     bool pad_left = true;
     unsigned threads = 1;
     uint64_t seed = 0;

@@ -69,7 +69,13 @@ class Gather {
     const uint32_t length = std::min(status.length.load(std::memory_order_acquire), store_.header().max_length);
     // The steps [start, start + count) of the row go to [at, at + count) of the batch.
     uint32_t start = 0, count = length, at = 0;
-    if (request_.window != 0 && length != 0) {
+    if (request_.window != 0 && request_.from_first && length != 0) {
+      if (!request_.ends.empty()) {
+        start = std::min(length - 1, static_cast<uint32_t>(std::max(0, request_.ends[i])));
+      }
+      count = std::min(steps_, length - start);
+      at = request_.pad_left ? steps_ - count : 0;
+    } else if (request_.window != 0 && length != 0) {
       uint32_t end = length - 1;
       if (!request_.ends.empty()) end = std::min(end, static_cast<uint32_t>(std::max(0, request_.ends[i])));
       count = std::min(steps_, end + 1);

@@ -234,7 +234,7 @@ class SampledBatch {
 class Sampler {
  public:
   Sampler(Store& store, const std::vector<uint32_t>& fields, const BatchSampler::Settings& settings)
-      : store_(store), fields_(fields), window_(settings.window), sampler_(store, settings) {
+      : store_(store), fields_(fields), window_(settings.window.length), sampler_(store, settings) {
     const TransitionView* view = sampler_.view();
     if (view != nullptr) view->check(store, fields);
     for (size_t i = 0; i < fields.size(); ++i) {
@@ -320,6 +320,28 @@ class Sampler {
   BatchSampler sampler_;
 };
 
+using WindowTuple = std::tuple<uint32_t, bool, bool, uint8_t>;  // stride, whole, from_first, at
+
+WindowPlan window_plan(uint32_t length, const std::optional<WindowTuple>& windows) {
+  WindowPlan plan{.length = length};
+  if (windows) {
+    const auto [stride, whole, from_first, at] = *windows;
+    plan = {length, stride, whole, from_first, static_cast<WindowPlan::At>(at)};
+  }
+  check(plan);
+  return plan;
+}
+
+// For each draw of rows of these lengths, the step that its window is told by.
+nb::object placed_windows(uint32_t length, const WindowTuple& windows, uint64_t seed, uint64_t step, uint32_t round,
+                          const In<uint32_t>& numbers, const In<int32_t>& lengths) {
+  if (numbers.size() != lengths.size()) fail(ErrorKind::schema, "as many lengths as draws are needed");
+  std::vector<int32_t> anchors(numbers.size());
+  place_windows(window_plan(length, windows), {seed, step, kWindowStream}, round, view(numbers), view(lengths),
+                anchors);
+  return to_numpy(std::move(anchors));
+}
+
 nb::object weights_of(const In<double>& probability, uint64_t count, double beta, double lowest) {
   std::vector<double> weights(probability.size());
   importance_weights(view(probability), count, beta, lowest, weights);
@@ -376,8 +398,9 @@ void bind_batch(nb::module_& module) {
           "__init__",
           [](Sampler* self, Store& store, const std::vector<uint32_t>& fields, uint32_t window, bool pad_left,
              unsigned threads, uint64_t seed, bool by_priority, bool replacement, bool stratified,
-             std::optional<int> order, bool cursor, uint64_t min_rows, bool over_steps, const TransitionView* view) {
-            BatchSampler::Settings settings{.window = window,
+             std::optional<int> order, bool cursor, uint64_t min_rows, bool over_steps, const TransitionView* view,
+             const std::optional<WindowTuple>& windows) {
+            BatchSampler::Settings settings{.window = window_plan(window, windows),
                                             .pad_left = pad_left,
                                             .threads = threads,
                                             .seed = seed,
@@ -398,13 +421,14 @@ void bind_batch(nb::module_& module) {
           nb::keep_alive<1, 2>(), nb::arg("store"), nb::arg("fields"), nb::arg("window"), nb::arg("pad_left"),
           nb::arg("threads"), nb::arg("seed"), nb::arg("by_priority"), nb::arg("replacement"), nb::arg("stratified"),
           nb::arg("order").none(), nb::arg("cursor"), nb::arg("min_rows"), nb::arg("over_steps") = false,
-          nb::arg("transitions").none() = nb::none())
+          nb::arg("transitions").none() = nb::none(), nb::arg("windows").none() = nb::none())
       .def("sample_into", &Sampler::sample_into, nb::arg("batch"), nb::arg("first"), nb::arg("n"), nb::arg("step"),
            nb::arg("limits").none(), nb::arg("cursor"), nb::arg("admitted"), nb::arg("beta").none())
       .def("gather", &Sampler::gather, nb::arg("batch"), nb::arg("first"), nb::arg("n"), nb::arg("numbers"),
            nb::arg("rows"), nb::arg("generations"), nb::arg("probability"), nb::arg("step"), nb::arg("round"),
            nb::arg("steps").none() = nb::none());
   module.def("importance_weights", &weights_of);
+  module.def("place_windows", &placed_windows);
 }
 
 }  // namespace geartrain

@@ -44,12 +44,25 @@ class PythonGroup {
   const Group& group() const { return *group_; }
 
   std::shared_ptr<Work> all_reduce(const Shape& shape, uint64_t in, uint64_t out, double timeout_s, nb::object keep) {
+    return start(std::move(keep), [&] {
+      return group_->all_reduce(shape, reinterpret_cast<const void*>(in), reinterpret_cast<void*>(out), timeout_s);
+    });
+  }
+
+  std::shared_ptr<Work> run(const Shape& shape, std::vector<Segment> sends, std::vector<Segment> receives,
+                            double timeout_s, nb::object keep) {
+    return start(std::move(keep), [&] { return group_->run(shape, std::move(sends), std::move(receives), timeout_s); });
+  }
+
+ private:
+  template <typename Start>
+  std::shared_ptr<Work> start(nb::object keep, Start&& start) {
     release_done();
     kept_.push_back({nullptr, std::move(keep)});
     std::shared_ptr<Work>& work = kept_.back().work;
     try {
       // With the GIL: it never blocks, and `kept_` is the GIL's.
-      work = group_->all_reduce(shape, reinterpret_cast<const void*>(in), reinterpret_cast<void*>(out), timeout_s);
+      work = start();
     } catch (...) {
       kept_.pop_back();
       throw;
@@ -57,7 +70,6 @@ class PythonGroup {
     return work;
   }
 
- private:
   struct Kept {
     std::shared_ptr<Work> work;
     nb::object owner;
@@ -120,6 +132,22 @@ std::shared_ptr<Work> all_reduce(PythonGroup& group, uint64_t in, uint64_t out, 
                                  uint32_t wire, uint32_t op, double timeout_s, nb::object keep) {
   const Shape shape{count, dtype_from(dtype), dtype_from(wire), op_from(op), 0};
   return group.all_reduce(shape, in, out, timeout_s, std::move(keep));
+}
+
+using Segments = std::vector<std::pair<uint64_t, uint64_t>>;  // address, elements
+
+std::vector<Segment> segments_from(const Segments& given) {
+  std::vector<Segment> out;
+  for (const auto& [at, count] : given) out.push_back({reinterpret_cast<std::byte*>(at), count});
+  return out;
+}
+
+std::shared_ptr<Work> run(PythonGroup& group, uint32_t collective, const Segments& sends, const Segments& receives,
+                          uint32_t dtype, uint32_t op, uint32_t root, double timeout_s, nb::object keep) {
+  if (collective >= kCollectives) fail(ErrorKind::schema, "no collective has the number ", collective);
+  const Dtype type = dtype_from(dtype);
+  const Shape shape{0, type, type, op_from(op), 0, static_cast<Collective>(collective), root};
+  return group.run(shape, segments_from(sends), segments_from(receives), timeout_s, std::move(keep));
 }
 
 bool wait(Work& work, double timeout_s) {
@@ -203,6 +231,8 @@ void bind_collectives(nb::module_& module) {
              interruptibly([&] { group.group().connect(addresses, Deadline::after(timeout_s)); });
            })
       .def("all_reduce", &all_reduce, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+           nb::arg("keep").none())
+      .def("run", &run, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
            nb::arg("keep").none())
       .def("counts", &group_counts)
       .def("fault", [](const PythonGroup& group) { return fault_tuple(group.group().fault()); })

@@ -8,9 +8,11 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
 #include "base/errors.h"
 #include "python/bind.h"
+#include "store/client_lock.h"
 
 namespace geartrain {
 namespace {
@@ -203,6 +205,43 @@ nb::dict layout(const Store& store) {
   return out;
 }
 
+// Processes that are attached and alive, as dicts: pid (of the namespace that it joined from), joined_ns, and rows, how
+// many it is writing or extending. Numbers may be a moment old; nothing is locked. Works read-only.
+nb::list clients(const Store& store) {
+  struct Found {
+    int32_t pid;
+    uint64_t joined_ns;
+    uint32_t rows;
+  };
+  const std::vector<Found> found = released(store, [&] {
+    std::vector<Found> living;
+    for (uint32_t slot = 0; slot < kMaxClients; ++slot) {
+      const Client& client = store.client(slot);
+      if (client.in_use == 0) continue;
+      // A handle's own lease is no obstacle to itself.
+      if (client.pid == ::getpid() || client_lives(store.mapping()->fd(), slot)) {
+        living.push_back({client.pid, client.joined_ns, client.held_count});
+      }
+    }
+    return living;
+  });
+  nb::list out;
+  for (const Found& client : found) {
+    nb::dict entry;
+    entry["pid"] = client.pid;
+    entry["joined_ns"] = client.joined_ns;
+    entry["rows"] = client.rows;
+    out.append(entry);
+  }
+  return out;
+}
+
+// The thread that holds the segment's lock now, 0 for none: whom others wait for, where it is stopped.
+int lock_holder(const Store& store) {
+  store.check_open();
+  return store.control().mutex.__data.__owner;  // glibc's
+}
+
 void limit(Store& store, bool enabled, double samples_per_insert, uint64_t min_size, double error_buffer, bool afresh) {
   entered(store, [&] { store.set_limiter({enabled, samples_per_insert, min_size, error_buffer}, afresh); });
 }
@@ -266,6 +305,8 @@ void bind_store(nb::module_& module) {
       .def("advance_sequence",
            [](Store& s, uint64_t next) { return released(s, [&] { return s.advance_sequence(next); }); })
       .def("live_clients", [](const Store& s) { return released(s, [&] { return s.live_clients(); }); })
+      .def("clients", &clients)
+      .def("lock_holder", &lock_holder)
       .def("committed_count", [](const Store& s) { return entered(s, [&] { return s.committed_count(); }); })
       .def("total_priority",
            [](Store& s) {

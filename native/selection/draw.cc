@@ -148,7 +148,7 @@ uint64_t draw_by(const Kind& kind, uint64_t first_total, const DrawPlan& plan, s
   const Population& from = kind.from;
   const bool over_steps = !kPlain && plan.max_steps != 0;
   const uint32_t per_row = kPlain ? 0 : from.row_steps;
-  const bool limited = !kPlain && (!plan.limits.none() || over_steps || (per_row != 0 && plan.need != 0));
+  const bool limited = !kPlain && (!plan.limits.none() || over_steps || (per_row != 0 && (plan.need | plan.skip) != 0));
   const DrawKey step_key{plan.key.seed, plan.key.step, kStepStream};
   Search found[kInFlight];
   uint64_t targets[kInFlight];
@@ -170,10 +170,12 @@ uint64_t draw_by(const Kind& kind, uint64_t first_total, const DrawPlan& plan, s
       const uint32_t row = per_row != 0 ? leaf / per_row : leaf;
       const uint32_t row_step = per_row != 0 ? leaf % per_row : 0;
       bool allowed = kind.has(word) && (!limited || plan.limits.allow(from.status[row]));
-      if (allowed && limited && per_row != 0) allowed = row_step + uint64_t{plan.need} < length_of(from, row);
+      if (allowed && limited && per_row != 0) {
+        allowed = row_step >= plan.skip && row_step + uint64_t{plan.need} < length_of(from, row);
+      }
       if (allowed && over_steps) {
         const Random128 bits = random_bits(step_key, numbers[index[i]], plan.round * kAttemptsPerRound + attempt);
-        allowed = below(bits, plan.max_steps - plan.need) < plan.steps_of(from.status[row]);
+        allowed = below(bits, plan.counted(plan.max_steps)) < plan.steps_of(from.status[row]);
       }
       if (!allowed) {
         index[again++] = index[i];
@@ -241,7 +243,8 @@ uint64_t draw(const Population& from, const DrawPlan& plan, std::span<const uint
                                                   : draw_by<ByRow>(from, from.bits, plan, numbers, out);
   if (failed == 0) return 0;
   if (from.row_steps != 0) {
-    return plan.limits.none() && plan.need == 0 ? failed : draw_from_allowed_steps(from, plan, numbers, out);
+    return plan.limits.none() && (plan.need | plan.skip) == 0 ? failed
+                                                              : draw_from_allowed_steps(from, plan, numbers, out);
   }
   if (plan.limits.none() && plan.max_steps == 0) return failed;
   // Limits that allow few rows: the remaining draws are made from a copy of just these rows.

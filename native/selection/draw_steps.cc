@@ -9,7 +9,7 @@
 namespace geartrain {
 namespace {
 
-// Steps of a row that count: all but the last `need`.
+// Steps of a row that count, with the first `skip`, which do not: all but the last `need`.
 uint32_t counted_steps(const Population& from, const DrawPlan& plan, uint32_t row) {
   const uint32_t length = std::min(from.status[row].length.load(std::memory_order_relaxed), from.row_steps);
   return length > plan.need ? length - plan.need : 0;
@@ -32,7 +32,7 @@ uint64_t draw_from_allowed_steps(const Population& from, const DrawPlan& plan, s
     if (uint64_t{row} * from.row_steps >= from.rows()) return;  // a bit behind the last row, in a damaged segment
     RowSum sum{0, row, counted_steps(from, plan, row)};
     const uint64_t before = total;
-    for (uint32_t step = 0; step < sum.steps; ++step) total += priority_of(word_of(sum, step));
+    for (uint32_t step = plan.skip; step < sum.steps; ++step) total += priority_of(word_of(sum, step));
     sum.until = total;
     if (total != before) sums.push_back(sum);
   });
@@ -47,7 +47,7 @@ uint64_t draw_from_allowed_steps(const Population& from, const DrawPlan& plan, s
     const auto sum = std::upper_bound(sums.begin(), sums.end(), target,
                                       [](uint64_t value, const RowSum& some) { return value < some.until; });
     uint64_t left = target - (sum == sums.begin() ? 0 : (sum - 1)->until);
-    for (uint32_t step = 0; step < sum->steps; ++step) {
+    for (uint32_t step = plan.skip; step < sum->steps; ++step) {
       const uint64_t word = word_of(*sum, step);
       if (left >= priority_of(word)) {
         left -= priority_of(word);

@@ -35,7 +35,7 @@ uint64_t steps_of(const Population& from, const EpochPlan& plan, uint64_t row) {
   const uint64_t length =
       from.status == nullptr ? plan.row_steps : from.status[row].length.load(std::memory_order_acquire);
   const uint64_t bounded = plan.row_steps == 0 ? length : std::min<uint64_t>(length, plan.row_steps);
-  return bounded > plan.need ? bounded - plan.need : 0;
+  return bounded > plan.need ? (bounded - plan.need - 1) / plan.stride + 1 : 0;
 }
 
 bool has_steps(const Population& from, const EpochPlan& plan, uint64_t row) {

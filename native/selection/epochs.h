@@ -49,6 +49,7 @@ struct EpochPlan {
   uint64_t upto = 0;       // sequence
   uint32_t row_steps = 0;  // elements of a row: its steps; 0: rows are the elements
   uint32_t need = 0;       // a row's last steps that do not count
+  uint32_t stride = 1;     // of steps: a row has one element for every so many; `step` is then its number
 
   uint64_t elements(const Population& from) const {
     return from.rows() * (row_steps == 0 ? uint64_t{1} : uint64_t{row_steps});

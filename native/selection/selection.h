@@ -92,11 +92,16 @@ struct DrawPlan {
   Limits limits;
   uint32_t max_steps = 0;  // over steps: of a row, at most; 0: over rows. With By::row and a population with status
   uint32_t need = 0;       // over steps, or where they are the unit: steps at a row's end that do not count
+  uint32_t skip = 0;       // where steps are the unit: steps at a row's beginning that do not count
+  uint32_t stride = 1;     // over steps: every so many-th counts
 
   // How many of a row's steps count.
   uint32_t steps_of(const RowStatus& status) const {
-    const uint32_t length = std::min(status.length.load(std::memory_order_relaxed), max_steps);
-    return length > need ? length - need : 0;
+    return counted(std::min(status.length.load(std::memory_order_relaxed), max_steps));
+  }
+  uint32_t counted(uint32_t length) const {
+    if (length <= need) return 0;
+    return stride == 1 ? length - need : (length - need - 1) / stride + 1;
   }
 };
 

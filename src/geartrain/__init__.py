@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from geartrain.replay.iterable_dataset import ReplayDataset
     from geartrain.replay.replay import Replay
     from geartrain.replay.transitions import Transitions
+    from geartrain.replay.windows import Windows
     from geartrain.store.rate_limiter import RateLimiter
     from geartrain.store.row import Row, Rows
     from geartrain.store.store import Store
@@ -61,6 +62,7 @@ _NAMES = {
     "Rows": ("geartrain.store.row", "Rows"),
     "Store": ("geartrain.store.store", "Store"),
     "Transitions": ("geartrain.replay.transitions", "Transitions"),
+    "Windows": ("geartrain.replay.windows", "Windows"),
     "actors": ("geartrain.actors", ""),
     "collectives": ("geartrain.collectives", ""),
     "errors": ("geartrain.errors", ""),
@@ -89,6 +91,7 @@ __all__ = [
     "Rows",
     "Store",
     "Transitions",
+    "Windows",
     "actors",
     "collectives",
     "errors",

@@ -49,6 +49,7 @@ BENCHES = {
     "di-engine": Bench("di_engine.bench:main"),
     "online": Bench("online_rl.bench:main", plot="online_rl.bench:plot"),
     "transitions": Bench("transitions.bench:main", plot="transitions.bench:plot"),
+    "feed": Bench("feeding.bench:main"),
     "allreduce": Bench(
         "allreduce.bench:main",
         takes_arguments=True,

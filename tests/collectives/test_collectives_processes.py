@@ -86,11 +86,18 @@ def test_processes_of_one_host_share_memory_unless_told_not_to(
     assert all(each[unused] == 0 for each in links)
 
 
-@pytest.mark.parametrize("algorithm", ["shares", "ring"])
+KINDS = [
+    pytest.param({"algorithm": "shares"}, id="shares"),
+    pytest.param({"algorithm": "ring"}, id="ring"),
+    pytest.param({"exchanges": True}, id="exchanges"),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_rank_is_an_error_on_all_others_by_name(
-    processes: list[Process], tmp_path: Path, algorithm: str
+    processes: list[Process], tmp_path: Path, kind: dict[str, Any]
 ) -> None:
-    ranks = start(processes, tmp_path, 4, steps=1_000_000, algorithm=algorithm)
+    ranks = start(processes, tmp_path, 4, steps=1_000_000, **kind)
     for rank in ranks:
         while rank.say()["step"] < 3:
             pass
@@ -104,11 +111,13 @@ def test_a_killed_rank_is_an_error_on_all_others_by_name(
         assert said["at"] - killed_at < patience(10)
 
 
-@pytest.mark.parametrize("algorithm", ["shares", "ring"])
+@pytest.mark.parametrize(
+    "kind", [*KINDS[:2], pytest.param({"exchanges": True}, id="exchanges", marks=pytest.mark.slow)]
+)
 def test_a_stopped_rank_is_named_by_all_others_at_the_deadline(
-    processes: list[Process], tmp_path: Path, algorithm: str
+    processes: list[Process], tmp_path: Path, kind: dict[str, Any]
 ) -> None:
-    ranks = start(processes, tmp_path, 4, steps=1_000_000, op_timeout_s=patience(3.0), algorithm=algorithm)
+    ranks = start(processes, tmp_path, 4, steps=1_000_000, op_timeout_s=patience(3.0), **kind)
     for rank in ranks:
         while rank.say()["step"] < 3:
             pass

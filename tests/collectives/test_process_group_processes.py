@@ -148,6 +148,23 @@ def test_four_ranks_add_in_the_order_of_ranks_and_subgroups_work(launcher: Launc
         assert lines[-1] == {"forgot": True}
 
 
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_fsdp_and_a_sharded_optimizer_get_gloos_losses_and_gloo_carries_nothing(
+    launcher: Launcher, tmp_path: Path, size: int
+) -> None:
+    with Job(launcher, "fsdp", size, tmp_path) as job:
+        said = [job.lines(rank) for rank in range(size)]
+    for lines in said:
+        gloo, ours = (line for line in lines if "losses" in line)
+        if size == 2:
+            assert ours["losses"] == gloo["losses"]  # a sum of two
+        else:
+            assert ours["losses"] == pytest.approx(gloo["losses"], rel=1e-5)  # Gloo adds in another order
+        assert ours["counters"]["inner"] == {}, "Gloo carried data"
+        made = ours["counters"]["ours"]
+        assert {"all_gather_single", "reduce_scatter_single", "broadcast", "barrier"} <= set(made), made
+
+
 def victims(job: Job, victim: int, size: int) -> list[list[dict[str, Any]]]:
     return [job.lines(rank) for rank in range(size) if rank != victim]
 

@@ -30,7 +30,13 @@ from geartrain.errors import (
     StaleKeyError,
     StoreClosedError,
 )
-from geartrain.integrations.sb3 import DictReplayBuffer, HerReplayBuffer, NStepReplayBuffer, ReplayBuffer
+from geartrain.integrations.sb3 import (
+    DictReplayBuffer,
+    HerReplayBuffer,
+    NStepReplayBuffer,
+    PrioritizedReplayBuffer,
+    ReplayBuffer,
+)
 
 OBS = spaces.Box(-np.inf, np.inf, (3,), np.float32)
 ACT = spaces.Box(-1, 1, (2,), np.float32)
@@ -301,6 +307,51 @@ def test_a_copy_holds_the_same_and_is_a_buffer_of_its_own(copied, no_stock_code)
     assert np.array_equal(buffer.observations, before)
     assert not np.array_equal(twin.observations, before)
     check_sample(twin.sample(100))
+
+
+@pytest.mark.parametrize("kind", ["plain", "n-step", "prioritized"])
+def test_a_buffer_that_is_saved_after_every_few_additions_keeps_its_transitions(kind, no_stock_code):
+    if kind == "plain":
+        buffer: Any = ReplayBuffer(200, OBS, ACT, n_envs=2)
+    elif kind == "n-step":
+        buffer = NStepReplayBuffer(200, OBS, ACT, n_envs=2, n_steps=3, gamma=0.9)
+    else:
+        buffer = PrioritizedReplayBuffer(200, OBS, ACT, n_envs=2, n_steps=2, gamma=0.9)
+    whole = ReplayBuffer(200, OBS, ACT, n_envs=2)
+    streams = Stream(2, lengths=(9, 14)), Stream(2, lengths=(9, 14))
+    for turn in range(50):
+        for stream, each in zip(streams, (buffer, whole), strict=True):
+            stream.add(each, 40 if turn in (5, 6) else 3 + turn % 5)
+        buffer = pickle.loads(pickle.dumps(buffer))
+        if turn == 35:
+            buffer.sample(50)
+    assert (buffer.pos, buffer.full) == (whole.pos, True)
+    for name in ("observations", "next_observations", "actions", "rewards", "dones"):
+        assert np.array_equal(getattr(buffer, name), getattr(whole, name)), name
+    n_steps = {"plain": 1, "n-step": 3, "prioritized": 2}[kind]
+    drawn = []
+    for _ in range(20):
+        batch = buffer.sample(300)
+        check_sample(batch, 1.0 if n_steps == 1 else 0.9, n_steps)
+        drawn.append(batch.observations[:, 0])
+    there = np.array(whole.observations)[:, :, 0].reshape(-1)
+    assert len(np.setdiff1d(there, torch.cat(drawn).numpy())) <= 2 * n_steps
+    assert not buffer.store.audit()
+
+
+def test_rows_that_are_joined_keep_priorities_and_goals():
+    buffer: Any = PrioritizedReplayBuffer(200, OBS, ACT, alpha=1.0, min_priority=1e-9)
+    stream = Stream(1)
+    for _ in range(12):
+        stream.add(buffer, 5)
+        batch = buffer.sample(100)
+        buffer.update_priorities(batch.keys, torch.where(batch.observations[:, 0] % 10 == 3, 50.0, 1e-6))
+        buffer = pickle.loads(pickle.dumps(buffer))
+        buffer.max_priority = 1e-6
+    assert len(buffer.store) == 5  # of 60 transitions and 9 beginnings, 16 a row
+    batch = buffer.sample(400)
+    check_sample(batch)
+    assert (batch.observations[:, 0] % 10 == 3).float().mean() > 0.95
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import re
@@ -25,8 +26,12 @@ from torchrl.data.replay_buffers import storages as stock_storages
 from torchrl.data.replay_buffers import writers as stock_writers
 
 import geartrain.integrations.torchrl.storage as storage_module
+from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, IncompatibleStoreError, SchemaError, StoreClosedError
 from geartrain.integrations.torchrl import PrioritizedSampler, RoundRobinWriter, SharedStorage, UniformSampler
+from geartrain.replay.fetch import fetch
+from geartrain.replay.replay import Replay
+from geartrain.selection.random import Prioritized
 from geartrain.store.store import Store
 
 pytestmark = [
@@ -90,6 +95,9 @@ def test_items_are_those_that_were_added_and_the_oldest_go_first():
         assert found["obs"].shape == (2, 2, 3)
         assert found["next", "reward"].tolist() == [[700, 201], [202, 703]]
     assert buffer[torch.arange(700) % 350 == 1]["next", "reward"].tolist() == [701, 351]
+    assert torch.equal(buffer[...]["obs"], buffer[:]["obs"])
+    assert buffer[None].batch_size == (1, 700)
+    assert torch.equal(buffer.storage[None]["next", "reward"][0], buffer[:]["next", "reward"])
     buffer.extend(items(5000, 1500))  # more than there is room for: the last ones stay
     assert sorted(buffer[:]["next", "reward"].tolist()) == list(range(5800, 6500))
     buffer.empty()
@@ -357,6 +365,39 @@ def test_items_can_be_set_in_place_and_keep_their_priorities():
     assert buffer[chosen]["obs"][:, 0].tolist() == [3.5, 600.5, 601.5, 1499.5]
     assert buffer[4]["obs"][0] == 4
     assert (buffer.sample()["obs"][:, 0] == 600.5).sum() > 290
+    buffer[...] = items(7000, 1500)
+    assert buffer[[0, 1499]]["next", "reward"].tolist() == [7000, 8499]
+    assert len(buffer) == 1500
+
+
+@pytest.mark.parametrize("output", ["torch", "numpy"])
+def test_a_batch_of_a_store_becomes_a_tensordict_over_the_same_memory(output: Any):
+    fields = {"obs": Field((3,), "float32"), "next.reward": Field((), "int64")}
+    with Store.create(fields, max_length=6, capacity=8) as store:
+        store.insert({"obs": np.zeros((8, 6, 3), np.float32), "next.reward": np.arange(48).reshape(8, 6)})
+        with Replay(store, Prioritized(seed=0, beta=0.5), 4, window=5, prefetch=0, output=output) as replay:
+            batch = replay.sample()
+            found = batch.to_tensordict()
+    assert found.batch_size == (4,)
+    assert found["obs"].shape == (4, 5, 3)
+    assert torch.equal(found["next", "reward"], torch.as_tensor(batch["next.reward"]))
+    found["obs"][0, 0, 0] = 7
+    assert batch["obs"][0, 0, 0] == 7
+    assert set(found.keys()) == {"obs", "next", *batch.as_dict()} - {"next.reward"}
+    assert torch.equal(found["mask"], torch.as_tensor(batch.mask))
+
+
+def test_a_batch_that_is_no_tensordict_is_refused():
+    names = ("a", "a.b"), ("a.b", "a"), ("mask",)
+    for chosen in names:
+        with Store.create({name: Field((), "int64") for name in chosen}, max_length=2, capacity=2) as store:
+            keys = store.insert({name: np.zeros((2, 2), np.int64) for name in chosen})
+            with pytest.raises(ArgumentError):
+                fetch(store, keys).to_tensordict()
+            if chosen == ("mask",):
+                continue
+            with pytest.raises(ArgumentError, match="packed"):
+                dataclasses.replace(fetch(store, keys), cu_seqlens=torch.zeros(3)).to_tensordict()
 
 
 def test_a_pickle_is_the_same_storage_and_a_checkpoint_another(tmp_path):

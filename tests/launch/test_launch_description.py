@@ -12,6 +12,7 @@ from launch_jobs import LINGER, TESTS
 from geartrain import launch
 from geartrain.errors import ArgumentError
 from geartrain.launch.hosts import host_position
+from geartrain.launch.placed_role import place
 
 pytestmark = pytest.mark.usefixtures("preloaded_children")
 
@@ -137,9 +138,9 @@ def test_the_table_shows_what_there_is(job, tmp_path):
 
     made = job(launch.learners(launched.learn), launch.actors(launched.environments, launched.local_policy, 2))
     processes = [
-        JobProcess(made, role, local, 0, launch.HostPosition(), tmp_path)
-        for role in made.roles
-        for local in range(role.processes)
+        JobProcess(made, placed, local, 0, launch.HostPosition(), tmp_path)
+        for placed in place(made, 1)
+        for local in range(placed.processes)
     ]
     zero = dict.fromkeys(("steps", "samples", "rows", "wait_s"), 0.0)
     seen = [
@@ -155,3 +156,102 @@ def test_the_table_shows_what_there_is(job, tmp_path):
     assert shown[0] == ["mine,", "1:01,", "weights", "41"]
     assert ["learner", "0/1", "12.5", "3,200", "25%", "41", "loss", "0.125"] in shown
     assert ["actor", "0/2", "1", "1,200", "50", "20%", "39", "2", "return", "21"] in shown
+
+
+def test_a_toml_file_places_roles_on_hosts_and_classes_of_hosts(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text(
+        """
+name = "placed"
+[hosts]
+trainers = "0-1"
+simulators = "2-"
+[learner]
+run = "launched:learn"
+hosts = "trainers"
+processes = 2
+[reducer]
+hosts = [4]
+window_bytes = 1048576
+[actor]
+environments = "launched:environments"
+policy = "launched:local_policy"
+[role.simulator]
+kind = "actor"
+environments = "launched:environments"
+policy = "launched:local_policy"
+hosts = "simulators, 1"
+processes = 3
+"""
+    )
+    job = launch.load(str(path))
+    assert job == launch.Job(
+        "placed",
+        [
+            launch.learners("launched:learn", 2, hosts="trainers"),
+            launch.actors("launched:environments", "launched:local_policy"),
+            launch.reducers(hosts=[4], window_bytes=1 << 20),
+            launch.actors("launched:environments", "launched:local_policy", 3, name="simulator", hosts="simulators,1"),
+        ],
+        directory=str(tmp_path),
+        hosts={"trainers": "0-1", "simulators": "2-"},
+    )
+    placed = {each.role.name: each for each in place(job, 5)}
+    assert {name: each.hosts for name, each in placed.items()} == {
+        "learner": (0, 1),
+        "actor": (0, 1, 2, 3, 4),
+        "reducer": (4,),
+        "simulator": (1, 2, 3, 4),
+        "store": (0, 1),
+    }
+    assert [placed["simulator"].number(host, 1) for host in (1, 2, 3, 4)] == [1, 4, 7, 10]
+    assert (placed["simulator"].processes, placed["learner"].number(1, 0)) == (12, 2)
+    assert "store" not in {each.role.name for each in place(launch.Job("x", [launch.learners("a:b")]), 3)}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "complaint"),
+    [
+        ("3-1", "hosts 3-1 ends before it begins"),
+        ("2..4", "found '2..4'"),
+        ("", "found ''"),
+        (2, "or a list of host numbers; found 2"),
+        ([0, -1], "a list of host numbers, from 0 on"),
+        ([], "a list of host numbers"),
+        ("nobody", "no class of hosts 'nobody'; the job defines few, many"),
+        ("few", None),
+    ],
+)
+def test_hosts_that_are_wrong_are_refused_where_they_are_said(hosts, complaint):
+    def make():
+        role = launch.Role("a", "a:b", hosts=hosts)
+        return launch.Job("x", [role], hosts={"few": "0", "many": "1-"})
+
+    if complaint is None:
+        assert make().hosts_of(make().roles[0], 4) == (0,)
+        return
+    with pytest.raises(ArgumentError, match=complaint):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("roles", "classes", "complaint"),
+    [
+        (
+            [launch.learners("a:b", hosts="0-3")],
+            {},
+            "role 'learner' is to run on hosts 0-3, and this job has hosts 0 to 2",
+        ),
+        ([launch.learners("a:b", hosts="most")], {"most": "3-"}, r"class 'most'\) is to run on hosts 3-"),
+        ([launch.learners("a:b", hosts="first"), launch.agents("a:b", hosts="1")], {}, "no role runs on host 2 of 3"),
+        ([launch.learners("a:b", max_restarts=1)], {}, "on one host only"),
+        ([launch.learners("a:b", hosts="first"), launch.Role("store", "a:b")], {}, "another name is needed"),
+        ([launch.Role("a", "a:b"), launch.reducers()], {}, "there are no learners"),
+        ([launch.Role("a", "a:b")], {"all": "0"}, "has a plain word as its name, found 'all'"),
+        ([launch.Role("a", "a:b")], {"one": "two", "two": "0"}, "is made of host numbers, found two"),
+        ([launch.Role("a", "a:b")], 3, "how many hosts there are is said when the job is launched"),
+    ],
+)
+def test_placements_that_cannot_be_are_refused_before_anything_starts(roles, classes, complaint):
+    with pytest.raises(ArgumentError, match=complaint):
+        place(launch.Job("x", roles, hosts=classes), 3)

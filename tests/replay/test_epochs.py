@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -178,6 +179,213 @@ def test_over_ranks_every_row_of_all_shards_is_in_a_pass_once(ranks):
     assert results[0][0][0] != results[0][0][1]
 
 
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    shards=st.lists(st.lists(st.integers(1, 6), min_size=0, max_size=9), min_size=1, max_size=3),
+    over=st.sampled_from(["rows", "steps"]),
+    each=st.integers(1, 4),
+    prefetch=st.sampled_from([0, 2]),
+    windows=st.sampled_from([gt.Windows(2), gt.Windows(2, whole=True), gt.Windows(3, anchor="first", stride=2)]),
+    seed=st.integers(0, 999),
+)
+def test_over_ranks_the_last_batch_is_kept_and_rows_or_steps_are_in_a_pass_once(
+    shards, over, each, prefetch, windows, seed
+):
+    """Against a slow count: of every rank's windows each once, in batches that differ by a row at most."""
+    if windows.whole and not any(length > 1 for lengths in shards for length in lengths):
+        shards = [[2], *shards[1:]]
+    if not any(shards):
+        shards = [[1], *shards[1:]]
+    ranks = len(shards)
+    wanted = Counter()
+    for rank, lengths in enumerate(shards):
+        for row, length in enumerate(lengths):
+            tag, told = 1000 * rank + row, 1 if over == "rows" else windows.stride
+            every = range(0, length, told) if windows.from_first else range(length - 1, -1, -told)
+            every = [t for t in every if t >= 1 or not windows.whole]
+            if every:
+                wanted.update([tag] if over == "rows" else [(tag, t) for t in every])
+
+    def one(group):
+        lengths = shards[group.rank]
+        with make_store(len(lengths), 12, lengths or None, first=1000 * group.rank) as store:
+            options = {"group": group, "output": "numpy", "prefetch": prefetch, "window": windows}
+            with gt.Replay(store, Epochs(over=over, seed=seed), each * ranks, **options) as replay:
+                passes = []
+                for _ in range(2):
+                    passes.append([])
+                    for batch in replay:
+                        tags, last = batch["tag"].tolist(), batch.start + batch.mask.sum(1) - 1
+                        assert np.array_equal(np.where(batch.mask, batch["t"], 0).max(1, initial=0), last)
+                        told = (batch.start if windows.from_first else last).tolist()
+                        passes[-1].append(tags if over == "rows" else [*zip(tags, told, strict=True)])
+                return passes, replay.stats()["rows"]
+
+    results = run_ranks(ranks, one)
+    for number in range(2):
+        batches = [[passes[number][i] for passes, _ in results] for i in range(len(results[0][0][number]))]
+        assert Counter(itertools.chain(*itertools.chain(*batches))) == wanted and set(wanted.values()) == {1}
+        assert all(len(part) == each for parts in batches[:-1] for part in parts)
+        sizes = [len(part) for part in batches[-1]]
+        assert max(sizes) - min(sizes) <= 1 and 0 < sum(sizes) <= each * ranks
+        assert len(batches) == -(-len(wanted) // (each * ranks))
+    assert sum(rows for _, rows in results) == 2 * len(wanted)
+
+
+@pytest.mark.parametrize("over", ["rows", "steps"])
+def test_a_pass_over_ranks_is_resumed_where_it_was(over):
+    strategy = Epochs(over=over, seed=4)
+
+    def one(group):
+        with make_store(11 + group.rank, 15, first=1000 * group.rank) as store:
+            options = {"group": group, "output": "numpy", "window": 2}
+            made = []
+            state = None
+            for number in range(2):
+                with gt.Replay(store, strategy, 6, prefetch=2 - number, **options) as replay:
+                    if state is not None:
+                        replay.load_state_dict(json.loads(json.dumps(state)))
+                    else:
+                        for _ in range(2):
+                            replay.sample()
+                        state = replay.state_dict()
+                    made.append([(batch["tag"].tolist(), batch["t"].tolist()) for batch in itertools.islice(replay, 2)])
+            return made
+
+    for first, again in run_ranks(2, one):
+        assert first == again and len(first) == 2
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    rows=st.lists(st.integers(1, 20), min_size=2, max_size=3),
+    size=st.integers(1, 12),
+    drop_last=st.booleans(),
+    over=st.sampled_from(["rows", "steps"]),
+    ranks=st.integers(0, 2),
+    seed=st.integers(0, 999),
+)
+def test_in_a_mixture_every_store_goes_on_from_pass_to_pass_by_itself(rows, size, drop_last, over, ranks, seed):
+    """0 ranks: without a group. What store i gives is, one after the other, its passes; a slow count of each."""
+    strategies = [Epochs(over=over, drop_last=drop_last, seed=seed + i) for i in range(len(rows) - 1)]
+    mixture = Mixture([1.0] * len(rows), [*strategies, Uniform(seed=seed)], seed=seed)
+    batch_size = size * max(ranks, 1)
+    quotas = [mixture.quotas(batch_size, step) for step in range(6)]
+
+    def one(group):
+        part = 0 if group is None else group.rank
+        # every rank has a shard of each store
+        stores = [make_store(n, n + 3, [2] * n, first=10000 * i + 1000 * part) for i, n in enumerate(rows)]
+        options = {"output": "numpy", "window": 2, "num_batches": 6, "prefetch": seed % 2}
+        if group is not None:
+            options["group"] = group
+        try:
+            with gt.Replay(stores, mixture, batch_size, **options) as replay:
+                made = []
+                for batch in replay:
+                    draw = np.arange(len(batch)) if group is None else batch.draw
+                    told = batch["tag"] * 10 + batch.mask.sum(1)
+                    made.append((draw, told if over == "steps" else batch["tag"]))
+                figures = replay.stats()
+        except NotEnoughRowsError:
+            return None
+        finally:
+            for store in stores:
+                store.close()
+        assert len(figures["epoch"]) == len(rows) and figures["epoch"][-1] == 0
+        return made, figures
+
+    results = run_ranks(ranks, one) if ranks else [one(None)]
+    elements = [n * max(ranks, 1) * (2 if over == "steps" else 1) for n in rows]
+    if any(result is None for result in results):
+        assert drop_last and all(result is None for result in results)
+        assert any(each[i] > elements[i] for each in quotas for i in range(len(rows) - 1))
+        return
+    for number in range(len(rows) - 1):
+        seen = []
+        for step in range(6):
+            draws = np.concatenate([made[step][0] for made, _ in results])
+            values = np.concatenate([made[step][1] for made, _ in results])[np.argsort(draws)]
+            first = sum(quotas[step][:number])
+            mine = values[first : first + quotas[step][number]].tolist()
+            assert len(mine) == quotas[step][number]
+            if (drop_last and seen and len(seen[-1]) + len(mine) > elements[number]) or not seen:
+                seen.append([])
+            for value in mine:
+                if not drop_last and len(seen[-1]) == elements[number]:
+                    seen.append([])
+                seen[-1].append(value)
+        for one_pass in seen:
+            assert len(set(one_pass)) == len(one_pass) <= elements[number]
+        if not drop_last:
+            assert all(len(one_pass) == elements[number] for one_pass in seen[:-1])
+            assert all(figures["dropped"][number] == 0 for _, figures in results)
+
+
+def test_in_a_mixture_rows_that_are_lost_are_skipped_and_the_next_one_takes_their_place():
+    store, other = make_store(24, 30), make_store(5, 6, first=500)
+    gone = []
+
+    class Losing(Epochs):
+        def take(self, shard, n, state, **options):
+            taken = super().take(shard, n, state, **options)
+            if not gone and n > 1:
+                keys = store.keys()
+                lost = keys[np.isin(keys.row, taken.rows[:2])]
+                gone.extend(gt.fetch(store, lost, output="numpy")["tag"].tolist())
+                store.delete(lost)
+            return taken
+
+    mixture = Mixture([0.5, 0.5], [Losing(seed=2), Uniform(seed=0)])
+    with store, other, replay_of([store, other], mixture, 10) as replay:
+        seen = [tag for _ in range(4) for tag in replay.sample()["tag"][:5].tolist()]
+        assert len(gone) == 2 and len(set(seen)) == len(seen) == 20 and not set(seen) & set(gone)
+        assert replay.stats()["skipped"][0] == 2
+        seen += replay.sample()["tag"][:2].tolist()
+        assert set(seen) == set(range(24)) - set(gone) and replay.stats()["epoch"] == [1, 0]
+
+
+@pytest.mark.parametrize("over", ["rows", "steps"])
+def test_a_pass_goes_on_from_a_jobs_checkpoint_and_begins_anew_where_rows_are_cut_otherwise(over, store_name, tmp_path):
+    strategy, windows = Epochs(over=over, seed=3), gt.Windows(2, stride=2)
+
+    def seen_of(batches):
+        return [told for batch in batches for told in zip(batch["tag"].tolist(), batch.start.tolist(), strict=True)]
+
+    def replay_over(store, group):
+        return gt.Replay(store, strategy, 6, group=group, output="numpy", window=windows, prefetch=0)
+
+    def save(group):
+        with make_store(15, 20, first=1000 * group.rank) as store:
+            store.delete(store.keys()[3:7])  # rows are no longer in the order of their commits
+            insert(store, range(1000 * group.rank + 500, 1000 * group.rank + 503))
+            with replay_over(store, group) as replay:
+                first = seen_of(itertools.islice(iter(replay), 2))
+                gt.save_checkpoint(store, tmp_path, group, state=replay.state_dict())
+                return first, seen_of(iter(replay))
+
+    saved = run_ranks(2, save)
+
+    def load(group, **options):
+        store, state, _ = gt.load_checkpoint(tmp_path, store_name(), group, shard=(group.rank, group.size), **options)
+        with store, replay_over(store, group) as replay:
+            replay.load_state_dict(state)
+            return seen_of(iter(replay))
+
+    if over == "rows":  # a pass over rows draws its windows
+        assert [[tag for tag, _ in rest] for _, rest in saved] == [
+            [tag for tag, _ in rest] for rest in run_ranks(2, load)
+        ]
+    else:
+        assert [rest for _, rest in saved] == run_ranks(2, load)
+    cut = [told for rest in run_ranks(3, lambda group: load(group, reshard=True)) for told in rest]
+    every = [told for first, rest in saved for told in first + rest]
+    assert len(every) == len(cut) == len({tag for tag, _ in every}) * (3 if over == "steps" else 1)
+    assert {tag for tag, _ in every} == {tag for tag, _ in cut}
+    if over == "steps":
+        assert len(set(every)) == len(every) and set(every) == set(cut)
+
+
 def test_what_makes_no_passes_is_refused():
     for bad in ({"shuffle": 1}, {"drop_last": None}, {"over": "episodes"}, {"seed": -1}):
         with pytest.raises(ArgumentError):
@@ -185,8 +393,8 @@ def test_what_makes_no_passes_is_refused():
     with make_store(0, 4) as store, replay_of(store, Epochs(), 2) as replay, pytest.raises(EmptyStoreError):
         replay.sample()
     with make_store(4) as store, make_store(4) as other:
-        with pytest.raises(ArgumentError, match="no part of a Mixture"):
-            gt.Replay([store, other], Mixture([1, 1], [Epochs(), Uniform()]), 2)
+        with pytest.raises(ArgumentError, match="give window= or view="):
+            gt.Replay([store, other], Mixture([1, 1], [Uniform(), Epochs(over="steps")]), 2)
         with pytest.raises(ArgumentError, match="give window= or view="):
             gt.Replay(store, Epochs(over="steps"), 2)
         with pytest.raises(ArgumentError, match="leave out device"):
@@ -194,13 +402,6 @@ def test_what_makes_no_passes_is_refused():
         candidates = gt.selection.Candidates(np.ones(9, np.uint32))
         draw = Epochs(seed=1).select(candidates, 9, 0)
         assert sorted(draw.rows.tolist()) == list(range(9)) and draw.state["epoch"] == 1
-
-        def over_ranks(group):
-            for strategy in (Epochs(), Epochs(drop_last=True, over="steps")):
-                with pytest.raises(ArgumentError, match="over several ranks"):
-                    gt.Replay(store, strategy, 2, group=group, window=2)
-
-        run_ranks(1, over_ranks)
     fields = {"x": gt.Field((), "int64", per_row=True)}
     with (
         gt.Store.create(fields, max_length=1, capacity=2, max_times_sampled=1) as store,

@@ -78,6 +78,8 @@ NATIVE_CALLS: dict[str, tuple[Any, ...]] = {
     "journal_failed": (0,),
     "sync_journal": (0.0,),
     "live_clients": (),
+    "clients": (),
+    "lock_holder": (),
     "committed_count": (),
     "total_priority": (),
     "next_sequence": (),
@@ -93,6 +95,7 @@ ALLOWED = {"create", "attach", "describe", "close", "closed"}
 #: What a store that was opened read-only may do.
 READS = {
     "counters", "column", "segment", "layout", "limiter", "limited", "keys", "infos", "lengths", "live_clients",
+    "clients", "lock_holder",
     "committed_count", "total_priority", "next_sequence", "unlink", "keep_segment", "journal_state",
 }  # fmt: skip
 

@@ -156,6 +156,47 @@ def learn_tagged(context, steps=200, batch_size=16, until=None):
     dist.destroy_process_group()
 
 
+def learn_reduced(context):
+    """A rank whose all-reduces go by the job's reducers; waits until host 0 has read a row of each store."""
+    import torch
+    import torch.distributed as dist
+
+    import geartrain.collectives.torch_backend.process_group  # noqa: F401  # the backend's name
+
+    torch.set_num_threads(1)
+    store = context.store(FIELDS, max_length=LENGTH, capacity=8)
+    store.limiter.off()
+    rows = {name: np.zeros((2, LENGTH, *field.shape), field.dtype) for name, field in store.fields.items()}
+    store.insert(rows, lengths=[context.rank + 1] * 2)
+    assert len(os.environ["GEARTRAIN_REDUCERS"].split(",")) == 2
+    dist.init_process_group("geartrain")
+    for _ in range(5):
+        total = torch.full((1 << 16,), float(context.rank + 1))
+        dist.all_reduce(total)
+    over = torch.zeros(1)
+    until_s = time.monotonic() + 60
+    while not over and time.monotonic() < until_s:
+        over += (store.status()["priority"] == 5.0).any() or context.rank > 0
+        dist.all_reduce(over, dist.ReduceOp.MIN)
+        context.report(total=total[0].item())
+        time.sleep(0.05)
+    dist.destroy_process_group()
+
+
+def read_lengths(context):
+    """Of a store elsewhere: reads rows by their keys, and says so by their priorities."""
+    assert not context.has_store
+    store = context.store()
+    until_s = time.monotonic() + 60
+    while len(store) < 2 and time.monotonic() < until_s:
+        time.sleep(0.02)
+    keys = store.keys()
+    batch = store.fetch(keys, output="numpy")
+    assert batch.length.tolist() == [1, 1]
+    assert store.update_priorities(keys, np.full(len(keys), 5.0)) == 0
+    context.report(rows=len(keys))
+
+
 def fail(context, after_s=0.0):
     print(f"I am {context.name}, and I fail")
     time.sleep(after_s)

@@ -329,6 +329,38 @@ def hsdp() -> None:
         say(kind=kind, losses=losses[kind], counters=counters)
 
 
+def fsdp() -> None:
+    """FSDP2 and a sharded optimizer on both backends, all in one dimension; what geartrain left to Gloo."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    size, results = dist.get_world_size(), {}
+    for kind in ("gloo", "geartrain"):
+        grid = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",), backend_override={"shard": kind})
+        group = grid["shard"].get_group()
+        found: list[float] = []
+        model: Any = Net()
+        for layer in (model.first, model.second, model.extra, model.third, model):
+            fully_shard(layer, mesh=grid)
+        replica = DistributedDataParallel(Net(), process_group=group)
+        optimizers = [
+            torch.optim.Adam(model.parameters(), lr=0.01),
+            ZeroRedundancyOptimizer(replica.parameters(), torch.optim.Adam, process_group=group, lr=0.01),
+        ]
+        for step in range(4):
+            x, y = batch(step, dist.get_rank())
+            for net, optimizer in zip((model, replica), optimizers, strict=True):
+                optimizer.zero_grad()
+                loss = nn.functional.mse_loss(net(x), y)
+                loss.backward()
+                optimizer.step()
+                found.append(loss.item())
+        results[kind] = found
+        dist.barrier(group)
+        say(kind=kind, losses=found, counters=getattr(group, "counters", dict)())
+
+
 def victim() -> None:
     """Trains until VICTIM does what FATE says in the backward pass of step 3; the others say how it ended."""
     rank, fate, victim = dist.get_rank(), os.environ["FATE"], int(os.environ["VICTIM"])
@@ -470,6 +502,7 @@ SCENARIOS = (
     hooks,
     mesh,
     hsdp,
+    fsdp,
     victim,
     leave,
     reformed,

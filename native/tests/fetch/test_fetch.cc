@@ -2,12 +2,14 @@
 
 #include "fetch/fetch.h"
 
+#include <algorithm>
 #include <random>
 #include <thread>
 
 #include "base/buffer_pool.h"
 #include "base/copy.h"
 #include "base/threads.h"
+#include "fetch/windows.h"
 #include "tests/support/check.h"
 #include "tests/support/tagged_rows.h"
 
@@ -186,6 +188,44 @@ TEST(rows_go_to_the_places_that_are_asked_for_and_nowhere_else) {
   }
   request.places = std::span(places).first(7);
   CHECK_THROWS(schema, fetch(*store, request));
+}
+
+TEST(windows_of_a_row_are_those_of_a_slow_count) {
+  for (uint32_t length = 1; length <= 7; ++length) {
+    for (uint32_t stride = 1; stride <= 5; ++stride) {
+      for (int which = 0; which < 4; ++which) {
+        const WindowPlan plan{length, stride, (which & 1) != 0, (which & 2) != 0};
+        check(plan);
+        for (uint32_t row = 0; row <= 12; ++row) {
+          std::vector<uint32_t> slow;  // from the row's first anchor on
+          for (uint32_t step = 0; step < row; ++step) {
+            if ((plan.from_first ? step : row - 1 - step) % stride != 0) continue;
+            const bool is_whole = plan.from_first ? step + length <= row : step + 1 >= length;
+            if (is_whole || !plan.whole) slow.push_back(step);
+          }
+          CHECK_EQ(plan.count(row), static_cast<uint32_t>(slow.size()));
+          for (uint32_t number = 0; number < slow.size(); ++number) CHECK_EQ(plan.anchor(row, number), slow[number]);
+          const uint32_t draws[1] = {7};
+          const int32_t lengths[1] = {static_cast<int32_t>(row)};
+          int32_t placed[1] = {-1};
+          for (auto at : {WindowPlan::At::drawn, WindowPlan::At::first, WindowPlan::At::last}) {
+            WindowPlan some = plan;
+            some.at = at;
+            place_windows(some, {1, row, kWindowStream}, 0, draws, lengths, placed);
+            if (slow.empty()) {
+              CHECK_EQ(placed[0], 0);
+              continue;
+            }
+            const auto found = static_cast<uint32_t>(placed[0]);
+            if (at == WindowPlan::At::first) CHECK_EQ(found, slow.front());
+            if (at == WindowPlan::At::last) CHECK_EQ(found, slow.back());
+            CHECK(std::find(slow.begin(), slow.end(), found) != slow.end());
+          }
+        }
+      }
+    }
+  }
+  CHECK_THROWS(schema, check(WindowPlan{.length = 3, .stride = 0}));
 }
 
 }  // namespace

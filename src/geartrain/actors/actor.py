@@ -84,20 +84,36 @@ class Actor:
         self.store = store
         self.stats = ActorStats()
         self._seed = seed
-        check_fields(store)
-        self._recorder: StepRecorder | RemoteRecorder = store.recorder(
-            self.environments.n,
-            observations=[name for name in store.fields if name.partition(".")[0] == "observation"],
-            publish_every=publish_every,
-            overlap=overlap,
-            priority=priority,
-            autoreset="disabled",
-        )
+        self._options: dict[str, Any] = {"publish_every": publish_every, "overlap": overlap, "priority": priority}
+        self._recorder = self._made(store)
+        self._rows = 0  # of recorders before this one
+        self._partial = np.zeros(self.environments.n, bool)  # a part of the episode was lost with its recorder
         self._returns = np.zeros(self.environments.n)
         self._observation: Arrays | None = None
         self._begins = np.ones(self.environments.n, bool)  # an episode begins with the current observation
         self._checked = False
         self._absent: dict[str, NDArray[Any]] = {}  # zeros, for fields that nobody gives
+
+    def _made(self, store: Store | RemoteStore) -> StepRecorder | RemoteRecorder:
+        check_fields(store)
+        observations = [name for name in store.fields if name.partition(".")[0] == "observation"]
+        return store.recorder(self.environments.n, observations=observations, autoreset="disabled", **self._options)
+
+    @property
+    def recorder_lost(self) -> bool:
+        """Whether the store's peer was lost: `record_into` goes on, with another `RemoteStore`."""
+        return isinstance(self._recorder, RemoteRecorder) and self._recorder.lost
+
+    def record_into(self, store: Store | RemoteStore) -> None:
+        """Goes on with another store of the same fields, or with the same one after its peer was lost.
+
+        The environments stay where they are: the rest of their episodes becomes rows of its own, which do not count
+        among `stats.returns`. Steps that had not been published are lost with the recorder before.
+        """
+        recorder = self._made(store)
+        self._rows += self._recorder.rows
+        self.store, self._recorder = store, recorder
+        self._begins[:] = self._partial[:] = True
 
     def run(
         self,
@@ -144,12 +160,12 @@ class Actor:
         asked_s = time.perf_counter()
         stepped = self.environments.step(actions)
         stepped_s = time.perf_counter()
+        self._observation = stepped.next  # whether the step can be recorded or not
         self._record(observation, values, stepped, version)
-        self._observation = stepped.next
         stats = self.stats
         stats.version = self.policy.version
         stats.steps += int(stepped.valid.sum())
-        stats.rows = self._recorder.rows
+        stats.rows = self._rows + self._recorder.rows
         stats.policy_s += asked_s - began_s
         stats.environment_s += stepped_s - asked_s
         stats.store_s += time.perf_counter() - stepped_s
@@ -161,7 +177,7 @@ class Actor:
         """
         with contextlib.suppress(CallCancelledError):
             self._recorder.cut()
-        self.stats.rows = self._recorder.rows
+        self.stats.rows = self._rows + self._recorder.rows
         self.environments.close()
 
     def _record(self, observation: Arrays, values: dict[str, NDArray[Any]], stepped: StepResult, version: int) -> None:
@@ -185,7 +201,9 @@ class Actor:
         self._begins = (self._begins & ~stepped.valid) | ended
         for number in np.flatnonzero(ended):
             self.stats.episodes += 1
-            self.stats.returns.append(float(self._returns[number]))
+            if not self._partial[number]:
+                self.stats.returns.append(float(self._returns[number]))
+        self._partial &= ~ended
 
 
 __all__ = ["Actor", "ActorStats"]

@@ -10,7 +10,7 @@ The other side is `geartrain.actors.StoreServer`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
 
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 #: By default calls wait as long as a local commit waits for the store's rate limiter.
 TIMEOUT_S = 600.0
+#: Between looks at a store's `stopping`, while a recorder waits.
+_LOOK_EVERY_S = 0.1
 
 
 class RemoteStore:
@@ -65,7 +67,11 @@ class RemoteStore:
         name: of the store at the peer.
         id: of the store, which its keys carry.
         fields, max_length, capacity, per_step: as of `Store`.
+        stopping: set it to have recorders stop waiting: while it is true, steps that would wait for earlier ones raise
+            `CallCancelledError`, as those of a store whose `limiter.stopping` is true.
     """
+
+    stopping: Callable[[], bool] | None = None
 
     def __init__(self, node: Node, peer: str, name: str, *, timeout_s: float = TIMEOUT_S) -> None:
         if not isinstance(node, Node):
@@ -194,7 +200,7 @@ class RemoteStore:
             raise ArgumentError(f"max_in_flight must be at least 0, found {max_in_flight}")
         number, found = self._call("recorder", n_envs, options)
         remote = Remote(self.node, self.peer, number)
-        return RemoteRecorder(remote, n_envs, tuple(found), int(max_in_flight), self.timeout_s)
+        return RemoteRecorder(remote, n_envs, tuple(found), int(max_in_flight), self)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         refuse_copies(self, "make another one there, with RemoteStore(node, peer, name)")
@@ -219,11 +225,12 @@ class RemoteRecorder:
     """
 
     def __init__(
-        self, remote: Remote, n_envs: int, observations: tuple[str, ...], max_in_flight: int, timeout_s: float
+        self, remote: Remote, n_envs: int, observations: tuple[str, ...], max_in_flight: int, store: RemoteStore
     ) -> None:
         self._remote = remote
         self.n_envs, self.observations = n_envs, observations
-        self._most, self._timeout_s = max_in_flight, timeout_s
+        self._most, self._timeout_s = max_in_flight, store.timeout_s
+        self._store = store
         self._sent: deque[Future] = deque()
         self._number = 0
         self._rows = 0
@@ -277,6 +284,11 @@ class RemoteRecorder:
             self._remote.tell(DROP)
 
     @property
+    def lost(self) -> bool:
+        """Whether the peer was lost, or serves that store no more: another recorder may reach it again."""
+        return isinstance(self._error, PeerLostError | LookupError)
+
+    @property
     def rows(self) -> int:
         """Rows completed, of the steps that are known to be recorded."""
         return self._rows
@@ -307,7 +319,7 @@ class RemoteRecorder:
         """Waits until so few steps are under way, and takes in what is known of the others."""
         while self._sent and (len(self._sent) > most or self._sent[0].done()):
             try:
-                rows, keys = self._sent.popleft().result()
+                rows, keys = self._result(self._sent.popleft())
             except GeartrainError as error:
                 if self._most or isinstance(
                     error, PeerLostError | ConnectionClosedError | WaitTimeoutError | CallCancelledError
@@ -317,6 +329,17 @@ class RemoteRecorder:
             self._rows = rows
             if keys is not None:
                 self._completed.append(unpack(keys))
+
+    def _result(self, sent: Future) -> Any:
+        """The reply to a step; waits for it, unless the store's `stopping` says otherwise."""
+        stopping = self._store.stopping
+        while stopping is not None and not sent.done():
+            try:
+                return sent.result(timeout_s=_LOOK_EVERY_S)
+            except WaitTimeoutError:
+                if not sent.done() and stopping():
+                    raise CallCancelledError(f"stopped while {self._store.peer!r} had not recorded a step") from None
+        return sent.result()
 
     def _fail(self, error: GeartrainError) -> None:
         self._error = error

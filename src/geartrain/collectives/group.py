@@ -1,4 +1,4 @@
-"""Group: all-reduce of host arrays among ranks."""
+"""Group: all-reduce, reduce-scatter, all-gather, all-to-all and broadcast of host arrays among ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from typing import Any
 
 from geartrain.collectives.bootstrap import Bootstrap, store_from
 from geartrain.collectives.buffers import DTYPE_CODES, OPS, REDUCED_DTYPES, buffer_of
+from geartrain.collectives.exchange import Exchange, exchange_of
 from geartrain.collectives.faults import Fault
 from geartrain.collectives.session import GroupConfig, Session, next_session
 from geartrain.collectives.shares import Owners, pick_shares
 from geartrain.collectives.work import FaultNaming, Work
 from geartrain.core.arguments import check_whole, timeout, whole_number
+from geartrain.core.process_report import register
 from geartrain.errors import ArgumentError, CollectiveClosedError, ConnectionClosedError, GeartrainError
 
 ALGORITHMS = ("shares", "ring")
@@ -28,7 +30,7 @@ _FORKED = "this group belongs to the process that this one was forked from; make
 
 
 class Group:
-    """A group of ranks for all-reduce; one on every rank, made with the same arguments but `rank`.
+    """A group of ranks for collectives; one on every rank, made with the same arguments but `rank`.
 
         group = Group(rank, world_size, store=store)
         group.all_reduce(gradient, op="avg")
@@ -139,6 +141,7 @@ class Group:
         bootstrap = Bootstrap(store, name, epoch, rank, world_size, until_s, self._stopped)
         self._session = Session(config, epoch, owners, bootstrap)
         _alive.add(self)
+        register(self, "group", _figures)
 
     @property
     def epoch(self) -> int:
@@ -207,13 +210,109 @@ class Group:
                 raise ArgumentError(f"arrays of {name} are not reduced; there are {', '.join(REDUCED_DTYPES)}")
         self._check_process()
         timeout_s = self.timeout_s if timeout_s is None else timeout(timeout_s)
-        work = Work(self.name, self._recover, address, count, dtype, wire_dtype or dtype, op, timeout_s, keep)
+        return self._issue(
+            Work(self.name, self._recover, address, count, dtype, wire_dtype or dtype, op, timeout_s, keep)
+        )
+
+    def _issue(self, work: Work) -> Work:
         try:
             with self._lock:
                 self._session.issue(work)
         except ConnectionClosedError as error:
             raise self._why_closed(error) from None
         return work
+
+    # Every other collective: among ranks that all own a share, without reducers, and not by ring. Elements are summed
+    # in rank order. Arrays are as those of `all_reduce_async`, of one dtype; sizes may differ from rank to rank. A
+    # result may be in the place of this rank's own input, and nowhere else over an input.
+
+    def reduce_scatter(
+        self, inputs: Sequence[Any], output: Any, op: str = "sum", timeout_s: float | None = None
+    ) -> Any:
+        """Reduces `inputs[r]` of all ranks into the `output` of rank r, and returns the output."""
+        return self.reduce_scatter_async(inputs, output, op, timeout_s).wait()
+
+    def reduce_scatter_async(
+        self, inputs: Sequence[Any], output: Any, op: str = "sum", timeout_s: float | None = None
+    ) -> Work:
+        """Begins `reduce_scatter`. Inputs stay unchanged until the work is done, which is when all owners have them.
+
+        Args:
+            inputs: one array for each rank. `inputs[r]` has the same size on all ranks.
+            output: of the size of this rank's own input.
+            op, timeout_s: as in `all_reduce_async`.
+
+        Raises:
+            ArgumentError: arrays that cannot be exchanged, or a group with reducers, with ranks without a share, or of
+                algorithm "ring".
+            CollectiveClosedError: the group was closed.
+        """
+        return self._exchange(exchange_of("reduce_scatter", inputs, [output], op, 0), timeout_s, output, inputs)
+
+    def all_gather(self, array: Any, outputs: Sequence[Any], timeout_s: float | None = None) -> Sequence[Any]:
+        """Copies the `array` of rank r into `outputs[r]` on all ranks, and returns the outputs."""
+        result: Sequence[Any] = self.all_gather_async(array, outputs, timeout_s).wait()
+        return result
+
+    def all_gather_async(self, array: Any, outputs: Sequence[Any], timeout_s: float | None = None) -> Work:
+        """Begins `all_gather`. Raises as `reduce_scatter_async`.
+
+        Args:
+            array: this rank's; sent from where it is, and unchanged until all ranks have it.
+            outputs: one array for each rank, of the size of that rank's.
+            timeout_s: as in `all_reduce_async`.
+        """
+        return self._exchange(exchange_of("all_gather", [array], outputs, "sum", 0), timeout_s, outputs, array)
+
+    def all_to_all(
+        self, inputs: Sequence[Any], outputs: Sequence[Any], timeout_s: float | None = None
+    ) -> Sequence[Any]:
+        """Copies `inputs[r]` into `outputs[this rank]` on rank r, and returns the outputs."""
+        result: Sequence[Any] = self.all_to_all_async(inputs, outputs, timeout_s).wait()
+        return result
+
+    def all_to_all_async(self, inputs: Sequence[Any], outputs: Sequence[Any], timeout_s: float | None = None) -> Work:
+        """Begins `all_to_all`: an array from each rank to each rank, of any sizes. Raises as `reduce_scatter_async`."""
+        return self._exchange(exchange_of("all_to_all", inputs, outputs, "sum", 0), timeout_s, outputs, inputs)
+
+    def broadcast(self, array: Any, root: int, timeout_s: float | None = None) -> Any:
+        """Copies the array of rank `root` into that of all others, and returns it."""
+        return self.broadcast_async(array, root, timeout_s).wait()
+
+    def broadcast_async(self, array: Any, root: int, timeout_s: float | None = None) -> Work:
+        """Begins `broadcast`. Raises as `reduce_scatter_async`. A rank that only receives may be done before others."""
+        return self._exchange(exchange_of("broadcast", [array], [array], "sum", root), timeout_s, array, None)
+
+    def exchange_memory(self, exchange: Exchange, timeout_s: float | None = None, keep: Any = None) -> Work:
+        """Begins an exchange of numbers at memory addresses, for callers that have no arrays.
+
+        `keep` is held, and returned by `Work.wait`: whatever owns the memory.
+        """
+        return self._exchange(exchange, timeout_s, keep, None)
+
+    def _exchange(self, exchange: Exchange, timeout_s: float | None, result: Any, inputs: Any) -> Work:
+        self._check_process()
+        timeout_s = self.timeout_s if timeout_s is None else timeout(timeout_s)
+        session = self._session
+        if self.algorithm == "ring" or session.config.reissues or session.owners.reducers or min(self.shares) <= 0:
+            raise ArgumentError(
+                f"{exchange.collective} is for groups whose ranks all own a share, without reducers, on_reducer_loss="
+                f'"reform" and algorithm="ring"; this one has shares {self.shares}, {len(self.reducers)} reducers and '
+                f"algorithm {self.algorithm!r}"
+            )
+        work = Work(
+            self.name,
+            self._recover,
+            0,
+            0,
+            exchange.dtype,
+            exchange.dtype,
+            exchange.op,
+            timeout_s,
+            (result, inputs),
+            exchange.checked(self.world_size),
+        )
+        return self._issue(work)
 
     def _check_process(self) -> None:
         # A lock may have been held by a thread that this process does not have.
@@ -338,6 +437,21 @@ class Group:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close(0.0 if kind else 10.0)
+
+
+def _figures(group: Group) -> dict[str, Any]:
+    """For the process's report. The rank with the fewest operations `issued` is the one that the others wait for."""
+    error = group.error()
+    return {
+        "name": group.name,
+        "rank": group.rank,
+        "world_size": group.world_size,
+        "epoch": group.epoch,
+        "reducers": list(group.reducers),
+        "issued": group._session.issued,
+        "failed": "" if error is None else str(error),
+        **group.counters(),
+    }
 
 
 _alive: weakref.WeakSet[Group] = weakref.WeakSet()

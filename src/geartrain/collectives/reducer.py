@@ -7,6 +7,7 @@ from typing import Any
 
 import geartrain._native as _native
 from geartrain.core.arguments import timeout, whole_number
+from geartrain.core.process_report import register
 from geartrain.errors import ArgumentError
 
 
@@ -55,6 +56,7 @@ class Reducer:
                 "max_groups": whole_number("max_groups", max_groups, 2**63),
             }
         )
+        register(self, "reducer", lambda reducer: {"name": reducer.address, **reducer.metrics()})
 
     @property
     def address(self) -> str:

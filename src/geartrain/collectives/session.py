@@ -22,6 +22,7 @@ import numpy as np
 import geartrain._native as _native
 from geartrain.collectives.bootstrap import Bootstrap
 from geartrain.collectives.buffers import DTYPE_CODES, OPS
+from geartrain.collectives.exchange import COLLECTIVES
 from geartrain.collectives.faults import REDUCER_LOST, TIMED_OUT, Fault, error_of
 from geartrain.collectives.probe import unreachable
 from geartrain.collectives.shares import Owners
@@ -142,19 +143,37 @@ class Session:
         """Begins an operation: in place, or into a buffer where its input has to stay."""
         self._release_settled()
         result = self._buffer(work.nbytes) if self.keeps_input else None
-        native = self.native.all_reduce(
-            work.address,
-            work.address if result is None else result.ctypes.data,
-            work.count,
-            DTYPE_CODES[work.dtype],
-            DTYPE_CODES[work.wire_dtype],
-            OPS[work.op],
-            work.timeout_s,
-            keep=(work.array, result),
-        )
+        if work.exchange is None:
+            native = self.native.all_reduce(
+                work.address,
+                work.address if result is None else result.ctypes.data,
+                work.count,
+                DTYPE_CODES[work.dtype],
+                DTYPE_CODES[work.wire_dtype],
+                OPS[work.op],
+                work.timeout_s,
+                keep=(work.array, result),
+            )
+        else:
+            asked = work.exchange
+            native = self.native.run(
+                COLLECTIVES[asked.collective],
+                asked.sends,
+                asked.receives,
+                DTYPE_CODES[asked.dtype],
+                OPS[asked.op],
+                asked.root,
+                work.timeout_s,
+                keep=work.array,
+            )
         work.issue = issue = Issue(self, self._next, native, result)
         self._next += 1
         self._kept.append((issue, work))
+
+    @property
+    def issued(self) -> int:
+        """Operations begun in this session."""
+        return self._next
 
     def error_of(self, fault: Fault) -> GeartrainError:
         """A native fault of this session as the error to raise."""

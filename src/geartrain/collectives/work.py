@@ -1,4 +1,4 @@
-"""Work: the handle of an all-reduce in progress, valid across the epochs of its group."""
+"""Work: the handle of an operation in progress, valid across the epochs of its group."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import geartrain._native as _native
 from geartrain.collectives.buffers import ITEM_SIZES
+from geartrain.collectives.exchange import Exchange
 from geartrain.collectives.faults import Fault
 from geartrain.core.arguments import timeout
 from geartrain.errors import CollectiveClosedError, CollectiveTimeoutError, GeartrainError
@@ -53,10 +54,10 @@ class Issue:
 
 
 class Work:
-    """An all-reduce in progress. Its array belongs to the group until it is done.
+    """An operation in progress. Its arrays belong to the group until it is done.
 
-    Made by `Group.all_reduce_async`. A group that continues without a lost reducer issues the operation again in its
-    next session; the handle stays.
+    Made by `Group.all_reduce_async` and the like. A group that continues without a lost reducer issues the operation
+    again in its next session; the handle stays.
     """
 
     __slots__ = (
@@ -68,6 +69,7 @@ class Work:
         "array",
         "count",
         "dtype",
+        "exchange",
         "issue",
         "name",
         "op",
@@ -86,6 +88,7 @@ class Work:
         op: str,
         timeout_s: float,
         array: Any,
+        exchange: Exchange | None = None,
     ) -> None:
         self.name = name
         self.address = address
@@ -95,6 +98,7 @@ class Work:
         self.op = op
         self.timeout_s = timeout_s
         self.array = array
+        self.exchange = exchange  # None: an all-reduce
         self.issue: Issue | None = None  # set by the session that issues it
         self._recover = recover
         self._lock = threading.Lock()
@@ -118,7 +122,7 @@ class Work:
         return True
 
     def wait(self, timeout_s: float | None = None) -> Any:
-        """Waits for the result, and returns the array.
+        """Waits for the result, and returns the array, or the outputs.
 
         The operation has a deadline of its own, counted from its call; a shorter `timeout_s` ends this wait only. When
         a reducer was lost and the group continues without it (`on_reducer_loss`), so does the operation.
@@ -143,7 +147,7 @@ class Work:
                 self.complete(issue)
             elif not self._recover(issue.session, fault):
                 raise issue.session.error_of(fault)
-        return self.array
+        return self.array if self.exchange is None else self.array[0]
 
     def error(self) -> GeartrainError | None:
         """Why it failed; None when it succeeded, or has not ended."""

@@ -1,4 +1,4 @@
-"""Process lifetime: the kernel kills a child when its parent ends (Linux's PR_SET_PDEATHSIG)."""
+"""Processes: a child that ends with its parent (Linux's PR_SET_PDEATHSIG), and what the kernel tells about others."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import ctypes
 import os
 import signal
+from pathlib import Path
+from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 
@@ -25,4 +27,56 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-__all__ = ["die_with_parent"]
+class ProcessState(NamedTuple):
+    """What /proc tells about a process.
+
+    Attributes:
+        state: R running, S waiting, D waiting in the kernel, T stopped by a signal, t by a debugger, Z ended and not
+            waited for.
+        started: kernel ticks after boot; with the pid it names one process.
+    """
+
+    pid: int
+    state: str
+    command: str
+    started: int
+    cpu_s: float
+    rss_bytes: int
+    threads: int
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it does not run although it could: until SIGCONT, or as long as a debugger likes."""
+        return self.state in ("T", "t")
+
+
+def process_state(pid: int) -> ProcessState | None:
+    """State of a process of this PID namespace; None where there is none, or none that this user may see."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    head, _, rest = text.rpartition(")")
+    words = rest.split()
+    ticks = os.sysconf("SC_CLK_TCK")
+    return ProcessState(
+        pid,
+        words[0],
+        head.partition("(")[2],
+        int(words[19]),
+        (int(words[11]) + int(words[12])) / ticks,
+        int(words[21]) * os.sysconf("SC_PAGE_SIZE"),
+        int(words[17]),
+    )
+
+
+def process_of_thread(tid: int) -> int | None:
+    """The process that a thread belongs to; None where there is no such thread."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path(f"/proc/{tid}/status").read_text().splitlines():
+            if line.startswith("Tgid:"):
+                return int(line.split()[1])
+    return None
+
+
+__all__ = ["ProcessState", "die_with_parent", "process_of_thread", "process_state"]

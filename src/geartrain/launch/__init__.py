@@ -30,7 +30,7 @@ from geartrain.errors import JobInterruptedError, JobTimeoutError, ProcessDiedEr
 from geartrain.launch.actor_pool import ActorContext, ActorPool
 from geartrain.launch.context import Context, context
 from geartrain.launch.hosts import HostPosition, host_position
-from geartrain.launch.job import Job, Role, actors, agents, learners, load
+from geartrain.launch.job import Job, Role, actors, agents, learners, load, reducers
 from geartrain.launch.summary import Summary
 
 
@@ -90,5 +90,6 @@ __all__ = [
     "host_position",
     "learners",
     "load",
+    "reducers",
     "run",
 ]

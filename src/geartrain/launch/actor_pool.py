@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from geartrain.actors.policy import Policy
 from geartrain.core.counters import SharedCounters
+from geartrain.core.process_report import register
 from geartrain.errors import ActorDiedError, ArgumentError, StoreClosedError
 from geartrain.launch.actor_process import ActorTask, task_bytes
 from geartrain.launch.actor_role import ActorContext
@@ -102,6 +103,7 @@ class ActorPool:
             self._thread.join()
             self.counters.close()
             raise self._start_error
+        register(self, "pool", _figures)
 
     def stats(self) -> dict[str, Any]:
         """What all actors have done, those that died included.
@@ -210,6 +212,24 @@ class ActorPool:
             return
         process.restart += 1
         self._start(process)
+
+
+def _figures(pool: ActorPool) -> dict[str, Any]:
+    """For the process's report: whose counters are whose, by slot."""
+    return {
+        "name": pool.store.name,
+        "counters": pool.counters.name,
+        "processes": [
+            {
+                "name": each.name,
+                "kind": "actor",
+                "pid": each.pid,
+                "restarts": each.restart,
+                "exit_code": each.returncode,
+            }
+            for each in pool._supervisor.processes
+        ],
+    }
 
 
 class _ActorProcess(ChildProcess):

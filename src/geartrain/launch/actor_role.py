@@ -9,7 +9,8 @@ from typing import Any
 
 from geartrain.actors.actor import Actor
 from geartrain.actors.policy import Policy
-from geartrain.errors import CallCancelledError
+from geartrain.actors.remote_store import RemoteStore
+from geartrain.errors import CallCancelledError, PeerLostError
 from geartrain.launch.context import Context
 from geartrain.launch.job import find
 from geartrain.launch.metrics import Reporter
@@ -48,7 +49,7 @@ def run_actor(
     context: ActorContext,
     make_environments: Callable[[ActorContext], Any],
     make_policy: Callable[[ActorContext], Policy],
-    open_store: Callable[[], Store],
+    open_store: Callable[[], Store | RemoteStore],
     reporter: Reporter,
     stopping: Callable[[], bool],
     *,
@@ -57,10 +58,12 @@ def run_actor(
 ) -> None:
     """Steps environments into a store until `stopping()`, and reports after each step.
 
+    Where the store is a peer's that is lost, the actor goes on when it is there again: what was published stays.
+
     Args:
         context: number and seed of this actor.
         make_environments, make_policy: called with the context, the second one with the environments in it.
-        open_store: attaches to the store.
+        open_store: attaches to the store; called again when its peer was lost.
         reporter: counters of this process.
         stopping: whether to end; also ends a wait for the store's rate limiter.
         steps: at most so many.
@@ -68,7 +71,11 @@ def run_actor(
     """
     environments = make_environments(context)
     policy = make_policy(replace(context, environments=environments))
-    with open_store() as store:
+    with contextlib.ExitStack() as stack:
+        store = open_store()
+        if isinstance(store, Store):
+            stack.enter_context(store)
+            store.limiter.stopping = stopping  # there may be no learner left to sample what holds an insert up
         actor = Actor(environments, policy, store, seed=context.seed, **options)
         stats = actor.stats
 
@@ -82,9 +89,19 @@ def run_actor(
             reporter.heartbeat()
             return stopping()
 
-        store.limiter.stopping = stopping  # there may be no learner left to sample what holds an insert up
-        with contextlib.suppress(CallCancelledError):
-            actor.run(until=report, steps=steps)
+        while True:
+            try:
+                if actor.recorder_lost:
+                    actor.record_into(open_store())
+                    print(f"goes on with {actor.store!r}", flush=True)
+                actor.run(until=report, steps=None if steps is None else steps - stats.steps)
+                break
+            except CallCancelledError:
+                break
+            except (PeerLostError, LookupError) as error:
+                if not actor.recorder_lost:
+                    raise
+                print(f"the store's server is lost, and waited for: {error}", flush=True)
         actor.close()
         report()
 

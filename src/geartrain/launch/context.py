@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from geartrain.core.counters import SharedCounters
 from geartrain.core.schema import Field
@@ -22,6 +22,7 @@ from geartrain.core.shared_files import Trust
 from geartrain.errors import (
     ArgumentError,
     GeartrainError,
+    PeerError,
     StaleStoreError,
     StoreMissingError,
     UnknownPeerError,
@@ -33,14 +34,23 @@ from geartrain.store.store import Store
 if TYPE_CHECKING:
     import geartrain.weights as weights
     from geartrain.actors.policy import RemotePolicy
+    from geartrain.actors.remote_store import RemoteStore
     from geartrain.rpc import Node
 
 #: Environment variable with the `ProcessSpec` of a process.
 SPEC = "GEARTRAIN_PROCESS"
 #: Name of the coordinator's node on host 0, which keeps the addresses of the job's nodes.
 LAUNCHER = "geartrain.launch"
+#: In the job's name service: address of a reducer, by its process's name.
+REDUCER_KEY = "geartrain/reducer/"
+#: How long a process waits for the store of another host: that of the hosts to join, and of a learner to start.
+REMOTE_STORE_S = 360.0
 #: Pause between attempts to open a store that does not exist yet.
 _RETRY_EVERY_S = 0.05
+#: Longest wait for an answer of a store server that may not be there yet, and the pause before the next one.
+_ASK_S, _ASK_AGAIN_S = 5.0, 0.2
+#: Name of the role that serves stores to hosts without learners (placed_role.py).
+STORES = "store"
 
 
 @dataclass
@@ -58,11 +68,12 @@ class ProcessSpec:
     restart: int
     run: Any
     args: dict[str, Any] = field(default_factory=dict)
-    roles: dict[str, list[Any]] = field(default_factory=dict)  # name -> processes on a host, "all" or "first"
+    roles: dict[str, list[Any]] = field(default_factory=dict)  # name -> kind, processes on a host, hosts
     counters: str = ""
     slot: int = 0
     folder: str = ""
     launcher: str = ""  # address of the coordinator's node
+    address: str = "127.0.0.1"  # of this host, for others
     trust: Trust = "user"
     parent: int = 0
     path: list[str] = field(default_factory=list)
@@ -76,6 +87,8 @@ class Context:
         role, number, processes: name of its role, and which of how many processes of that role it is, over all hosts.
         name: "ROLE-NUMBER", which is also its node's.
         host, hosts: which of how many.
+        address: of this host, for others of the job.
+        has_store: whether a store of the job is on this host; otherwise `store` is that of a learners' host.
         rank, world_size: of a learner; 0 of 1 for others.
         restart: how often it was started again.
         folder: of the job's logs, for files of the process; None outside of a launch.
@@ -89,6 +102,9 @@ class Context:
         self.job, self.role, self.number, self.processes = spec.job, spec.role, spec.number, spec.processes
         self.name = f"{spec.role}-{spec.number}"
         self.host, self.hosts, self.restart = spec.host, spec.hosts, spec.restart
+        self.address = spec.address
+        learner_hosts = next((hosts for kind, _, hosts in spec.roles.values() if kind == "learner"), None)
+        self.has_store = learner_hosts is None or spec.host in learner_hosts
         self.rank, self.world_size = 0, 1
         if spec.kind == "learner":
             self.rank, self.world_size = spec.number, spec.processes
@@ -157,26 +173,50 @@ class Context:
 
     # --- store, weights and nodes of the job ------------------------------------------------------------------------
 
+    @overload
     def store(
-        self, fields: Mapping[str, Field] | None = None, *, name: str = "", timeout_s: float = 60.0, **options: Any
-    ) -> Store:
-        """The job's store on this host. Under a launcher it stays until the job is over, and `Job.keep_store` decides
-        whether it is removed then.
+        self, fields: Mapping[str, Field], *, name: str = "", timeout_s: float | None = None, **options: Any
+    ) -> Store: ...
+    @overload
+    def store(
+        self, fields: None = None, *, name: str = "", timeout_s: float | None = None, **options: Any
+    ) -> Store | RemoteStore: ...
+    def store(
+        self,
+        fields: Mapping[str, Field] | None = None,
+        *,
+        name: str = "",
+        timeout_s: float | None = None,
+        **options: Any,
+    ) -> Store | RemoteStore:
+        """The job's store on this host, or on a host with learners where this one has none (`has_store`).
+
+        Under a launcher it stays until the job is over, and `Job.keep_store` decides whether it is removed then. The
+        processes of hosts without learners are spread over the stores of those with, in order.
 
         Args:
-            fields: of the store: it is created if there is none, and its rows are adopted if a job that died has left
-                it. Without them this waits for another process to create it.
-            name: of another store; the job's name by default.
-            timeout_s: how long to wait for it.
+            fields: of the store: it is created on this host if there is none, and its rows are adopted if a job that
+                died has left it. Without them this waits for another process to create it.
+            name: of another store, of this host; the job's name by default.
+            timeout_s: how long to wait for it; 60 by default, and 360 for one of another host, whose processes may
+                start later.
             options: for `Store.create`. In a launched job `trust` is what `Job.trust` says, for this process and all
                 others; only stores of other names may have another one.
 
         Raises:
-            ArgumentError: the job's store, with another `trust` than the job has.
+            ArgumentError: the job's store, with another `trust` than the job has; with fields, where there is none.
             WaitTimeoutError: no process created it in time.
             IncompatibleStoreError: a store of that name has other fields; `geartrain remove NAME`, or --fresh.
         """
         of_job = self.folder is not None and name in ("", self.job)
+        if of_job and not self.has_store:
+            if fields is not None or options:
+                raise ArgumentError(
+                    f"{self.name}: host {self.host} has no learners, and so no store of the job: store() without "
+                    "fields is that of a host that has; a store of this host needs a name of its own"
+                )
+            return self._remote_store(REMOTE_STORE_S if timeout_s is None else timeout_s)
+        timeout_s = 60.0 if timeout_s is None else timeout_s
         trust: Trust = options.pop("trust", self._spec.trust)
         if of_job and trust != self._spec.trust:
             raise ArgumentError(
@@ -200,9 +240,36 @@ class Context:
                         f"{self.name}: no process has created the store {name or self.job!r} within {timeout_s:g} s: "
                         f"{error}"
                     ) from None
-                if self.stopping:
-                    raise SystemExit(0) from None
-                time.sleep(_RETRY_EVERY_S)
+                self._pause_or_end(_RETRY_EVERY_S)
+
+    def _remote_store(self, timeout_s: float) -> RemoteStore:
+        """The store of one of the learners' hosts, as its store server serves it (store_role.py)."""
+        from geartrain.actors.remote_store import TIMEOUT_S, RemoteStore
+
+        _, _, served = self._spec.roles[STORES]
+        _, processes, hosts = self._spec.roles[self.role]
+        away = [host for host in hosts if host not in served]
+        server = f"{STORES}-{(away.index(self.host) * processes + self._spec.local) % len(served)}"
+        until_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                found = RemoteStore(self.node(), server, self.job, timeout_s=_ASK_S)
+                found.timeout_s = TIMEOUT_S
+                found.stopping = lambda: self.stopping
+                return found
+            except (PeerError, UnknownPeerError, WaitTimeoutError, LookupError, OSError) as error:
+                if time.monotonic() > until_s:
+                    raise WaitTimeoutError(
+                        f"{self.name}: {server} of host {served[int(server.rpartition('-')[2])]} has served no store "
+                        f"within {timeout_s:g} s: {error}"
+                    ) from None
+                self._pause_or_end(_ASK_AGAIN_S)
+
+    def _pause_or_end(self, pause_s: float) -> None:
+        if self.stopping:
+            raise SystemExit(0)
+        self.reporter.heartbeat()
+        time.sleep(pause_s)
 
     def publisher(self, **options: Any) -> weights.Publisher:
         """A publisher of the job's weights (`weights.Publisher`): for one process of the job."""
@@ -244,24 +311,27 @@ class Context:
             return self._node
 
     def policy(self, function: str, *, agent: str = "agent", timeout_s: float = 30.0) -> RemotePolicy:
-        """A policy that calls an agent of this host, or of host 0 where the role runs there only.
+        """A policy that calls an agent of this host, or of the hosts that the role runs on.
 
         A call to an agent that dies is retried until it is back, within `timeout_s`.
 
         Args:
             function: its name there (`rpc.batched` or `rpc.function`).
-            agent: the role's name; processes are distributed over its agents round-robin.
+            agent: the role's name; processes are distributed round-robin over its agents, of this host if it has any.
             timeout_s: longest wait for a reply.
         """
         from geartrain.actors.policy import RemotePolicy
 
         if agent not in self._spec.roles:
             raise ArgumentError(f"the job has no role {agent!r}; it has {', '.join(self._spec.roles)}")
-        processes, hosts = self._spec.roles[agent]
-        first = 0 if hosts == "first" else self.host * processes
+        _, processes, hosts = self._spec.roles[agent]
+        if self.host in hosts:
+            number = hosts.index(self.host) * processes + self._spec.local % processes
+        else:
+            number = self.number % (len(hosts) * processes)
         return RemotePolicy(
             self.node(),
-            f"{agent}-{first + self._spec.local % processes}",
+            f"{agent}-{number}",
             function,
             timeout_s=timeout_s,
             retry_s=timeout_s,
@@ -352,4 +422,14 @@ def context() -> Context:
     return _context
 
 
-__all__ = ["LAUNCHER", "SPEC", "Context", "CoordinatorStore", "ProcessSpec", "context"]
+__all__ = [
+    "LAUNCHER",
+    "REDUCER_KEY",
+    "REMOTE_STORE_S",
+    "SPEC",
+    "STORES",
+    "Context",
+    "CoordinatorStore",
+    "ProcessSpec",
+    "context",
+]

@@ -23,7 +23,7 @@ from typing import Any
 
 import geartrain.rpc as rpc
 from geartrain.errors import ArgumentError, GeartrainError, PeerLostError, RanksDisagreeError, WaitTimeoutError
-from geartrain.launch.context import LAUNCHER
+from geartrain.launch.context import LAUNCHER, REDUCER_KEY
 from geartrain.launch.hosts import HostPosition
 
 #: How long the launchers of the other hosts have to join.
@@ -107,14 +107,31 @@ class Coordinator:
                     )
 
     def unregister(self, name: str) -> None:
-        """Removes the address of a process that has ended: lookups wait until it is started again."""
-        key = f"geartrain/rpc/{name}"
+        """Removes the addresses of a process that has ended: lookups wait until it is started again."""
+        for key in (f"geartrain/rpc/{name}", REDUCER_KEY + name):
+            if self.position.host == 0:
+                with self.changed:
+                    self.names.pop(key, None)
+            else:
+                with contextlib.suppress(GeartrainError, OSError):
+                    self.node.call(LAUNCHER, "geartrain.launch.drop", key, timeout_s=5.0)
+
+    def tell(self, key: str, value: str) -> None:
+        """Puts a name of this launcher's into the job's name service. Raises `PeerLostError` when host 0 is gone."""
         if self.position.host == 0:
             with self.changed:
-                self.names.pop(key, None)
+                self.names[key] = value
+                self.changed.notify_all()
         else:
-            with contextlib.suppress(GeartrainError, OSError):
-                self.node.call(LAUNCHER, "geartrain.launch.drop", key, timeout_s=5.0)
+            self.node.call(LAUNCHER, "geartrain.launch.put", key, value, timeout_s=_REPLY_S)
+
+    def known(self, key: str) -> str | None:
+        """What the job's name service has under a key by now. Raises `PeerLostError` when host 0 is gone."""
+        if self.position.host == 0:
+            with self.changed:
+                return self.names.get(key)
+        found = self.node.call(LAUNCHER, "geartrain.launch.get", key, 0.0, timeout_s=_REPLY_S)
+        return None if found is None else str(found)
 
     def close(self) -> None:
         """Closes the node."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -102,6 +103,21 @@ def first_host(nodes: str) -> str:
     return found[1] + (found[2] or "")
 
 
+def own_address(master: str) -> str:
+    """The address by which hosts that reach `master` reach this one: of the interface that leads there.
+
+    Raises:
+        ArgumentError: nothing leads there.
+    """
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(place)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ArgumentError(f"host 0 cannot be reached at {master!r}: {error}") from None
+
+
 def _split(master: str) -> tuple[str, int]:
     address, found, port = master.rpartition(":")
     if not found or not address.strip() or not (port.isascii() and port.isdigit()):
@@ -130,4 +146,4 @@ def _checked(position: HostPosition) -> HostPosition:
     return position
 
 
-__all__ = ["HostPosition", "host_position"]
+__all__ = ["HostPosition", "first_host", "host_position", "own_address"]

@@ -16,33 +16,39 @@ from typing import Any, Literal, get_args
 
 from geartrain.core.shared_files import Trust, check_trust
 from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError
+from geartrain.launch.role_hosts import HostTerms, check_classes, check_terms, class_names, resolve_hosts
 
 #: What a process runs: "module:function", "file.py:function", the function itself, or a command as a list of words.
 Target = str | Callable[..., Any] | Sequence[str]
-Kind = Literal["learner", "agent", "actor", "other"]
+Kind = Literal["learner", "agent", "actor", "reducer", "other"]
 Keep = Literal["never", "on_failure", "always"]
-#: What the processes of `actors` run.
-ACT = "geartrain.launch.actor_role:act"
+#: What the processes of `actors` and of `reducers` run.
+ACT, REDUCE = "geartrain.launch.actor_role:act", "geartrain.launch.reducer_role:reduce"
+#: Kinds whose processes serve others: they must not end by themselves, and are stopped last.
+SERVERS = ("agent", "reducer")
 
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 
 @dataclass(frozen=True)
 class Role:
-    """Processes of a job that do the same. `learners`, `agents`, `actors` make the usual ones.
+    """Processes of a job that do the same. `learners`, `agents`, `actors`, `reducers` make the usual ones.
 
     Attributes:
         name: of the role; its processes are NAME-0, NAME-1, ...
         run: what they run: "module:function", "file.py:function", a function of a module, or a command (a list of
             words). A function is called with its `Context` and `args`; a command gets it by `launch.context()`.
-        processes: how many, on each host.
+        processes: how many, on each of its hosts.
         kind: "learner": ranks, with torchrun's environment variables; the job is over when all have returned.
-            "agent": must not end by itself, and is stopped last. "actor", "other": may return when they are done.
+            "agent", "reducer": must not end by themselves, and are stopped last. "actor", "other": may return when they
+            are done.
         args: further arguments of the function, by name: what JSON can hold.
         max_restarts: of all its processes together, on each host. Learners die and start again together.
         threads: that OpenMP, and so torch, may use in each process; None leaves it alone.
         env: further environment variables.
-        hosts: "all", or "first" for processes on host 0 only.
+        hosts: which run it: "all", "first" (host 0), ranges such as "0-3,6-", or classes of `Job.hosts`, as a string;
+            or a list of host numbers. Hosts without learners have no store: there `Context.store` is that of a
+            learners' host (`RemoteStore`).
         silent_s: heartbeat timeout: a process that has not reported for so long is killed, and counts as dead; it first
             reports when it gets its context. None for no timeout.
     """
@@ -55,7 +61,7 @@ class Role:
     max_restarts: int = 0
     threads: int | None = 1
     env: Mapping[str, str] = field(default_factory=dict)
-    hosts: Literal["all", "first"] = "all"
+    hosts: HostTerms = "all"
     silent_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -64,8 +70,7 @@ class Role:
         about = f"role {self.name!r}"
         if self.kind not in get_args(Kind):
             raise ArgumentError(f"{about}: kind is one of {', '.join(get_args(Kind))}, found {self.kind!r}")
-        if self.hosts not in ("all", "first") or (self.kind == "learner" and self.hosts != "all"):
-            raise ArgumentError(f"{about}: hosts is 'all' or, but for learners, 'first', found {self.hosts!r}")
+        object.__setattr__(self, "hosts", check_terms(about, self.hosts))
         _whole(about, "processes", self.processes, 1)
         _whole(about, "max_restarts", self.max_restarts, 0)
         if self.threads is not None:
@@ -144,6 +149,26 @@ def actors(
     return Role(name, ACT, processes, "actor", args=args, max_restarts=max_restarts, **options)
 
 
+def reducers(
+    processes: int = 1, *, name: str = "reducer", window_bytes: int = 16 << 20, max_restarts: int = 3, **options: Any
+) -> Role:
+    """Reducers of the learners' all-reduces: processes that own shares of them, on hosts with or without learners.
+
+    The learners start once all reducers are there, with their addresses in GEARTRAIN_REDUCERS; DDP uses them with the
+    backend "geartrain", or by `geartrain_autoload` (docs/collectives-torch.md).
+
+    Args:
+        processes: how many, on each host of the role.
+        name: of the role.
+        window_bytes: how far ahead of its results a rank may send.
+        max_restarts: of all of them together, on each host. Groups that exist do not find one that was restarted.
+        options: as for `Role`.
+    """
+    _whole(f"role {name!r}", "window_bytes", window_bytes, 1)
+    args = {"window_bytes": window_bytes}
+    return Role(name, REDUCE, processes, "reducer", args=args, max_restarts=max_restarts, **options)
+
+
 @dataclass(frozen=True)
 class Job:
     """A job: its name, which is also its store's and its weights', and its roles.
@@ -158,6 +183,7 @@ class Job:
         directory: where processes run and modules are found; the current one by default.
         trust: who may write to the job's store and weights besides this process's user, as for `Store.create`: programs
             of other users join them so. The processes of the job, and its launcher, open them with it.
+        hosts: classes of hosts, for roles to name: such as {"trainers": "0-1", "simulators": "2-"}.
 
     Example:
         >>> from geartrain import launch
@@ -181,6 +207,7 @@ class Job:
     keep_store: Keep = "on_failure"
     directory: str = ""
     trust: Trust = "user"
+    hosts: Mapping[str, HostTerms] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _WORD.fullmatch(self.name):
@@ -191,8 +218,19 @@ class Job:
             raise ArgumentError(f"job {self.name!r}: roles of different names are needed, found {names}")
         if sum(role.kind == "learner" for role in self.roles) > 1:
             raise ArgumentError(f"job {self.name!r}: there is one role of learners, for ranks are numbered through")
-        if all(role.kind == "agent" for role in self.roles):
-            raise ArgumentError(f"job {self.name!r}: agents alone never end; there must be learners, actors or others")
+        if all(role.kind in SERVERS for role in self.roles):
+            raise ArgumentError(
+                f"job {self.name!r}: agents alone never end, nor do reducers; there must be learners, actors or others"
+            )
+        if self.learner is None and any(role.kind == "reducer" for role in self.roles):
+            raise ArgumentError(f"job {self.name!r}: reducers sum what learners send, and there are no learners")
+        object.__setattr__(self, "hosts", check_classes(f"job {self.name!r}", self.hosts))
+        for role in self.roles:
+            if unknown := [each for each in class_names(str(role.hosts)) if each not in self.hosts]:
+                raise ArgumentError(
+                    f"role {role.name!r}: there is no class of hosts {unknown[0]!r}; the job defines "
+                    f"{', '.join(sorted(self.hosts)) or 'none'} (hosts)"
+                )
         if self.timeout_s is not None:
             _seconds(f"job {self.name!r}", "timeout_s", self.timeout_s)
         _seconds(f"job {self.name!r}", "stop_s", self.stop_s)
@@ -209,6 +247,11 @@ class Job:
     def learner(self) -> Role | None:
         """The role whose processes are ranks."""
         return next((role for role in self.roles if role.kind == "learner"), None)
+
+    def hosts_of(self, role: Role, hosts: int) -> tuple[int, ...]:
+        """The hosts that run a role, of so many. Raises `ArgumentError` where it names one that is not there."""
+        classes = {name: str(terms) for name, terms in self.hosts.items()}
+        return resolve_hosts(f"role {role.name!r}", str(role.hosts), classes, hosts)
 
 
 # --- from a file ------------------------------------------------------------------------------------------------------
@@ -258,18 +301,19 @@ def _from_toml(path: Path) -> Job:
     others = tables.pop("role", {})
     if not isinstance(others, dict):
         raise ArgumentError(f"{path}: role is the tables [role.NAME], found {others!r}")
-    for kind in ("learner", "agent", "actor"):
+    for kind in ("learner", "agent", "actor", "reducer"):
         table = tables.pop(kind, None)
         if table is not None:
             roles.append(_role(path, kind, kind, table))
     for name, table in others.items():
-        roles.append(_role(path, name, "other", table))
+        kind = table.get("kind", "other") if isinstance(table, dict) else "other"
+        roles.append(_role(path, f"role.{name}", kind, table))
     known = {each.name for each in fields(Job)} - {"roles"}
     unknown = sorted(set(tables) - known)
     if unknown:
         raise ArgumentError(
             f"{path}: {', '.join(unknown)} means nothing here; there are {', '.join(sorted(known))}, and the tables "
-            "learner, agent, actor and role.NAME"
+            "learner, agent, actor, reducer and role.NAME"
         )
     if "name" not in tables:
         raise ArgumentError(f"{path}: a job needs a name")
@@ -277,29 +321,43 @@ def _from_toml(path: Path) -> Job:
     return replace(job, directory=str((path.parent / tables.get("directory", ".")).resolve()))
 
 
-def _role(path: Path, name: str, kind: str, table: Any) -> Role:
+def _role(path: Path, table_name: str, kind: str, table: Any) -> Role:
+    """The role of a table: [learner], [agent], [actor], [reducer], or [role.NAME], which may say its kind."""
     if not isinstance(table, dict):
-        raise ArgumentError(f"{path}: [{name}] is a table")
-    acting = {"environments", "policy", "seed", "publish_every", "overlap", "priority", "steps"}
-    known = {each.name for each in fields(Role)} - {"name"} - (set() if kind == "other" else {"kind"})
-    if kind == "actor" and "run" not in table:
-        known = (known | acting) - {"run", "args"}
+        raise ArgumentError(f"{path}: [{table_name}] is a table")
+    known = {each.name for each in fields(Role)} - {"name", "kind"}
+    acts = kind == "actor" and "run" not in table
+    if kind == "reducer":
+        known = (known | {"window_bytes"}) - {"run", "args"}
+    elif acts:
+        known = (known | {"environments", "policy", "seed", "publish_every", "overlap", "priority", "steps"}) - {
+            "run",
+            "args",
+        }
         missing = {"environments", "policy"} - set(table)
         if missing:
-            raise ArgumentError(f"{path}: [actor] needs environments and policy, or run; found {sorted(table)}")
+            raise ArgumentError(f"{path}: [{table_name}] needs environments and policy, or run; found {sorted(table)}")
     elif "run" not in table:
-        raise ArgumentError(f"{path}: [{name}] needs run")
+        raise ArgumentError(f"{path}: [{table_name}] needs run")
+    options = dict(table)
+    name = table_name
+    if table_name.startswith("role."):
+        name = table_name.removeprefix("role.")
+        known = known | {"kind"}
+        options.pop("kind", None)
     unknown = sorted(set(table) - known)
     if unknown:
         raise ArgumentError(
-            f"{path}: {', '.join(unknown)} means nothing in [{name}]; there are {', '.join(sorted(known))}"
+            f"{path}: {', '.join(unknown)} means nothing in [{table_name}]; there are {', '.join(sorted(known))}"
         )
-    options = {"name": name, **table}
-    if kind == "actor" and "run" not in table:
+    options["name"] = name
+    if kind == "reducer":
+        return reducers(**options)
+    if acts:
         return actors(**options)
     if kind == "agent":
         return agents(**options)
-    return Role(**({"kind": kind, **options} | ({"max_restarts": 10, **table} if kind == "actor" else {})))
+    return Role(**({"kind": kind, "max_restarts": 10 if kind == "actor" else 0} | options))
 
 
 def _toml() -> Any:
@@ -393,4 +451,20 @@ def _whole(about: str, what: str, value: Any, least: int) -> None:
         raise ArgumentError(f"{about}: {what} is a whole number from {least} on, found {value!r}")
 
 
-__all__ = ["ACT", "Job", "Keep", "Kind", "Role", "Target", "actors", "agents", "find", "learners", "load", "target_of"]
+__all__ = [
+    "ACT",
+    "REDUCE",
+    "SERVERS",
+    "Job",
+    "Keep",
+    "Kind",
+    "Role",
+    "Target",
+    "actors",
+    "agents",
+    "find",
+    "learners",
+    "load",
+    "reducers",
+    "target_of",
+]

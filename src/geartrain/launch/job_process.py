@@ -12,7 +12,8 @@ from pathlib import Path
 
 from geartrain.launch.context import SPEC, ProcessSpec
 from geartrain.launch.hosts import HostPosition
-from geartrain.launch.job import Job, Role
+from geartrain.launch.job import Job
+from geartrain.launch.placed_role import PlacedRole
 from geartrain.launch.process import ChildProcess, python_command
 
 #: Lines of its output that an error shows, of so many bytes at most.
@@ -42,33 +43,41 @@ class JobProcess(ChildProcess):
     """Process `number` of a role; the same object when it is started again.
 
     Args:
-        job, role: what it belongs to.
+        job, placed: what it belongs to.
         local: its number on this host.
         slot: of the job's counters.
         position: of this host.
         folder: of the logs.
     """
 
-    def __init__(self, job: Job, role: Role, local: int, slot: int, position: HostPosition, folder: Path) -> None:
-        self.job, self.role, self.local, self.slot, self.position = job, role, local, slot, position
-        hosts = position.hosts if role.hosts == "all" else 1
-        self.number = (position.host if role.hosts == "all" else 0) * role.processes + local
-        self.processes = hosts * role.processes
-        super().__init__(f"{role.name}-{self.number}")
+    def __init__(
+        self, job: Job, placed: PlacedRole, local: int, slot: int, position: HostPosition, folder: Path
+    ) -> None:
+        self.job, self.placed, self.local, self.slot, self.position = job, placed, local, slot, position
+        self.role = placed.role
+        self.number = placed.number(position.host, local)
+        self.processes = placed.processes
+        super().__init__(f"{self.role.name}-{self.number}")
         self.log = folder / f"{self.name}.log"
         self.folder = folder
         self._log_from = 0
 
     def start(
-        self, roles: dict[str, list[object]], counters: str, launcher: str, environment: Mapping[str, str]
+        self,
+        roles: dict[str, list[object]],
+        counters: str,
+        launcher: str,
+        environment: Mapping[str, str],
+        address: str = "127.0.0.1",
     ) -> None:
         """Starts it: once more, if it has ended.
 
         Args:
-            roles: of the job: name -> [processes on a host, "all" or "first"].
+            roles: of the job: name -> [kind, processes on a host, hosts].
             counters: name of the job's counters.
             launcher: address of the coordinator's node.
             environment: of the process, but for what its role and this class add.
+            address: of this host, for others.
         """
         with self.log.open("ab") as log:
             if self.restart:
@@ -92,6 +101,7 @@ class JobProcess(ChildProcess):
                 slot=self.slot,
                 folder=str(self.folder),
                 launcher=launcher,
+                address=address,
                 trust=self.job.trust,
                 parent=os.getpid(),
                 path=[str(Path(entry or ".").resolve()) for entry in sys.path],

@@ -15,9 +15,11 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import geartrain.weights as weights
 from geartrain.core.counters import SharedCounters
+from geartrain.core.process_report import register
 from geartrain.errors import (
     GeartrainError,
     JobInterruptedError,
@@ -27,12 +29,14 @@ from geartrain.errors import (
     StoreExistsError,
     StoreMissingError,
 )
+from geartrain.launch.context import REDUCER_KEY
 from geartrain.launch.coordinator import JOIN_S, Coordinator
 from geartrain.launch.display import Display, JobView, make_display
-from geartrain.launch.hosts import HostPosition
-from geartrain.launch.job import Job
+from geartrain.launch.hosts import HostPosition, own_address
+from geartrain.launch.job import SERVERS, Job
 from geartrain.launch.job_process import RANK_VARIABLES, JobProcess
 from geartrain.launch.metrics import COLUMNS, MetricsReader, ProcessMetrics
+from geartrain.launch.placed_role import place
 from geartrain.launch.summary import Summary
 from geartrain.launch.supervisor import Supervisor
 from geartrain.store.store import Store
@@ -41,6 +45,8 @@ from geartrain.store.store import Store
 TICK_S = 0.5
 #: Period until the job's store exists.
 _STORE_TICK_S = 0.05
+#: In the job's name service: address and port of the ranks' rendezvous, where host 0 has no ranks.
+_MASTER_KEY = "geartrain/launch/master"
 
 
 class Launcher:
@@ -58,7 +64,8 @@ class Launcher:
         metrics_port: int | None = None,
     ) -> None:
         self.job, self.position, self.folder = job, position, folder
-        self.summary = Summary(folder=str(folder), restarts={role.name: 0 for role in job.roles})
+        self._placed = place(job, position.hosts)
+        self.summary = Summary(folder=str(folder), restarts={each.role.name: 0 for each in self._placed})
         self._fresh = fresh
         self._metrics_port = metrics_port
         self._signals: list[int] = []
@@ -68,12 +75,25 @@ class Launcher:
         self._done_sent = False
         self._store: Store | None = None
         self._old_store = False  # one was there before, and no process of this job may have used it
-        self._master_port = position.master_port
-        roles = [role for role in job.roles if role.hosts == "all" or position.host == 0]
+        self._master = (position.master_addr, position.master_port)
+        self._address = "127.0.0.1" if position.hosts == 1 else own_address(position.master_addr)
+        learner = next((each for each in self._placed if each.role.kind == "learner"), None)
+        #: Hosts of the job's stores: the learners', or wherever a process makes one.
+        self._store_hosts = range(position.hosts) if learner is None else learner.hosts
+        #: Where ranks 0, ... are; the first of them has their rendezvous, unless torchrun has it.
+        self._rank_hosts = () if learner is None else learner.hosts
+        self._reducers = [
+            f"{each.role.name}-{number}"
+            for each in self._placed
+            if each.role.kind == "reducer"
+            for number in range(each.processes)
+        ]
+        self._reducer_addresses: list[str] = []
+        self._waiting: list[JobProcess] = []  # for addresses, before they start
         self._processes: list[JobProcess] = []
-        for role in roles:
-            for local in range(role.processes):
-                self._processes.append(JobProcess(job, role, local, len(self._processes), position, folder))
+        for each in self._placed:
+            for local in range(each.role.processes if position.host in each.hosts else 0):
+                self._processes.append(JobProcess(job, each, local, len(self._processes), position, folder))
         self._supervisor = Supervisor(self._processes)
         prefix = "" if position.hosts == 1 else f"host {position.host}: "
         self._display: Display = make_display(job.name, live, every_s, prefix)
@@ -92,15 +112,29 @@ class Launcher:
             self._metrics = MetricsReader(self._counters, names)
             if self._metrics_port is not None:
                 self._serve_metrics(self._metrics_port, names, stack)
-            fingerprint = json.dumps([[r.name, r.kind, r.processes, r.hosts, r.run] for r in self.job.roles])
+            fingerprint = json.dumps(
+                [
+                    [each.role.name, each.role.kind, each.role.processes, each.hosts, each.role.run]
+                    for each in self._placed
+                ]
+            )
             self._coordinator = Coordinator(self.position, fingerprint, self._supervisor.wake)
             stack.callback(self._coordinator.close)
+            register(self, "job", _figures)
             stack.enter_context(self._display)
             try:
+                if self._rank_hosts and self._rank_hosts[0] == self.position.host > 0 and not self.position.agent_store:
+                    self._master = (self._address, self.position.master_port)
+                    self._coordinator.tell(_MASTER_KEY, json.dumps(self._master))
                 for process in self._processes:
-                    self._start(process)
+                    if process.role.kind == "learner":
+                        self._waiting.append(process)
+                    else:
+                        self._start(process)
                 while self._end is None:
-                    self._supervisor.wait(TICK_S if self._store is not None else _STORE_TICK_S)
+                    self._start_waiting()
+                    looks = self._waiting or (self._store is None and self.position.host in self._store_hosts)
+                    self._supervisor.wait(_STORE_TICK_S if looks else TICK_S)
                     self._handle_events()
             except BaseException as error:
                 self._end = ("failed", f"{type(error).__name__}: {error}")
@@ -145,7 +179,7 @@ class Launcher:
 
     def _handle_exit(self, process: JobProcess) -> None:
         role = process.role
-        if process.returncode == 0 and not process.killed_because and role.kind != "agent":
+        if process.returncode == 0 and not process.killed_because and role.kind not in SERVERS:
             self._display.say(f"{process.name} has finished")
             return
         self._coordinator.unregister(process.name)
@@ -168,7 +202,8 @@ class Launcher:
         if role.kind == "learner":
             again = [each for each in self._processes if each.role is role]
             self._supervisor.kill(again, "was killed because another rank died")
-            self._master_port = 0
+            if not self.position.agent_store:
+                self._master = (self._address, 0)
         names = process.name if len(again) == 1 else f"all of {role.name}"
         self._display.say(
             f"{process.name} {process.exit_reason()}; {names} started again "
@@ -176,7 +211,10 @@ class Launcher:
         )
         for each in again:
             each.restart += 1
-            self._start(each)
+            if role.kind == "learner":
+                self._waiting.append(each)  # reducers may have moved
+            else:
+                self._start(each)
 
     def _check_heartbeats(self) -> None:
         for process in self._processes:
@@ -207,11 +245,45 @@ class Launcher:
 
     # --- processes ------------------------------------------------------------------------------------------------
 
+    def _start_waiting(self) -> None:
+        """Starts the ranks once the addresses that they need are known: their rendezvous, the reducers."""
+        if not self._waiting:
+            return
+        try:
+            missing = self._look_up_addresses()
+        except (GeartrainError, OSError) as error:
+            self._finish("failed", f"the launcher of host 0 is lost: {error}")
+            return
+        if not missing:
+            waiting, self._waiting = self._waiting, []
+            for process in waiting:
+                self._start(process)
+        elif time.monotonic() - self._began_s > JOIN_S:
+            self._finish("failed", f"the learners waited {JOIN_S:g} s for {', '.join(missing)}, and have not started")
+
+    def _look_up_addresses(self) -> list[str]:
+        """What is not known yet, in words."""
+        missing = []
+        first = self._rank_hosts[0]
+        if first not in (0, self.position.host) and not self.position.agent_store:
+            found = self._coordinator.known(_MASTER_KEY)
+            if found is None:
+                missing.append(f"the address of host {first}, which has rank 0")
+            else:
+                self._master = tuple(json.loads(found))
+        addresses = {name: self._coordinator.known(REDUCER_KEY + name) for name in self._reducers}
+        missing += [name for name, address in addresses.items() if address is None]
+        self._reducer_addresses = [address for address in addresses.values() if address is not None]
+        return missing
+
     def _start(self, process: JobProcess) -> None:
         slot = self._counters.slot(process.slot)
         slot["stop"] = slot["beat_s"] = 0.0
-        roles: dict[str, list[object]] = {role.name: [role.processes, role.hosts] for role in self.job.roles}
-        process.start(roles, self._counters.name, self._coordinator.address, self._environment(process))
+        roles: dict[str, list[object]] = {
+            each.role.name: [each.role.kind, each.role.processes, each.hosts] for each in self._placed
+        }
+        environment = self._environment(process)
+        process.start(roles, self._counters.name, self._coordinator.address, environment, self._address)
         slot["pid"] = process.pid or 0
 
     def _environment(self, process: JobProcess) -> dict[str, str]:
@@ -222,20 +294,22 @@ class Launcher:
             inherited.setdefault("OMP_NUM_THREADS", str(role.threads))
         if role.kind != "learner":
             return inherited
-        if self._master_port == 0:
-            self._master_port = _free_port()
+        if self._reducers:
+            inherited["GEARTRAIN_REDUCERS"] = ",".join(self._reducer_addresses)
+        if self._master[1] == 0:
+            self._master = (self._master[0], _free_port())
         ours = {
             "RANK": process.number,
             "WORLD_SIZE": process.processes,
             "LOCAL_RANK": process.local,
             "LOCAL_WORLD_SIZE": role.processes,
-            "GROUP_RANK": position.host,
-            "GROUP_WORLD_SIZE": position.hosts,
+            "GROUP_RANK": self._rank_hosts.index(position.host),
+            "GROUP_WORLD_SIZE": len(self._rank_hosts),
             "ROLE_RANK": process.number,
             "ROLE_WORLD_SIZE": process.processes,
             "ROLE_NAME": role.name,
-            "MASTER_ADDR": position.master_addr,
-            "MASTER_PORT": self._master_port,
+            "MASTER_ADDR": self._master[0],
+            "MASTER_PORT": self._master[1],
             "TORCHELASTIC_RUN_ID": self.job.name,
             "TORCHELASTIC_RESTART_COUNT": process.restart,
             "TORCHELASTIC_MAX_RESTARTS": role.max_restarts,
@@ -244,7 +318,7 @@ class Launcher:
         return inherited | {name: str(value) for name, value in ours.items()}
 
     def _end_all(self) -> None:
-        """SIGTERM to all, agents last; once more after half of `stop_s`, and SIGKILL to those left at the end of it."""
+        """SIGTERM to all, servers last; once more after half of `stop_s`; SIGKILL to those left at the end of it."""
         assert self._end is not None
         outcome, text = self._end
         self._coordinator.broadcast(
@@ -267,7 +341,7 @@ class Launcher:
                 self._supervisor.kill(left, "was killed, for it did not end on SIGTERM")
                 break
             half = waited_s > self.job.stop_s / 2
-            others = [each for each in left if each.role.kind != "agent"]
+            others = [each for each in left if each.role.kind not in SERVERS]
             for each in left if half else others or left:
                 times = signals.get(each, 0)
                 if times < (2 if half else 1):
@@ -330,7 +404,7 @@ class Launcher:
             found = MetricsReader(self._counters, names).read()  # on a thread of the server
             return dict(zip((each.name for each in self._processes), found, strict=True))
 
-        endpoint = PrometheusEndpoint(read, "0.0.0.0", port)
+        endpoint = PrometheusEndpoint(read, "0.0.0.0", port, self.job.trust)
         stack.callback(endpoint.close)
         self._display.say(f"metrics for Prometheus on port {endpoint.port}")
 
@@ -403,6 +477,30 @@ class Launcher:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _figures(launcher: Launcher) -> dict[str, Any]:
+    """For the process's report: the job, where its coordinator is, and its processes on this host by slot."""
+    position = launcher.position
+    return {
+        "name": launcher.job.name,
+        "counters": launcher._counters.name,
+        "coordinator": launcher._coordinator.address,
+        "host": position.host,
+        "hosts": position.hosts,
+        "folder": str(launcher.folder),
+        "elapsed_s": time.monotonic() - launcher._began_s,
+        "processes": [
+            {
+                "name": each.name,
+                "kind": each.role.kind,
+                "pid": each.pid,
+                "restarts": each.restart,
+                "exit_code": each.returncode,
+            }
+            for each in launcher._processes
+        ],
+    }
 
 
 def _free_port() -> int:

@@ -1,4 +1,4 @@
-"""Prometheus endpoint of a job: metrics of its processes over HTTP, read from the shared counters."""
+"""Prometheus endpoint of a host, and of a job's processes there, over HTTP: read from shared memory at each scrape."""
 
 from __future__ import annotations
 
@@ -7,20 +7,25 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from geartrain.core.shared_files import Trust
 from geartrain.errors import GeartrainError, MissingDependencyError
+from geartrain.launch.host_metrics import collector_of
+from geartrain.launch.host_snapshot import take_snapshot
 from geartrain.launch.metrics import COUNTS, ProcessMetrics
 
 
 class PrometheusEndpoint:
-    """Serves the metrics of a job's processes until `close`.
+    """Serves the metrics of this host, and of a job's processes, until `close`.
 
-    For each process, by the label `process`: counters `geartrain_job_steps_total`, `..._samples_total`,
-    `..._rows_total`, `..._episodes_total`, and of seconds `..._wait_seconds_total`, `..._policy_seconds_total`,
-    `..._environment_seconds_total`, `..._store_seconds_total`; gauges `geartrain_job_version` and, by the label `name`,
-    `geartrain_job_metric`.
+    Those of the host are `host_metrics.METRICS`. For each process of the job, by the label `process`: counters
+    `geartrain_job_steps_total`, `..._samples_total`, `..._rows_total`, `..._episodes_total`, and of seconds
+    `..._wait_seconds_total`, `..._policy_seconds_total`, `..._environment_seconds_total`, `..._store_seconds_total`;
+    gauges `geartrain_job_version` and, by the label `name`, `geartrain_job_metric`.
 
     Args:
-        read: returns the metrics of all processes, by name. Called on threads of the server.
+        read: returns the metrics of all processes, by name; None for those of the host alone. Called on threads of the
+            server.
+        trust: whose segments are read, as for `Store.open`.
         host, port: to listen on; port 0 is a free one.
 
     Raises:
@@ -28,7 +33,9 @@ class PrometheusEndpoint:
         GeartrainError: the port cannot be had.
     """
 
-    def __init__(self, read: Callable[[], dict[str, ProcessMetrics]], host: str, port: int) -> None:
+    def __init__(
+        self, read: Callable[[], dict[str, ProcessMetrics]] | None, host: str, port: int, trust: Trust = "user"
+    ) -> None:
         try:
             from prometheus_client import CollectorRegistry, start_http_server
             from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -38,7 +45,7 @@ class PrometheusEndpoint:
 
         class JobCollector(Collector):
             def collect(self) -> Iterable[Any]:
-                found = read()
+                found = {} if read is None else read()
                 for column in COUNTS:
                     name = f"{column.removesuffix('_s')}_seconds" if column.endswith("_s") else column
                     counter = CounterMetricFamily(f"geartrain_job_{name}", f"Total {name}", labels=["process"])
@@ -56,7 +63,9 @@ class PrometheusEndpoint:
                 yield latest
 
         registry = CollectorRegistry()
-        registry.register(JobCollector())
+        registry.register(collector_of(lambda: take_snapshot(trust)))
+        if read is not None:
+            registry.register(JobCollector())
         try:
             self._server, self._thread = start_http_server(port, addr=host, registry=registry)
         except OSError as error:

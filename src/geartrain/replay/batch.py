@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union
 import numpy as np
 
 from geartrain.core.keys import Keys
-from geartrain.errors import ArgumentError
+from geartrain.errors import ArgumentError, MissingDependencyError
 
 if TYPE_CHECKING:
     import torch
@@ -138,6 +138,38 @@ class Batch(_WeaklyReferable):
         metadata |= {"probability": self.probability, "importance_weights": self.importance_weights}
         check_names(self.fields)
         return {**{name: value for name, value in metadata.items() if value is not None}, **self.fields}
+
+    def to_tensordict(self) -> Any:
+        """Fields and metadata as a `tensordict.TensorDict` of batch size (B,), over the same memory.
+
+        A field "next.reward" becomes the entry ("next", "reward"). Keys and step are not in it: keep the batch for
+        `update_priorities`. Works for NumPy arrays too, which become tensors over their memory.
+
+        Raises:
+            ArgumentError: fields are packed, so that their first axis is not B; a field has the name of one of the
+                batch's own entries, or of the entry that another one is nested in. MissingDependencyError: tensordict
+                is not installed.
+        """
+        try:
+            from tensordict import TensorDict
+        except ImportError as error:
+            raise MissingDependencyError(f"pip install tensordict ({error})") from None
+        if self.cu_seqlens is not None:
+            raise ArgumentError("packed fields have steps as their first axis, no rows: to_tensordict needs windows")
+        import torch
+
+        root: dict[str, Any] = {}
+        for name, array in self.as_dict().items():
+            at = root
+            *parents, last = name.split(".")
+            for part in parents:
+                at = at.setdefault(part, {})
+                if not isinstance(at, dict):
+                    raise ArgumentError(f"{name!r} would be nested in the entry {part!r}, which is an array")
+            if last in at:
+                raise ArgumentError(f"the entry {name!r} would have others nested in it, as their names have dots")
+            at[last] = torch.as_tensor(array)
+        return TensorDict(root, batch_size=[len(self)])
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name}: {tuple(array.shape)} {array.dtype}" for name, array in self.fields.items())

@@ -178,7 +178,7 @@ class HostBatchBuilder:
         self, step: int, state: State, out: list[NDArray[Any]] | None = None
     ) -> tuple[_native.SampledBatch, State]:
         """The rows of a step, their fields in `out` or in recycled memory, and the strategies' state after it."""
-        if self.samplers[0].epochs is not None:
+        if self.samplers[0].epochs is not None and not self.mixed:
             batch, after = self.samplers[0].sample_pass(self.rows, step, state[0], out)
             return batch, [after]
         batch = self.samplers[0].empty_batch(self.rows, self.mixed, out)
@@ -205,10 +205,12 @@ class HostBatchBuilder:
 
     def stats(self) -> dict[str, Any]:
         """See `BatchBuilder`."""
-        natively = all(sampler.draws_natively for sampler in self.samplers)
-        if self.samplers[0].epochs is not None:
+        natively = all(sampler.draws_natively or sampler.epochs is not None for sampler in self.samplers)
+        if self.samplers[0].epochs is not None and not self.mixed:
             return {**build_stats(self._built, self._make_s, self.samplers), "path": "native gather of a pass"}
         path = "native" if natively else "native gather of rows drawn by the strategy's code"
+        if natively and any(sampler.placed for sampler in self.samplers):
+            path = "native gather of windows placed by a function"
         return {**build_stats(self._built, self._make_s, self.samplers), "path": path}
 
     def describe(self) -> list[dict[str, Any]]:

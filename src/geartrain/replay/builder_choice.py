@@ -46,7 +46,6 @@ def open_builder(
     check_epochs(
         stores,
         selection,
-        alone=alone,
         device=config.device is not None,
         windows=config.view is not None or config.window is not None,
     )

@@ -16,6 +16,7 @@ from geartrain.replay.distributed.topology import Mesh
 from geartrain.replay.fetch import As, FetchPlan, Pad, check_names_of, check_same_schema
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.transitions import TransitionPlan, Transitions
+from geartrain.replay.windows import Windows, as_windows, check_windows
 from geartrain.selection.arguments import check_number
 from geartrain.selection.declared import MAX_DRAWS
 from geartrain.selection.mixture import Mixture, Selection, strategies_of, with_seeds
@@ -34,7 +35,7 @@ class ReplayOptions(TypedDict, total=False):
     """The options of `Replay`, which documents them, for type checkers."""
 
     fields: Sequence[str] | None
-    window: int | None
+    window: int | Windows | None
     pad: Pad
     prefetch: int
     output: As
@@ -69,7 +70,7 @@ class ReplayConfig:
 
     batch_size: int
     fields: Sequence[str] | None = None
-    window: int | None = None
+    window: int | Windows | None = None
     pad: Pad = "left"
     prefetch: int = 2
     output: As = "torch"
@@ -112,6 +113,7 @@ class ReplayConfig:
                 f"batches on a device are torch tensors, found output={self.output!r}; they support DLPack"
             )
         check_seed(self.seed)
+        as_windows(self.window)
         if self.view is not None:
             self._check_view(self.view)
         if self.transform is not None and not callable(self.transform):
@@ -193,7 +195,9 @@ def make_samplers(stores: Sequence[Store], selection: Selection, config: ReplayC
     for store, strategy in zip(stores, strategies_of(selection), strict=True):
         view = config.view
         fields = config.fields if view is None else view.fields_of(store, config.fields)
-        window = config.window if view is None else view.window
+        window = as_windows(config.window if view is None else view.window)
+        if window is not None and view is None:
+            check_windows(window, store, strategy)
         plan = FetchPlan.make(store, fields, window, config.pad, config.output, config.threads)
         if samplers:
             check_same_schema([samplers[0].plan, plan])
@@ -201,7 +205,8 @@ def make_samplers(stores: Sequence[Store], selection: Selection, config: ReplayC
         limited = store.options["max_times_sampled"] is not None
         least = (config.batch_size if limited else 1) if config.min_rows is None else config.min_rows
         transitions = None if view is None else TransitionPlan(view, plan)
-        samplers.append(StoreSampler(plan, strategy, least, config.timeout_s, transitions=transitions))
+        mixed = isinstance(selection, Mixture)
+        samplers.append(StoreSampler(plan, strategy, least, config.timeout_s, transitions=transitions, mixed=mixed))
     return samplers
 
 

@@ -14,12 +14,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_whole, default_threads
+from geartrain.core.arguments import default_threads
 from geartrain.core.dtypes import DTYPES, as_raw, as_tensor, numpy_dtype, torch_dtype
 from geartrain.core.extras import require_torch
 from geartrain.core.keys import Keys, check_keys
 from geartrain.errors import ArgumentError, StaleKeyError, StoreClosedError
 from geartrain.replay.batch import Batch
+from geartrain.replay.windows import Windows, as_windows
 from geartrain.store.store import Store
 
 Pad = Literal["left", "right"]
@@ -31,8 +32,9 @@ def fetch(
     keys: Keys,
     *,
     fields: Sequence[str] | None = None,
-    window: int | None = None,
+    window: int | Windows | None = None,
     ends: ArrayLike | None = None,
+    starts: ArrayLike | None = None,
     pad: Pad = "left",
     output: As = "torch",
     out: Mapping[str, Any] | None = None,
@@ -46,10 +48,12 @@ def fetch(
             (`replay.stores`), whose fields must be alike.
         keys: which rows; duplicates are fine.
         fields: names of the fields wanted; all by default.
-        window: steps per row; whole rows by default.
+        window: steps per row, or `geartrain.Windows`; whole rows by default.
         ends: (n,) last step of each window; by default the step that its key names, or else the row's last one.
             A window holds the `window` steps up to and including that step, fewer at the start of the row, and nothing
             later.
+        starts: (n,) first step of each window, instead: it holds the `window` steps from there on, fewer at the end of
+            the row. `Windows(anchor="first")` begins where keys say, or else at the row's first step.
         pad: where missing steps go: "left" (before the real ones) or "right". They are zero, and False in
             the batch's mask.
         output: "torch" tensors or "numpy" arrays. Both support DLPack.
@@ -73,23 +77,24 @@ def fetch(
     for each in stores:
         if each.closed:
             raise StoreClosedError(f"the store {each.name!r} was closed")
-    plans = [FetchPlan.make(each, fields, window, pad, output, threads) for each in stores]
+    windows = _told_windows(window, ends, starts)
+    plans = [FetchPlan.make(each, fields, windows, pad, output, threads) for each in stores]
     plan = plans[0]
-    if ends is None and window is not None and keys.step is not None:
-        ends = keys.step
-    if ends is not None:
-        if window is None:
-            raise ArgumentError("`ends` only means something with a window")
-        ends = _checked_ends(len(keys), ends)
+    told = ends if starts is None else starts
+    if told is None and windows is not None and windows.at == "any":
+        told = keys.step
+    steps = None if told is None else _checked_ends(len(keys), told, "ends" if starts is None else "starts")
     outputs = None if out is None else plan.check_out(out, len(keys))
     if len(stores) == 1:
         keys.check_store(plan.store.id, plan.store.name)
-        _check_longest(ends, plan.store.max_length)
-        raw = plan.fetch(keys.row, keys.generation, ends, outputs)
+        _check_longest(steps, plan.store.max_length, windows)
+        raw = plan.fetch(keys.row, keys.generation, steps, outputs)
     else:
-        raw = _fetch_from_several(plans, keys, ends, outputs)
-    if ends is not None:
-        _check_reach(raw, ends)
+        raw = _fetch_from_several(plans, keys, steps, outputs)
+    if steps is not None:
+        _check_reach(raw, steps, windows)
+    if windows is not None and windows.whole:
+        _check_whole(raw, windows)
     if raw.torn_count:
         if on_stale == "raise":
             raise StaleKeyError(
@@ -115,7 +120,7 @@ def _fetch_from_several(
     check_same_schema(plans)
     plans = [plan.of_fields(plans[0].names) for plan in plans]  # stores may have them in another order
     place = keys.places_among(np.array([plan.store.id for plan in plans], np.uint64))
-    _check_longest(ends, np.array([plan.store.max_length for plan in plans])[place])
+    _check_longest(ends, np.array([plan.store.max_length for plan in plans])[place], plans[0].windows)
     n, arrays = len(keys), plans[0].empty(len(keys)) if out is None else out
     steps = plans[0].window or plans[0].store.max_length
     whole = FetchedRows(
@@ -208,13 +213,23 @@ class FetchedRows(NamedTuple):
 class FetchPlan:
     """What to fetch, checked once and used for every batch."""
 
-    def __init__(self, store: Store, names: list[str], window: int, pad_left: bool, output: As, threads: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        names: list[str],
+        windows: Windows | None,
+        pad_left: bool,
+        output: As,
+        threads: int,
+    ) -> None:
+        window = 0 if windows is None else windows.length
         self.store = store
         self.names = names
         self.places = {name: place for place, name in enumerate(names)}
         self.numbers = [store.field_number(name) for name in names]
         self.per_step = store.per_step and window != 0  # whole rows were placed by no step
-        self.window = window
+        self.windows = windows
+        self.window = window  # its length; 0 for whole rows
         self.pad_left = pad_left
         self.output = output
         self.threads = threads
@@ -223,7 +238,7 @@ class FetchPlan:
     def make(
         store: Store,
         fields: Sequence[str] | None,
-        window: int | None,
+        window: int | Windows | None,
         pad: Pad,
         output: As,
         threads: int | None,
@@ -237,8 +252,7 @@ class FetchPlan:
             raise ArgumentError(f"name each field once, and at least one; found {names}")
         for name in names:
             store.field_number(name)
-        if window is not None and not 1 <= check_whole("window", window) < 2**31:
-            raise ArgumentError(f"a window has at least one step, found window={window}")
+        windows = as_windows(window)
         if not isinstance(pad, str) or pad not in ("left", "right"):
             raise ArgumentError(f"pad is 'left' or 'right', found {pad!r}")
         if not isinstance(output, str) or output not in ("torch", "numpy"):
@@ -247,7 +261,7 @@ class FetchPlan:
             require_torch("a batch of tensors", "; output='numpy' makes arrays")
         for name in names:
             (torch_dtype if output == "torch" else numpy_dtype)(DTYPES[schema[name].dtype])
-        return FetchPlan(store, names, window or 0, pad == "left", output, default_threads(threads))
+        return FetchPlan(store, names, windows, pad == "left", output, default_threads(threads))
 
     def schema(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape and dtype of each field of a batch of one row."""
@@ -255,7 +269,7 @@ class FetchPlan:
 
     def of_fields(self, names: Sequence[str]) -> FetchPlan:
         """The same plan for some of its fields, or none."""
-        return FetchPlan(self.store, list(names), self.window, self.pad_left, self.output, self.threads)
+        return FetchPlan(self.store, list(names), self.windows, self.pad_left, self.output, self.threads)
 
     def raw_dtype(self, name: str) -> np.dtype[Any]:
         """The NumPy dtype that a field's bytes are shown as."""
@@ -308,7 +322,8 @@ class FetchPlan:
     ) -> FetchedRows:
         """Copies, and reports torn rows; the GIL is released meanwhile.
 
-        With `places` row i goes to place `places[i]` of the arrays in `out`.
+        `ends` are the steps that windows are told by: their last ones, or their first. With `places` row i goes to
+        place `places[i]` of the arrays in `out`.
         """
         return FetchedRows(
             *_native.fetch(
@@ -322,6 +337,7 @@ class FetchPlan:
                 self.threads,
                 out,
                 places,
+                self.windows is not None and self.windows.from_first,
             )
         )
 
@@ -368,27 +384,63 @@ class FetchPlan:
         return outputs
 
 
-def _checked_ends(n: int, ends: ArrayLike) -> NDArray[np.int32]:
+def _told_windows(window: int | Windows | None, ends: ArrayLike | None, starts: ArrayLike | None) -> Windows | None:
+    """The windows of a fetch, once `ends` or `starts` go with them."""
+    given = "`ends`" if ends is not None else "`starts`"
+    if ends is not None and starts is not None:
+        raise ArgumentError("a window is told by its last step or by its first: give `ends` or `starts`")
+    if window is None:
+        if ends is not None or starts is not None:
+            raise ArgumentError(f"{given} only means something with a window")
+        return None
+    if not isinstance(window, Windows):
+        windows = as_windows(window)
+        return windows if starts is None or windows is None else Windows(windows.length, anchor="first")
+    if window.function is not None or window.stride != 1:
+        raise ArgumentError("no windows are drawn by a fetch: leave out stride, and a function as at=")
+    if ends is None and starts is None:
+        return window
+    if window.at != "any" or window.from_first != (starts is not None):
+        raise ArgumentError(f"{given} does not go with {window}")
+    return window
+
+
+def _checked_ends(n: int, ends: ArrayLike, what: str) -> NDArray[np.int32]:
     array = np.asarray(ends)
     if array.shape != (n,) or array.dtype.kind not in "iu":
-        raise ArgumentError(f"`ends` must be {n} whole numbers, found {array.dtype} {array.shape}")
+        raise ArgumentError(f"`{what}` must be {n} whole numbers, found {array.dtype} {array.shape}")
     return np.clip(array.astype(np.float64), -1, 2**31 - 1).astype(np.int32)  # what is cut here no row has
 
 
-def _check_longest(ends: NDArray[np.int32] | None, max_length: int | NDArray[np.int64]) -> None:
-    """Raises `ArgumentError` unless the windows end at steps that rows of their stores can have."""
+def _verb(windows: Windows | None) -> str:
+    return "begins" if windows is not None and windows.from_first else "ends"
+
+
+def _check_longest(
+    ends: NDArray[np.int32] | None, max_length: int | NDArray[np.int64], windows: Windows | None
+) -> None:
+    """Raises `ArgumentError` unless the windows are told by steps that rows of their stores can have."""
     if ends is None:
         return
     bad = np.flatnonzero((ends < 0) | (ends >= max_length))
     if bad.size:
         last = int(np.broadcast_to(max_length, ends.shape)[bad[0]]) - 1
-        raise ArgumentError(f"window {bad[0]} ends at step {ends[bad[0]]}, rows have steps 0 to {last}")
+        raise ArgumentError(f"window {bad[0]} {_verb(windows)} at step {ends[bad[0]]}, rows have steps 0 to {last}")
 
 
-def _check_reach(raw: FetchedRows, ends: NDArray[np.int32]) -> None:
+def _check_reach(raw: FetchedRows, ends: NDArray[np.int32], windows: Windows | None) -> None:
     # Only now is it known how long the rows behind the keys were: a stale key's row has another length.
     bad = np.flatnonzero((ends >= raw.lengths) & (raw.torn == 0))
     if bad.size:
         raise ArgumentError(
-            f"window {bad[0]} ends at step {ends[bad[0]]}, its row has steps 0 to {raw.lengths[bad[0]] - 1}"
+            f"window {bad[0]} {_verb(windows)} at step {ends[bad[0]]}, its row has steps 0 to {raw.lengths[bad[0]] - 1}"
+        )
+
+
+def _check_whole(raw: FetchedRows, windows: Windows) -> None:
+    bad = np.flatnonzero((raw.mask.sum(1) < windows.length) & (raw.torn == 0))
+    if bad.size:
+        raise ArgumentError(
+            f"window {bad[0]} has {int(raw.mask[bad[0]].sum())} of the {windows.length} steps of a whole one; its row "
+            f"has {raw.lengths[bad[0]]}"
         )

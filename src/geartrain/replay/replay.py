@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike
 
 from geartrain.core.arguments import refuse_copies
 from geartrain.core.keys import Keys, check_keys
+from geartrain.core.process_report import register
 from geartrain.errors import ArgumentError, CallCancelledError, ReplayError, StoreClosedError
 from geartrain.replay.batch import Batch
 from geartrain.replay.batch_loader import BatchLoader
@@ -30,8 +31,9 @@ from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.replay.distributed.topology import Mesh
 from geartrain.replay.fetch import As, Pad
 from geartrain.replay.transitions import Transitions
+from geartrain.replay.windows import Windows, as_windows, with_room_for
 from geartrain.selection.epochs import Epochs
-from geartrain.selection.mixture import Mixture, Selection
+from geartrain.selection.mixture import Mixture, Selection, strategies_of
 from geartrain.selection.strategy import Strategy
 from geartrain.store.store import Store
 
@@ -61,7 +63,8 @@ class Replay:
         batch_size: rows per batch; over several ranks, of the global batch that they share out.
         fields: names of the fields wanted; all by default.
         window: steps per row. Each window ends at a step drawn uniformly from the row's steps and holds nothing
-            later. Whole rows by default.
+            later. Or `geartrain.Windows`: whole ones, at a row's start or end, every k-th, or where a function says.
+            Whole rows by default.
         pad: side on which windows are padded at the start of a row.
         prefetch: batches prepared ahead, on a thread. Those that take less time than handing them from one thread to
             another (50 us) are made when they are asked for. With 0 each batch is, and sees every priority updated
@@ -137,7 +140,7 @@ class Replay:
         batch_size: int,
         *,
         fields: Sequence[str] | None = None,
-        window: int | None = None,
+        window: int | Windows | None = None,
         pad: Pad = "left",
         prefetch: int = 2,
         output: As = "torch",
@@ -157,7 +160,7 @@ class Replay:
     ) -> None:
         stores = stores_of(store)
         self.stores = stores
-        self.selection = seeded_selection(stores, selection, seed)
+        self.selection = with_room_for(as_windows(window), seeded_selection(stores, selection, seed))
         self.batch_size = batch_size
         self.num_batches = num_batches
         self._config = config = ReplayConfig(
@@ -194,8 +197,9 @@ class Replay:
         self._passes_end = isinstance(self.selection, Epochs) and not self.selection.drop_last
         self._wait_s = 0.0
         self._started_s: float | None = None
-        self._last_s = 0.0
+        self._asked_s = self._last_s = 0.0
         _replays.add(self)
+        register(self, "replay", _figures)
 
     def _make_locks(self) -> None:
         self._turn = threading.RLock()  # of whoever uses the loader; held while a batch is waited for
@@ -249,7 +253,9 @@ class Replay:
             yield batch
 
     def _epoch(self) -> int:
-        """The pass that the next batch is of, with `Epochs`; 0 without."""
+        """The pass that the next batch is of, with `Epochs`; 0 without, and in a mixture, whose passes end apart."""
+        if not isinstance(self.selection, Epochs):
+            return 0
         return self._loader.state[0].get("epoch", 0)
 
     def _begun_after(self, epoch: int) -> dict[str, int] | None:
@@ -279,7 +285,7 @@ class Replay:
                 raise
 
     def _sample(self) -> Batch:
-        asked_s = time.perf_counter()
+        self._asked_s = asked_s = time.perf_counter()
         if self._started_s is None:
             self._started_s = asked_s
         built = self._loader.next()
@@ -412,7 +418,8 @@ class Replay:
         selecting and fetching, on whichever thread), gb_per_s and samples_per_s of that time; redrawn (rows
         lost between their draw and their copy); in host memory path, a text: "native" where a batch is one native call,
         else what the strategies' own code does; with `Epochs` epoch (the pass of the next batch), and over all passes
-        that have ended skipped (rows that went before their turn) and dropped (by `drop_last`).
+        that have ended skipped (rows that went before their turn) and dropped (by `drop_last`), in a mixture lists
+        with one of each for each store.
 
         Over several ranks rows and bytes are this rank's, and there are: local_bytes (read from the shard of this
         host), received_bytes and sent_bytes (fields, from and for other ranks), local_share, selection_bytes (sent
@@ -438,11 +445,14 @@ class Replay:
             **more,
         }
 
-    def _passes(self) -> dict[str, int]:
-        if not isinstance(self.selection, Epochs):
+    def _passes(self) -> dict[str, int | list[int]]:
+        strategies, states = strategies_of(self.selection), self._loader.state
+        if not any(isinstance(each, Epochs) for each in strategies):
             return {}
-        state = self._loader.state[0]
-        return {name: state.get(name, 0) for name in ("epoch", "skipped", "dropped")}
+        names = ("epoch", "skipped", "dropped")
+        if isinstance(self.selection, Mixture):
+            return {name: [state.get(name, 0) for state in states] for name in names}
+        return {name: states[0].get(name, 0) for name in names}
 
     def describe(self) -> list[dict[str, Any]]:
         """For each store, how its rows come to the device: path and why, where rows are chosen, pinned bytes.
@@ -492,6 +502,20 @@ class Replay:
     def __repr__(self) -> str:
         stores = self.stores[0] if len(self.stores) == 1 else self.stores
         return f"Replay({stores!r}, {self.selection!r}, batch_size={self.batch_size}, step={self.step})"
+
+
+def _figures(replay: Replay) -> dict[str, Any]:
+    """For the process's report; `waiting_s`: how long its consumer has waited for a batch by now, 0 if it does not."""
+    replay._check_open()
+    waiting_s = time.perf_counter() - replay._asked_s if replay._asked_s > replay._last_s else 0.0
+    return {
+        "name": ", ".join(store.name for store in replay.stores),
+        "stores": [store.name for store in replay.stores],
+        "selection": type(replay.selection).__name__,
+        "batch_size": replay.batch_size,
+        "waiting_s": waiting_s,
+        **replay.stats(),
+    }
 
 
 _replays: weakref.WeakSet[Replay] = weakref.WeakSet()

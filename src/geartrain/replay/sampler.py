@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
+from geartrain.core.keys import Keys
 from geartrain.errors import (
     ArgumentError,
     CallCancelledError,
@@ -26,7 +27,7 @@ from geartrain.selection.declared import DeclaredStrategy
 from geartrain.selection.epochs import Epochs, Taken
 from geartrain.selection.random import Prioritized, checked_beta
 from geartrain.selection.schedule import at_step
-from geartrain.selection.sharded import Shard
+from geartrain.selection.shard import Shard, ShardedDraw
 from geartrain.selection.strategy import (
     ORDERS,
     Candidates,
@@ -46,6 +47,7 @@ ALPHA_STEP = 0.01
 # How often a wait for rows looks at the store.
 LOOK_EVERY_S = 0.01
 _NO_ROWS = np.empty(0, np.intp)
+_MOST = 2**31 - 1
 
 
 def alpha_at(strategy: Strategy, step: int) -> float:
@@ -92,6 +94,7 @@ class StoreSampler:
         timeout_s: longest wait for rows, and for the store's rate limiter.
         stopping: asked while it waits; when it says so, the wait ends with `CallCancelledError`.
         transitions: what of the rows is gathered instead of windows.
+        mixed: the batches are a mixture's, of which this draws a part.
 
     Attributes:
         redrawn: rows that were lost between their draw and their copy.
@@ -99,7 +102,8 @@ class StoreSampler:
         atom: rows that stand or fall together (a group), and so are replaced together.
         stage: what it is doing, for error messages.
         epochs: the strategy, where it makes passes.
-        draws_natively: whether a whole batch is one native call, or the strategy's own code draws its rows.
+        draws_natively: whether rows are drawn by native code, or by the strategy's own.
+        in_one_call: whether a whole batch is one native call; else Python draws its rows or places its windows.
     """
 
     def __init__(
@@ -110,8 +114,10 @@ class StoreSampler:
         timeout_s: float = 60.0,
         stopping: Callable[[], bool] | None = None,
         transitions: TransitionPlan | None = None,
+        mixed: bool = False,
     ) -> None:
         self.plan = plan
+        self.mixed = mixed
         self.transitions = transitions
         self.strategy = strategy
         self.traits = traits_of(strategy)
@@ -128,6 +134,9 @@ class StoreSampler:
             and self.atom == 1
             and getattr(type(strategy), "select", None) is DeclaredStrategy.select
         )
+        windows = plan.windows if transitions is None else None
+        self.placed = windows is not None and windows.function is not None
+        self.in_one_call = self.draws_natively and not self.placed
         self.epochs = strategy if isinstance(strategy, Epochs) else None
         if (transitions is not None or self.traits.over_steps) and not (self.draws_natively or self.epochs):
             raise ArgumentError(
@@ -153,7 +162,9 @@ class StoreSampler:
         One native call draws, counts, places, copies and redraws. Where the strategy draws by code of its own (groups,
         custom ones), that is called first, and the rest is native.
         """
-        if not self.draws_natively:
+        if self.epochs is not None:
+            return self._sample_passes(batch, first, n, step, state)
+        if not self.in_one_call:
             return self._sample_in_python(batch, first, n, step, state)
         limits = None if self.traits.limits is None else self.traits.limits.now()
         if self.transitions is not None and not self.traits.over_steps:  # a row needs a step behind one
@@ -221,7 +232,7 @@ class StoreSampler:
             while True:
                 here = numbers.astype(np.intp)
                 rows, generations = taken.rows[here], taken.generations[here]
-                steps = taken.steps[here] if self.epochs.over == "steps" else None
+                steps = self._steps_of(rows, generations, taken.steps[here], numbers, step, attempt)
                 self._batch_sampler.gather(
                     batch, 0, size, numbers, rows, generations, np.ones(len(here)), step, attempt, steps
                 )
@@ -234,12 +245,96 @@ class StoreSampler:
                 if len(taken.rows) < size:
                     break  # the pass has no more; what is left is copied into a smaller batch
 
-    def _take(self, n: int, state: dict[str, int], of_batch: int | None = None) -> Taken:
+    def _sample_passes(
+        self, batch: _native.SampledBatch, first: int, n: int, step: int, state: dict[str, int]
+    ) -> dict[str, int]:
+        """Fills a part of a mixture's batch: where a pass ends the next one goes on.
+
+        A row that is lost between being taken and being copied is skipped; the next one takes its place.
+        """
+        self.wait_for_rows()
+        self.admit(n)
+        try:
+            self.expire()
+            self.check_count(len(self.plan.store))
+            self.stage = "drawing and copying rows"
+            numbers = np.arange(n, dtype=np.uint32)
+            torn, attempt = batch.torn()[first : first + n], 0
+            while True:
+                taken = self.take_on(self._shard, len(numbers), state)
+                state, rows, generations = taken.state, taken.rows, taken.generations
+                steps = self._steps_of(rows, generations, taken.steps, numbers, step, attempt)
+                self._batch_sampler.gather(
+                    batch, first, n, numbers, rows, generations, np.ones(len(rows)), step, attempt, steps
+                )
+                lost = np.flatnonzero(torn)
+                if not len(lost):
+                    return state
+                attempt += 1
+                self.note_lost(len(lost), attempt)
+                state = state | {"skipped": state.get("skipped", 0) + len(lost)}
+                numbers = lost.astype(np.uint32)
+        except BaseException:
+            self.give_back(n)
+            raise
+        finally:
+            self.stage = "idle"
+
+    @property
+    def _shard(self) -> Shard:
+        return Shard(self.candidates, 0, 1, lambda array: array[None])
+
+    def take_on(self, shard: Shard, n: int, state: dict[str, int]) -> Taken:
+        """The next n rows of a pass and of those after it; over several ranks collective, and alike on all."""
+        taken = self.take(shard, n, state)
+        while len(taken.rows) < n:
+            more = self.take(shard, n - len(taken.rows), taken.state)
+            taken = Epochs.joined(taken, np.arange(len(taken.rows)), more)
+        return taken
+
+    def draw_pass(self, shard: Shard, n: int, state: dict[str, int]) -> ShardedDraw:
+        """The next rows of a pass over all shards: n, or fewer at its end unless these are a mixture's."""
         assert self.epochs is not None
-        shard = Shard(self.candidates, 0, 1, lambda array: array[None])
+        if self.mixed:
+            taken = self.take_on(shard, n, state)
+        else:
+            taken = self.take(shard, n, state)
+            while not len(taken.rows):  # the rest of the pass went since the batch before
+                taken = self.take(shard, n, taken.state)
+        probability = np.where(taken.shard == shard.number, 1.0, 0.0)
+        steps = taken.steps if self.epochs.over == "steps" else None
+        return ShardedDraw(taken.shard, taken.rows, taken.generations, probability, taken.state, steps=steps)
+
+    def _take(self, n: int, state: dict[str, int], of_batch: int | None = None) -> Taken:
+        return self.take(self._shard, n, state, of_batch)
+
+    def take(self, shard: Shard, n: int, state: dict[str, int], of_batch: int | None = None) -> Taken:
+        """The next n rows or steps of a pass, fewer at its end; see `Epochs.take`."""
+        assert self.epochs is not None
         row_steps = self.plan.store.max_length if self.epochs.over == "steps" else 0
-        need = 0 if self.transitions is None else 1
-        return self.epochs.take(shard, n, state, row_steps=row_steps, need=need, of_batch=of_batch)
+        need, stride = 1, 1
+        if self.transitions is None:
+            windows = self.plan.windows
+            need, stride = (0, 1) if windows is None else (windows.need, windows.stride if row_steps else 1)
+        return self.epochs.take(shard, n, state, row_steps=row_steps, need=need, stride=stride, of_batch=of_batch)
+
+    def _steps_of(
+        self,
+        rows: NDArray[np.uint32],
+        generations: NDArray[np.uint32],
+        elements: NDArray[np.uint32],
+        numbers: NDArray[np.uint32],
+        step: int,
+        attempt: int,
+    ) -> NDArray[np.uint32] | None:
+        """The steps that windows of a pass are told by; None where they are drawn natively, and for whole rows."""
+        assert self.epochs is not None
+        if self.epochs.over == "rows":
+            return self._asked(step, attempt, numbers, rows, generations)
+        windows = self.plan.windows
+        if self.transitions is not None or windows is None:
+            return elements
+        return windows.anchors_of(self.plan.store.native.lengths(rows), elements)
 
     def _without(self, taken: Taken, lost: NDArray[np.intp], n: int) -> tuple[Taken, NDArray[np.uint32]]:
         """Further rows of the pass in the place of lost ones, as far as there are any, and their numbers.
@@ -278,6 +373,7 @@ class StoreSampler:
             self.min_rows,
             traits.over_steps,
             None if self.transitions is None else self.transitions.native,
+            None if plan.windows is None or self.transitions is not None else plan.windows.native,
         )
 
     def empty_batch(self, n: int, shards: bool, out: list[NDArray[Any]] | None) -> _native.SampledBatch:
@@ -325,8 +421,9 @@ class StoreSampler:
         step: int,
         attempt: int,
     ) -> None:
+        steps = self._asked(step, attempt, numbers, draw.rows, draw.generations)
         self._batch_sampler.gather(
-            batch, first, n, numbers, draw.rows, draw.generations, draw.probability, step, attempt
+            batch, first, n, numbers, draw.rows, draw.generations, draw.probability, step, attempt, steps
         )
 
     def redraws(self, batch: Redrawable) -> Iterator[Redraw]:
@@ -440,13 +537,46 @@ class StoreSampler:
         return drawn
 
     def ends(
-        self, step: int, attempt: int, numbers: NDArray[np.uint32], rows: NDArray[np.uint32]
+        self,
+        step: int,
+        attempt: int,
+        numbers: NDArray[np.uint32],
+        rows: NDArray[np.uint32],
+        generations: NDArray[np.uint32],
+        elements: NDArray[np.uint32] | None = None,
     ) -> NDArray[np.int32] | None:
-        """The last step of each draw's window; None for whole rows."""
-        if not self.plan.window:
+        """The step that each draw's window is told by, its last one unless the windows say else; None for whole rows.
+
+        With `elements`, the numbers of windows in their rows, it is theirs. A row that was replaced since it was drawn
+        may be told one that it does not have; whoever reads it finds it torn.
+        """
+        windows = self.plan.windows
+        if windows is None:
             return None
         lengths = self.plan.store.native.lengths(rows)
-        return _native.window_ends(seed_of(self.strategy), step, attempt, numbers, lengths)
+        if elements is not None:
+            return windows.anchors_of(lengths, elements).astype(np.int32)
+        seed = seed_of(self.strategy)
+        if windows.function is None:
+            return _native.place_windows(windows.length, windows.native, seed, step, attempt, numbers, lengths)
+        random = _native.window_ends(seed, step, attempt, numbers, np.full(len(numbers), _MOST, np.int32)) / _MOST
+        keys = Keys(rows, generations, store=self.plan.store.id)
+        return windows.ask(keys, np.minimum(lengths, self.plan.store.max_length), random)
+
+    def _asked(
+        self,
+        step: int,
+        attempt: int,
+        numbers: NDArray[np.uint32],
+        rows: NDArray[np.uint32],
+        generations: NDArray[np.uint32],
+    ) -> NDArray[np.uint32] | None:
+        """The steps that a function tells windows by; None where they are placed natively."""
+        if not self.placed:
+            return None
+        ends = self.ends(step, attempt, numbers, rows, generations)
+        assert ends is not None
+        return ends.astype(np.uint32)
 
     def count_samples(self, rows: NDArray[np.uint32], generations: NDArray[np.uint32]) -> NDArray[np.bool_]:
         """Counts the draws; False where somebody else drew the row's last allowed sample first."""

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import geartrain._native as _native
 from geartrain.core.arguments import check_whole, timeout, whole_number
+from geartrain.core.process_report import register
 from geartrain.device.device import DeviceRuntime
 from geartrain.errors import (
     ArgumentError,
@@ -174,6 +175,7 @@ class Node:
             lost=self._lost,
         )
         _nodes.add(self)
+        register(self, "node", _figures)
         try:
             self.directory.claim(name, self.address, self.why_not_gone)
         except BaseException:
@@ -460,6 +462,30 @@ class Node:
 
     def __repr__(self) -> str:
         return f"<Node {self.name!r} at {self.address}>"
+
+
+def _figures(node: Node) -> dict[str, Any]:
+    """For the process's report. `open`: calls without a reply, of this node to a peer, or of a client to this node."""
+    node._check_open()
+    peers = {}
+    for name, client in node._open_clients():
+        counts = client.connection.counts()
+        peers[name] = {
+            "open": client.calls.open,
+            "transport": client.connection.transport,
+            "messages_sent": counts["messages_sent"],
+            "messages_received": counts["messages_received"],
+            "bytes_sent": sum(counts["bytes_sent"].values()),
+            "bytes_received": sum(counts["bytes_received"].values()),
+        }
+    sessions = node.server.sessions
+    return {
+        "name": node.name,
+        "address": node.address,
+        "peers": peers,
+        "clients": {session.name: {"open": len(session.running) + len(session.queue)} for session in sessions},
+        "backlog": node.server.scheduler.backlog,
+    }
 
 
 # At exit no thread may be in the native layer: Python would end it there, and the process with it.

@@ -51,8 +51,11 @@ class Epochs:
     `set_epoch` to call. A row that is still being extended when a pass begins belongs to a pass that begins after its
     end.
 
-    Over several ranks (`group=`) all shards are one set, of which each rank gets its part of every global batch; with
-    drop_last=True and over rows. Alone it is not part of a `Mixture`, and in host memory.
+    Over several ranks (`group=`) all shards are one set, of which each rank gets its part of every global batch. The
+    parts of a pass's last batch differ by a row at most: with fewer rows than replicas some get none, `len(batch)` 0.
+    In a `Mixture` every store goes on from pass to pass by itself, within a batch too, so that batches have one size;
+    the iteration does not end with any of them, and drop_last leaves out what is less than the store's rows of a batch.
+    In host memory only.
 
     Args:
         shuffle: in a random order, another one each pass; else in the order of the store's places.
@@ -117,13 +120,13 @@ class Epochs:
         return ShardedDraw(taken.shard, taken.rows, taken.generations, ones, taken.state)
 
     def _of_rows(self, state: Mapping[str, int] | None, redraw: Redraw | None) -> Mapping[str, int] | None:
-        if self.over == "steps":
-            raise ArgumentError("passes over steps are made by a Replay over one store, in host memory")
         if redraw is not None:
             raise TurnoverError(
                 "a row was overwritten while a pass over ranks read it, and any other would be in the pass twice; let "
                 "writers wait until the pass is over, or give the store more room"
             )
+        if self.over == "steps":
+            raise ArgumentError("passes over steps are made by a Replay, which knows what of a row its windows need")
         return state
 
     def _next(self, shard: Shard, n: int, state: Mapping[str, int] | None) -> Taken:
@@ -153,6 +156,7 @@ class Epochs:
         *,
         row_steps: int = 0,
         need: int = 0,
+        stride: int = 1,
         of_batch: int | None = None,
     ) -> Taken:
         """The next n rows or steps of the pass; the first of a pass begins it.
@@ -161,6 +165,7 @@ class Epochs:
             state: `Taken.state` of those before; None at the very first.
             row_steps: the most steps of a row, where steps are taken; 0 for rows.
             need: steps at a row's end that do not count.
+            stride: of the others every so many-th counts, and `Taken.steps` are their numbers.
             of_batch: these are to replace some of a batch of so many; fewer than n will do.
 
         Raises:
@@ -184,7 +189,7 @@ class Epochs:
         if "position" in now and (lacking := [name for name in names if name not in now]):
             raise ArgumentError(f"this is no state of a pass over such stores: it has no {', '.join(lacking)}")
         if "position" not in now:
-            all_shards = shard.gather(np.array([*native.begin_pass(row_steps, need), mine], np.uint64))
+            all_shards = shard.gather(np.array([*native.begin_pass(row_steps, need, stride), mine], np.uint64))
             now |= {"position": 0, "given": 0, "count": int(all_shards[:, 1].sum())}
             for number, (upto, _, places) in enumerate(all_shards.tolist()):
                 now |= {f"upto/{number}": upto, f"places/{number}": places}
@@ -213,6 +218,7 @@ class Epochs:
                 need,
                 position,
                 span,
+                stride,
             )
             flags = np.unpackbits(shard.gather(np.packbits(taken)), axis=1, count=span)
             at = np.flatnonzero(flags.any(0))

@@ -102,10 +102,16 @@ def with_seeds(selection: Selection, seed: int) -> Selection:
     if not isinstance(selection, Mixture):
         return _with_seed(selection, seed)
     strategies = [_with_seed(each, derived_seed(seed, i)) for i, each in enumerate(selection.strategies)]
-    seeded = copy.copy(selection)
-    seeded.strategies = strategies
+    seeded = with_strategies(selection, strategies)
     seeded.seed = seed if selection.seed is None else selection.seed
     return seeded
+
+
+def with_strategies(mixture: Mixture, strategies: list[Strategy]) -> Mixture:
+    """The mixture with other strategies in the places of its own."""
+    other = copy.copy(mixture)
+    other.strategies = strategies
+    return other
 
 
 def derived_seed(seed: int, place: int) -> int:
@@ -131,4 +137,4 @@ def _with_seed(strategy: _Strategy, seed: int) -> _Strategy:
     return dataclasses.replace(strategy, seed=seed)
 
 
-__all__ = ["Mixture", "Selection", "derived_seed", "quotas_of", "strategies_of", "with_seeds"]
+__all__ = ["Mixture", "Selection", "derived_seed", "quotas_of", "strategies_of", "with_seeds", "with_strategies"]

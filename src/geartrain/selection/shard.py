@@ -51,6 +51,8 @@ class ShardedDraw:
         rows, generations: uint32; of this rank's shard only, NO_ROW elsewhere.
         probability: float64, of the row in one draw with replacement; of this rank's shard only, 0 elsewhere.
         state: what the strategy has to know at its next step; the same on all ranks.
+        steps: uint32, of which element of its row each is, where a pass is over steps; of this rank's shard only. None
+            where rows are drawn.
         share: of the total that is this rank's shard's; what a probability within the shard is multiplied with.
     """
 
@@ -60,6 +62,7 @@ class ShardedDraw:
     probability: NDArray[np.float64]
     state: dict[str, int] = field(default_factory=dict)
     share: float = 1.0
+    steps: NDArray[np.uint32] | None = None
 
 
 class ShardedStrategy(Protocol):

@@ -28,7 +28,7 @@ from geartrain.core.arguments import timeout
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, GeartrainError, JournalError, StoreClosedError
 from geartrain.store.checkpoint_reader import restore
-from geartrain.store.journal_directory import JournalContents, Disk, JournalDirectory, is_journal, make_journal
+from geartrain.store.journal_directory import Disk, JournalContents, JournalDirectory, is_journal, make_journal
 from geartrain.store.journal_format import Frame, block_shapes
 from geartrain.store.journal_writer import JournalWriter
 from geartrain.store.segment import JournalFull

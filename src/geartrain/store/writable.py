@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 from geartrain.core.arguments import check_real, check_whole, default_threads
 from geartrain.core.keys import Keys, check_keys
 from geartrain.errors import ArgumentError, SchemaError
+from geartrain.store.agents import AgentRecorder
 from geartrain.store.columns import as_column
 from geartrain.store.handle import OPEN, StoreHandle
 from geartrain.store.insert import CASTINGS, Casting, insert_rows
@@ -126,6 +127,21 @@ class WritableStore(StoreHandle):
             priority=priority,
             autoreset=autoreset,
         )
+
+    def agent_recorder(self, agents: int, **options: Any) -> AgentRecorder:
+        """A recorder of agents that come and go, as PettingZoo's parallel environments have them: dicts by agent.
+
+        Args:
+            agents: that can be in an episode at once, those that end in a step and those that begin with it together:
+                `len(env.possible_agents)`.
+            options: of `recorder`, but for `autoreset`.
+
+        Raises:
+            FieldError, ArgumentError, SchemaError: as for `recorder`.
+        """
+        if "autoreset" in options or "n_envs" in options:
+            raise ArgumentError("agents begin when they are observed: leave out autoreset and n_envs")
+        return AgentRecorder(self.recorder(agents, autoreset="disabled", **options))
 
     # --- changing and removing ------------------------------------------------------------------------------
 

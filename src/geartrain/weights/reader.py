@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from geartrain.core.arguments import timeout
+from geartrain.core.process_report import register
 from geartrain.core.shared_files import Trust, check_trust
 from geartrain.errors import ArgumentError, CorruptStoreError, GeartrainError, StoreClosedError, WaitTimeoutError
 from geartrain.weights.format import Head, directory_of
@@ -104,6 +105,7 @@ class Reader:
         self._lock = threading.RLock()  # a signal's handler may come in between, in the same thread, and close
         self._closed = False
         _readers.add(self)
+        register(self, "reader", _figures)
         self._follower = (
             None if node is None or source is None else Follower(name, node, source, self._directory, self._trust)
         )
@@ -260,6 +262,13 @@ def _read_only(schema: Schema, memory: Any) -> Iterator[Any]:
         if isinstance(value, np.ndarray):
             value.flags.writeable = False
         yield value
+
+
+def _figures(reader: Reader) -> dict[str, Any]:
+    """For the process's report: the version of its newest snapshot."""
+    reader._check_open()
+    head = reader._current_head
+    return {"name": reader.name, "version": None if head is None else head.version, "relay": reader.is_relay}
 
 
 _readers: weakref.WeakSet[Reader] = weakref.WeakSet()

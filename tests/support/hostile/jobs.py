@@ -27,6 +27,7 @@ from geartrain.launch import ActorPool, Context
 from geartrain.launch.metrics import COUNTS, ProcessMetrics
 from geartrain.launch.prometheus import PrometheusEndpoint
 from geartrain.rpc import Node, function
+from geartrain.store.agents import AgentRecorder
 from geartrain.store.recorder import StepRecorder
 from geartrain.tools.testing import Hosts
 from geartrain.weights import Publisher, Reader
@@ -132,6 +133,32 @@ def recorder(tools: Tools) -> Subject:
         },
         close=store.close,
         work=begin,
+    )
+
+
+@factory(AgentRecorder)
+def agent_recorder(tools: Tools) -> Subject:
+    store = episodes(tools)
+    one = store.agent_recorder(2, publish_every=2)
+    first = {agent: np.zeros(2, np.float32) for agent in ("a", "b")}
+    no, values = dict.fromkeys(first, False), {"action": dict.fromkeys(first, 0), "reward": dict.fromkeys(first, 1.0)}
+
+    def step() -> None:
+        one.reset(first)
+        one.step(first, terminated=no, truncated=no, **values)
+
+    step()
+    return Subject(
+        calls={
+            "reset": lambda: one.reset(first),
+            "step": step,
+            "cut": one.cut,
+            "rows": lambda: one.rows,
+            "agents": lambda: one.agents,
+        },
+        close=store.close,
+        survives=frozenset({"rows", "agents"}),
+        work=step,
     )
 
 

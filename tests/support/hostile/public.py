@@ -15,6 +15,7 @@ FURTHER = {
     "geartrain.core.counters": ("SharedCounters", "CounterSlot"),
     "geartrain.core.progress": ("Progress",),
     "geartrain.launch.prometheus": ("PrometheusEndpoint",),
+    "geartrain.store.agents": ("AgentRecorder",),
     "geartrain.store.recorder": ("StepRecorder",),
 }
 #: Packages whose classes are parts of another one; its factories run them.
@@ -46,9 +47,11 @@ NO_LIFETIME = {
     "PrioritizedDQN": "an algorithm of Stable-Baselines3's; its buffer is `PrioritizedReplayBuffer`",
     "PrioritizedReplayBufferSamples": "a tuple of tensors",
     "PrioritizedSampler": "draws from its buffer's storage",
+    "PrioritizedSliceSampler": "draws from its buffer's storage",
     "RoundRobinWriter": "writes to its buffer's storage",
     # torchrl imports triton, whose leaks at exit hide those that this is to find.
     "SharedStorage": "holds a `Store`, which is tried; closing and forking is in tests/integrations/test_torchrl.py",
+    "SliceSampler": "draws from its buffer's storage",
     "UniformSampler": "numbers below the length of its buffer's storage",
 }
 

@@ -1,4 +1,4 @@
-"""torch.distributed process group with geartrain's all-reduce: backend "geartrain".
+"""torch.distributed process group with geartrain's collectives: backend "geartrain".
 
     import torch.distributed as dist
     import geartrain.collectives.torch_backend.process_group        # registers the backend
@@ -6,13 +6,14 @@
 
 or, with nothing edited, `torchrun -m geartrain_autoload train.py` (src/geartrain_autoload).
 
-All-reduce is `geartrain.collectives.Group`'s, for tensors on the CPU and, through pinned memory, on GPUs (staging.py).
-Every other collective is Gloo's (CPU) or NCCL's (CUDA): these are registered as the group's backends, where torch's own
-code finds them, also from C++. They also run the all-reduces that a Group does not support: products, bit operations,
-complex, bool and sparse tensors. `ProcessGroup.counters` has the number of each.
+Collectives are `geartrain.collectives.Group`'s, for tensors on the CPU (exchanges.py) and, all-reduce alone, through
+pinned memory on GPUs (staging.py). Gloo (CPU) and NCCL (CUDA) are registered as the group's backends, where torch's
+own code finds them, also from C++. They run send and receive, what is on a GPU, and what a Group does not support:
+products, bit operations, sums of complex, bool and sparse tensors. `ProcessGroup.counters` has the number of each.
 
 Gloo's group is made with this one, as `init_process_group("gloo")` does: a send needs two ranks only, and must not wait
-for the others. Connections for all-reduce are made by the first one. A group of one rank reduces nothing.
+for the others. Connections of a Group are made by its first operation. Where reducers or unequal shares take part in
+all-reduces, all else has a Group of its own, of equal ranks. A group of one rank sends nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from geartrain.collectives.buffers import REDUCED_DTYPES
+from geartrain.collectives.torch_backend.exchanges import FORMS, TensorExchange, begin, timeout_of
 from geartrain.collectives.torch_backend.options import BackendOptions
 from geartrain.collectives.torch_backend.staging import Staging
 from geartrain.collectives.torch_backend.work import Finisher, TorchWork, uncompiled
@@ -54,21 +57,8 @@ OPS = [
 ]
 # Methods that torch's C++ base of Python groups looks up in Python and, without one, runs itself while it holds the
 # GIL. Gloo's threads take the GIL to drop a tensor while they hold a lock that the call needs: an occasional deadlock.
-# So these are defined in Python, and forwarded to a group without such a base.
-FORWARDED = (
-    "allgather",
-    "all_gather_single_coalesced",
-    "allgather_into_tensor_coalesced",
-    "all_to_all_single",
-    "alltoall_base",
-    "barrier",
-    "broadcast",
-    "reduce_scatter",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "send",
-    "recv",
-)
+# So all are defined in Python, and forwarded to a group without such a base.
+FORWARDED = ("send", "recv", "recv_anysource")
 BackendType = dist.ProcessGroup.BackendType
 
 
@@ -109,6 +99,8 @@ class ProcessGroup(dist.ProcessGroup):
         self._stagings: dict[torch.device, Staging] = {}
         self._finisher = Finisher(f"geartrain-{name}")
         self._counts: Counter[str] = Counter()
+        self._ours: Counter[str] = Counter()
+        self._inner: Counter[str] = Counter()
         self._pid = os.getpid()
         self._closed = False
         self._unreachable: set[str] = set()
@@ -161,8 +153,9 @@ class ProcessGroup(dist.ProcessGroup):
             or getattr(opts, "sparseIndices", None) is not None
         ):
             self._counts["inner_operations"] += 1
-            return getattr(self._plain, method)(tensors, opts)
+            return self._forward(method, tensors, opts)
         self._counts["operations"] += 1
+        self._ours[method] += 1
         self._counts["bytes"] += sum(tensor.nbytes for tensor in tensors)
         if self.size() == 1 or not any(tensor.numel() for tensor in tensors):
             return TorchWork(lambda _: None, lambda: True, tensors, self._finisher, devices=_devices(tensors))
@@ -209,6 +202,97 @@ class ProcessGroup(dist.ProcessGroup):
             around=staging.on_result_stream,
         )
 
+    # -- every other collective
+
+    @uncompiled
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Any:  # type: ignore[override]
+        """torch's forms: BarrierOptions; timeout. An all-reduce of one number."""
+        limit = timeout_of((opts, timeout), {})
+        self._ours["barrier"] += 1
+        number = torch.zeros(1, dtype=torch.int8)
+        if self.size() == 1:
+            return TorchWork(lambda _: None, lambda: True, [number], self._finisher)
+        return self._on_host([number], "sum", self._timeout_s if limit is None else limit.total_seconds())
+
+    @uncompiled
+    def reduce(  # type: ignore[override]
+        self, tensors: Any = None, opts: Any = None, op: Any = None, timeout: Any = None, **names: Any
+    ) -> Any:
+        """Forms: tensors and ReduceOptions; tensor, root, op, timeout. An all-reduce; of a copy off the root."""
+        tensors = names.pop("tensor", tensors)
+        opts = names.pop("root", opts)
+        given = _as_list(tensors)
+        root = int(getattr(opts, "rootRank", opts))
+        asked = getattr(opts, "reduceOp", dist.ReduceOp.SUM if op is None else op)
+        name = _op_of(asked if isinstance(asked, dist.ReduceOp) else dist.ReduceOp(asked), given)
+        if name is None or len(given) != 1 or given[0].is_cuda:
+            return self._forward("reduce", tensors, opts, *(one for one in (op, timeout) if one is not None))
+        self._ours["reduce"] += 1
+        self._counts["bytes"] += given[0].nbytes
+        if self.size() == 1 or not given[0].numel():
+            return TorchWork(lambda _: None, lambda: True, given, self._finisher)
+        limit = timeout_of((opts, timeout), {})
+        scratch = given if self.rank() == root else [given[0].detach().clone()]
+        return self._on_host(scratch, name, self._timeout_s if limit is None else limit.total_seconds())
+
+    def _exchange(self, method: str, arguments: tuple[Any, ...], names: dict[str, Any]) -> Any:
+        try:
+            calls = FORMS[method](self.rank(), self.size(), *arguments, **names)
+            kinds = [self._kind_of(call) for call in calls]
+        except (ValueError, TypeError) as error:
+            raise dist.DistBackendError(f"geartrain: {error}") from error
+        if self.options.algorithm == "ring" or not all(kinds):
+            return self._forward(method, *arguments, **names)
+        self._ours[method] += 1
+        outputs = [tensor for call in calls for tensor in (call.outputs if call.results is None else call.results)]
+        self._counts["bytes"] += sum(tensor.nbytes for call in calls for tensor in call.inputs)
+        limit = timeout_of(arguments, names)
+        timeout_s = self._timeout_s if limit is None else limit.total_seconds()
+        if self.size() == 1:
+            for call in calls:
+                call.alone()
+            return TorchWork(lambda _: None, lambda: True, outputs, self._finisher)
+        try:
+            group = self._group(self._ranks())
+            begun = [
+                begin(lambda one, keep: group.exchange_memory(one, timeout_s, keep), call, self.rank(), *kind)
+                for call, kind in zip(calls, kinds, strict=True)
+                if kind is not None
+            ]
+        except Exception as error:
+            raise dist.DistBackendError(f"geartrain: {error}") from error
+
+        def wait(limit_s: float | None) -> None:
+            until_s = None if limit_s is None else time.monotonic() + limit_s
+            for wait_one, _ in begun:
+                wait_one(None if until_s is None else max(0.0, until_s - time.monotonic()))
+
+        return TorchWork(wait, lambda: all(done() for _, done in begun), outputs, self._finisher)
+
+    def _kind_of(self, call: TensorExchange) -> tuple[str, str] | None:
+        """The names of dtype and operation; None: not for a Group. Raises `ValueError` for several dtypes."""
+        tensors = call.tensors()
+        if any(tensor.layout != torch.strided or tensor.device.type != "cpu" for tensor in tensors):
+            return None
+        if len({tensor.dtype for tensor in tensors}) != 1:
+            raise ValueError(
+                f"tensors of one collective have one dtype, found {sorted({str(t.dtype) for t in tensors})}"
+            )
+        if call.collective == "reduce_scatter":
+            op = _op_of(call.op if isinstance(call.op, dist.ReduceOp) else dist.ReduceOp(call.op), tensors)
+            return None if op is None else (DTYPES[tensors[0].dtype], op)
+        return DTYPES.get(tensors[0].dtype, "uint8"), "sum"
+
+    def _forward(self, method: str, *arguments: Any, **names: Any) -> Any:
+        self._inner[method] += 1
+        return getattr(self._plain, method)(*arguments, **names)
+
+    def _ranks(self) -> str:
+        """Where the Group is whose ranks all own a share."""
+        o = self.options
+        plain = not o.reducers and isinstance(o.shares, str) and o.rates is None and o.on_reducer_loss == "raise"
+        return "cpu" if plain else "cpu/ranks"
+
     def _start(self, where: str, flat: torch.Tensor, op: str, timeout_s: float) -> Any:
         return self._group(where).all_reduce_async(
             flat, op, wire_dtype=self.options.wire_dtype_of(flat.dtype), timeout_s=timeout_s
@@ -243,6 +327,8 @@ class ProcessGroup(dist.ProcessGroup):
         from geartrain.collectives import Group
 
         o = self.options
+        if where == "cpu/ranks":
+            o = replace(o, reducers=(), shares="equal", rates=None, on_reducer_loss="raise")
         try:
             return Group(
                 self.rank(),
@@ -289,13 +375,15 @@ class ProcessGroup(dist.ProcessGroup):
     def counters(self) -> dict[str, Any]:
         """Counters.
 
-        `operations`, `bytes`: all-reduces by geartrain, and their tensors' bytes. `inner_operations`: those forwarded
-        to Gloo or NCCL. `groups`: per device, the counters of `geartrain.collectives.Group`.
+        `operations`: all-reduces by geartrain. `inner_operations`: those forwarded to Gloo or NCCL. `ours`, `inner`:
+        the same of every collective, send and receive, by the name of torch's method. `bytes`: of the tensors that
+        geartrain was given. `groups`: per device, the counters of `geartrain.collectives.Group`.
         """
         with self._lock:
             groups = dict(self._groups)
         counts = {key: self._counts[key] for key in ("operations", "bytes", "inner_operations")}
-        return {**counts, "groups": {where: group.counters() for where, group in groups.items()}}
+        by_name = {"ours": dict(self._ours), "inner": dict(self._inner)}
+        return {**counts, **by_name, "groups": {where: group.counters() for where, group in groups.items()}}
 
     def set_timeout(self, timeout: timedelta) -> None:
         """For all operations from now on."""
@@ -358,15 +446,24 @@ class ProcessGroup(dist.ProcessGroup):
 
 def _forward(name: str) -> Any:
     def method(self: ProcessGroup, *arguments: Any, **names: Any) -> Any:
-        return getattr(self._plain, name)(*arguments, **names)
+        return self._forward(name, *arguments, **names)
 
     method.__name__, method.__doc__ = name, "Gloo's, or NCCL's."
     return uncompiled(method)
 
 
-for _name in FORWARDED:
-    if hasattr(dist.ProcessGroup, _name):  # which exist depends on the version of torch
-        setattr(ProcessGroup, _name, _forward(_name))
+def _exchanged(name: str) -> Any:
+    def method(self: ProcessGroup, *arguments: Any, **names: Any) -> Any:
+        return self._exchange(name, arguments, names)
+
+    method.__name__, method.__doc__ = name, "torch's, made by a Group where it can be (exchanges.py)."
+    return uncompiled(method)
+
+
+for _names, _made in ((FORWARDED, _forward), (FORMS, _exchanged)):
+    for _name in _names:
+        if hasattr(dist.ProcessGroup, _name):  # which exist depends on the version of torch
+            setattr(ProcessGroup, _name, _made(_name))
 
 
 class PolledStore:

@@ -48,6 +48,12 @@ class Contents:
             priorities[rows, steps] = store.status(batch.keys[rows].of_steps(steps))["priority"]
         return Contents(dict(batch.fields), lengths, priorities)
 
+    def part(self, begin: int, end: int) -> Contents:
+        """Some of the rows, without a copy."""
+        priorities = None if self.priorities is None else self.priorities[begin:end]
+        fields = {name: values[begin:end] for name, values in self.fields.items()}
+        return Contents(fields, self.lengths[begin:end], priorities)
+
     def put(self, store: Store) -> None:
         """Inserts the rows; their steps can be drawn once they have their priorities."""
         if not len(self.lengths):

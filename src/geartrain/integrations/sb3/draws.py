@@ -21,30 +21,30 @@ _SPARE = 16
 _TRIES = 8
 
 
-class Windows(NamedTuple):
+class DrawnWindows(NamedTuple):
     """Steps of transitions: their observations at step 0, and what their actions brought at step 1; steps after that
     are of the same environment, and a step without TRANSITION ends what belongs to the transition."""
 
     fields: dict[str, NDArray[Any]]  # (B, reach + 1, ...)
 
     @staticmethod
-    def aligned(fields: dict[str, NDArray[Any]], missing: NDArray[np.int64]) -> Windows:
+    def aligned(fields: dict[str, NDArray[Any]], missing: NDArray[np.int64]) -> DrawnWindows:
         """Windows that end `missing` steps before theirs, moved to their first step; what follows is no transition."""
         if not missing.any():
-            return Windows(fields)
+            return DrawnWindows(fields)
         steps = fields[FLAGS].shape[1]
         source = np.arange(steps) + missing[:, None]
         beyond = source >= steps
         every = np.arange(len(missing))[:, None]
         moved = {name: array[every, np.minimum(source, steps - 1)] for name, array in fields.items()}
         moved[FLAGS][beyond] = 0
-        return Windows(moved)
+        return DrawnWindows(moved)
 
     @staticmethod
-    def zeros(store: Store, fields: Sequence[str], n: int, reach: int) -> Windows:
+    def zeros(store: Store, fields: Sequence[str], n: int, reach: int) -> DrawnWindows:
         """Windows of nothing."""
         schema = store.fields
-        return Windows(
+        return DrawnWindows(
             {name: np.zeros((n, reach + 1, *schema[name].shape), schema[name].numpy_dtype) for name in fields}
         )
 
@@ -64,7 +64,7 @@ class TransitionDraws:
         self._reach = reach
         self._replays: dict[int, Replay] = {}
 
-    def sample(self, n: int) -> Windows | None:
+    def sample(self, n: int) -> DrawnWindows | None:
         """n windows whose first transition is drawn uniformly; None where there are hardly any whole ones."""
         if not len(self._store):
             return None
@@ -87,7 +87,7 @@ class TransitionDraws:
                 tries += 1
                 source, real = self._batch(replay)
                 spare = np.flatnonzero(real)
-        return Windows({name: array[:n] for name, array in arrays.items()})
+        return DrawnWindows({name: array[:n] for name, array in arrays.items()})
 
     def _batch(self, replay: Replay) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]:
         """Windows as drawn, and which begin with a transition."""
@@ -119,4 +119,4 @@ class TransitionDraws:
         return Uniform(seed=seed, over="steps")
 
 
-__all__ = ["TransitionDraws", "Windows"]
+__all__ = ["TransitionDraws", "DrawnWindows"]

@@ -15,7 +15,7 @@ from stable_baselines3.her.goal_selection_strategy import KEY_TO_GOAL_STRATEGY, 
 
 from geartrain.core.arguments import check_whole
 from geartrain.errors import ArgumentError
-from geartrain.integrations.sb3.draws import Windows
+from geartrain.integrations.sb3.draws import DrawnWindows
 from geartrain.integrations.sb3.layout import INFO, REWARD, count_of, environment_of, writer_of
 from geartrain.integrations.sb3.replay_buffer import DictReplayBuffer
 from geartrain.integrations.sb3.writer import unpacked_infos
@@ -132,7 +132,7 @@ class HerReplayBuffer(DictReplayBuffer, stock.HerReplayBuffer):
 
     def _relabel(
         self,
-        windows: Windows,
+        windows: DrawnWindows,
         which: slice,
         number: NDArray[np.int64],
         first: NDArray[np.int64],

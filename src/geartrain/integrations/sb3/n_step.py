@@ -11,7 +11,7 @@ from stable_baselines3.common.type_aliases import ReplayBufferSamples
 
 from geartrain.core.arguments import check_whole
 from geartrain.errors import ArgumentError
-from geartrain.integrations.sb3.draws import Windows
+from geartrain.integrations.sb3.draws import DrawnWindows
 from geartrain.integrations.sb3.layout import DONE, FLAGS, REWARD, TIMEOUT, TRANSITION
 from geartrain.integrations.sb3.replay_buffer import ReplayBuffer
 from geartrain.selection.arguments import check_number
@@ -39,7 +39,7 @@ class NStepReplayBuffer(ReplayBuffer, stock.NStepReplayBuffer):
         self.reach = n_steps
         super().__init__(*args, **kwargs)
 
-    def samples_of(self, windows: Windows, env: Any) -> ReplayBufferSamples:
+    def samples_of(self, windows: DrawnWindows, env: Any) -> ReplayBufferSamples:
         """See `ReplayBuffer.samples_of`; with the discount of each next observation."""
         flags = windows.fields[FLAGS][:, 1:]
         count = summed_steps(flags)

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, EmptyStoreError, NotEnoughRowsError
-from geartrain.integrations.sb3.draws import TransitionDraws, Windows
+from geartrain.integrations.sb3.draws import DrawnWindows, TransitionDraws
 from geartrain.integrations.sb3.n_step import NStepReplayBuffer
 from geartrain.integrations.sb3.replay_buffer import ReplayBuffer
 from geartrain.replay.replay import Replay
@@ -98,7 +98,10 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
 
     def _attach(self, writer: int | None, count: int) -> None:
         super()._attach(writer, count)
-        self.writer.priority = self._stored(self._max_priority)
+        self.writer.priority = self._new_priority()
+
+    def _new_priority(self) -> float:
+        return float(self._stored(self._max_priority))
 
     def _stored(self, error: Any) -> Any:
         """Priorities of transitions, by the absolute values of their errors."""
@@ -113,7 +116,7 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
     def max_priority(self, value: float) -> None:
         check_number("max_priority", value, "a finite number >= 0", least=0)
         self._max_priority = float(value)
-        self.writer.priority = self._stored(self._max_priority)
+        self.writer.priority = self._new_priority()
 
     def update_priorities(self, keys: Keys, td_errors: ArrayLike, progress_remaining: float | None = None) -> int:
         """Sets the priorities of transitions of earlier batches; returns how many of them are gone.
@@ -144,10 +147,10 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
             self.beta = self.final_beta + max(0.0, float(progress_remaining)) * (self.initial_beta - self.final_beta)
         return stale
 
-    def _drawn_by_number(self, batch_size: int) -> Windows:
+    def _drawn_by_number(self, batch_size: int) -> DrawnWindows:
         raise NotEnoughRowsError("no transition can be drawn: nothing was added yet, or all have priority 0")
 
-    def windows_of(self, number: NDArray[np.int64]) -> Windows:
+    def windows_of(self, number: NDArray[np.int64]) -> DrawnWindows:
         """The windows of transitions by number, each drawn with the same probability."""
         keys, step = self.index.find(number)
         drawn = np.minimum(step + self.reach - 1, self.store.max_length - 1)
@@ -157,9 +160,9 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
             _STEP: drawn.astype(np.uint32),
             _PROBABILITY: np.ones(len(number)),
         }
-        return Windows(self.windows_at(keys, step, self.drawn_fields()).fields | extras)
+        return DrawnWindows(self.windows_at(keys, step, self.drawn_fields()).fields | extras)
 
-    def samples_of(self, windows: Windows, env: Any) -> Any:
+    def samples_of(self, windows: DrawnWindows, env: Any) -> Any:
         """A batch with weights and keys."""
         make = ReplayBuffer.samples_of if self.n_steps == 1 else NStepReplayBuffer.samples_of
         fields = windows.fields
@@ -182,7 +185,7 @@ class PrioritizedDraws(TransitionDraws):
         self._store = store
         self._draw = 0  # of the batch that is being made
 
-    def sample(self, n: int) -> Windows | None:
+    def sample(self, n: int) -> DrawnWindows | None:
         """n windows whose first transition is drawn by its priority; None where none has any."""
         self._draw = 0
         try:

@@ -19,8 +19,9 @@ from geartrain.core.arguments import check_whole
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, IncompatibleStoreError, NotEnoughRowsError, SchemaError
 from geartrain.integrations.sb3.contents import Contents, FlagArray, Positions
-from geartrain.integrations.sb3.draws import TransitionDraws, Windows
+from geartrain.integrations.sb3.draws import DrawnWindows, TransitionDraws
 from geartrain.integrations.sb3.index import TransitionIndex
+from geartrain.integrations.sb3.joined import joined
 from geartrain.integrations.sb3.layout import (
     ACTION,
     DONE,
@@ -273,14 +274,14 @@ class ReplayBuffer(stock.ReplayBuffer):
             windows = self._drawn_by_number(batch_size)
         return self.samples_of(windows, env)
 
-    def _drawn_by_number(self, batch_size: int) -> Windows:
+    def _drawn_by_number(self, batch_size: int) -> DrawnWindows:
         """A batch where there may be too few transitions to draw whole windows."""
         self.index.refresh()
         runs = self.index.runs()
         total = np.cumsum(runs.length)
         if not len(total):
             if self.full:
-                return Windows.zeros(self.store, self.drawn_fields(), batch_size, self.reach)
+                return DrawnWindows.zeros(self.store, self.drawn_fields(), batch_size, self.reach)
             raise NotEnoughRowsError("the replay buffer is empty: nothing was added yet")
         drawn = np.random.randint(0, total[-1], size=batch_size)
         place = np.searchsorted(total, drawn, "right")
@@ -293,20 +294,20 @@ class ReplayBuffer(stock.ReplayBuffer):
         environments = np.random.randint(0, self.n_envs, size=len(batch_inds))
         return self.samples_of(self.windows_of(self.positions.numbers_at(np.asarray(batch_inds), environments)), env)
 
-    def windows_of(self, number: NDArray[np.int64]) -> Windows:
+    def windows_of(self, number: NDArray[np.int64]) -> DrawnWindows:
         """The windows of transitions by number."""
         keys, step = self.index.find(number)
         return self.windows_at(keys, step, self.drawn_fields())
 
-    def windows_at(self, keys: Keys, step: NDArray[np.int64], fields: Sequence[str]) -> Windows:
+    def windows_at(self, keys: Keys, step: NDArray[np.int64], fields: Sequence[str]) -> DrawnWindows:
         """Some fields of the windows whose transitions are at these steps of rows."""
         last = ends = step + self.reach - 1
         if self.reach > 1:
             ends = np.minimum(last, self.store.status(keys)["length"].astype(np.int64) - 1)
         batch: Any = fetch(self.store, keys, fields=fields, window=self.reach + 1, ends=ends, output="numpy")
-        return Windows.aligned({name: batch[name] for name in fields}, last - ends)
+        return DrawnWindows.aligned({name: batch[name] for name in fields}, last - ends)
 
-    def samples_of(self, windows: Windows, env: Any) -> ReplayBufferSamples:
+    def samples_of(self, windows: DrawnWindows, env: Any) -> ReplayBufferSamples:
         """What Stable-Baselines3 trains on."""
         fields = windows.fields
         flags = fields[FLAGS][:, 1]
@@ -318,7 +319,7 @@ class ReplayBuffer(stock.ReplayBuffer):
             self._normalize_reward(fields[REWARD][:, 1:2], env),
         )
 
-    def observed(self, windows: Windows, step: int | NDArray[Any], env: Any) -> Any:
+    def observed(self, windows: DrawnWindows, step: int | NDArray[Any], env: Any) -> Any:
         """The observations at a step of each window, normalized."""
         every: Any = slice(None) if isinstance(step, int) else np.arange(len(step))
         found = {key: windows.fields[field][every, step] for key, (field, _, _) in self.observation_fields.items()}
@@ -326,7 +327,7 @@ class ReplayBuffer(stock.ReplayBuffer):
 
     def as_samples(
         self,
-        windows: Windows,
+        windows: DrawnWindows,
         obs: Any,
         next_obs: Any,
         over: NDArray[np.bool_],
@@ -397,6 +398,10 @@ class ReplayBuffer(stock.ReplayBuffer):
 
     # --- pickling ---------------------------------------------------------------------------------------------
 
+    def _new_priority(self) -> float:
+        """That of transitions that are added."""
+        return 1.0
+
     def __getstate__(self) -> dict[str, Any]:
         """Everything in the store, as `model.save_replay_buffer` writes it: a copy, of which each frame is once."""
         left = ("store", "writer", "_draws", "index", "positions", "_forks")
@@ -411,7 +416,8 @@ class ReplayBuffer(stock.ReplayBuffer):
         contents, written = state.pop("_contents"), state.pop("_written")
         self.__dict__.update(state)
         self._open(None)
-        contents.put(self.store)
+        for part in joined(contents, self.reach, list(self._shapes), self._new_priority()):
+            part.put(self.store)
         self._attach(*written)
 
 

@@ -20,7 +20,15 @@ except ImportError as error:
     raise MissingDependencyError(f"the storage needs torchrl: pip install 'geartrain[torchrl]' ({error})") from None
 
 from geartrain.integrations.torchrl.samplers import PrioritizedSampler, UniformSampler
+from geartrain.integrations.torchrl.slices import PrioritizedSliceSampler, SliceSampler
 from geartrain.integrations.torchrl.storage import SharedStorage
 from geartrain.integrations.torchrl.writer import RoundRobinWriter
 
-__all__ = ["PrioritizedSampler", "RoundRobinWriter", "SharedStorage", "UniformSampler"]
+__all__ = [
+    "PrioritizedSampler",
+    "PrioritizedSliceSampler",
+    "RoundRobinWriter",
+    "SharedStorage",
+    "SliceSampler",
+    "UniformSampler",
+]

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torchrl.data.replay_buffers import samplers as stock
 from torchrl.data.replay_buffers.samplers import Sampler
 
@@ -122,23 +123,31 @@ class PrioritizedSampler(stock.PrioritizedSampler):  # type: ignore[misc]  # as 
         _check(storage)
         if len(storage) == 0:
             raise RuntimeError(_EMPTY)
-        replay = self._replays.get(batch_size)
-        if replay is None or replay.stores[0] is not storage.store:
-            seed = int(torch.randint(0, 2**31, (), generator=self._rng))
-            # Only keys are wanted: the smallest field that there is.
-            names = [min(storage.names, key=lambda name: _bytes(storage.store.fields[name]))]
-            replay = self._replays[batch_size] = Replay(
-                storage.store, Prioritized(seed=seed), batch_size, fields=names, window=1, prefetch=0, output="numpy"
-            )
         try:
-            batch: Any = replay.sample()
+            index, probability = self.draw(storage, batch_size)
         except EmptyStoreError:
             raise RuntimeError("all priorities are 0") from None
-        probability = batch.probability
         weight = (probability.min() / probability) ** self._beta
-        return torch.from_numpy(storage.index_of(batch.keys)), {
-            "priority_weight": torch.from_numpy(weight.astype(np.float32))
-        }
+        return torch.from_numpy(index), {"priority_weight": torch.from_numpy(weight.astype(np.float32))}
+
+    def draw(self, storage: SharedStorage, batch_size: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Indices (batch_size,) and the probability of each in one draw.
+
+        Raises:
+            EmptyStoreError: all priorities are 0.
+        """
+        store = storage.store
+        assert store is not None
+        replay = self._replays.get(batch_size)
+        if replay is None or replay.stores[0] is not store:
+            seed = int(torch.randint(0, 2**31, (), generator=self._rng))
+            # Only keys are wanted: the smallest field that there is.
+            names = [min(storage.names, key=lambda name: _bytes(store.fields[name]))]
+            replay = self._replays[batch_size] = Replay(
+                store, Prioritized(seed=seed), batch_size, fields=names, window=1, prefetch=0, output="numpy"
+            )
+        batch: Any = replay.sample()
+        return storage.index_of(batch.keys), batch.probability
 
     @property
     def max_size(self) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ _ROW_ITEMS, _BYTES_AT_ONCE = 512, 1 << 24
 # Fields of a row that are the storage's own; those of the first row count.
 _PLACE, _STATE, _HIGHEST = OWN + "place", OWN + "state", OWN + "highest"
 #: Places in the state that all processes share.
-SIZE, LENGTH, CURSOR, WRITES, BATCH_DIMS = range(5)
+SIZE, LENGTH, CURSOR, WRITES, BATCH_DIMS, ADDED, REWRITES = range(7)
 # The file lock of who changes the state.
 _WRITER = 1 << 20
 
@@ -253,6 +253,13 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
             self._check_open()
             self._state[place] = value
 
+    def move_cursor(self, index: int) -> None:
+        """Sets where the next item goes; before the first item there is no cursor."""
+        if self._join() and self.shared(CURSOR) != index:
+            with self.locked():
+                self._state[CURSOR] = index
+                self._state[REWRITES] += 1
+
     def _check_open(self) -> None:
         if self.store is None or self.store.closed:
             raise StoreClosedError("the storage's store was closed")
@@ -289,8 +296,8 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
         if self._join():
             with self.locked():
                 n = len(self)
-                self.share(LENGTH, 0)
-                self.share(CURSOR, 0)
+                self._state[LENGTH] = self._state[CURSOR] = 0
+                self._state[REWRITES] += 1
                 for begin in range(0, n, 1 << 16):
                     index = np.arange(begin, min(n, begin + (1 << 16)))
                     self.store.update_priorities(self.keys_at(index), np.zeros(len(index)))  # type: ignore[union-attr]
@@ -327,7 +334,7 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
         if isinstance(data, list):
             data = torch.stack(data)
         batched = not (isinstance(cursor, int | np.integer) or (isinstance(cursor, torch.Tensor) and cursor.ndim == 0))
-        index = self._indices(cursor, self.max_size)
+        index = self._indices(cursor, self.max_size if set_cursor else len(self))
         if is_tensorclass(data):
             self._tensorclass = type(data)
         self.make_for(data, batched)
@@ -340,6 +347,7 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
         with self.locked():
             if set_cursor:
                 self._set_last_cursor(cursor)
+            self._note(index, set_cursor)
             skipped = sum(
                 self.store.write(self.keys[rows], fields, starts=starts)
                 for rows, starts, fields in self._pieces(index, arrays)
@@ -352,6 +360,17 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
                 self.store.update_priorities(self.keys_at(index), np.full(len(index), self.highest))
                 self._state[LENGTH] = max(int(self._state[LENGTH]), int(index.max()) + 1)
         self._bump_mutation_revision()
+
+    def _note(self, index: NDArray[np.int64], set_cursor: bool) -> None:
+        """Moves the cursor, and notes for `Trajectories` whether these items come next or are among those there are."""
+        n, length, cursor = len(index), int(self._state[LENGTH]), int(self._state[CURSOR])
+        next_ones = set_cursor and n and index[0] == cursor and length in (cursor, self.max_size)
+        if next_ones and ((np.diff(index) - 1) % self.max_size == 0).all():
+            self._state[ADDED] += n
+        else:
+            self._state[REWRITES] += 1
+        if set_cursor and n:
+            self._state[CURSOR] = (int(index[-1]) + 1) % self.max_size
 
     def _checked(self, leaves: dict[str, torch.Tensor], index: NDArray[np.int64], batched: bool) -> dict[str, Any]:
         """Tensors (n, ...) of the fields, on the CPU."""
@@ -386,22 +405,22 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
             begin = end
 
     def get(self, index: Any) -> Any:
-        """A copy of items, one native call; of one item for a number.
+        """A copy of items, one native call: of one for a number, of all for `...`; None puts an axis before all.
 
         Raises:
             RuntimeError: nothing was written yet. IndexError: there is no such item.
         """
         if not self._join():
             raise RuntimeError("Cannot get elements out of a non-initialized storage.")
+        if index is None:
+            return self.get(slice(None))[None]
         assert self.store is not None
         self._check_open()
         array = isinstance(index, torch.Tensor | np.ndarray)  # a buffer makes arrays of tensors
         alone = isinstance(index, int | np.integer) or (array and index.ndim == 0)
         shape = tuple(index.shape) if array and index.dtype not in (torch.bool, np.bool_) else None
         chosen = self._indices(index, len(self))
-        keys = self.keys_at(chosen)
-        batch: Any = fetch(self.store, keys.without_steps(), fields=self.names, window=1, ends=keys.step)
-        leaves = {name: batch[name][:, 0] for name in self.names}
+        leaves = self.read(chosen, self.names)
         if alone:
             leaves, shape = {name: leaf[0] for name, leaf in leaves.items()}, ()
         elif shape is not None and len(shape) > 1:
@@ -413,10 +432,19 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
         item = item_of(leaves, (*shape, *inner))
         return item if self._tensorclass is None else self._tensorclass.from_tensordict(item)
 
+    def read(self, index: NDArray[np.int64], names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Tensors (n, ...) of items, of some fields of the store."""
+        keys = self.keys_at(index)
+        assert self.store is not None
+        batch: Any = fetch(self.store, keys.without_steps(), fields=list(names), window=1, ends=keys.step)
+        return {name: batch[name][:, 0] for name in names}
+
     def _indices(self, index: Any, count: int) -> NDArray[np.int64]:
         """Indices (n,) below a count, from what torchrl gives: numbers, tensors, slices, ranges, masks."""
         if isinstance(index, tuple) and len(index) == 1:
             index = index[0]
+        if index is Ellipsis:
+            index = slice(None)
         if isinstance(index, slice):
             return np.arange(*index.indices(count))
         if isinstance(index, torch.Tensor):
@@ -451,7 +479,7 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
         self._empty()
         if state_dict["_len"]:
             self.set(torch.arange(state_dict["_len"]), state_dict["_storage"])
-            self.share(CURSOR, state_dict["_len"] % self.max_size)
+            self.move_cursor(state_dict["_len"] % self.max_size)
 
     def dumps(self, path: Any) -> None:
         """Saves a checkpoint of the store, priorities included, as `geartrain.Store.save`."""
@@ -507,4 +535,4 @@ def _dtype(field: Field) -> torch.dtype:
     return getattr(torch, field.dtype)  # type: ignore[no-any-return]
 
 
-__all__ = ["BATCH_DIMS", "CURSOR", "LENGTH", "SIZE", "WRITES", "SharedStorage"]
+__all__ = ["ADDED", "BATCH_DIMS", "CURSOR", "LENGTH", "REWRITES", "SIZE", "WRITES", "SharedStorage"]

@@ -58,7 +58,6 @@ class RoundRobinWriter(Writer):  # type: ignore[misc]
             first = storage.shared(CURSOR)
             index = torch.arange(first, first + (n or 1)) % storage.max_size
             storage.set(int(index[0]) if n is None else index, data)
-            storage.share(CURSOR, (first + len(index)) % storage.max_size)
             storage.share(WRITES, storage.shared(WRITES) + len(index))
         for buffer in storage._attached_entities_iter():
             buffer.mark_update(index)
@@ -70,14 +69,14 @@ class RoundRobinWriter(Writer):  # type: ignore[misc]
 
     @_cursor.setter
     def _cursor(self, value: int) -> None:
-        self._storage.share(CURSOR, value)
+        self._storage.move_cursor(value)
 
     @property
     def _write_count(self) -> int:
         return 0 if self._storage is None else int(self._storage.shared(WRITES))
 
     def _empty(self, empty_write_count: bool = True) -> None:
-        self._storage.share(CURSOR, 0)
+        self._storage.move_cursor(0)
         if empty_write_count:
             self._storage.share(WRITES, 0)
 
@@ -87,7 +86,7 @@ class RoundRobinWriter(Writer):  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Sets them."""
-        self._storage.share(CURSOR, state_dict["_cursor"])
+        self._storage.move_cursor(state_dict["_cursor"])
         self._storage.share(WRITES, state_dict["_write_count"])
 
     def dumps(self, path: Any) -> None:

@@ -301,7 +301,8 @@ class DeviceBatchBuilder:
         ends = np.zeros(part.n, np.int32)
         for attempt in np.unique(part.attempts):
             these = np.flatnonzero(part.attempts == attempt).astype(np.uint32)
-            found = sampler.ends(step, int(attempt), these, part.draw.rows[these])
+            drawn = part.draw.rows[these], part.draw.generations[these]
+            found = sampler.ends(step, int(attempt), these, *drawn)
             if found is not None:
                 ends[these] = found
         transfer.launch_gather(part.draw.rows, part.draw.generations, None, ends=ends if target.gather.window else None)

@@ -87,7 +87,13 @@ class DeviceTarget:
         self.path, self.why = self._choose()
 
     def _choose(self) -> tuple[str, str]:
-        asked, store = self.options.path, self.plan.store
+        asked, store, windows = self.options.path, self.plan.store, self.plan.windows
+        if windows is not None and not windows.plain:
+            if asked == "gather":
+                raise ArgumentError(
+                    f"the GPU gathers windows that are a number of steps, found {windows}; use path='staged'"
+                )
+            return "staged", f"the CPU places {windows}"
         if asked == "staged":
             return "staged", "it was asked for"
         most, says = crossover(self.options.crossover_bytes, self.device.model)

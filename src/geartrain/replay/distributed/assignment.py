@@ -47,10 +47,10 @@ def assign(
     assignment: Assignment,
     atom: NDArray[np.int64] | None = None,
 ) -> Assigned:
-    """Assigns the draws of a batch, equally many to each replica.
+    """Assigns the draws of a batch to replicas, to each as many as `sizes_of` says.
 
     Args:
-        shard: (n,) the shard of each draw's row; n is a multiple of the number of replicas.
+        shard: (n,) the shard of each draw's row.
         replicas: the consumers.
         shard_ranks: for each shard, the ranks that have it in their host's memory.
         assignment: "local_first" or "ordered".
@@ -64,19 +64,24 @@ def assign(
         starts, sizes = np.arange(n), np.ones(n, np.int64)
     else:
         _, starts, sizes = np.unique(atom, return_index=True, return_counts=True)
+    room = sizes_of(n, count)
     if assignment == "ordered" or count == 1:
-        replica = np.arange(n) // (n // count)
+        replica = np.repeat(np.arange(count), room)
     else:
-        replica = np.repeat(_local_first(shard[starts], sizes, replicas, n // count), sizes)
+        replica = np.repeat(_local_first(shard[starts], sizes, replicas, room), sizes)
     reader = np.repeat(_readers(shard[starts], replica[starts], replicas, shard_ranks), sizes)
     return Assigned(replica.astype(np.int64), reader)
 
 
+def sizes_of(n: int, replicas: int) -> NDArray[np.int64]:
+    """Draws of each replica, (replicas,): equally many, or in the last batch of a pass one more of the first ones."""
+    return n // replicas + (np.arange(replicas) < n % replicas)
+
+
 def _local_first(
-    shard: NDArray[np.int64], sizes: NDArray[np.int64], replicas: Sequence[Replica], per_replica: int
+    shard: NDArray[np.int64], sizes: NDArray[np.int64], replicas: Sequence[Replica], room: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     replica = np.full(len(shard), -1, np.int64)
-    room = np.full(len(replicas), per_replica, np.int64)
     levels = _local_replicas(replicas)
     # Large atoms first: what is left of a replica is then a multiple of every smaller size.
     for size in np.unique(sizes)[::-1].tolist():
@@ -153,4 +158,4 @@ def _readers(
     return reader
 
 
-__all__ = ["ASSIGNMENTS", "Assigned", "Assignment", "Replica", "assign"]
+__all__ = ["ASSIGNMENTS", "Assigned", "Assignment", "Replica", "assign", "sizes_of"]

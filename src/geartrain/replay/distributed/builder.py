@@ -37,7 +37,7 @@ from geartrain.replay.config import ReplayConfig
 from geartrain.replay.device import DeviceOptions
 from geartrain.replay.distributed.assembly import BatchAssembler, check_options, open_assembler
 from geartrain.replay.distributed.assembly_host import HostAssembler, Incoming
-from geartrain.replay.distributed.assignment import assign
+from geartrain.replay.distributed.assignment import assign, sizes_of
 from geartrain.replay.distributed.draw import CommonError, ShardedSampler
 from geartrain.replay.distributed.fingerprint import describe_job, fingerprint_of
 from geartrain.replay.distributed.members import Consumer, Members
@@ -234,6 +234,7 @@ class DistributedBatchBuilder:
         known = self._sampler.gather_totals(step, state, updates)
         drawn = [self._sampler.draw(number, quota, step, known) for number, quota in enumerate(quotas)]
         state = [old if each is None else each.state for old, each in zip(known.state, drawn, strict=True)]
+        quotas = self._found(drawn, quotas)
         self.traffic.selection_bytes += self.group.sent_bytes - sent
         selected_s = time.perf_counter()
         draws = self._assign(drawn, quotas)
@@ -249,6 +250,15 @@ class DistributedBatchBuilder:
         self.traffic.exchange_s += ended_s - read_s
         return BuiltBatch(batch, state, deliver)
 
+    def _found(self, drawn: Sequence[ShardedDraw | None], quotas: Sequence[int]) -> list[int]:
+        """Rows of each store in the batch: fewer than were asked for where a pass ends."""
+        found = [0 if each is None else len(each.shard) for each in drawn]
+        for number, (n, quota) in enumerate(zip(found, quotas, strict=True)):
+            if n < quota and self.members.leads(number):
+                ranks = len(self.members.stores[number].ranks)
+                self.samplers[number].give_back(-(-quota // ranks) - -(-n // ranks))
+        return found
+
     def _assign(self, drawn: Sequence[ShardedDraw | None], quotas: Sequence[int]) -> AssignedDraws:
         """Step 4, for the draws of all stores one after the other."""
         store = np.repeat(np.arange(len(quotas)), quotas)
@@ -262,9 +272,10 @@ class DistributedBatchBuilder:
         # A replica's rows lie in its batch in the order of draws.
         order = np.argsort(assigned.replica, kind="stable")
         place = np.empty(len(store), np.int64)
-        place[order] = np.arange(len(store)) % self.rows
+        counts = sizes_of(len(store), len(self.members.replicas))
+        place[order] = np.arange(len(store)) - np.repeat(np.cumsum(counts) - counts, counts)
         first = np.concatenate([[0], np.cumsum(quotas)]).astype(np.int64)
-        return AssignedDraws(store, shard, assigned.replica, assigned.reader, place, first)
+        return AssignedDraws(store, shard, assigned.replica, assigned.reader, place, first, counts)
 
     def _buffers(self, draws: AssignedDraws) -> tuple[dict[int, RowBuffer], RowBuffer | None]:
         """Buffers for the rows that this rank reads, by the consumer's rank; and the one of its own batch."""
@@ -277,7 +288,7 @@ class DistributedBatchBuilder:
                 continue
             plan = self._plans[0][consumer.fields]
             if consumer.rank == rank:
-                mine = self.assembler.batch_buffer(plan, self.rows)
+                mine = self.assembler.batch_buffer(plan, int(draws.sizes[consumer.replica]))
             elif counts[consumer.replica]:
                 outgoing.append((consumer.rank, plan, int(counts[consumer.replica])))
         buffers = self.assembler.message_buffers(outgoing)
@@ -343,7 +354,7 @@ class DistributedBatchBuilder:
             self._copy_to_peers(None, None, None)
             return self.assembler.empty_batch(self.samplers[0].plan, step)
         if mine is None:
-            mine = self.assembler.batch_buffer(self._plans[0][me.fields], self.rows)
+            mine = self.assembler.batch_buffer(self._plans[0][me.fields], int(draws.sizes[me.replica]))
         weights = importance_weights if importance_weights is not None else np.empty(0)
         if self.position.tp and self._has_importance:
             weights = np.empty(mine.n)

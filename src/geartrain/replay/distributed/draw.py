@@ -180,6 +180,8 @@ class ShardedSampler:
             known.totals[number],
         )
         state = known.state[number] or None
+        if sampler.epochs is not None:
+            return common_errors(lambda: sampler.draw_pass(shard, quota, known.state[number]))
         drawn = common_errors(lambda: select_shards(sampler.strategy, shard, quota, step, state))
         return self._count_samples(number, shard, drawn, step) if sampler.limited else drawn
 

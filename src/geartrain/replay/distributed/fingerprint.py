@@ -27,6 +27,8 @@ def describe_job(parts: Sequence[StoreSampler], selection: Selection, batch_size
         which = f" of store {number}" if len(parts) > 1 else ""
         plan, options = part.plan, part.plan.store.options
         job |= {f"window{which}": plan.window, f"pad{which}": "left" if plan.pad_left else "right"}
+        if plan.windows is not None and not plan.windows.plain:
+            job[f"windows{which}"] = _as_text(plan.windows)
         job[f"min_rows{which}"] = int(part.min_rows)
         for name in ("priority_fraction_bits", "max_times_sampled", "max_age_s"):
             job[f"{name}{which}"] = options[name]

@@ -33,6 +33,7 @@ from geartrain.replay.distributed.placement_moves import RowMover
 from geartrain.replay.distributed.rank_group import RankGroup, SingleRank, as_rank_group
 from geartrain.replay.distributed.topology import MeshPosition, topology_of
 from geartrain.replay.fetch import FetchPlan
+from geartrain.replay.windows import as_windows
 from geartrain.store.store import Store
 
 By = Literal["priority", "rows"]
@@ -177,7 +178,7 @@ class Placement:
         self.by: By = by
         # Whole rows of all fields, as raw bytes. The order of fields is the same on all ranks, whatever their stores'.
         names = sorted(store.fields)
-        self._rows = FetchPlan(store, names, 0, False, "numpy", default_threads(None))
+        self._rows = FetchPlan(store, names, None, False, "numpy", default_threads(None))
         self.row_bytes = sum(self._rows.row_bytes(name) for name in names)
         self._scale = 2.0 ** store.options["priority_fraction_bits"]
         self._group: RankGroup = SingleRank()
@@ -214,7 +215,7 @@ class Placement:
         fields = list(
             dict.fromkeys([*(inputs if position.is_first_stage else ()), *(targets if position.is_last_stage else ())])
         )
-        read = FetchPlan(self.store, fields, window or 0, True, "numpy", 1)
+        read = FetchPlan(self.store, fields, as_windows(window), True, "numpy", 1)
         store_id = self.store.id
         return Members(self._group, position, job, [store_id], fields, sum(map(read.row_bytes, fields)))
 

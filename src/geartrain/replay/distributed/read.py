@@ -40,6 +40,7 @@ class AssignedDraws:
         reader: rank that reads the row.
         place: of the row in its replica's batch.
         first: (stores,), each store's first draw.
+        sizes: (replicas,), rows of each replica's batch.
     """
 
     store: NDArray[np.int64]
@@ -48,6 +49,7 @@ class AssignedDraws:
     reader: NDArray[np.int64]
     place: NDArray[np.int64]
     first: NDArray[np.int64]
+    sizes: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ class ShardRows:
     Attributes:
         rows, generations, probability: (k,) of the current rows.
         torn: (k,) nonzero for rows that were lost in the last read.
+        elements: (k,) which of their rows' windows they are; None where windows are drawn.
     """
 
     def __init__(self, drawn: ShardedDraw, numbers: NDArray[np.intp]) -> None:
@@ -123,6 +126,7 @@ class ShardRows:
         self.numbers = numbers
         self.torn = np.zeros(len(numbers), np.uint8)
         self.rows = drawn.rows[numbers]
+        self.elements = None if drawn.steps is None else drawn.steps[numbers]
         self.generations = drawn.generations[numbers]
         self.probability = drawn.probability[numbers]
         self._shard_rows = drawn.rows
@@ -310,7 +314,8 @@ class ShardReader:
             counted = sampler.limited and attempt == 0  # by the shard's leader, as they were drawn
             rows.torn[found] = 0 if counted else ~sampler.count_samples(*keys)
             ends = None
-            placed = sampler.ends(step, attempt, rows.numbers[found].astype(np.uint32), keys[0])
+            elements = None if rows.elements is None else rows.elements[found]
+            placed = sampler.ends(step, attempt, rows.numbers[found].astype(np.uint32), *keys, elements)
             if placed is not None:
                 ends = np.zeros(len(here), np.int32)
                 ends[found] = placed

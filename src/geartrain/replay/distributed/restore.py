@@ -260,16 +260,19 @@ class _ReshardedShard(SavedShard):
         return found
 
     def state(self) -> dict[str, Any] | None:
-        """The state, with a FIFO's cursor in the new sequence numbers."""
+        """The state, with a FIFO's cursor in the new sequence numbers; a pass begins anew: its rows have new places."""
         state = super().state()
         entry = self._entry()
-        if state is None or not _cursor_names(entry):
+        if state is None or not (_cursor_names(entry) or "position" in entry):
             return state
         n = self._shard[1]
-        fresh = {key: value for key, value in entry.items() if key not in _cursor_names(entry)}
-        fresh |= {f"after/{k}": self._passed for k in range(n)}
-        if n == 1:
-            fresh["after"] = self._passed  # of a replay on one rank
+        if "position" in entry:
+            fresh = {key: value for key, value in entry.items() if key in ("epoch", "skipped", "dropped")}
+        else:
+            fresh = {key: value for key, value in entry.items() if key not in _cursor_names(entry)}
+            fresh |= {f"after/{k}": self._passed for k in range(n)}
+            if n == 1:
+                fresh["after"] = self._passed  # of a replay on one rank
         entries = list(state["state"])
         entries[self._how.part] = fresh
         return {**state, "state": entries}

@@ -97,15 +97,22 @@ def launch(
       policy = "pendulum:policy"
       processes = 4
       max_restarts = 10              # of processes that die
+      hosts = "1-"                   # all by default; or "0,2-3", or a class
+      \\[reducer]                      # optional: owns shares of all-reduces
+      hosts = \\[0, 1]
+
+    Hosts without learners have no store: actors there write into those of the
+    learners' hosts, over the network. \\[hosts] defines classes of hosts:
+    simulators = "2-".
 
     On a terminal it shows a table: steps/s, rows/s and samples/s of each role,
     the share of time it waits, the version of the weights it uses and how many
     versions that is behind, losses. Elsewhere, a line every --every-s seconds.
 
     It exits with 0 when the learners have returned; 1 when a process died
-    after its last restart, with its last lines; 124 at the time limit; 130 after Ctrl-C (a second
-    one kills at once). After a failure the store is kept, and the next start
-    adopts its rows.
+    after its last restart, with its last lines; 124 at the time limit; 130
+    after Ctrl-C (a second one kills at once). After a failure the store is
+    kept, and the next start adopts its rows.
 
     Several hosts: the same command on each, under torchrun (--nproc-per-node
     1), srun (--ntasks-per-node 1) or with --hosts, --host and --master;

@@ -1,0 +1,72 @@
+"""Exchanges: collectives in which each rank owns one part: reduce-scatter, all-gather, all-to-all, broadcast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from geartrain.collectives.buffers import DTYPE_CODES, OPS, REDUCED_DTYPES, HostBuffer, buffer_of
+from geartrain.errors import ArgumentError
+
+#: Their numbers in the native layer (native/collectives/protocol.h: Collective).
+COLLECTIVES = {"reduce_scatter": 1, "all_gather": 2, "all_to_all": 3, "broadcast": 4}
+
+#: Address and number of elements.
+Memory = tuple[int, int]
+
+
+class Exchange(NamedTuple):
+    """One exchange as a rank asks for it.
+
+    Attributes:
+        collective: a name of `COLLECTIVES`.
+        sends, receives: memory by rank; one of `sends` for an all-gather, one of `receives` for a reduce-scatter, and
+            one and the same for a broadcast.
+        dtype: a name of `REDUCED_DTYPES`.
+        op: "sum", "avg", "min" or "max", of a reduce-scatter.
+        root: the rank whose array is broadcast.
+    """
+
+    collective: str
+    sends: Sequence[Memory]
+    receives: Sequence[Memory]
+    dtype: str
+    op: str = "sum"
+    root: int = 0
+
+    def checked(self, world_size: int) -> Exchange:
+        """Itself. Raises `ArgumentError` for names that do not exist and a wrong number of parts."""
+        if self.collective not in COLLECTIVES:
+            raise ArgumentError(f"collective is one of {', '.join(COLLECTIVES)}, found {self.collective!r}")
+        if self.op not in OPS:
+            raise ArgumentError(f"op is one of {', '.join(OPS)}, found {self.op!r}")
+        if self.op == "avg" and "int" in self.dtype:
+            raise ArgumentError(f"the average of {self.dtype} is not one of them")
+        if self.dtype not in DTYPE_CODES:
+            raise ArgumentError(f"there is no dtype {self.dtype!r}; there are {', '.join(REDUCED_DTYPES)}")
+        if isinstance(self.root, bool) or not isinstance(self.root, int) or not 0 <= self.root < world_size:
+            raise ArgumentError(f"root is a rank from 0 to {world_size - 1}, found {self.root!r}")
+        many_out = self.collective in ("reduce_scatter", "all_to_all")
+        many_in = self.collective in ("all_gather", "all_to_all")
+        for name, parts, many in (("inputs", self.sends, many_out), ("outputs", self.receives, many_in)):
+            if many and len(parts) != world_size:
+                raise ArgumentError(
+                    f"{self.collective} has one of {name} for each of {world_size} ranks, found {len(parts)}"
+                )
+        return self
+
+
+def exchange_of(collective: str, inputs: Sequence[Any], outputs: Sequence[Any], op: str, root: int) -> Exchange:
+    """The exchange of arrays. Raises `ArgumentError` where their dtypes differ, or as `buffer_of`."""
+    for name, arrays in (("inputs", inputs), ("outputs", outputs)):
+        if isinstance(arrays, str | bytes) or not isinstance(arrays, Sequence):
+            raise ArgumentError(f"{name} is a sequence of arrays, one a rank, found a {type(arrays).__name__}")
+    sends, receives = [buffer_of(one) for one in inputs], [buffer_of(one) for one in outputs]
+    dtypes = sorted({buffer.dtype for buffer in (*sends, *receives)})
+    if len(dtypes) != 1:
+        raise ArgumentError(f"the arrays of an operation have one dtype, found {', '.join(dtypes) or 'no array'}")
+    return Exchange(collective, _memory(sends), _memory(receives), dtypes[0], op, root)
+
+
+def _memory(buffers: Sequence[HostBuffer]) -> list[Memory]:
+    return [(buffer.address, buffer.elements) for buffer in buffers]

@@ -1,0 +1,81 @@
+"""Placement of a job's roles on its hosts: which processes run where, and how they are numbered.
+
+    host 0   learner-0 learner-1   store-0     the learners' stores are here
+    host 1   learner-2 learner-3   store-1
+    host 2   actor-0 actor-1                   no store: actor-0 writes to store-0, actor-1 to store-1
+    host 3   actor-2 actor-3   reducer-0
+
+A host without learners has no store of the job. Where actors or others run on one, every learners' host gets a process
+more, which serves its store to them (store_role.py); it serves without the learners' interpreters, and whether they
+are being restarted or not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from geartrain.errors import ArgumentError
+from geartrain.launch.context import STORES
+from geartrain.launch.job import Job, Role
+
+#: What the processes of the role "store" run, and how often those of a host may die.
+SERVE_STORE, STORE_RESTARTS = "geartrain.launch.store_role:serve", 10
+
+
+@dataclass(frozen=True)
+class PlacedRole:
+    """A role and the hosts that it runs on.
+
+    Attributes:
+        role: with the number of its processes on each of the hosts.
+        hosts: in order.
+    """
+
+    role: Role
+    hosts: tuple[int, ...]
+
+    @property
+    def processes(self) -> int:
+        """How many there are on all hosts."""
+        return len(self.hosts) * self.role.processes
+
+    def number(self, host: int, local: int) -> int:
+        """Number of the process `local` of a host among all."""
+        return self.hosts.index(host) * self.role.processes + local
+
+
+def place(job: Job, hosts: int) -> list[PlacedRole]:
+    """The roles of a job on so many hosts, in their order; store servers last, if there are any.
+
+    Raises:
+        ArgumentError: a role is to run on a host that is not there; a host has nothing to run; learners of several
+            hosts are to be restarted; a role has the name of the store servers.
+    """
+    placed = [PlacedRole(role, job.hosts_of(role, hosts)) for role in job.roles]
+    idle = sorted(set(range(hosts)).difference(*(each.hosts for each in placed)))
+    if idle:
+        raise ArgumentError(
+            f"job {job.name!r}: no role runs on host {', '.join(map(str, idle))} of {hosts}: launch it on fewer hosts, "
+            "or name them in a role's hosts"
+        )
+    learner = next((each for each in placed if each.role.kind == "learner"), None)
+    if learner is None:
+        return placed
+    if len(learner.hosts) > 1 and learner.role.max_restarts:
+        raise ArgumentError(
+            f"role {learner.role.name!r}: learners are started again on one host only (max_restarts), and these run on "
+            f"{len(learner.hosts)}"
+        )
+    away = [each for each in placed if each.role.kind in ("actor", "other") and set(each.hosts) - set(learner.hosts)]
+    if away:
+        if any(role.name == STORES for role in job.roles):
+            raise ArgumentError(
+                f"job {job.name!r}: {STORES!r} is the role that serves the learners' stores to other hosts, where "
+                f"{away[0].role.name!r} runs; another name is needed"
+            )
+        servers = Role(STORES, SERVE_STORE, kind="agent", max_restarts=STORE_RESTARTS)
+        placed.append(PlacedRole(servers, learner.hosts))
+    return placed
+
+
+__all__ = ["SERVE_STORE", "PlacedRole", "place"]

@@ -1,0 +1,33 @@
+"""Reducer of a job: owns shares of the learners' all-reduces, on whichever hosts the role names."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from geartrain.collectives.reducer import Reducer
+from geartrain.launch.context import REDUCER_KEY, Context
+
+#: Between heartbeats.
+_BEAT_S = 0.1
+
+
+def reduce(context: Context, window_bytes: int = 16 << 20) -> None:
+    """What the processes of `launch.reducers` run, until the job ends.
+
+    The address goes to the job's name service, from which the launchers of the learners have it. Reports operations as
+    steps, and GB received and ranks connected as metrics.
+    """
+    bind = "127.0.0.1:0" if context.hosts == 1 else "0.0.0.0:0"
+    secret = os.environ.get("GEARTRAIN_SECRET", "").encode() or None
+    with Reducer(bind, secret=secret, max_window_bytes=window_bytes) as reducer:
+        port = reducer.address.rpartition(":")[2]
+        context.node().directory.store.set(REDUCER_KEY + context.name, f"{context.address}:{port}")
+        print(f"reducer listening on {context.address}:{port}", flush=True)
+        while not context.stopping:
+            seen = reducer.metrics()
+            context.report(steps=seen["operations"], received_gb=seen["bytes_received"] / 1e9, ranks=seen["ranks"])
+            time.sleep(_BEAT_S)
+
+
+__all__ = ["reduce"]

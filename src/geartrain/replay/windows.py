@@ -1,0 +1,224 @@
+"""Windows: which steps of a row a batch holds, told by their first or their last step.
+
+    gt.Replay(store, selection, 256, window=20)                          # ends at any step, padded before it
+    gt.Replay(store, selection, 256, window=gt.Windows(20, whole=True))  # nothing missing
+    gt.Replay(store, selection, 256, window=gt.Windows(20, at="start"))  # the row's first 20 steps
+    gt.Replay(store, selection, 256, window=gt.Windows(20, anchor="first", stride=5))  # 0-19, 5-24, 10-29, ...
+
+Rows are drawn first, and of each one of its windows; native/fetch/windows.h defines which there are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from geartrain.core.arguments import check_whole
+from geartrain.core.keys import Keys
+from geartrain.errors import ArgumentError
+from geartrain.selection.arguments import check_flag
+from geartrain.selection.epochs import Epochs
+from geartrain.selection.mixture import Mixture, Selection, with_strategies
+from geartrain.selection.strategy import Limits, Strategy, traits_of
+from geartrain.store.store import Store
+
+#: Given keys of rows, their lengths (n,) int32 and random numbers (n,) float64 from 0 up to and without 1, the step
+#: that each row's window is told by, (n,) whole numbers.
+WindowFunction = Callable[[Keys, NDArray[np.int32], NDArray[np.float64]], ArrayLike]
+#: native/fetch/windows.h, WindowPlan::At.
+_PLACES = {"any": 0, "start": 1, "end": 2}
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of `length` steps of each drawn row, for `Replay(window=...)` and `geartrain.fetch`.
+
+    A window is told by one step of its row, its anchor: by its last step, and then it holds that one and up to
+    `length - 1` before it, or by its first step, and then it holds that one and up to `length - 1` after it. Steps that
+    the row does not have are padded: zero, and False in `batch.mask`. `Windows(20)` is what `window=20` is.
+
+    Where steps are drawn and not rows (`Uniform(over="steps")`, `Epochs(over="steps")`, `Prioritized` with
+    priority_per="step"), the step that is drawn, and that keys name, is the anchor; `whole` leaves out the steps that
+    no whole window is told by, and `stride` those between.
+
+    Args:
+        length: steps of a window.
+        at: which of a row's windows: "any" one drawn uniformly, the same ones for the same seed on any number of ranks;
+            "start" the one of the row's first `length` steps; "end" that of its last; or a function, called as
+            `at(keys, lengths, random)` for many rows at once with their keys, how many steps each has (n,), and
+            a random number below 1 for each (n,), that returns the anchors (n,). It is called where batches are built,
+            on the prefetch thread while there is one, and over several ranks by each for the rows that it reads.
+        anchor: "last" or "first", the step of a window that it is told by. at="start" tells windows by their first
+            step, at="end" by their last.
+        stride: a row's anchors are every so many-th step: counted from its first step where windows are told by
+            their first, from its last where by their last. It is no distance between the steps within a window.
+        whole: only windows that no step is missing of. Rows that are shorter are not drawn.
+
+    Raises:
+        ArgumentError: options that mean nothing, or not together.
+
+    Cost: that of `window=length`. A function is called once a batch, and once more where rows were overwritten. In
+    device memory windows that are not `Windows(length)` are staged: gathered by the CPU, and copied.
+
+    Example:
+        >>> import numpy as np
+        >>> import geartrain as gt
+        >>> store = gt.Store.create({"t": gt.Field((), "int64")}, max_length=9, capacity=1)
+        >>> _ = store.insert({"t": np.arange(9)[None]})
+        >>> def shown(windows):
+        ...     with gt.Replay(store, gt.selection.Uniform(seed=0), 50, window=windows, output="numpy") as replay:
+        ...         return np.unique(replay.sample()["t"], axis=0).tolist()
+        >>> shown(gt.Windows(4, at="end"))
+        [[5, 6, 7, 8]]
+        >>> shown(gt.Windows(4, anchor="first", stride=3, whole=True))
+        [[0, 1, 2, 3], [3, 4, 5, 6]]
+        >>> shown(gt.Windows(4, stride=3))
+        [[0, 0, 1, 2], [2, 3, 4, 5], [5, 6, 7, 8]]
+        >>> shown(gt.Windows(4, at=lambda keys, lengths, random: lengths // 2))
+        [[1, 2, 3, 4]]
+        >>> store.close()
+    """
+
+    length: int
+    at: Literal["any", "start", "end"] | WindowFunction = "any"
+    anchor: Literal["last", "first"] = "last"
+    stride: int = 1
+    whole: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= check_whole("window", self.length) < 2**31:
+            raise ArgumentError(f"a window has at least one step, found window={self.length}")
+        if not 1 <= check_whole("stride", self.stride) < 2**31:
+            raise ArgumentError(f"the stride of windows is at least 1, found {self.stride}")
+        check_flag("whole", self.whole)
+        if not callable(self.at) and (not isinstance(self.at, str) or self.at not in _PLACES):
+            raise ArgumentError(f"windows are at 'any', 'start' or 'end', or where a function says, found {self.at!r}")
+        if not isinstance(self.anchor, str) or self.anchor not in ("last", "first"):
+            raise ArgumentError(f"windows are told by their 'last' or 'first' step, found anchor={self.anchor!r}")
+        if self.at != "any" and self.stride != 1:
+            raise ArgumentError(f"a stride is between windows that are drawn: leave out at={self.at!r}")
+        if self.at == "end" and self.anchor == "first":
+            raise ArgumentError("windows at the end are told by their last step: leave out anchor='first'")
+
+    @property
+    def from_first(self) -> bool:
+        """Whether windows are told by their first step."""
+        return self.anchor == "first" or self.at == "start"
+
+    @property
+    def need(self) -> int:
+        """Steps that a row must have beyond one."""
+        return self.length - 1 if self.whole else 0
+
+    @property
+    def function(self) -> WindowFunction | None:
+        """What places the windows, where a function does."""
+        return self.at if callable(self.at) else None
+
+    @property
+    def plain(self) -> bool:
+        """Whether these are the windows of a number of steps alone."""
+        return self == Windows(self.length)
+
+    @property
+    def native(self) -> tuple[int, bool, bool, int]:
+        """Stride, whole, told by the first step, and place, as the native layer takes them."""
+        return self.stride, self.whole, self.from_first, _PLACES[self.at] if isinstance(self.at, str) else 0
+
+    def anchors_of(self, lengths: NDArray[np.int32], numbers: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """The anchors of windows by their numbers, counted from each row's first on: (n,)."""
+        steps = numbers.astype(np.int64) * self.stride
+        if not self.from_first:
+            most = np.maximum(lengths.astype(np.int64) - 1, 0)
+            steps += most - (most - self.need) // self.stride * self.stride
+        return steps.astype(np.uint32)
+
+    def ask(self, keys: Keys, lengths: NDArray[np.int32], random: NDArray[np.float64]) -> NDArray[np.int32]:
+        """The anchors that the function says; 0 for rows without steps, which are not asked for.
+
+        Raises:
+            ArgumentError: they are no steps of their rows, or not of whole windows where these were asked for.
+        """
+        assert self.function is not None
+        anchors = np.zeros(len(lengths), np.int32)
+        here = np.flatnonzero(lengths > self.need)
+        if not len(here):
+            return anchors
+        lengths = lengths[here]
+        found = np.asarray(self.function(keys[here], lengths.copy(), random[here]))
+        if found.shape != here.shape or found.dtype.kind not in "iu":
+            raise ArgumentError(
+                f"a function of windows returns a step for each of {len(here)} rows, found {found.dtype} {found.shape}"
+            )
+        least = 0 if self.from_first else self.need
+        bad = np.flatnonzero((found < least) | (found > lengths - 1 - (self.need - least)))
+        if bad.size:
+            whole = f" of whole windows of {self.length} steps" if self.whole else ""
+            raise ArgumentError(
+                f"a function of windows returned step {found[bad[0]]} of a row that has {lengths[bad[0]]}{whole}"
+            )
+        anchors[here] = found
+        return anchors
+
+
+def as_windows(window: object) -> Windows | None:
+    """Windows given as such, or by their length; None for whole rows. Raises `ArgumentError` for anything else."""
+    if window is None or isinstance(window, Windows):
+        return window
+    return Windows(window)  # type: ignore[arg-type]  # it checks
+
+
+def check_windows(windows: Windows, store: Store, strategy: Strategy) -> None:
+    """Raises `ArgumentError` where a strategy's draws from a store cannot have such windows."""
+    traits, name = traits_of(strategy), type(strategy).__name__
+    if windows.whole and windows.length > store.max_length:
+        raise ArgumentError(
+            f"whole windows of {windows.length} steps were asked for, rows of {store.name!r} have {store.max_length} "
+            f"at most"
+        )
+    by_step = store.per_step and traits.by_priority
+    if by_step or traits.over_steps or (isinstance(strategy, Epochs) and strategy.over == "steps"):
+        if windows.at != "any":
+            raise ArgumentError(
+                f"{name} draws the steps that windows are told by: leave out at={windows.at!r}, or draw rows"
+            )
+        if by_step and windows.stride != 1:
+            raise ArgumentError(
+                f"steps are drawn by their priorities, every one: leave out stride={windows.stride}, and set the "
+                f"priorities of steps between to 0"
+            )
+
+
+def with_room_for(windows: Windows | None, selection: Selection) -> Selection:
+    """The selection, of rows that are long enough for whole windows where these are asked for.
+
+    Raises:
+        ArgumentError: a strategy that cannot be told so.
+    """
+    if windows is None or not windows.whole:
+        return selection
+    if isinstance(selection, Mixture):
+        return with_strategies(selection, [_with_room(each, windows) for each in selection.strategies])
+    return _with_room(selection, windows)
+
+
+def _with_room(strategy: Strategy, windows: Windows) -> Strategy:
+    traits = traits_of(strategy)
+    if traits.over_steps or isinstance(strategy, Epochs):
+        return strategy  # they are told how many steps a window takes
+    if traits.form in ("groups", "custom") or not hasattr(strategy, "limits") or not dataclasses.is_dataclass(strategy):
+        raise ArgumentError(
+            f"{type(strategy).__name__} takes no limits on the length of rows, and may choose some that are shorter "
+            f"than whole windows; leave out whole=True, or use a strategy with limits="
+        )
+    limits = traits.limits or Limits()
+    least = max(limits.min_length, windows.length)
+    return dataclasses.replace(strategy, limits=dataclasses.replace(limits, min_length=least))  # type: ignore[return-value]
+
+
+__all__ = ["WindowFunction", "Windows", "as_windows", "check_windows", "with_room_for"]

@@ -1,0 +1,285 @@
+"""Agent recorder: the steps of agents that come and go, as PettingZoo's parallel environments have them.
+
+    with store.agent_recorder(len(env.possible_agents)) as recorder:
+        observations, _ = env.reset(seed=0)
+        recorder.reset(observations)
+        while env.agents:
+            actions = {agent: policy(observations[agent]) for agent in env.agents}
+            observations, rewards, terminations, truncations, _ = env.step(actions)
+            recorder.step(
+                observations, action=actions, reward=rewards, terminated=terminations, truncated=truncations,
+            )
+
+What an agent does from its first observation to its end is an episode, in rows of its own (recorder.py). An agent that
+is observed and is in no episode begins one with that observation; one whose flags say so ends with it; one that is no
+longer observed is ended where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geartrain.core.arguments import refuse_copies
+from geartrain.core.keys import Keys
+from geartrain.errors import ArgumentError, CallCancelledError, FieldError, SchemaError, WaitTimeoutError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from geartrain.store.recorder import StepRecorder
+
+#: What each agent has, by agent.
+ByAgent = Mapping[Any, Any]
+
+
+class AgentRecorder:
+    """Records agents that come and go; made by `Store.agent_recorder`. One thread at a time.
+
+    A context manager: leaving it ends the episodes where they are and keeps their steps.
+
+    Args:
+        recorder: of as many environments as agents can be in an episode at once, with autoreset="disabled".
+
+    Example:
+        >>> import numpy as np
+        >>> import geartrain as gt
+        >>> from geartrain.store.recorder import recorded_fields
+        >>> fields = recorded_fields({"obs": gt.Field((1,), "float32"), "reward": gt.Field((), "float32")})
+        >>> store = gt.Store.create(fields, max_length=10, capacity=8)
+        >>> with store.agent_recorder(2) as recorder:
+        ...     recorder.reset({"ann": np.zeros(1), "bob": np.zeros(1)})
+        ...     for t, seen in enumerate(("ann bob", "ann bob", "ann cleo"), 1):  # bob ends with his second step
+        ...         agents = seen.split()
+        ...         keys = recorder.step(
+        ...             {agent: np.full(1, t) for agent in agents},
+        ...             reward=dict.fromkeys(agents, 1.0),
+        ...             terminated={agent: agent == "bob" and t == 2 for agent in agents},
+        ...             truncated=dict.fromkeys(agents, False),
+        ...         )
+        ...     sorted(recorder.agents)
+        ['ann', 'cleo']
+        >>> sorted(store.status()["length"].tolist())
+        [3, 4]
+        >>> store.close()
+    """
+
+    def __init__(self, recorder: StepRecorder) -> None:
+        self._recorder = recorder
+        self._lanes: dict[Hashable, int] = {}  # the environment of the recorder that each agent in an episode is
+        self._completed: list[Keys] = []  # of calls that were not finished
+
+    # --- recording --------------------------------------------------------------------------------------------
+
+    def reset(self, observations: ByAgent, *, version: int = 0) -> Keys | None:
+        """Begins an episode of each agent that is observed. Those in progress are ended where they are and kept.
+
+        Args:
+            observations: the first ones, by agent.
+            version: of the model that acts.
+
+        Returns:
+            Keys of the rows that this completes; None if there are none.
+        """
+        agents = list(_checked("observations", observations))
+        if not agents:
+            raise ArgumentError("an episode begins with the observation of an agent, found none")
+        lanes = self._with_lanes({}, agents)
+        first = self._stacked("observation", observations, lanes)
+        keys = self._recorder.reset(first, mask=self._mask(lanes.values()), version=version)
+        self._keep(keys)
+        self._cut([lane for lane in self._lanes.values() if lane >= len(agents)])
+        self._lanes = lanes
+        return self._all_completed()
+
+    def step(
+        self, observations: ByAgent, /, *, terminated: ByAgent, truncated: ByAgent, version: int = 0, **values: ByAgent
+    ) -> Keys | None:
+        """Records what `env.step` returned, each by agent.
+
+        When it raises no step was recorded, and it can be called again with the same arguments; except where the rate
+        limiter does not admit the row of an agent that is gone: then all episodes are given back, as by
+        `StepRecorder.cut`, and `reset` begins others.
+
+        Args:
+            observations: of the agents that there are, or were in this step.
+            terminated, truncated: bool by agent.
+            version: of the model that chose the actions.
+            values: action, reward and whatever else the store has a field for, by field and by agent. What agents have
+                that begin with this observation is ignored.
+
+        Returns:
+            Keys of the rows that this completes; None if there are none.
+
+        Raises:
+            ArgumentError: something is not by agent, or there are more agents than the recorder was made for.
+            FieldError: an agent lacks a value, or there is no such field.
+            SchemaError: shapes or dtypes that do not fit.
+            StoreFullError: there is no room for the row that begins.
+            WaitTimeoutError: the store's rate limiter did not admit a row. CallCancelledError: the process is stopping.
+        """
+        given = {"terminated": terminated, "truncated": truncated, **values}
+        for what, by_agent in (("observations", observations), *given.items()):
+            _checked(what, by_agent)
+        acting = {agent: lane for agent, lane in self._lanes.items() if agent in observations}
+        gone = {agent: lane for agent, lane in self._lanes.items() if agent not in observations}
+        flags = {"terminated": terminated, "truncated": truncated}
+        ended = {agent for agent in observations if any(_is_set(name, agent, flags[name]) for name in flags)}
+        new = [agent for agent in observations if agent not in acting and agent not in ended]
+        staying = {agent: lane for agent, lane in acting.items() if agent not in ended}
+        stacked = {name: self._stacked(name, by_agent, acting) for name, by_agent in given.items()} if acting else {}
+        seen = self._stacked("observation", observations, acting) if acting else None
+        lanes = self._with_lanes(acting, new)  # the lanes of those that end now are free from the next step on
+        begun = {agent: lanes[agent] for agent in new}
+        self._cut(list(gone.values()))
+        for agent in gone:
+            del self._lanes[agent]
+        if begun:
+            first = self._stacked("observation", observations, begun)
+            self._keep(self._recorder.reset(first, mask=self._mask(begun.values()), version=version))
+        if acting:
+            ends = stacked.pop("terminated"), stacked.pop("truncated")
+            mask = self._mask(acting.values())
+            self._keep(self._recorder.record(seen, stacked, *ends, None, mask, version))
+        self._lanes = {**staying, **begun}
+        return self._all_completed()
+
+    def cut(self) -> Keys | None:
+        """Ends all episodes where they are, and keeps their steps. Returns keys as `step` does."""
+        self._cut(range(self._recorder.n_envs))
+        self._lanes = {}
+        return self._all_completed()
+
+    def close(self) -> None:
+        """Ends all episodes where they are and keeps their steps."""
+        self.cut()
+
+    @property
+    def agents(self) -> list[Any]:
+        """The agents that are in an episode."""
+        return list(self._lanes)
+
+    @property
+    def rows(self) -> int:
+        """Rows completed so far."""
+        return self._recorder.rows
+
+    @property
+    def priority(self) -> float:
+        """As `StepRecorder.priority`."""
+        return self._recorder.priority
+
+    @priority.setter
+    def priority(self, priority: float) -> None:
+        self._recorder.priority = priority
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._recorder.__exit__(*exc)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "make another one there, with store.agent_recorder(...)")
+
+    # --- agents and lanes -------------------------------------------------------------------------------------
+
+    def _with_lanes(self, taken: Mapping[Hashable, int], new: Sequence[Hashable]) -> dict[Hashable, int]:
+        """The lanes that are taken, and a free one for each new agent: the lowest ones."""
+        n, lanes = self._recorder.n_envs, dict(taken)
+        if len(taken) + len(new) > n:
+            raise ArgumentError(
+                f"{len(taken) + len(new)} agents are in an episode at once, and the recorder was made for {n}"
+            )
+        used = set(taken.values())
+        free = (lane for lane in range(n) if lane not in used)
+        lanes.update(zip(new, free, strict=False))
+        return lanes
+
+    def _cut(self, lanes: Sequence[int]) -> None:
+        if not lanes:
+            return
+        try:
+            self._keep(self._recorder.cut(self._mask(lanes)))
+        except (WaitTimeoutError, CallCancelledError):
+            self._lanes = {}  # all rows were given back
+            raise
+
+    def _mask(self, lanes: Any) -> NDArray[np.bool_]:
+        mask = np.zeros(self._recorder.n_envs, bool)
+        mask[list(lanes)] = True
+        return mask
+
+    def _keep(self, keys: Keys | None) -> None:
+        if keys is not None:
+            self._completed.append(keys)
+
+    def _all_completed(self) -> Keys | None:
+        if not self._completed:
+            return None
+        found, self._completed = self._completed, []
+        return Keys.join(found)
+
+    def _stacked(self, name: str, by_agent: ByAgent, lanes: Mapping[Hashable, int]) -> Any:
+        """The values of some agents in arrays (n_envs, ...), each in its lane, dicts as they are nested."""
+        missing = [agent for agent in lanes if agent not in by_agent]
+        if missing:
+            raise FieldError(f"agent {missing[0]!r} acted and has no {name!r}; its agents are {list(by_agent)}")
+        return _stack(name, {agent: by_agent[agent] for agent in lanes}, lanes, self._recorder.n_envs)
+
+
+def _checked(what: str, by_agent: object) -> ByAgent:
+    """Raises `ArgumentError` unless something is by agent."""
+    if not isinstance(by_agent, Mapping):
+        raise ArgumentError(f"{what} is a dict by agent, found {type(by_agent).__name__}")
+    return by_agent
+
+
+def _is_set(name: str, agent: Hashable, flags: ByAgent) -> bool:
+    flag = np.asarray(flags.get(agent, False))
+    if flag.shape != () or flag.dtype == object:
+        raise SchemaError(f"{name!r} of agent {agent!r} is a bool, found {flags[agent]!r}")
+    return bool(flag)
+
+
+def _parts_of(value: object) -> set[Any] | int | None:
+    """What a nested observation is made of; None for an array."""
+    return set(value) if isinstance(value, Mapping) else len(value) if isinstance(value, tuple) else None
+
+
+def _stack(name: str, values: ByAgent, lanes: Mapping[Hashable, int], n: int) -> Any:
+    some = next(iter(values.values()))
+    if isinstance(some, Mapping | tuple):
+        keys = list(some) if isinstance(some, Mapping) else range(len(some))
+        parts: dict[str, Any] = {}
+        for key in keys:
+            of_part = {}
+            for agent, value in values.items():
+                if _parts_of(value) != _parts_of(some):
+                    raise SchemaError(
+                        f"{name!r} of agent {agent!r} and that of {next(iter(values))!r} have other parts"
+                    )
+                of_part[agent] = value[key]
+            parts[str(key)] = _stack(f"{name}.{key}", of_part, lanes, n)
+        return parts
+    try:
+        arrays = {agent: np.asarray(value) for agent, value in values.items()}
+    except (TypeError, ValueError) as error:
+        raise SchemaError(f"{name!r} is no array: {error}") from None
+    shape = np.shape(next(iter(arrays.values())))
+    for agent, array in arrays.items():
+        if array.shape != shape or array.dtype == object:
+            raise SchemaError(
+                f"{name!r} of agent {agent!r} is {array.dtype} {array.shape}, that of {next(iter(arrays))!r} has the "
+                f"shape {shape}"
+            )
+    stacked = np.zeros((n, *shape), np.result_type(*arrays.values()))
+    for agent, array in arrays.items():
+        stacked[lanes[agent]] = array
+    return stacked
+
+
+__all__ = ["AgentRecorder", "ByAgent"]

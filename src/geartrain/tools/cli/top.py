@@ -1,0 +1,111 @@
+"""`geartrain top` and `geartrain metrics`: what this host's stores and jobs do, what waits, and because of whom."""
+
+from __future__ import annotations
+
+import json
+import queue
+import signal
+import sys
+import threading
+import time
+from importlib.resources import files
+from typing import Annotated, Any
+
+import typer
+
+from geartrain.core.shared_files import check_trust
+from geartrain.tools.cli.app import app, die, out
+from geartrain.tools.cli.inspect_remove import TRUST_HELP
+
+
+@app.command()
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print the tables once, and exit. Needs no terminal.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print snapshot and findings once, as JSON.")] = False,
+    every_s: Annotated[
+        float, typer.Option(min=0.1, max=3600, help="Seconds between looks; rates are over them.")
+    ] = 1.0,
+    trust: Annotated[str, typer.Option(help=TRUST_HELP)] = "user",
+) -> None:
+    """Watch stores, replays, actors, RPC peers, collectives and weights of this host: rates, waits and their causes.
+
+    What is stopped or lost, and who waits because of it, stands at the top. It only
+    reads: nothing is attached to, locked or written. Keys: 1 to 6 one section, 0 all,
+    arrows and Enter all of a line, s and r sort, p pauses, q quits.
+
+    Example: geartrain top --once
+    """
+    from geartrain.tools.watch.screen import Screen, plain_lines
+    from geartrain.tools.watch.terminal import Terminal
+    from geartrain.tools.watch.watcher import BackgroundWatcher, Watcher
+
+    watcher = Watcher(check_trust(trust))
+    if once or as_json:
+        watcher.look()
+        time.sleep(every_s)
+        snapshots, findings, missing = watcher.look()
+        watcher.close()
+        if as_json:
+            document = {"hosts": snapshots, "findings": [each.to_json() for each in findings], "missing": missing}
+            sys.stdout.write(json.dumps(document, indent=1) + "\n")
+            return
+        for line in plain_lines(snapshots, findings, out.width):
+            out.print(line, soft_wrap=True)
+        return
+    why = Terminal.why_not()
+    if why is not None:
+        die(f"{why}: `geartrain top --once` prints the tables, --json the same for programs")
+    seen: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    screen = Screen()
+    with Terminal() as terminal:
+
+        def put(found: Any) -> None:
+            seen.put(found)
+            terminal.wake()
+
+        background = BackgroundWatcher(watcher, every_s, put)
+        try:
+            while True:
+                while not seen.empty():
+                    found = seen.get()
+                    if isinstance(found, Exception):
+                        raise found
+                    screen.update(*found)
+                terminal.draw(screen.lines)
+                if not all(screen.press(key) for key in terminal.wait()):
+                    return
+        finally:
+            background.close()
+            watcher.close()
+
+
+@app.command()
+def metrics(
+    port: Annotated[int, typer.Option(min=0, max=65535, help="To listen on; 0 is a free one.")] = 9464,
+    host: Annotated[
+        str, typer.Option(help="To listen on; the metrics have names of stores and programs, and no password.")
+    ] = "127.0.0.1",
+    dashboard: Annotated[
+        bool, typer.Option("--dashboard", help="Print a dashboard for Grafana as JSON, and exit.")
+    ] = False,
+    trust: Annotated[str, typer.Option(help=TRUST_HELP)] = "user",
+) -> None:
+    """Serve metrics of all stores, jobs, replays, peers, groups and weights of this host to Prometheus, until Ctrl-C.
+
+    Example: geartrain metrics --port 9464, and in prometheus.yml: targets: ["localhost:9464"]
+    """
+    from geartrain.launch.prometheus import PrometheusEndpoint
+
+    trusted = check_trust(trust)
+    if dashboard:
+        sys.stdout.write((files("geartrain.tools.watch") / "grafana.json").read_text())
+        return
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    endpoint = PrometheusEndpoint(None, host, port, trusted)
+    try:
+        out.print(f"metrics on http://{host}:{endpoint.port}/metrics", soft_wrap=True)
+        while not ended.wait(3600):
+            pass
+    finally:
+        endpoint.close()

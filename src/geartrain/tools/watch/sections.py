@@ -1,0 +1,413 @@
+"""Sections of the screen: snapshots of hosts as tables of stores, processes, replays, peers, groups and weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from geartrain.tools.watch.causes import SILENT_S, HostView
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: its heading, how its values are shown, and whether to the right."""
+
+    name: str
+    show: Callable[[Any], str] = str
+    right: bool = True
+
+
+@dataclass
+class Line:
+    """One line of a section.
+
+    Attributes:
+        values: one for each column; None where there is none.
+        style: "" or a style of rich.
+        detail: everything that is known of it.
+    """
+
+    values: list[Any]
+    style: str = ""
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Section:
+    """A table. Columns in order of their importance: those that do not fit are left out from the right."""
+
+    title: str
+    columns: list[Column]
+    lines: list[Line]
+
+    def sorted(self, column: int, descending: bool) -> list[Line]:
+        """The lines by a column's values; those without one come last."""
+        there = [line for line in self.lines if line.values[column] is not None]
+        rest = [line for line in self.lines if line.values[column] is None]
+        number = all(isinstance(line.values[column], int | float) for line in there)
+        there.sort(key=lambda line: line.values[column] if number else str(line.values[column]), reverse=descending)
+        return there + rest
+
+
+def count(value: float | None) -> str:
+    """A number with at most four digits and a unit: 12, 1,234, 56.7k, 8.9M."""
+    if value is None:
+        return ""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= 10 * size:
+            return f"{value / size:.1f}{unit}"
+    return f"{value:,.0f}" if abs(value) >= 10 or value == int(value) else f"{value:.1f}"
+
+
+def size(value: float | None) -> str:
+    """Bytes."""
+    if value is None:
+        return ""
+    for unit, one in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(value) >= one:
+            return f"{value / one:,.1f} {unit}"
+    return f"{value:,.0f} B"
+
+
+def share(value: float | None) -> str:
+    """A share of the time."""
+    return "" if value is None else f"{min(max(value, 0.0), 9.99):.0%}"
+
+
+def seconds(value: float | None) -> str:
+    """A duration."""
+    if value is None:
+        return ""
+    if value < 120:
+        return f"{value:.0f} s"
+    return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.0f} h"
+
+
+def text(value: Any) -> str:
+    """Anything; nothing for None."""
+    return "" if value is None else str(value)
+
+
+_NAME = Column("name", text, right=False)
+
+
+def sections_of(snapshots: Sequence[Mapping[str, Any]]) -> list[Section]:
+    """All sections, in the order of the keys that show them; of several hosts, each name with its host's."""
+    views = [HostView(each) for each in snapshots]
+    many = len(views) > 1
+    return [
+        _section("stores", views, many, _STORES, _stores),
+        _section("processes", views, many, _PROCESSES, _processes),
+        _section("replays", views, many, _REPLAYS, _replays),
+        _section("peers", views, many, _PEERS, _peers),
+        _section("groups", views, many, _GROUPS, _groups),
+        _section("weights", views, many, _WEIGHTS, _weights),
+    ]
+
+
+def _section(
+    title: str,
+    views: Sequence[HostView],
+    many: bool,
+    columns: list[Column],
+    lines: Callable[[HostView], Iterator[Line]],
+) -> Section:
+    made = []
+    for view in views:
+        for line in lines(view):
+            if many:
+                line.values[0] = f"{view.host}:{line.values[0]}"
+            assert len(line.values) == len(columns)
+            made.append(line)
+    return Section(title, columns, made)
+
+
+_STORES = [
+    _NAME,
+    Column("rows", count),
+    Column("full", share),
+    Column("insert/s", count),
+    Column("sample/s", count),
+    Column("size", size),
+    Column("limiter", text, right=False),
+    Column("torn/s", count),
+    Column("evict/s", count),
+    Column("prio/s", count),
+    Column("procs", count),
+]
+
+
+def _stores(view: HostView) -> Iterator[Line]:
+    for store in view.snapshot["stores"]:
+        if "error" in store:
+            yield Line([store["name"], *[None] * 5, store["error"], *[None] * 4], "red", store)
+            continue
+        rates, used = store["rates"], len(store["clients"])
+        evicted = [rates[name] for name in ("evicted", "expired", "exhausted") if name in rates]
+        yield Line(
+            [
+                store["name"],
+                store["rows"],
+                store["rows"] / store["capacity"] if store["capacity"] else None,
+                rates.get("inserted"),
+                rates.get("sampled"),
+                store["bytes"],
+                _limiter(store),
+                rates.get("torn"),
+                sum(evicted) if evicted else None,
+                rates.get("priorities_updated"),
+                used,
+            ],
+            "" if used else "dim",
+            store,
+        )
+
+
+def _limiter(store: Mapping[str, Any]) -> str:
+    limiter, rates = store["limiter"], store["rates"]
+    if not limiter["enabled"]:
+        return "off"
+    if store["rows"] < limiter["min_size_to_sample"]:
+        return f"below {limiter['min_size_to_sample']:,} rows"
+    waits = [f"{what} waits" for what in ("insert", "sample") if rates.get(f"{what}_wait_s", 0.0) > 0.05]
+    ratio = limiter["samples_per_insert"]
+    return ", ".join(waits) or (
+        f"{limiter['lead']:+,.0f} of {limiter['error_buffer']:,.0f}" if ratio else "minimum only"
+    )
+
+
+_PROCESSES = [
+    _NAME,
+    Column("state", text, right=False),
+    Column("waits", share),
+    Column("steps/s", count),
+    Column("cpu s", count),
+    Column("memory", size),
+    Column("rows/s", count),
+    Column("sample/s", count),
+    Column("pid", text),
+    Column("version", text),
+    Column("restarts", count),
+    Column("job", text, right=False),
+]
+
+
+def _processes(view: HostView) -> Iterator[Line]:
+    seen = set()
+    for job in view.snapshot["jobs"]:
+        for process in job.get("processes", []):
+            pid, rates = process["pid"], process["rates"]
+            seen.add(pid)
+            kernel = view.snapshot["pids"].get(str(pid), {})
+            state, style = _state(view, process, kernel)
+            yield Line(
+                [
+                    process["name"],
+                    state,
+                    rates.get("wait_s"),
+                    rates.get("steps"),
+                    kernel.get("cpu_s"),
+                    kernel.get("rss_bytes"),
+                    rates.get("rows"),
+                    rates.get("samples"),
+                    pid,
+                    process["version"],
+                    process["restarts"],
+                    job["name"],
+                ],
+                style,
+                {**process, **kernel},
+            )
+    reports = {report["pid"]: report for report in view.snapshot["processes"]}
+    attached = {each["pid"] for store in view.snapshot["stores"] for each in store.get("clients", [])}
+    for pid in sorted((reports.keys() | attached) - seen):
+        kernel = view.snapshot["pids"].get(str(pid), {})
+        stopped = pid in view.stopped
+        yield Line(
+            [
+                view.name(pid).rpartition(" (")[0],
+                "STOPPED" if stopped else "runs" if kernel else "another host's or namespace's",
+                None,
+                None,
+                kernel.get("cpu_s"),
+                kernel.get("rss_bytes"),
+                None,
+                None,
+                pid,
+                *[None] * 3,
+            ],
+            "bold red" if stopped else "",
+            {**reports.get(pid, {"pid": pid}), **kernel},
+        )
+
+
+def _state(view: HostView, process: Mapping[str, Any], kernel: Mapping[str, Any]) -> tuple[str, str]:
+    if process["pid"] in view.stopped:
+        return "STOPPED", "bold red"
+    if process["exit_code"] is not None:
+        return ("finished", "dim") if process["exit_code"] == 0 else (f"ended ({process['exit_code']})", "red")
+    if not kernel:
+        return "gone", "red"
+    if process["silent_s"] is None:
+        return "starts", "dim"
+    if process["silent_s"] > SILENT_S:
+        return f"silent {seconds(process['silent_s'])}", "yellow"
+    return "runs", ""
+
+
+_REPLAYS = [
+    _NAME,
+    Column("batch/s", count),
+    Column("waits", share),
+    Column("sample/s", count),
+    Column("bytes/s", size),
+    Column("now waits", seconds),
+    Column("makes", share),
+    Column("redrawn/s", count),
+    Column("strategy", text, right=False),
+    Column("process", text, right=False),
+]
+
+
+def _replays(view: HostView) -> Iterator[Line]:
+    for report, one in view.objects("replay"):
+        figures, rates = one["figures"], one["rates"]
+        waiting_s = figures.get("waiting_s") or None
+        yield Line(
+            [
+                one["name"],
+                rates.get("batches"),
+                rates.get("wait_s"),
+                rates.get("rows"),
+                rates.get("bytes"),
+                waiting_s,
+                rates.get("make_s"),
+                rates.get("redrawn"),
+                figures.get("selection"),
+                view.name(report["pid"]),
+            ],
+            "yellow" if waiting_s and waiting_s > 1 else "",
+            {**figures, "rates": rates},
+        )
+
+
+_PEERS = [
+    Column("peer", text, right=False),
+    Column("of", text, right=False),
+    Column("sent/s", count),
+    Column("received/s", count),
+    Column("open", count),
+    Column("bytes/s out", size),
+    Column("bytes/s in", size),
+    Column("by", text, right=False),
+]
+
+
+def _peers(view: HostView) -> Iterator[Line]:
+    for _, one in view.objects("node"):
+        for peer, counts in one["figures"].get("peers", {}).items():
+            rates = {name: one["rates"].get(f"peers.{peer}.{name}") for name in counts}
+            stuck = counts["open"] and rates.get("messages_received") == 0
+            yield Line(
+                [
+                    peer,
+                    one["name"],
+                    rates.get("messages_sent"),
+                    rates.get("messages_received"),
+                    counts["open"],
+                    rates.get("bytes_sent"),
+                    rates.get("bytes_received"),
+                    counts["transport"],
+                ],
+                "yellow" if stuck else "",
+                {**counts, "rates": rates},
+            )
+
+
+_GROUPS = [
+    _NAME,
+    Column("rank", text),
+    Column("op/s", count),
+    Column("pending", count),
+    Column("bytes/s", size),
+    Column("issued", count),
+    Column("epoch", text),
+    Column("process", text, right=False),
+    Column("failed", text, right=False),
+]
+
+
+def _groups(view: HostView) -> Iterator[Line]:
+    for report, one in view.objects("group"):
+        figures, rates = one["figures"], one["rates"]
+        yield Line(
+            [
+                one["name"],
+                f"{figures['rank']}/{figures['world_size']}",
+                rates.get("operations"),
+                figures["issued"] - figures["operations"],
+                rates.get("array_bytes"),
+                figures["issued"],
+                figures["epoch"],
+                view.name(report["pid"]),
+                figures["failed"] or None,
+            ],
+            "red" if figures["failed"] else "",
+            {**figures, "rates": rates},
+        )
+    for report, one in view.objects("reducer"):
+        figures, rates = one["figures"], one["rates"]
+        yield Line(
+            [
+                f"reducer {one['name']}",
+                None,
+                rates.get("operations"),
+                None,
+                rates.get("bytes_received"),
+                figures.get("operations"),
+                None,
+                view.name(report["pid"]),
+                None,
+            ],
+            "",
+            {**figures, "rates": rates},
+        )
+
+
+_WEIGHTS = [
+    _NAME,
+    Column("version", text),
+    Column("age", seconds),
+    Column("oldest read", text),
+    Column("readers", count),
+    Column("size", size),
+    Column("publisher", text, right=False),
+]
+
+
+def _weights(view: HostView) -> Iterator[Line]:
+    for each in view.snapshot["weights"]:
+        if "error" in each:
+            yield Line([each["name"], *[None] * 5, each["error"]], "red", each)
+            continue
+        readers = [one["figures"].get("version") for _, one in view.objects("reader") if one["name"] == each["name"]]
+        read = [version for version in readers if version is not None]
+        age_s = time.time() - each["published_ns"] / 1e9 if each["version"] is not None else None
+        yield Line(
+            [
+                each["name"],
+                each["version"],
+                age_s,
+                min(read) if read else None,
+                len(readers),
+                each["version_bytes"],
+                "alive" if each["has_publisher"] else "gone",
+            ],
+            "" if each["has_publisher"] else "yellow" if each["in_use"] else "dim",
+            each,
+        )
+
+
+__all__ = ["Column", "Line", "Section", "count", "sections_of", "size"]

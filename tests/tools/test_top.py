@@ -1,0 +1,464 @@
+"""`geartrain top` shows what a host does, and names who stands still; it disturbs nothing, whatever it finds."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deadlines
+import numpy as np
+import preloaded
+import pytest
+from deadlines import patience
+
+import geartrain as gt
+import geartrain.errors as errors
+from geartrain.core import process_report
+from geartrain.core.counters import SharedCounters
+from geartrain.launch.host_snapshot import take_snapshot
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from geartrain.tools.watch.causes import find_causes
+from geartrain.tools.watch.rates import add_rates
+from geartrain.tools.watch.screen import Screen, plain_lines
+from geartrain.tools.watch.sections import sections_of
+from geartrain.tools.watch.terminal import keys_of
+from geartrain.tools.watch.watcher import Watcher
+
+SUPPORT = Path(__file__).parents[1] / "support"
+X = {"x": gt.Field((2,), "float32")}
+
+
+@pytest.fixture(autouse=True)
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of segments that no other test and no other program uses: a host of its own."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    monkeypatch.setenv("GEARTRAIN_DIR", str(folder))
+    monkeypatch.setenv(process_report.PERIOD_VARIABLE, "0.1")
+    return folder
+
+
+def until(look: Any, seconds: float = 30.0) -> Any:
+    """What `look` returns, once it is true."""
+    until_s = time.monotonic() + patience(seconds)
+    while not (found := look()):
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+    return found
+
+
+def make(name: str = "rows", n: int = 5, **options: Any) -> gt.Store:
+    store = gt.Store.create(name, X, max_length=1, capacity=100, **options)
+    if n:
+        store.insert({"x": np.zeros((n, 1, 2), np.float32)})
+    return store
+
+
+@pytest.mark.usefixtures("preloaded_children")
+def test_a_stopped_actor_is_named_as_the_cause_of_the_learners_wait(tmp_path: Path, host: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(
+        f'name = "watched"\ndirectory = "{SUPPORT}"\n[learner]\nrun = "watched:learn"\n'
+        '[role.actor]\nkind = "actor"\nrun = "watched:act"\n'
+    )
+    launcher = preloaded.Popen(
+        [sys.executable, "-m", "geartrain", "launch", str(job), "--folder", str(tmp_path / "logs"), "--lines"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    with deadlines.killed(launcher):
+        watcher = Watcher()
+
+        def processes() -> dict[str, dict[str, Any]]:
+            (snapshot,), _, _ = watcher.look()
+            return {each["name"]: each for job in snapshot["jobs"] for each in job["processes"]}
+
+        def busy() -> dict[str, dict[str, Any]] | None:
+            found = processes()
+            rates = [each["rates"].get("steps", 0.0) for each in found.values()]
+            return found if len(rates) == 2 and min(rates) > 0 else None
+
+        found = until(busy)
+        actor = found["actor-0"]["pid"]
+        deadlines.stop(actor)
+        try:
+
+            def blamed() -> Any:
+                _, findings, _ = watcher.look()
+                waits = [each for each in findings if each.level == "waits" and "learner-0" in each.about]
+                return waits and (findings, waits[0])
+
+            findings, wait = until(blamed)
+            name = f"actor-0 of watched (pid {actor})"
+            assert wait.cause == [name] and "when more rows are inserted" in wait.text
+            assert findings[0].level == "stopped" and findings[0].cause == [name]
+            assert f"{name} is stopped" in findings[0].text and "because of it learner-0 of watched" in findings[0].text
+            shown = preloaded.run(
+                [sys.executable, "-m", "geartrain", "top", "--once", "--every-s", "0.2"],
+                env={**os.environ, "COLUMNS": "140", "NO_COLOR": "1"},
+                timeout=patience(60),
+            ).stdout
+            assert re.search(r"^! actor-0 of watched .* is stopped", shown), shown
+            assert re.search(r"^actor-0 +STOPPED", shown, re.MULTILINE), shown
+            assert re.search(r"^watched .* sample waits", shown, re.MULTILINE) or "waits for batches" in shown
+        finally:
+            os.kill(actor, signal.SIGCONT)
+        until(lambda: not [each for each in watcher.look()[1] if each.level == "stopped"])
+
+
+def test_a_look_leaves_no_trace_in_what_it_reads(host: Path) -> None:
+    with make() as store, SharedCounters.create("of-mine", 1, ("steps",)):
+        before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in host.iterdir()}
+        clients = store.native.live_clients()
+        for _ in range(3):
+            take_snapshot()
+        after = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in host.iterdir()}
+        assert (after, store.native.live_clients()) == (before, clients)
+
+
+def test_what_vanishes_or_is_damaged_is_an_entry_and_no_end(host: Path) -> None:
+    with make("whole") as whole:
+        (host / "geartrain.cut").write_bytes(whole.path.read_bytes()[:5000])
+        (host / "geartrain.nothing").write_bytes(b"")
+        (host / "geartrain.\x1b[2Jbell\a").write_bytes(b"\0" * 9000)
+        (host / "geartrain-weights.bad").write_bytes(b"x" * 5000)
+        (host / "geartrain-board-bad").write_bytes(b"{" * 5000)
+        (host / "geartrain-report-1.json").write_text("[1, 2")
+        (host / "geartrain-report-2.json").write_text('{"format": "geartrain-report-9"}')
+        (host / "geartrain-report-3.json").symlink_to("/etc/passwd")
+        snapshots, findings, _ = Watcher().look()
+        by_name = {each["name"]: each for each in snapshots[0]["stores"]}
+        assert by_name["whole"]["rows"] == 5
+        assert all("error" in by_name[name] for name in ("cut", "nothing", "\x1b[2Jbell\a"))
+        assert "error" in snapshots[0]["weights"][0] and "error" in snapshots[0]["jobs"][0]
+        assert sorted(snapshots[0]["unreadable"]) == [f"geartrain-report-{n}.json" for n in (1, 2, 3)]
+        for width in (200, 80, 20):
+            lines = plain_lines(snapshots, findings, width)
+            assert not [line for line in lines if "\x1b" in line.plain or "\a" in line.plain]
+        json.dumps(snapshots)
+
+
+def test_rates_are_over_the_time_between_two_looks_and_none_of_a_store_made_anew(host: Path) -> None:
+    with make() as store:
+        before = take_snapshot()
+        store.insert({"x": np.zeros((30, 1, 2), np.float32)})
+        now = take_snapshot()
+        now["at_s"] = before["at_s"] + 2.0
+        assert add_rates(before, now)["stores"][0]["rates"]["inserted"] == 15.0
+    with make():
+        assert add_rates(now, take_snapshot())["stores"][0]["rates"] == {}
+    assert add_rates(None, now)["stores"][0]["rates"] == {}
+
+
+def test_a_process_reports_its_replays_and_nodes_and_leaves_none_behind(host: Path) -> None:
+    program = (
+        "import numpy as np, geartrain as gt, sys\n"
+        "store = gt.Store.create('mine', {'x': gt.Field((2,), 'float32')}, max_length=1, capacity=9)\n"
+        "store.insert({'x': np.zeros((9, 1, 2), np.float32)})\n"
+        "replay = gt.Replay(store, gt.selection.Uniform(seed=0), batch_size=4, output='numpy')\n"
+        "node = gt.rpc.Node('reporter')\n"
+        "closed = gt.rpc.Node('closed'); closed.close()\n"
+        "replay.sample(); replay.sample()\n"
+        "sys.stdin.read()\n"
+    )
+    process = preloaded.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    with deadlines.killed(process):
+        assert process.stdin is not None
+
+        def reported() -> Any:
+            mine = [each for each in take_snapshot()["processes"] if each["pid"] == process.pid]
+            return mine and {one["kind"]: one for one in mine[0]["objects"]}
+
+        found = until(lambda: (said := reported()) and "node" in said and said)
+        assert found["replay"]["figures"]["batches"] == 2 and found["replay"]["name"] == "mine"
+        assert found["replay"]["figures"]["waiting_s"] == 0.0
+        assert found["node"]["name"] == "reporter" and found["node"]["figures"]["backlog"] == 0
+        until(lambda: reported()["replay"]["rates"].get("batches") == 0.0)
+        process.stdin.close()
+        assert process.wait(patience(30)) == 0
+    assert not list(host.glob("geartrain-report-*"))
+
+
+def test_a_report_of_a_killed_process_is_nobodys_and_goes_with_the_next(host: Path) -> None:
+    program = "import geartrain as gt, time\nnode = gt.rpc.Node('killed')\ntime.sleep(600)\n"
+    process = preloaded.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
+    path = host / f"geartrain-report-{process.pid}.json"
+    until(path.exists)
+    process.kill()
+    process.wait(patience(30))
+    assert take_snapshot()["processes"] == []
+    report = json.loads(path.read_text())
+    path.write_text(json.dumps({**report, "pid": os.getpid(), "started": 1}))  # the pid is another process's by now
+    assert take_snapshot()["processes"] == []
+    assert process_report.remove_stale() == [path.name]
+
+
+def test_reports_are_off_where_the_period_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(process_report.PERIOD_VARIABLE, "0")
+    assert process_report.period_s() == 0
+    for wrong in ("-1", "nan", "often"):
+        monkeypatch.setenv(process_report.PERIOD_VARIABLE, wrong)
+        with pytest.raises(errors.ArgumentError, match="0 \\(no reports\\) to 3600"):
+            process_report.period_s()
+
+
+def snapshot(**more: Any) -> dict[str, Any]:
+    """A host of three ranks and an agent, where nothing waits."""
+
+    def group(rank: int, issued: int, operations: int, rate: float) -> dict[str, Any]:
+        figures = {"rank": rank, "world_size": 3, "epoch": 0, "issued": issued, "operations": operations, "failed": ""}
+        return {"kind": "group", "name": "grads", "figures": figures, "rates": {"operations": rate, "array_bytes": 0.0}}
+
+    def node(name: str, peers: dict[str, Any], received: float) -> dict[str, Any]:
+        rates = {f"peers.{peer}.messages_received": received for peer in peers}
+        return {"kind": "node", "name": name, "figures": {"peers": peers, "backlog": 0}, "rates": rates}
+
+    counts = {"open": 1, "transport": "shm", "messages_sent": 9, "messages_received": 8, "bytes_sent": 1}
+    objects = {
+        10: [group(0, 7, 6, 0.0)],
+        11: [group(1, 6, 6, 0.0)],
+        12: [group(2, 7, 6, 0.0), node("caller", {"agent-0": {**counts, "bytes_received": 1}}, 0.0)],
+        13: [node("agent-0", {}, 0.0)],
+    }
+    processes = [
+        {"pid": pid, "command": f"rank{pid - 10}", "age_s": 0.2, "period_s": 1.0, "objects": each}
+        for pid, each in objects.items()
+    ]
+    pids = {
+        str(pid): {
+            "state": "S",
+            "stopped": False,
+            "command": "python",
+            "cpu_s": 1.0,
+            "rss_bytes": 1 << 20,
+            "threads": 2,
+        }
+        for pid in objects
+    }
+    made = {
+        "format": "geartrain-host-1", "host": "one", "at_s": 100.0, "stores": [], "weights": [], "jobs": [],
+        "shm": {"directory": "/dev/shm", "bytes": 100, "free_bytes": 90}, "processes": processes, "pids": pids,
+        "unreadable": {},
+    }  # fmt: skip
+    return {**made, **more}
+
+
+def test_the_rank_that_began_the_fewest_all_reduces_is_the_cause() -> None:
+    found = [each for each in find_causes([snapshot()]) if "all-reduce" in each.text]
+    assert [each.about for each in found] == ["rank 0 of grads", "rank 2 of grads"]
+    assert all(each.cause == ["rank1 (pid 11)"] for each in found)
+
+
+def test_a_stopped_agent_is_the_cause_of_calls_without_a_reply() -> None:
+    stopped = snapshot()
+    stopped["pids"]["13"] |= {"stopped": True, "state": "T"}
+    first, *rest = find_causes([stopped])
+    assert (first.level, first.cause) == ("stopped", ["agent-0 (pid 13)"]) and "because of it caller" in first.text
+    assert any(each.text.endswith("its process is stopped") and each.cause == first.cause for each in rest)
+
+
+def test_causes_are_found_across_hosts() -> None:
+    here, there = snapshot(), snapshot(host="two")
+    here["processes"] = here["processes"][:1]
+    there["processes"] = there["processes"][1:]
+    there["pids"]["11"] |= {"stopped": True, "state": "T"}
+    found = find_causes([here, there])
+    assert (found[0].level, found[0].host) == ("stopped", "two")
+    wait = next(each for each in found if each.about == "rank 0 of grads")
+    assert wait.cause == ["rank1 (pid 11)"] and wait.host == "one"
+    assert {section.title: len(section.lines) for section in sections_of([here, there])}["groups"] == 3
+
+
+def test_silence_is_told_from_standing_still() -> None:
+    quiet = snapshot()
+    quiet["processes"][0]["age_s"] = 60.0
+    assert "has not reported for 60 s" in next(each.text for each in find_causes([quiet]) if each.level == "lost")
+
+
+@pytest.mark.parametrize("width", [1, 2, 20, 80, 300])
+@pytest.mark.parametrize("height", [1, 3, 24])
+def test_every_size_of_a_terminal_gets_lines_that_fit(width: int, height: int) -> None:
+    screen = Screen()
+    assert len(screen.lines(width, height)) <= height
+    screen.update([snapshot()], find_causes([snapshot()]), ["host-2: nobody answers"])
+    for keys in ("0", "1", "2", "5", "5\r", "4", "4jj\r", "\t\t"):
+        for key in keys_of(keys.encode()):
+            assert screen.press(key)
+        lines = screen.lines(width, height)
+        assert len(lines) == height
+        assert all(line.cell_len <= width for line in lines), keys
+
+
+def test_keys_sort_choose_and_dive() -> None:
+    screen = Screen([snapshot()])
+    for key in keys_of(b"2"):
+        screen.press(key)
+    shown = [line.plain for line in screen.lines(100, 20)]
+    assert [line.split()[0] for line in shown if line.startswith(("rank", "caller", "agent"))] == [
+        "agent-0",
+        "caller",
+        "rank0",
+        "rank1",
+    ]
+    for key in keys_of(b"sssrr"):  # by memory, largest first; and back
+        screen.press(key)
+    assert "▼" in "".join(line.plain for line in screen.lines(100, 20))
+    for key in keys_of(b"\x1b[B\x1b[B\r"):
+        screen.press(key)
+    assert "rss_bytes" in "".join(line.plain for line in screen.lines(100, 60))
+    assert screen.press("esc") and not screen.dive
+    assert not screen.press("q")
+
+
+def test_without_a_terminal_it_says_what_to_do() -> None:
+    done = preloaded.run([sys.executable, "-m", "geartrain", "top"], timeout=patience(60))
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr.startswith("error: ") and "--once" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_json_has_hosts_and_findings(host: Path) -> None:
+    with make():
+        done = preloaded.run(
+            [sys.executable, "-m", "geartrain", "top", "--json", "--every-s", "0.1"], timeout=patience(60)
+        )
+    found = json.loads(done.stdout)
+    assert found["hosts"][0]["stores"][0]["rates"]["inserted"] == 0.0
+    assert found["findings"] == [] and found["missing"] == []
+
+
+class Emulator:
+    """What a terminal shows of the bytes that `geartrain top` writes; anything that it does not know fails the test."""
+
+    KNOWN = re.compile(r"\x1b\[(\?\d+[hl]|[\d;]*[HmJK])|[\r\n]|[^\x00-\x1f\x7f]+")
+
+    def __init__(self, width: int, height: int) -> None:
+        self.size, self.modes, self.rest = (width, height), set[str](), b""
+        self.cells: dict[tuple[int, int], str] = {}
+        self.row = self.column = 0
+
+    def write(self, data: bytes) -> None:
+        text = (self.rest + data).decode(errors="ignore")
+        self.rest = b""
+        at = 0
+        while at < len(text):
+            found = self.KNOWN.match(text, at)
+            if found is None:
+                assert len(text) - at < 12 and text[at] == "\x1b", f"unknown: {text[at : at + 20]!r}"
+                self.rest = text[at:].encode()
+                return
+            self._obey(found.group(0))
+            at = found.end()
+
+    def _obey(self, one: str) -> None:
+        if one == "\r":
+            self.column = 0
+        elif one == "\n":
+            self.row += 1
+            assert self.row < self.size[1], "the screen scrolls"
+        elif one.startswith("\x1b[?"):
+            (self.modes.add if one.endswith("h") else self.modes.discard)(one[3:-1])
+        elif one.endswith("H") and one.startswith("\x1b"):
+            self.row, self.column = (int(n or 1) - 1 for n in (one[2:-1] or "1;1").split(";"))
+        elif one[0] == "\x1b":
+            if one[-1] == "J":
+                self.cells.clear()
+        else:
+            for each in one:
+                assert self.column < self.size[0], "a line is wider than the terminal"
+                self.cells[self.row, self.column] = each
+                self.column += 1
+
+    def text(self) -> str:
+        width, height = self.size
+        return "\n".join("".join(self.cells.get((y, x), " ") for x in range(width)).rstrip() for y in range(height))
+
+
+@contextlib.contextmanager
+def in_a_terminal(width: int, height: int) -> Iterator[tuple[int, int, Emulator]]:
+    """`geartrain top` with a terminal of its own: pid, the terminal's other end, what it shows."""
+    pid, master = pty.fork()
+    if pid == 0:
+        os.environ |= {"TERM": "xterm-256color", "COLUMNS": "70", "LINES": "9"}  # of another terminal
+        os.execv(sys.executable, [sys.executable, "-m", "geartrain", "top", "--every-s", "0.1"])
+    try:
+        resize(master, width, height)
+        yield pid, master, Emulator(width, height)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        os.close(master)
+
+
+def resize(master: int, width: int, height: int) -> None:
+    fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+
+
+def read_until(master: int, screen: Emulator, look: Any) -> None:
+    until_s = time.monotonic() + patience(30)
+    while not look():
+        assert time.monotonic() < until_s, screen.text()
+        if select.select([master], [], [], 0.1)[0]:
+            screen.write(os.read(master, 65536))
+
+
+def until_drawn(master: int, width: int, height: int) -> Emulator:
+    """The first whole frame that fits this size; those before it are of another."""
+    seen = b""
+    until_s = time.monotonic() + patience(30)
+    while True:
+        assert time.monotonic() < until_s, seen[-2000:]
+        if select.select([master], [], [], 0.1)[0]:
+            seen += os.read(master, 65536)
+        for frame in seen.split(b"\x1b[H")[1:-1]:
+            screen = Emulator(width, height)
+            with contextlib.suppress(AssertionError):
+                screen.write(frame)
+                if screen.row == height - 1:
+                    return screen
+
+
+def test_in_a_terminal_it_draws_obeys_keys_fits_and_leaves_it_as_it_was(host: Path) -> None:
+    with make("seen", persist=False), in_a_terminal(90, 24) as (pid, master, screen):
+        before = termios.tcgetattr(master)
+        read_until(master, screen, lambda: re.search(r"^seen +5 ", screen.text(), re.MULTILINE))
+        assert "1049" in screen.modes and screen.text().startswith("geartrain top")
+        assert not termios.tcgetattr(master)[3] & (termios.ECHO | termios.ICANON)
+        os.write(master, b"1")
+        read_until(master, screen, lambda: "name▲" in screen.text())
+        os.write(master, b"\r")
+        read_until(master, screen, lambda: "counters.inserted" in screen.text())
+        os.write(master, b"\x1b")
+        read_until(master, screen, lambda: "name▲" in screen.text())
+        os.write(master, b"p")
+        read_until(master, screen, lambda: screen.text().startswith("PAUSED"))
+        resize(master, 20, 8)  # the kernel sends SIGWINCH
+        small = until_drawn(master, 20, 8)
+        assert "1 stores" in small.text()
+        os.write(master, b"\x03")  # Ctrl-C
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 130
+        last = b""
+        with contextlib.suppress(OSError):  # the other end is closed
+            while more := os.read(master, 65536):
+                last += more
+        assert last.rfind(b"\x1b[?1049l") > last.rfind(b"\x1b[?1049h"), "the other screen is gone"
+        assert last.rfind(b"\x1b[?25h") > last.rfind(b"\x1b[?25l"), "the cursor is back"
+        assert termios.tcgetattr(master)[3] & termios.ECHO and before[3] & termios.ECHO
