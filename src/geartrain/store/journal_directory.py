@@ -242,7 +242,10 @@ class JournalDirectory:
     ) -> None:
         path = self.segment_path(number)
         segment = Segment(number)
-        fd = os.open(path, (os.O_RDWR if repair else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fd = os.open(path, (os.O_RDWR if repair else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:  # its writer may have removed it meanwhile
+            raise JournalError(f"{path} cannot be read: {error.strerror}") from None
         try:
             size = os.fstat(fd).st_size
             first = found.next_number if found.segments else None
