@@ -385,7 +385,7 @@ def _killed_at(operation: int, path: Path, name: str, fork: Fork) -> bool:
     child = fork(insert)
     os.close(write)
     told = b""
-    while (more := os.read(read, 100)) and len(told) < 40:
+    while len(told) < 40 and (more := os.read(read, 100)):
         told += more
     os.close(read)
     if len(told) == 40:

@@ -318,7 +318,7 @@ def test_an_operation_that_fails_takes_its_pass_back_and_the_next_pass_makes_up_
 
 
 def test_the_files_take_at_most_a_few_times_the_living_rows(journaled: Journaled) -> None:
-    for _ in range(300):
+    for _ in range(120):
         keys = journaled.insert(2)
         if len(journaled.store) > 6:
             journaled.store.delete(keys[:1])
