@@ -69,6 +69,14 @@ NATIVE_CALLS: dict[str, tuple[Any, ...]] = {
     "infos": (ONE,),
     "restore": (ONE, ONE, ONE, ONE, ONE, WIDE, WIDE, WIDE.astype(np.int64), 1),
     "lengths": (ONE,),
+    "set_journal": (b"/nowhere", False, 1),
+    "journal_changes": (0, np.zeros(4, np.uint32), np.zeros(4, np.uint64), False),
+    "journal_state": (),
+    "journal_count": (0, 0, 0, 0),
+    "await_journal_request": (0, 0.0),
+    "journal_passed": (1, 1),
+    "journal_failed": (0,),
+    "sync_journal": (0.0,),
     "live_clients": (),
     "clients": (),
     "lock_holder": (),
@@ -88,7 +96,7 @@ ALLOWED = {"create", "attach", "describe", "close", "closed"}
 READS = {
     "counters", "column", "segment", "layout", "limiter", "limited", "keys", "infos", "lengths", "live_clients",
     "clients", "lock_holder",
-    "committed_count", "total_priority", "next_sequence", "unlink", "keep_segment",
+    "committed_count", "total_priority", "next_sequence", "unlink", "keep_segment", "journal_state",
 }  # fmt: skip
 
 #: What reads priorities of steps: a store without any says so.

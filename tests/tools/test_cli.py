@@ -90,6 +90,19 @@ def test_a_store_in_use_is_not_removed_unless_forced(store_name: Any) -> None:
         assert not store.path.exists()
 
 
+def test_inspect_shows_a_journal(store_name: Any, tmp_path: Path) -> None:
+    fields = {"obs": gt.Field((3,), "float32")}
+    with gt.Store.create(store_name(), fields, max_length=4, capacity=8, journal=tmp_path / "journal") as store:
+        store.insert({"obs": np.zeros((5, 4, 3), np.float32)})
+    path = tmp_path / "journal"
+    shown = geartrain("inspect", str(path)).stdout
+    assert "journal: 5 rows of a store of 8" in shown and "obs" in shown
+    with (path / "segment-00000001.bin").open("ab") as file:
+        file.write(b"half a frame")
+    about = json.loads(geartrain("inspect", str(path), "--json").stdout)
+    assert (about["rows"], about["segments"], about["unfinished_bytes"]) == (5, 1, 12)
+
+
 def test_inspect_shows_a_checkpoint(store_name: Any, tmp_path: Path) -> None:
     with make(store_name()) as store:
         store.save(tmp_path / "ckpt")

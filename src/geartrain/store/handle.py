@@ -228,10 +228,11 @@ class StoreHandle:
             LockTimeoutError: another process that holds the store's lock is stopped. The handle is closed, and others
                 take this process for dead.
         """
-        self._check_keep(keep)
+        self.check_may_keep(keep)
         self.native.close(keep)
 
-    def _check_keep(self, keep: bool) -> None:
+    def check_may_keep(self, keep: bool) -> None:
+        """Raises `ArgumentError` where `close(keep=True)` would."""
         if keep and anonymous.is_anonymous(self._name):
             raise ArgumentError("keep=True needs a name: a store without one is removed with its last process")
 

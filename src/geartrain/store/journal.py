@@ -28,7 +28,7 @@ from geartrain.core.arguments import timeout
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, GeartrainError, JournalError, StoreClosedError
 from geartrain.store.checkpoint_reader import restore
-from geartrain.store.journal_directory import Contents, Disk, JournalDirectory, is_journal, make_journal
+from geartrain.store.journal_directory import Disk, JournalContents, JournalDirectory, is_journal, make_journal
 from geartrain.store.journal_format import Frame, block_shapes
 from geartrain.store.journal_writer import JournalWriter
 from geartrain.store.segment import JournalFull
@@ -134,11 +134,20 @@ class Journal:
             self.is_writer,
         )
 
-    def finish(self, timeout_s: float = CLOSE_S) -> bool:
+    def sync(self, timeout_s: float) -> bool:
+        """Has everything written until now; whether it is on the disk. An error of the disk may pass meanwhile."""
+        until_s = time.monotonic() + timeout_s
+        while not self._native.sync_journal(max(0.0, until_s - time.monotonic())):
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(0.01)  # a journal whose full disk is an error does not wait in there
+        return True
+
+    def finish(self, timeout_s: float | None = None) -> bool:
         """Has everything written, then stops; whether all of it is on the disk. Another process writes from then on."""
         with self._finishing:
             if self._finished is None:
-                self._finished = self._finish(timeout_s)
+                self._finished = self._finish(CLOSE_S if timeout_s is None else timeout_s)
             return self._finished
 
     def _finish(self, timeout_s: float) -> bool:
@@ -308,7 +317,7 @@ def join(native: _native.Store, fields: dict[str, Field], max_length: int) -> Jo
     return Journal(native, fields, max_length, follows=mine)
 
 
-def fill(native: _native.Store, directory: JournalDirectory, *, repair: bool) -> Contents:
+def fill(native: _native.Store, directory: JournalDirectory, *, repair: bool) -> JournalContents:
     """Puts every row of a journal in its place, in a new store of the same schema and capacity.
 
     Raises:
@@ -349,7 +358,7 @@ def fill(native: _native.Store, directory: JournalDirectory, *, repair: bool) ->
     return contents
 
 
-def _check_unused(directory: JournalDirectory, contents: Contents) -> None:
+def _check_unused(directory: JournalDirectory, contents: JournalContents) -> None:
     """Raises `JournalError` where the store that was journaled last lives on: its writer has just died."""
     if contents.store is None or contents.store_path is None:
         return

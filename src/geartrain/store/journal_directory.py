@@ -100,7 +100,7 @@ class Segment:
 
 
 @dataclass
-class Contents:
+class JournalContents:
     """What a journal's frames say together.
 
     Attributes:
@@ -209,7 +209,7 @@ class JournalDirectory:
         verify: bool = True,
         on_rows: Callable[[NDArray[Any], Frame], None] | None = None,
         repair: bool = False,
-    ) -> Contents:
+    ) -> JournalContents:
         """What all frames say, each of which was checked.
 
         Args:
@@ -220,7 +220,7 @@ class JournalDirectory:
         Raises:
             JournalError: damage; names the file and the place.
         """
-        found = Contents(
+        found = JournalContents(
             np.zeros(self.capacity, ROW_RECORD),
             np.zeros(self.capacity, np.uint32),
             np.zeros(self.capacity, np.int64),
@@ -233,7 +233,7 @@ class JournalDirectory:
 
     def _read_segment(
         self,
-        found: Contents,
+        found: JournalContents,
         number: int,
         last: bool,
         verify: bool,
@@ -242,7 +242,10 @@ class JournalDirectory:
     ) -> None:
         path = self.segment_path(number)
         segment = Segment(number)
-        fd = os.open(path, (os.O_RDWR if repair else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fd = os.open(path, (os.O_RDWR if repair else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:  # its writer may have removed it meanwhile
+            raise JournalError(f"{path} cannot be read: {error.strerror}") from None
         try:
             size = os.fstat(fd).st_size
             first = found.next_number if found.segments else None
@@ -273,7 +276,7 @@ class JournalDirectory:
 
     def _apply(
         self,
-        found: Contents,
+        found: JournalContents,
         frame: Frame,
         path: Path,
         number: int,
@@ -373,4 +376,4 @@ def _after_fork() -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 
-__all__ = ["Contents", "Disk", "JournalDirectory", "Segment", "is_journal", "make_journal"]
+__all__ = ["JournalContents", "Disk", "JournalDirectory", "Segment", "is_journal", "make_journal"]

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 import geartrain._native as _native
 from geartrain.core.schema import Field
 from geartrain.store.checkpoint_format import ROW_RECORD
-from geartrain.store.journal_directory import Contents, JournalDirectory, Segment
+from geartrain.store.journal_directory import JournalContents, JournalDirectory, Segment
 from geartrain.store.journal_format import (
     BEGIN,
     GONE,
@@ -54,7 +54,7 @@ class JournalWriter:
         fields: dict[str, Field],
         max_length: int,
         directory: JournalDirectory,
-        contents: Contents,
+        contents: JournalContents,
         *,
         segment_bytes: int = SEGMENT_BYTES,
         frame_bytes: int = FRAME_BYTES,
@@ -69,6 +69,7 @@ class JournalWriter:
         self._row_bytes = ROW_RECORD.itemsize + sum(field.block_nbytes(max_length) for field in fields.values())
         self._per_frame = max(1, frame_bytes // self._row_bytes)
         about = native.describe()
+        self.segments_removed = 0
         self._store = {"store": int(about["store_id"]), "path": about["path"]}
 
         # What the journal holds of each row.
@@ -381,6 +382,7 @@ class JournalWriter:
             self._disk.remove(self._directory.segment_path(gone.number))
             self._disk.sync_directory(self._directory.path)  # one by one: no gap may be left
             self._segments.pop(0)
+            self.segments_removed += 1
             del self._living[gone.number]
 
 

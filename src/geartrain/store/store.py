@@ -409,7 +409,7 @@ class Store(WritableStore):
         """
         if self._journal is None:
             raise ArgumentError(f"the store {self.name!r} has no journal; give Store.create one")
-        if not self.native.sync_journal(timeout(timeout_s)):
+        if not self._journal.sync(timeout(timeout_s)):
             why = self._journal.status().error or "the disk is slow, or the process that writes it is stopped"
             raise WaitTimeoutError(f"the journal {self._journal.path} is not on its disk after {timeout_s} s: {why}")
 
@@ -420,7 +420,7 @@ class Store(WritableStore):
             ArgumentError, LockTimeoutError: as of every handle.
             JournalError: the journal's disk did not take everything. The handle is closed.
         """
-        self._check_keep(keep)
+        self.check_may_keep(keep)
         journal = self._journal
         done = journal is None or self.native.closed or journal.finish()
         super().close(keep=keep)

@@ -91,6 +91,15 @@ def persistent_store(tools: Tools) -> Subject:
     return of_store(one)
 
 
+@factory(gt.Store, "with a journal")
+def journaled_store(tools: Tools) -> Subject:
+    one = new_store(tools, journal=tools.folder() / "journal", journal_sync_s=0.05)
+    subject = of_store(one)
+    subject.calls["journal"] = lambda: one.journal
+    subject.calls["sync_journal"] = lambda: one.sync_journal(60.0)
+    return subject
+
+
 @factory(gt.Store, "unnamed")
 def unnamed_store(tools: Tools) -> Subject:
     one = gt.Store.create(FIELDS, max_length=STEPS, capacity=CAPACITY)

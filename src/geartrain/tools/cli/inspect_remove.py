@@ -31,8 +31,8 @@ def inspect(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="A store's name or path, the name of weights or counters, or the directory of a checkpoint or its "
-            "steps. Without it: a list of all stores, weights and counters."
+            help="A store's name or path, the name of weights or counters, or the directory of a checkpoint, its "
+            "steps or a journal. Without it: a list of all stores, weights and counters."
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
@@ -58,6 +58,8 @@ def inspect(
         _list_segments(as_json, trusted)
     elif (Path(name) / "manifest.json").is_file():
         _inspect_checkpoint(Path(name), as_json)
+    elif (Path(name) / "journal.json").is_file():
+        _inspect_journal(Path(name), as_json)
     elif any(Path(name).glob("step-*")):
         _inspect_steps(Path(name), as_json)
     elif _is_weights(name):
@@ -307,6 +309,42 @@ def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
             field["dtype"],
             "yes" if field["timed"] else "no",
         )
+    out.print(table)
+
+
+def _inspect_journal(directory: Path, as_json: bool) -> None:
+    from geartrain.store.checkpoint_format import schema_of
+    from geartrain.store.journal_directory import JournalDirectory
+
+    journal = JournalDirectory(directory)
+    found = journal.contents()
+    newest = int(found.records["inserted_at_ns"][found.records["generation"] != 0].max(initial=0))
+    about: dict[str, Any] = {
+        "kind": "journal",
+        "rows": found.rows,
+        "capacity": journal.capacity,
+        "max_length": journal.max_length,
+        "segments": len(found.segments),
+        "bytes": sum(segment.nbytes for segment in found.segments),
+        "unfinished_bytes": found.cut_bytes,
+        "newest_row_ns": newest,
+        "next_sequence": found.next_sequence,
+        "store": found.store_path,
+        "fields": schema_of(journal.fields, journal.max_length),
+    }
+    if as_json:
+        sys.stdout.write(json.dumps(about, indent=1) + "\n")
+        return
+    out.print(
+        f"journal: {found.rows:,} rows of a store of {journal.capacity:,}, {about['bytes'] / 1e6:,.1f} MB in "
+        f"{len(found.segments)} segments, all checksums right"
+        + (f"; {found.cut_bytes:,} bytes at the end are not whole, and hold nothing" if found.cut_bytes else "")
+    )
+    if newest:
+        out.print(f"newest row committed {(time.time_ns() - newest) / 1e9:,.0f} s ago")
+    table = Table("field", "shape of a step, or of a row's value", "dtype", "per row")
+    for name, field in journal.fields.items():
+        table.add_row(escape(name), str(field.shape), field.dtype, "yes" if field.per_row else "no")
     out.print(table)
 
 

@@ -1,0 +1,470 @@
+"""Stores with a journal: restored after the machine lost its memory, written on by others, bounded, full, misused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tagged
+from deadlines import patience, stop, until
+from journal_disk import RecordingDisk
+from mounts import file_system
+from segments import Fork, Pipe, kill, wait_for
+
+import geartrain as gt
+import geartrain.store.journal as journal_module
+from geartrain.errors import (
+    ArgumentError,
+    JournalError,
+    LockTimeoutError,
+    NoSpaceError,
+    StoreClosedError,
+    WaitTimeoutError,
+)
+from geartrain.store.journal_directory import JournalDirectory
+
+CAPACITY = 16
+
+
+def create(path: Path, name: str | None = None, **options: Any) -> gt.Store:
+    options = {"journal_sync_s": 30.0, **options}
+    where = () if name is None else (name,)
+    return gt.Store.create(*where, tagged.FIELDS, max_length=tagged.STEPS, capacity=CAPACITY, journal=path, **options)
+
+
+def content(store: gt.Store) -> dict[str, np.ndarray[Any, Any]]:
+    """Everything about the rows."""
+    keys = store.keys()
+    batch = gt.fetch(store, keys, output="numpy", threads=1)
+    assert tagged.mixed(batch) == []
+    return {"row": keys.row, **store.status(keys), **{name: batch[name] for name in tagged.FIELDS}}
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for name, values in one.items():
+        assert np.array_equal(values, other[name]), name
+
+
+def tags(store: gt.Store) -> list[int]:
+    return sorted(int(tag) for tag in store.column("tag")[store.keys().row])
+
+
+def lose_power(store_name: str) -> None:
+    """Shared memory is empty after a power cut; the processes are killed before."""
+    (Path("/dev/shm") / f"geartrain.{store_name}").unlink()
+
+
+# --- restored ---------------------------------------------------------------------------------------------------
+
+
+def test_a_store_comes_back_from_its_journal_as_it_was(tmp_path: Path) -> None:
+    with create(tmp_path / "journal") as store:
+        keys = tagged.insert(store, range(10, 22))
+        store.delete(keys[2:5])
+        tagged.insert(store, range(30, 40))  # some of the oldest make room
+        store.update_priorities(store.keys()[:6], np.arange(6) + 0.5)
+        with store.row(priority=3.0, version=77) as row:
+            tag = np.array([77], np.uint64)
+            for name, values in tagged.rows_of(tag).items():
+                row[name][...] = values[0]
+            row.length = int(tagged.length_of(tag)[0])
+        before, following = content(store), store.native.next_sequence()
+        evicted = store.stats()["evicted"]
+    assert evicted > 0
+    with create(tmp_path / "journal") as again:
+        assert_same(before, content(again))
+        assert again.native.next_sequence() == following
+        assert again.audit() == []
+        fresh = tagged.insert(again, range(50, 55))
+        assert np.all(fresh.generation[np.isin(fresh.row, keys.row)] > 1), "a key from before could name a new row"
+        after = content(again)
+    with create(tmp_path / "journal") as third:
+        assert_same(after, content(third))
+
+
+def test_rows_that_are_extended_come_back_once_they_are_sealed(tmp_path: Path) -> None:
+    with create(tmp_path / "journal") as store:
+        open_row, sealed = store.row(), store.row()
+        for row in (open_row, sealed):
+            row["steps"][:] = 0
+            row.publish(length=3)
+        sealed.commit()
+        store.sync_journal(patience(10))
+        assert JournalDirectory(tmp_path / "journal").contents().rows == 1
+        open_row.commit()
+        store.sync_journal(patience(10))
+        assert JournalDirectory(tmp_path / "journal").contents().rows == 2
+
+
+def test_what_is_written_in_place_comes_back(tmp_path: Path) -> None:
+    with create(tmp_path / "journal") as store:
+        keys = tagged.insert(store, [1, 2, 3])
+        store.sync_journal(patience(10))
+        store.write(keys[1:2], {"late": np.arange(5, dtype=np.uint64)[None]})
+        store.sync_journal(patience(10))
+        assert store.journal.rows == 4
+    with create(tmp_path / "journal") as again:
+        assert again.column("late")[keys.row[1]].tolist() == [0, 1, 2, 3, 4]
+        assert again.keys().row.tolist() == keys.row.tolist()
+
+
+def test_a_store_that_cannot_take_the_rows_is_refused(tmp_path: Path, name: str) -> None:
+    create(tmp_path / "journal").close()
+    with pytest.raises(JournalError, match="capacity=16, asked for 17"):
+        gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=17, journal=tmp_path / "journal")
+    with pytest.raises(JournalError, match="max_length"):
+        gt.Store.create(name, tagged.FIELDS, max_length=7, capacity=CAPACITY, journal=tmp_path / "journal")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "model.pt").touch()
+    with pytest.raises(JournalError, match=r"files that are not a journal's \(model.pt\)"):
+        create(tmp_path / "other", name)
+    assert not (Path("/dev/shm") / f"geartrain.{name}").exists()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"journal": 3},
+        {"journal_sync_s": -1.0},
+        {"journal_sync_s": "soon"},
+        {"journal_full": "drop"},
+        {"priority_per": "step"},
+    ],
+)
+def test_arguments_that_make_no_journal_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError):
+        gt.Store.create(tagged.FIELDS, max_length=8, capacity=4, **{"journal": tmp_path / "journal", **wrong})
+    assert not (tmp_path / "journal").exists()
+
+
+def test_a_journal_in_use_is_refused(tmp_path: Path) -> None:
+    with create(tmp_path / "journal"), pytest.raises(JournalError, match="join that one"):
+        create(tmp_path / "journal")
+
+
+def test_a_store_without_a_journal_says_so(name: str) -> None:
+    with tagged.create(name) as store:
+        assert store.journal is None
+        with pytest.raises(ArgumentError, match="has no journal"):
+            store.sync_journal()
+
+
+# --- the bound --------------------------------------------------------------------------------------------------
+
+
+class SlowDisk(RecordingDisk):
+    """A disk whose flushes wait for `go`, or fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+        self.go.set()
+        self.error: OSError | None = None
+
+    def sync(self, fd: int) -> None:
+        assert self.go.wait(patience(60))
+        if self.error is not None:
+            raise self.error
+        super().sync(fd)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
+    slow = SlowDisk()
+    options = journal_module.JournalOptions.__init__
+
+    def with_disk(self: Any, *given: Any) -> None:
+        options(self, *given, slow)
+
+    monkeypatch.setattr(journal_module.JournalOptions, "__init__", with_disk)
+    return slow
+
+
+def test_with_a_bound_of_0_a_commit_and_a_deletion_return_once_they_are_on_the_disk(
+    tmp_path: Path, disk: SlowDisk
+) -> None:
+    with create(tmp_path / "journal", journal_sync_s=0) as store:
+        keys = tagged.insert(store, [1, 2])
+        assert JournalDirectory(tmp_path / "journal").contents().rows == 2
+        assert disk.unsynced_pages(512) == []
+        store.delete(keys[:1])
+        assert JournalDirectory(tmp_path / "journal").contents().rows == 1
+        assert disk.unsynced_pages(512) == []
+        disk.go.clear()
+        done = threading.Event()
+        thread = threading.Thread(target=lambda: (tagged.insert(store, [3]), done.set()))
+        thread.start()
+        until(lambda: disk.unsynced_pages(512), "nothing was written")
+        assert not done.is_set()
+        disk.go.set()
+        assert done.wait(patience(10))
+        thread.join()
+
+
+def test_commits_wait_for_a_disk_that_is_behind_the_bound_and_no_longer_than_for_the_lock(
+    tmp_path: Path, disk: SlowDisk
+) -> None:
+    with create(tmp_path / "journal", journal_sync_s=0.05, timeout_s=0.3) as store:
+        tagged.insert(store, [1])
+        store.sync_journal(patience(10))
+        disk.go.clear()
+        with pytest.raises(LockTimeoutError, match="behind its bound"):
+            for tag in range(2, 1_000_000):
+                tagged.insert(store, [tag])
+        assert store.journal.waits > 0
+        disk.go.set()
+        store.sync_journal(patience(10))
+        tagged.insert(store, [0])
+
+
+@pytest.mark.parametrize("full", ["wait", "error"])
+def test_a_disk_that_fails_is_back_pressure_or_an_error(tmp_path: Path, disk: SlowDisk, full: Any) -> None:
+    with create(tmp_path / "journal", journal_full=full, timeout_s=0.3 if full == "wait" else 60.0) as store:
+        tagged.insert(store, [1])
+        store.sync_journal(patience(10))
+        disk.error = OSError(28, os.strerror(28))
+        tagged.insert(store, [2])
+        with pytest.raises(WaitTimeoutError, match="No space left"):
+            store.sync_journal(1.0)
+        until(lambda: store.journal.error is not None)
+        with pytest.raises(NoSpaceError, match="No space left on device"):
+            tagged.insert(store, [3])
+        assert tags(store) == [1, 2]
+        disk.error = None
+        store.sync_journal(patience(10))
+        tagged.insert(store, [4])
+    with create(tmp_path / "journal") as again:
+        assert tags(again) == [1, 2, 4]
+
+
+def test_a_full_file_system_loses_nothing_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
+    with file_system(tmp_path / "small", "1m") as small:
+        (small / "filler").write_bytes(bytes(400_000))
+        with create(small / "journal", journal_full="error", journal_sync_s=0.02) as store:
+            committed = []
+            with pytest.raises(NoSpaceError, match="No space left on device"):
+                for tag in range(1, 10_000):
+                    tagged.insert(store, [tag])
+                    committed.append(tag)
+            (small / "filler").unlink()
+            store.sync_journal(patience(10))
+            tagged.insert(store, [20_000])
+            before = content(store)
+        with create(small / "journal") as again:
+            assert_same(before, content(again))
+            assert tags(again)[-2:] == [committed[-1], 20_000]
+
+
+def test_rows_that_are_evicted_before_they_are_written_are_counted(tmp_path: Path) -> None:
+    with create(tmp_path / "journal", journal_sync_s=1000.0) as store:
+        store.sync_journal(patience(10))
+        tagged.insert(store, range(5))
+        store.sync_journal(patience(10))
+        for tag in range(100, 100 + 4 * CAPACITY):
+            tagged.insert(store, [tag])
+        store.sync_journal(patience(10))
+        status = store.journal
+        assert status.rows + status.missed == 5 + 4 * CAPACITY
+        assert status.missed >= 3 * CAPACITY - 8
+    with create(tmp_path / "journal") as again:
+        assert tags(again) == list(range(100 + 3 * CAPACITY, 100 + 4 * CAPACITY))
+
+
+# --- processes --------------------------------------------------------------------------------------------------
+
+
+def test_another_process_writes_on_when_the_writer_is_killed(tmp_path: Path, name: str, fork: Fork) -> None:
+    ready = Pipe()
+
+    def write_and_wait() -> None:
+        store = create(tmp_path / "journal", name)
+        tagged.insert(store, range(5))
+        store.sync_journal(patience(10))
+        ready.say()
+        signal.pause()
+
+    child = fork(write_and_wait)
+    ready.hear()
+    with gt.Store.open(name) as store:
+        assert not store.journal.is_writer
+        tagged.insert(store, [50])
+        kill(child)
+        tagged.insert(store, [51])
+        store.sync_journal(patience(20))
+        assert store.journal.is_writer
+        assert tags(store) == [0, 1, 2, 3, 4, 50, 51]
+        assert JournalDirectory(tmp_path / "journal").contents().rows == 7
+    with create(tmp_path / "journal") as again:
+        assert tags(again) == [0, 1, 2, 3, 4, 50, 51]
+
+
+def test_a_stopped_writer_holds_commits_up_to_their_deadline(tmp_path: Path, name: str, fork: Fork) -> None:
+    ready = Pipe()
+
+    def write_and_wait() -> None:
+        store = create(tmp_path / "journal", name, journal_sync_s=0.2)
+        ready.say()
+        signal.pause()
+        store.close()
+
+    child = fork(write_and_wait)
+    ready.hear()
+    with gt.Store.open(name, timeout_s=0.5) as store:
+        store.sync_journal(patience(10))
+        stop(child)
+        with pytest.raises(LockTimeoutError, match="the process that writes it is stopped"):
+            for tag in range(1_000_000):
+                tagged.insert(store, [tag])
+        kill(child)
+        store.sync_journal(patience(20))
+        tagged.insert(store, [5])
+
+
+def test_a_forked_child_takes_over(tmp_path: Path, name: str, fork: Fork) -> None:
+    """The lock is the parent's open file, of which the child has a copy: one that is not given back would stay."""
+    there, go = Pipe(), Pipe()
+
+    def parent() -> None:
+        store = create(tmp_path / "journal", name)
+        tagged.insert(store, [1])
+        if os.fork() == 0:
+            tagged.insert(store, [2])
+            there.say()
+            go.hear()
+            store.sync_journal(patience(20))
+            tagged.insert(store, [3])
+            store.close()
+            there.say()
+            os._exit(0)
+        signal.pause()
+
+    process = fork(parent)
+    there.hear()
+    kill(process)
+    go.say()
+    there.hear()
+    with create(tmp_path / "journal") as again:
+        assert tags(again) == [1, 2, 3]
+
+
+class KillingDisk(RecordingDisk):
+    """Ends the process before its nth operation."""
+
+    def __init__(self, operations: int) -> None:
+        super().__init__()
+        self.left = operations
+        self.before = self.count
+
+    def count(self, operation: str) -> None:
+        self.left -= 1
+        if self.left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _killed_at(operation: int, path: Path, name: str, fork: Fork) -> bool:
+    """Kills a process at an operation of its journal; whether it came to that. What it was told is durable must be."""
+    read, write = os.pipe()
+
+    def insert() -> None:
+        options = journal_module.JournalOptions(path, 0.0, "wait", False, KillingDisk(operation))
+        store = tagged.create(name, CAPACITY)
+        store._journal = options.attach(store.native, store.fields, store.max_length, store.options)()
+        for tag in range(40):
+            keys = tagged.insert(store, [2 * tag, 2 * tag + 1])
+            if tag % 3 == 0:
+                store.delete(keys[:1])
+            os.write(write, bytes([tag]))
+        signal.pause()
+
+    child = fork(insert)
+    os.close(write)
+    told = b""
+    while len(told) < 40 and (more := os.read(read, 100)):
+        told += more
+    os.close(read)
+    if len(told) == 40:
+        kill(child)
+    else:
+        assert wait_for(child) == -signal.SIGKILL
+    lose_power(name)
+    with create(path, name) as again:
+        content(again)
+        last = len(told)
+        present = tags(again)
+        living = [tag for tag in range(2 * last) if tag % 6][-CAPACITY + 2 :]
+        assert set(living) <= set(present)
+        assert set(present) <= set(range(2 * last + 2))
+        assert again.audit() == []
+    return len(told) < 40
+
+
+def test_a_kill_at_operations_of_the_journal_loses_nothing_that_was_acknowledged(
+    tmp_path: Path, name: str, fork: Fork
+) -> None:
+    for number, operation in enumerate([0, 1, 2, 3, 9, 20, 41]):
+        assert _killed_at(operation, tmp_path / str(number), name, fork)
+
+
+@pytest.mark.slow
+def test_a_kill_at_every_operation_of_the_journal(tmp_path: Path, name: str, fork: Fork) -> None:
+    operation = 0
+    while _killed_at(operation, tmp_path / str(operation), name, fork):
+        operation += 1
+    assert operation > 80
+
+
+# --- the end ----------------------------------------------------------------------------------------------------
+
+
+def test_a_store_that_is_dropped_unclosed_ends_its_thread_and_loses_nothing(tmp_path: Path) -> None:
+    store = create(tmp_path / "journal")
+    tagged.insert(store, [1, 2, 3])
+    path, thread = store.path, store._journal._thread
+    del store
+    thread.join(patience(10))
+    assert not thread.is_alive()
+    until(lambda: not path.exists(), "the segment is still there")
+    with create(tmp_path / "journal") as again:
+        assert tags(again) == [1, 2, 3]
+
+
+def test_closing_from_several_threads_and_calls_afterwards(tmp_path: Path) -> None:
+    store = create(tmp_path / "journal")
+    tagged.insert(store, [1])
+    failures: list[BaseException] = []
+
+    def close() -> None:
+        try:
+            store.close()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=close) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(patience(30))
+    assert failures == []
+    for call in (lambda: store.journal, store.sync_journal):
+        with pytest.raises(StoreClosedError):
+            call()
+    store.close()
+    with create(tmp_path / "journal") as again:
+        assert tags(again) == [1]
+
+
+def test_a_close_whose_disk_fails_says_so_and_closes(tmp_path: Path, disk: SlowDisk, monkeypatch: Any) -> None:
+    monkeypatch.setattr(journal_module, "CLOSE_S", 0.3)
+    store = create(tmp_path / "journal")
+    tagged.insert(store, [1])
+    disk.error = OSError(5, os.strerror(5))
+    with pytest.raises(JournalError, match="may lack what was committed last"):
+        store.close()
+    assert store.closed
+    disk.error = None
