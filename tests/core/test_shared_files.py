@@ -305,6 +305,7 @@ def test_the_ledger_of_pinned_memory_is_a_directory_of_its_user_alone(monkeypatc
 
 def test_every_shared_file_goes_where_the_variable_says(monkeypatch, tmp_path, name):
     monkeypatch.setenv("GEARTRAIN_DIR", f"{tmp_path}/")
+    monkeypatch.setenv("GEARTRAIN_REPORT_S", "0")
     assert segments_directory() == tmp_path
     assert _native.segment_path("a") == str(tmp_path / "geartrain.a")
     assert _native.segment_path("./a") == "./a", "a path stays one"

@@ -52,8 +52,23 @@ SENSELESS = {
         "source": ("/no/such", "/dev/null", "/dev/zero", "/etc", "/proc/self/mem", *WORDS),
     },
     "inspect": {
+        "--rows": ("0", "-1", "10001"),
+        "--png": ("", "missing/folder/x", "/dev/null", "/proc/x"),
         "name": ("/no/such", "/etc", "/dev/null", "/dev/zero", "/proc/self/mem", *WORDS),
         "--trust": ("all", "User", *WORDS),
+    },
+    "top": {
+        "--every-s": ("0", "-1", "3601"),
+        "--trust": ("all", "User", *WORDS),
+    },
+    "metrics": {
+        "--port": ("-1", "65536"),
+        "--host": ("300.1.1.1", "no such host", *WORDS),
+        "--trust": ("all", "User", *WORDS),
+    },
+    "trace": {
+        "paths": ("/no/such", "/dev/null", "/tmp", "list.json", "bytes.json", "constants.json", *WORDS),
+        "--out": ("", "missing/folder/x.json", "/tmp", "/proc/x.json"),
     },
     "remove": {
         "name": ("/no/such", "/etc", "/dev/null", "/proc/self/mem", *WORDS),
@@ -127,6 +142,9 @@ SENSELESS = {
 SOUND = {
     "import": ["data.npz", "--into", "{store}", "--quiet"],
     "inspect": [],
+    "top": ["--once", "--every-s", "0.1"],
+    "metrics": ["--dashboard"],
+    "trace": ["trace.json"],
     "remove": ["{existing}"],
     "doctor": ["--listen"],
     "bench": ["store"],
@@ -138,6 +156,10 @@ SOUND = {
 }  # fmt: skip
 #: Calls that need another sound one around the option: this instead of the command's own.
 AROUND = {
+    ("inspect", "--rows"): ["{existing}"],
+    ("inspect", "--png"): ["{existing}", "--rows", "1"],
+    ("metrics", "--port"): [],
+    ("metrics", "--host"): ["--port", "0"],
     ("doctor", "--peer"): [],
     ("doctor", "--transport"): ["--peer", "id=" + 32 * "0" + ";tcp=127.0.0.1:1"],
     ("doctor", "--timeout-s"): ["--peer", "id=" + 32 * "0" + ";tcp=127.0.0.1:1"],
@@ -153,7 +175,8 @@ AROUND = {
 #: What a refusal is about the world and not about the words: a file or store that is not there or holds something else.
 OPERATING = {
     *(("import", each) for each in ("source", "--into", "--field", "--option")),
-    *(("inspect", "name"), ("remove", "name"), ("doctor", "--peer"), ("doctor", "--host")),
+    *(("inspect", "name"), ("metrics", "--host"), ("trace", "paths"), ("remove", "name")),
+    *(("doctor", "--peer"), ("doctor", "--host")),
     *(("reducer", "--bind"), ("reducer", "--secret-file")),
 }  # fmt: skip
 
@@ -229,6 +252,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "broken.py").write_text("def job(:\n")
     (place / "raising.py").write_text("def job():\n    raise KeyError('x')\n")
     (place / "list.json").write_text("[1]")
+    (place / "trace.json").write_text("[]")
     (place / "bytes.json").write_bytes(bytes(range(256)))
     (place / "constants.json").write_text(json.dumps({"constants": {"cores": 2}}))
     from geartrain.tools.plan.machine import DEFAULTS

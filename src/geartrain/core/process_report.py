@@ -127,12 +127,13 @@ class _Reporter:
         with self._lock:
             self._objects.append((weakref.ref(owner), kind, read))
             if self._thread is None and not self._stop.is_set():
+                path = segments_directory() / f"{_PREFIX}{os.getpid()}{_SUFFIX}"
                 self._thread = threading.Thread(
-                    target=self._run, args=(period, self._stop), name="geartrain-report", daemon=True
+                    target=self._run, args=(path, period, self._stop), name="geartrain-report", daemon=True
                 )
                 self._thread.start()
 
-    def _run(self, period: float, stop: threading.Event) -> None:
+    def _run(self, path: Path, period: float, stop: threading.Event) -> None:
         wait_s = min(period, _FIRST_S)
         with contextlib.suppress(GeartrainError, OSError):
             remove_stale()
@@ -140,7 +141,7 @@ class _Reporter:
             wait_s = period
             objects = self._collect()
             with contextlib.suppress(OSError, GeartrainError):  # a full file system: the next one may find room
-                self._write(objects, period)
+                self._write(path, objects, period)
 
     def _collect(self) -> list[dict[str, Any]]:
         with self._lock:
@@ -173,7 +174,7 @@ class _Reporter:
             found.append({"kind": kind, "name": str(figures.pop("name", "")), "figures": figures, "rates": rates})
         return found
 
-    def _write(self, objects: list[dict[str, Any]], period: float) -> None:
+    def _write(self, path: Path, objects: list[dict[str, Any]], period: float) -> None:
         if self._stop.is_set():
             return
         me = process_state(os.getpid())
@@ -187,7 +188,6 @@ class _Reporter:
             "period_s": period,
             "objects": objects,
         }
-        path = segments_directory() / f"{_PREFIX}{os.getpid()}{_SUFFIX}"
         beside = path.with_suffix(".new")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(beside, flags, 0o600)
@@ -196,6 +196,8 @@ class _Reporter:
             with open(fd, "wb") as file:  # noqa: PTH123
                 file.write(json.dumps(report, default=_plain).encode())
             beside.replace(path)
+            if self._stop.is_set():  # close() has not waited for this, and removed the one before
+                path.unlink(missing_ok=True)
         except OSError:
             beside.unlink(missing_ok=True)
             raise

@@ -68,7 +68,7 @@ class PrometheusEndpoint:
             registry.register(JobCollector())
         try:
             self._server, self._thread = start_http_server(port, addr=host, registry=registry)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host
             raise GeartrainError(f"cannot serve metrics on {host}:{port}: {error}") from None
         self.port: int = self._server.server_port
         self._pid = os.getpid()

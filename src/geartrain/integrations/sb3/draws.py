@@ -79,7 +79,7 @@ class TransitionDraws:
             spare, source, tries = real[n:].nonzero()[0] + n, arrays, 0
             while True:
                 there = min(len(flaws), len(spare))
-                _replace(arrays, flaws[:there], source, spare[:there])
+                _take_spare(arrays, flaws[:there], source, spare[:there])
                 flaws = flaws[there:]
                 if not len(flaws):
                     break
@@ -120,7 +120,7 @@ class TransitionDraws:
         return Uniform(seed=seed, over="steps")
 
 
-def _replace(
+def _take_spare(
     arrays: Mapping[str, NDArray[Any]], at: NDArray[Any], source: Mapping[str, NDArray[Any]], by: NDArray[Any]
 ) -> None:
     """Rows of some arrays by rows of others. Few one by one, which takes a tenth of an indexed assignment each."""
