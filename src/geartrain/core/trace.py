@@ -20,7 +20,6 @@ import contextlib
 import itertools
 import json
 import os
-import socket
 import threading
 import time
 from collections import deque
@@ -88,7 +87,7 @@ class _Recorder:
             if not self._began:
                 self._began = True
                 offset_us = (time.time_ns() - time.perf_counter_ns()) / 1e3
-                about = {"name": _process, "host": socket.gethostname(), "wall_offset_us": offset_us}
+                about = {"name": _process, "host": os.uname().nodename, "wall_offset_us": offset_us}
                 lines.insert(0, _metadata("process_name", 0, **about))
             text = "".join(json.dumps(line, default=str) + ",\n" for line in lines)
             with contextlib.suppress(OSError):  # a full disk, or a folder that is gone: training goes on
@@ -157,7 +156,7 @@ def start(path: str | os.PathLike[str]) -> None:
     """Begins to record into a file, as GEARTRAIN_TRACE does. Raises `ArgumentError` for a file in no folder."""
     global _recorder, on
     stop()
-    file = Path(str(path).replace("%h", socket.gethostname())).absolute()
+    file = Path(str(path).replace("%h", os.uname().nodename)).absolute()
     if not file.parent.is_dir():
         raise ArgumentError(f"{VARIABLE} is a file in a folder that exists, found {os.fspath(path)!r}")
     _recorder, on = _Recorder(file), True

@@ -63,7 +63,7 @@ class BatchLoader:
         self._stores = stores
         self._prefetch = config.prefetch
         self._finish = _finish_with(builder, config.transform)
-        self._finishes_at_once = config.transform is None and isinstance(builder, HostBatchBuilder)
+        self._finishes_at_once = config.transform is None and isinstance(builder, HostBatchBuilder) and not trace.on
         self._never_ahead = config.prefetch == 0 and not builder.collective
         self._timeout_s = config.timeout_s
         # Over ranks and on devices batches are always built on the prefetch thread.
