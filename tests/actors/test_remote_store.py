@@ -21,6 +21,7 @@ from geartrain.actors import Actor, RandomPolicy, RemoteStore, StoreServer, envi
 from geartrain.errors import (
     ArgumentError,
     ConnectionClosedError,
+    FieldError,
     PeerLostError,
     RemoteError,
     SchemaError,
@@ -156,6 +157,17 @@ def test_an_actor_acts_for_a_store_that_is_elsewhere(world: World) -> None:
         assert lengths[0] == lengths[1]
         here.close()
     store.close()
+
+
+def test_a_refused_step_is_no_lost_server(world: World) -> None:
+    obs = np.zeros((1, 3), np.float32)
+    flags = {name: np.zeros(1, bool) for name in ("terminated", "truncated")}
+    recorder = world.remote.recorder(1, autoreset="disabled")
+    recorder.reset(obs)
+    with pytest.raises(FieldError, match="another"):
+        for _ in range(50):
+            recorder.step(obs, reward=np.zeros(1), another=np.zeros(1), **flags)
+    assert not recorder.lost, "nobody may go on with another recorder as if the peer had gone"
 
 
 def test_what_the_store_refuses_is_raised_with_its_type(world: World) -> None:

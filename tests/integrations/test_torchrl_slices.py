@@ -174,6 +174,42 @@ def test_slices_may_stick_out_of_their_trajectory(span: Any, least: int):
     assert ((last == 9) & (lengths < 5)).any() == bool(right)
 
 
+@pytest.mark.parametrize("span", [True, (True, False), (False, True), 2])
+def test_slices_that_stick_out_of_short_trajectories_have_an_item_inside(span: Any):
+    buffer = make(SliceSampler(slice_len=5, strict_length=False, span=span), size=100)
+    buffer.extend(TensorDict({"t": torch.arange(40) % 2, "episode": torch.arange(40) // 2}, [40]))
+    batch, info = buffer.sample(5 * 200, return_info=True)
+    ends = info["next", "truncated"][:, 0].nonzero()[:, 0].numpy()
+    lengths = np.diff(ends, prepend=-1)
+    assert len(lengths) == 200 and set(lengths) == {1, 2}
+    assert (batch["episode"].numpy()[ends - lengths + 1] == batch["episode"].numpy()[ends]).all()
+
+
+def test_an_interrupted_write_leaves_no_hole(monkeypatch: pytest.MonkeyPatch):
+    buffer = make(SliceSampler(slice_len=5), size=15)
+    items = TensorDict({"t": torch.arange(10), "episode": torch.arange(10) // 5}, [10])
+    buffer.extend(items)
+    for fails_at in (10, 0):  # behind the others, and over them
+        buffer.sample(10)
+        store = type(buffer.storage.store)
+        write = store.write
+
+        def interrupted(self: Any, *given: Any, write: Any = write, **options: Any) -> int:
+            write(self, *given, **options)
+            raise KeyboardInterrupt
+
+        before = len(buffer)
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "write", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                buffer.extend(items[:5] + 100)
+        assert len(buffer) == before
+        buffer.extend(items[:5] + 200)
+        assert buffer[:]["t"][fails_at : fails_at + 5].tolist() == [200, 201, 202, 203, 204]
+        episodes = buffer.sample(5 * 50)["episode"].reshape(50, 5)
+        assert (episodes == episodes[:, :1]).all() and 200 in episodes
+
+
 def test_what_is_set_or_written_elsewhere_moves_the_ends():
     sampler = SliceSampler(slice_len=3)
     buffer = make(sampler, size=60)

@@ -523,3 +523,15 @@ def test_rows_that_grow_have_windows_of_what_is_published():
                 assert int(batch["obs"].max()) < int(batch.length.max())
         assert drawn >= 5
         recorder.close()
+
+
+def test_whole_windows_of_a_strategy_that_selects_by_itself_are_refused():
+    class Longest(Uniform):
+        def select(self, *given, **options):
+            return super().select(*given, **options)
+
+    with make_store([2, 3, 9]) as store:
+        with pytest.raises(ArgumentError, match="Longest takes no limits"):
+            gt.Replay(store, Longest(seed=0), 4, window=gt.Windows(3, whole=True))
+        with gt.Replay(store, Longest(seed=0), 4, window=gt.Windows(3), output="numpy") as replay:
+            assert len(replay.sample()) == 4

@@ -29,6 +29,7 @@ from geartrain.errors import (
     FieldError,
     GeartrainError,
     PeerLostError,
+    UnknownPeerError,
     WaitTimeoutError,
 )
 from geartrain.replay.batch import Batch
@@ -233,6 +234,13 @@ class RemoteStore(ServedRows):
         return f"<RemoteStore {self.name!r} of {self.peer!r}>"
 
 
+def serves_no_more(error: BaseException) -> bool:
+    """Whether an error says that the peer is gone, or serves that store no more, and not that the store refused."""
+    if isinstance(error, KeyError | IndexError):  # a field or a key that the store does not have
+        return isinstance(error, UnknownPeerError)
+    return isinstance(error, PeerLostError | LookupError)
+
+
 class RemoteRecorder:
     """Records steps of n environments in a peer's store; made by `RemoteStore.recorder`. One thread at a time.
 
@@ -310,7 +318,7 @@ class RemoteRecorder:
     @property
     def lost(self) -> bool:
         """Whether the peer was lost, or serves that store no more: another recorder may reach it again."""
-        return isinstance(self._error, PeerLostError | LookupError)
+        return self._error is not None and serves_no_more(self._error)
 
     @property
     def rows(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from geartrain.actors.actor import Actor
 from geartrain.actors.policy import Policy
-from geartrain.actors.remote_store import RemoteStore
+from geartrain.actors.remote_store import RemoteStore, serves_no_more
 from geartrain.errors import CallCancelledError, PeerLostError
 from geartrain.launch.context import Context
 from geartrain.launch.job import find
@@ -99,7 +99,7 @@ def run_actor(
             except CallCancelledError:
                 break
             except (PeerLostError, LookupError) as error:
-                if not actor.recorder_lost:
+                if not (actor.recorder_lost and serves_no_more(error)):
                     raise
                 print(f"the store's server is lost, and waited for: {error}", flush=True)
         actor.close()

@@ -90,6 +90,7 @@ class Launcher:
         ]
         self._reducer_addresses: list[str] = []
         self._waiting: list[JobProcess] = []  # for addresses, before they start
+        self._waiting_since_s = 0.0
         self._processes: list[JobProcess] = []
         for each in self._placed:
             for local in range(each.role.processes if position.host in each.hosts else 0):
@@ -128,7 +129,7 @@ class Launcher:
                     self._coordinator.tell(_MASTER_KEY, json.dumps(self._master))
                 for process in self._processes:
                     if process.role.kind == "learner":
-                        self._waiting.append(process)
+                        self._let_wait(process)
                     else:
                         self._start(process)
                 while self._end is None:
@@ -212,7 +213,7 @@ class Launcher:
         for each in again:
             each.restart += 1
             if role.kind == "learner":
-                self._waiting.append(each)  # reducers may have moved
+                self._let_wait(each)  # reducers may have moved
             else:
                 self._start(each)
 
@@ -245,6 +246,12 @@ class Launcher:
 
     # --- processes ------------------------------------------------------------------------------------------------
 
+    def _let_wait(self, process: JobProcess) -> None:
+        """Has a rank wait for the addresses that it needs; the first one's wait is what has a deadline."""
+        if not self._waiting:
+            self._waiting_since_s = time.monotonic()
+        self._waiting.append(process)
+
     def _start_waiting(self) -> None:
         """Starts the ranks once the addresses that they need are known: their rendezvous, the reducers."""
         if not self._waiting:
@@ -258,7 +265,7 @@ class Launcher:
             waiting, self._waiting = self._waiting, []
             for process in waiting:
                 self._start(process)
-        elif time.monotonic() - self._began_s > JOIN_S:
+        elif time.monotonic() - self._waiting_since_s > JOIN_S:
             self._finish("failed", f"the learners waited {JOIN_S:g} s for {', '.join(missing)}, and have not started")
 
     def _look_up_addresses(self) -> list[str]:

@@ -22,6 +22,7 @@ from geartrain.core.arguments import check_whole
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError
 from geartrain.selection.arguments import check_flag
+from geartrain.selection.declared import DeclaredStrategy
 from geartrain.selection.epochs import Epochs
 from geartrain.selection.mixture import Mixture, Selection, with_strategies
 from geartrain.selection.strategy import Limits, Strategy, traits_of
@@ -211,7 +212,9 @@ def _with_room(strategy: Strategy, windows: Windows) -> Strategy:
     traits = traits_of(strategy)
     if traits.over_steps or isinstance(strategy, Epochs):
         return strategy  # they are told how many steps a window takes
-    if traits.form in ("groups", "custom") or not hasattr(strategy, "limits") or not dataclasses.is_dataclass(strategy):
+    own = getattr(type(strategy), "select", None) is not DeclaredStrategy.select
+    custom = own or traits.form in ("groups", "custom")
+    if custom or not hasattr(strategy, "limits") or not dataclasses.is_dataclass(strategy):
         raise ArgumentError(
             f"{type(strategy).__name__} takes no limits on the length of rows, and may choose some that are shorter "
             f"than whole windows; leave out whole=True, or use a strategy with limits="

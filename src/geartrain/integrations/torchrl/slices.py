@@ -83,7 +83,8 @@ class SliceSampler(Sampler):  # type: ignore[misc]
         window, length, n = slices.begin(storage, batch_size)
         begin, lengths = slices.spans(window, slices.trajectories_of(window, length, n, self._rng))
         outside = np.minimum(lengths, length)
-        left, right = (out if out is not True else length - 1 for out in slices.span)
+        # One item of the slice at least is inside.
+        left, right = (np.minimum(length - 1 if out is True else out, outside - 1) for out in slices.span)
         places = lengths - outside + 1 + left + right
         offset = (torch.rand(n, generator=self._rng, dtype=torch.float64).numpy() * places).astype(np.int64) - left
         end = np.minimum(offset + outside, lengths)

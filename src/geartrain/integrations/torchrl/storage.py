@@ -357,30 +357,35 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
         with self.locked():
             if set_cursor:
                 self._set_last_cursor(cursor)
-            self._note(index, set_cursor)
-            skipped = sum(
-                self.store.write(self.keys[rows], fields, starts=starts)
-                for rows, starts, fields in self._pieces(index, arrays)
-            )
+            come_next = self._come_next(index, set_cursor)
+            try:
+                skipped = sum(
+                    self.store.write(self.keys[rows], fields, starts=starts)
+                    for rows, starts, fields in self._pieces(index, arrays)
+                )
+            except BaseException:
+                come_next = False
+                raise
+            finally:
+                if not come_next:
+                    self._state[REWRITES] += 1  # of what is half written too: whoever looks reads all anew
             if skipped:
                 raise StaleKeyError(
                     "rows of the storage are gone: a process was killed while it wrote to them; make the buffer anew"
                 )
-            if set_cursor:
+            if set_cursor and len(index):
                 self.store.update_priorities(self.keys_at(index), np.full(len(index), self.highest))
+                # An interrupted write leaves all of these as they were: the next one goes to the same place.
+                self._state[ADDED] += len(index) if come_next else 0
+                self._state[CURSOR] = (int(index[-1]) + 1) % self.max_size
                 self._state[LENGTH] = max(int(self._state[LENGTH]), int(index.max()) + 1)
         self._bump_mutation_revision()
 
-    def _note(self, index: NDArray[np.int64], set_cursor: bool) -> None:
-        """Moves the cursor, and notes for `Trajectories` whether these items come next or are among those there are."""
-        n, length, cursor = len(index), int(self._state[LENGTH]), int(self._state[CURSOR])
-        next_ones = set_cursor and n and index[0] == cursor and length in (cursor, self.max_size)
-        if next_ones and ((np.diff(index) - 1) % self.max_size == 0).all():
-            self._state[ADDED] += n
-        else:
-            self._state[REWRITES] += 1
-        if set_cursor and n:
-            self._state[CURSOR] = (int(index[-1]) + 1) % self.max_size
+    def _come_next(self, index: NDArray[np.int64], set_cursor: bool) -> bool:
+        """Whether these items are appended: for `Trajectories`, which then reads no others."""
+        length, cursor = int(self._state[LENGTH]), int(self._state[CURSOR])
+        follows = set_cursor and len(index) and index[0] == cursor and length in (cursor, self.max_size)
+        return bool(follows and ((np.diff(index) - 1) % self.max_size == 0).all())
 
     def _checked(self, leaves: dict[str, torch.Tensor], index: NDArray[np.int64], batched: bool) -> dict[str, Any]:
         """Tensors (n, ...) of the fields, on the CPU."""
