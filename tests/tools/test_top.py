@@ -48,13 +48,16 @@ X = {"x": gt.Field((2,), "float32")}
 
 
 @pytest.fixture(autouse=True)
-def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of segments that no other test and no other program uses: a host of its own."""
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of segments that no other test and no other program uses, reports too: a host of its own."""
     folder = tmp_path / "shm"
     folder.mkdir()
     monkeypatch.setenv("GEARTRAIN_DIR", str(folder))
     monkeypatch.setenv(process_report.PERIOD_VARIABLE, "0.1")
-    return folder
+    reporter = process_report._Reporter()
+    monkeypatch.setattr(process_report, "_reporter", reporter)
+    yield folder
+    reporter.close()
 
 
 def until(look: Any, seconds: float = 30.0) -> Any:

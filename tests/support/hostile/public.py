@@ -45,7 +45,6 @@ NO_LIFETIME = {
     "SimulatedRuntime": "a test double of files in a folder of its test",
     "Job": "a description; `launch.run` is what runs",
     "JobStores": "names of stores, local and remote, which are tried themselves",
-    "ServedRows": "base class of what serves rows elsewhere",
     "PrioritizedDQN": "an algorithm of Stable-Baselines3's; its buffer is `PrioritizedReplayBuffer`",
     "PrioritizedReplayBufferSamples": "a tuple of tensors",
     "PrioritizedSampler": "draws from its buffer's storage",
