@@ -11,7 +11,7 @@ from deadlines import patience
 import geartrain as gt
 from geartrain import rpc
 from geartrain.actors import JobStores, RemoteStore, StoreServer
-from geartrain.errors import ArgumentError, PeerLostError, StaleKeyError
+from geartrain.errors import ArgumentError, PeerLostError, SchemaError, StaleKeyError
 
 FIELDS = {"x": gt.Field((2,), "float32"), "tag": gt.Field((), "int64", per_row=True)}
 
@@ -91,6 +91,13 @@ def test_what_does_not_go_together_is_refused(world: World) -> None:
         world.job.fetch(gt.Keys(np.zeros(1, np.uint32), np.ones(1, np.uint32)))
     with pytest.raises(ArgumentError, match="there are 8 keys"):
         world.job.update_priorities(keys, np.ones(7))
+    before = world.stores[0].status()["priority"].tolist()
+    with pytest.raises(SchemaError, match="priority 7 of 8 is nan"):
+        world.job.update_priorities(keys, [*np.full(7, 9.0), np.nan])
+    assert world.stores[0].status()["priority"].tolist() == before, "no store is changed"
+    for wrong in (3, {"x": 1}, "x"):
+        with pytest.raises(ArgumentError, match="`fields` is a list of names"):
+            world.job.fetch(keys, fields=wrong)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="one for each of 8 keys"):
         world.job.fetch(keys, ends=[0])
     with pytest.raises(ArgumentError, match="serves rows of fields, window"):

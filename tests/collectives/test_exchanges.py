@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from deadlines import patience
+from deadlines import patience, until
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -185,6 +185,35 @@ def test_tensors_that_are_not_contiguous_and_parts_that_are_in_place() -> None:
     right(ranks(3, body))
 
 
+def test_completed_work_has_its_results_in_tensors_that_are_not_contiguous() -> None:
+    def body(group: ProcessGroup, rank: int) -> None:
+        columns = list(torch.full((4, 2), -1.0).t())
+        work = group.allgather([columns], [torch.full((4,), float(rank))])
+        until(work.is_completed)
+        assert torch.equal(torch.stack(columns), torch.tensor([[0.0] * 4, [1.0] * 4]))
+        for column in columns:
+            column.fill_(-1)
+        group.allgather([columns], [torch.full((4,), float(rank))])  # nobody waits for it
+        group.barrier().wait()
+        until(lambda: torch.equal(torch.stack(columns), torch.tensor([[0.0] * 4, [1.0] * 4])))
+
+    right(ranks(2, body))
+
+
+def test_a_group_of_one_refuses_what_several_ranks_would() -> None:
+    def body(group: ProcessGroup, rank: int) -> None:
+        wrong: list[Callable[[], Any]] = [
+            lambda: group.reduce_scatter([torch.zeros(4)], [[torch.ones(1)]]),
+            lambda: group.allgather([[torch.zeros(4)]], [torch.ones(1)]),
+            lambda: group.alltoall([torch.zeros(4)], [torch.ones(1)]),
+        ]
+        for call in wrong:
+            with pytest.raises(dist.DistBackendError, match="1 elements do not go into a result of 4"):
+                call()
+
+    right(ranks(1, body))
+
+
 def test_what_no_group_makes_is_left_to_gloo_and_counted() -> None:
     def body(group: ProcessGroup, rank: int) -> None:
         output = torch.empty(2)
@@ -253,6 +282,7 @@ def test_wrong_arguments_are_errors_at_the_door_and_harm_no_other_rank() -> None
             lambda: group.all_gather_single(torch.empty(6, dtype=torch.int32), torch.ones(3)),
             lambda: group.alltoall_base(torch.empty(4), torch.ones(4), [1, 1], [2, 2]),
             lambda: group.alltoall([torch.empty(1), torch.empty(1)], [torch.ones(2), torch.ones(2)]),
+            lambda: group.alltoall_base(torch.ones(()), torch.ones(()), [], []),
             lambda: group.broadcast(torch.ones(3), 2),
         ]
         for call in wrong:

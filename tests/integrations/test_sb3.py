@@ -339,6 +339,19 @@ def test_a_buffer_that_is_saved_after_every_few_additions_keeps_its_transitions(
     assert not buffer.store.audit()
 
 
+@pytest.mark.parametrize("saved_at", [(62,), (41, 77), (29, 46, 76)])
+def test_rows_of_all_environments_are_as_old_after_a_load_as_before(saved_at, no_stock_code):
+    buffer, whole = (ReplayBuffer(2 * 25, OBS, ACT, n_envs=2) for _ in range(2))
+    streams = Stream(2, lengths=(19, 23)), Stream(2, lengths=(19, 23))
+    for turn in range(110):
+        for stream, each in zip(streams, (buffer, whole), strict=True):
+            stream.add(each, 1)
+        if turn in saved_at:
+            buffer = pickle.loads(pickle.dumps(buffer))
+        if turn >= min(saved_at) and turn % 3 == 0:
+            assert np.array_equal(buffer.observations, whole.observations), turn
+
+
 def test_rows_that_are_joined_keep_priorities_and_goals():
     buffer: Any = PrioritizedReplayBuffer(200, OBS, ACT, alpha=1.0, min_priority=1e-9)
     stream = Stream(1)

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from geartrain.actors.remote_store import RemoteStore
 from geartrain.core.keys import Keys, check_keys
-from geartrain.errors import ArgumentError
+from geartrain.errors import ArgumentError, SchemaError
 from geartrain.replay.batch import Batch
 from geartrain.replay.fetch import ServedRows, fetch
 from geartrain.store.store import Store
@@ -135,13 +135,21 @@ class JobStores(ServedRows, Mapping[str, "Store | RemoteStore"]):
         """Sets the priorities of rows or steps, in each one's store; returns how many keys were stale.
 
         Raises:
-            ArgumentError: keys of no store of these, or other than one priority a key. Nothing is changed then.
+            ArgumentError, SchemaError: keys of no store of these, other than one priority a key, or one that is
+                negative or no finite number. Nothing is changed then.
             PeerLostError: a store's server is lost; others may have been updated.
         """
         places = self._places(keys)
         values = np.asarray(priorities)
         if values.shape != (len(keys),):
             raise ArgumentError(f"there are {len(keys)} keys, and priorities of shape {values.shape}")
+        try:
+            wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
+        except TypeError:
+            raise ArgumentError(f"priorities are numbers, found {values.dtype}") from None
+        if wrong.size:  # no store is to be changed where another one would refuse
+            at = int(wrong[0])
+            raise SchemaError(f"a priority is a finite number >= 0, priority {at} of {len(keys)} is {values[at]}")
         stale = 0
         for number, store in enumerate(self._stores.values()):
             if (mine := np.flatnonzero(places == number)).size:

@@ -33,7 +33,7 @@ from geartrain.errors import (
     WaitTimeoutError,
 )
 from geartrain.replay.batch import Batch
-from geartrain.replay.fetch import ServedRows
+from geartrain.replay.fetch import ServedRows, check_names_of
 from geartrain.rpc.future import Future
 from geartrain.rpc.node import Node
 from geartrain.rpc.remote_objects import DROP, METHOD, Remote
@@ -162,8 +162,8 @@ class RemoteStore(ServedRows):
         if output not in ("torch", "numpy"):
             raise ArgumentError(f"output is 'torch' or 'numpy', found {output!r}")
         given: dict[str, Any] = {"fields": fields, "window": window, "pad": pad, "on_stale": on_stale}
-        if isinstance(fields, str):
-            raise ArgumentError(f"fields is a list of names, found {fields!r}")
+        if fields is not None:
+            check_names_of("fields", fields)
         given["fields"] = None if fields is None else list(fields)
         if ends is not None:
             given["ends"] = np.asarray(ends)

@@ -40,6 +40,11 @@ class Parts:
         ]
         self._copies = [i for i, own in enumerate(plain) if receives and not own]
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether `copy_back` does anything."""
+        return bool(self._copies)
+
     def copy_back(self) -> None:
         """Copies results into the tensors that are not contiguous."""
         for i in self._copies:
@@ -80,8 +85,10 @@ class TensorExchange(NamedTuple):
         return [*self.inputs, *self.outputs]
 
     def alone(self) -> None:
-        """Does it in a group of one rank."""
+        """Does it in a group of one rank. Raises `ValueError` for results of another size."""
         for given, result in zip(self.inputs, self.outputs, strict=True):
+            if given.numel() != result.numel():
+                raise ValueError(f"{given.numel()} elements do not go into a result of {result.numel()}")
             if given is not result and self.collective != "broadcast":
                 result.detach().view(-1).copy_(given.detach().reshape(-1)) if result.is_contiguous() else (
                     result.detach().copy_(given.detach().view(result.shape))
@@ -90,8 +97,8 @@ class TensorExchange(NamedTuple):
 
 def begin(
     start: Start, call: TensorExchange, rank: int, dtype: str, op: str
-) -> tuple[Callable[[float | None], None], Callable[[], bool]]:
-    """Begins one exchange; `wait` and `done` of it, as `TorchWork` takes them.
+) -> tuple[Callable[[float | None], None], Callable[[], bool], bool]:
+    """Begins one exchange; `wait` and `done` of it, as `TorchWork` takes them, and whether `wait` copies results.
 
     Args:
         start: see `Start`.
@@ -117,7 +124,7 @@ def begin(
         work.wait(limit_s)
         receives.copy_back()
 
-    return wait, work.done
+    return wait, work.done, receives.has_copies
 
 
 # --- torch's forms ----------------------------------------------------------------------------------------------------
@@ -271,6 +278,8 @@ def splits_of(tensor: torch.Tensor, sizes: Sequence[int], world_size: int) -> li
     Raises:
         ValueError: they do not add up.
     """
+    if tensor.dim() == 0:
+        raise ValueError("a tensor without dimensions cannot be split")
     if not sizes:
         if tensor.shape[0] % world_size != 0:
             raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is no {world_size} equal parts")

@@ -249,8 +249,11 @@ class ProcessGroup(dist.ProcessGroup):
         limit = timeout_of(arguments, names)
         timeout_s = self._timeout_s if limit is None else limit.total_seconds()
         if self.size() == 1:
-            for call in calls:
-                call.alone()
+            try:
+                for call in calls:
+                    call.alone()
+            except ValueError as error:
+                raise dist.DistBackendError(f"geartrain: {error}") from error
             return TorchWork(lambda _: None, lambda: True, outputs, self._finisher)
         try:
             group = self._group(self._ranks())
@@ -264,10 +267,13 @@ class ProcessGroup(dist.ProcessGroup):
 
         def wait(limit_s: float | None) -> None:
             until_s = None if limit_s is None else time.monotonic() + limit_s
-            for wait_one, _ in begun:
+            for wait_one, _, _ in begun:
                 wait_one(None if until_s is None else max(0.0, until_s - time.monotonic()))
 
-        return TorchWork(wait, lambda: all(done() for _, done in begun), outputs, self._finisher)
+        work = TorchWork(wait, lambda: all(done() for _, done, _ in begun), outputs, self._finisher)
+        if any(copies for _, _, copies in begun):
+            self._finisher.add(work)  # nobody may ever wait for it
+        return work
 
     def _kind_of(self, call: TensorExchange) -> tuple[str, str] | None:
         """The names of dtype and operation; None: not for a Group. Raises `ValueError` for several dtypes."""

@@ -159,8 +159,16 @@ class TorchWork(dist.Work):
         return self._tensors
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
-        return self._over or self._is_done()
+        """Whether the operation has ended: the result is in the tensors, or `wait` raises at once."""
+        if self._over or not self._is_done():
+            return self._over
+        if self._waiting.acquire(blocking=False):  # else another thread does what follows the operation
+            try:
+                if not self._over:
+                    self._finish(None)
+            finally:
+                self._waiting.release()
+        return self._over
 
     def is_success(self) -> bool:
         """Whether the result is there."""

@@ -6,7 +6,6 @@ short rows that were being written when it was saved.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from geartrain.integrations.sb3.layout import (
     NUMBER,
     TIMEOUT,
     TRANSITION,
+    count_of,
     environment_of,
     writer_of,
 )
@@ -32,8 +32,8 @@ def joined(rows: Contents, overlap: int, observations: Sequence[str], priority: 
     """The rows, oldest first, without short ones but the last of each environment.
 
     Nothing is copied where no environment has more than one. From its first short row on, an environment's steps are
-    cut into rows anew, which repeat `overlap` steps as those of a recorder do; they stand where the newest of their
-    steps was.
+    cut into rows anew, which repeat `overlap` steps as those of a recorder do. A writer's rows, of all
+    environments, are in the order of their newest transitions: the first ones are evicted first.
 
     Args:
         rows: of a replay buffer's store.
@@ -52,7 +52,7 @@ def joined(rows: Contents, overlap: int, observations: Sequence[str], priority: 
     newest = numbers[np.arange(len(length)), np.maximum(length, 1) - 1]
     stream = writer_of(newest) * MOST_ENVIRONMENTS + environment_of(newest)
     kept = np.ones(len(length), np.bool_)
-    made: list[tuple[int, Contents]] = []
+    made: list[tuple[int, Contents]] = []  # the place of a row that its newest step is of
     for each in np.unique(stream[length > 0]):
         mine = np.flatnonzero((length > 0) & (stream == each))
         mine = mine[np.argsort(newest[mine], kind="stable")]
@@ -73,13 +73,30 @@ def joined(rows: Contents, overlap: int, observations: Sequence[str], priority: 
                 steps[behind[part] & (steps == 0)] = priority
                 steps[: overlap if begin else 0] = 0  # they are drawn from the row before
             made.append((int(row[: part.stop].max()), one))
-    found = []
-    bounds = [0, *(np.flatnonzero(np.diff(kept)) + 1).tolist(), len(kept)]
-    for begin, end in itertools.pairwise(bounds):
-        if kept[begin]:
-            found.append((begin, rows.part(begin, end)))
-    # A part of kept rows goes before what was made of rows behind its first one; they do not lie in between.
-    return [each for _, each in sorted(found + made, key=lambda pair: pair[0])]
+    if not made:
+        return [rows]
+    parts = [(place, rows.part(place, place + 1)) for place in np.flatnonzero(kept).tolist()] + made
+    return _by_age(parts)
+
+
+def _by_age(parts: list[tuple[int, Contents]]) -> list[Contents]:
+    """Rows one by one, those of each writer by their newest transitions, at the places that its rows had."""
+    places = np.array([place for place, _ in parts])
+    newest = np.array([_newest(row) for _, row in parts])
+    writers, counts = writer_of(newest), count_of(newest)
+    order = np.empty(len(parts), np.int64)
+    for writer in np.unique(writers):  # counts of one are not comparable with those of another
+        mine = np.flatnonzero(writers == writer)
+        slots = mine[np.argsort(places[mine], kind="stable")]
+        order[slots] = mine[np.lexsort((environment_of(newest[mine]), counts[mine]))]
+    return [parts[place][1] for place in order[np.argsort(places, kind="stable")].tolist()]
+
+
+def _newest(row: Contents) -> Any:
+    """The number of a row's last transition, or of its first step where it has none."""
+    flags = row.fields[FLAGS][0, : int(row.lengths[0])]
+    transitions = np.flatnonzero(flags & TRANSITION)
+    return row.fields[NUMBER][0, transitions[-1] if len(transitions) else 0]
 
 
 def _row(rows: Contents, row: NDArray[np.int64], step: NDArray[np.int64], alone: NDArray[np.bool_]) -> Contents:
