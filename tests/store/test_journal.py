@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -353,6 +354,29 @@ def test_a_forked_child_takes_over(tmp_path: Path, name: str, fork: Fork) -> Non
         assert tags(again) == [1, 2, 3]
 
 
+@pytest.mark.parametrize("opens", ["its parent's", "its own"])
+def test_a_child_of_multiprocessing_ends_with_everything_on_the_disk(tmp_path: Path, name: str, opens: str) -> None:
+    store = create(tmp_path / "journal", name)
+    tagged.insert(store, [1])
+    store.sync_journal(patience(10))
+
+    def work() -> None:
+        global _left_open
+        _left_open = store if opens == "its parent's" else create(tmp_path / "other")
+        tagged.insert(_left_open, [2])
+
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join(patience(30))
+    assert child.exitcode == 0
+    path = tmp_path / ("journal" if opens == "its parent's" else "other")
+    assert JournalDirectory(path).contents().rows == (2 if opens == "its parent's" else 1)
+    store.close()
+
+
+_left_open: gt.Store | None = None
+
+
 class KillingDisk(RecordingDisk):
     """Ends the process before its nth operation."""
 
@@ -455,6 +479,39 @@ def test_closing_from_several_threads_and_calls_afterwards(tmp_path: Path) -> No
         with pytest.raises(StoreClosedError):
             call()
     store.close()
+    with create(tmp_path / "journal") as again:
+        assert tags(again) == [1]
+
+
+def test_a_signal_handler_closes_what_its_thread_is_closing(tmp_path: Path, name: str, fork: Fork) -> None:
+    def close() -> None:
+        slow = SlowDisk()
+        options = journal_module.JournalOptions(tmp_path / "journal", 30.0, "wait", False, slow)
+        store = gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=CAPACITY)
+        store._journal = options.attach(store.native, store.fields, store.max_length, store.options)()
+        tagged.insert(store, [1])
+        slow.go.clear()
+        handled = []
+
+        def handler(*_: Any) -> None:
+            slow.go.set()
+            store.close()
+            handled.append(store.closed)
+
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        store.close()
+        assert handled == [True]
+        assert store.closed
+
+    child, ended = fork(close), []
+    waits = threading.Thread(target=lambda: ended.append(wait_for(child)), daemon=True)
+    waits.start()
+    waits.join(patience(20))
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+        waits.join()
+    assert ended == [0]
     with create(tmp_path / "journal") as again:
         assert tags(again) == [1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from journal_disk import RecordingDisk, put
 
 import geartrain as gt
+import geartrain._native as _native
+import geartrain.store.journal_writer as journal_writer_module
 from geartrain.errors import JournalError
 from geartrain.store.journal_directory import JournalContents, JournalDirectory, make_journal
 from geartrain.store.journal_format import Frame
@@ -315,6 +318,112 @@ def test_an_operation_that_fails_takes_its_pass_back_and_the_next_pass_makes_up_
         infos = journaled.store.native.infos(np.array([row for row, _ in found], np.uint32))
         assert np.array_equal(infos["priority"], contents.records["priority"][[row for row, _ in found]])
     assert failed > 3
+
+
+# --- rows that cannot be copied ---------------------------------------------------------------------------------
+
+
+class TornRows:
+    """The native module, whose `fetch` finds rows torn. `before` is called before each."""
+
+    def __init__(self) -> None:
+        self.torn: set[int] = set()
+        self.times = 0  # as often; -1: always
+        self.before: Callable[[], None] = lambda: None
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_native, name)
+
+    def fetch(self, store: Any, rows: Any, *rest: Any) -> Any:
+        self.calls += 1
+        self.before()
+        arrays, torn, *others = _native.fetch(store, rows, *rest)
+        if self.times:
+            self.times -= 1
+            torn = torn | np.isin(rows, list(self.torn)).astype(torn.dtype)
+        return arrays, torn, *others
+
+
+@pytest.fixture
+def torn(monkeypatch: pytest.MonkeyPatch) -> TornRows:
+    module = TornRows()
+    monkeypatch.setattr(journal_writer_module, "_native", module)
+    return module
+
+
+def holds(path: Path) -> int:
+    return JournalDirectory(path).contents().rows
+
+
+def test_a_commit_does_not_return_before_a_row_that_was_torn_is_on_the_disk(tmp_path: Path, torn: TornRows) -> None:
+    path = tmp_path / "journal"
+    with gt.Store.create(FIELDS, max_length=STEPS, capacity=CAPACITY, journal=path, journal_sync_s=0) as store:
+        for times in (1, 3, 3 * journal_writer_module._LOOKS):  # within a pass, and over several
+            torn.torn, torn.times = set(range(CAPACITY)), times
+            n = len(store)
+            store.insert(rows_of([n]), threads=1)
+            assert torn.times == 0
+            assert holds(path) == n + 1
+
+
+def test_a_pass_that_cannot_copy_a_row_says_nothing_and_the_next_one_makes_up_for_it(
+    journaled: Journaled, torn: TornRows
+) -> None:
+    native, path = journaled.store.native, journaled.directory.path
+    keys = journaled.insert(4)
+    torn.torn, torn.times = {int(keys.row[1])}, -1
+    assert not journaled.writer.run_pass(1)
+    assert native.journal_state()["synced_ns"] == 0
+    assert holds(path) == 3
+    journaled.rewrite(keys[2:])  # those are new for two reasons by the next pass
+    torn.times = 0
+    assert journaled.writer.run_pass(1)
+    assert native.journal_state()["synced_ns"] > 0
+    assert read(path)[1] == journaled.now()
+    writer = journaled.writer
+    living = writer._segment_of[writer._generations != 0]
+    assert writer._living == {segment.number: int(np.sum(living == segment.number)) for segment in writer._segments}
+
+
+def test_a_row_is_gone_when_the_one_that_took_its_place_went_before_it_was_copied(
+    journaled: Journaled, torn: TornRows
+) -> None:
+    store, path = journaled.store, journaled.directory.path
+    old = journaled.insert(CAPACITY)
+    journaled.run_pass()
+    store.delete(old[:1])
+    new = journaled.insert(1)
+    assert new.row.tolist() == old[:1].row.tolist()
+
+    def evict() -> None:
+        torn.before = lambda: None
+        store.delete(new)
+
+    torn.before = evict
+    assert journaled.writer.run_pass(1), "what was asked for is on the disk: the old row is gone"
+    assert torn.calls
+    assert read(path)[1] == journaled.now()
+    later = journaled.insert(1)
+    torn.torn, torn.times = {int(later.row[0])}, -1
+    assert not journaled.writer.run_pass(2)
+    torn.times = 0
+    journaled.run_pass()
+    assert read(path)[1] == journaled.now()
+
+
+def test_a_row_that_is_torn_in_the_place_of_another_leaves_none_of_it(journaled: Journaled, torn: TornRows) -> None:
+    old = journaled.insert(CAPACITY)
+    journaled.run_pass()
+    journaled.store.delete(old[:1])
+    new = journaled.insert(1)
+    torn.torn, torn.times = {int(new.row[0])}, -1
+    assert not journaled.writer.run_pass(1)
+    found = read(journaled.directory.path)[1]
+    assert len(found) == CAPACITY - 1
+    torn.times = 0
+    journaled.run_pass()
+    assert read(journaled.directory.path)[1] == journaled.now()
 
 
 def test_the_files_take_at_most_a_few_times_the_living_rows(journaled: Journaled) -> None:

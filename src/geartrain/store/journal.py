@@ -13,6 +13,7 @@ import contextlib
 import errno
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -40,6 +41,8 @@ PRIORITIES_EVERY_S = 60.0
 CLOSE_S = 10.0
 #: Longest pause between two passes, where the bound is longer.
 _MOST_PAUSE_S = 5.0
+#: Pause after a pass that found rows being rewritten.
+_LEFT_PAUSE_S = 0.01
 _log = logging.getLogger(__name__)
 
 
@@ -103,7 +106,7 @@ class Journal:
     def _start(self) -> None:
         self._stop = threading.Event()
         self._hurry = threading.Event()
-        self._finishing = threading.Lock()
+        self._finishing = threading.RLock()  # a signal's handler may close what its thread is closing
         self._finished: bool | None = None
         self._thread = threading.Thread(target=self._run, name=f"geartrain journal {self.path.name}", daemon=True)
         if self._follows:
@@ -147,7 +150,9 @@ class Journal:
         """Has everything written, then stops; whether all of it is on the disk. Another process writes from then on."""
         with self._finishing:
             if self._finished is None:
-                self._finished = self._finish(CLOSE_S if timeout_s is None else timeout_s)
+                done = self._finish(CLOSE_S if timeout_s is None else timeout_s)
+                if self._finished is None:  # else a signal's handler has finished it meanwhile
+                    self._finished = done
             return self._finished
 
     def _finish(self, timeout_s: float) -> bool:
@@ -161,7 +166,7 @@ class Journal:
             ):
                 done = self._native.sync_journal(min(left_s, CHECK_S))
                 if not done:
-                    self._stop.wait(0.01)
+                    time.sleep(0.01)  # not in an event, whose lock a signal's handler could not take to stop
         self.stop()
         if self._thread is not threading.current_thread() and self._follows:
             self._thread.join(max(1.0, until_s - time.monotonic()))
@@ -180,7 +185,7 @@ class Journal:
         if writer is not None:
             writer.close()
         if self._stop.is_set() or self._native.closed:
-            self._finishing, self._finished = threading.Lock(), True
+            self._finishing, self._finished = threading.RLock(), True
             self._stop, self._hurry = threading.Event(), threading.Event()
             self._stop.set()
             self._thread = threading.current_thread()
@@ -205,10 +210,14 @@ class Journal:
                     else:
                         ticket = self._native.await_journal_request(seen, self._pause_s)
                     due = stop.is_set() or hurry.is_set() or time.monotonic() - priorities_s > PRIORITIES_EVERY_S
-                    self._writer_or_raise().run_pass(ticket, priorities=due)
-                    seen, self._said = ticket, ""
+                    passed = self._writer_or_raise().run_pass(ticket, priorities=due)
+                    self._said = ""
                     if due:
                         priorities_s = time.monotonic()
+                    if passed:
+                        seen = ticket
+                    else:
+                        stop.wait(_LEFT_PAUSE_S)
                 except StoreClosedError:
                     return
                 except (GeartrainError, OSError) as error:
@@ -375,11 +384,25 @@ def _check_unused(directory: JournalDirectory, contents: JournalContents) -> Non
 
 
 _journals: weakref.WeakSet[Journal] = weakref.WeakSet()
+_registered = False  # with multiprocessing
 
 
 def _after_fork() -> None:
     for journal in list(_journals):
         journal.after_fork()
+    _finish_with_multiprocessing()
+
+
+def _finish_with_multiprocessing() -> None:
+    """A child of multiprocessing's that was forked ends with its finalizers, and calls nothing of atexit's."""
+    global _registered
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None and not _registered:
+        _registered = True  # children of children have a copy of it
+        # A finalizer of here would be dropped: a child begins with none. What is registered for it runs after that.
+        util.register_after_fork(_journals, lambda _: util.Finalize(None, _at_exit, exitpriority=10))
+        if sys.modules["multiprocessing.process"].parent_process() is not None:  # a child that has begun
+            util.Finalize(None, _at_exit, exitpriority=10)
 
 
 @atexit.register
@@ -390,5 +413,6 @@ def _at_exit() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+_finish_with_multiprocessing()
 
 __all__ = ["Journal", "JournalOptions", "JournalStatus", "fill", "is_journal", "join"]

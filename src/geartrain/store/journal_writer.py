@@ -41,6 +41,9 @@ FRAME_BYTES = 8 << 20
 MOST_SMALL = 16
 #: Segments compacted after one pass, at most.
 _COMPACTED_A_PASS = 8
+#: How often a pass looks at rows again that were being rewritten as it copied them, and the pause before each time.
+_LOOKS = 5
+_LOOK_PAUSE_S = 0.001
 
 _REMOVALS = ("evicted", "expired", "exhausted", "deleted")
 
@@ -100,10 +103,11 @@ class JournalWriter:
 
     # --- passes ---------------------------------------------------------------------------------------------
 
-    def run_pass(self, ticket: int, *, priorities: bool = False) -> None:
+    def run_pass(self, ticket: int, *, priorities: bool = False) -> bool:
         """Appends and flushes what is new, then says that what was asked for up to `ticket` is on the disk.
 
-        `priorities`: those that were changed since they were written as well.
+        `priorities`: those that were changed since they were written as well. False, and nothing is said, where rows
+        were being rewritten whenever they were looked at: the next pass begins with them.
 
         Raises:
             OSError: the disk's; nothing of the pass counts.
@@ -112,13 +116,21 @@ class JournalWriter:
         self._began_at = (self._sequence, self._rewrites)
         try:
             self._mend()
-            self._append_news(priorities)
+            left = self._append_news(priorities)
+            for _ in range(_LOOKS - 1):
+                if left == 0:
+                    break
+                time.sleep(_LOOK_PAUSE_S)
+                left = self._append_news(False)
             self._sync()
             self._compact()
         except OSError:
             self._take_back()
             raise
+        if left:
+            return False
         self._native.journal_passed(ticket, began_ns)
+        return True
 
     def close(self) -> None:
         """Closes the file and drops the lock."""
@@ -127,7 +139,9 @@ class JournalWriter:
             os.close(fd)
         self._directory.unlock()
 
-    def _append_news(self, priorities: bool) -> None:
+    def _append_news(self, priorities: bool) -> int:
+        """Appends what is new; returns how many new rows could not be copied, and have to be looked at again."""
+        left = 0
         state = self._native.journal_state()
         assert state is not None
         rewrites = state["rewrites"]
@@ -138,6 +152,9 @@ class JournalWriter:
             rows, generations, times, gone, next_sequence, inserted, still_open = self._native.journal_changes(
                 self._sequence, self._generations, self._times, rewrites != self._rewrites
             )
+            # A row that was left, and one behind it that was rewritten after it was appended: that one is here twice.
+            once = np.sort(np.unique(rows, return_index=True)[1])
+            rows, generations, times = rows[once], generations[once], times[once]
             new = generations != self._generations[rows]
             fresh = new | (times != self._times[rows])
             again = np.setdiff1d(self._again, rows)
@@ -145,7 +162,11 @@ class JournalWriter:
             if self._baseline is None:
                 self._baseline = inserted - still_open - int(np.count_nonzero(new))
             self._append_gone(np.setdiff1d(gone, rows))
+            replaced = np.intersect1d(gone, rows)
+            before = self._generations[replaced]
             left = self._append_rows(rows[fresh], generations[fresh], times[fresh], new[fresh])
+            # A new row stands for the removal of the one before it, but only where it could be copied.
+            self._append_gone(replaced[self._generations[replaced] == before])
             again = again[self._generations[again] != 0]
             self._append_rows(again, self._generations[again], self._times[again], np.zeros(len(again), bool))
             self._again = np.zeros(0, np.uint32)
@@ -154,6 +175,7 @@ class JournalWriter:
                 self._count_missed(inserted - still_open)
         if priorities:
             self._append_priorities()
+        return left
 
     def _append_gone(self, rows: NDArray[np.uint32]) -> None:
         if not len(rows):
@@ -171,7 +193,7 @@ class JournalWriter:
         times: NDArray[np.uint64],
         new: NDArray[np.bool_],
     ) -> int:
-        """Copies rows out of the store into frames; returns how many the next pass has to look at again."""
+        """Copies rows out of the store into frames; returns how many have to be looked at again."""
         left = 0
         for at in range(0, len(rows), self._per_frame):
             part = slice(at, at + self._per_frame)
