@@ -130,6 +130,51 @@ def test_a_forked_child_records_its_own_events(tmp_path: Path, fork: Any) -> Non
     assert slices == {("parent", os.getpid()), ("child", pid)}
 
 
+def test_a_forked_child_of_multiprocessing_writes_the_end_of_its_trace(tmp_path: Path) -> None:
+    program = (
+        "import multiprocessing, sys, geartrain.core.trace as trace\n"
+        "trace.EVERY_S = 1e6\n"
+        "trace.start(sys.argv[1])\n"
+        "def child(): trace.slice_of('last', 'test', 1.0, 2.0)\n"
+        "process = multiprocessing.get_context('fork').Process(target=child)\n"
+        "process.start(); process.join(); assert process.exitcode == 0\n"
+    )
+    path = tmp_path / "trace.json"
+    done = subprocess.run([sys.executable, "-c", program, str(path)], check=False, timeout=patience(60))
+    assert done.returncode == 0
+    assert [each["name"] for each in trace.load(path) if each["ph"] == "X"] == ["last"]
+
+
+@pytest.mark.parametrize(
+    ("event", "why"),
+    [
+        ('{"ph": "X"}', "pid is no whole number: None"),
+        ('{"ph": "X", "name": "a", "pid": "1", "ts": 1}', "pid is no whole number: '1'"),
+        ('{"ph": "X", "pid": 1, "ts": 1}', "name is no text: None"),
+        ('{"ph": "X", "name": ["a"], "pid": 1}', "name is no text"),
+        ('{"ph": "X", "name": "a", "pid": 1, "ts": "z"}', "ts is no number: 'z'"),
+        ('{"ph": "X", "name": "a", "pid": 1, "ts": NaN}', "ts is no number: nan"),
+        (f'{{"ph": "X", "name": "a", "pid": 1, "ts": 1{"0" * 400}}}', "ts is no number: 1000"),
+        ('{"ph": "M", "name": "process_name", "pid": 1, "args": 3}', "args are no object: 3"),
+        ('{"ph": "M", "name": "process_name", "pid": 1, "args": {"wall_offset_us": "x"}}', "wall_offset_us is no num"),
+    ],
+)
+def test_an_event_that_no_trace_has_is_named(tmp_path: Path, event: str, why: str) -> None:
+    (tmp_path / "wrong.json").write_text(f"[\n{event},\n")
+    for read in (trace.load, lambda path: trace.merge([path])):
+        with pytest.raises(ArgumentError, match=why):
+            read(tmp_path / "wrong.json")
+
+
+def test_events_of_other_programs_have_fewer_keys(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(
+        '[\n{"ph": "M", "name": "process_name", "pid": 1},\n{"ph": "X", "name": "a", "pid": 1, "cat": []},\n'
+    )
+    told = preloaded.run([sys.executable, "-m", "geartrain", "trace", str(path)], timeout=patience(60))
+    assert told.returncode == 0 and len(trace.merge([path])) == 2
+
+
 def test_traces_of_hosts_are_joined_by_their_wall_clocks(tmp_path: Path) -> None:
     paths = []
     for host, offset in (("a", 1000.0), ("b", 5000.0)):

@@ -27,19 +27,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from geartrain.core.processes import process_state
+from geartrain.core.processes import at_end_of_forked_child, process_state
 from geartrain.core.shared_files import open_shared, segments_directory
 from geartrain.errors import ArgumentError, GeartrainError
 
 FORMAT = "geartrain-report-1"
 PERIOD_VARIABLE = "GEARTRAIN_REPORT_S"
 _PREFIX, _SUFFIX = "geartrain-report-", ".json"
+#: The suffix of a report that is being written.
+_UNFINISHED = ".new"
 _PERIOD_S = 1.0
 #: A process that ends sooner leaves no trace.
 _FIRST_S = 0.5
 _MOST_BYTES = 1 << 20
 #: Of one process; the oldest are reported.
 _MOST_OBJECTS = 256
+#: Of an array among figures; of a longer one its length is told.
+_MOST_ELEMENTS = 64
+#: Of figures in figures: what copies or shows a report recurses too.
+_MOST_LEVELS = 32
+#: What a file raises whose content is no report.
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 
 Read = Callable[[Any], Mapping[str, Any]]
 
@@ -71,6 +79,7 @@ class ProcessReport:
         period_s: between its reports.
         objects: what it has.
         alive: whether the process is; as its own kernel tells, or by the report's age where it is in another namespace.
+        left_out: how many more objects it has, for which a report has no room.
     """
 
     pid: int
@@ -79,6 +88,7 @@ class ProcessReport:
     period_s: float
     objects: list[ObjectFigures]
     alive: bool
+    left_out: int = 0
 
 
 def register(owner: object, kind: str, read: Read) -> None:
@@ -132,49 +142,55 @@ class _Reporter:
                     target=self._run, args=(path, period, self._stop), name="geartrain-report", daemon=True
                 )
                 self._thread.start()
+                at_end_of_forked_child(self.close)
 
     def _run(self, path: Path, period: float, stop: threading.Event) -> None:
         wait_s = min(period, _FIRST_S)
-        with contextlib.suppress(GeartrainError, OSError):
+        with contextlib.suppress(Exception):  # whatever others have left there: this process reports
             remove_stale()
         while not stop.wait(wait_s):
             wait_s = period
-            objects = self._collect()
-            with contextlib.suppress(OSError, GeartrainError):  # a full file system: the next one may find room
-                self._write(path, objects, period)
+            with contextlib.suppress(Exception):  # a full file system: the next one may find room
+                self._write(path, *self._collect(), period)
 
-    def _collect(self) -> list[dict[str, Any]]:
+    def _collect(self) -> tuple[list[str], int]:
+        """The objects as JSON, and how many there are beyond the most that are reported."""
         with self._lock:
             self._objects = [each for each in self._objects if each[0]() is not None]
-            objects = self._objects[:_MOST_OBJECTS]
+            objects, more = self._objects[:_MOST_OBJECTS], len(self._objects[_MOST_OBJECTS:])
             self._before = {key: value for key, value in self._before.items() if key in {id(r) for r, _, _ in objects}}
         found = []
         for reference, kind, read in objects:
             owner = reference()
             if owner is None:
                 continue
+            name = ""
             try:
                 figures = dict(read(owner))
+                name = str(figures.pop("name", ""))[:1000]
+                found.append(_encoded(kind, name, figures, self._rates(id(reference), figures)))
             except GeartrainError:
                 continue
             except Exception as error:  # of what was changed or closed meanwhile; shown, not hidden
-                figures = {"error": f"{type(error).__name__}: {error}"}
+                found.append(_encoded(kind, name, {"error": f"{type(error).__name__}: {error}"[:1000]}, {}))
             finally:
                 del owner
-            now_s = time.monotonic()
-            numbers = dict(_numbers(figures))
-            then_s, before = self._before.get(id(reference), (now_s, {}))
-            self._before[id(reference)] = (now_s, numbers)
-            elapsed_s = now_s - then_s
-            rates = {
-                name: (value - before[name]) / elapsed_s
-                for name, value in numbers.items()
-                if elapsed_s > 0 and name in before
-            }
-            found.append({"kind": kind, "name": str(figures.pop("name", "")), "figures": figures, "rates": rates})
-        return found
+        return found, more
 
-    def _write(self, path: Path, objects: list[dict[str, Any]], period: float) -> None:
+    def _rates(self, key: int, figures: Mapping[str, Any]) -> dict[str, float]:
+        """Since the figures before."""
+        now_s = time.monotonic()
+        numbers = dict(_numbers(figures))
+        then_s, before = self._before.get(key, (now_s, {}))
+        self._before[key] = (now_s, numbers)
+        elapsed_s = now_s - then_s
+        return {
+            name: (value - before[name]) / elapsed_s
+            for name, value in numbers.items()
+            if elapsed_s > 0 and name in before
+        }
+
+    def _write(self, path: Path, objects: list[str], more: int, period: float) -> None:
         if self._stop.is_set():
             return
         me = process_state(os.getpid())
@@ -186,19 +202,19 @@ class _Reporter:
             "command": _command(),
             "at_s": time.time(),
             "period_s": period,
-            "objects": objects,
         }
-        beside = path.with_suffix(".new")
+        data = _fitting(report, objects, more)
+        beside = path.with_suffix(_UNFINISHED)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(beside, flags, 0o600)
         self._path = path
         try:
             with open(fd, "wb") as file:  # noqa: PTH123
-                file.write(json.dumps(report, default=_plain).encode())
+                file.write(data)
             beside.replace(path)
             if self._stop.is_set():  # close() has not waited for this, and removed the one before
                 path.unlink(missing_ok=True)
-        except OSError:
+        except BaseException:
             beside.unlink(missing_ok=True)
             raise
 
@@ -221,19 +237,35 @@ def read_reports() -> Iterator[ProcessReport | tuple[str, str]]:
             continue  # its process has just ended
         except (GeartrainError, OSError) as error:
             yield path.name, str(error)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            yield path.name, f"it is no report of this build: {error!r}"
+        except _DAMAGE as error:
+            yield path.name, f"it is no report of this build: {error!r:.200}"
 
 
 def remove_stale() -> list[str]:
-    """Removes reports of processes that have ended without removing theirs; returns the names of the files."""
+    """Removes reports of processes that have ended without removing theirs; returns the names of the files.
+
+    One that cannot be read, or was not finished, is its whose pid is in its name.
+    """
     removed = []
-    for path in segments_directory().glob(f"{_PREFIX}*{_SUFFIX}"):
-        with contextlib.suppress(GeartrainError, OSError, ValueError, KeyError, TypeError, AttributeError):
-            if not _parsed(_read(path)).alive:
+    for path in segments_directory().glob(f"{_PREFIX}*"):
+        if path.suffix not in (_SUFFIX, _UNFINISHED):
+            continue
+        with contextlib.suppress(GeartrainError, OSError):
+            if not _is_of_living(path):
                 path.unlink()
                 removed.append(path.name)
     return removed
+
+
+def _is_of_living(path: Path) -> bool:
+    if path.suffix == _SUFFIX:
+        with contextlib.suppress(*_DAMAGE):
+            return _parsed(_read(path)).alive
+    pid = path.stem.removeprefix(_PREFIX)
+    if not (pid.isascii() and pid.isdecimal() and len(pid) < 8):
+        return True  # no name of ours
+    now = process_state(int(pid))
+    return now is not None and now.state != "Z"
 
 
 def _read(path: Path) -> Any:
@@ -248,11 +280,14 @@ def _parsed(found: Any) -> ProcessReport:
     if found["format"] != FORMAT:
         raise ValueError(found["format"])
     pid, at_s, period = int(found["pid"]), float(found["at_s"]), float(found["period_s"])
+    age_s = time.time() - at_s
+    if not (0 < pid < 1 << 22 and math.isfinite(at_s) and 0 < period <= 3600 and age_s >= -10):
+        raise ValueError(f"pid {pid}, at_s {at_s}, period_s {period}")
     if found["namespace"] == _namespace():
         now = process_state(pid)
         alive = now is not None and now.state != "Z" and now.started == found["started"]
     else:
-        alive = time.time() - at_s < 10 + 3 * period
+        alive = age_s < 10 + 3 * period
     objects = [
         ObjectFigures(
             str(each["kind"]),
@@ -262,7 +297,9 @@ def _parsed(found: Any) -> ProcessReport:
         )
         for each in found["objects"]
     ]
-    return ProcessReport(pid, str(found["command"]), at_s, period, objects, alive)
+    for one in objects:
+        _require_shallow(one.figures)
+    return ProcessReport(pid, str(found["command"]), at_s, period, objects, alive, int(found.get("left_out", 0)))
 
 
 def _numbers(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -273,9 +310,40 @@ def _numbers(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield f"{prefix}{name}", float(value)
 
 
+def _encoded(kind: str, name: str, figures: Mapping[str, Any], rates: Mapping[str, float]) -> str:
+    """An object of a report as JSON. Raises what JSON does of figures that it has no form for, or no room."""
+    _require_shallow(figures)
+    text = json.dumps({"kind": kind, "name": name, "figures": figures, "rates": rates}, default=_plain)
+    if len(text) > _MOST_BYTES // 2:
+        raise ValueError(f"figures of {len(text)} bytes")
+    return text
+
+
+def _fitting(report: Mapping[str, Any], objects: list[str], more: int) -> bytes:
+    """The file of a report: with as many of the objects as a reader reads, and how many are not among them."""
+    room = _MOST_BYTES - len(json.dumps({**report, "left_out": len(objects) + more, "objects": []}))
+    kept = 0
+    while kept < len(objects) and len(objects[kept]) + 2 <= room:
+        room -= len(objects[kept]) + 2
+        kept += 1
+    head = json.dumps({**report, "left_out": len(objects) - kept + more})
+    return f'{head[:-1]}, "objects": [{", ".join(objects[:kept])}]}}'.encode()
+
+
+def _require_shallow(figures: Any, levels: int = _MOST_LEVELS) -> None:
+    if isinstance(figures, Mapping | list | tuple):
+        if levels == 0:
+            raise ValueError(f"figures of more than {_MOST_LEVELS} levels")
+        for each in figures.values() if isinstance(figures, Mapping) else figures:
+            _require_shallow(each, levels - 1)
+
+
 def _plain(value: Any) -> Any:
-    """NumPy's numbers as Python's; what JSON has no form for, as text."""
-    return value.item() if hasattr(value, "item") else str(value)
+    """NumPy's numbers and short arrays as Python's; what JSON has no form for, as text."""
+    if not hasattr(value, "tolist"):
+        return str(value)
+    length = math.prod(value.shape) if hasattr(value, "shape") else len(value)
+    return value.tolist() if length <= _MOST_ELEMENTS else f"{length} elements"
 
 
 def _namespace() -> str:

@@ -6,6 +6,8 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +27,16 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def at_end_of_forked_child(close: Callable[[], None]) -> None:
+    """Has a child of multiprocessing call it at its end: one that was forked ends without atexit's functions.
+
+    To be called in the child, once its target runs: what was registered before, multiprocessing forgets.
+    """
+    util, process = sys.modules.get("multiprocessing.util"), sys.modules.get("multiprocessing.process")
+    if util is not None and process is not None and process.parent_process() is not None:
+        util.Finalize(None, close, exitpriority=10)
 
 
 class ProcessState(NamedTuple):

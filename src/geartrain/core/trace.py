@@ -27,6 +27,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from geartrain.core.processes import at_end_of_forked_child
 from geartrain.errors import ArgumentError
 
 VARIABLE = "GEARTRAIN_TRACE"
@@ -69,6 +70,7 @@ class _Recorder:
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, name="geartrain-trace", daemon=True)
                     self._thread.start()
+                    at_end_of_forked_child(self.close)
 
     def _run(self) -> None:
         while not self._stop.wait(EVERY_S):
@@ -190,6 +192,10 @@ def load(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             raise ArgumentError(f"{os.fspath(path)} is no trace: it is no list of events") from None
     if not isinstance(events, list) or not all(isinstance(each, dict) and "ph" in each for each in events):
         raise ArgumentError(f"{os.fspath(path)} is no trace: its events have no phase")
+    for each in events:
+        wrong = _wrong(each)
+        if wrong:
+            raise ArgumentError(f"{os.fspath(path)} is no trace: an event's {wrong}")
     return events
 
 
@@ -202,7 +208,7 @@ def merge(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
     merged: list[dict[str, Any]] = []
     for number, path in enumerate(paths):
         events = load(path)
-        named = {each["pid"]: each["args"] for each in events if each["name"] == "process_name"}
+        named = {each["pid"]: each.get("args", {}) for each in events if each["name"] == "process_name"}
         offsets = [args["wall_offset_us"] for args in named.values() if "wall_offset_us" in args]
         offset_us = min(offsets) if offsets else 0.0
         for each in events:
@@ -213,6 +219,27 @@ def merge(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
                 moved["id"] = f"{number}/{each['id']}"
             merged.append(moved)
     return merged
+
+
+def _wrong(event: dict[str, Any]) -> str:
+    """What an event has that none of a trace has; "" for nothing."""
+    arguments = event.get("args", {})
+    if not isinstance(event.get("pid"), int):
+        return f"pid is no whole number: {event.get('pid')!r:.40}"
+    if not isinstance(event.get("name"), str):
+        return f"name is no text: {event.get('name')!r:.40}"
+    if not _is_time(event.get("ts", 0)):
+        return f"ts is no number: {event['ts']!r:.40}"
+    if not isinstance(arguments, dict):
+        return f"args are no object: {arguments!r:.40}"
+    if event["name"] == "process_name" and not _is_time(arguments.get("wall_offset_us", 0)):
+        return f"wall_offset_us is no number: {arguments['wall_offset_us']!r:.40}"
+    return ""
+
+
+def _is_time(value: Any) -> bool:
+    """Whether it is a number of microseconds; not what JSON reads as NaN, Infinity or a number beyond a float's."""
+    return isinstance(value, int | float) and abs(value) < 1e18
 
 
 def _metadata(what: str, tid: int, **arguments: Any) -> dict[str, Any]:

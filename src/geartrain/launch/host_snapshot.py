@@ -11,7 +11,7 @@ is an entry with its name and an `error`. It costs a file opened for each store,
     stores     name, rows, capacity, bytes, clients [{pid, rows}], lock_holder, counters {..}, limiter {..}, age_s
     weights    name, version, published_ns, version_bytes, file_bytes, has_publisher, in_use
     jobs       name, kind, host, hosts, coordinator, processes [{name, kind, pid, restarts, counts {..}, ...}]
-    processes  pid, command, age_s, period_s, objects [{kind, name, figures {..}, rates {..}}]
+    processes  pid, command, age_s, period_s, objects [{kind, name, figures {..}, rates {..}}], left_out
     pids       pid -> state, command, cpu_s, rss_bytes, threads; of all that are named above
     unreadable file -> why
 """
@@ -68,6 +68,7 @@ def take_snapshot(trust: Trust = "user") -> dict[str, Any]:
                 "age_s": max(0.0, time.time() - each.at_s),
                 "period_s": each.period_s,
                 "objects": [asdict(one) for one in each.objects],
+                "left_out": each.left_out,
             }
             for each in reports
         ],

@@ -143,9 +143,9 @@ def trace(
     from geartrain.core.trace import merge
 
     events = merge(paths)
-    slices = Counter(each["cat"] for each in events if each["ph"] == "X")
-    begun = {(each["cat"], each["id"]) for each in events if each["ph"] == "s"}
-    ended = {(each["cat"], each["id"]) for each in events if each["ph"] == "f"}
+    slices = Counter(str(each.get("cat", "")) for each in events if each["ph"] == "X")
+    begun = {(str(each.get("cat")), str(each.get("id"))) for each in events if each["ph"] == "s"}
+    ended = {(str(each.get("cat")), str(each.get("id"))) for each in events if each["ph"] == "f"}
     processes = sum(each["name"] == "process_name" for each in events)
     shown = ", ".join(f"{number:,} of {name}" for name, number in sorted(slices.items())) or "none"
     out.print(escape(f"{processes} processes; slices: {shown}; {len(begun & ended):,} flows"), soft_wrap=True)

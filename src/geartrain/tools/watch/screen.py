@@ -108,7 +108,9 @@ class Screen:
         paused = "PAUSED  " if self.paused else ""
         room = f"{shm['directory']} {size(used)} of {size(sum(each['shm']['bytes'] for each in hosts))}"
         missing = "".join(f"  no answer: {each}" for each in self.missing)
-        return _fit(f"{paused}geartrain top  {what}  {at}  {room}{missing}", width, "reverse")
+        left_out = sum(each.get("left_out", 0) for host in hosts for each in host["processes"])
+        beyond = f"  objects that reports have no room for: {left_out}" if left_out else ""
+        return _fit(f"{paused}geartrain top  {what}  {at}  {room}{missing}{beyond}", width, "reverse")
 
     def _findings(self, width: int, height: int) -> list[Text]:
         if not self.findings:
