@@ -186,7 +186,6 @@ def test_the_script_runs_end_to_end_and_repeats_itself(simulator, tmp_path):
 @pytest.mark.parametrize("after_s", [0.2, 6.0])
 def test_an_interrupted_run_leaves_no_segment_behind(simulator, tmp_path, stop, after_s):
     command = [sys.executable, str(SCRIPT), "--episodes=60", "--out", str(tmp_path)]
-    before = demo_segments()
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     mine = f"hopper-demo-{running.pid}"
     try:
@@ -201,4 +200,4 @@ def test_an_interrupted_run_leaves_no_segment_behind(simulator, tmp_path, stop, 
         running.kill()
     assert running.returncode == 128 + stop
     assert b"Traceback" not in errors
-    assert demo_segments() <= before
+    assert not [name for name in demo_segments() if mine in name], "others may run at the same time"
