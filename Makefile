@@ -21,7 +21,7 @@ WORKERS ?= 4
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist worksteal
 # Workers and hundreds of processes import the same files: without bytecode each of them compiles all of them.
 test test-all test-failed test-long: export PYTHONDONTWRITEBYTECODE =
-test: setup  # at least one case of every guarantee: about six minutes on two cores
+test: setup  # at least one case of every guarantee: about five minutes on two cores
 	$(PYTEST)
 
 test-all: setup  # further cases, run by continuous integration
