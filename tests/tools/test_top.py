@@ -30,6 +30,7 @@ import geartrain as gt
 import geartrain.errors as errors
 from geartrain.core import process_report
 from geartrain.core.counters import SharedCounters
+from geartrain.launch.host_metrics import values_of
 from geartrain.launch.host_snapshot import take_snapshot
 from geartrain.launch.metrics import COLUMNS
 
@@ -231,6 +232,10 @@ def report(**more: Any) -> dict[str, Any]:
     return {"format": process_report.FORMAT, "pid": os.getpid(), **about, "objects": [], **more}
 
 
+def one(kind: str, **figures: Any) -> dict[str, Any]:
+    return {"kind": kind, "name": "n", "figures": figures, "rates": {}}
+
+
 def nested(levels: int) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for _ in range(levels):
@@ -266,6 +271,27 @@ def test_a_damaged_report_ends_neither_the_reports_of_others_nor_top(host: Path,
     plain_lines(snapshots, findings, 100)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        one("node", backlog=0, peers="text"),
+        one("node", backlog=0, peers={"a": {"open": "text"}}),
+        one("node", backlog=float("nan"), peers={}),
+        one("group", rank=0),
+        one("replay", stores="rows"),
+        one("replay", error="ValueError: on purpose"),
+    ],
+    ids=["peers", "a peer", "nan", "a rank", "stores", "an error"],
+)
+def test_an_object_with_wrong_figures_is_an_error_of_its_own(host: Path, wrong: dict[str, Any]) -> None:
+    (host / "geartrain-report-1.json").write_text(json.dumps(report(objects=[wrong, one("other", a=1)])))
+    snapshots, findings, _ = Watcher().look()
+    (process,) = snapshots[0]["processes"]
+    assert "error" in process["objects"][0]["figures"] and process["objects"][1]["figures"] == {"a": 1}
+    plain_lines(snapshots, findings, 100)
+    values_of(snapshots[0])
+
+
 def ended_pid() -> int:
     process = subprocess.Popen(["true"])
     process.wait(patience(30))
@@ -294,7 +320,7 @@ def test_figures_that_json_cannot_hold_are_an_error_of_their_object_alone(host: 
     }
     owners = [Owner() for _ in figures]
     for owner, name in zip(owners, figures, strict=True):
-        process_report.register(owner, "replay", lambda _, name=name: {"name": name, **figures[name]})
+        process_report.register(owner, "other", lambda _, name=name: {"name": name, **figures[name]})
     (found,) = until(lambda: list(process_report.read_reports()), 10)
     by_name = {each.name: each.figures for each in found.objects}
     assert by_name.keys() == figures.keys()

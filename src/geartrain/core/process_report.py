@@ -49,6 +49,14 @@ _MOST_LEVELS = 32
 #: What a file raises whose content is no report.
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 
+#: Numbers that each kind of object reports, and each peer of a node: what readers rely on.
+_NUMBERS_OF = {
+    "replay": ("batch_size", "waiting_s", "batches", "rows", "bytes", "redrawn", "wait_s", "make_s"),
+    "group": ("rank", "world_size", "epoch", "issued", "operations", "array_bytes"),
+    "node": ("backlog",),
+}
+_NUMBERS_OF_PEER = ("open", "messages_sent", "messages_received", "bytes_sent", "bytes_received")
+
 Read = Callable[[Any], Mapping[str, Any]]
 
 
@@ -299,7 +307,23 @@ def _parsed(found: Any) -> ProcessReport:
     ]
     for one in objects:
         _require_shallow(one.figures)
+        if "error" not in one.figures:
+            try:
+                _require_numbers(one.kind, one.figures)
+            except (KeyError, TypeError, ValueError) as error:
+                one.figures = {"error": f"no figures of this build: {error!r}"}
     return ProcessReport(pid, str(found["command"]), at_s, period, objects, alive, int(found.get("left_out", 0)))
+
+
+def _require_numbers(kind: str, figures: Mapping[str, Any]) -> None:
+    """Raises KeyError, TypeError or ValueError where a number that readers rely on is missing or is none."""
+    peers = figures["peers"] if kind == "node" else {}
+    if not isinstance(peers, Mapping) or not isinstance(figures.get("stores", []), list):
+        raise TypeError(f"figures of a {kind}: {str(figures)[:100]}")
+    for found, names in ((figures, _NUMBERS_OF.get(kind, ())), *((each, _NUMBERS_OF_PEER) for each in peers.values())):
+        for name in names:
+            if isinstance(found[name], str) or not math.isfinite(found[name]):
+                raise ValueError(f"{name} of a {kind} is {found[name]!r}")
 
 
 def _numbers(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
