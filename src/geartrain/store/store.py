@@ -75,6 +75,7 @@ class Store(WritableStore):
     """
 
     _journal: Journal | None = None
+    _peeks = False  # opened by `peek`: without locks
 
     # --- creating and joining ---------------------------------------------------------------------------------
 
@@ -301,9 +302,14 @@ class Store(WritableStore):
 
     @classmethod
     def peek(cls, name: str | os.PathLike[str], *, trust: Trust = "user") -> Store:
-        """A read-only look at a store, living or dead: leaves no trace and cannot change it. Raises as `open`."""
+        """A read-only look at a store, living or dead: leaves no trace and cannot change it. Raises as `open`.
+
+        It may be saved: what was committed when `save` began, but for rows that are gone when it comes to them.
+        """
         name = os.fspath(name)
-        return cls(_native.Store.attach(name, False, True, 1.0, check_trust(trust)), name, trust)
+        store = cls(_native.Store.attach(name, False, True, 1.0, check_trust(trust)), name, trust)
+        store._peeks = True
+        return store
 
     @classmethod
     def load(
@@ -413,8 +419,9 @@ class Store(WritableStore):
             incremental=incremental,
             origin=self.origin,
             progress=progress,
+            locks=not self._peeks,
         )
-        if self.native.journal_state() is not None:
+        if self.native.journal_state() is not None and not self._peeks:
             self.native.request_journal_priorities()
         return saved
 
