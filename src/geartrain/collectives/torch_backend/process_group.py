@@ -36,6 +36,7 @@ import torch.distributed as dist
 from geartrain.collectives.buffers import REDUCED_DTYPES, reduces
 from geartrain.collectives.torch_backend.exchanges import FORMS, TensorExchange, begin, timeout_of
 from geartrain.collectives.torch_backend.options import BackendOptions
+from geartrain.collectives.torch_backend.polled_store import PolledStore
 from geartrain.collectives.torch_backend.staging import Staging
 from geartrain.collectives.torch_backend.work import Finisher, TorchWork, backend_error, uncompiled
 from geartrain.core.dtypes import DTYPES as STORE_DTYPES
@@ -301,6 +302,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Where the Group is whose ranks all own a share."""
         o = self.options
         plain = not o.reducers and isinstance(o.shares, str) and o.rates is None and o.on_reducer_loss == "raise"
+        plain = plain and not o.hierarchical
         return "cpu" if plain else "cpu/ranks"
 
     def _start(self, where: str, flat: torch.Tensor, op: str, timeout_s: float) -> Any:
@@ -338,7 +340,7 @@ class ProcessGroup(dist.ProcessGroup):
 
         o = self.options
         if where == "cpu/ranks":
-            o = replace(o, reducers=(), shares="equal", rates=None, on_reducer_loss="raise")
+            o = replace(o, reducers=(), shares="equal", rates=None, on_reducer_loss="raise", hierarchical=False)
         try:
             return Group(
                 self.rank(),
@@ -353,6 +355,7 @@ class ProcessGroup(dist.ProcessGroup):
                 secret=o.secret,
                 epoch=o.epoch,
                 on_reducer_loss=o.on_reducer_loss,
+                hierarchical=o.hierarchical,
             )
         except GeartrainError as error:
             if self._closed:
@@ -474,32 +477,6 @@ for _names, _made in ((FORWARDED, _forward), (FORMS, _exchanged)):
     for _name in _names:
         if hasattr(dist.ProcessGroup, _name):  # which exist depends on the version of torch
             setattr(ProcessGroup, _name, _made(_name))
-
-
-class PolledStore:
-    """A prefix of a torch store that polls instead of waiting: TCPStore logs every wait that ends early.
-
-    Once `closed()` is true, calls raise `RuntimeError`, as a store that is gone.
-    """
-
-    def __init__(self, prefix: str, store: Any, closed: Callable[[], bool] = lambda: False) -> None:
-        self._store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
-        self._closed = closed
-        self.set, self.get = self._store.set, self._store.get
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
-        if self._closed():
-            raise RuntimeError("the process group was closed")
-        return bool(self._store.check(keys))
-
-    def wait(self, keys: list[str], timeout: timedelta) -> None:
-        """Raises `RuntimeError` at the deadline, as torch's do."""
-        until_s = time.monotonic() + timeout.total_seconds()
-        while not self.check(keys):
-            if time.monotonic() > until_s:
-                raise RuntimeError(f"{keys} were not set in time")
-            time.sleep(0.005)
 
 
 _alive: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
