@@ -396,6 +396,7 @@ class DistributedBatchBuilder:
         traffic: dict[str, float] = dataclasses.asdict(self.traffic)
         moved = traffic["local_bytes"] + traffic["received_bytes"]
         traffic["local_share"] = traffic["local_bytes"] / moved if moved else 1.0
+        traffic |= {f"peers_by_{name}": count for name, count in self.group.peers().items()}
         return build_stats(self._built, self._make_s, self.samplers) | traffic
 
     def describe(self) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ every rank, sequential on the replay's own thread:
 | choose | a target for each of B draws, a tree descent for each of the B / W draws of the rank's own shard |
 | assign | `geartrain.replay.distributed.assignment.assign` itself, run here on such draws, with that many ranks |
 | fetch | B / D rows at the rate of a copy, or of the host's memory shared by its G ranks |
-| exchange | all-to-all: the rows of the host that sends or receives most, over its link or through Gloo |
+| exchange | all-to-all: the rows of the host that sends or receives most, over its link or through the transport |
 
 They overlap with training: a step takes the longer of the two. Rows that move:
 
@@ -188,7 +188,7 @@ def predict(cluster: Cluster, arm: Arm, constants: Constants) -> Prediction:
     fetch_s = read * (r / copy + turns * constants.row_ns * 1e-9)
 
     link = cluster.link_gbit / 8 * 1e9 * constants.link_share
-    through = min(link, constants.gloo_gb_per_s * 1e9 * cluster.gpus / turns)
+    through = min(link, constants.tcp_gb_per_s * 1e9 * cluster.gpus / turns)
     exchange_s = (busiest * r / through + constants.round_us * 1e-6 * turns) if hosts > 1 else 0.0
 
     make_s = gather_s + choose_s + assign_s + fetch_s + exchange_s
@@ -200,7 +200,7 @@ def predict(cluster: Cluster, arm: Arm, constants: Constants) -> Prediction:
         "selection": choose_s,
         "assignment": assign_s,
         "copying": fetch_s,
-        "network" if link <= through else "Gloo": exchange_s,
+        "network" if link <= through else "transport": exchange_s,
     }
     bound_by = "training" if step_s >= make_s else max(stages, key=lambda name: stages[name])
     return Prediction(

@@ -37,6 +37,7 @@ class ThreadRankGroup:
         self.rank = rank
         self.size = wire.size
         self.sent_bytes = 0
+        self.sent_messages = 0
         self._timeout_s = timeout_s
         self._exchanges = 0
         self.die_at = die_at
@@ -66,6 +67,7 @@ class ThreadRankGroup:
             if array.size:
                 self._queue(self.rank, peer).put(array.copy())
         self.sent_bytes += sum(array.size for _, array in sends)
+        self.sent_messages += len({peer for peer, array in sends if array.size})
         deadline_s = time.monotonic() + self._timeout_s
         for peer, array in receives:
             if not array.size:
@@ -75,6 +77,10 @@ class ThreadRankGroup:
                 self.abort(f"rank {peer} sent {got.size} bytes, {array.size} were expected")
                 raise PeerLostError(str(self._wire.broken))
             array[:] = got
+
+    def peers(self) -> dict[str, int]:
+        """See `RankGroup`: all by queues of this process."""
+        return {"threads": self.size - 1}
 
     def abort(self, reason: str) -> None:
         """See `RankGroup`."""
