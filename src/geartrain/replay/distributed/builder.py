@@ -3,7 +3,7 @@
 For every batch all ranks take the same steps, in the same order (GEAR, sections 3.3 and 3.4):
 
     1. status      every rank's step, fingerprint, row counts and totals (draw.py)                     all-gather
-    2. priorities  priority updates go to the leaders of their rows' shards                            only if any
+    2. priorities  priority updates go to the leaders of their rows' shards, with the status           only if any
     3. draw        each rank computes which shard owns each draw; its ranks look the rows up           all-gather
     4. assign      draws to replicas (consumers) and ranks (readers) (assignment.py)                   none
     5. read        rows from shared memory, into the batch or into messages (read.py)                  none

@@ -2,6 +2,7 @@
 
     all_gather          fixed-size bytes of every rank, to every rank: shard totals, a few dozen bytes each
     all_gather_object   the same for picklable objects, for set-up only
+    all_to_all          bytes for every rank, of sizes that only the sender knows: priority updates
     exchange            point-to-point messages whose sizes both ends know: rows (all-to-all, where all pairs have some)
 
 `TorchRankGroup` has connections of its own (carrier.py), so its traffic never mixes with the training's collectives and
@@ -30,10 +31,15 @@ from geartrain.core.extras import require_torch
 from geartrain.errors import ArgumentError, PeerLostError, RanksDisagreeError, WaitTimeoutError
 from geartrain.replay.distributed.carrier import MAX_MESSAGES, Bytes, Carrier, CarrierError, Cause, Message
 from geartrain.replay.distributed.gloo_carrier import GlooCarrier
-from geartrain.replay.distributed.transport_carrier import open_carrier
+from geartrain.replay.distributed.transport_carrier import TransportCarrier, open_carrier
 
 # Longest wait for the key-value store when the reason of a failure is read or written.
 NOTE_S = 2.0
+# Ranks that an all-gather reaches in one round.
+RADIX = 8
+# Largest group in which every rank sends a message to every other one in each batch: it costs a rank about 5 us of
+# processor time for each of them, and saves a round.
+DIRECT_RANKS = 32
 
 
 class RankGroup(Protocol):
@@ -71,6 +77,13 @@ class RankGroup(Protocol):
         """All-gather of picklable objects: for set-up, not for every batch."""
         ...
 
+    def all_to_all(self, parts: Sequence[Bytes]) -> list[Bytes]:
+        """All-to-all of (size,) arrays of uint8 of any length: part i goes to rank i; returns each rank's, to be read.
+
+        One message to every other rank, in one round but over Gloo, so for groups of up to `DIRECT_RANKS` ranks.
+        """
+        ...
+
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """Sends messages and receives into the given arrays; between two ranks messages keep the order of the lists."""
         ...
@@ -105,6 +118,10 @@ class SingleRank:
         """See `RankGroup`."""
         return [mine]
 
+    def all_to_all(self, parts: Sequence[Bytes]) -> list[Bytes]:
+        """See `RankGroup`."""
+        return list(parts)
+
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """See `RankGroup`."""
 
@@ -116,9 +133,10 @@ class SingleRank:
 
 
 def all_gather_bruck(ranks: RankGroup, mine: Bytes) -> Bytes:
-    """`RankGroup.all_gather` by `RankGroup.exchange`: Bruck's algorithm, ceil(log2 size) rounds (Bruck et al., 1997).
+    """`RankGroup.all_gather` by `RankGroup.exchange`: Bruck's algorithm, ceil(log8 size) rounds (Bruck et al., 1997).
 
-    In round k each rank sends the blocks it has to the rank 2^k before it. Every rank sends (size - 1) * n bytes.
+    In round k each rank sends the blocks it has to the seven ranks 8^k, 2 * 8^k, ... before it: up to 8 ranks take one
+    round, 64 two. Every rank sends (size - 1) * n bytes, in seven messages a round at most.
     """
     return all_gather_among(ranks, range(ranks.size), mine)
 
@@ -134,12 +152,14 @@ def all_gather_among(ranks: RankGroup, members: Sequence[int], mine: Bytes) -> B
         if at is None:
             ranks.exchange([], [])
         else:
-            count = min(step, size - step)
-            ranks.exchange(
-                [(members[(at - step) % size], have[:count].reshape(-1))],
-                [(members[(at + step) % size], have[step : step + count].reshape(-1))],
-            )
-        step *= 2
+            sends: list[Message] = []
+            receives: list[Message] = []
+            for first in range(step, min(RADIX * step, size), step):
+                count = min(step, size - first)
+                sends.append((members[(at - first) % size], have[:count].reshape(-1)))
+                receives.append((members[(at + first) % size], have[first : first + count].reshape(-1)))
+            ranks.exchange(sends, receives)
+        step *= RADIX
     if at is None:
         return np.zeros_like(have)
     rolled: Bytes = np.roll(have, at, axis=0)
@@ -155,6 +175,17 @@ def all_gather_object(ranks: RankGroup, mine: Any) -> list[Any]:
     return [
         pickle.loads(part[:size].tobytes()) for part, size in zip(ranks.all_gather(padded), sizes.tolist(), strict=True)
     ]
+
+
+def all_to_all_of_known_sizes(ranks: RankGroup, parts: Sequence[Bytes]) -> list[Bytes]:
+    """`RankGroup.all_to_all` by an all-gather of the sizes and an exchange."""
+    sizes = np.array([part.size for part in parts], np.int64)
+    every = ranks.all_gather(sizes.view(np.uint8)).reshape(-1).view(np.int64).reshape(ranks.size, ranks.size)
+    received = [np.empty(size, np.uint8) for size in every[:, ranks.rank].tolist()]
+    received[ranks.rank] = parts[ranks.rank]
+    others = [rank for rank in range(ranks.size) if rank != ranks.rank]
+    ranks.exchange([(rank, parts[rank]) for rank in others], [(rank, received[rank]) for rank in others])
+    return received
 
 
 T = TypeVar("T")
@@ -273,12 +304,23 @@ class TorchRankGroup:
         """See `RankGroup`."""
         return all_gather_object(self, mine)
 
+    def all_to_all(self, parts: Sequence[Bytes]) -> list[Bytes]:
+        """See `RankGroup`."""
+        self._check_usable()
+        carrier = self._carrier
+        if not isinstance(carrier, TransportCarrier):
+            return all_to_all_of_known_sizes(self, parts)
+        self._calls += 1
+        self.sent_bytes += sum(part.size for part in parts) - parts[self.rank].size
+        self.sent_messages += self.size - 1
+        try:
+            return carrier.all_to_all(self._calls, parts, time.monotonic() + self._timeout_s)
+        except CarrierError as error:
+            self._lost(error)
+
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """See `RankGroup`."""
-        if os.getpid() != self._pid:
-            raise PeerLostError("a rank group belongs to the process that made it: this one was forked from it")
-        if self._broken is not None:
-            raise PeerLostError(self._broken)
+        self._check_usable()
         for messages in (sends, receives):
             if len(messages) > MAX_MESSAGES and max(Counter(peer for peer, _ in messages).values()) > MAX_MESSAGES:
                 raise ArgumentError(f"one exchange takes at most {MAX_MESSAGES} messages a peer")
@@ -294,6 +336,12 @@ class TorchRankGroup:
             carrier.exchange(self._calls, sends, receives, time.monotonic() + self._timeout_s)
         except CarrierError as error:
             self._lost(error)
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise PeerLostError("a rank group belongs to the process that made it: this one was forked from it")
+        if self._broken is not None:
+            raise PeerLostError(self._broken)
 
     def peers(self) -> dict[str, int]:
         """See `RankGroup`."""
@@ -380,6 +428,8 @@ def _quietly(body: Any) -> None:
 
 
 __all__ = [
+    "DIRECT_RANKS",
+    "RADIX",
     "Bytes",
     "Message",
     "SingleRank",
@@ -388,6 +438,7 @@ __all__ = [
     "all_gather_among",
     "all_gather_bruck",
     "all_gather_object",
+    "all_to_all_of_known_sizes",
     "as_rank_group",
     "run_on_all_ranks",
 ]

@@ -24,7 +24,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -94,7 +94,33 @@ class TransportCarrier:
 
     def exchange(self, number: int, sends: Sequence[Message], receives: Sequence[Message], until_s: float) -> None:
         """See `Carrier`."""
-        outgoing, incoming = by_peer(sends), by_peer(receives)
+        incoming = by_peer(receives)
+        for peer, parts in self._transfer(number, by_peer(sends), incoming, until_s):
+            wanted = incoming[peer]
+            nbytes, found = sum(array.size for array in wanted), sum(part.size for part in parts)
+            if found != nbytes or (len(parts) > 1 and len(parts) != len(wanted)):
+                raise CarrierError(peer, Cause.refused, f"sent {found} bytes where {nbytes} were expected")
+            if len(parts) == len(wanted):
+                for into, part in zip(wanted, parts, strict=True):
+                    into[:] = part
+                continue
+            at = 0  # within the header, which has all of them
+            for into in wanted:
+                into[:] = parts[0][at : at + into.size]
+                at += into.size
+
+    def all_to_all(self, number: int, parts: Sequence[Bytes], until_s: float) -> list[Bytes]:
+        """See `geartrain.replay.distributed.rank_group.RankGroup`; numbers are those of exchanges."""
+        outgoing = {peer: [part] for peer, part in enumerate(parts) if peer != self._rank}
+        received = list(parts)
+        for peer, found in self._transfer(number, outgoing, outgoing.keys(), until_s):
+            received[peer] = found[0] if found else np.empty(0, np.uint8)
+        return received
+
+    def _transfer(
+        self, number: int, outgoing: Mapping[int, list[Bytes]], incoming: Collection[int], until_s: float
+    ) -> Iterator[tuple[int, list[Bytes]]]:
+        """Sends to some peers, and receives from some: one message each, as it is taken from the iterator."""
         self._connect({*outgoing, *incoming} - self._connections.keys(), until_s)
         later: list[tuple[int, list[Bytes]]] = []
         for peer in sorted(outgoing, key=lambda peer: (peer - self._rank) % self._size):
@@ -106,14 +132,10 @@ class TransportCarrier:
         sender = None
         if later:
             sender = _Sender(lambda: self._send_all(number, later, until_s))
-        try:
-            for peer in sorted(incoming, key=lambda peer: (self._rank - peer) % self._size):
-                self._receive(number, peer, incoming, until_s)
-        finally:
-            if sender is not None:
-                sender.join()  # until the deadline at most: the arrays are the caller's again
-        if sender is not None:
-            sender.check()
+        for peer in sorted(incoming, key=lambda peer: (self._rank - peer) % self._size):
+            yield peer, self._receive(number, peer, incoming, until_s)
+        if sender is not None:  # where a receive has failed the group is closed, which ends the sends
+            sender.join()
 
     def peers(self) -> dict[str, int]:
         """See `Carrier`."""
@@ -152,7 +174,7 @@ class TransportCarrier:
         except GeartrainError as error:
             raise self._error_of(peer, error) from error
 
-    def _receive(self, number: int, peer: int, incoming: Mapping[int, Sequence[Bytes]], until_s: float) -> None:
+    def _receive(self, number: int, peer: int, incoming: Collection[int], until_s: float) -> list[Bytes]:
         connection = self._connections[peer]
         while True:
             left_s = max(until_s - time.monotonic(), 0.001)
@@ -167,20 +189,10 @@ class TransportCarrier:
                     raise CarrierError(peer, Cause.timed_out) from error
             except GeartrainError as error:
                 raise self._error_of(peer, error) from error
-        parts = [np.frombuffer(message.header, np.uint8)] if message.header else message.buffers
-        wanted = incoming[peer]
-        nbytes = sum(array.size for array in wanted)
-        if message.tag != number or sum(part.size for part in parts) != nbytes:
-            raise CarrierError(
-                peer,
-                Cause.refused,
-                f"sent {sum(part.size for part in parts)} bytes in its exchange {message.tag} where {nbytes} were "
-                f"expected in exchange {number}",
-            )
-        if message.header:
-            parts = np.split(parts[0], np.cumsum([array.size for array in wanted])[:-1]) if len(wanted) > 1 else parts
-        for into, part in zip(wanted, parts, strict=True):
-            into[:] = part
+        if message.tag != number:
+            raise CarrierError(peer, Cause.refused, f"is at its exchange {message.tag}, this rank at {number}")
+        header = message.header
+        return [np.frombuffer(header, np.uint8)] if header else message.buffers
 
     def _error_of(self, peer: int, error: GeartrainError) -> CarrierError:
         if self._closed or isinstance(error, ConnectionClosedError):
@@ -266,11 +278,8 @@ class _Sender:
             self._error = error
 
     def join(self) -> None:
-        """Until all is sent, or has failed; each send has a deadline."""
+        """Until all is sent; each send has a deadline. Raises what one has raised."""
         self._thread.join()
-
-    def check(self) -> None:
-        """Raises what a send has raised."""
         if self._error is not None:
             raise self._error
 

@@ -5,7 +5,7 @@ every rank, sequential on the replay's own thread:
 
 | stage | time |
 |---|---|
-| gather | one all-gather of ceil(log2 D) rounds: the ranks' steps and the shards' totals |
+| gather | one all-gather, of ceil(log8 D) rounds where D is above 32: the ranks' steps and the shards' totals |
 | choose | a target for each of B draws, a tree descent for each of the B / W draws of the rank's own shard |
 | assign | `geartrain.replay.distributed.assignment.assign` itself, run here on such draws, with that many ranks |
 | fetch | B / D rows at the rate of a copy, or of the host's memory shared by its G ranks |
@@ -36,6 +36,7 @@ import numpy as np
 from geartrain.errors import ArgumentError
 from geartrain.replay.distributed.assignment import Replica, assign
 from geartrain.replay.distributed.messages import rank_status
+from geartrain.replay.distributed.rank_group import DIRECT_RANKS, RADIX
 from geartrain.tools.plan.machine import Constants, median_s
 
 Arm = Literal["local_first", "ordered", "central"]
@@ -163,6 +164,16 @@ def moved_rows(cluster: Cluster, arm: Arm) -> tuple[float, float]:
     return surplus_rows(batch, cluster.probabilities), float(np.abs(beyond).max(axis=1).mean())
 
 
+def _rounds(ranks: int) -> int:
+    """Rounds of the all-gather that begins a batch."""
+    if ranks <= DIRECT_RANKS:
+        return min(1, ranks - 1)
+    rounds, reached = 0, 1
+    while reached < ranks:
+        rounds, reached = rounds + 1, reached * RADIX
+    return rounds
+
+
 def predict(cluster: Cluster, arm: Arm, constants: Constants) -> Prediction:
     """What a batch takes. Raises `ArgumentError` for an arm there is not."""
     if arm not in ARMS:
@@ -174,7 +185,7 @@ def predict(cluster: Cluster, arm: Arm, constants: Constants) -> Prediction:
     turns = max(1.0, busy / constants.cores)
     moved, busiest = moved_rows(cluster, arm)
 
-    rounds = math.ceil(math.log2(ranks))
+    rounds = _rounds(ranks)
     gather_s = rounds * constants.round_us * 1e-6 * turns
     # In the central arm the one shard's host finds all rows, and its ranks read what the others train on.
     found, read = (batch, batch / cluster.gpus) if arm == "central" else (batch / hosts, per_rank)
