@@ -262,6 +262,7 @@ void bind_collectives(nb::module_& module) {
     return nb::make_tuple(reinterpret_cast<uint64_t>(array.data()), array.size(), array.dtype().code,
                           array.dtype().bits * array.dtype().lanes);
   });
+  module.def("reduces", [](uint32_t op, uint32_t dtype) { return reduces(op_from(op), dtype_from(dtype)); });
   module.def("reduce_kernel", &reduce_kernel);
   module.def("set_reduce_kernel", [](const std::string& name) { return set_reduce_kernel(name.c_str()); });
 }
