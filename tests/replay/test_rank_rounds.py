@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -156,3 +157,34 @@ def test_groups_beyond_those_that_send_directly_make_the_same_batches(
         parts = run_ranks(4, body)
         made.append([join([each[step] for each in parts]) for step in range(BATCHES)])
     assert same(*made)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_group_of_one_makes_the_batches_of_two_by_one_native_call_each(
+    sharded_stores: Callable[..., list[gt.Store]], prefetch: int
+) -> None:
+    selection = Prioritized(seed=6, beta=0.4)
+
+    def body(rank: ThreadRankGroup) -> tuple[list[gt.Batch], dict[str, Any]]:
+        found = []
+        options = {"window": 4, "output": "numpy", "num_batches": 6, "prefetch": prefetch}
+        with gt.Replay(stores[rank.rank], selection, B, group=rank, **options) as replay:
+            for batch in replay:
+                found.append(batch)
+                # Rows that were drawn twice: the later draw's priority holds, whatever the order they are given in.
+                replay.update_priorities(batch.keys[::-1], 1.0 + batch.draw[::-1] % 7)
+            return found, replay.stats()
+
+    made = []
+    for ranks in (1, 2):
+        stores = sharded_stores(ranks)
+        parts = run_ranks(ranks, body)
+        made.append([join([each[0][step] for each in parts]) for step in range(6)])
+        assert ("path" in parts[0][1]) == (ranks == 1)
+        if ranks == 1:
+            ((batches, stats),) = parts
+            assert batches[0].keys.draw.tolist() == batches[0].draw.tolist() == list(range(B))
+            assert batches[0].keys.shard.tolist() == [0] * B
+            assert pickle.loads(pickle.dumps(batches[0])).draw.tolist() == list(range(B))
+            assert stats["path"] == "native" and stats["local_bytes"] == stats["bytes"] and stats["local_share"] == 1
+    assert all(same([one], [other]) for one, other in zip(*made, strict=True))

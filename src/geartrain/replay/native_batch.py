@@ -121,6 +121,10 @@ class NativeBatch(Batch):
         """See `Batch`."""
         return self._rows.nbytes
 
+    def shown_as(self, kind: type[NativeBatch], step: int) -> NativeBatch:
+        """The same batch, of this step, as one of a subclass, which has further attributes."""
+        return native_batch(self._rows, self._plan, step, self._store_ids, kind)
+
     def __reduce__(self) -> tuple[Any, ...]:
         metadata = [getattr(self, name) for name in _METADATA]
         return Batch, (self.fields, self.keys, *metadata, self.step)
@@ -131,7 +135,13 @@ _put_rows, _put_plan, _put_shown, _put_store_ids, _put_step = (
 )
 
 
-def native_batch(rows: _native.SampledBatch, plan: BatchPlan, step: int, store_ids: Sequence[int]) -> NativeBatch:
+def native_batch(
+    rows: _native.SampledBatch,
+    plan: BatchPlan,
+    step: int,
+    store_ids: Sequence[int],
+    kind: type[NativeBatch] = NativeBatch,
+) -> NativeBatch:
     """A batch over native memory.
 
     Args:
@@ -139,8 +149,9 @@ def native_batch(rows: _native.SampledBatch, plan: BatchPlan, step: int, store_i
         plan: names of the fields and the kind of arrays.
         step: the number of the batch.
         store_ids: of the stores that its rows are of, in the order of their shard numbers.
+        kind: of batch.
     """
-    made: NativeBatch = object.__new__(NativeBatch)
+    made: NativeBatch = object.__new__(kind)
     # The dataclass is frozen, so by the slots themselves; other attributes are set when they are first asked for.
     _put_rows(made, rows)
     _put_plan(made, plan)
