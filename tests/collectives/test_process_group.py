@@ -415,6 +415,7 @@ def test_options_from_the_environment() -> None:
         ("GEARTRAIN_ALLREDUCE_ALGORITHM", "tree", "shares or ring"),
         ("GEARTRAIN_ALLREDUCE_WIRE_DTYPE", "fp8", "bfloat16 or float16"),
         ("GEARTRAIN_ALLREDUCE_ON_REDUCER_LOSS", "ignore", "raise or reform"),
+        ("GEARTRAIN_ALLREDUCE_HIERARCHICAL", "yes", "0 or 1"),
         ("GEARTRAIN_SECRET_FILE", "/nonexistent/secret", "No such file"),
     ],
 )

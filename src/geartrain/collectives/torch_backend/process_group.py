@@ -302,6 +302,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Where the Group is whose ranks all own a share."""
         o = self.options
         plain = not o.reducers and isinstance(o.shares, str) and o.rates is None and o.on_reducer_loss == "raise"
+        plain = plain and not o.hierarchical
         return "cpu" if plain else "cpu/ranks"
 
     def _start(self, where: str, flat: torch.Tensor, op: str, timeout_s: float) -> Any:
@@ -339,7 +340,7 @@ class ProcessGroup(dist.ProcessGroup):
 
         o = self.options
         if where == "cpu/ranks":
-            o = replace(o, reducers=(), shares="equal", rates=None, on_reducer_loss="raise")
+            o = replace(o, reducers=(), shares="equal", rates=None, on_reducer_loss="raise", hierarchical=False)
         try:
             return Group(
                 self.rank(),
@@ -354,6 +355,7 @@ class ProcessGroup(dist.ProcessGroup):
                 secret=o.secret,
                 epoch=o.epoch,
                 on_reducer_loss=o.on_reducer_loss,
+                hierarchical=o.hierarchical,
             )
         except GeartrainError as error:
             if self._closed:
