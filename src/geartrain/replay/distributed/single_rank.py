@@ -45,6 +45,7 @@ def is_one_call(samplers: list[StoreSampler], selection: Selection, config: Repl
         and is_independent(sampler.strategy)
         and sampler.traits.limits is None
         and not sampler.traits.over_steps
+        and not sampler.plan.per_step
         and not sampler.limited
         and sampler.transitions is None
     )
@@ -86,7 +87,7 @@ class SingleRankBuilder:
         batch = built.batch
         assert isinstance(batch, NativeBatch)
         self._bytes += batch.nbytes
-        built.batch = batch.shown_as(_SingleRankBatch, step)
+        built.batch = batch.as_global(step)
         return built
 
     def finish(self, started: BuiltBatch) -> BuiltBatch:
@@ -144,29 +145,6 @@ class SingleRankBuilder:
     def close(self) -> None:
         """See `BatchBuilder`."""
         self._group.close()
-
-
-class _SingleRankBatch(NativeBatch):
-    """With the numbers of its rows in the global batch, which it is."""
-
-    __slots__ = ()
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in ("draw", "keys"):
-            return super().__getattr__(name)
-        numbers = np.arange(len(self))
-        value: Any
-        if name == "draw":
-            value = self._plan.as_output(numbers)
-        else:
-            rows, shard = self._rows, np.zeros(len(self), np.uint16)
-            value = Keys.of_rows(rows.rows(), rows.generations(), self._store_ids[0], shard=shard, draw=numbers)
-        object.__setattr__(self, name, value)
-        return value
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        made, values = super().__reduce__()
-        return made, (*values, self.draw)
 
 
 __all__ = ["SingleRankBuilder", "is_one_call"]
