@@ -36,9 +36,12 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from deadlines import patience
+
+if TYPE_CHECKING:
+    from geartrain.tools.testing.cluster import HostFiles
 
 # (torch's first optimizer imports torch._dynamo, 1.5 s of a core)
 PACKAGES = (
@@ -57,15 +60,21 @@ USED = ("Store", "Replay", "actors.Actor", "launch.Job", "rpc.Node", "weights.Re
 ORDER_BYTES = 1 << 20
 FILES = 64  # that an order can carry at most
 PR_SET_CHILD_SUBREAPER = 36
-NESTED = "GEARTRAIN_TEST_PRELOADED_CHILDREN"
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000  # <sched.h>
+MS_BIND, MS_REC, MS_SLAVE = 4096, 16384, 1 << 19  # <sys/mount.h>
+NESTED = "GEARTRAIN_TEST_PRELOADED_CHILDREN"  # how many generations of processes below a program are forks
 _Popen = subprocess.Popen  # which `children` replaces
 
 
 class Popen(_Popen[str]):
-    """A process that the preloaded one forks, and that is its child and not this process's."""
+    """A process that the preloaded one forks, and that is its child and not this process's.
 
-    def __init__(self, command: Sequence[str | Path], **options: Any) -> None:
+    With a `host` it is in that emulated one (`Hosts.files`), and so are the processes that it starts.
+    """
+
+    def __init__(self, command: Sequence[str | Path], host: HostFiles | None = None, **options: Any) -> None:
         assert command[0] == sys.executable, "only programs of this interpreter"
+        self._host = [os.fspath(each) for each in host or ()]
         super().__init__(command, **{"text": True, **options})
 
     def _execute_child(self, args: Any, *options: Any) -> None:
@@ -77,6 +86,7 @@ class Popen(_Popen[str]):
             "session": bool(options[20]),
             "passed": [],
             "adopted": False,
+            "host": self._host,
         }
         theirs = [each if each != -1 else number for number, each in enumerate((pipes[0], pipes[3], pipes[5]))]
         self._server = server()
@@ -127,7 +137,7 @@ def _program(args: Any) -> list[str] | None:
     if isinstance(args, str | bytes | os.PathLike) or os.fspath(args[0]) != sys.executable:
         return None
     words = [os.fspath(each) for each in args[1:]]
-    if words[:1] == ["-B"]:  # which this interpreter has passed on
+    while words[:1] in (["-B"], ["-u"]):  # the first this interpreter has passed on, the second are all forks
         del words[0]
     plain = bool(words) and all(isinstance(each, str) for each in words)
     return words if plain and (words[0] in ("-m", "-c") or not words[0].startswith("-")) else None
@@ -329,11 +339,17 @@ def execute(order: dict[str, Any], files: list[int]) -> int:
         os.close(each)
     if order["session"]:
         os.setsid()
+    if order.get("host"):
+        _enter(*order["host"])
     os.chdir(order["cwd"])
     os.environ.clear()
     os.environ.update(order["env"])
-    if os.environ.pop(NESTED, None) is not None and not order["adopted"]:
+    generations = int(os.environ.pop(NESTED, "0")) - order["adopted"]
+    if generations > 0:
+        os.environ[NESTED] = str(generations)
         _give_children()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=True)  # type: ignore[union-attr]
     first, *rest = order["argv"]
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
@@ -359,6 +375,24 @@ def execute(order: dict[str, Any], files: list[int]) -> int:
         sys.excepthook(type(error), error, error.__traceback__)
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0
+
+
+def _enter(network: str, hostname: str, hosts: str, memory: str) -> None:
+    """Has this process, which has one thread, be in an emulated host."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def done(result: int, what: str) -> None:
+        if result != 0:
+            raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+
+    descriptor = os.open(network, os.O_RDONLY | os.O_CLOEXEC)
+    done(libc.setns(descriptor, CLONE_NEWNET), "setns")
+    os.close(descriptor)
+    done(libc.unshare(CLONE_NEWNS | CLONE_NEWUTS), "unshare")
+    socket.sethostname(hostname)
+    done(libc.mount(None, b"/", None, MS_SLAVE | MS_REC, None), "mount /")
+    for source, target in ((hosts, "/etc/hosts"), (memory, "/dev/shm")):
+        done(libc.mount(source.encode(), target.encode(), None, MS_BIND, None), f"mount {target}")
 
 
 def _give_children() -> None:

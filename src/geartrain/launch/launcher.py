@@ -43,6 +43,8 @@ from geartrain.store.store import Store
 
 #: Period of the checks of heartbeats and time limits.
 TICK_S = 0.5
+#: A process's error that may be the effect of another host's is not the job's until this much later.
+CAUSE_S = 1.0
 #: Period until the job's store exists.
 _STORE_TICK_S = 0.05
 #: In the job's name service: address and port of the ranks' rendezvous, where host 0 has no ranks.
@@ -71,6 +73,7 @@ class Launcher:
         self._signals: list[int] = []
         self._began_s = time.monotonic()
         self._end: tuple[str, str] | None = None  # outcome, text
+        self._failure: tuple[str, float] | None = None  # of a process here, and how long another host's comes before it
         self._done_hosts: set[int] = set()
         self._done_sent = False
         self._store: Store | None = None
@@ -159,6 +162,8 @@ class Launcher:
         for process in sorted(self._supervisor.reap(), key=lambda each: (each.returncode or 0) >= 0):
             if self._end is None and process not in self._waiting:  # with another rank that is to start again
                 self._handle_exit(process)
+        if self._failure is not None and time.monotonic() > self._failure[1]:
+            self._finish("failed", self._failure[0])
         elapsed_s = time.monotonic() - self._began_s
         if self.job.timeout_s is not None and elapsed_s > self.job.timeout_s:
             self._finish("timed out", f"the job {self.job.name!r} was not over within {self.job.timeout_s:g} s")
@@ -196,7 +201,11 @@ class Launcher:
                 if lines
                 else f"; it printed nothing ({process.log})"
             )
-            self._finish("failed", f"{process.name} {process.exit_reason()}{limit}{tail}")
+            failure = f"{process.name} {process.exit_reason()}{limit}{tail}"
+            if self.position.hosts == 1 or self._done_sent or (process.returncode or 0) < 0:
+                self._finish("failed", failure)
+            elif self._failure is None:
+                self._failure = (failure, time.monotonic() + CAUSE_S)
             return
         self.summary.restarts[role.name] = used + 1
         again = [process]
@@ -227,7 +236,7 @@ class Launcher:
                 process.kill(f"was killed, for it had reported nothing for {silent_s:g} s")
 
     def _check_done(self) -> None:
-        if self._end is not None:
+        if self._end is not None or self._failure is not None:
             return
         if not self._done_sent:
             kinds = ("learner",) if self.job.learner is not None else ("actor", "other")

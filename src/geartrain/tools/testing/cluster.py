@@ -76,6 +76,15 @@ class LinkTraffic(NamedTuple):
     received: int
 
 
+class HostFiles(NamedTuple):
+    """What a process has to enter to be in a host, as `Hosts.popen` does by commands."""
+
+    network: Path  # of its network namespace
+    hostname: str
+    hosts: Path  # to be mounted over /etc/hosts
+    memory: Path  # to be mounted over /dev/shm
+
+
 class Hosts:
     """`n` hosts on this machine, joined by links of `rate_mbit` megabits a second in each direction.
 
@@ -215,6 +224,11 @@ class Hosts:
         """
         inside = self._inside(i, argv)
         return namespaces.run(inside, env={**os.environ, **self.env(i), **(env or {})}, timeout_s=timeout_s, shown=argv)
+
+    def files(self, i: int) -> HostFiles:
+        """What a process enters that another way than `popen` starts in host i."""
+        home = namespaces.SHM / self.name
+        return HostFiles(namespaces.NETWORKS / self._space(i), self.hostname(i), home / "hosts", home / str(i))
 
     def socket(self, i: int, kind: int = socket.SOCK_STREAM) -> socket.socket:
         """A new IPv4 socket of this process in host i's network: it binds and connects there."""
@@ -410,9 +424,9 @@ class Hosts:
         return f"{self.name}-{self._checked(i)}"
 
     def _inside(self, i: int, argv: Sequence[str]) -> list[str]:
-        home = namespaces.SHM / self.name
-        enter = ["ip", "netns", "exec", self._space(i), "unshare", "--uts", "sh", "-c", _ENTER]
-        return [*enter, self.hostname(i), str(home / "hosts"), str(home / str(i)), *argv]
+        files = self.files(i)
+        enter = ["ip", "netns", "exec", files.network.name, "unshare", "--uts", "sh", "-c", _ENTER]
+        return [*enter, files.hostname, str(files.hosts), str(files.memory), *argv]
 
     def _in_network(self, i: int, make: Callable[[], T]) -> T:
         """Calls `make` on a thread that is in host i's network; a thread may be, its process need not."""

@@ -29,6 +29,8 @@ COMMANDS = ("ip", "tc", "unshare", "mount", "sh")
 #: Longest wait for a command, for killed processes to be gone, and for the first connection.
 DEADLINE_S = 20.0
 SHM = Path("/dev/shm")
+#: Where `ip netns` keeps the namespaces that it has named.
+NETWORKS = Path("/run/netns")
 _NAME = re.compile(r"gt[0-9a-f]{1,8}-\d{1,3}")
 _CLONE_NEWNET = 0x40000000
 _numbers = itertools.count()
@@ -64,7 +66,7 @@ def call_in(space: str, host: str, make: Callable[[], T]) -> T:
     def enter_and_make() -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         try:
-            descriptor = os.open(f"/run/netns/{space}", os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(NETWORKS / space, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 if libc.setns(descriptor, _CLONE_NEWNET) != 0:
                     code = ctypes.get_errno()
