@@ -15,7 +15,7 @@ from typing import Any
 
 import geartrain.core.trace as trace
 from geartrain.collectives.bootstrap import Bootstrap, store_from
-from geartrain.collectives.buffers import DTYPE_CODES, OPS, REDUCED_DTYPES, buffer_of
+from geartrain.collectives.buffers import buffer_of, check_reduction
 from geartrain.collectives.exchange import Exchange, exchange_of
 from geartrain.collectives.faults import Fault
 from geartrain.collectives.hierarchical_session import HierarchicalSession
@@ -201,9 +201,11 @@ class Group:
 
         Args:
             array: a C-contiguous NumPy array, torch tensor on the CPU, or anything with the buffer protocol or DLPack,
-                of float32, float64, bfloat16, float16, int8 to int64 or uint8, of any shape. The same number of
-                elements on all ranks.
-            op: "sum", "avg" (floats only), "min" or "max". 16-bit floats are summed in float32 and rounded once.
+                of float32, float64, bfloat16, float16, int8 to int64, uint8 to uint64, bool, complex64 or complex128,
+                of any shape. The same number of elements on all ranks.
+            op: "sum", "avg" (floats and complex), "min", "max", "product" (none of these three of complex), "band",
+                "bor" or "bxor" (integers and bool). 16-bit floats are reduced in float32 and rounded once; a sum of
+                bool is "or".
             wire_dtype: "bfloat16" or "float16" to halve the bytes of a float32 array: every rank's elements and the
                 result are rounded once each.
             timeout_s: deadline of the operation, from now; the group's by default.
@@ -229,11 +231,8 @@ class Group:
 
         `keep` is held, and returned by `Work.wait`: whatever owns the memory.
         """
-        if op not in OPS:
-            raise ArgumentError(f"op is one of {', '.join(OPS)}, found {op!r}")
         for name in (dtype, wire_dtype or dtype):
-            if name not in DTYPE_CODES:
-                raise ArgumentError(f"arrays of {name} are not reduced; there are {', '.join(REDUCED_DTYPES)}")
+            check_reduction(op, name)
         self._check_process()
         timeout_s = self.timeout_s if timeout_s is None else timeout(timeout_s)
         return self._issue(
