@@ -111,6 +111,13 @@ SENSELESS = {
         "--master": ("x", "host", ":", "host:", ":1", "host:0", "host:99999", "host:²", *WORDS),
         "--coordinator-port": ("-1", "0", "65536"),
     },
+    "generate slurm": {
+        "job": ("no.toml", "no_such_module", "json:no_such", "broken.py", "raising.py", "types-3.toml", *WORDS),
+        "--hosts": ("0", "-1", "100001"),
+        "--option": ("partition", "=gpu", "Partition=x", "--mem=1", "nodes=3", 'mem="', "mem=\\", "mem=a\nb", *WORDS),
+        "--setup": ("", " ", "a\nb", "\udcff"),
+        "--python": ("", " ", "a\nb", "\udcff"),
+    },
     "plan ranks": {
         "--hosts": ("0", "-1"),
         "--gpus": ("0", "-1"),
@@ -150,6 +157,7 @@ SOUND = {
     "bench": ["store"],
     "reducer": [],
     "launch": ["job.toml", "--folder", "run"],
+    "generate slurm": ["job.toml", "--hosts", "2"],
     "plan ranks": ["--hosts", "2", "--gpus", "1", "--batch", "8", "--rows", "1e4"],
     "plan allreduce": ["--workers", "2x1Gbit", "--reducers", "1x1Gbit", "--bytes", "1MB", "--price-worker", "1",
                        "--price-reducer", "1"],
@@ -221,6 +229,7 @@ def hostile() -> Iterator[tuple[str, str, list[str]]]:
         yield name, "--no-such-option", [*SOUND[name], "--no-such-option=1"]
     yield "", "", ["no-such-command"]
     yield "plan", "", ["no-such-command"]
+    yield "generate", "", ["no-such-command"]
 
 
 def _without(words: list[str], option: str) -> list[str]:
