@@ -51,6 +51,15 @@ SENSELESS = {
         "--into": ("", "missing/folder/x.gt", "/dev/null/x", "/proc/x.gt", "/tmp", "x" * 300, "a/" * 3000),
         "source": ("/no/such", "/dev/null", "/dev/zero", "/etc", "/proc/self/mem", *WORDS),
     },
+    "export": {
+        "store": ("/no/such", "/dev/null", "/etc", "/proc/self/mem", *WORDS),
+        "path": ("", "missing/folder/x.npz", "/dev/null/x.npz", "/proc/x.npz", "/tmp", "x" * 300 + ".npz", *WORDS),
+        "--format": ("hdf", *WORDS),
+        "--field": ("no-such", "=", "=x", "x=", *WORDS),
+        "--cast": ("float64", "float64=", "=float32", "float64=float31", "a=b=c", *WORDS),
+        "--option": ("split", "=3", "no_such=1", "compress=maybe", "compress=3", *WORDS),
+        "--trust": ("all", "User", *WORDS),
+    },
     "inspect": {
         "--rows": ("0", "-1", "10001"),
         "--png": ("", "missing/folder/x", "/dev/null", "/proc/x"),
@@ -69,6 +78,13 @@ SENSELESS = {
     "trace": {
         "paths": ("/no/such", "/dev/null", "/tmp", "list.json", "bytes.json", "constants.json", *WORDS),
         "--out": ("", "missing/folder/x.json", "/tmp", "/proc/x.json"),
+    },
+    "checkpoint": {
+        "name": ("/no/such", "/etc", "/dev/null", "/proc/self/mem", *WORDS),
+        "path": ("", "missing/folder/x", "/dev/null", "/proc/x", "data.npz", "\udcff"),
+        "--every": ("0s", "10", "-1m", "1e3s", "10 m", "900d", *WORDS),
+        "--keep": ("0", "-1"),
+        "--trust": ("all", "User", *WORDS),
     },
     "remove": {
         "name": ("/no/such", "/etc", "/dev/null", "/proc/self/mem", *WORDS),
@@ -148,10 +164,12 @@ SENSELESS = {
 #: Sound calls, which the hostile ones differ from in one word.
 SOUND = {
     "import": ["data.npz", "--into", "{store}", "--quiet"],
+    "export": ["{existing}", "rows.npz", "--quiet", "--overwrite"],
     "inspect": [],
     "top": ["--once", "--every-s", "0.1"],
     "metrics": ["--dashboard"],
     "trace": ["trace.json"],
+    "checkpoint": ["{existing}", "{folder}"],
     "remove": ["{existing}"],
     "doctor": ["--listen"],
     "bench": ["store"],
@@ -166,6 +184,8 @@ SOUND = {
 AROUND = {
     ("inspect", "--rows"): ["{existing}"],
     ("inspect", "--png"): ["{existing}", "--rows", "1"],
+    ("checkpoint", "name"): ["--", "{value}", "series"],
+    ("checkpoint", "path"): ["--", "{existing}", "{value}"],
     ("metrics", "--port"): [],
     ("metrics", "--host"): ["--port", "0"],
     ("doctor", "--peer"): [],
@@ -183,7 +203,9 @@ AROUND = {
 #: What a refusal is about the world and not about the words: a file or store that is not there or holds something else.
 OPERATING = {
     *(("import", each) for each in ("source", "--into", "--field", "--option")),
+    *(("export", each) for each in ("store", "path", "--field", "--option")),
     *(("inspect", "name"), ("metrics", "--host"), ("trace", "paths"), ("remove", "name")),
+    ("checkpoint", "name"),
     *(("doctor", "--peer"), ("doctor", "--host")),
     *(("reducer", "--bind"), ("reducer", "--secret-file")),
 }  # fmt: skip
@@ -208,6 +230,7 @@ def hostile() -> Iterator[tuple[str, str, list[str]]]:
     """Command, option, and the words after the command: a sound call with one senseless value."""
     for name, command in commands(COMMAND):
         senseless = dict(SENSELESS[name])
+        arguments = [each.name for each in command.params if each.param_type_name == "argument"]
         for parameter in command.params:
             option = parameter.opts[0]
             if parameter.param_type_name == "argument":
@@ -219,9 +242,12 @@ def hostile() -> Iterator[tuple[str, str, list[str]]]:
                 assert values, f"{name} {option}: no senseless value is known"
             for value in dict.fromkeys(values):
                 sound = AROUND.get((name, option), SOUND[name])
-                if parameter.param_type_name == "argument":
+                if "{value}" in sound:
+                    words = [value if word == "{value}" else word for word in sound]
+                elif parameter.param_type_name == "argument":
                     # `--` keeps a value that begins with a dash from being read as an option.
-                    words = [*sound[1:], "--", value] if sound else ["--", value]
+                    at, given = arguments.index(option), sound[: len(arguments)]
+                    words = [*sound[len(arguments) :], "--", *given[:at], value, *given[at + 1 :]]
                 else:
                     words = [*_without(sound, option), f"{option}={value}"]
                 yield name, option, words
@@ -275,7 +301,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def call(place: Path, monkeypatch: pytest.MonkeyPatch, store_name: Any) -> Iterator[Callable[..., Any]]:
+def call(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store_name: Any) -> Iterator[Callable[..., Any]]:
     """Runs a call in this process, in `place`, with the work replaced."""
     import geartrain.collectives.reducer_main as reducer_main
     import geartrain.launch.launcher as launcher
@@ -301,13 +327,14 @@ def call(place: Path, monkeypatch: pytest.MonkeyPatch, store_name: Any) -> Itera
     monkeypatch.setattr(geartrain_bench, "load", loaded)
     monkeypatch.setattr(sys, "path", list(sys.path))
     store = gt.Store.create(store_name(), {"x": gt.Field((2,), "float32")}, max_length=3, capacity=2, persist=True)
+    store.insert({"x": np.zeros((1, 3, 2), "f")})
     existing = store.name
     store.close()
     monkeypatch.setattr(typer.testing, "_get_command", lambda _: COMMAND)  # made once: it takes longer than a call
     runner = typer.testing.CliRunner()
 
     def run(command: str, words: list[str]) -> Any:
-        names = {"{store}": store_name(), "{existing}": existing}
+        names = {"{store}": store_name(), "{existing}": existing, "{folder}": str(tmp_path / "folder")}
         return runner.invoke(app, [*command.split(), *(names.get(word, word) for word in words)])
 
     yield run

@@ -27,11 +27,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
 
 import numpy as np
-from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.core.arguments import check_whole, refuse_copies
-from geartrain.core.dtypes import DTYPES, as_raw
 from geartrain.core.keys import Keys
 from geartrain.core.schema import Field
 from geartrain.errors import (
@@ -43,6 +41,7 @@ from geartrain.errors import (
     WaitTimeoutError,
 )
 from geartrain.store.columns import Columns
+from geartrain.store.step_arguments import StepArguments
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -137,6 +136,7 @@ class StepRecorder:
         self._columns = columns
         names = list(fields)
         self._values = [name for name in names if self._role(name) == _VALUE]
+        self._arguments = StepArguments(fields, self.n_envs, self.observations, self._values)
         self._native = _native.StepWriter(
             columns.native,
             self.n_envs,
@@ -315,8 +315,6 @@ class StepRecorder:
             with suppress(GeartrainError):
                 self._native.abandon()
 
-    # --- arguments that need more than the native call does ---------------------------------------------------
-
     def _finish(
         self,
         call: Callable[[dict[str, Any], bool], bytes | int | str | None],
@@ -332,7 +330,7 @@ class StepRecorder:
             if what in converted:
                 raise SchemaError(f"{answer!r} does not fit the store's fields")
             converted.add(what)
-            self._convert(answer, given)
+            self._arguments.convert(answer, given)
             answer = call(given, False)
         if isinstance(answer, int):
             limiter = self._columns.limiter
@@ -345,104 +343,6 @@ class StepRecorder:
                 raise
         assert not isinstance(answer, int | str)
         return None if answer is None else Keys.packed(answer, self._columns.store_id)
-
-    def _convert(self, name: str, given: dict[str, Any]) -> None:
-        if name in ("terminated", "truncated", "mask"):
-            given[name] = self._flags(name, given[name])
-        elif name == "observation" and not (name in self.observations and type(given[name]) is dict):
-            given[name] = self._flat(given[name])
-        elif name == "final_observation":
-            given[name] = self._final(given)
-        elif name == "values" and not isinstance(given["values"], Mapping):
-            raise ArgumentError(f"a step's values are a dict of arrays by field, found {given['values']!r}")
-        elif name == "values" or (name in self._values and name not in given["values"]):
-            missing, unknown = set(self._values) - set(given["values"]), set(given["values"]) - set(self._values)
-            raise FieldError(
-                f"a step needs a value for every field: missing {sorted(missing)}, unknown {sorted(unknown)} (the "
-                f"observations are {', '.join(self.observations)})"
-            )
-        elif name in self.observations:
-            flat = self._flat(given["observation"])
-            given["observation"] = {**flat, name: self._array(name, flat[name])}
-        else:
-            given["values"] = {**given["values"], name: self._array(name, given["values"][name])}
-
-    def _flags(self, name: str, value: Any) -> NDArray[np.bool_]:
-        array = _as_array(name, value.detach().cpu() if hasattr(value, "detach") else value)
-        if array.dtype != np.bool_ or array.shape not in ((self.n_envs,), () if self.n_envs == 1 else (self.n_envs,)):
-            raise SchemaError(f"`{name}` must be bool ({self.n_envs},), found {array.dtype} {array.shape}")
-        return np.ascontiguousarray(array)
-
-    def _array(self, name: str, value: Any) -> Any:
-        """A field's values as the native call takes them. Raises `SchemaError` where they do not fit."""
-        field = self._columns.fields[name]
-        if hasattr(value, "detach"):
-            value = value.detach().cpu()
-            value = value.numpy() if DTYPES[field.dtype].numpy_name is not None else as_raw(value, DTYPES[field.dtype])
-        array = _as_array(name, value)
-        shape = (self.n_envs, *field.shape)
-        if array.shape != shape and not (self.n_envs == 1 and array.shape == field.shape):
-            raise SchemaError(
-                f"{name!r} of {self.n_envs} environments has shape {array.shape}; the store takes {shape}"
-            )
-        if DTYPES[field.dtype].numpy_name is None and array.dtype.itemsize == field.itemsize:
-            return np.ascontiguousarray(array).view(f"uint{8 * field.itemsize}")
-        wanted = field.numpy_dtype
-        number = not isinstance(value, np.ndarray | np.generic)  # Python numbers take the field's dtype, if they fit
-        if array.dtype == object or not (number or np.can_cast(array.dtype, wanted, "same_kind")):
-            raise SchemaError(f"{name!r} holds {field.dtype}, found {array.dtype}, which is of another kind")
-        made = np.ascontiguousarray(array, wanted)
-        if number and not np.array_equal(made, array, equal_nan=array.dtype.kind == "f") and wanted.kind != "f":
-            raise SchemaError(f"{name!r} holds {field.dtype}, in which {value!r} has no place")
-        return made if DTYPES[field.dtype].numpy_name is not None else as_raw(made, DTYPES[field.dtype])
-
-    def _flat(self, observation: Any) -> dict[str, Any]:
-        """An observation by field."""
-        if not isinstance(observation, Mapping | tuple):
-            if len(self.observations) != 1:
-                raise FieldError(
-                    f"the observation is {len(self.observations)} fields ({', '.join(self.observations)}): give a "
-                    f"dict, found {type(observation).__name__}"
-                )
-            return {self.observations[0]: observation}
-        flat = _leaves(observation)
-        found: dict[str, Any] = {}
-        for name in self.observations:
-            part = name.partition(".")[2] or name
-            if name not in flat and part not in flat:
-                raise FieldError(f"the observation has no {name!r}; it has {', '.join(flat)}")
-            found[name] = flat[name] if name in flat else flat[part]
-        if len(flat) != len(self.observations):
-            raise FieldError(f"the observation has {', '.join(flat)}; of these the store has {', '.join(found)}")
-        return found
-
-    def _final(self, given: dict[str, Any]) -> dict[str, Any] | None:
-        """The observations that episodes ended with, as arrays of all environments; None where none has ended."""
-        ended = self._flags("terminated", given["terminated"]) | self._flags("truncated", given["truncated"])
-        if given["mask"] is not None:
-            ended = ended & self._flags("mask", given["mask"])
-        final = given["final_observation"]
-        if not ended.any():
-            return None
-        several = isinstance(final, list) or (isinstance(final, np.ndarray) and final.dtype == object)
-        if not several:
-            return {name: self._array(name, value) for name, value in self._flat(final).items()}
-        fields = self._columns.fields
-        made = {
-            name: np.zeros((self.n_envs, *fields[name].shape), fields[name].numpy_dtype) for name in self.observations
-        }
-        for number in np.flatnonzero(ended):
-            if len(final) != self.n_envs or final[number] is None:
-                raise SchemaError(f"the episode of environment {number} has ended, and it has no final observation")
-            for name, value in self._flat(final[number]).items():
-                one = _as_array(name, value)
-                if one.shape != fields[name].shape:
-                    raise SchemaError(
-                        f"the final {name!r} of environment {number} has shape {one.shape}; the store takes "
-                        f"{fields[name].shape}"
-                    )
-                made[name][number] = one
-        return {name: self._array(name, value) for name, value in made.items()}
 
 
 def autoreset_mode(mode: Any) -> Autoreset:
@@ -513,24 +413,6 @@ def _check_version(version: Any) -> int:
     if not -(2**63) <= number < 2**63:
         raise ArgumentError(f"a version is a whole number of 64 bits, found {version}")
     return number
-
-
-def _as_array(name: str, value: Any) -> NDArray[Any]:
-    try:
-        return np.asarray(value)
-    except (TypeError, ValueError) as error:
-        raise SchemaError(f"{name!r} is no array: {error}") from None
-
-
-def _leaves(observation: Any, prefix: str = "") -> dict[str, Any]:
-    """A nested observation by dotted names."""
-    if not isinstance(observation, Mapping | tuple):
-        return {prefix: observation}
-    items = observation.items() if isinstance(observation, Mapping) else enumerate(observation)
-    flat: dict[str, Any] = {}
-    for name, each in items:
-        flat.update(_leaves(each, f"{prefix}.{name}" if prefix else str(name)))
-    return flat
 
 
 __all__ = [

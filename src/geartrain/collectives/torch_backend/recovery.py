@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 
 from geartrain.collectives.probe import unreachable
-from geartrain.collectives.torch_backend.process_group import PolledStore, ProcessGroup
+from geartrain.collectives.torch_backend.polled_store import PolledStore
+from geartrain.collectives.torch_backend.process_group import ProcessGroup
 from geartrain.errors import PeerLostError
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from tensordict import is_tensorclass
 from torchrl.data.replay_buffers.storages import StoreStorage
 from torchrl.data.replay_buffers.storages.base import Storage
 
-import geartrain.core.locks as locks
 from geartrain.core.arguments import check_whole
 from geartrain.core.arguments import timeout as checked_timeout
 from geartrain.core.keys import Keys
@@ -29,8 +27,8 @@ from geartrain.errors import (
     StaleKeyError,
     StoreClosedError,
     StoreMissingError,
-    WaitTimeoutError,
 )
+from geartrain.integrations.torchrl.indices import indices_of, pieces_of
 from geartrain.integrations.torchrl.items import (
     OWN,
     batch_dims_of,
@@ -40,6 +38,7 @@ from geartrain.integrations.torchrl.items import (
     leaves_of,
     stacked,
 )
+from geartrain.integrations.torchrl.writer_lock import WriterLock
 from geartrain.replay.fetch import fetch
 from geartrain.store.store import Store
 
@@ -51,8 +50,6 @@ _PIECE = 1 << 16
 _PLACE, _STATE, _HIGHEST = OWN + "place", OWN + "state", OWN + "highest"
 #: Places in the state that all processes share.
 SIZE, LENGTH, CURSOR, WRITES, BATCH_DIMS, ADDED, REWRITES = range(7)
-# The file lock of who changes the state.
-_WRITER = 1 << 20
 
 
 class SharedStorage(StoreStorage):  # type: ignore[misc]
@@ -91,9 +88,7 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
         self._tensorclass: Any = None
         self._closed = False
         self._made_by = os.getpid()
-        self._thread = threading.RLock()
-        self._depth = 0
-        self._descriptor: tuple[int, int] | None = None
+        self._writer = WriterLock(self._timeout_s)
         self.store: Store | None = None
 
     # --- the store --------------------------------------------------------------------------------------------
@@ -106,7 +101,7 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
             return True
         if self._name is None:
             return False
-        with self._one_thread():
+        with self._writer.thread():
             if self.store is not None:
                 return True
             try:
@@ -146,7 +141,7 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
         """Makes the store for items like this one, or like these, unless it is there."""
         if self._join():
             return
-        with self._one_thread():
+        with self._writer.thread():
             if self.store is None:
                 self._make(leaves_of(data), batched, batch_dims_of(data, batched))
 
@@ -171,7 +166,7 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
         else:
             store = Store.open(self._name, fields | own, max_length=length, create="missing", **options)
         try:
-            with self._locked(store):
+            with self._writer.locked(store):
                 if len(store) < rows:
                     self._fill(store, fields, rows, length, batch_dims)
         except BaseException:
@@ -204,49 +199,18 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
         """
         if self._join():
             assert self.store is not None
-            with self._locked(self.store):
+            with self._writer.locked(self.store):
                 yield
         else:
-            with self._one_thread():
+            with self._writer.thread():
                 yield
-
-    @contextmanager
-    def _one_thread(self) -> Iterator[None]:
-        if not self._thread.acquire(timeout=self._timeout_s):
-            raise WaitTimeoutError(f"another thread writes to the storage for longer than {self._timeout_s:g} s")
-        try:
-            yield
-        finally:
-            self._thread.release()
-
-    @contextmanager
-    def _locked(self, store: Store) -> Iterator[None]:
-        with self._one_thread():
-            if self._depth == 0:
-                # A forked child's descriptor has the parent's locks, so it opens the file anew.
-                if self._descriptor is None or self._descriptor[0] != os.getpid():
-                    self._descriptor = (os.getpid(), os.open(store.path, os.O_RDWR | os.O_CLOEXEC))
-                if not locks.take(self._descriptor[1], locks.EXCLUSIVE, _WRITER, self._timeout_s):
-                    raise WaitTimeoutError(
-                        f"another process writes to {store.name!r} for longer than {self._timeout_s:g} s"
-                    )
-            self._depth += 1
-            try:
-                yield
-            finally:
-                self._depth -= 1
-                if self._depth == 0 and self._descriptor is not None:
-                    locks.drop(self._descriptor[1], _WRITER)
 
     def close(self) -> None:
         """Closes the storage's store; what is called then raises `StoreClosedError`."""
         self._closed = True
         if self.store is not None:
             self.store.close()
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None and descriptor[0] == os.getpid():
-            with suppress(OSError):
-                os.close(descriptor[1])
+        self._writer.close()
 
     # --- what all processes share -----------------------------------------------------------------------------
 
@@ -344,7 +308,7 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
         if isinstance(data, list):
             data = stacked(data)
         batched = not (isinstance(cursor, int | np.integer) or (isinstance(cursor, torch.Tensor) and cursor.ndim == 0))
-        index = self._indices(cursor, self.max_size if set_cursor else len(self))
+        index = indices_of(cursor, self.max_size if set_cursor else len(self))
         if is_tensorclass(data):
             self._tensorclass = type(data)
         self.make_for(data, batched)
@@ -361,7 +325,7 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
             try:
                 skipped = sum(
                     self.store.write(self.keys[rows], fields, starts=starts)
-                    for rows, starts, fields in self._pieces(index, arrays)
+                    for rows, starts, fields in pieces_of(index, arrays, self.store.max_length)
                 )
             except BaseException:
                 come_next = False
@@ -405,20 +369,6 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
             found[name] = (leaf if batched else leaf[None]).cpu().contiguous()
         return found
 
-    def _pieces(self, index: NDArray[np.int64], arrays: dict[str, Any]) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
-        """What is written at once: rows, first steps and tensors (rows, steps, ...)."""
-        assert self.store is not None
-        length = self.store.max_length
-        row, step = index // length, index % length
-        ends = np.flatnonzero((np.diff(index) != 1) | (np.diff(row) != 0)) + 1
-        if len(index) < 4 * (len(ends) + 1):  # here and there
-            yield row, step, {name: array[:, None] for name, array in arrays.items()}
-            return
-        begin = 0
-        for end in [*ends.tolist(), len(index)]:
-            yield row[begin : begin + 1], step[begin : begin + 1], {n: a[None, begin:end] for n, a in arrays.items()}
-            begin = end
-
     def get(self, index: Any) -> Any:
         """A copy of items, one native call: of one for a number, of all for `...`; None puts an axis before all.
 
@@ -434,7 +384,7 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
         array = isinstance(index, torch.Tensor | np.ndarray)  # a buffer makes arrays of tensors
         alone = isinstance(index, int | np.integer) or (array and index.ndim == 0)
         shape = tuple(index.shape) if array and index.dtype not in (torch.bool, np.bool_) else None
-        chosen = self._indices(index, len(self))
+        chosen = indices_of(index, len(self))
         leaves = self.read(chosen, self.names)
         if alone:
             leaves, shape = {name: leaf[0] for name, leaf in leaves.items()}, ()
@@ -453,27 +403,6 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
         assert self.store is not None
         batch: Any = fetch(self.store, keys.without_steps(), fields=list(names), window=1, ends=keys.step)
         return {name: batch[name][:, 0] for name in names}
-
-    def _indices(self, index: Any, count: int) -> NDArray[np.int64]:
-        """Indices (n,) below a count, from what torchrl gives: numbers, tensors, slices, ranges, masks."""
-        if isinstance(index, tuple) and len(index) == 1:
-            index = index[0]
-        if index is Ellipsis:
-            index = slice(None)
-        if isinstance(index, slice):
-            return np.arange(*index.indices(count))
-        if isinstance(index, torch.Tensor):
-            index = index.cpu().numpy()
-        array = np.asarray(index)
-        if array.dtype == bool and array.ndim == 1:
-            array = np.flatnonzero(array)
-        if array.dtype.kind not in "iu" and array.size:
-            raise ArgumentError(f"items are chosen by whole numbers, found {array.dtype}")
-        array = array.reshape(-1).astype(np.int64)
-        array = np.where(array < 0, array + count, array)
-        if array.size and not (array.min() >= 0 and array.max() < count):
-            raise IndexError(f"there are {count} items, from 0 to {count - 1}")
-        return array
 
     def contains(self, item: Any) -> Any:
         """Whether there is an item of this index, or of each."""
@@ -537,7 +466,7 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
         if not self._join() and self._name is None:
             self._name = _new_name()  # of the store that this one or the copy makes
         state = Storage.__getstate__(self)
-        for name in ("_thread", "_descriptor", "_depth", "keys", "_place", "_state", "_highest", "names"):
+        for name in ("_writer", "keys", "_place", "_state", "_highest", "names"):
             state.pop(name, None)
         return state  # type: ignore[no-any-return]
 
@@ -545,7 +474,7 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
         """See `__getstate__`."""
         store = state.pop("store")
         Storage.__setstate__(self, state)
-        self._thread, self._depth, self._descriptor, self.store = threading.RLock(), 0, None, None
+        self._writer, self.store = WriterLock(self._timeout_s), None
         if store is not None:
             self._adopt(store)
 

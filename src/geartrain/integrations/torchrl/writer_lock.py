@@ -1,0 +1,74 @@
+"""Lock of those who write to a storage: one thread of one process at a time."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import geartrain.core.locks as locks
+from geartrain.errors import WaitTimeoutError
+from geartrain.store.store import Store
+
+# The byte of the store's file that is locked.
+_BYTE = 1 << 20
+
+
+class WriterLock:
+    """A lock of threads, and with a store of processes as well; may be nested.
+
+    Args:
+        timeout_s: longest wait for another thread, and for another process.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._thread = threading.RLock()
+        self._depth = 0
+        self._descriptor: tuple[int, int] | None = None  # process, number
+
+    @contextmanager
+    def thread(self) -> Iterator[None]:
+        """Keeps other threads of this process.
+
+        Raises:
+            WaitTimeoutError: another thread writes for too long.
+        """
+        if not self._thread.acquire(timeout=self._timeout_s):
+            raise WaitTimeoutError(f"another thread writes to the storage for longer than {self._timeout_s:g} s")
+        try:
+            yield
+        finally:
+            self._thread.release()
+
+    @contextmanager
+    def locked(self, store: Store) -> Iterator[None]:
+        """Keeps other threads and processes.
+
+        Raises:
+            WaitTimeoutError: another thread or process writes for too long.
+        """
+        with self.thread():
+            if self._depth == 0:
+                # A forked child's descriptor has the parent's locks, so it opens the file anew.
+                if self._descriptor is None or self._descriptor[0] != os.getpid():
+                    self._descriptor = (os.getpid(), os.open(store.path, os.O_RDWR | os.O_CLOEXEC))
+                if not locks.take(self._descriptor[1], locks.EXCLUSIVE, _BYTE, self._timeout_s):
+                    raise WaitTimeoutError(
+                        f"another process writes to {store.name!r} for longer than {self._timeout_s:g} s"
+                    )
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+                if self._depth == 0 and self._descriptor is not None:
+                    locks.drop(self._descriptor[1], _BYTE)
+
+    def close(self) -> None:
+        """Closes the file; the lock can be taken again, which opens it anew."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None and descriptor[0] == os.getpid():
+            with suppress(OSError):
+                os.close(descriptor[1])
