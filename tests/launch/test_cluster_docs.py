@@ -59,6 +59,22 @@ def test_the_job_runs_on_one_machine(store_name, tmp_path, preloaded_children):
 
 
 @pytest.mark.slow
+def test_the_manifest_for_kubernetes_is_written(tmp_path):
+    yaml = pytest.importorskip("yaml")
+    (command,) = re.findall(r"^(geartrain generate kubernetes .* > walk.yaml)$", PAGE.read_text(), re.MULTILINE)
+    write_job(tmp_path, "walk", 20)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, env={**os.environ, "PATH": path}, check=True)
+    made = yaml.safe_load((tmp_path / "walk.yaml").read_text())
+    (group,) = made["spec"]["replicatedJobs"]
+    assert (group["name"], group["template"]["spec"]["completions"]) == ("hosts-0-1", 2)
+    pod = group["template"]["spec"]["template"]["spec"]
+    assert pod["volumes"][0]["emptyDir"]["sizeLimit"] == "1024Mi"
+    assert pod["containers"][0]["resources"]["limits"] == {"memory": "5120Mi"}
+    assert "kubectl create secret generic walk-secret " in PAGE.read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(WHY_NO_SLURM is not None, reason=f"no Slurm cluster can be made here: {WHY_NO_SLURM}")
 def test_the_job_runs_under_slurm(store_name, tmp_path):

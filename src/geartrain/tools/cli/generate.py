@@ -84,3 +84,65 @@ def slurm(
         setup=setup or [],
     )
     typer.echo(script, nl=False)
+
+
+@generate.command()
+def kubernetes(
+    job: Description,
+    image: Annotated[str, typer.Option(help="Container image with geartrain, the job's code and its description.")],
+    hosts: Annotated[int, typer.Option(min=1, max=100_000, help="Number of hosts: pods.")] = 1,
+    description: Annotated[
+        str | None,
+        typer.Option(help="Where the image has the description: a path or module there; JOB as it is by default."),
+    ] = None,
+    name: Annotated[str, typer.Option(help="Name of the JobSet; the job's by default.")] = "",
+    namespace: Annotated[str, typer.Option(help="Namespace of the JobSet; kubectl's by default.")] = "",
+    secret: Annotated[
+        str,
+        typer.Option(help="Secret whose key 'secret' is GEARTRAIN_SECRET, for several hosts; NAME-secret by default."),
+    ] = "",
+    env: Annotated[
+        list[str] | None, typer.Option(help="An environment variable of all pods, NAME=VALUE; repeat it.")
+    ] = None,
+    gpu_resource: Annotated[str, typer.Option(help="What accelerators are called in the cluster.")] = "nvidia.com/gpu",
+    max_restarts: Annotated[
+        int, typer.Option(min=0, max=1_000_000, help="Starts of all pods again after a failure, with empty stores.")
+    ] = 0,
+) -> None:
+    """Write a JobSet for Kubernetes: --hosts pods, one launcher each.
+
+    \b
+    The description says what processes need; a pod asks for the sum over the
+    roles that it runs, and has a memory volume as its /dev/shm:
+      shared_memory_gb = 20          # needed: of the job's stores and weights
+      \\[learner]
+      run = "pendulum:learn"
+      processes = 4
+      cpus = 8                       # each; `threads` by default
+      gpus = 1                       # each; 0 by default
+      memory_gb = 30                 # each; a limit when all roles say it
+
+    Consecutive hosts with the same roles are one replicated Job. Pods find
+    host 0 by the JobSet's headless service. kubectl delete ends the job as
+    Ctrl-C does. The cluster needs the JobSet controller (jobset.sigs.k8s.io).
+    See docs/clusters.md.
+
+    Example: geartrain generate kubernetes job.toml --image registry/pendulum:1 --hosts 2 > job.yaml
+    """
+    import geartrain.launch as launching
+    from geartrain.launch.kubernetes import job_set, manifest
+
+    sys.path.insert(0, str(Path.cwd()))
+    made = job_set(
+        launching.load(job),
+        job if description is None else description,
+        image=image,
+        hosts=hosts,
+        name=name,
+        namespace=namespace,
+        secret=secret,
+        env=_pairs("--env", env or []),
+        gpu_resource=gpu_resource,
+        max_restarts=max_restarts,
+    )
+    typer.echo(manifest(made), nl=False)
