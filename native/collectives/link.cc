@@ -168,15 +168,15 @@ class RingLink final : public Link {
     return readable_ == Readable::yes;
   }
 
-  bool read_lent(uint64_t address, std::span<std::byte> into) override {
-    if (!reads_peer()) return Link::read_lent(address, into);
+  bool read_exposed(uint64_t address, std::span<std::byte> into) override {
+    if (!reads_peer()) return Link::read_exposed(address, into);
     if (const int error = peek(peer_, address, into); error != 0 && stamp_holds()) {
-      fail(ErrorKind::frame, "it lends what cannot be read: ", std::strerror(error));
+      fail(ErrorKind::frame, "it exposes what cannot be read: ", std::strerror(error));
     }
     return stamp_holds();
   }
 
-  bool still_lends() override { return !reads_peer() || stamp_holds(); }
+  bool still_exposes() override { return !reads_peer() || stamp_holds(); }
 
   void take_back() noexcept override { stamp_.store(0, std::memory_order_seq_cst); }
 
@@ -215,8 +215,8 @@ class RingLink final : public Link {
 
 }  // namespace
 
-bool Link::read_lent(uint64_t, std::span<std::byte>) {
-  fail(ErrorKind::frame, "it lends to a member that cannot read its memory");
+bool Link::read_exposed(uint64_t, std::span<std::byte>) {
+  fail(ErrorKind::frame, "it exposes memory to a member that cannot read it");
 }
 
 std::unique_ptr<Link> tcp_link(Descriptor socket) {

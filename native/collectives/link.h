@@ -16,9 +16,9 @@
 // socket stays open to report the peer's death. The peer's counters are not trusted: a difference of more than the
 // ring's size is a broken peer.
 //
-// What a peer lends is read right from its memory (process_vm_readv), which is never written. Whether the kernel allows
-// that is found by trying, at a number that the writer of a ring keeps, the stamp; the ring says where, and which. The
-// stamp is read again behind whatever was lent: it is gone when the peer has taken its memory back.
+// What a peer exposes is read right from its memory (process_vm_readv), which is never written. Whether the kernel
+// allows that is found by trying, at a number that the writer of a ring keeps, the stamp; the ring says where, and
+// which. The stamp is read again behind those bytes: it is gone when the peer does not expose its memory any more.
 //
 // One thread, the loop's.
 #pragma once
@@ -55,11 +55,11 @@ class Link {
   virtual bool polled() const { return false; }
   // Whether the peer's memory can be read by its addresses.
   virtual bool reads_peer() { return false; }
-  // False when the peer has taken back all that it lent: then its reason is on the way.
-  virtual bool still_lends() { return true; }
-  // What it lends, or false when it is taken back by now. Throws frame.
-  virtual bool read_lent(uint64_t address, std::span<std::byte> into);
-  // What this side has lent is not to be read any more.
+  // False when the peer exposes nothing any more: then its reason is on the way.
+  virtual bool still_exposes() { return true; }
+  // What it exposes, or false when it does not any more. Throws frame.
+  virtual bool read_exposed(uint64_t address, std::span<std::byte> into);
+  // What this side has exposed is not to be read any more.
   virtual void take_back() noexcept {}
   // The socket of a polled link has reported the peer's end: read() reports it once all has been read.
   virtual void end() {}

@@ -103,8 +103,8 @@ void Operations::took(const Peer& peer, const WireHeader& header, std::span<std:
       return shares_.took(peer.member(), header, payload);
     case FrameKind::credit:
       return shares_.took_credit(peer.member(), header);
-    case FrameKind::lend:
-      return took_lent(peer, header, payload);
+    case FrameKind::expose:
+      return took_exposed(peer, header, payload);
     case FrameKind::taken:
       if (peer.member() >= options_.world) fail(ErrorKind::frame, "it took what no reducer gets");
       return owner_.took_taken(peer.member(), header);
@@ -129,16 +129,17 @@ void Operations::announce(const Work& work) {
   }
 }
 
-void Operations::took_lent(const Peer& peer, const WireHeader& header, std::span<const std::byte> payload) {
-  Lent lent;
-  if (payload.size() != sizeof lent) fail(ErrorKind::frame, "it sent a malformed loan");
-  std::memcpy(&lent, payload.data(), sizeof lent);
-  if (lent.bytes == 0 || !peer.still_lends()) return;  // the reason follows
-  if (lent.bytes > kLentBytes) fail(ErrorKind::frame, "it lends ", lent.bytes, " bytes, the limit is ", kLentBytes);
+void Operations::took_exposed(const Peer& peer, const WireHeader& header, std::span<const std::byte> payload) {
+  Exposed exposed;
+  if (payload.size() != sizeof exposed) fail(ErrorKind::frame, "it exposes memory in a malformed frame");
+  std::memcpy(&exposed, payload.data(), sizeof exposed);
+  if (exposed.bytes == 0 || !peer.still_exposes()) return;  // the reason follows
+  if (exposed.bytes > kExposedBytes)
+    fail(ErrorKind::frame, "it exposes ", exposed.bytes, " bytes, the limit is ", kExposedBytes);
   const WireHeader result =
-      frame_of(FrameKind::result, header.operation, header.offset, static_cast<uint32_t>(lent.bytes));
-  const std::span<std::byte> into = shares_.lent_room(peer.member(), result);
-  if (peer.read_lent(lent.address, into)) shares_.took(peer.member(), result, into);
+      frame_of(FrameKind::result, header.operation, header.offset, static_cast<uint32_t>(exposed.bytes));
+  const std::span<std::byte> into = shares_.exposed_room(peer.member(), result);
+  if (peer.read_exposed(exposed.address, into)) shares_.took(peer.member(), result, into);
 }
 
 void Operations::open(uint32_t owner, uint64_t operation, const Open& open) {

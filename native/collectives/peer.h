@@ -67,8 +67,8 @@ class Peer final : public EventLoop::Handler, public EventLoop::Pollable {
 
   // Link's.
   bool reads_peer() const { return link_->reads_peer(); }
-  bool still_lends() const { return link_->still_lends(); }
-  bool read_lent(uint64_t address, std::span<std::byte> into) const { return link_->read_lent(address, into); }
+  bool still_exposes() const { return link_->still_exposes(); }
+  bool read_exposed(uint64_t address, std::span<std::byte> into) const { return link_->read_exposed(address, into); }
 
   const char* transport() const { return link_->name(); }
   uint32_t member() const { return member_; }

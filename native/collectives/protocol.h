@@ -17,7 +17,7 @@
 //   result  owner -> rank    a piece of the share, reduced. An empty share is answered by one empty result
 //   credit  owner -> rank    instead of a result that the rank does not get: the share is done up to `offset`
 //   taken   rank -> owner    of results that are no answer to parts: the rank has them up to `offset`
-//   lend    owner -> rank    instead of results: where they are in the owner's memory (Lent), which the rank reads
+//   expose  owner -> rank    instead of results: where they are in the owner's memory (Exposed), which the rank reads
 //   ring    rank -> next     a piece of the stream that goes around the ring (ring_allreduce.h)
 //   query   which ranks does this one wait for?     status   the answer: Members, the least advanced
 //   fault   the group is over, with the reason (Fault): forwarded to all, unchanged
@@ -61,7 +61,7 @@ constexpr uint32_t kCollectiveVersion = 3;
 constexpr uint32_t kMostMembers = 4096;       // ranks and reducers of a group
 constexpr uint32_t kMostControlBytes = 4096;  // of a payload that is not data
 constexpr uint32_t kChunkBytes = 16 << 10;    // what is reduced at once, and the most that one frame carries
-constexpr uint64_t kLentBytes = 1 << 20;      // the most that is read from another process at once
+constexpr uint64_t kExposedBytes = 1 << 20;   // the most that is read from another process at once
 
 enum class FrameKind : uint16_t {
   join = 1,
@@ -76,7 +76,7 @@ enum class FrameKind : uint16_t {
   bye,
   credit,
   taken,
-  lend
+  expose
 };
 
 struct WireHeader {
@@ -161,10 +161,10 @@ static_assert(sizeof(Open) == 32);
 
 // `bytes` at an address of the owner, which keeps them until the rank has reported that it took them; none: it has
 // taken them back, and the reason follows.
-struct Lent {
+struct Exposed {
   uint64_t address, bytes;
 };
-static_assert(sizeof(Lent) == 16);
+static_assert(sizeof(Exposed) == 16);
 
 // Why a group is over. The kinds are those of the Python errors.
 enum class FaultKind : uint32_t { none, rank_lost, reducer_lost, timed_out, disagree, protocol, aborted, closed };
@@ -218,7 +218,7 @@ inline WireHeader frame_of(FrameKind kind, uint64_t operation, uint64_t offset, 
 inline void check(const WireHeader& header) {
   const auto kind = static_cast<FrameKind>(header.kind);
   if (header.magic != kCollectiveMagic || header.reserved != 0 || (header.settled != 0 && kind != FrameKind::result) ||
-      kind < FrameKind::open || kind > FrameKind::lend ||
+      kind < FrameKind::open || kind > FrameKind::expose ||
       ((kind == FrameKind::credit || kind == FrameKind::taken) && header.bytes != 0)) {
     fail(ErrorKind::frame, "it sent what is not a frame");
   }

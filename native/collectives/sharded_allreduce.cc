@@ -242,10 +242,10 @@ std::span<std::byte> ShardedAllreduce::room(uint32_t owner, const WireHeader& re
   return {part.to + part.got, result.bytes};
 }
 
-std::span<std::byte> ShardedAllreduce::lent_room(uint32_t owner, const WireHeader& result) {
+std::span<std::byte> ShardedAllreduce::exposed_room(uint32_t owner, const WireHeader& result) {
   const Operation* const operation = find(result.operation);
   if (operation == nullptr || !operation->work->shape.direct()) {
-    fail(ErrorKind::frame, "it lends a result of operation ", result.operation, ", which it has to send");
+    fail(ErrorKind::frame, "it exposes a result of operation ", result.operation, ", which it has to send");
   }
   return room(owner, result);
 }

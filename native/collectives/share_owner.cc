@@ -56,6 +56,8 @@ void ShareOwner::open(uint32_t rank, uint64_t number, const Open& open) {
   if (shape.collective != Collective::all_reduce && (self_ == kNoRank || shape.root >= world_)) {
     fail(ErrorKind::frame, "it opened an operation that is not made here");
   }
+  // It comes when it is begun, before opens of earlier operations that the window holds back.
+  if (shape.collective == Collective::one_host_broadcast && rank == shape.root) return announced(rank, number, shape);
   if (number < next_open_[rank]) fail(ErrorKind::frame, "it opened operation ", number, " twice");
   if ((open.share_bytes > shape.wire_bytes() && shape.collective != Collective::all_to_all) ||
       open.share_bytes % bytes_of(shape.wire) != 0) {
@@ -64,7 +66,6 @@ void ShareOwner::open(uint32_t rank, uint64_t number, const Open& open) {
   if (operations_.size() >= kMostOperations) fail(ErrorKind::frame, "it opened too many operations");
   next_open_[rank] = number + 1;
   completed_[rank] = open.completed;
-  if (shape.collective == Collective::one_host_broadcast && rank == shape.root) return announced(rank, number, shape);
   if (const auto mine = not_owned_.find(number); mine != not_owned_.end()) {
     return disagree(number, rank, shape, self_, mine->second);
   }
@@ -330,7 +331,7 @@ bool ShareOwner::next_local(Place place, uint32_t rank, OutFrame* frame) {
   }
   if (at == all) return false;
   if (operation.reads[rank]) {
-    lend(place, rank, frame);
+    expose(place, rank, frame);
     return true;
   }
   if (!may_send(operation, rank)) {
@@ -346,13 +347,13 @@ bool ShareOwner::next_local(Place place, uint32_t rank, OutFrame* frame) {
   return true;
 }
 
-void ShareOwner::lend(Place place, uint32_t rank, OutFrame* frame) {
+void ShareOwner::expose(Place place, uint32_t rank, OutFrame* frame) {
   Operation& operation = place->second;
-  const uint64_t at = operation.sent[rank], bytes = std::min(kLentBytes, operation.wanted[rank] - at);
-  const Lent lent{reinterpret_cast<uintptr_t>(operation.sends[rank].at) + at, bytes};
-  frame->header = frame_of(FrameKind::lend, place->first, at, sizeof lent);
+  const uint64_t at = operation.sent[rank], bytes = std::min(kExposedBytes, operation.wanted[rank] - at);
+  const Exposed exposed{reinterpret_cast<uintptr_t>(operation.sends[rank].at) + at, bytes};
+  frame->header = frame_of(FrameKind::expose, place->first, at, sizeof exposed);
   frame->hold = ChunkBufferRef(blocks_);
-  std::memcpy(frame->hold.data(), &lent, sizeof lent);
+  std::memcpy(frame->hold.data(), &exposed, sizeof exposed);
   frame->data = frame->hold.data();
   operation.sent[rank] += bytes;
 }

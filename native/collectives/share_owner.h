@@ -112,7 +112,7 @@ class ShareOwner {
   uint64_t credit(const Operation& operation) const;
   bool may_send(const Operation& operation, uint32_t rank) const;
   bool next_local(Place place, uint32_t rank, OutFrame* frame);
-  void lend(Place place, uint32_t rank, OutFrame* frame);
+  void expose(Place place, uint32_t rank, OutFrame* frame);
   bool agrees(uint64_t number, const Operation& operation, uint32_t rank);
   void disagree(uint64_t number, uint32_t rank, const Shape& shape, uint32_t other, const Shape& others);
   void announced(uint32_t rank, uint64_t number, const Shape& shape);

@@ -218,6 +218,7 @@ TEST(ranks_that_broadcast_from_two_roots_are_both_named) {
       const Running running(group, given, rank, 60);
       CHECK(running.work->wait(soon(60)));
       const Fault& fault = running.work->fault();
+      if (rank == 2 && fault.kind == FaultKind::none) return;  // it may have received all from the first root
       if (fault.kind != FaultKind::disagree || fault.text.find("rank 1") == std::string::npos) {
         testing::failed(__FILE__, __LINE__, fault.text);
       }
@@ -225,13 +226,13 @@ TEST(ranks_that_broadcast_from_two_roots_are_both_named) {
   }
 }
 
-TEST(what_is_lent_in_pieces_arrives_whole) {
+TEST(what_is_exposed_in_pieces_arrives_whole) {
   for (const uint32_t world : {2u, 3u}) {
     run_ranks({.world = world, .shm = true}, [&](uint32_t rank, Group& group) {
       for (const Collective kind : {Collective::broadcast, Collective::all_gather, Collective::all_to_all}) {
         Case given(1, world);
         given.shape = {0, Dtype::uint8, Dtype::uint8, Op::sum, 0, kind, world - 1};
-        for (auto& row : given.counts) row.assign(world, 2 * kLentBytes + 12'345);
+        for (auto& row : given.counts) row.assign(world, 2 * kExposedBytes + 12'345);
         Running running(group, given, rank);
         finish(*running.work);
         CHECK(running.result(given) == given.expected(rank));
@@ -243,12 +244,12 @@ TEST(what_is_lent_in_pieces_arrives_whole) {
 }
 
 // The ranks that read are told so at once, whatever they were about to read.
-TEST(what_was_lent_is_taken_back_with_a_fault) {
+TEST(what_was_exposed_is_withdrawn_with_a_fault) {
   for (int round = 0; round < 20; ++round) {
     run_ranks({.world = 3, .shm = true}, [&](uint32_t rank, Group& group) {
       Case given(1, 3);
       given.shape = {0, Dtype::uint8, Dtype::uint8, Op::sum, 0, Collective::broadcast, 0};
-      for (auto& row : given.counts) row.assign(3, 8 * kLentBytes);
+      for (auto& row : given.counts) row.assign(3, 8 * kExposedBytes);
       auto running = std::make_unique<Running>(group, given, rank);
       if (rank == 0) {
         if (round % 2 != 0) std::this_thread::yield();
