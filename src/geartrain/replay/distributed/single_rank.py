@@ -72,6 +72,7 @@ class SingleRankBuilder:
         self._group = group
         self._bytes = 0
         self._store = samplers[0].plan.store
+        samplers[0].waits = False  # as in any group, whose ranks could not agree how long
         self.samplers = samplers
         self.rows = config.batch_size
         self.store_ids = self._host.store_ids
@@ -83,7 +84,6 @@ class SingleRankBuilder:
         """See `BatchBuilder`. The batch is finished when this returns."""
         if updates:
             self.settle(step, updates)
-        self.samplers[0].check_count(len(self._store))  # a group does not wait for rows
         built = self._host.start(step, state, updates)
         batch = built.batch
         assert isinstance(batch, NativeBatch)
