@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import geartrain as gt
 from geartrain.errors import PeerLostError
+from geartrain.replay.distributed.rank_group import TorchRankGroup
 from geartrain.selection import Prioritized, Uniform
 
 N, B = 96, 24
@@ -133,6 +134,27 @@ def interrupted(name: str) -> None:
     os._exit(0)
 
 
+def forks(name: str) -> None:
+    """Rank 0 forks, and its child uses the group; both ranks draw on."""
+    rank = dist.get_rank()
+    with store_of(f"{name}-{rank}", N * rank // 2, N * (rank + 1) // 2) as store:
+        ranks = TorchRankGroup([0, 1], timeout_s=20)
+        replay = gt.Replay(store, Uniform(), B, group=ranks, prefetch=0)
+        replay.sample()
+        if rank == 0:
+            child = os.fork()
+            if child == 0:
+                try:
+                    ranks.all_gather(np.zeros(1, np.uint8))
+                except PeerLostError as error:
+                    say(child=str(error))
+                ranks.abort("the child's own affair")
+                os._exit(0)
+            os.waitpid(child, 0)
+        say(rank=rank, drawn=replay.sample().draw.tolist())
+        replay.close()
+
+
 def killed(name: str) -> None:
     """Rank 1 kills itself (or stops) in the middle; the others say what they see, and when."""
     rank, how = dist.get_rank(), os.environ["HOW"]
@@ -160,6 +182,6 @@ if __name__ == "__main__":
     scenario, name = sys.argv[1:]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", os.environ["MEET"], timedelta(seconds=30), size, rank)
-    scenarios = {each.__name__: each for each in (batches, steps, mesh, killed, again, leaves, interrupted)}
-    scenarios[scenario](name)
+    scenarios = (batches, steps, mesh, killed, again, leaves, interrupted, forks)
+    {each.__name__: each for each in scenarios}[scenario](name)
     dist.destroy_process_group()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from geartrain.errors import ArgumentError
+from geartrain.transport.rendezvous import address_towards
 
 #: The ranks' rendezvous port by default; with Slurm a number from the job's id is added, for jobs that share a host.
 PORT = 29_500
@@ -110,10 +110,7 @@ def own_address(master: str) -> str:
         ArgumentError: nothing leads there.
     """
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(place)  # sends nothing
-            return str(probe.getsockname()[0])
+        return address_towards(master)
     except OSError as error:
         raise ArgumentError(f"host 0 cannot be reached at {master!r}: {error}") from None
 

@@ -10,6 +10,7 @@ from geartrain.errors import ArgumentError
 from geartrain.replay.builder import BatchBuilder, HostBatchBuilder
 from geartrain.replay.config import ReplayConfig, make_samplers
 from geartrain.replay.distributed.rank_group import RankGroup, as_rank_group, run_on_all_ranks
+from geartrain.replay.distributed.single_rank import SingleRankBuilder, is_one_call
 from geartrain.replay.distributed.topology import Mesh, topology_of
 from geartrain.replay.epochs import check_epochs
 from geartrain.replay.step_priorities import check_step_priorities
@@ -59,6 +60,8 @@ def open_builder(
     members = None if ranks is group else topology.members
     try:
         samplers = run_on_all_ranks(ranks, make)
+        if ranks.size == 1 and is_one_call(samplers, selection, config):
+            return SingleRankBuilder(samplers, selection, config, ranks), None
         builder = DistributedBatchBuilder(samplers, selection, config, ranks, topology.position, members)
     except BaseException:
         if ranks is not group:

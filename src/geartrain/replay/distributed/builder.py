@@ -3,7 +3,7 @@
 For every batch all ranks take the same steps, in the same order (GEAR, sections 3.3 and 3.4):
 
     1. status      every rank's step, fingerprint, row counts and totals (draw.py)                     all-gather
-    2. priorities  priority updates go to the leaders of their rows' shards                            only if any
+    2. priorities  priority updates go to the leaders of their rows' shards, with the status           only if any
     3. draw        each rank computes which shard owns each draw; its ranks look the rows up           all-gather
     4. assign      draws to replicas (consumers) and ranks (readers) (assignment.py)                   none
     5. read        rows from shared memory, into the batch or into messages (read.py)                  none
@@ -402,6 +402,7 @@ class DistributedBatchBuilder:
         traffic: dict[str, float] = dataclasses.asdict(self.traffic)
         moved = traffic["local_bytes"] + traffic["received_bytes"]
         traffic["local_share"] = traffic["local_bytes"] / moved if moved else 1.0
+        traffic |= {f"peers_by_{name}": count for name, count in self.group.peers().items()}
         return build_stats(self._built, self._make_s, self.samplers) | traffic
 
     def describe(self) -> list[dict[str, Any]]:

@@ -13,27 +13,33 @@ from geartrain.errors import ArgumentError
 from geartrain.replay.builder import PriorityUpdate, raised
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import PRIORITY_UPDATE, flat_bytes
+from geartrain.replay.distributed.rank_group import all_to_all_of_known_sizes
 from geartrain.replay.sampler import StoreSampler
 
 
-def send_updates(members: Members, samplers: Sequence[StoreSampler], updates: Sequence[PriorityUpdate]) -> None:
-    """Sends each update to the leader of its row's shard, and applies those that this rank receives. Collective."""
+def parts_of(members: Members, updates: Sequence[PriorityUpdate]) -> list[NDArray[Any]]:
+    """The updates for each rank: `PRIORITY_UPDATE` of rows whose shard it leads."""
+    size = members.group.size
+    if not updates:
+        return [np.empty(0, PRIORITY_UPDATE)] * size
     shards = [members.shard_of(update.keys) for update in updates]
     records = _pack(members, updates, shards)
     leader_of = np.concatenate([store.leaders for store in members.stores])
-    leader = leader_of[np.concatenate(shards)] if updates else np.empty(0, np.int64)
+    leader = leader_of[np.concatenate(shards)]
+    return [np.ascontiguousarray(records[leader == to]) for to in range(size)]
 
-    group = members.group
-    counts = members.all_gather(np.bincount(leader, minlength=group.size).astype(np.int64))
-    outboxes = [np.ascontiguousarray(records[leader == to]) for to in range(group.size)]
-    inboxes = [np.empty(count, PRIORITY_UPDATE) for count in counts[:, group.rank].tolist()]
-    inboxes[group.rank] = outboxes[group.rank]
-    others = [other for other in range(group.size) if other != group.rank]
-    group.exchange(
-        [(other, flat_bytes(outboxes[other])) for other in others],
-        [(other, flat_bytes(inboxes[other])) for other in others],
-    )
-    received = np.concatenate(inboxes)
+
+def send_updates(members: Members, parts: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+    """Sends each rank its part, and returns what all ranks have sent to this one. Collective."""
+    received = all_to_all_of_known_sizes(members.group, [flat_bytes(part) for part in parts])
+    return [part.view(PRIORITY_UPDATE) for part in received]
+
+
+def apply_updates(samplers: Sequence[StoreSampler], parts: Sequence[NDArray[Any]]) -> None:
+    """Applies what all ranks have sent to this one, in the order of calls and draws."""
+    received = np.concatenate(parts)
+    if not len(received):
+        return
     received = received[np.lexsort((received["draw"], received["call"]))]
     for number, sampler in enumerate(samplers):
         mine = received[received["store"] == number]
@@ -83,4 +89,4 @@ def _pack(members: Members, updates: Sequence[PriorityUpdate], shards: Sequence[
     return records
 
 
-__all__ = ["check_steps", "send_updates"]
+__all__ = ["apply_updates", "check_steps", "parts_of", "send_updates"]
