@@ -259,7 +259,7 @@ def test_new_steps_of_growing_rows_are_drawn_over_ranks_as_they_are_published(pe
 def test_only_what_a_view_needs_travels() -> None:
     episodes = Episodes(60)
     view = gt.Transitions(n_step=3, observations=["obs.state"])
-    options = {"view": view, "fields": ["obs.state", "action"], "assignment": "ordered"}
+    options = {"view": view, "fields": ["obs.state", "action"], "assignment": "ordered", "prefetch": 0}
     with episodes.stores(2) as stores:
         batches, stats = over_ranks(stores, Uniform(seed=0, over="steps"), B, 10, **options)
     # Two observations, action, reward, discount, terminated and truncated.
@@ -277,7 +277,7 @@ def test_samples_of_rows_are_counted_and_limited_over_ranks() -> None:
     episodes = Episodes(60, least=2)
     for shards, ranks in ((1, 2), (2, 2), (3, 3)):
         with episodes.stores(shards, max_times_sampled=2) as stores:
-            selection, options = Uniform(seed=1, over="steps"), {"view": gt.Transitions()}
+            selection, options = Uniform(seed=1, over="steps"), {"view": gt.Transitions(), "prefetch": 0}
             batches, _ = over_ranks(stores, selection, B, 4, ranks=ranks, min_rows=1, **options)
             drawn = np.concatenate([batch["version"] for batch in batches])
             assert np.bincount(drawn).max() == 2
@@ -296,7 +296,7 @@ def test_lost_rows_are_drawn_again_from_their_shard(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(TransitionRows, "gather", torn_at_first)
     for per, selection in (("row", Uniform(seed=1, over="steps")), ("step", Prioritized(seed=1, beta=0.5))):
         with episodes.stores(2, priority_per=per) as stores:
-            (batch, *_), stats = over_ranks(stores, selection, B, 3, view=gt.Transitions())
+            (batch, *_), stats = over_ranks(stores, selection, B, 3, view=gt.Transitions(), prefetch=0)
         assert sum(each["redrawn"] for each in stats) == B
         row, t = np.divmod(batch["action"], STEPS)
         assert np.array_equal(row, batch["version"]) and np.array_equal(t, batch["start"])
