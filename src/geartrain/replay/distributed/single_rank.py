@@ -46,7 +46,7 @@ def is_one_call(samplers: list[StoreSampler], selection: Selection, config: Repl
         and is_independent(sampler.strategy)
         and sampler.traits.limits is None
         and not sampler.traits.over_steps
-        and not sampler.plan.per_step
+        and not sampler.plan.store.per_step
         and not sampler.limited
         and sampler.transitions is None
     )
@@ -98,7 +98,7 @@ class SingleRankBuilder:
     def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
         """See `BatchBuilder`. They are applied with the next batch."""
         check_priorities(update.priorities)
-        check_steps(False, update.keys)
+        check_steps(self._store.per_step, update.keys)
         store = update.keys.store
         if len(update.keys) and (type(store) is not int or store != self._store.id):
             update.keys.places_among(np.array(self.store_ids, np.uint64), "shards of this replay")
