@@ -111,7 +111,7 @@ class HierarchicalSession:
             raise
         if within is not None and hosts is None and config.native["shm"] and within.native.counts()["links"]["tcp"]:
             _log.warning(
-                "group %r: rank %d and others of its host, as found, share no memory: hosts= says which ranks are where",
+                "group %r: rank %d and others of its host, as found, share no memory: hosts= says which are where",
                 config.name,
                 config.rank,
             )
