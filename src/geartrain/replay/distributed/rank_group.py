@@ -298,7 +298,16 @@ class TorchRankGroup:
 
     def all_gather(self, mine: Bytes) -> Bytes:
         """See `RankGroup`."""
-        return all_gather_bruck(self, mine)
+        if self.size > RADIX or not isinstance(self._carrier, TransportCarrier):
+            return all_gather_bruck(self, mine)
+        parts = self.all_to_all([mine] * self.size)
+        gathered = np.empty((self.size, mine.size), np.uint8)
+        for rank, part in enumerate(parts):
+            if part.size != mine.size:
+                detail = f"sent {part.size} bytes to an all-gather of {mine.size}"
+                self._lost(CarrierError(rank, Cause.refused, detail))
+            gathered[rank] = part
+        return gathered
 
     def all_gather_object(self, mine: Any) -> list[Any]:
         """See `RankGroup`."""
