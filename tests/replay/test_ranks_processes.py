@@ -138,6 +138,23 @@ def test_a_forked_child_is_refused_and_its_parent_goes_on(store_name: Callable[[
     assert one[1]["drawn"] and other[0]["drawn"]
 
 
+@pytest.mark.slow
+def test_processes_draw_the_same_steps_however_many_there_are(store_name: Callable[[], str], tmp_path: Path) -> None:
+    found = []
+    for ranks in (1, 2, 3):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        said = [lines(p) for p in start("steps", store_name(), ranks, folder)]
+        batches = []
+        for step in range(6):
+            parts = [zip(each[step]["draw"], each[step]["action"], each[step]["weights"], strict=True) for each in said]
+            batches.append([what for _, *what in sorted(one for part in parts for one in part)])
+        found.append(batches)
+        assert all(each[-1]["wrong"] == [] for each in said)
+        assert sum(each[-1]["stats"]["sent_bytes"] for each in said) > 0 or ranks == 1
+    assert found[0] == found[1] == found[2]
+
+
 def test_a_mesh_says_who_reads_what(store_name: Callable[[], str], tmp_path: Path) -> None:
     said = [lines(p) for p in start("mesh", store_name(), 4, tmp_path)]
     for step in range(2):

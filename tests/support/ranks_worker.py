@@ -49,6 +49,28 @@ def batches(name: str) -> None:
         say(rank=rank, stats=replay.stats())
 
 
+def steps(name: str) -> None:
+    """Prints the steps of this rank's part of six batches of transitions, whose priorities are given back."""
+    from recorded_shards import FIELDS as EPISODE_FIELDS
+    from recorded_shards import Episodes
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    episodes, view = Episodes(200), gt.Transitions(n_step=2, observations=["obs.state"])
+    selection = Prioritized(seed=3, beta=0.5)
+    with gt.Store.create(f"{name}-{rank}", EPISODE_FIELDS, max_length=12, capacity=201, priority_per="step") as store:
+        episodes.insert(store, 200 * rank // size, 200 * (rank + 1) // size)
+        with gt.Replay(store, selection, 48, view=view, output="numpy", prefetch=0, group=dist.group.WORLD) as replay:
+            for _ in range(6):
+                batch = replay.sample()
+                row, t = np.divmod(batch["action"], 12)
+                assert (batch["obs.state"] == episodes.arrays["obs.state"][row, t]).all()
+                replay.update_priorities(batch.keys, batch["action"] % 7)
+                weights = batch.importance_weights
+                assert weights is not None
+                say(draw=batch.draw.tolist(), action=batch["action"].tolist(), weights=weights.tolist())
+            say(stats=replay.stats(), wrong=store.audit())
+
+
 def mesh(name: str) -> None:
     """A pipeline of two stages by two replicas, by the names of a mesh's dimensions; and its slice of one."""
     rank = dist.get_rank()
@@ -160,6 +182,6 @@ if __name__ == "__main__":
     scenario, name = sys.argv[1:]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", os.environ["MEET"], timedelta(seconds=30), size, rank)
-    scenarios = (batches, mesh, killed, again, leaves, interrupted, forks)
+    scenarios = (batches, steps, mesh, killed, again, leaves, interrupted, forks)
     {each.__name__: each for each in scenarios}[scenario](name)
     dist.destroy_process_group()

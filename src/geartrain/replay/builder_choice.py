@@ -40,10 +40,8 @@ def open_builder(
         raise ArgumentError(
             "transforms are of batches of this process's stores, in host memory: leave out group, mesh and device"
         )
-    if (config.view is not None and not alone) or (over_steps and not (alone and config.device is None)):
-        raise ArgumentError(
-            "views and draws over steps are of this process's stores, in host memory: leave out group, mesh and device"
-        )
+    if over_steps and alone and config.device is not None:
+        raise ArgumentError("draws over steps are made in host memory: leave out device (batch.to() moves a batch)")
     check_epochs(
         stores,
         selection,
@@ -53,7 +51,7 @@ def open_builder(
     check_step_priorities(
         stores,
         selection,
-        local=alone and config.device is None,
+        device=alone and config.device is not None,
         windows=config.view is not None or config.window is not None,
     )
     make = functools.partial(make_samplers, stores, selection, config)

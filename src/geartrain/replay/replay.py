@@ -93,8 +93,8 @@ class Replay:
             replica i the i-th slice of the global batch.
         seed: for strategies that name none. A strategy alone takes it as it is; in a mixture each store's strategy
             gets one of its own, derived from it and the store's place.
-        view: `geartrain.Transitions`, for batches of transitions instead of windows; in host memory, of this process's
-            stores.
+        view: `geartrain.Transitions`, for batches of transitions instead of windows; in host memory. Over several ranks
+            they are gathered where the rows are, and only transitions travel.
         transform: called with each batch where it is built, on the prefetch thread while there is one; the replay gives
             what it returns. What it raises is raised by `sample`, which draws the same batch again when it is called
             the next time. It counts to the time that decides on the thread. In host memory, of this process's stores.

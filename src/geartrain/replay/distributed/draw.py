@@ -30,7 +30,7 @@ from geartrain.selection.sharded import (
     is_independent,
     redraw_shards,
     select_shards,
-    totals_of,
+    total_of,
 )
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class ShardTotals(NamedTuple):
     Attributes:
         counts: selectable rows of each store, over all its shards.
         state: the strategies' state, with the sequence numbers that redraws have used.
-        totals: for each store (shards, 2) uint64, where draws need no more than its shards' totals; None elsewhere.
+        totals: for each store (shards,) uint64, where draws begin with its shards' totals; None elsewhere.
     """
 
     counts: list[int]
@@ -83,8 +83,8 @@ class ShardedSampler:
         self.cursors = [0 for _ in samplers]
         self._fingerprint = fingerprint
         self._status = rank_status(len(samplers))
-        # Stores whose draws need no more than their shards' totals.
-        self._by_totals = [is_independent(each.strategy) and each.traits.limits is None for each in samplers]
+        # Stores whose draws begin with their shards' totals.
+        self._by_totals = [is_independent(each.strategy) for each in samplers]
         # Rows on their last allowed sample, held until all ranks have read them.
         self._held: list[list[tuple[NDArray[np.uint32], NDArray[np.uint32]]]] = [[] for _ in samplers]
 
@@ -108,7 +108,7 @@ class ShardedSampler:
             counts.append(int(shards["rows"][store.leaders].sum()))
             leaders = shards[store.leaders]
             known = self._by_totals[number] and not changed
-            totals.append(np.stack([leaders["total"], leaders["unlimited_total"]], 1) if known else None)
+            totals.append(leaders["total"].copy() if known else None)
             if sampler.traits.cursor:
                 for rank, used in enumerate(shards["cursor"].tolist()):
                     if used:
@@ -154,10 +154,9 @@ class ShardedSampler:
             if self.members.leads(number):
                 sampler.expire()
             self._release(number)  # all ranks have read the rows of the batch before, or never will
-            totals = totals_of(sampler.strategy, sampler.candidates) if self._by_totals[number] else None
-            total, unlimited = (0, 0) if totals is None else totals.tolist()
+            total = total_of(sampler.strategy, sampler.candidates) or 0
             rows, sequence = native.committed_count(), native.next_sequence()
-            mine["stores"][0, number] = (rows, sequence, self.cursors[number], total, unlimited)
+            mine["stores"][0, number] = (rows, sequence, self.cursors[number], total)
         return mine
 
     def _check(self, status: NDArray[Any], step: int) -> None:
@@ -194,6 +193,8 @@ class ShardedSampler:
             functools.partial(self.members.broadcast_in_shard, number),
             sampler.limited,
             known.totals[number],
+            sampler.step_plan,
+            sampler.min_length,
         )
         state = known.state[number] or None
         if isinstance(sampler, PassSampler):
