@@ -52,6 +52,10 @@ STORE_WAIT_S = 10.0
 # How long an accepted connection may take to say which rank it is of.
 HELLO_S = 5.0
 
+# Kind of the message that tells why a rank leaves, and for how long it is tried to be sent.
+REASON = 1
+TELL_S = 1.0
+
 # First message of a connection: the dialer's rank.
 HELLO = struct.Struct("<8sQ")
 MAGIC = b"GTRANKS1"
@@ -161,12 +165,17 @@ class TransportCarrier:
             found[connection.transport] = found.get(connection.transport, 0) + 1
         return found
 
-    def close(self) -> None:
-        """See `Carrier`."""
+    def close(self, reason: str = "") -> None:
+        """See `Carrier`. The reason is told to all that are connected: the store may go before they ask it."""
         with self._lock:
-            self._closed = True
+            closed, self._closed = self._closed, True
             connections = list(self._connections.values())
         self._listener.close()
+        until_s = time.monotonic() + TELL_S
+        for connection in connections if reason and not closed else ():
+            if time.monotonic() < until_s:  # one that does not take it sees the connection close
+                with contextlib.suppress(GeartrainError):
+                    connection.send(reason.encode(), kind=REASON, timeout_s=TELL_S / 10)
         for connection in connections:
             connection.close()
 
@@ -206,6 +215,8 @@ class TransportCarrier:
                     raise CarrierError(peer, Cause.timed_out) from error
             except GeartrainError as error:
                 raise self._error_of(peer, error) from error
+        if message.kind == REASON:
+            raise CarrierError(peer, Cause.told, message.header.decode(errors="replace"))
         if message.tag != number:
             raise CarrierError(peer, Cause.refused, f"is at its exchange {message.tag}, this rank at {number}")
         header = message.header
