@@ -1,10 +1,10 @@
-# make demo | test | test-all | test-failed | test-long | storm | upstream | bench | results | check | docs | wheels | sbom | audit. Everything is installed into .venv from pyproject.toml and constraints.txt.
+# make demo | test | test-all | test-failed | test-long | storm | soak | upstream | bench | results | check | docs | wheels | sbom | audit. Everything is installed into .venv from pyproject.toml and constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
 TESTS := $(wildcard native/tests/*/*.h native/tests/*/*.cc)
 NATIVE := CMakeLists.txt $(filter-out $(TESTS),$(wildcard native/*/*.h native/*/*.cc native/*/*/*.h native/*/*/*.cc))
 
-.PHONY: setup demo test test-all test-failed test-long storm upstream bench results check docs wheels sbom audit native-check gpu-bundle gpu-check format clean
+.PHONY: setup demo test test-all test-failed test-long storm soak upstream bench results check docs wheels sbom audit native-check gpu-bundle gpu-check format clean
 setup: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt $(NATIVE)
@@ -37,6 +37,10 @@ test-long: setup  # soak tests, minutes each, sequential
 SECONDS ?= 600
 storm: setup  # seeded kills, stops, forks, full disks and clock jumps at one store, with a proof after each round
 	PYTHONPATH=tests/support $(BIN)/python -m storm --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+MINUTES ?= 60
+soak: setup  # a job whose processes are killed: memory, threads, descriptors and segments must not grow
+	PYTHONPATH=tests/support $(BIN)/python -m soak --minutes $(MINUTES) --json runs/soak.json
 
 # The own tests of a project whose classes geartrain stands in for. SOURCE: an sdist, a wheel with tests, a checkout
 PROJECT ?= sb3
