@@ -42,10 +42,11 @@ MINUTES ?= 60
 soak: setup  # a job whose processes are killed: memory, threads, descriptors and segments must not grow
 	PYTHONPATH=tests/support $(BIN)/python -m soak --minutes $(MINUTES) --json runs/soak.json
 
-# The own tests of a project whose classes geartrain stands in for. SOURCE: an sdist, a wheel with tests, a checkout
+# The own tests of a project whose classes geartrain stands in for. SOURCE: an sdist, a wheel with tests, a checkout;
+# none for torch. OPTIONS: --short, for example
 PROJECT ?= sb3
 upstream: setup
-	$(BIN)/python tests/upstream/run.py $(PROJECT) $(SOURCE)
+	$(BIN)/python tests/upstream/run.py $(PROJECT) $(SOURCE) $(OPTIONS)
 
 bench: setup
 	@mkdir -p runs

@@ -20,13 +20,14 @@ std::vector<uint32_t> numbers(std::span<const std::byte> bytes, size_t n) {
 }  // namespace
 
 std::string Shape::text() const {
-  constexpr const char* names[kCollectives] = {"", "reduce-scatter", "all-gather", "all-to-all", "broadcast"};
+  constexpr const char* names[kCollectives] = {"",           "reduce-scatter", "all-gather",
+                                               "all-to-all", "broadcast",      "broadcast"};
   const char* const name = names[static_cast<uint8_t>(collective)];
   std::string out = collective == Collective::reduce_scatter ? std::string(name) + " (" + name_of(op) + ")"
                     : collective == Collective::all_reduce   ? name_of(op)
                                                              : name;
   out += " of " + (collective == Collective::all_to_all ? "" : std::to_string(count) + " ") + name_of(dtype);
-  if (collective == Collective::broadcast) out += " from rank " + std::to_string(root);
+  if (collective >= Collective::broadcast) out += " from rank " + std::to_string(root);
   if (wire != dtype) out += std::string(" as ") + name_of(wire);
   return algorithm == 0 ? out : out + " by ring";
 }
@@ -108,7 +109,9 @@ Shape shape_from(const Open& open) {
   if (shape.wire != shape.dtype && (shape.dtype != Dtype::float32 || !convertible(shape.dtype, shape.wire))) {
     fail(ErrorKind::frame, "it opened an operation whose types do not convert");
   }
-  if (shape.op == Op::avg && !is_float(shape.dtype)) fail(ErrorKind::frame, "it asks for the average of integers");
+  if (!reduces(shape.op, shape.dtype)) {
+    fail(ErrorKind::frame, "it asks for the ", name_of(shape.op), " of ", name_of(shape.dtype));
+  }
   return shape;
 }
 
@@ -121,6 +124,7 @@ Open open_of(const Shape& shape, uint64_t share_bytes, uint64_t completed) {
           shape.algorithm,
           static_cast<uint32_t>(completed),
           static_cast<uint8_t>(shape.collective),
+          0,
           {},
           shape.root};
 }

@@ -250,7 +250,11 @@ class JournalError(StoreError):
 
 
 class SourceError(StoreError, ValueError):
-    """A dataset, or one episode of it, that cannot go into the store."""
+    """A dataset, or one episode of it, that cannot go into the store; or rows that cannot go into a dataset."""
+
+
+class DatasetExistsError(StoreError, FileExistsError):
+    """There is something where a dataset was to be written."""
 
 
 class MissingDependencyError(GeartrainError, ImportError):

@@ -51,6 +51,15 @@ SENSELESS = {
         "--into": ("", "missing/folder/x.gt", "/dev/null/x", "/proc/x.gt", "/tmp", "x" * 300, "a/" * 3000),
         "source": ("/no/such", "/dev/null", "/dev/zero", "/etc", "/proc/self/mem", *WORDS),
     },
+    "export": {
+        "store": ("/no/such", "/dev/null", "/etc", "/proc/self/mem", *WORDS),
+        "path": ("", "missing/folder/x.npz", "/dev/null/x.npz", "/proc/x.npz", "/tmp", "x" * 300 + ".npz", *WORDS),
+        "--format": ("hdf", *WORDS),
+        "--field": ("no-such", "=", "=x", "x=", *WORDS),
+        "--cast": ("float64", "float64=", "=float32", "float64=float31", "a=b=c", *WORDS),
+        "--option": ("split", "=3", "no_such=1", "compress=maybe", "compress=3", *WORDS),
+        "--trust": ("all", "User", *WORDS),
+    },
     "inspect": {
         "--rows": ("0", "-1", "10001"),
         "--png": ("", "missing/folder/x", "/dev/null", "/proc/x"),
@@ -118,6 +127,25 @@ SENSELESS = {
         "--master": ("x", "host", ":", "host:", ":1", "host:0", "host:99999", "host:²", *WORDS),
         "--coordinator-port": ("-1", "0", "65536"),
     },
+    "generate slurm": {
+        "job": ("no.toml", "no_such_module", "json:no_such", "broken.py", "raising.py", "types-3.toml", *WORDS),
+        "--hosts": ("0", "-1", "100001"),
+        "--option": ("partition", "=gpu", "Partition=x", "--mem=1", "nodes=3", 'mem="', "mem=\\", "mem=a\nb", *WORDS),
+        "--setup": ("", " ", "a\nb", "\udcff"),
+        "--python": ("", " ", "a\nb", "\udcff"),
+    },
+    "generate kubernetes": {
+        "job": ("no.toml", "no_such_module", "json:no_such", "broken.py", "raising.py", "types-3.toml", *WORDS),
+        "--image": ("", " ", "a b", "a\nb", "\udcff"),
+        "--hosts": ("0", "-1", "100001"),
+        "--description": ("", " ", "a\nb", "\udcff"),
+        "--name": ("Upper", "a.b", "x" * 60, *(word for word in WORDS if word not in ("", "nan"))),
+        "--namespace": ("Upper", "a.b", *(word for word in WORDS if word not in ("", "nan"))),
+        "--secret": ("Upper", "a.b", *(word for word in WORDS if word not in ("", "nan"))),
+        "--env": ("A", "=b", "1A=b", "A=a\nb", *WORDS),
+        "--gpu-resource": ("", "a b", "/", "a/b/c", "a\nb"),
+        "--max-restarts": ("-1", "1000001"),
+    },
     "plan ranks": {
         "--hosts": ("0", "-1"),
         "--gpus": ("0", "-1"),
@@ -148,6 +176,7 @@ SENSELESS = {
 #: Sound calls, which the hostile ones differ from in one word.
 SOUND = {
     "import": ["data.npz", "--into", "{store}", "--quiet"],
+    "export": ["{existing}", "rows.npz", "--quiet", "--overwrite"],
     "inspect": [],
     "top": ["--once", "--every-s", "0.1"],
     "metrics": ["--dashboard"],
@@ -158,6 +187,8 @@ SOUND = {
     "bench": ["store"],
     "reducer": [],
     "launch": ["job.toml", "--folder", "run"],
+    "generate slurm": ["job.toml", "--hosts", "2"],
+    "generate kubernetes": ["shared.toml", "--image", "registry/x:1", "--hosts", "2"],
     "plan ranks": ["--hosts", "2", "--gpus", "1", "--batch", "8", "--rows", "1e4"],
     "plan allreduce": ["--workers", "2x1Gbit", "--reducers", "1x1Gbit", "--bytes", "1MB", "--price-worker", "1",
                        "--price-reducer", "1"],
@@ -185,6 +216,7 @@ AROUND = {
 #: What a refusal is about the world and not about the words: a file or store that is not there or holds something else.
 OPERATING = {
     *(("import", each) for each in ("source", "--into", "--field", "--option")),
+    *(("export", each) for each in ("store", "path", "--field", "--option")),
     *(("inspect", "name"), ("metrics", "--host"), ("trace", "paths"), ("remove", "name")),
     ("checkpoint", "name"),
     *(("doctor", "--peer"), ("doctor", "--host")),
@@ -211,6 +243,7 @@ def hostile() -> Iterator[tuple[str, str, list[str]]]:
     """Command, option, and the words after the command: a sound call with one senseless value."""
     for name, command in commands(COMMAND):
         senseless = dict(SENSELESS[name])
+        arguments = [each.name for each in command.params if each.param_type_name == "argument"]
         for parameter in command.params:
             option = parameter.opts[0]
             if parameter.param_type_name == "argument":
@@ -226,7 +259,8 @@ def hostile() -> Iterator[tuple[str, str, list[str]]]:
                     words = [value if word == "{value}" else word for word in sound]
                 elif parameter.param_type_name == "argument":
                     # `--` keeps a value that begins with a dash from being read as an option.
-                    words = [*sound[1:], "--", value] if sound else ["--", value]
+                    at, given = arguments.index(option), sound[: len(arguments)]
+                    words = [*sound[len(arguments) :], "--", *given[:at], value, *given[at + 1 :]]
                 else:
                     words = [*_without(sound, option), f"{option}={value}"]
                 yield name, option, words
@@ -234,6 +268,7 @@ def hostile() -> Iterator[tuple[str, str, list[str]]]:
         yield name, "--no-such-option", [*SOUND[name], "--no-such-option=1"]
     yield "", "", ["no-such-command"]
     yield "plan", "", ["no-such-command"]
+    yield "generate", "", ["no-such-command"]
 
 
 def _without(words: list[str], option: str) -> list[str]:
@@ -249,6 +284,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("hostile")
     np.savez(place / "data.npz", obs=np.zeros((2, 3, 4), "float32"), ids=np.arange(2))
     (place / "job.toml").write_text('name = "hostile"\n[learner]\nrun = ["true"]\n')
+    (place / "shared.toml").write_text('name = "hostile"\nshared_memory_gb = 1\n[learner]\nrun = ["true"]\n')
     (place / "folder.toml").mkdir()
     (place / "binary.toml").write_bytes(bytes(range(256)))
     learner = '[learner]\nrun = ["true"]\n'
@@ -305,6 +341,7 @@ def call(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store_nam
     monkeypatch.setattr(geartrain_bench, "load", loaded)
     monkeypatch.setattr(sys, "path", list(sys.path))
     store = gt.Store.create(store_name(), {"x": gt.Field((2,), "float32")}, max_length=3, capacity=2, persist=True)
+    store.insert({"x": np.zeros((1, 3, 2), "f")})
     existing = store.name
     store.close()
     monkeypatch.setattr(typer.testing, "_get_command", lambda _: COMMAND)  # made once: it takes longer than a call

@@ -1,19 +1,23 @@
-"""Integrations: dataset importers, JAX and CuPy arrays, and a message queue for DI-engine.
+"""Integrations: dataset importers and exporters, JAX and CuPy arrays, and a message queue for DI-engine.
 
 `import_dataset(source, into)` imports a dataset of another format into a new store; `ingest` fills an existing store,
-and `open_source` gives the episodes alone. One file per format, each with one optional dependency that is imported on
-use.
+and `open_source` gives the episodes alone. `export_store(store, path)` writes a store as a dataset. One file per
+format, each with one optional dependency that is imported on use.
 """
 
 from geartrain.integrations.datasets.episode import Episode, Extent, Source
+from geartrain.integrations.datasets.exporter import EXPORT_FORMATS, ExportReport, export_store
 from geartrain.integrations.datasets.importer import FORMATS, ImportReport, import_dataset, ingest, open_source
 
 __all__ = [
+    "EXPORT_FORMATS",
     "Episode",
+    "ExportReport",
     "Extent",
     "FORMATS",
     "ImportReport",
     "Source",
+    "export_store",
     "import_dataset",
     "ingest",
     "open_source",

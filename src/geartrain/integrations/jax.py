@@ -28,10 +28,11 @@ def as_jax(batch: Batch) -> dict[str, Any]:
         import jax
     except ImportError:
         raise MissingDependencyError("JAX arrays need jax: pip install 'geartrain[jax]'") from None
+    config: Any = jax.config  # whose options mypy does not know
     arrays = {}
     value: Any
     for name, value in batch.as_dict().items():
-        if value.dtype.itemsize == 8 and not value.dtype.is_complex and not jax.config.jax_enable_x64:
+        if value.dtype.itemsize == 8 and not value.dtype.is_complex and not config.jax_enable_x64:
             if name in batch.fields:
                 arrays[name] = jax.numpy.asarray(value.cpu().numpy())  # JAX converts to 32 bits
             continue

@@ -9,7 +9,7 @@ or, with nothing edited, `torchrun -m geartrain_autoload train.py` (src/geartrai
 Collectives are `geartrain.collectives.Group`'s, for tensors on the CPU (exchanges.py) and, all-reduce alone, through
 pinned memory on GPUs (staging.py). Gloo (CPU) and NCCL (CUDA) are registered as the group's backends, where torch's
 own code finds them, also from C++. They run send and receive, what is on a GPU, and what a Group does not support:
-products, bit operations, sums of complex, bool and sparse tensors. `ProcessGroup.counters` has the number of each.
+sums of sparse tensors. `ProcessGroup.counters` has the number of each.
 
 Gloo's group is made with this one, as `init_process_group("gloo")` does: a send needs two ranks only, and must not wait
 for the others. Connections of a Group are made by its first operation. Where reducers or unequal shares take part in
@@ -33,12 +33,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from geartrain.collectives.buffers import REDUCED_DTYPES
+from geartrain.collectives.buffers import REDUCED_DTYPES, reduces
 from geartrain.collectives.torch_backend.exchanges import FORMS, TensorExchange, begin, timeout_of
 from geartrain.collectives.torch_backend.options import BackendOptions
 from geartrain.collectives.torch_backend.polled_store import PolledStore
 from geartrain.collectives.torch_backend.staging import Staging
-from geartrain.collectives.torch_backend.work import Finisher, TorchWork, uncompiled
+from geartrain.collectives.torch_backend.work import Finisher, TorchWork, backend_error, uncompiled
 from geartrain.core.dtypes import DTYPES as STORE_DTYPES
 from geartrain.core.dtypes import torch_dtype
 from geartrain.device.device import open_device
@@ -55,6 +55,10 @@ OPS = [
     (dist.ReduceOp.AVG, "avg"),
     (dist.ReduceOp.MIN, "min"),
     (dist.ReduceOp.MAX, "max"),
+    (dist.ReduceOp.PRODUCT, "product"),
+    (dist.ReduceOp.BAND, "band"),
+    (dist.ReduceOp.BOR, "bor"),
+    (dist.ReduceOp.BXOR, "bxor"),
 ]
 # Methods that torch's C++ base of Python groups looks up in Python and, without one, runs itself while it holds the
 # GIL. Gloo's threads take the GIL to drop a tensor while they hold a lock that the call needs: an occasional deadlock.
@@ -74,6 +78,7 @@ class ProcessGroup(dist.ProcessGroup):
         timeout: for every wait, unless a call has its own.
         name: of the group, the same on all its ranks and no other group's of the job.
         options: see `BackendOptions`.
+        nccl_options: of the NCCL group within, where there is one; torch's own `ProcessGroupNCCL.Options`.
 
     Raises:
         RuntimeError: Gloo's, when the other ranks do not join.
@@ -88,6 +93,7 @@ class ProcessGroup(dist.ProcessGroup):
         *,
         name: str = "default",
         options: BackendOptions | None = None,
+        nccl_options: Any = None,
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._store = store
@@ -98,6 +104,8 @@ class ProcessGroup(dist.ProcessGroup):
         self._opening = threading.Lock()  # held while a Group is made: not by who closes, which ends that
         self._groups: dict[str, Any] = {}
         self._stagings: dict[torch.device, Staging] = {}
+        self._places: dict[torch.device, str] = {}
+        self._tried: set[str] = set()  # Groups that were opened, or could not be
         self._finisher = Finisher(f"geartrain-{name}")
         self._counts: Counter[str] = Counter()
         self._ours: Counter[str] = Counter()
@@ -110,7 +118,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._set_default_backend(BackendType.GLOO)
         self._nccl: Any = None
         if torch.cuda.is_available() and dist.is_nccl_available():
-            options_of_nccl = dist.ProcessGroupNCCL.Options()
+            options_of_nccl = nccl_options or dist.ProcessGroupNCCL.Options()
             options_of_nccl._timeout = timeout
             self._nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), rank, size, options_of_nccl)  # type: ignore[attr-defined]
             self._register_backend(torch.device("cuda"), BackendType.NCCL, self._nccl)
@@ -150,6 +158,7 @@ class ProcessGroup(dist.ProcessGroup):
         op = _op_of(opts.reduceOp, tensors)
         if (
             op is None
+            or (tensors[0].is_cuda and self.options.cuda != "staged")
             or (method == "allreduce" and len(tensors) != 1)
             or getattr(opts, "sparseIndices", None) is not None
         ):
@@ -171,7 +180,7 @@ class ProcessGroup(dist.ProcessGroup):
         try:
             work = self._start("cpu", flat, op, timeout_s)
         except Exception as error:
-            raise dist.DistBackendError(f"geartrain: {error}") from error  # a RuntimeError, which DDP passes on
+            raise backend_error(error) from error  # a RuntimeError, which DDP passes on
         if copy_back is None:
             return TorchWork(work.wait, work.done, tensors, self._finisher)
 
@@ -188,11 +197,11 @@ class ProcessGroup(dist.ProcessGroup):
         if copy_back is not None:
             for tensor in (*tensors, flat):
                 staging.record_streams(tensor)
-        name = str(device)
+        name = self._place(device)
         try:
-            staged = staging.submit(flat, lambda chunk: self._start(name, chunk, op, timeout_s), copy_back)
+            staged = staging.submit(flat, lambda chunk: self._start(name, chunk, op, timeout_s), copy_back, timeout_s)
         except Exception as error:
-            raise dist.DistBackendError(f"geartrain: {error}") from error
+            raise backend_error(error) from error
         return TorchWork(
             staged.wait,
             staged.finished.is_set,
@@ -241,7 +250,7 @@ class ProcessGroup(dist.ProcessGroup):
             calls = FORMS[method](self.rank(), self.size(), *arguments, **names)
             kinds = [self._kind_of(call) for call in calls]
         except (ValueError, TypeError) as error:
-            raise dist.DistBackendError(f"geartrain: {error}") from error
+            raise backend_error(error) from error
         if self.options.algorithm == "ring" or not all(kinds):
             return self._forward(method, *arguments, **names)
         self._ours[method] += 1
@@ -254,7 +263,7 @@ class ProcessGroup(dist.ProcessGroup):
                 for call in calls:
                     call.alone()
             except ValueError as error:
-                raise dist.DistBackendError(f"geartrain: {error}") from error
+                raise backend_error(error) from error
             return TorchWork(lambda _: None, lambda: True, outputs, self._finisher)
         try:
             group = self._group(self._ranks())
@@ -264,7 +273,7 @@ class ProcessGroup(dist.ProcessGroup):
                 if kind is not None
             ]
         except Exception as error:
-            raise dist.DistBackendError(f"geartrain: {error}") from error
+            raise backend_error(error) from error
 
         def wait(limit_s: float | None) -> None:
             until_s = None if limit_s is None else time.monotonic() + limit_s
@@ -298,6 +307,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Where the Group is whose ranks all own a share."""
         o = self.options
         plain = not o.reducers and isinstance(o.shares, str) and o.rates is None and o.on_reducer_loss == "raise"
+        plain = plain and not o.hierarchical
         return "cpu" if plain else "cpu/ranks"
 
     def _start(self, where: str, flat: torch.Tensor, op: str, timeout_s: float) -> Any:
@@ -316,6 +326,7 @@ class ProcessGroup(dist.ProcessGroup):
             group = self._opened(where)
             if group is not None:
                 return group
+            self._tried.add(where)
             group = self._open(where)
             with self._lock:
                 if not self._closed:
@@ -335,7 +346,7 @@ class ProcessGroup(dist.ProcessGroup):
 
         o = self.options
         if where == "cpu/ranks":
-            o = replace(o, reducers=(), shares="equal", rates=None, on_reducer_loss="raise")
+            o = replace(o, reducers=(), shares="equal", rates=None, on_reducer_loss="raise", hierarchical=False)
         try:
             return Group(
                 self.rank(),
@@ -350,6 +361,7 @@ class ProcessGroup(dist.ProcessGroup):
                 secret=o.secret,
                 epoch=o.epoch,
                 on_reducer_loss=o.on_reducer_loss,
+                hierarchical=o.hierarchical,
             )
         except GeartrainError as error:
             if self._closed:
@@ -364,18 +376,25 @@ class ProcessGroup(dist.ProcessGroup):
         return self._unreachable.union(*(getattr(error, "reducers", ()) for error in errors))
 
     def _staging(self, device: torch.device) -> Staging:
+        place = self._place(device)
         with self._lock:
             staging = self._stagings.get(device)
             if staging is None:
-                staging = Staging(open_device(device), lambda reason: self._abort_group(str(device), reason))
+                staging = Staging(open_device(device), lambda reason: self._abort_group(place, reason))
                 self._stagings[device] = staging
             return staging
 
+    def _place(self, device: torch.device) -> str:
+        """The name of a device's Group: the first that each rank uses is the same one, whatever its index there."""
+        with self._lock:
+            return self._places.setdefault(device, f"cuda/{len(self._places)}")
+
     def _abort_group(self, where: str, reason: str) -> None:
         with self._lock:
-            group = self._groups.get(where)
-        if group is not None:
-            group.abort(reason)
+            group, tried = self._groups.get(where), where in self._tried
+        with suppress(Exception):  # closed; or the others do not come
+            if group is not None or not tried:  # the others may wait for this rank to connect
+                (group or self._group(where)).abort(reason)
 
     # -- lifecycle
 
@@ -442,6 +461,7 @@ class ProcessGroup(dist.ProcessGroup):
         with self._lock:
             groups, self._groups = self._groups, {}
             stagings, self._stagings = self._stagings, {}
+            self._tried = set()
         for group in groups.values() if reason is not None else ():
             group.abort(reason)
         for staging in stagings.values():
@@ -486,6 +506,9 @@ def _shut_down_all() -> None:
 
 def create(backend_options: Any, options: Any = None) -> ProcessGroup:
     """Factory that torch calls with a group's store, ranks and timeout, and the caller's `pg_options` if any."""
+    of_nccl = None
+    if isinstance(options, getattr(dist.ProcessGroupNCCL, "Options", ()) if dist.is_nccl_available() else ()):
+        of_nccl, options = options, None  # of a job that names NCCL, and takes part by GEARTRAIN_ALLREDUCE_CUDA
     if options is not None and not isinstance(options, BackendOptions):
         raise TypeError(
             f"pg_options of the backend {BACKEND!r} are geartrain's BackendOptions, found {type(options).__name__}"
@@ -500,6 +523,7 @@ def create(backend_options: Any, options: Any = None) -> ProcessGroup:
         backend_options.timeout,
         name=backend_options.group_id,
         options=chosen,
+        nccl_options=of_nccl,
     )
 
 
@@ -523,7 +547,7 @@ def _op_of(given: Any, tensors: list[torch.Tensor]) -> str | None:
     first = tensors[0] if tensors else None
     if not names or first is None or first.dtype not in DTYPES or first.device.type not in ("cpu", "cuda"):
         return None
-    if names[0] == "avg" and not first.is_floating_point():
+    if not reduces(names[0], DTYPES[first.dtype]):
         return None
     same = all(t.dtype == first.dtype and t.device == first.device and t.layout == torch.strided for t in tensors)
     return names[0] if same else None
@@ -536,7 +560,7 @@ def _devices(tensors: list[torch.Tensor]) -> list[torch.device]:
 def _flat(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None] | None]:
     """The tensors as one contiguous tensor; and, where that is a copy, the function that copies it back."""
     tensors = [tensor.detach() for tensor in tensors]
-    if len(tensors) == 1 and tensors[0].is_contiguous() and not tensors[0].is_neg():
+    if len(tensors) == 1 and tensors[0].is_contiguous() and not tensors[0].is_neg() and not tensors[0].is_conj():
         return tensors[0].view(-1), None
     flat = torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
     parts = list(flat.split([tensor.numel() for tensor in tensors]))  # type: ignore[no-untyped-call]

@@ -7,7 +7,8 @@ step, or N booleans that are True on each last step. Names are kept as they are;
 flattened with dots.
 
 A folder of `.npy` files is read through memory maps, a slice at a time. An `.npz` file is an archive
-that cannot be mapped: its arrays are read whole. In both, `lengths` or `ends` may be one of the files.
+that cannot be mapped: its arrays are read whole. In both, `lengths` or `ends` may be one of the files,
+and `untimed`, the names of those that have one value an episode, which are (n, ...) in either layout.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class ArraySource(Source):
         arrays: name -> array, possibly nested, or the path of an `.npz` file or a folder of `.npy`.
         lengths: steps of each episode, for padded arrays; the whole second axis by default.
         ends: where the episodes of flat arrays end.
-        untimed: fields that have no time axis although they have more than one axis (padded layout).
+        untimed: fields that have no time axis: in the padded layout those of more than one axis, in the flat one all
+            that have a value an episode.
 
     Raises:
         SourceError: arrays that disagree about the number of episodes or steps.
@@ -78,25 +80,27 @@ class ArraySource(Source):
             lengths, ends = found.pop("lengths", None), found.pop("ends", None)
         if lengths is not None and ends is not None:
             raise SourceError(f"{self.name}: lengths are for padded arrays, ends for flat ones")
+        named = found.pop("untimed").tolist() if "untimed" in found and found["untimed"].dtype.kind == "U" else []
         if not found:
             raise SourceError(f"{self.name}: holds no array")
         available = {name: _why_not(array) for name, array in found.items()}
         chosen = choose(self.name, fields, available, list(available), skip_unsupported)
         self._arrays = {stored: found[name] for stored, name in chosen.items()}
-        sizes = {name: len(array) for name, array in self._arrays.items()}
-        if len(set(sizes.values())) != 1:
-            raise SourceError(f"{self.name}: the arrays disagree on their first axis: {sizes}")
-        size = next(iter(sizes.values()))
+        unknown = sorted(set(untimed) - self._arrays.keys())
+        if unknown:
+            raise SourceError(f"{self.name}: untimed names no field: {', '.join(unknown)}")
+        self._untimed = frozenset([*untimed, *(stored for stored, name in chosen.items() if name in named)])
         self._starts: Array | None = None
-        if ends is not None:
-            self._untimed = frozenset[str]()
+        timed = {name: len(array) for name, array in self._arrays.items() if name not in self._untimed}
+        if ends is not None and timed:
+            size = self._one_size(timed)
             self._starts, self._lengths = self._flat(np.asarray(ends), size)
+            once = {name: len(self._arrays[name]) for name in self._untimed}
+            if set(once.values()) - {len(self._lengths)}:
+                raise SourceError(f"{self.name}: there are {len(self._lengths)} episodes, and values for {once}")
         else:
-            unknown = sorted(set(untimed) - self._arrays.keys())
-            if unknown:
-                raise SourceError(f"{self.name}: untimed names no field: {', '.join(unknown)}")
-            once = [name for name, array in self._arrays.items() if array.ndim == 1]
-            self._untimed = frozenset([*untimed, *once])
+            size = self._one_size({name: len(array) for name, array in self._arrays.items()})
+            self._untimed |= {name for name, array in self._arrays.items() if array.ndim == 1}
             self._lengths = self._padded(lengths, size)
         self.episodes = len(self._lengths)
 
@@ -107,15 +111,22 @@ class ArraySource(Source):
                 start = int(self._starts[index])
                 where = slice(start, start + length)
                 name = f"episode {index} (steps {where.start} to {where.stop - 1})"
-                yield Episode(name, {key: array[where] for key, array in self._arrays.items()})
+                timed = {key: array[where] for key, array in self._arrays.items() if key not in self._untimed}
+                once = {key: np.asarray(array[index]) for key, array in self._arrays.items() if key in self._untimed}
+                yield Episode(name, timed, once)
                 continue
             timed = {key: array[index, :length] for key, array in self._arrays.items() if key not in self._untimed}
-            once = {key: np.asarray(self._arrays[key][index]) for key in self._untimed}
+            once = {key: np.asarray(array[index]) for key, array in self._arrays.items() if key in self._untimed}
             yield Episode(f"episode {index}", timed, once)
 
     def extent(self) -> Extent:
         """From the lengths; reads no data."""
         return Extent(len(self._lengths), int(self._lengths.max(initial=0)))
+
+    def _one_size(self, sizes: Mapping[str, int]) -> int:
+        if len(set(sizes.values())) != 1:
+            raise SourceError(f"{self.name}: the arrays disagree on their first axis: {sizes}")
+        return next(iter(sizes.values()))
 
     def _flat(self, ends: Array, steps: int) -> tuple[Array, Array]:
         ends = ends if ends.dtype == bool else self._whole("ends", ends)

@@ -1,8 +1,10 @@
-"""Conversion of Arrow columns to NumPy arrays of steps, for Minari and LeRobot."""
+"""Conversion of Arrow columns to NumPy arrays of steps, for Minari, LeRobot and Parquet, and back."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import numpy as np
 
 from geartrain.integrations.datasets.episode import Array
 
@@ -41,3 +43,21 @@ def column_values(column: Any, step_shape: tuple[int, ...] | None) -> Array:
 
 def _is_list(kind: Any) -> bool:
     return str(kind).startswith(("list<", "large_list<", "fixed_size_list<"))
+
+
+def nested_array(arrow: Any, values: Array, fixed: bool = True) -> Any:
+    """Values (n, *shape) as an Arrow array of n: numbers, or lists, one for each axis of a value.
+
+    Args:
+        arrow: the pyarrow module.
+        values: numbers; without a copy where they are contiguous and not booleans.
+        fixed: lists whose size stands in their type; else such as take any number.
+    """
+    array = arrow.array(np.ascontiguousarray(values).reshape(-1))
+    for size in reversed(values.shape[1:]):
+        if fixed:
+            array = arrow.FixedSizeListArray.from_arrays(array, size)
+        else:
+            offsets = np.arange(0, len(array) + 1, size, dtype=np.int32)
+            array = arrow.ListArray.from_arrays(arrow.array(offsets), array)
+    return array

@@ -174,7 +174,8 @@ def choose(
     chosen: dict[str, str] = {}
     refused: dict[str, str] = {}
     for stored, found in pairs:
-        below = [name for name in available if name == found or name.startswith(found + ".")]
+        # The default names every field itself, also one that others stand below.
+        below = [name for name in available if name == found or (wanted is not None and name.startswith(found + "."))]
         if not below:
             raise SourceError(f"{where}: has no field {found!r}; it has {_listed(available)}")
         for name in below:

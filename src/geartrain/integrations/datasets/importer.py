@@ -8,14 +8,12 @@ error that names the episode, the field, what was found and what would fit.
 from __future__ import annotations
 
 import importlib
-import inspect
 import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,6 +22,7 @@ from geartrain.core.dtypes import as_dtype
 from geartrain.core.progress import Progress
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, SourceError, StoreExistsError, StoreMissingError
+from geartrain.integrations.datasets.arguments import casts_of, checked_options
 from geartrain.integrations.datasets.episode import Array, Episode, FieldChoice, Source, reading
 from geartrain.store.store import Store
 
@@ -37,6 +36,7 @@ FORMATS = {
     "rlds": ("geartrain.integrations.datasets.rlds", "RldsSource"),
     "lerobot": ("geartrain.integrations.datasets.lerobot", "LeRobotSource"),
     "d4rl": ("geartrain.integrations.datasets.d4rl", "D4rlSource"),
+    "parquet": ("geartrain.integrations.datasets.parquet", "ParquetSource"),
     "arrays": ("geartrain.integrations.datasets.arrays", "ArraySource"),
     "torch": ("geartrain.integrations.datasets.torch_dataset", "TorchSource"),
 }
@@ -127,7 +127,7 @@ def import_dataset(
         ...     len(store), store.max_length
         (3, 10)
     """
-    casts = _casts(cast)
+    casts = casts_of(cast)
     _check_too_long(on_too_long)
     for what, value in (("capacity", capacity), ("max_length", max_length)):
         if value is not None and whole_number(what, value, 2**62) < 1:
@@ -172,7 +172,7 @@ def ingest(
     Raises:
         SourceError: an episode that does not fit, by name. Rows written before it stay.
     """
-    casts = _casts(cast)
+    casts = casts_of(cast)
     _check_too_long(on_too_long)
     schema = dict(store.fields)
     limit = store.options["max_rows"] or store.capacity
@@ -230,18 +230,7 @@ def open_source(
         format = _recognise(source)
     module, kind = FORMATS[format]
     opener = getattr(importlib.import_module(module), kind)
-    options = {name: value for name, value in options.items() if value is not None}
-    known = [
-        name
-        for name, parameter in inspect.signature(opener).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY and name not in ("fields", "skip_unsupported")
-    ]
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise ArgumentError(
-            f"the {format} importer has no option {', '.join(unknown)}; it has {', '.join(known) or 'none'}"
-        )
-    _check_options(format, opener, options)
+    options = checked_options(f"the {format} importer", opener, options, ("fields", "skip_unsupported"))
     if format != "torch":
         with reading(str(source) if isinstance(source, str | Path) else "the arrays", f"the format {format}"):
             opened = opener(source, fields=fields, skip_unsupported=skip_unsupported, **options)
@@ -249,17 +238,6 @@ def open_source(
         opened = opener(source, fields=fields, skip_unsupported=skip_unsupported, **options)
     assert isinstance(opened, Source)  # FORMATS names only classes of this package
     return opened
-
-
-def _check_options(format: str, opener: Any, options: Mapping[str, Any]) -> None:
-    """Raises `ArgumentError` for a flag, number or word of another type; arrays and collections are the opener's."""
-    hints = get_type_hints(opener.__init__)
-    for name, value in options.items():
-        hint = hints[name]
-        kinds = set(get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)) - {type(None)}
-        if kinds <= {bool, int, float, str} and type(value) not in kinds:
-            wanted = " or ".join(sorted(kind.__name__ for kind in kinds))
-            raise ArgumentError(f"the option {name} of the {format} importer is a {wanted}, found {value!r}")
 
 
 def _recognise(source: object) -> str:
@@ -337,18 +315,6 @@ def _write(store: Store, episode: Episode) -> int:
             nbytes += array.nbytes
         row.length = length
     return nbytes
-
-
-def _casts(cast: Mapping[str, str] | Sequence[str] | str) -> dict[str, str]:
-    if isinstance(cast, Mapping):
-        pairs = list(cast.items())
-    else:
-        texts = [cast] if isinstance(cast, str) else list(cast)
-        pairs = [(found, wanted) for found, _, wanted in (text.partition("=") for text in texts)]
-    for found, wanted in pairs:
-        if not found or not wanted:
-            raise ArgumentError(f"a cast is found=wanted, such as float64=float32, found '{found}={wanted}'")
-    return {as_dtype(found).name: as_dtype(wanted).name for found, wanted in pairs}
 
 
 def _check_absent(name: str) -> None:

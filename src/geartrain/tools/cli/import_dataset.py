@@ -57,13 +57,14 @@ def import_(
         skip_unsupported=skip_unsupported,
         persist=True,
         progress=not quiet,
-        **_key_values(option or []),
+        **key_values(option or []),
     )
     out.print(_summary(store))
     store.close()
 
 
-def _key_values(pairs: list[str]) -> dict[str, Any]:
+def key_values(pairs: list[str]) -> dict[str, Any]:
+    """Options of a format, from key=value: whole numbers and true or false as such, the rest as text."""
     values: dict[str, Any] = {}
     for pair in pairs:
         key, found, value = pair.partition("=")

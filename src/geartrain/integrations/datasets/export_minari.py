@@ -1,0 +1,221 @@
+"""Export to a Minari dataset (HDF5), the inverse of minari.py.
+
+| stored | written |
+|---|---|
+| obs, obs.x; final_obs, final_obs.x | observations, T + 1 of them; a Dict space where there are names below |
+| action, action.x | actions |
+| reward, terminated, truncated | rewards, terminations, truncations |
+| infos.x, and every other timed field x | infos/x |
+
+Images are stored as they are, not as JPEG.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from geartrain.core.schema import Field
+from geartrain.errors import ArgumentError, MissingDependencyError, SourceError
+from geartrain.integrations.datasets.episode import require
+from geartrain.integrations.datasets.stored_rows import RowGroup
+from geartrain.integrations.datasets.writer import DatasetWriter, not_real, raw_bytes
+
+_FLAGS = ("terminated", "truncated")
+_REQUIRED = ("obs", "action", "reward", *_FLAGS)
+
+
+class MinariWriter(DatasetWriter):
+    """A Minari dataset's folder, written by the minari package an episode at a time.
+
+    Args:
+        dataset_id: the dataset's name in its metadata, such as "hopper/mine-v0"; "exported/rows-v0" by default.
+        repeat_last_obs: where the store has no `final_obs`: write a row's last observation twice. What the last action
+            led to is then wrong in the dataset, which matters to who trains on next observations.
+    """
+
+    FOLDER = True
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        fields: Mapping[str, Field],
+        about: str,
+        dataset_id: str = "exported/rows-v0",
+        repeat_last_obs: bool = False,
+    ) -> None:
+        storage = require("minari.dataset.minari_storage", "minari", "Writing Minari datasets").MinariStorage
+        if "jpeg_encoding" not in inspect.signature(storage.new).parameters:
+            raise MissingDependencyError("older versions of Minari change images: pip install 'minari>=0.5.4'")
+        self._buffer = require("minari.data_collector", "minari", "Writing Minari datasets").EpisodeBuffer
+        if not _is_dataset_id(dataset_id):
+            raise ArgumentError(f"dataset_id is namespace/name-vN, such as hopper/mine-v0, found {dataset_id!r}")
+        self._fields = dict(fields)
+        self._names = {top: _below(top, self._fields) for top in ("obs", "final_obs", "action")}
+        missing = [top for top in _REQUIRED if top not in self._fields and not self._names.get(top)]
+        if missing:
+            raise SourceError(
+                f"a Minari dataset needs {', '.join(_REQUIRED)}, and the rows have no {', '.join(missing)}; "
+                f"fields='obs=NAME' writes one under another name"
+            )
+        for name in _FLAGS:
+            if self._fields[name].dtype != "bool" or self._fields[name].shape:
+                raise SourceError(
+                    f"{name} is one bool a step in a Minari dataset, the store holds {_said(fields[name])}"
+                )
+        if self._fields["reward"].shape:
+            raise SourceError(
+                f"reward is one number a step in a Minari dataset, the store holds {_said(fields['reward'])}"
+            )
+        self._repeat = not self._names["final_obs"]
+        if self._repeat and not repeat_last_obs:
+            raise SourceError(
+                "a Minari dataset has one more observation than actions, and the rows have no final_obs (once a row); "
+                "the option repeat_last_obs=true writes the last one twice"
+            )
+        for name in self._names["final_obs"]:
+            obs = "obs" + name.removeprefix("final_obs")
+            if self._fields.get(obs, None) is None or not _alike(self._fields[obs], self._fields[name]):
+                raise SourceError(f"{name} is not what {obs} has a step of, or {obs} is not there")
+        if not self._repeat and len(self._names["final_obs"]) != len(self._names["obs"]):
+            raise SourceError(f"some of {', '.join(self._names['obs'])} have no final_obs")
+        used = {name for names in self._names.values() for name in names} | set(_REQUIRED)
+        self._infos = {name: name.removeprefix("infos.") for name, field in self._fields.items() if name not in used}
+        self._check_infos()
+        path.mkdir()
+        (path / "data").mkdir()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._dataset = storage.new(
+                path / "data",
+                observation_space=self._space("obs"),
+                action_space=self._space("action"),
+                data_format="hdf5",
+                jpeg_encoding=False,
+            )
+        minari = require("minari", "minari", "Writing Minari datasets")
+        self._dataset.update_metadata(
+            {
+                "dataset_id": dataset_id,
+                "minari_version": minari.__version__,
+                "description": f"exported from {about} by geartrain",
+                "requirements": [],
+            }
+        )
+
+    @classmethod
+    def refused(cls, name: str, field: Field) -> str | None:
+        """Types that a Box has none of; what a row has once but `final_obs`."""
+        if field.per_row and name.partition(".")[0] != "final_obs":
+            return "once a row, and a Minari episode has such values only for final_obs"
+        if not field.per_row and name.partition(".")[0] == "final_obs":
+            return "final_obs is what a row has once"
+        if "/" in name:
+            return "a name with a slash is a group in HDF5; write it as another with fields='other=...'"
+        return not_real(field, "a Minari space")
+
+    @classmethod
+    def needed_bytes(cls, fields: Mapping[str, Field], rows: int, steps: int) -> int:
+        """The values: HDF5 does not compress them."""
+        return sum(raw_bytes(fields, rows, steps).values())
+
+    def write(self, group: RowGroup) -> int:
+        """Writes each row as an episode."""
+        self._dataset.update_episodes(self._episodes(group))
+        return sum(raw_bytes(self._fields, len(group.lengths), int(group.lengths.sum())).values())
+
+    def finish(self) -> None:
+        """Nothing is left to be done: an episode is complete once it is written."""
+
+    def close(self) -> None:
+        """The file is open only while episodes are written."""
+
+    def _episodes(self, group: RowGroup) -> Iterator[Any]:
+        for index, length in enumerate(group.lengths.tolist()):
+            row = {
+                name: values[index] if self._fields[name].per_row else values[index, :length]
+                for name, values in group.values.items()
+            }
+            observations = {
+                name: np.concatenate([row[name], (row[name][-1:] if self._repeat else row["final_" + name][None])])
+                for name in self._names["obs"]
+            }
+            yield self._buffer(
+                id=group.first + index,
+                observations=_nested("obs", observations),
+                actions=_nested("action", {name: row[name] for name in self._names["action"]}),
+                rewards=row["reward"],
+                terminations=row["terminated"],
+                truncations=row["truncated"],
+                infos=_nested("", {"." + to: row[name] for name, to in self._infos.items()}) if self._infos else None,
+            )
+
+    def _space(self, top: str) -> Any:
+        spaces = require("gymnasium.spaces", "minari", "Writing Minari datasets")
+
+        def box(name: str) -> Any:
+            field = self._fields[name]
+            dtype = field.numpy_dtype
+            if dtype.kind == "b":
+                return spaces.Box(False, True, field.shape, np.bool_)
+            if dtype.kind == "f":
+                return spaces.Box(-np.inf, np.inf, field.shape, dtype.type)
+            most = np.iinfo(dtype)
+            return spaces.Box(most.min, most.max, field.shape, dtype.type)
+
+        def made(tree: Any) -> Any:
+            return spaces.Dict({key: made(value) for key, value in tree.items()}) if isinstance(tree, dict) else tree
+
+        return made(_nested(top, {name: box(name) for name in self._names[top]}))
+
+    def _check_infos(self) -> None:
+        taken: dict[str, str] = {}
+        for name, to in self._infos.items():
+            for other, its in taken.items():
+                if to == its or to.startswith(its + ".") or its.startswith(to + "."):
+                    raise SourceError(f"{name} and {other} would both be infos/{min(to, its, key=len)}")
+            taken[name] = to
+
+
+def _is_dataset_id(text: str) -> bool:
+    name, dash, version = text.rpartition("-v")
+    return bool(name and dash) and version.isascii() and version.isdigit() and "\0" not in text
+
+
+def _below(top: str, fields: Mapping[str, Field]) -> list[str]:
+    return [name for name in fields if name == top or name.startswith(top + ".")]
+
+
+def _alike(step: Field, once: Field) -> bool:
+    return step.shape == once.shape and step.dtype == once.dtype and not step.per_row
+
+
+def _said(field: Field) -> str:
+    return f"{field.dtype} {field.shape}"
+
+
+def _nested(top: str, leaves: Mapping[str, Any]) -> Any:
+    """Leaves by dotted names below `top` as nested dicts; the leaf itself where `top` is one."""
+    if list(leaves) == [top]:
+        return leaves[top]
+    tree: dict[str, Any] = {}
+    for name, value in leaves.items():
+        *path, last = name.removeprefix(top + ".").split(".") if top else name.removeprefix(".").split(".")
+        place = tree
+        for key in path:
+            place = place.setdefault(key, {})
+            if not isinstance(place, dict):
+                raise SourceError(f"{name}: {key} is both a field and has fields below it")
+        if last in place:
+            raise SourceError(f"{name} is both a field and has fields below it")
+        place[last] = value
+    return tree
+
+
+__all__ = ["MinariWriter"]

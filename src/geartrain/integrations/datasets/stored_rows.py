@@ -1,0 +1,214 @@
+"""Rows of a store or checkpoint for export: read group by group, in the order of their commits, in bounded memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from geartrain.core.schema import Field
+from geartrain.core.shared_files import Trust
+from geartrain.errors import ArgumentError, SourceError, StoreClosedError
+from geartrain.integrations.datasets.episode import Array
+from geartrain.replay.fetch import fetch
+from geartrain.store.checkpoint_reader import Checkpoint
+from geartrain.store.handle import OPEN
+from geartrain.store.store import Store
+
+#: Bytes of all fields in one group of rows, unless one row is larger.
+GROUP_BYTES = 16 << 20
+#: Rows whose metadata is looked at together.
+_ROWS_AT_ONCE = 1 << 16
+#: Metadata that `metadata=True` adds: the name it is written under, and its field.
+METADATA = {
+    "row.sequence": Field((), "uint64", per_row=True),
+    "row.version": Field((), "int64", per_row=True),
+    "row.priority": Field((), "float64", per_row=True),
+    "row.times_sampled": Field((), "uint32", per_row=True),
+    "row.inserted_at_ns": Field((), "uint64", per_row=True),
+}
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Some rows, whole.
+
+    Attributes:
+        first: number of the first of them among the rows that are read.
+        lengths: (n,) steps of each.
+        values: by field, (n, max_length, *shape), or (n, *shape) for what a row has once. Good until the next group.
+    """
+
+    first: int
+    lengths: Array
+    values: Mapping[str, Array]
+
+    def steps(self, name: str) -> Array:
+        """A timed field's steps of all rows behind each other, (sum of lengths, *shape)."""
+        values = self.values[name]
+        if len(self.lengths) and (self.lengths == values.shape[1]).all():
+            return values.reshape(-1, *values.shape[2:])
+        return values[np.arange(values.shape[1]) < self.lengths[:, None]]
+
+
+class StoredRows:
+    """The rows that a store or checkpoint had when this was made, oldest first.
+
+    A store may be in use: rows that are overwritten before they are read are left out, and counted.
+
+    Args:
+        source: a store, or the name or path of one, or the directory of a checkpoint, or an open one. What is opened
+            here is closed by `close`; a store is only looked at (`Store.peek`).
+        trust: as of `Store.open`.
+
+    Attributes:
+        name: for messages.
+        fields, max_length: of the store.
+        count: rows.
+        overwritten: rows of the last iteration that are left out.
+        still_open: rows of it that their writers were extending: the steps they had are in.
+
+    Raises:
+        StoreMissingError, IncompatibleStoreError, UntrustedStoreError, CheckpointError: as of opening it.
+        ArgumentError: something else.
+    """
+
+    def __init__(self, source: Store | Checkpoint | str | os.PathLike[str], *, trust: Trust = "user") -> None:
+        self._mine: Store | Checkpoint | None = None
+        if isinstance(source, str | os.PathLike):
+            self.name = os.fspath(source)
+            if not isinstance(self.name, str) or not self.name or not _is_text(self.name):
+                raise ArgumentError(f"a store has a name or path, found {source!r}")
+            source = self._mine = _opened(self.name, trust)
+        elif isinstance(source, Store):
+            self.name = source.name
+        elif isinstance(source, Checkpoint):
+            self.name = str(source.directory)
+        else:
+            raise ArgumentError(f"rows come from a Store, a checkpoint or the name of either, found {source!r}")
+        self.fields = source.fields
+        self.max_length = source.max_length
+        self.overwritten = self.still_open = 0
+        self._source = source
+        try:
+            if isinstance(source, Store):
+                if source.closed:
+                    raise StoreClosedError(f"the store {source.name!r} was closed")
+                self._keys = source.keys()
+                self.count = len(self._keys)
+            else:
+                self._records = source.records()[: source.rows]
+                self.count = source.rows
+        except BaseException:
+            self.close()
+            raise
+
+    def steps(self) -> tuple[int, int]:
+        """Steps of all rows, and of the longest."""
+        total = longest = 0
+        for at in range(0, self.count, _ROWS_AT_ONCE):
+            if isinstance(self._source, Store):
+                lengths = self._source.status(self._keys[at : at + _ROWS_AT_ONCE])["length"]
+            else:
+                lengths = self._records["length"][at : at + _ROWS_AT_ONCE]
+            total += int(lengths.sum(dtype=np.uint64))
+            longest = max(longest, int(lengths.max(initial=0)))
+        return total, longest
+
+    def verify(self) -> None:
+        """Compares a checkpoint with its checksums. Raises `CheckpointError`: the file and its first bad block."""
+        if isinstance(self._source, Checkpoint):
+            self._source.verify()
+
+    def groups(self, chosen: Mapping[str, str], dtypes: Mapping[str, str], *, metadata: bool) -> Iterator[RowGroup]:
+        """All rows, a group at a time.
+
+        Args:
+            chosen: {name in the group: the store's field}.
+            dtypes: {name in the group: dtype to convert to}, for those that are converted.
+            metadata: with the fields of `METADATA` besides.
+        """
+        self.overwritten = self.still_open = 0
+        row_bytes = sum(self.fields[name].block_nbytes(self.max_length) for name in chosen.values())
+        size = max(1, min(_ROWS_AT_ONCE, GROUP_BYTES // max(1, row_bytes)))
+        first = 0
+        for at in range(0, self.count, size):
+            read = self._from_store if isinstance(self._source, Store) else self._from_checkpoint
+            lengths, found, about = read(at, min(at + size, self.count), [*dict.fromkeys(chosen.values())])
+            values = {name: found[stored] for name, stored in chosen.items()}
+            for name, dtype in dtypes.items():
+                values[name] = values[name].astype(Field((), dtype).numpy_dtype)
+            if metadata:
+                values |= {f"row.{name}": about[name] for name in (each.removeprefix("row.") for each in METADATA)}
+            yield RowGroup(first, lengths.astype(np.int64), values)
+            first += len(lengths)
+
+    def _from_store(self, first: int, last: int, names: list[str]) -> tuple[Array, dict[str, Array], Mapping[str, Any]]:
+        store, keys = self._source, self._keys[first:last]
+        assert isinstance(store, Store)
+        about = store.status(keys)
+        batch = fetch(store, keys, fields=names, pad="right", output="numpy", on_stale="drop")
+        self.overwritten += len(keys) - len(batch)
+        if len(batch) < len(keys):
+            kept = np.isin(keys.row, batch.keys.row)
+            about = {name: values[kept] for name, values in about.items()}
+        self.still_open += int((about["state"] == OPEN).sum())
+        return np.asarray(batch.length), {name: np.asarray(batch[name]) for name in names}, about
+
+    def _from_checkpoint(
+        self, first: int, last: int, names: list[str]
+    ) -> tuple[Array, dict[str, Array], Mapping[str, Any]]:
+        checkpoint = self._source
+        assert isinstance(checkpoint, Checkpoint)
+        found = {}
+        for name in names:
+            field = self.fields[name]
+            blocks = checkpoint.row_blocks(self._records, first, last, name)
+            found[name] = (
+                blocks.reshape(-1).view(field.numpy_dtype).reshape(last - first, *field.block_shape(self.max_length))
+            )
+        records = self._records[first:last]
+        about = {name: np.ascontiguousarray(records[name]) for name in records.dtype.names or ()}
+        about["priority"] = about["priority"] / 2.0 ** checkpoint.options["priority_fraction_bits"]
+        return about["length"], found, about
+
+    def close(self) -> None:
+        """Closes what this has opened."""
+        if self._mine is not None:
+            self._mine.close()
+
+    def __enter__(self) -> StoredRows:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _opened(name: str, trust: Trust) -> Store | Checkpoint:
+    path = Path(name)
+    if ("/" in name and path.is_dir()) or (path / "manifest.json").is_file():
+        if (path / "journal.json").is_file():
+            raise SourceError(
+                f"{name} is a journal: rows are exported from the store that Store.create(..., journal={name!r}) "
+                f"restores"
+            )
+        return Checkpoint(path)
+    return Store.peek(name, trust=trust)
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in name
+
+
+__all__ = ["GROUP_BYTES", "METADATA", "RowGroup", "StoredRows"]
