@@ -21,6 +21,7 @@ from geartrain.replay.builder import (
     check_priorities,
 )
 from geartrain.replay.config import ReplayConfig
+from geartrain.replay.distributed.priority_updates import check_steps
 from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.replay.native_batch import NativeBatch
 from geartrain.replay.pass_sampler import PassSampler
@@ -97,6 +98,7 @@ class SingleRankBuilder:
     def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
         """See `BatchBuilder`. They are applied with the next batch."""
         check_priorities(update.priorities)
+        check_steps(False, update.keys)
         store = update.keys.store
         if len(update.keys) and (type(store) is not int or store != self._store.id):
             update.keys.places_among(np.array(self.store_ids, np.uint64), "shards of this replay")
