@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from geartrain.errors import ArgumentError
+from geartrain.transport.rendezvous import address_towards
 
 #: The ranks' rendezvous port by default; with Slurm a number from the job's id is added, for jobs that share a host.
 PORT = 29_500
@@ -147,10 +148,7 @@ def own_address(master: str, name_s: float = 0.0) -> str:
     until_s = time.monotonic() + name_s
     while True:
         try:
-            family, kind, protocol, _, place = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(place)  # sends nothing
-                return str(probe.getsockname()[0])
+            return address_towards(master)
         except OSError as error:
             if not isinstance(error, socket.gaierror) or time.monotonic() >= until_s:
                 waited = f" within {name_s:g} s" if name_s else ""
