@@ -120,7 +120,8 @@ class TrajectoryBuffer:
 
     Methods take and return a `BufferState` and are called inside `jax.jit`, `lax.scan`, `lax.cond` and the like, or
     outside. Inside they are ordered `io_callback`s: they are made in the program's order, once each, and not under
-    `vmap` or `pmap`, which JAX refuses. Outside, arrays of a sample are the batch's memory, not copied.
+    `vmap` or `pmap`, which JAX refuses. Outside, arrays of a sequence are the memory that was gathered, not copied;
+    pairs are taken out of it by a compiled copy.
 
     A context manager: leaving it closes the stores that its `init` has made. One that is dropped closes them with it.
     """
@@ -234,14 +235,15 @@ class TrajectoryBuffer:
                 kinds += [jax.ShapeDtypeStruct((batch, 3), np.uint32), jax.ShapeDtypeStruct((batch,), np.float32)]
             found = list(io_callback(draw, tuple(kinds), data, state.added, ordered=True))
         else:
-            found = [_as_array(each) for each in draw(data, state.added)]
-        experience = jax.tree_util.tree_unflatten(contents.tree, found[: len(contents.fields)])
+            found = list(draw(data, state.added))
+        values, others = found[: len(contents.fields)], found[len(contents.fields) :]
         if self._options["flat"]:
-            experience = ExperiencePair(
-                jax.tree_util.tree_map(lambda x: x[:, 0], experience),
-                jax.tree_util.tree_map(lambda x: x[:, 1], experience),
-            )
-        return Sample(experience, *found[len(contents.fields) :])
+            first, second, others = _compiled_pairs(values, others)
+            tree = contents.tree
+            experience: Any = ExperiencePair(tree.unflatten(first), tree.unflatten(second))
+        else:
+            experience = contents.tree.unflatten([_as_array(each) for each in values])
+        return Sample(experience, *others)
 
     def can_sample(self, state: BufferState) -> Any:
         """Whether `min_length` timesteps are there: a boolean, inside jit a traced one.
@@ -539,8 +541,19 @@ def _number(words: NDArray[np.uint32]) -> int:
     return int(np.bitwise_xor.reduce(np.ascontiguousarray(padded).view(np.uint64)))
 
 
-def _as_array(values: NDArray[Any]) -> Any:
+def _pairs(values: Any, others: Any) -> Any:
+    """Both timesteps of sequences of two, and the rest as arrays of JAX."""
+    return [each[:, 0] for each in values], [each[:, 1] for each in values], others
+
+
+# One program for all of them: JAX takes longer to begin a slice than to make it.
+_compiled_pairs: Any = jax.jit(_pairs)
+
+
+def _as_array(values: Any) -> Any:
     """An array over the same memory; a copy of types that NumPy does not exchange."""
+    if isinstance(values, jax.core.Tracer):
+        return values
     if values.dtype.isbuiltin != 1:
         return jnp.asarray(values)
     return jax.dlpack.from_dlpack(np.ascontiguousarray(values))
