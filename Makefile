@@ -38,10 +38,11 @@ SECONDS ?= 600
 storm: setup  # seeded kills, stops, forks, full disks and clock jumps at one store, with a proof after each round
 	PYTHONPATH=tests/support $(BIN)/python -m storm --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
-# The own tests of a project whose classes geartrain stands in for. SOURCE: an sdist, a wheel with tests, a checkout
+# The own tests of a project whose classes geartrain stands in for. SOURCE: an sdist, a wheel with tests, a checkout;
+# none for torch. OPTIONS: --short, for example
 PROJECT ?= sb3
 upstream: setup
-	$(BIN)/python tests/upstream/run.py $(PROJECT) $(SOURCE)
+	$(BIN)/python tests/upstream/run.py $(PROJECT) $(SOURCE) $(OPTIONS)
 
 bench: setup
 	@mkdir -p runs

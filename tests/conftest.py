@@ -15,6 +15,7 @@ import deadlines
 import preloaded
 import pytest
 from kernel_worker import Interpreter
+from reports import reporting_host  # noqa: F401, a fixture
 
 from geartrain.transport.tls import TLS
 

@@ -127,8 +127,8 @@ class Group::Body final : public Peer::Side {
   uint32_t settled() const { return operations_.settled(); }
 
   std::shared_ptr<Work> all_reduce(const Shape& shape, const void* in, void* out, double timeout_s) {
-    if (shape.op == Op::avg && !is_float(shape.dtype)) {
-      fail(ErrorKind::schema, "the average of ", geartrain::name_of(shape.dtype), " is not one of them");
+    if (!reduces(shape.op, shape.dtype)) {
+      fail(ErrorKind::schema, "there is no ", geartrain::name_of(shape.op), " of ", geartrain::name_of(shape.dtype));
     }
     if (shape.wire != shape.dtype && (shape.dtype != Dtype::float32 || !convertible(shape.dtype, shape.wire))) {
       fail(ErrorKind::schema, geartrain::name_of(shape.dtype), " cannot be sent as ", geartrain::name_of(shape.wire));
@@ -141,8 +141,8 @@ class Group::Body final : public Peer::Side {
 
   std::shared_ptr<Work> run(const Shape& shape, std::vector<Segment> sends, std::vector<Segment> receives,
                             double timeout_s) {
-    if (shape.op == Op::avg && !is_float(shape.dtype)) {
-      fail(ErrorKind::schema, "the average of ", geartrain::name_of(shape.dtype), " is not one of them");
+    if (!reduces(shape.op, shape.dtype)) {
+      fail(ErrorKind::schema, "there is no ", geartrain::name_of(shape.op), " of ", geartrain::name_of(shape.dtype));
     }
     const Shape asked = checked(options_, shape, sends, receives);
     auto work = std::make_shared<Work>(asked, std::move(sends), std::move(receives), timeout_s);

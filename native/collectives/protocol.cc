@@ -108,7 +108,9 @@ Shape shape_from(const Open& open) {
   if (shape.wire != shape.dtype && (shape.dtype != Dtype::float32 || !convertible(shape.dtype, shape.wire))) {
     fail(ErrorKind::frame, "it opened an operation whose types do not convert");
   }
-  if (shape.op == Op::avg && !is_float(shape.dtype)) fail(ErrorKind::frame, "it asks for the average of integers");
+  if (!reduces(shape.op, shape.dtype)) {
+    fail(ErrorKind::frame, "it asks for the ", name_of(shape.op), " of ", name_of(shape.dtype));
+  }
   return shape;
 }
 

@@ -48,6 +48,49 @@ struct Max {
   }
 };
 
+// Narrow integers are multiplied as unsigned ones of 32 bits: C++ would take int for two of 16 bits, which overflows.
+struct Product {
+  template <typename T>
+  static GEARTRAIN_INLINE T of(T a, T b) {
+    if constexpr (std::is_integral_v<T>) {
+      using U = std::conditional_t<sizeof(T) < sizeof(uint32_t), uint32_t, std::make_unsigned_t<T>>;
+      return static_cast<T>(static_cast<U>(a) * static_cast<U>(b));
+    } else {
+      return a * b;
+    }
+  }
+};
+
+struct And {
+  template <typename T>
+  static GEARTRAIN_INLINE T of(T a, T b) {
+    return static_cast<T>(a & b);
+  }
+};
+
+struct Or {
+  template <typename T>
+  static GEARTRAIN_INLINE T of(T a, T b) {
+    return static_cast<T>(a | b);
+  }
+};
+
+struct Xor {
+  template <typename T>
+  static GEARTRAIN_INLINE T of(T a, T b) {
+    return static_cast<T>(a ^ b);
+  }
+};
+
+// Of bool, which is any byte: true is whatever is not 0.
+template <typename F>
+struct Truth {
+  template <typename T>
+  static GEARTRAIN_INLINE T of(T a, T b) {
+    return F::of(static_cast<T>(a != 0), static_cast<T>(b != 0));
+  }
+};
+
 // Arrays come from messages and from users: any alignment. memcpy of an element is a plain load.
 template <typename T>
 GEARTRAIN_INLINE T load(const std::byte* from, size_t i) {
@@ -128,7 +171,7 @@ using Narrow = void (*)(const float* in, std::byte* out, size_t n);
 struct Kernel {
   const char* name;
   bool (*viable)();
-  Combine combine[3][kDtypes];  // sum (and avg), min, max; none for the 16-bit floats
+  Combine combine[kOps][kDtypes];  // none for avg, the 16-bit floats and complex numbers, which are made of others
   Divide divide32, divide64;
   Widen widen_bf16, widen_fp16;
   Narrow narrow_bf16, narrow_fp16;
@@ -166,14 +209,27 @@ GEARTRAIN_KERNEL(Avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512
 #endif
 
 template <typename S, typename F>
-constexpr void fill(Combine (&row)[kDtypes]) {
-  row[static_cast<size_t>(Dtype::float32)] = S::template combine<float, F>;
-  row[static_cast<size_t>(Dtype::float64)] = S::template combine<double, F>;
+constexpr void fill_integers(Combine (&row)[kDtypes]) {
   row[static_cast<size_t>(Dtype::int8)] = S::template combine<int8_t, F>;
   row[static_cast<size_t>(Dtype::int16)] = S::template combine<int16_t, F>;
   row[static_cast<size_t>(Dtype::int32)] = S::template combine<int32_t, F>;
   row[static_cast<size_t>(Dtype::int64)] = S::template combine<int64_t, F>;
   row[static_cast<size_t>(Dtype::uint8)] = S::template combine<uint8_t, F>;
+  row[static_cast<size_t>(Dtype::uint16)] = S::template combine<uint16_t, F>;
+  row[static_cast<size_t>(Dtype::uint32)] = S::template combine<uint32_t, F>;
+  row[static_cast<size_t>(Dtype::uint64)] = S::template combine<uint64_t, F>;
+}
+
+// `OfBool` is what the operation comes to on truth values.
+template <typename S, typename F, typename OfBool>
+constexpr void fill(Kernel* made, Op op) {
+  Combine(&row)[kDtypes] = made->combine[static_cast<size_t>(op)];
+  fill_integers<S, F>(row);
+  row[static_cast<size_t>(Dtype::boolean)] = S::template combine<uint8_t, Truth<OfBool>>;
+  if constexpr (!std::is_same_v<F, And> && !std::is_same_v<F, Or> && !std::is_same_v<F, Xor>) {
+    row[static_cast<size_t>(Dtype::float32)] = S::template combine<float, F>;
+    row[static_cast<size_t>(Dtype::float64)] = S::template combine<double, F>;
+  }
 }
 
 template <typename S>
@@ -181,9 +237,13 @@ constexpr Kernel kernel_of(const char* name, bool (*viable)()) {
   Kernel made{};
   made.name = name;
   made.viable = viable;
-  fill<S, Sum>(made.combine[0]);
-  fill<S, Min>(made.combine[1]);
-  fill<S, Max>(made.combine[2]);
+  fill<S, Sum, Or>(&made, Op::sum);
+  fill<S, Min, And>(&made, Op::min);
+  fill<S, Max, Or>(&made, Op::max);
+  fill<S, Product, And>(&made, Op::product);
+  fill<S, And, And>(&made, Op::band);
+  fill<S, Or, Or>(&made, Op::bor);
+  fill<S, Xor, Xor>(&made, Op::bxor);
   made.divide32 = S::template divide<float>;
   made.divide64 = S::template divide<double>;
   made.widen_bf16 = S::widen_bf16;
@@ -219,8 +279,7 @@ const Kernel& kernel() {
 // --- arrays ---------------------------------------------------------------------------------------------------------
 
 Combine combine_of(const Kernel& with, Op op, Dtype dtype) {
-  const size_t row = op == Op::min ? 1 : op == Op::max ? 2 : 0;
-  return with.combine[row][static_cast<size_t>(dtype)];
+  return with.combine[static_cast<size_t>(op == Op::avg ? Op::sum : op)][static_cast<size_t>(dtype)];
 }
 
 void reduce_plain(const Kernel& with, Op op, Dtype dtype, std::span<const std::byte* const> inputs, std::byte* out,
@@ -269,19 +328,24 @@ bool is_half(Dtype dtype) {
 }  // namespace
 
 const char* name_of(Dtype dtype) {
-  constexpr const char* names[kDtypes] = {"float32", "float64", "bfloat16", "float16", "int8",
-                                          "int16",   "int32",   "int64",    "uint8"};
+  constexpr const char* names[kDtypes] = {"float32", "float64", "bfloat16", "float16",   "int8",
+                                          "int16",   "int32",   "int64",    "uint8",     "bool",
+                                          "uint16",  "uint32",  "uint64",   "complex64", "complex128"};
   return names[static_cast<uint8_t>(dtype)];
 }
 
 const char* name_of(Op op) {
-  constexpr const char* names[kOps] = {"sum", "avg", "min", "max"};
+  constexpr const char* names[kOps] = {"sum", "avg", "min", "max", "product", "band", "bor", "bxor"};
   return names[static_cast<uint8_t>(op)];
 }
 
 void reduce(Op op, Dtype dtype, std::span<const std::byte* const> inputs, std::byte* out, size_t count,
             uint32_t divisor) {
   if (divisor == 0) divisor = static_cast<uint32_t>(inputs.size());
+  if (is_complex(dtype)) {  // pairs of floats, added up and divided as such
+    dtype = dtype == Dtype::complex64 ? Dtype::float32 : Dtype::float64;
+    count *= 2;
+  }
   (is_half(dtype) ? reduce_halves : reduce_plain)(kernel(), op, dtype, inputs, out, count, divisor);
 }
 

@@ -113,14 +113,9 @@ class Gather {
 
   bool row(size_t i) const {
     RowCopy one(store_, request_.rows[i], request_.generations[i]);
-    while (one.begin()) {
-      copy(i);
-      if (!one.whole()) continue;
-      request_.torn[i] = 0;
-      return true;
-    }
-    request_.torn[i] = 1;
-    return false;
+    const bool whole = one.until_whole([&] { copy(i); });
+    request_.torn[i] = !whole;
+    return whole;
   }
 
   void copy(size_t i) const {

@@ -233,11 +233,7 @@ class TransitionGather {
     copy_steps(block, first, last);  // of those that are lost as well, for nothing
     for (size_t i = first; i < last; ++i) {
       RowCopy& copy = copies[i - first];
-      bool whole = begun[i - first] && copy.whole();
-      for (bool found = begun[i - first]; found && !whole; whole = found && copy.whole()) {
-        found = copy.begin();
-        if (found) copy_steps(block, i, i + 1);
-      }
+      const bool whole = begun[i - first] && (copy.whole() || copy.until_whole([&] { copy_steps(block, i, i + 1); }));
       request_.torn[block.placed[i].to] = !whole;
     }
   }

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "collectives/group.h"
+#include "collectives/reduce_kernels.h"
 #include "collectives/reducer.h"
 #include "python/bind.h"
 
@@ -261,6 +262,14 @@ void bind_collectives(nb::module_& module) {
   module.def("array_memory", [](const AnyArray& array) {
     return nb::make_tuple(reinterpret_cast<uint64_t>(array.data()), array.size(), array.dtype().code,
                           array.dtype().bits * array.dtype().lanes);
+  });
+  module.def("reduces", [](uint32_t op, uint32_t dtype) { return reduces(op_from(op), dtype_from(dtype)); });
+  // values[i] /= divisor at an address, rounded once.
+  module.def("divide_memory", [](uint64_t at, uint64_t count, uint32_t dtype, uint32_t divisor) {
+    const Dtype type = dtype_from(dtype);
+    if (divisor == 0 || !is_float(type)) fail(ErrorKind::schema, "floats are divided by at least 1, found ", divisor);
+    const Unlocked unlocked;
+    divide(type, reinterpret_cast<std::byte*>(at), count, divisor);
   });
   module.def("reduce_kernel", &reduce_kernel);
   module.def("set_reduce_kernel", [](const std::string& name) { return set_reduce_kernel(name.c_str()); });

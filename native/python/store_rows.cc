@@ -264,6 +264,7 @@ nb::object journal_state(const Store& store) {
   out["bytes"] = journal.bytes.load();
   out["missed"] = journal.missed.load();
   out["waits"] = journal.waits.load();
+  out["priorities"] = journal.priorities.load();
   return out;
 }
 
@@ -341,6 +342,8 @@ void bind_store_rows(nb::class_<Store>& store) {
            })
       .def("journal_failed",
            [](Store& s, uint32_t error) { return entered(s, [&] { return s.journal_failed(error); }); })
+      .def("request_journal_priorities",
+           [](Store& s) { return entered(s, [&] { return s.request_journal_priorities(); }); })
       .def("sync_journal",
            [](Store& s, double timeout_s) { return released(s, [&] { return s.sync_journal(timeout_s); }); });
 }

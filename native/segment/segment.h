@@ -241,7 +241,7 @@ struct PendingCommit {
 static_assert(sizeof(PendingCommit) == 16);
 
 // The journal on disk of a store that has one (store/journal.cc); all zero otherwise, and in segments of earlier
-// builds. Written by whichever process writes the journal, but for `requested` and `rewrites`.
+// builds. Written by whichever process writes the journal, but for `requested`, `rewrites` and `priorities`.
 constexpr uint32_t kJournalPathBytes = 1024;
 struct JournalControl {
   std::atomic<uint32_t> mode;       // JournalMode; stored last, once the rest is there
@@ -253,6 +253,8 @@ struct JournalControl {
   std::atomic<uint64_t> rewrites;   // rows written in place
   std::atomic<uint64_t> rows, removals, bytes, missed, waits;
   char path[kJournalPathBytes];  // of the directory, ended by a zero
+  // How often the priorities of all rows were asked for, as whoever saves a checkpoint does. 0 in earlier builds.
+  std::atomic<uint32_t> priorities;
 };
 
 struct RowStatus {

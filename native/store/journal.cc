@@ -115,6 +115,14 @@ void Store::journal_failed(uint32_t error) {
   futex_wake(journal.completed);
 }
 
+void Store::request_journal_priorities() {
+  check_usable();
+  JournalControl& journal = journal_control();
+  journal.priorities.fetch_add(1);
+  journal.requested.fetch_add(1);
+  futex_wake(journal.requested);
+}
+
 bool Store::sync_journal(double timeout_s) {
   check_usable();
   JournalControl& journal = journal_control();

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "base/copy.h"
+#include "base/deadline.h"
 #include "base/errors.h"
 #include "store/row_copy.h"
 #include "store/store.h"
@@ -122,6 +123,25 @@ bool Store::await_content(uint32_t row) const noexcept {
 bool RowCopy::begin_later() {
   if (!store_.await_content(row_)) return false;
   return begin();
+}
+
+bool RowCopy::copy_locked(const std::function<void()>& copy) {
+  if (store_.read_only()) {
+    for (const Deadline deadline = Deadline::after(store_.lock_timeout_s()); !deadline.passed();) {
+      if (!begin()) return false;
+      copy();
+      if (whole()) return true;
+    }
+    return false;
+  }
+  try {
+    Store::Guard nobody_writes(store_);
+    if (generation_of(word_.load(std::memory_order_acquire)) != generation_ || (generation_ & 1) == 0) return false;
+    copy();
+    return true;
+  } catch (const Error&) {  // as where a writer stays inside
+    return false;
+  }
 }
 
 }  // namespace geartrain

@@ -1,21 +1,21 @@
 // Row copy: a reader's copy of a row without the lock, and whether it holds one state of the row.
 //
 //   RowCopy copy(store, row, generation);
-//   while (copy.begin()) {
-//     ...                       // read length, blocks, metadata
-//     if (copy.whole()) return true;
-//   }
-//   return false;               // the key is stale
+//   return copy.until_whole([&] {
+//     ...                       // read length, blocks, metadata: as often as needed
+//   });                         // false: the key is stale
 //
 // A row that is overwritten or removed gets another generation: the copy is lost with the row. One that is written in
-// place (Store::rewrite) keeps it and is copied again. A writer that stays inside for longer than the lock's timeout is
-// stopped; its row is then reported as lost, and so is one whose writer died where the segment is read-only.
+// place (Store::rewrite) keeps it and is copied again; one that is written again and again is copied under the lock,
+// where nobody writes. A writer that stays inside for longer than the lock's timeout is stopped; its row is then
+// reported as lost, and so is one whose writer died, or that never rests for as long, where the segment is read-only.
 //
 // Any thread; no more than loads of the row's word and of its status, which a reader of the length has at hand.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 
 #include "store/store.h"
 
@@ -41,7 +41,22 @@ class RowCopy {
            store_.content_number(row_) == number_;
   }
 
+  // Calls `copy` until what it read is one state of the row; false where the row is lost.
+  template <typename Copy>
+  bool until_whole(const Copy& copy) {
+    for (uint32_t tries = 0; tries < kFreeCopies; ++tries) {
+      if (!begin()) return false;
+      copy();
+      if (whole()) return true;
+    }
+    return copy_locked(copy);
+  }
+
  private:
+  // Copies without the lock: a row of 8 MB that is written in a loop has never been whole after thousands of them.
+  static constexpr uint32_t kFreeCopies = 8;
+
+  __attribute__((cold, noinline)) bool copy_locked(const std::function<void()>& copy);
   // Waits until nobody writes to the row.
   __attribute__((cold, noinline)) bool begin_later();
 

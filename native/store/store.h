@@ -298,6 +298,8 @@ class Store final : public OpenStore {
   // A pass that began at `synced_ns` is on the disk with all that was asked for up to `ticket`; or failed with `error`.
   void journal_passed(uint32_t ticket, uint64_t synced_ns);
   void journal_failed(uint32_t error);
+  // Has its next pass, which is asked for, write the priorities and counts of samples that have changed. Does not wait.
+  void request_journal_priorities();
   // Has all that was committed or removed until now written; false where it is not on the disk in time.
   bool sync_journal(double timeout_s);
 
@@ -349,6 +351,7 @@ class Store final : public OpenStore {
   }
   const std::shared_ptr<Mapping>& mapping() const { return mapping_; }
   bool read_only() const { return read_only_; }
+  double lock_timeout_s() const { return lock_timeout_s_; }
   // Throws closed: it is, or was opened read-only.
   void check_usable() const;
   // Throws corrupt, and has the next holder of the lock rebuild the lists.

@@ -2,8 +2,9 @@
 
 In a script that is started so, `init_process_group()`, `init_process_group("gloo")` and
 `init_process_group("cpu:gloo")` make a group of the backend "geartrain"
-(geartrain/collectives/torch_backend/process_group.py); every other backend ("nccl", "cpu:gloo,cuda:nccl") is left as it
-is, and rank 0 warns of it in one line. GEARTRAIN_ALLREDUCE=0 turns it off, so that one command runs with either.
+(geartrain/collectives/torch_backend/process_group.py), and `monitored_barrier` takes such groups; every other backend
+("nccl", "cpu:gloo,cuda:nccl") is left as it is, and rank 0 warns of it in one line. GEARTRAIN_ALLREDUCE=0 turns it off,
+so that one command runs with either.
 Processes that the script starts itself call `autoload()`.
 
 It is no entry point of torch ("torch.backends"), although torch would call one at the end of every `import torch`:
@@ -23,6 +24,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 VARIABLE = "GEARTRAIN_ALLREDUCE"
@@ -56,18 +58,20 @@ def wrap_init_process_group() -> None:
         raise RuntimeError("this build of torch has no torch.distributed")
     # Without a backend's name torch picks one late and requires the type GLOO, so that a default for the device "cpu"
     # does not suffice: the name has to be given when init_process_group is called.
-    original = dist.init_process_group
-    if getattr(original, "_geartrain", False):
+    if getattr(dist.init_process_group, "_geartrain", False):
         return
-    wrapper = _wrapper(original)
-    for name, module in list(
-        sys.modules.items()
-    ):  # distributed_c10d, and modules that imported it from there: device_mesh
-        if name.startswith("torch.distributed") and getattr(module, "init_process_group", None) is original:
-            module.init_process_group = wrapper  # type: ignore[attr-defined]
+    for function, wrapper in (
+        ("init_process_group", _init_process_group(dist.init_process_group)),
+        ("monitored_barrier", _monitored_barrier(dist.monitored_barrier)),
+    ):
+        original = getattr(dist, function)
+        # distributed_c10d, and modules that imported it from there: device_mesh
+        for name, module in list(sys.modules.items()):
+            if name.startswith("torch.distributed") and getattr(module, function, None) is original:
+                setattr(module, function, wrapper)
 
 
-def _wrapper(original: Callable[..., None]) -> Callable[..., None]:
+def _init_process_group(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
         if (backend or "undefined").lower() in (*REPLACED, BACKEND):
@@ -83,6 +87,25 @@ def _wrapper(original: Callable[..., None]) -> Callable[..., None]:
 
     init_process_group._geartrain = True  # type: ignore[attr-defined]
     return init_process_group
+
+
+def _monitored_barrier(original: Callable[..., None]) -> Callable[..., None]:
+    """torch's refuses every backend but the one of the name "gloo"; the groups have it."""
+
+    @functools.wraps(original)
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        import torch.distributed as dist
+
+        given = dist.group.WORLD if group is None else group
+        if not isinstance(given, dist.ProcessGroup) or dist.get_backend(given) != BACKEND:
+            original(group, timeout, wait_all_ranks)
+            return
+        if timeout is not None and not isinstance(timeout, timedelta):
+            timeout = timedelta(seconds=timeout)
+        limit = {} if timeout is None else {"timeout": timeout}
+        given.monitored_barrier(**limit, wait_all_ranks=wait_all_ranks)  # type: ignore[attr-defined]
+
+    return monitored_barrier
 
 
 def _register() -> None:

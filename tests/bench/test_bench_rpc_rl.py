@@ -101,8 +101,15 @@ def test_metrics_are_percentiles_of_samples_and_only_the_original_fields_are_rou
 # --- the work ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["geartrain", "torch"])
-@pytest.mark.parametrize("batch", [True, False])
+@pytest.mark.parametrize(
+    ("batch", "backend"),
+    [
+        (True, "geartrain"),
+        (False, "torch"),
+        pytest.param(False, "geartrain", marks=pytest.mark.slow),
+        pytest.param(True, "torch", marks=pytest.mark.slow),
+    ],
+)
 def test_every_step_of_every_observer_is_measured(backend: str, batch: bool) -> None:
     settings = rpc_rl.read([*SMALL, "--world-size", "5", "--batch", str(batch), "--agent-threads", "2"])
     with rpc_rl._team(backend, settings, settings.points()[0]) as team:

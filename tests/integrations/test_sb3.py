@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import os
-import pickle
 import sys
 import tracemalloc
 from pathlib import Path
-from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -17,10 +14,10 @@ import pytest
 import torch
 from deadlines import patience
 from gymnasium import spaces
+from sb3_streams import ACT, DICT, OBS, Stream, as_dict, check_sample
 from stable_baselines3 import SAC
 from stable_baselines3.common import buffers as stock
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
-from stable_baselines3.her import her_replay_buffer
 
 from geartrain.errors import (
     ArgumentError,
@@ -32,83 +29,11 @@ from geartrain.errors import (
 )
 from geartrain.integrations.sb3 import (
     DictReplayBuffer,
-    HerReplayBuffer,
     NStepReplayBuffer,
-    PrioritizedReplayBuffer,
     ReplayBuffer,
 )
 
-OBS = spaces.Box(-np.inf, np.inf, (3,), np.float32)
-ACT = spaces.Box(-1, 1, (2,), np.float32)
-DICT = spaces.Dict({"position": OBS, "picture": spaces.Box(0, 255, (4, 4), np.uint8)})
-
-
-class Stream:
-    """Episodes whose every number follows from (environment, t): obs = t + 1000 * environment, and so on."""
-
-    def __init__(self, n_envs: int = 2, lengths: tuple[int, ...] = (7, 10), seed: int = 0) -> None:
-        self.n_envs, self.lengths = n_envs, lengths
-        self.t = np.zeros(n_envs, np.int64)  # of the observation that is acted on
-        self.age = np.zeros(n_envs, np.int64)
-        self.added = 0
-
-    def observation(self, t: np.ndarray) -> np.ndarray:
-        values = t + 100_000 * np.arange(self.n_envs)
-        return np.repeat(values[:, None], 3, 1).astype(np.float32)
-
-    def add(self, buffer: Any, steps: int, shape: Any = None) -> None:
-        shape = shape or (lambda obs: obs)
-        for _ in range(steps):
-            following = self.t + 1
-            self.age += 1
-            over = self.age == np.array([self.lengths[e % len(self.lengths)] for e in range(self.n_envs)])
-            cut = over & (self.t % 2 == 0)  # about half of the episodes end by the time limit
-            obs, next_obs = self.observation(self.t), self.observation(following)
-            action, reward = obs[:, :2] / 1e6, self.t.astype(np.float32)
-            infos = [{"TimeLimit.truncated": bool(each)} for each in cut]
-            buffer.add(shape(obs), shape(next_obs), action, reward, over, infos)
-            self.t = np.where(over, following + 50, following)  # the next episode begins elsewhere
-            self.age[over] = 0
-            self.added += 1
-
-
-def as_dict(obs: np.ndarray) -> dict[str, np.ndarray]:
-    return {"position": obs, "picture": np.repeat(obs[:, :1], 16, 1).reshape(-1, 4, 4).astype(np.uint8)}
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    """Draws are seeded from NumPy's global generator."""
-    np.random.seed(0)
-
-
-@pytest.fixture
-def no_stock_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the stock classes make arrays, add and sample with raises."""
-    classes = [stock.ReplayBuffer, stock.DictReplayBuffer, stock.NStepReplayBuffer, her_replay_buffer.HerReplayBuffer]
-    names = ("__init__", "add", "sample", "_get_samples", "_get_real_samples", "_get_virtual_samples", "_sample_goals")
-
-    def refused(*_: Any, **__: Any) -> None:
-        raise AssertionError("code of the stock class ran")
-
-    for cls in classes:
-        for name in (*names, "truncate_last_trajectory", "_compute_episode_length"):
-            if name in vars(cls):
-                monkeypatch.setattr(cls, name, refused)
-    for name in ("sample", "add", "reset"):
-        monkeypatch.setattr(stock.BaseBuffer, name, refused)
-
-
-def check_sample(batch: Any, gamma: float = 1.0, n_steps: int = 1) -> None:
-    obs, next_obs = batch.observations[:, 0], batch.next_observations[:, 0]
-    t = obs % 100_000
-    assert torch.allclose(batch.actions, batch.observations[:, :2] / 1e6)
-    count = (next_obs - obs).to(torch.int64)
-    assert (count >= 1).all()
-    assert (count <= n_steps).all()
-    for each in range(len(t)):
-        rewards = [gamma**k * (float(t[each]) + k) for k in range(int(count[each]))]
-        assert batch.rewards[each, 0] == pytest.approx(sum(rewards), rel=1e-5)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 @pytest.mark.parametrize("n_envs", [1, 2, 5])
@@ -294,94 +219,6 @@ def test_two_processes_add_to_one_buffer_and_read_the_same_transitions(tmp_path,
     assert not buffer.store.path.exists()
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda buffer: pickle.loads(pickle.dumps(buffer))])
-def test_a_copy_holds_the_same_and_is_a_buffer_of_its_own(copied, no_stock_code):
-    buffer = ReplayBuffer(60, OBS, ACT, n_envs=2)
-    stream = Stream(2)
-    stream.add(buffer, 47)
-    twin = copied(buffer)
-    assert (twin.pos, twin.full) == (buffer.pos, buffer.full)
-    before = np.array(buffer.observations)
-    assert np.array_equal(twin.observations, before)
-    stream.add(twin, 5)
-    assert np.array_equal(buffer.observations, before)
-    assert not np.array_equal(twin.observations, before)
-    check_sample(twin.sample(100))
-
-
-@pytest.mark.parametrize("kind", ["plain", "n-step", "prioritized"])
-def test_a_buffer_that_is_saved_after_every_few_additions_keeps_its_transitions(kind, no_stock_code):
-    if kind == "plain":
-        buffer: Any = ReplayBuffer(200, OBS, ACT, n_envs=2)
-    elif kind == "n-step":
-        buffer = NStepReplayBuffer(200, OBS, ACT, n_envs=2, n_steps=3, gamma=0.9)
-    else:
-        buffer = PrioritizedReplayBuffer(200, OBS, ACT, n_envs=2, n_steps=2, gamma=0.9)
-    whole = ReplayBuffer(200, OBS, ACT, n_envs=2)
-    streams = Stream(2, lengths=(9, 14)), Stream(2, lengths=(9, 14))
-    for turn in range(36):
-        for stream, each in zip(streams, (buffer, whole), strict=True):
-            stream.add(each, 40 if turn in (5, 6) else 3 + turn % 5)
-        buffer = pickle.loads(pickle.dumps(buffer))
-        if turn == 25:
-            buffer.sample(50)
-    assert (buffer.pos, buffer.full) == (whole.pos, True)
-    for name in ("observations", "next_observations", "actions", "rewards", "dones"):
-        assert np.array_equal(getattr(buffer, name), getattr(whole, name)), name
-    n_steps = {"plain": 1, "n-step": 3, "prioritized": 2}[kind]
-    drawn = []
-    for _ in range(20):
-        batch = buffer.sample(300)
-        check_sample(batch, 1.0 if n_steps == 1 else 0.9, n_steps)
-        drawn.append(batch.observations[:, 0])
-    there = np.array(whole.observations)[:, :, 0].reshape(-1)
-    assert len(np.setdiff1d(there, torch.cat(drawn).numpy())) <= 2 * n_steps
-    assert not buffer.store.audit()
-
-
-@pytest.mark.parametrize("saved_at", [(62,), (41, 77), (29, 46, 76)])
-def test_rows_of_all_environments_are_as_old_after_a_load_as_before(saved_at, no_stock_code):
-    buffer, whole = (ReplayBuffer(2 * 25, OBS, ACT, n_envs=2) for _ in range(2))
-    streams = Stream(2, lengths=(19, 23)), Stream(2, lengths=(19, 23))
-    for turn in range(110):
-        for stream, each in zip(streams, (buffer, whole), strict=True):
-            stream.add(each, 1)
-        if turn in saved_at:
-            buffer = pickle.loads(pickle.dumps(buffer))
-        if turn >= min(saved_at) and turn % 3 == 0:
-            assert np.array_equal(buffer.observations, whole.observations), turn
-
-
-def test_rows_that_are_joined_keep_priorities_and_goals():
-    buffer: Any = PrioritizedReplayBuffer(200, OBS, ACT, alpha=1.0, min_priority=1e-9)
-    stream = Stream(1)
-    for _ in range(12):
-        stream.add(buffer, 5)
-        batch = buffer.sample(100)
-        buffer.update_priorities(batch.keys, torch.where(batch.observations[:, 0] % 10 == 3, 50.0, 1e-6))
-        buffer = pickle.loads(pickle.dumps(buffer))
-        buffer.max_priority = 1e-6
-    assert len(buffer.store) == 5  # of 60 transitions and 9 beginnings, 16 a row
-    batch = buffer.sample(400)
-    check_sample(batch)
-    assert (batch.observations[:, 0] % 10 == 3).float().mean() > 0.95
-
-
-@pytest.mark.slow
-def test_a_model_saves_and_loads_its_buffer(tmp_path, no_stock_code):
-    options = {"buffer_size": 300, "learning_starts": 20, "policy_kwargs": {"net_arch": [8]}, "seed": 0}
-    model = SAC("MlpPolicy", "Pendulum-v1", replay_buffer_class=ReplayBuffer, **options)
-    model.learn(40)
-    kept = np.array(model.replay_buffer.observations)
-    model.save_replay_buffer(tmp_path / "buffer.pkl")
-    model.replay_buffer.close()
-    model.load_replay_buffer(tmp_path / "buffer.pkl")
-    assert isinstance(model.replay_buffer, ReplayBuffer)
-    assert np.array_equal(model.replay_buffer.observations, kept)
-    model.learn(10)
-    assert model.replay_buffer.pos == 50
-
-
 @pytest.mark.slow
 def test_the_example_runs():
     script = Path(__file__).parents[2] / "examples" / "sb3_sac.py"
@@ -490,128 +327,6 @@ def test_what_means_nothing_is_refused():
         buffer.sample(2)
     with pytest.raises(StoreClosedError):
         Stream(1).add(buffer, 1)
-
-
-# --- hindsight ---------------------------------------------------------------------------------------------------
-
-
-class Line(gym.Env[Any, Any]):
-    """A goal-conditioned line: the achieved goal is the number of the step, unique over all episodes."""
-
-    def __init__(self, length: int = 8) -> None:
-        box = spaces.Box(-np.inf, np.inf, (1,), np.float32)
-        self.observation_space = spaces.Dict(dict.fromkeys(("observation", "achieved_goal", "desired_goal"), box))
-        self.action_space = spaces.Box(-1, 1, (2,), np.float32)
-        self.length, self.t = length, -1000
-        self.infos: list[Any] = []
-
-    def _obs(self) -> dict[str, np.ndarray]:
-        at = np.array([self.t], np.float32)
-        return {"observation": at, "achieved_goal": at, "desired_goal": np.array([-1.0], np.float32)}
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.t = (self.t // 1000 + 1) * 1000
-        return self._obs(), {}
-
-    def step(self, action: Any) -> Any:
-        self.t += 1
-        return self._obs(), -1.0, self.t % 1000 == self.length, False, {"t": self.t}
-
-    def compute_reward(self, achieved: np.ndarray, desired: np.ndarray, infos: Any) -> np.ndarray:
-        self.infos = list(infos)
-        return (achieved[:, 0] * 10 + (achieved[:, 0] == desired[:, 0])).astype(np.float32)
-
-
-def filled(strategy: str, steps: int = 100, **options: Any) -> tuple[HerReplayBuffer, Any]:
-    env = DummyVecEnv([Line])
-    buffer = HerReplayBuffer(
-        200, env.observation_space, env.action_space, env, goal_selection_strategy=strategy, **options
-    )
-    obs = env.reset()
-    for _ in range(steps):
-        following, reward, done, infos = env.step(np.zeros((1, 2)))
-        real = {name: value.copy() for name, value in following.items()}
-        if done[0]:
-            real = {name: infos[0]["terminal_observation"][name][None] for name in real}
-        buffer.add(obs, real, np.zeros((1, 2)), reward, done, infos)
-        obs = {name: value.copy() for name, value in following.items()}
-    return buffer, env
-
-
-@pytest.mark.parametrize("strategy", ["future", "final", "episode"])
-def test_goals_are_what_the_same_episode_achieved(strategy, no_stock_code):
-    buffer, _ = filled(strategy, n_sampled_goal=3)
-    batch = buffer.sample(800)
-    at, goal = batch.observations["observation"][:, 0], batch.observations["desired_goal"][:, 0]
-    assert torch.equal(batch.next_observations["observation"][:, 0], at + 1)
-    assert torch.equal(goal, batch.next_observations["desired_goal"][:, 0])
-    other = goal != -1
-    assert other.sum() == 600
-    assert torch.equal(batch.rewards[~other, 0], torch.full((200,), -1.0))
-    at, goal, reward = at[other], goal[other], batch.rewards[other, 0]
-    assert torch.equal(at // 1000, goal // 1000)
-    assert torch.equal(reward, (at + 1) * 10 + (goal == at + 1))
-    assert (at // 1000 < 12).all(), "the episode that goes on was drawn"
-    if strategy == "future":
-        assert (goal > at).all()
-        assert set((goal - at).tolist()) == set(range(1, 9))
-    elif strategy == "final":
-        assert (goal % 1000 == 8).all()
-    else:
-        assert set((goal % 1000).tolist()) == set(range(1, 9))
-    drawn = batch.observations["observation"][:, 0]
-    assert len(torch.unique(drawn)) == 96
-
-
-def test_infos_are_kept_for_the_rewards_of_other_goals(no_stock_code):
-    buffer, env = filled("future", copy_info_dict=True, n_sampled_goal=3)
-    batch = buffer.sample(400)
-    given = [info["t"] for info in env.envs[0].unwrapped.infos]
-    assert given == [int(t) + 1 for t in batch.observations["observation"][100:, 0]]
-    assert buffer.infos[5, 0]["t"] == 6
-    with pytest.raises(ArgumentError, match="info_bytes"):
-        filled("future", copy_info_dict=True, info_bytes=4)
-
-
-def test_episodes_that_are_truncated_can_be_drawn_and_those_that_go_on_cannot(no_stock_code):
-    buffer, _ = filled("future", steps=5)
-    with pytest.raises(RuntimeError, match="end of the first episode"):
-        buffer.sample(10)
-    with pytest.warns(UserWarning, match="will be truncated"):
-        buffer.truncate_last_trajectory()
-    assert buffer.dones[4, 0] == buffer.timeouts[4, 0] == 1
-    assert buffer.ep_length[:5, 0].tolist() == [5] * 5
-    batch = buffer.sample(200)
-    assert set(batch.observations["observation"][:, 0].tolist()) == set(range(5))
-    assert not batch.dones.any()
-
-
-def test_episodes_that_cross_rows_are_whole(no_stock_code):
-    env = DummyVecEnv([lambda: Line(70)])
-    buffer = HerReplayBuffer(300, env.observation_space, env.action_space, env, goal_selection_strategy="final")
-    obs = env.reset()
-    for _ in range(300):  # rows of 18 transitions
-        following, reward, done, infos = env.step(np.zeros((1, 2)))
-        following = {name: value.copy() for name, value in following.items()}
-        real = {
-            name: infos[0]["terminal_observation"][name][None] if done[0] else following[name] for name in following
-        }
-        buffer.add(obs, real, np.zeros((1, 2)), reward, done, infos)
-        obs = following
-    goal = buffer.sample(500).observations["desired_goal"][:, 0]
-    assert set((goal % 1000).tolist()) == {70.0, 999.0}  # -1 modulo 1000: as it was
-    assert set(buffer.ep_length[:280, 0].tolist()) == {70}
-
-
-def test_a_saved_hindsight_buffer_goes_on_with_its_episode(no_stock_code):
-    buffer, _ = filled("future", steps=20)
-    twin = pickle.loads(pickle.dumps(buffer))
-    assert twin.env is None
-    with pytest.raises(ArgumentError, match="set_env"):
-        twin.sample(10)
-    twin.set_env(buffer.env)
-    assert np.array_equal(twin.ep_length, buffer.ep_length)
-    twin.sample(10)
 
 
 def test_what_was_overwritten_is_no_longer_found():

@@ -23,11 +23,7 @@ OBS = spaces.Box(-np.inf, np.inf, (3,), np.float32)
 ACT = spaces.Box(-1, 1, (2,), np.float32)
 DICT = spaces.Dict({"position": OBS})
 
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    """Draws are seeded from NumPy's global generator."""
-    np.random.seed(0)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def add(buffer: Any, ts: Any, episode: int = 7) -> None:

@@ -48,7 +48,7 @@ args = {{ pause_s = 0.002 }}
 
 @pytest.mark.parametrize("agents", ["all", pytest.param("first", marks=pytest.mark.slow)])
 def test_actors_ask_agents_and_weights_follow_over_hosts(hosts_job, tmp_path, agents):
-    job = hosts_job(2, REMOTE, agents=agents, folder=tmp_path)
+    job = hosts_job(2, REMOTE, agents=agents, folder=tmp_path, interpreters=agents == "first")
     assert job.codes() == [0, 0], job.said()
     found = job.summary(0)["processes"] | job.summary(1)["processes"]
     asked = ["agent-0", "agent-1"] if agents == "all" else ["agent-0"]

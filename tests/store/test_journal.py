@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -27,6 +28,7 @@ from geartrain.errors import (
     StoreClosedError,
     WaitTimeoutError,
 )
+from geartrain.store.checkpoint_reader import Checkpoint
 from geartrain.store.journal_directory import JournalDirectory
 
 CAPACITY = 16
@@ -134,7 +136,6 @@ def test_a_store_that_cannot_take_the_rows_is_refused(tmp_path: Path, name: str)
         {"journal_sync_s": -1.0},
         {"journal_sync_s": "soon"},
         {"journal_full": "drop"},
-        {"priority_per": "step"},
     ],
 )
 def test_arguments_that_make_no_journal_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
@@ -245,8 +246,8 @@ def test_a_disk_that_fails_is_back_pressure_or_an_error(tmp_path: Path, disk: Sl
 
 def test_a_full_file_system_loses_nothing_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
     (tmp_path / "small").mkdir()
-    with file_system(tmp_path / "small", "1m") as small:
-        (small / "filler").write_bytes(bytes(400_000))
+    with file_system(tmp_path / "small", "2m") as small:
+        (small / "filler").write_bytes(bytes(1_400_000))  # more than rows that wait to be written
         with create(small / "journal", journal_full="error", journal_sync_s=0.02) as store:
             committed = []
             with pytest.raises(NoSpaceError, match="No space left on device"):
@@ -396,7 +397,7 @@ def _killed_at(operation: int, path: Path, name: str, fork: Fork) -> bool:
     read, write = os.pipe()
 
     def insert() -> None:
-        options = journal_module.JournalOptions(path, 0.0, "wait", False, KillingDisk(operation))
+        options = journal_module.JournalOptions(path, 0.0, "wait", KillingDisk(operation))
         store = tagged.create(name, CAPACITY)
         store._journal = options.attach(store.native, store.fields, store.max_length, store.options)()
         for tag in range(40):
@@ -486,7 +487,7 @@ def test_closing_from_several_threads_and_calls_afterwards(tmp_path: Path) -> No
 def test_a_signal_handler_closes_what_its_thread_is_closing(tmp_path: Path, name: str, fork: Fork) -> None:
     def close() -> None:
         slow = SlowDisk()
-        options = journal_module.JournalOptions(tmp_path / "journal", 30.0, "wait", False, slow)
+        options = journal_module.JournalOptions(tmp_path / "journal", 30.0, "wait", slow)
         store = gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=CAPACITY)
         store._journal = options.attach(store.native, store.fields, store.max_length, store.options)()
         tagged.insert(store, [1])
@@ -525,3 +526,153 @@ def test_a_close_whose_disk_fails_says_so_and_closes(tmp_path: Path, disk: SlowD
         store.close()
     assert store.closed
     disk.error = None
+
+
+# --- priorities of steps ------------------------------------------------------------------------------------------
+
+
+def step_priorities(store: gt.Store) -> list[list[float]]:
+    """Of all rows, oldest first."""
+    keys, lengths, found = store.keys(), store.status()["length"], []
+    for at, length in enumerate(lengths):
+        steps = keys[np.full(length, at)].of_steps(np.arange(length))
+        found.append(store.status(steps)["priority"].tolist())
+    return found
+
+
+@pytest.mark.parametrize("taken_over", [False, True])
+def test_priorities_of_steps_come_back_with_their_rows(tmp_path: Path, taken_over: bool) -> None:
+    with create(tmp_path / "journal", priority_per="step") as store:
+        keys = tagged.insert(store, range(10, 20))
+        store.sync_journal(patience(10))
+        changed = keys[2:6].of_steps([0, 1, 0, 0])
+        store.update_priorities(changed, [0.5, 3.0, 7.0, 0.0])
+        store.delete(keys[3:4])
+        if taken_over:  # by a writer that knows nothing of what was written
+            store.native.request_journal_priorities()
+            store.sync_journal(patience(10))
+            store._journal._writer._steps[:] = 0
+        tagged.insert(store, range(30, 33))
+        before, of_steps = content(store), step_priorities(store)
+    assert of_steps[2][0] == 0.5 and of_steps[3][0] == 7.0
+    for _ in range(2):
+        with create(tmp_path / "journal", priority_per="step") as again:
+            assert_same(before, content(again))
+            assert step_priorities(again) == of_steps
+            assert again.audit() == []
+
+
+def test_steps_whose_priorities_are_as_they_were_are_not_written_again(tmp_path: Path) -> None:
+    with create(tmp_path / "journal", priority_per="step") as store:
+        keys = tagged.insert(store, range(12))
+        store.sync_journal(patience(10))
+        before = store.journal.bytes_written
+        store.native.request_journal_priorities()
+        store.sync_journal(patience(10))
+        assert store.journal.bytes_written == before
+        store.update_priorities(keys[:1].of_steps([0]), 9.0)
+        store.native.request_journal_priorities()
+        store.sync_journal(patience(10))
+        assert 0 < store.journal.bytes_written - before < 200 + 4 * tagged.STEPS
+    with create(tmp_path / "journal", priority_per="step") as again:
+        before = again.journal.bytes_written
+        again.native.request_journal_priorities()
+        again.sync_journal(patience(10))
+        assert again.journal.bytes_written == before, "what was restored was written again"
+
+
+def test_a_journal_of_steps_is_none_of_rows(tmp_path: Path) -> None:
+    create(tmp_path / "steps", priority_per="step").close()
+    create(tmp_path / "rows").close()
+    with pytest.raises(JournalError, match="priority_per='step', asked for 'row'"):
+        create(tmp_path / "steps")
+    with pytest.raises(JournalError, match="priority_per='row', asked for 'step'"):
+        create(tmp_path / "rows", priority_per="step")
+
+
+# --- with checkpoints ---------------------------------------------------------------------------------------------
+
+
+def test_saving_a_checkpoint_has_the_priorities_journaled(tmp_path: Path) -> None:
+    with create(tmp_path / "journal") as store:
+        keys = tagged.insert(store, range(8))
+        store.sync_journal(patience(10))
+        store.update_priorities(keys, np.arange(8) + 0.25)
+        store.sync_journal(patience(10))
+        assert np.all(JournalDirectory(tmp_path / "journal").contents().records["priority"][keys.row] == 1 << 16)
+        store.save(tmp_path / "checkpoint")
+        store.sync_journal(patience(10))
+        kept = JournalDirectory(tmp_path / "journal").contents().records["priority"][keys.row]
+        assert np.array_equal(kept, ((np.arange(8) + 0.25) * 65536).astype(np.uint32))
+
+
+@pytest.mark.parametrize("priority_per", ["row", "step"])
+def test_a_journal_begins_with_a_checkpoint_and_is_what_comes_back_later(
+    tmp_path: Path, name: str, priority_per: Any
+) -> None:
+    with tagged.create(name, CAPACITY, priority_per=priority_per) as store:
+        keys = tagged.insert(store, range(10))
+        if priority_per == "step":
+            store.update_priorities(keys.of_steps(np.zeros(10, np.int64)), np.arange(10) + 1.5)
+        store.save(tmp_path / "checkpoint")
+
+    def load() -> gt.Store:
+        return gt.Store.load(tmp_path / "checkpoint", name, journal=tmp_path / "journal", journal_sync_s=30.0)
+
+    with load() as store:
+        first = content(store)
+        assert JournalDirectory(tmp_path / "journal").contents().rows == 10, "not all of it is on the disk"
+        of_steps = step_priorities(store) if priority_per == "step" else []
+        store.delete(store.keys()[:2])
+        tagged.insert(store, [50, 51])
+        later = content(store)
+    assert first["tag"].tolist() == list(range(10))
+    with load() as again:
+        assert_same(later, content(again))
+        if priority_per == "step":
+            assert step_priorities(again)[:8] == of_steps[2:]
+            assert of_steps[3][0] == 4.5
+    with create(tmp_path / "journal", name, priority_per=priority_per) as by_create:
+        assert_same(later, content(by_create))
+    with load() as again:
+        assert_same(later, content(again))
+
+
+def test_a_checkpoint_and_a_journal_of_something_else_are_refused(tmp_path: Path, name: str) -> None:
+    with create(tmp_path / "journal") as store:
+        tagged.insert(store, [1])
+        store.save(tmp_path / "checkpoint")
+        tagged.insert(store, [2])
+    with pytest.raises(JournalError, match="did not begin with the checkpoint"):
+        gt.Store.load(tmp_path / "checkpoint", name, journal=tmp_path / "journal")
+    with pytest.raises(ArgumentError, match="journal_full"):
+        gt.Store.load(tmp_path / "checkpoint", name, journal=tmp_path / "new", journal_full="never")
+    assert not (tmp_path / "new").exists() and not (Path("/dev/shm") / f"geartrain.{name}").exists()
+    with create(tmp_path / "journal") as again:
+        assert tags(again) == [1, 2]
+
+
+def test_loading_that_is_killed_while_its_journal_begins_starts_anew(tmp_path: Path, name: str, fork: Fork) -> None:
+    with tagged.create(name, CAPACITY) as store:
+        tagged.insert(store, range(12))
+        store.save(tmp_path / "checkpoint")
+    killed = 0
+    for operation in range(1, 40, 4):
+        path = tmp_path / f"journal-{operation}"
+
+        def load(operation: int = operation, path: Path = path) -> None:
+            options = journal_module.JournalOptions(path, 0.0, "wait", KillingDisk(operation))
+            with Checkpoint(tmp_path / "checkpoint") as checkpoint:
+                store = gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=CAPACITY)
+                store._begin_journal(options, checkpoint)
+            store.close()
+
+        if wait_for(fork(load)) == 0:
+            break
+        killed += 1
+        lose_power(name)
+        with contextlib.suppress(JournalError):  # it says so, or has begun with all of the rows
+            create(path, name).close()
+        with gt.Store.load(tmp_path / "checkpoint", name, journal=path, journal_sync_s=30.0) as again:
+            assert tags(again) == list(range(12))
+    assert killed >= 2

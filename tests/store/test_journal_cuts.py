@@ -36,9 +36,10 @@ def length_of(tag: int) -> int:
 class Journaled:
     """A store, its journal on a recording disk, and what the store held after each pass: tags by key."""
 
-    def __init__(self, path: Path, segment_bytes: int = 2_000) -> None:
+    def __init__(self, path: Path, segment_bytes: int = 2_000, priority_per: Any = "row") -> None:
         self.disk = RecordingDisk()
-        self.store = gt.Store.create(FIELDS, max_length=STEPS, capacity=CAPACITY)
+        self.store = gt.Store.create(FIELDS, max_length=STEPS, capacity=CAPACITY, priority_per=priority_per)
+        self.given: dict[tuple[int, int], set[int]] = {}  # priorities of all steps of a row, by key
         options = self.store.options
         self.directory = make_journal(path, self.store.fields, STEPS, options, self.disk)
         assert self.directory.lock()
@@ -71,6 +72,15 @@ class Journaled:
         assert self.store.write(keys, rows_of(tags)) == 0
         self.note()
 
+    def give_priorities(self, keys: gt.Keys, priority: int) -> None:
+        """The same one to all steps of some rows, or to the rows."""
+        if not self.store.per_step:
+            self.store.update_priorities(keys, priority)
+            return
+        for at, length in enumerate(self.store.status(keys)["length"]):
+            self.store.update_priorities(keys[np.full(length, at)].of_steps(np.arange(length)), priority)
+            self.given.setdefault((int(keys.row[at]), int(keys.generation[at])), set()).add(priority)
+
     def now(self) -> dict[tuple[int, int], int]:
         keys = self.store.keys()
         tags = self.store.column("tag")[keys.row]
@@ -92,25 +102,43 @@ class Journaled:
         self.store.close()
 
 
-def read(path: Path) -> tuple[JournalContents, dict[tuple[int, int], int]]:
-    """What is restored from a directory: tags by key. Every value of a row must follow from its tag."""
+def read(path: Path, journaled: Journaled | None = None) -> tuple[JournalContents, dict[tuple[int, int], int]]:
+    """What is restored from a directory: tags by key. Every value of a row must follow from its tag.
+
+    With priorities of steps all of a row's are 1, or what `journaled` has given it at some time.
+    """
     blocks: dict[int, tuple[Any, Any]] = {}
+    of_steps: dict[int, Any] = {}
+    directory = JournalDirectory(path)
 
     def on_rows(records: Any, frame: Frame) -> None:
         assert frame.blocks is not None
         n = len(records)
         x = np.frombuffer(frame.blocks[: n * frame.steps * 16], np.float32).reshape(n, frame.steps, 4)
-        tags = np.frombuffer(frame.blocks[n * frame.steps * 16 :], np.int64)
-        for record, values, tag in zip(records, x, tags, strict=True):
+        at = n * frame.steps * 16
+        tags = np.frombuffer(frame.blocks[at : at + n * 8], np.int64)
+        steps = np.frombuffer(frame.blocks[at + n * 8 :], np.uint32).reshape(n, -1)
+        assert steps.shape[1] == (frame.steps if directory.per_step else 0)
+        for record, values, tag, priorities in zip(records, x, tags, steps, strict=True):
             blocks[int(record["row"])] = (values[: record["length"]], int(tag))
+            of_steps[int(record["row"])] = priorities[: record["length"]]
 
-    contents = JournalDirectory(path).contents(on_rows=on_rows)
+    def on_steps(rows: Any, lengths: Any, values: Any) -> None:
+        for row, end, length in zip(rows.tolist(), np.cumsum(lengths), lengths, strict=True):
+            of_steps[row] = values[end - length : end]
+
+    contents = directory.contents(on_rows=on_rows, on_steps=on_steps)
     found = {}
     for record in contents.records[contents.records["generation"] != 0]:
         values, tag = blocks[int(record["row"])]
         assert len(values) == length_of(tag)
         assert np.array_equal(values, rows_of([tag])["x"][0, : len(values)])
-        found[int(record["row"]), int(record["generation"])] = tag
+        key = int(record["row"]), int(record["generation"])
+        found[key] = tag
+        if directory.per_step and journaled is not None:
+            (priority,) = set(of_steps[key[0]].tolist())
+            assert len(of_steps[key[0]]) == length_of(tag)
+            assert priority / 65536 in {1, *journaled.given.get(key, ())}
     sequences = contents.records["sequence"][contents.records["generation"] != 0]
     assert len(np.unique(sequences)) == len(sequences)
     return contents, found
@@ -141,7 +169,7 @@ def story(journaled: Journaled, seed: int, passes: int) -> None:
             elif action == 1 and len(keys):
                 journaled.rewrite(some)
             elif action == 2 and len(keys):
-                journaled.store.update_priorities(some, chosen.random())
+                journaled.give_priorities(some, chosen.randrange(100))
             else:
                 journaled.insert(chosen.randrange(1, 5))
         journaled.run_pass(chosen.random() < 0.3)
@@ -176,9 +204,9 @@ def test_every_prefix_of_the_bytes_of_a_pass_restores_what_was_whole_before(tmp_
     assert len(seen) > 2, "no frame lies between the two passes"
 
 
-def _cut_everywhere(tmp_path: Path, seed: int, passes: int, most: int) -> int:
+def _cut_everywhere(tmp_path: Path, seed: int, passes: int, most: int, priority_per: str = "row") -> int:
     """Cuts the power before every operation of a story; how many images were restored."""
-    journaled = Journaled(tmp_path / "journal")
+    journaled = Journaled(tmp_path / "journal", priority_per=priority_per)
     image_path = tmp_path / "image"
     image_path.mkdir()
     shutil.copy(tmp_path / "journal" / "journal.json", image_path)
@@ -190,13 +218,14 @@ def _cut_everywhere(tmp_path: Path, seed: int, passes: int, most: int) -> int:
         for image in journaled.disk.cuts(PAGE, most, seed + images):
             images += 1
             put(image, image_path)
-            _, found = read(image_path)
+            _, found = read(image_path, journaled)
             check(found, journaled, journaled.held[-1], now)
 
     journaled.disk.before = look
     story(journaled, seed, passes)
     look("end")
-    assert read(tmp_path / "journal")[1] == journaled.held[-1]
+    journaled.run_pass(priorities=True)
+    assert read(tmp_path / "journal", journaled)[1] == journaled.held[-1]
     assert journaled.writer.segments_removed > 0, "nothing was compacted"
     journaled.close()
     return images
@@ -205,6 +234,10 @@ def _cut_everywhere(tmp_path: Path, seed: int, passes: int, most: int) -> int:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_power_cut_at_any_operation_leaves_no_row_torn_twice_or_lost(tmp_path: Path, seed: int) -> None:
     assert _cut_everywhere(tmp_path, seed, passes=12, most=3) > 100
+
+
+def test_a_power_cut_at_any_operation_leaves_no_row_with_priorities_of_steps_that_it_never_had(tmp_path: Path) -> None:
+    assert _cut_everywhere(tmp_path, 3, passes=12, most=3, priority_per="step") > 100
 
 
 @pytest.mark.slow
@@ -244,7 +277,8 @@ def test_ten_thousand_seeded_cuts(tmp_path: Path) -> None:
     images = 0
     for seed in range(100, 10_000):
         (tmp_path / str(seed)).mkdir()
-        images += _cut_everywhere(tmp_path / str(seed), seed, passes=30, most=5)
+        priority_per = "step" if seed % 2 else "row"
+        images += _cut_everywhere(tmp_path / str(seed), seed, 30, most=5, priority_per=priority_per)
         if images >= 10_000:
             return
 

@@ -26,16 +26,19 @@ PORT = 29500
 
 
 class HostsJob:
-    """The launchers of one description on `n` hosts, as forks whose processes are forks.
+    """The launchers of one description on `n` hosts, as forks whose processes are forks, or as `interpreters`.
 
     The text's `{tests}` and `{limit_s}` are filled in, and what is `given`.
     """
 
-    def __init__(self, n: int, into: Path, text: str, *, torchrun: bool = False, **given: object) -> None:
+    def __init__(
+        self, n: int, into: Path, text: str, *, torchrun: bool = False, interpreters: bool = False, **given: object
+    ) -> None:
         self.folder = into
         path = into / "job.toml"
         path.write_text(text.format(tests=DIRECTORY, limit_s=patience(100), **given))
         (self._name,) = re.findall(r'^name = "(.+)"', text, re.MULTILINE)
+        self._generations = 0 if interpreters else 2 if torchrun else 1
         self.hosts = Hosts(n)
         self.launchers: list[subprocess.Popen[str]] = []
         try:
@@ -46,24 +49,19 @@ class HostsJob:
                     words = ["torch.distributed.run", *run, f"--node-rank={i}", "-m", "geartrain", *words]
                 else:
                     words = ["geartrain", *words, "--hosts", str(n), "--host", str(i), "--master", f"host0:{PORT}"]
-                self.launchers.append(self._start(i, [sys.executable, "-m", *words], "2" if torchrun else "1"))
+                self.launchers.append(self._start(i, [sys.executable, "-m", *words]))
         except BaseException:
             self.close()
             raise
 
-    def _start(self, i: int, command: Sequence[str], generations: str) -> subprocess.Popen[str]:
-        secret = {"GEARTRAIN_SECRET": "a secret of this test", "OMP_NUM_THREADS": "1"}
-        environment = {**os.environ, **self.hosts.env(i), **secret, preloaded.NESTED: generations}
+    def _start(self, i: int, command: Sequence[str]) -> subprocess.Popen[str]:
+        environment = {"GEARTRAIN_SECRET": "a secret of this test", "OMP_NUM_THREADS": "1"}
         with (self.folder / f"launcher{i}.txt").open("w") as out:
-            return preloaded.Popen(
-                command,
-                host=self.hosts.files(i),
-                env=environment,
-                stdout=out,
-                stderr=out,
-                cwd=DIRECTORY,
-                start_new_session=True,
-            )
+            options: dict[str, Any] = {"stdout": out, "stderr": out, "cwd": DIRECTORY, "start_new_session": True}
+            if not self._generations:
+                return self.hosts.popen(i, command, env=environment, **options)
+            environment = {**os.environ, **self.hosts.env(i), **environment, preloaded.NESTED: str(self._generations)}
+            return preloaded.Popen(command, host=self.hosts.files(i), env=environment, **options)
 
     def close(self) -> None:
         """Ends what runs, and removes the hosts."""

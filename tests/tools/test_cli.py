@@ -49,7 +49,7 @@ def make(name: str, **options: Any) -> gt.Store:
 
 def test_help_names_every_command() -> None:
     shown = geartrain("--help").stdout
-    for command in ("import", "inspect", "remove", "doctor", "bench"):
+    for command in ("import", "inspect", "checkpoint", "remove", "doctor", "bench"):
         assert command in shown
 
 

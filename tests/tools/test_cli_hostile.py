@@ -79,6 +79,13 @@ SENSELESS = {
         "paths": ("/no/such", "/dev/null", "/tmp", "list.json", "bytes.json", "constants.json", *WORDS),
         "--out": ("", "missing/folder/x.json", "/tmp", "/proc/x.json"),
     },
+    "checkpoint": {
+        "name": ("/no/such", "/etc", "/dev/null", "/proc/self/mem", *WORDS),
+        "path": ("", "missing/folder/x", "/dev/null", "/proc/x", "data.npz", "\udcff"),
+        "--every": ("0s", "10", "-1m", "1e3s", "10 m", "900d", *WORDS),
+        "--keep": ("0", "-1"),
+        "--trust": ("all", "User", *WORDS),
+    },
     "remove": {
         "name": ("/no/such", "/etc", "/dev/null", "/proc/self/mem", *WORDS),
         "--trust": ("all", "User", *WORDS),
@@ -155,6 +162,7 @@ SOUND = {
     "top": ["--once", "--every-s", "0.1"],
     "metrics": ["--dashboard"],
     "trace": ["trace.json"],
+    "checkpoint": ["{existing}", "{folder}"],
     "remove": ["{existing}"],
     "doctor": ["--listen"],
     "bench": ["store"],
@@ -168,6 +176,8 @@ SOUND = {
 AROUND = {
     ("inspect", "--rows"): ["{existing}"],
     ("inspect", "--png"): ["{existing}", "--rows", "1"],
+    ("checkpoint", "name"): ["--", "{value}", "series"],
+    ("checkpoint", "path"): ["--", "{existing}", "{value}"],
     ("metrics", "--port"): [],
     ("metrics", "--host"): ["--port", "0"],
     ("doctor", "--peer"): [],
@@ -187,6 +197,7 @@ OPERATING = {
     *(("import", each) for each in ("source", "--into", "--field", "--option")),
     *(("export", each) for each in ("store", "path", "--field", "--option")),
     *(("inspect", "name"), ("metrics", "--host"), ("trace", "paths"), ("remove", "name")),
+    ("checkpoint", "name"),
     *(("doctor", "--peer"), ("doctor", "--host")),
     *(("reducer", "--bind"), ("reducer", "--secret-file")),
 }  # fmt: skip
@@ -223,7 +234,9 @@ def hostile() -> Iterator[tuple[str, str, list[str]]]:
                 assert values, f"{name} {option}: no senseless value is known"
             for value in dict.fromkeys(values):
                 sound = AROUND.get((name, option), SOUND[name])
-                if parameter.param_type_name == "argument":
+                if "{value}" in sound:
+                    words = [value if word == "{value}" else word for word in sound]
+                elif parameter.param_type_name == "argument":
                     # `--` keeps a value that begins with a dash from being read as an option.
                     at, given = arguments.index(option), sound[: len(arguments)]
                     words = [*sound[len(arguments) :], "--", *given[:at], value, *given[at + 1 :]]
@@ -279,7 +292,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def call(place: Path, monkeypatch: pytest.MonkeyPatch, store_name: Any) -> Iterator[Callable[..., Any]]:
+def call(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store_name: Any) -> Iterator[Callable[..., Any]]:
     """Runs a call in this process, in `place`, with the work replaced."""
     import geartrain.collectives.reducer_main as reducer_main
     import geartrain.launch.launcher as launcher
@@ -312,7 +325,7 @@ def call(place: Path, monkeypatch: pytest.MonkeyPatch, store_name: Any) -> Itera
     runner = typer.testing.CliRunner()
 
     def run(command: str, words: list[str]) -> Any:
-        names = {"{store}": store_name(), "{existing}": existing}
+        names = {"{store}": store_name(), "{existing}": existing, "{folder}": str(tmp_path / "folder")}
         return runner.invoke(app, [*command.split(), *(names.get(word, word) for word in words)])
 
     yield run

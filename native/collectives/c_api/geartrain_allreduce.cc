@@ -27,7 +27,7 @@ struct gt_work {
 
 namespace {
 
-static_assert(static_cast<int>(Dtype::uint8) == GT_UINT8 && static_cast<int>(geartrain::Op::max) == GT_MAX);
+static_assert(static_cast<int>(Dtype::complex128) == GT_COMPLEX128 && static_cast<int>(geartrain::Op::bxor) == GT_BXOR);
 
 thread_local std::string last_error;
 

@@ -46,10 +46,18 @@ typedef enum gt_dtype {
   GT_INT16,
   GT_INT32,
   GT_INT64,
-  GT_UINT8
+  GT_UINT8,
+  GT_BOOL, /* one byte each */
+  GT_UINT16,
+  GT_UINT32,
+  GT_UINT64,
+  GT_COMPLEX64, /* pairs of GT_FLOAT32 */
+  GT_COMPLEX128
 } gt_dtype;
 
-typedef enum gt_op { GT_SUM = 0, GT_AVG, GT_MIN, GT_MAX } gt_op;
+/* Sums are there of all types (of bool: "or"), averages of floating point and complex ones, the operations on bits of
+ * integers and bool, the others of all but complex ones. */
+typedef enum gt_op { GT_SUM = 0, GT_AVG, GT_MIN, GT_MAX, GT_PRODUCT, GT_BAND, GT_BOR, GT_BXOR } gt_op;
 
 /* Result of a call. gt_last_error() has the text: the member, the operation and the reason. */
 typedef enum gt_status {

@@ -56,7 +56,11 @@ static void rank_main(uint32_t rank, uint32_t world, int to_parent, int from_par
   }
   int integers[4] = {1, 2, 3, 4};
   if (gt_allreduce(group, integers, 4, GT_INT32, GT_AVG, 30.0) != GT_INVALID) exit(4);
-  if (strstr(gt_last_error(), "average") == NULL) exit(5);
+  if (strstr(gt_last_error(), "avg of int32") == NULL) exit(5);
+  int bits[2] = {1 << rank, (int)rank + 1}, product = 1;
+  for (uint32_t i = 0; i < world; ++i) product *= (int)i + 1;
+  if (gt_allreduce(group, bits, 1, GT_INT32, GT_BOR, 30.0) != GT_OK || bits[0] != (1 << world) - 1) exit(7);
+  if (gt_allreduce(group, bits + 1, 1, GT_INT32, GT_PRODUCT, 30.0) != GT_OK || bits[1] != product) exit(8);
   /* A disagreement ends the group for all, also for one that still waits for the operation before. */
   char go = 0;
   if (write(to_parent, &go, 1) != 1) exit(3);

@@ -75,6 +75,7 @@ inline void run_ranks(const Crew& crew, const std::function<void(uint32_t rank, 
 
 // Numbers of any type that add up to interesting roundings, and never to a NaN.
 inline Array numbers(uint64_t seed, Dtype dtype, uint64_t count) {
+  if (is_complex(dtype)) return numbers(seed, dtype == Dtype::complex64 ? Dtype::float32 : Dtype::float64, 2 * count);
   std::mt19937_64 random(seed);
   Array out(count * bytes_of(dtype));
   if (!is_float(dtype)) {

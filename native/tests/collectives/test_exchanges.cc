@@ -24,7 +24,7 @@ struct Case {
     shape.collective = static_cast<Collective>(1 + random() % (kCollectives - 1));
     shape.dtype = shape.wire = static_cast<Dtype>(random() % kDtypes);
     shape.op = static_cast<Op>(random() % kOps);
-    if (shape.op == Op::avg && !is_float(shape.dtype)) shape.op = Op::sum;
+    if (!reduces(shape.op, shape.dtype)) shape.op = Op::sum;
     shape.root = static_cast<uint32_t>(random() % world);
     const uint64_t sizes[] = {0, 1, 15, 4097, 9001, random() % 20'000};
     const uint64_t even = sizes[random() % 6];
@@ -189,7 +189,7 @@ TEST(a_rank_that_does_not_come_is_named_and_one_that_disagrees_too) {
           return;
         }
         if (rank == 2) own.shape.dtype = own.shape.wire = own.shape.dtype == Dtype::int8 ? Dtype::uint8 : Dtype::int8;
-        if (rank == 2 && own.shape.op == Op::avg) own.shape.op = Op::sum;
+        if (rank == 2 && !reduces(own.shape.op, own.shape.dtype)) own.shape.op = Op::sum;
         const Running running(group, own, rank, disagrees ? 60 : 0.5);
         CHECK(running.work->wait(soon(60)));
         const Fault& fault = running.work->fault();

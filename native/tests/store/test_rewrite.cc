@@ -4,9 +4,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <thread>
 
 #include "base/clock.h"
+#include "store/row_copy.h"
 #include "tests/support/check.h"
 #include "tests/support/tagged_rows.h"
 
@@ -121,6 +123,35 @@ TEST(a_row_that_is_still_extended_is_left_alone) {
   CHECK_EQ(store->rewrite(keys.rows, keys.generations, {&source, 1}, {}, {}), uint64_t{1});
   store->seal(keys.rows);
   CHECK_EQ(store->rewrite(keys.rows, keys.generations, {&source, 1}, {}, {}), uint64_t{0});
+}
+
+TEST(a_row_that_is_written_during_every_copy_is_copied_under_the_lock) {
+  auto store = Store::create(testing::unique_name(), constant_fields(), store_options(2));
+  const Keys keys = insert_constant(*store, 1, 1);
+  const uint32_t row = keys.rows[0];
+  std::thread writer;
+  uint64_t value = 2;
+  int copies = 0, disturbed = 0;
+  bool whole = false;
+  RowCopy copy(*store, row, keys.generations[0]);
+  const bool read = copy.until_whole([&] {
+    if (writer.joinable()) writer.join();
+    if (++copies > 100) return;  // never whole: fails below
+    const uint64_t before = store->content_number(row), first = *reinterpret_cast<uint64_t*>(store->block(0, row));
+    writer = std::thread([&, fresh = value++] { rewrite_constant(*store, keys, fresh); });
+    for (int waited = 0; waited < 200 && store->content_number(row) == before; ++waited) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    disturbed += store->content_number(row) != before;
+    whole = *reinterpret_cast<uint64_t*>(store->block(0, row)) == first;
+  });
+  if (writer.joinable()) writer.join();
+  CHECK(read);
+  CHECK(whole);
+  CHECK(disturbed > 0);
+  CHECK_EQ(copies, disturbed + 1);
+  CHECK(copies < 100);
+  CHECK(store->audit().empty());
 }
 
 TEST(readers_beside_writers_see_one_write_or_another) {

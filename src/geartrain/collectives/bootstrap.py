@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import geartrain.errors as errors
+from geartrain.collectives.faults import renumbered
+from geartrain.collectives.host_map import host_identity
 from geartrain.errors import (
     CollectiveClosedError,
     GeartrainError,
@@ -44,6 +46,9 @@ class Bootstrap:
         name, epoch: of the group, never the same twice on one store.
         until_s: deadline (`time.monotonic`) of every wait.
         stopped: set when the group is closed on this rank: waits end.
+
+    Attributes:
+        hosts: `host_identity` of each rank, once addresses were exchanged.
     """
 
     def __init__(
@@ -57,22 +62,49 @@ class Bootstrap:
         stopped: threading.Event,
     ) -> None:
         self.until_s = until_s
+        self.hosts: list[str] = []
+        self._store = store
         self._name = name
+        self._epoch = epoch
         self._rank = rank
         self._world_size = world_size
         self._stopped = stopped
+        self._whole: Bootstrap | None = None
+        self._numbers: Sequence[int] = range(world_size)  # of the ranks, as all ranks are numbered
         self._directory = Directory(store, {}, prefix=f"geartrain/collectives/{name}/{epoch}")
 
+    def part(self, name: str, ranks: Sequence[int]) -> Bootstrap:
+        """The bootstrap of some of the ranks, this one among them: its failures are those of all ranks, and name them.
+
+        Args:
+            name: of the part, the same on all its ranks and no other part's.
+            ranks: in the part's order.
+        """
+        part = Bootstrap(
+            self._store,
+            f"{self._name}/{name}",
+            self._epoch,
+            list(ranks).index(self._rank),
+            len(ranks),
+            self.until_s,
+            self._stopped,
+        )
+        part._whole = self
+        part._numbers = ranks
+        return part
+
     def exchange_addresses(self, address: str, settings: dict[str, Any]) -> list[str]:
-        """All-gathers addresses; returns them in rank order.
+        """All-gathers addresses; returns them in rank order, and sets `hosts`.
 
         Raises:
             WaitTimeoutError: names the ranks that are missing.
             RanksDisagreeError: names a rank whose settings differ.
         """
         mine = json.loads(json.dumps(settings))
-        texts = self.all_gather("address", json.dumps({"address": address, "settings": mine}))
+        record = {"address": address, "settings": mine, "host": host_identity()}
+        texts = self.all_gather("address", json.dumps(record))
         addresses = []
+        self.hosts = []
         for other, text in enumerate(texts):
             found = json.loads(text)
             for key, value in mine.items():
@@ -82,6 +114,7 @@ class Bootstrap:
                         f"{found['settings'].get(key)}"
                     )
             addresses.append(found["address"])
+            self.hosts.append(found["host"])
         return addresses
 
     def all_gather(self, what: str, text: str, check: Callable[[], None] | None = None) -> list[str]:
@@ -106,7 +139,11 @@ class Bootstrap:
             self.raise_if_stopped()
             (check or self.raise_failure)()
             if time.monotonic() > self.until_s:
-                missing = [r for r in range(len(texts), self._world_size) if not self._directory.has(f"{what}/{r}")]
+                missing = [
+                    self._numbers[r]
+                    for r in range(len(texts), self._world_size)
+                    if not self._directory.has(f"{what}/{r}")
+                ]
                 raise WaitTimeoutError(
                     f"group {self._name!r}: {len(missing)} of {self._world_size} ranks did not join before the "
                     f"deadline: {missing}"
@@ -117,10 +154,15 @@ class Bootstrap:
 
     # --- failures -----------------------------------------------------------------------------------------------------
 
-    def fail(self, error: BaseException) -> None:
-        """Publishes why this rank cannot join, unless another rank's failure is there already."""
+    def fail(self, error: BaseException) -> BaseException:
+        """Publishes why this rank cannot join, unless another rank's failure is there already.
+
+        Returns the error; of a part, as all ranks are numbered.
+        """
+        if self._whole is not None:
+            return self._whole.fail(renumbered(error, self._numbers))
         if self._world_size == 1:
-            return
+            return error
         known = isinstance(error, GeartrainError)
         record = {
             "kind": type(error).__name__ if known else PeerLostError.__name__,
@@ -132,6 +174,7 @@ class Bootstrap:
         with suppress(Exception):  # the store is gone, or whatever else: the cause itself is what counts here
             if not self._directory.has(_FAILURE):
                 self._directory.put(_FAILURE, json.dumps(record))
+        return error
 
     def leave(self) -> None:
         """Publishes that this rank has closed the group: the others do not wait for it."""
@@ -141,6 +184,8 @@ class Bootstrap:
 
     def failure(self) -> GeartrainError | None:
         """The failure that another rank has published."""
+        if self._whole is not None:
+            return self._whole.failure()
         if self._world_size == 1 or not self._directory.has(_FAILURE):
             return None
         record = json.loads(self._directory.find(_FAILURE, 0.0))

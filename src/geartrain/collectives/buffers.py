@@ -9,23 +9,59 @@ from geartrain.core.dtypes import DTYPES
 from geartrain.errors import ArgumentError
 
 #: Dtypes that are reduced, in the order of their numbers in the native layer (native/collectives/reduce_kernels.h).
-REDUCED_DTYPES = ("float32", "float64", "bfloat16", "float16", "int8", "int16", "int32", "int64", "uint8")
+REDUCED_DTYPES = (
+    "float32",
+    "float64",
+    "bfloat16",
+    "float16",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "bool",
+    "uint16",
+    "uint32",
+    "uint64",
+    "complex64",
+    "complex128",
+)
 DTYPE_CODES = {name: code for code, name in enumerate(REDUCED_DTYPES)}
 ITEM_SIZES = {name: DTYPES[name].itemsize for name in REDUCED_DTYPES}
-OPS = {"sum": 0, "avg": 1, "min": 2, "max": 3}
+OPS = {"sum": 0, "avg": 1, "min": 2, "max": 3, "product": 4, "band": 5, "bor": 6, "bxor": 7}
 
-# By DLPack's type code (signed, unsigned, floating point, bfloat16) and bits.
+# By DLPack's type code (signed, unsigned, floating point, bfloat16, complex, bool) and bits.
 _BY_DLPACK = {
     (0, 8): "int8",
     (0, 16): "int16",
     (0, 32): "int32",
     (0, 64): "int64",
     (1, 8): "uint8",
+    (1, 16): "uint16",
+    (1, 32): "uint32",
+    (1, 64): "uint64",
     (2, 16): "float16",
     (2, 32): "float32",
     (2, 64): "float64",
     (4, 16): "bfloat16",
+    (5, 64): "complex64",
+    (5, 128): "complex128",
+    (6, 8): "bool",
 }
+
+
+def reduces(op: str, dtype: str) -> bool:
+    """Whether there is such a reduction: a name of `OPS`, and one of `REDUCED_DTYPES`."""
+    return bool(_native.reduces(OPS[op], DTYPE_CODES[dtype]))
+
+
+def check_reduction(op: str, dtype: str) -> None:
+    """Raises `ArgumentError` for an operation or a dtype that there is not, or not together."""
+    if op not in OPS:
+        raise ArgumentError(f"op is one of {', '.join(OPS)}, found {op!r}")
+    _reduced_dtype(dtype)
+    if not reduces(op, dtype):
+        raise ArgumentError(f"there is no {op} of {dtype}")
 
 
 class HostBuffer(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from geartrain.collectives.buffers import DTYPE_CODES, OPS, REDUCED_DTYPES, HostBuffer, buffer_of
+from geartrain.collectives.buffers import HostBuffer, buffer_of, check_reduction
 from geartrain.errors import ArgumentError
 
 #: Their numbers in the native layer (native/collectives/protocol.h: Collective).
@@ -23,7 +23,7 @@ class Exchange(NamedTuple):
         sends, receives: memory by rank; one of `sends` for an all-gather, one of `receives` for a reduce-scatter, and
             one and the same for a broadcast.
         dtype: a name of `REDUCED_DTYPES`.
-        op: "sum", "avg", "min" or "max", of a reduce-scatter.
+        op: a name of `OPS`, of a reduce-scatter.
         root: the rank whose array is broadcast.
     """
 
@@ -38,12 +38,7 @@ class Exchange(NamedTuple):
         """Itself. Raises `ArgumentError` for names that do not exist and a wrong number of parts."""
         if self.collective not in COLLECTIVES:
             raise ArgumentError(f"collective is one of {', '.join(COLLECTIVES)}, found {self.collective!r}")
-        if self.op not in OPS:
-            raise ArgumentError(f"op is one of {', '.join(OPS)}, found {self.op!r}")
-        if self.op == "avg" and "int" in self.dtype:
-            raise ArgumentError(f"the average of {self.dtype} is not one of them")
-        if self.dtype not in DTYPE_CODES:
-            raise ArgumentError(f"there is no dtype {self.dtype!r}; there are {', '.join(REDUCED_DTYPES)}")
+        check_reduction(self.op, self.dtype)
         if isinstance(self.root, bool) or not isinstance(self.root, int) or not 0 <= self.root < world_size:
             raise ArgumentError(f"root is a rank from 0 to {world_size - 1}, found {self.root!r}")
         many_out = self.collective in ("reduce_scatter", "all_to_all")

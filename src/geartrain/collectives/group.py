@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
 import geartrain.core.trace as trace
 from geartrain.collectives.bootstrap import Bootstrap, store_from
-from geartrain.collectives.buffers import DTYPE_CODES, OPS, REDUCED_DTYPES, buffer_of
+from geartrain.collectives.buffers import buffer_of, check_reduction
 from geartrain.collectives.exchange import Exchange, exchange_of
 from geartrain.collectives.faults import Fault
+from geartrain.collectives.hierarchical_session import HierarchicalSession
+from geartrain.collectives.host_map import RingOrder
 from geartrain.collectives.session import GroupConfig, Session, next_session
 from geartrain.collectives.shares import Owners, pick_shares
 from geartrain.collectives.work import FaultNaming, Work
@@ -27,6 +30,7 @@ from geartrain.errors import ArgumentError, CollectiveClosedError, ConnectionClo
 ALGORITHMS = ("shares", "ring")
 TRANSPORTS = ("auto", "tcp")
 
+_log = logging.getLogger(__name__)
 _FORKED = "this group belongs to the process that this one was forked from; make one here"
 
 
@@ -67,6 +71,8 @@ class Group:
         host: str | None = None,
         window_bytes: int | None = None,
         on_reducer_loss: str = "raise",
+        hierarchical: bool = False,
+        hosts: Sequence[Hashable] | None = None,
     ) -> None:
         """Bootstraps; returns when all ranks and reducers are connected.
 
@@ -92,6 +98,11 @@ class Group:
                 bootstrap again, results that some ranks have are broadcast to those that lack them, and the other
                 operations are repeated from their arrays, which are not written before their result is complete.
                 With reducers this costs memory for the results in progress, and a copy of each.
+            hierarchical: all-reduce within each host first, through its shared memory, and once across hosts: a host
+                sends what one rank would, whatever the number of its ranks. Elements are summed in rank order within
+                each host, and then in the order of the hosts, by their lowest rank. All other collectives are refused.
+            hosts: with `hierarchical`, the name of each rank's host, or of whatever shares a link to the rest, the same
+                on all ranks; found by default.
 
         Raises:
             WaitTimeoutError: ranks or reducers did not join in time; the message names them.
@@ -115,6 +126,12 @@ class Group:
             raise ArgumentError("a group of more than one rank needs a store or an init_method")
         if on_reducer_loss not in ("reform", "raise"):
             raise ArgumentError(f'on_reducer_loss is "reform" or "raise", found {on_reducer_loss!r}')
+        if hosts is not None and (not hierarchical or isinstance(hosts, str) or len(hosts) != world_size):
+            raise ArgumentError(
+                f"hosts is a name for each of {world_size} ranks of a hierarchical group, found {hosts!r}"
+            )
+        if hierarchical and on_reducer_loss == "reform":
+            raise ArgumentError('a hierarchical group does not go on without a reducer: on_reducer_loss="raise"')
         self.rank = rank
         self.world_size = world_size
         self.name = name
@@ -140,7 +157,15 @@ class Group:
         self._pid = os.getpid()
         until_s = time.monotonic() + timeout_s
         bootstrap = Bootstrap(store, name, epoch, rank, world_size, until_s, self._stopped)
-        self._session = Session(config, epoch, owners, bootstrap)
+        self._session: Session | HierarchicalSession
+        if hierarchical and world_size > 1:
+            self._session = HierarchicalSession(config, epoch, owners, bootstrap, shares=shares, hosts=hosts)
+        else:
+            self._session = Session(config, epoch, owners, bootstrap)
+        order = self._ring_order()
+        advice = None if order is None or rank != 0 else order.advice()
+        if advice is not None:
+            _log.warning("group %r: %s", name, advice)
         _alive.add(self)
         register(self, "group", _figures)
 
@@ -176,9 +201,11 @@ class Group:
 
         Args:
             array: a C-contiguous NumPy array, torch tensor on the CPU, or anything with the buffer protocol or DLPack,
-                of float32, float64, bfloat16, float16, int8 to int64 or uint8, of any shape. The same number of
-                elements on all ranks.
-            op: "sum", "avg" (floats only), "min" or "max". 16-bit floats are summed in float32 and rounded once.
+                of float32, float64, bfloat16, float16, int8 to int64, uint8 to uint64, bool, complex64 or complex128,
+                of any shape. The same number of elements on all ranks.
+            op: "sum", "avg" (floats and complex), "min", "max", "product" (none of these three of complex), "band",
+                "bor" or "bxor" (integers and bool). 16-bit floats are reduced in float32 and rounded once; a sum of
+                bool is "or".
             wire_dtype: "bfloat16" or "float16" to halve the bytes of a float32 array: every rank's elements and the
                 result are rounded once each.
             timeout_s: deadline of the operation, from now; the group's by default.
@@ -204,11 +231,8 @@ class Group:
 
         `keep` is held, and returned by `Work.wait`: whatever owns the memory.
         """
-        if op not in OPS:
-            raise ArgumentError(f"op is one of {', '.join(OPS)}, found {op!r}")
         for name in (dtype, wire_dtype or dtype):
-            if name not in DTYPE_CODES:
-                raise ArgumentError(f"arrays of {name} are not reduced; there are {', '.join(REDUCED_DTYPES)}")
+            check_reduction(op, name)
         self._check_process()
         timeout_s = self.timeout_s if timeout_s is None else timeout(timeout_s)
         return self._issue(
@@ -227,7 +251,7 @@ class Group:
             self._record(work, session, began_s)
         return work
 
-    def _record(self, work: Work, session: Session, began_s: float) -> None:
+    def _record(self, work: Work, session: Session | HierarchicalSession, began_s: float) -> None:
         """The slice of an operation that begins; its arrow leads to where the next rank has its result."""
         assert work.issue is not None
         number, world, ended_s = work.issue.number, self.world_size, time.perf_counter()
@@ -308,6 +332,8 @@ class Group:
         self._check_process()
         timeout_s = self.timeout_s if timeout_s is None else timeout(timeout_s)
         session = self._session
+        if isinstance(session, HierarchicalSession):
+            raise ArgumentError(f"{exchange.collective} is not for hierarchical groups, which all-reduce only")
         if self.algorithm == "ring" or session.config.reissues or session.owners.reducers or min(self.shares) <= 0:
             raise ArgumentError(
                 f"{exchange.collective} is for groups whose ranks all own a share, without reducers, on_reducer_loss="
@@ -349,13 +375,24 @@ class Group:
 
         operations, elements, array_bytes; bytes_sent and bytes_received by path ("tcp", "shm"), headers and all;
         reduced_bytes as an owner; links by path; window_bytes and least_delay_us of the flow control; refused
-        connections.
+        connections. Of a ring also `ring`: how many of its hops lead from host to host (`crossings`), and the fewest
+        that another order of the ranks would have (`least_crossings`).
         """
         self._check_process()
         try:
-            return self._session.native.counts()
+            found: dict[str, Any] = self._session.native.counts()
         except ConnectionClosedError as error:
             raise self._why_closed(error) from None
+        order = self._ring_order()
+        if order is not None:
+            found["ring"] = {"crossings": order.crossings, "least_crossings": order.least}
+        return found
+
+    def _ring_order(self) -> RingOrder | None:
+        """Of a ring in rank order; a hierarchical one has a rank of every host."""
+        if self.algorithm != "ring" or isinstance(self._session, HierarchicalSession):
+            return None
+        return RingOrder.of(self._session.bootstrap.hosts)
 
     def error(self) -> GeartrainError | None:
         """The error that ended the group; None while it is usable."""
@@ -374,6 +411,8 @@ class Group:
             current = self._session
             if current is not session:
                 return True
+            if isinstance(current, HierarchicalSession):
+                return False
             if current.failure is not None:
                 raise current.failure
             lost = current.lost_reducers(fault)
@@ -402,15 +441,18 @@ class Group:
 
         Raises:
             WaitTimeoutError: ranks did not join in time.
-            ArgumentError: no reducer of that name.
+            ArgumentError: no reducer of that name, or a hierarchical group.
         """
         self._check_process()
+        if isinstance(self._session, HierarchicalSession):
+            raise ArgumentError("a hierarchical group is not re-formed: make another one, of the next epoch")
         unknown = set(without) - set(self.reducers)
         if unknown:
             raise ArgumentError(f"no such reducers: {sorted(unknown)}; there are {list(self.reducers)}")
         with self._lock:
             if self._stopped.is_set():
                 raise CollectiveClosedError(f"group {self.name!r} was closed")
+            assert isinstance(self._session, Session)
             self._replace_session(self._session, tuple(without))
 
     def abort(self, reason: str) -> None:

@@ -104,6 +104,7 @@ class Session:
             "algorithm": config.algorithm,
             "reducers": reducers,
             "shares": shares,
+            "hierarchical": False,
         }
         try:
             addresses = bootstrap.exchange_addresses(self.native.address, settings)
@@ -136,8 +137,7 @@ class Session:
         if not hasattr(error, "reducers") and about is not None:
             named = self.error_of(about)
             vars(error).update(ranks=named.ranks, reducers=named.reducers)  # type: ignore[attr-defined]
-        bootstrap.fail(error)
-        return error
+        return bootstrap.fail(error)
 
     def issue(self, work: Work) -> None:
         """Begins an operation: in place, or into a buffer where its input has to stay."""

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-import geartrain._native as _native
 import geartrain.core.trace as trace
 from geartrain.collectives.buffers import ITEM_SIZES
 from geartrain.collectives.exchange import Exchange
@@ -30,21 +29,35 @@ class FaultNaming(Protocol):
         ...
 
 
+class Pending(Protocol):
+    """An operation in progress, as a session has it: a native one, or one in stages."""
+
+    def wait(self, timeout_s: float, /) -> bool:
+        """Whether it is done, after at most so long."""
+        ...
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        ...
+
+    def fault(self) -> Fault | None:
+        """Why it failed, once done."""
+        ...
+
+
 class Issue:
     """One issue of an operation to the native group of one session.
 
     Args:
         session: which was given it.
         number: its place in the session's order of operations, the same on all ranks.
-        native: the native handle.
+        native: the handle.
         result: (nbytes,) uint8, where the result goes when the input has to stay; None when it goes into the array.
     """
 
     __slots__ = ("native", "number", "result", "session")
 
-    def __init__(
-        self, session: FaultNaming, number: int, native: _native.CollectiveWork, result: NDArray[np.uint8] | None
-    ) -> None:
+    def __init__(self, session: FaultNaming, number: int, native: Pending, result: NDArray[np.uint8] | None) -> None:
         self.session = session
         self.number = number
         self.native = native

@@ -91,10 +91,11 @@ def save(
     incremental: bool = True,
     origin: str | None = None,
     progress: bool = False,
+    locks: bool = True,
 ) -> Saved:
     """Writes the store's committed rows to `directory`, complete or not at all. See `Store.save`.
 
-    `origin` is the id of the checkpoint that the store was made from, if it was.
+    `origin` is the id of the checkpoint that the store was made from, if it was; `locks`: the handle may lock it.
     """
     began_s = time.monotonic()
     if base is not None:
@@ -109,7 +110,9 @@ def save(
         found, not_linked = _find_base(store, base, directory, origin)
     try:
         with _sibling(directory) as fresh, _naming_full_disk(directory):
-            saved = _Saving(store, fields, max_length, options, fresh, found, progress).run(directory, not_linked)
+            saved = _Saving(store, fields, max_length, options, fresh, found, progress, locks).run(
+                directory, not_linked
+            )
             if found is not None:
                 found.checkpoint.close()  # it may be what is replaced
             put_in_place(fresh, directory)
@@ -248,6 +251,7 @@ class _Saving:
         directory: Path,
         base: _Base | None,
         progress: bool,
+        locks: bool,
     ) -> None:
         self._store = store
         self._fields = fields
@@ -257,6 +261,7 @@ class _Saving:
         self._directory = directory
         self._base = base
         self._progress = progress
+        self._locks = locks
         self._id = secrets.token_hex(16)
         self._row_bytes = sum(field.block_nbytes(max_length) for field in fields.values())
         self._per_chunk = max(1, CHUNK_BYTES // self._row_bytes)
@@ -266,9 +271,14 @@ class _Saving:
 
     def run(self, target: Path, not_linked: str | None) -> Saved:
         store = self._store
+        end = store.next_sequence()
         rows, generations = store.keys()
         metadata = store.infos(rows)
-        free = store.free_rows()
+        if not self._locks:  # rows are looked at one by one: a later one may be here without those before it
+            known = metadata["sequence"] < end
+            rows, generations = rows[known], generations[known]
+            metadata = {name: values[known] for name, values in metadata.items()}
+        free = store.free_rows() if self._locks else np.zeros(0, np.uint32)
         next_sequence = store.next_sequence()
         # A row whose generation moved between the two looks is another trajectory by now.
         usable = metadata["generation"] == generations

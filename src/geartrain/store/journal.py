@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ import numpy as np
 import geartrain._native as _native
 from geartrain.core.arguments import timeout
 from geartrain.core.schema import Field
-from geartrain.errors import ArgumentError, GeartrainError, JournalError, StoreClosedError
-from geartrain.store.checkpoint_reader import restore
+from geartrain.errors import ArgumentError, GeartrainError, JournalError, NoSpaceError, StoreClosedError
+from geartrain.store.checkpoint_reader import Checkpoint, restore
 from geartrain.store.journal_directory import Disk, JournalContents, JournalDirectory, is_journal, make_journal
 from geartrain.store.journal_format import Frame, block_shapes
 from geartrain.store.journal_writer import JournalWriter
@@ -272,7 +272,7 @@ class JournalOptions:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], sync_s: float, full: JournalFull, per_step: bool, disk: Disk | None = None
+        self, path: str | os.PathLike[str], sync_s: float, full: JournalFull, disk: Disk | None = None
     ) -> None:
         try:
             self.path = Path(os.path.realpath(os.fspath(path)))
@@ -281,34 +281,93 @@ class JournalOptions:
         timeout(sync_s, "journal_sync_s")
         if not isinstance(full, str) or full not in ("wait", "error"):
             raise ArgumentError(f"journal_full is 'wait' or 'error', found {full!r}")
-        if per_step:
-            raise ArgumentError(
-                "a journal keeps a priority a row; it cannot be one of a store with priority_per='step'"
-            )
         self._sync_s, self._full, self._disk = sync_s, full, disk
 
     def attach(
-        self, native: _native.Store, fields: dict[str, Field], max_length: int, options: dict[str, Any]
+        self,
+        native: _native.Store,
+        fields: dict[str, Field],
+        max_length: int,
+        options: dict[str, Any],
+        checkpoint: Checkpoint | None = None,
+        progress: bool = False,
     ) -> Callable[[], Journal]:
         """Restores what the journal holds into a new store, and journals the store from there on.
 
+        With a checkpoint an empty journal begins with its rows, all of which are on the disk afterwards; one that has
+        begun with them already holds what came after, and is what is restored.
+
         Returns what starts this process's thread.
         """
-        directory = make_journal(self.path, fields, max_length, options, self._disk)
-        if not directory.lock():
+        if checkpoint is not None and checkpoint.id is None:
+            raise JournalError(f"{checkpoint.directory} has format version 1: load and save it, then give it a journal")
+        with self._naming_the_disk():
+            origin = None if checkpoint is None else checkpoint.id
+            directory = make_journal(self.path, fields, max_length, options, self._disk, origin)
+            if not directory.lock():
+                raise JournalError(
+                    f"the journal {self.path} is being written for another store: join that one with Store.open, or "
+                    f"close it first"
+                )
+            try:
+                writer = self._writer(native, fields, max_length, directory, checkpoint, progress)
+                native.set_journal(os.fsencode(self.path), self._full == "error", int(self._sync_s * 1e9))
+            except BaseException:
+                directory.unlock()
+                raise
+        return lambda: Journal(native, fields, max_length, writer, self._disk)
+
+    def _writer(
+        self,
+        native: _native.Store,
+        fields: dict[str, Field],
+        max_length: int,
+        directory: JournalDirectory,
+        checkpoint: Checkpoint | None,
+        progress: bool,
+    ) -> JournalWriter:
+        begun = directory.origin is None or directory.contents(verify=False).origin is not None
+        if checkpoint is None and not begun:
             raise JournalError(
-                f"the journal {self.path} is being written for another store: join that one with Store.open, or close "
-                f"it first"
+                f"the journal {self.path} was to begin with a checkpoint, and loading that was interrupted: load it "
+                f"again with this journal, or give another directory"
             )
-        try:
+        if checkpoint is not None and directory.origin != checkpoint.id:
+            raise JournalError(
+                f"the journal {self.path} did not begin with the checkpoint {checkpoint.directory}: restore it with "
+                f"Store.create, or give a new directory"
+            )
+        if begun:
             contents = fill(native, directory, repair=True)
             _check_unused(directory, contents)
             writer = JournalWriter(native, fields, max_length, directory, contents)
-            native.set_journal(os.fsencode(self.path), self._full == "error", int(self._sync_s * 1e9))
+            writer.note_step_priorities()
+            return writer
+        assert checkpoint is not None
+        assert checkpoint.id is not None
+        directory.clear()
+        checkpoint.fill(native, progress=progress)
+        writer = JournalWriter(native, fields, max_length, directory, directory.contents())
+        try:
+            until_s = time.monotonic() + CLOSE_S
+            while not writer.run_pass(0):
+                if time.monotonic() > until_s:
+                    raise JournalError(f"rows of {checkpoint.directory} are being written while they are loaded")
+                time.sleep(_LEFT_PAUSE_S)
+            writer.mark(checkpoint.id)
         except BaseException:
-            directory.unlock()
+            writer.close()
             raise
-        return lambda: Journal(native, fields, max_length, writer, self._disk)
+        return writer
+
+    @contextlib.contextmanager
+    def _naming_the_disk(self) -> Iterator[None]:
+        """Turns the kernel's bare errors into those of a store."""
+        try:
+            yield
+        except OSError as error:
+            kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else JournalError
+            raise kind(f"the journal {self.path} cannot be written: {error.strerror}") from error
 
 
 def join(native: _native.Store, fields: dict[str, Field], max_length: int) -> Journal | None:
@@ -336,6 +395,7 @@ def fill(native: _native.Store, directory: JournalDirectory, *, repair: bool) ->
     if not directory.numbers():
         return directory.contents(repair=repair)
     native.allocate(directory.capacity)
+    steps = np.zeros((directory.capacity, directory.max_length), np.uint32) if directory.per_step else None
 
     def put(records: np.ndarray[Any, Any], frame: Frame) -> None:
         assert frame.blocks is not None
@@ -351,8 +411,20 @@ def fill(native: _native.Store, directory: JournalDirectory, *, repair: bool) ->
             else:
                 column[records["row"]] = blocks
             at += nbytes
+        if steps is not None:
+            nbytes = len(records) * frame.steps * steps.itemsize
+            if at + nbytes > len(frame.blocks) or frame.steps > directory.max_length:
+                raise JournalError(f"{directory.path} contradicts itself: a frame is too short for its rows' steps")
+            values = np.frombuffer(frame.blocks[at : at + nbytes], "<u4").reshape(len(records), frame.steps)
+            steps[records["row"], : frame.steps] = values
 
-    contents = directory.contents(on_rows=put, repair=repair)
+    def put_steps(rows: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:
+        assert steps is not None
+        block = np.zeros((len(rows), directory.max_length), np.uint32)
+        block[np.arange(directory.max_length) < lengths[:, None]] = values
+        steps[rows] = block
+
+    contents = directory.contents(on_rows=put, on_steps=put_steps, repair=repair)
     records = contents.records.copy()
     living = records["generation"] != 0
     free = records[~living]
@@ -362,7 +434,10 @@ def fill(native: _native.Store, directory: JournalDirectory, *, repair: bool) ->
     committed = committed[np.argsort(committed["sequence"], kind="stable")]
     if len(committed):
         contents.next_sequence = max(contents.next_sequence, int(committed["sequence"][-1]) + 1)
-    restore(native, np.concatenate([committed, free]), contents.next_sequence)
+    of_steps = None
+    if steps is not None:
+        of_steps = steps[committed["row"]][np.arange(directory.max_length) < committed["length"][:, None]]
+    restore(native, np.concatenate([committed, free]), contents.next_sequence, of_steps)
     native.set_counters({"inserted": len(committed)})
     return contents
 

@@ -41,7 +41,9 @@ from geartrain.store.journal_format import (
     GONE,
     PRIORITIES,
     ROWS,
+    STEPS,
     VERSION,
+    VERSION_STEPS,
     Frame,
     begin_of,
     frames,
@@ -90,6 +92,13 @@ class Disk:
         sync_directory(path)
 
 
+#: Of a frame's rows, and of rows whose steps have other priorities.
+_Readers = tuple[
+    Callable[[NDArray[Any], Frame], None] | None,
+    Callable[[NDArray[Any], NDArray[Any], NDArray[np.uint32]], None] | None,
+]
+
+
 @dataclass
 class Segment:
     """One segment file: its number, bytes, and how many rows' records are in it."""
@@ -110,6 +119,7 @@ class JournalContents:
         segments: the segment files, oldest first.
         next_number, next_sequence: of the next frame, and of the store's next row.
         store, store_path: the store that was journaled last, and its segment; None for an empty journal.
+        origin: the checkpoint that its first store was loaded from, once all of that is here.
         cut_bytes: bytes of frames that were not whole, at the end.
     """
 
@@ -121,6 +131,7 @@ class JournalContents:
     next_sequence: int = 1
     store: int | None = None
     store_path: str | None = None
+    origin: str | None = None
     cut_bytes: int = 0
 
     @property
@@ -144,6 +155,9 @@ class JournalDirectory:
         )
         self.options: dict[str, Any] = renamed(manifest["options"], CURRENT_NAMES)
         self.capacity = int(self.options["capacity"])
+        self.per_step = manifest["version"] == VERSION_STEPS
+        #: The checkpoint whose rows are, or were to be, the first here.
+        self.origin: str | None = manifest.get("origin")
 
     # --- the lock -------------------------------------------------------------------------------------------
 
@@ -177,6 +191,12 @@ class JournalDirectory:
                 f"{self.path} is the journal of a store of {self.fields} with max_length={self.max_length}, asked for "
                 f"{fields} with max_length={max_length}: give those, or another directory"
             )
+        if (options["priority_per"] == "step") != self.per_step:
+            kept = "step" if self.per_step else "row"
+            raise JournalError(
+                f"{self.path} is the journal of a store with priority_per='{kept}', asked for "
+                f"'{options['priority_per']}': give that, or another directory"
+            )
         for name in _SAME:
             if options[name] != self.options[name]:
                 raise JournalError(
@@ -187,6 +207,12 @@ class JournalDirectory:
     def segment_path(self, number: int) -> Path:
         """The file of a segment."""
         return self.path / f"segment-{number:08d}.bin"
+
+    def clear(self) -> None:
+        """Removes all segments, oldest first; the lock is held. Raises `OSError`."""
+        for number in self.numbers():
+            self.disk.remove(self.segment_path(number))
+            self.disk.sync_directory(self.path)
 
     def numbers(self) -> list[int]:
         """The numbers of the segment files there are. Raises `JournalError` where one between them is missing."""
@@ -208,6 +234,7 @@ class JournalDirectory:
         *,
         verify: bool = True,
         on_rows: Callable[[NDArray[Any], Frame], None] | None = None,
+        on_steps: Callable[[NDArray[Any], NDArray[Any], NDArray[np.uint32]], None] | None = None,
         repair: bool = False,
     ) -> JournalContents:
         """What all frames say, each of which was checked.
@@ -215,6 +242,8 @@ class JournalDirectory:
         Args:
             verify: compare the checksums of rows' blocks in all segments, and not in the last alone.
             on_rows: called with each frame of rows, its blocks included.
+            on_steps: called with rows (n,), their lengths, and new priorities of their steps, one row after the other;
+                not without `on_rows`.
             repair: cut off what is not whole at the end; the lock is held.
 
         Raises:
@@ -228,7 +257,7 @@ class JournalDirectory:
         found.records["row"] = np.arange(self.capacity)
         numbers = self.numbers()
         for number in numbers:
-            self._read_segment(found, number, number == numbers[-1], verify, on_rows, repair)
+            self._read_segment(found, number, number == numbers[-1], verify, (on_rows, on_steps), repair)
         return found
 
     def _read_segment(
@@ -237,7 +266,7 @@ class JournalDirectory:
         number: int,
         last: bool,
         verify: bool,
-        on_rows: Callable[[NDArray[Any], Frame], None] | None,
+        on: _Readers,
         repair: bool,
     ) -> None:
         path = self.segment_path(number)
@@ -249,10 +278,10 @@ class JournalDirectory:
         try:
             size = os.fstat(fd).st_size
             first = found.next_number if found.segments else None
-            for frame in frames(fd, blocks=on_rows is not None, verify=verify or last, first=first):
+            for frame in frames(fd, blocks=on[0] is not None, verify=verify or last, first=first):
                 if (frame.offset == 0) != (frame.kind == BEGIN):
                     raise JournalError(f"{path} is damaged at byte {frame.offset}: a frame is out of its place")
-                self._apply(found, frame, path, number, on_rows)
+                self._apply(found, frame, path, number, on)
                 segment.nbytes = frame.offset + frame.nbytes
                 segment.rows += frame.count if frame.kind == ROWS else 0
                 found.next_number = frame.number + 1
@@ -280,13 +309,14 @@ class JournalDirectory:
         frame: Frame,
         path: Path,
         number: int,
-        on_rows: Callable[[NDArray[Any], Frame], None] | None,
+        on: _Readers,
     ) -> None:
+        on_rows, on_steps = on
         if frame.kind == BEGIN:
             begin = begin_of(frame, path)
             if begin["journal"] != self.id or begin["segment"] != number:
                 raise JournalError(f"{path} is not segment {number} of this journal")
-            found.store, found.store_path = begin["store"], begin["path"]
+            found.store, found.store_path, found.origin = begin["store"], begin["path"], begin["origin"]
             return
         records = frame.records()
         rows = records["row"]
@@ -300,6 +330,14 @@ class JournalDirectory:
                 on_rows(records, frame)
             return
         known = found.records["generation"][rows] == records["generation"]
+        if frame.kind == STEPS:
+            known &= found.records["length"][rows] == records["length"]
+            if frame.blocks is not None and on_steps is not None:
+                values, lengths = np.frombuffer(frame.blocks, "<u4"), records["length"].astype(np.int64)
+                if len(values) != lengths.sum():
+                    raise JournalError(f"{path} contradicts itself at byte {frame.offset}: steps without a priority")
+                on_steps(rows[known], lengths[known], values[np.repeat(known, lengths)])
+            return
         rows, records = rows[known], records[known]
         if frame.kind == GONE:
             found.records["generation"][rows] = 0
@@ -309,9 +347,14 @@ class JournalDirectory:
 
 
 def make_journal(
-    path: Path, fields: dict[str, Field], max_length: int, options: dict[str, Any], disk: Disk | None = None
+    path: Path,
+    fields: dict[str, Field],
+    max_length: int,
+    options: dict[str, Any],
+    disk: Disk | None = None,
+    origin: str | None = None,
 ) -> JournalDirectory:
-    """The journal of a directory, which is made where there is none.
+    """The journal of a directory, which is made where there is none: to begin with the checkpoint `origin`, if any.
 
     Raises:
         JournalError: the directory holds other files, or the journal is one of another schema.
@@ -322,16 +365,17 @@ def make_journal(
         if foreign:
             raise JournalError(f"{path} holds files that are not a journal's ({', '.join(sorted(foreign)[:3])})")
         unfinished = path / f".{MANIFEST}"
+        per_step = options["priority_per"] == "step"
+        kept = {name: value for name, value in options.items() if per_step or name != "priority_per"}
         write_json(
             unfinished,
             {
                 "format": FORMAT,
-                "version": VERSION,
+                "version": VERSION_STEPS if per_step else VERSION,
                 "id": secrets.token_hex(16),
                 "fields": schema_of(fields, max_length),
-                "options": renamed(
-                    {name: value for name, value in options.items() if name != "priority_per"}, STORED_NAMES
-                ),
+                "options": renamed(kept, STORED_NAMES),
+                **({} if origin is None else {"origin": origin}),
             },
         )
         unfinished.rename(path / MANIFEST)
@@ -353,9 +397,10 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         checksum = manifest.pop("checksum")
         if manifest["format"] != FORMAT:
             raise JournalError(f"{path} is not a geartrain journal's")
-        if manifest["version"] != VERSION:
+        if manifest["version"] not in (VERSION, VERSION_STEPS):
             raise JournalError(
-                f"{directory} has journal version {manifest['version']}, this build reads version {VERSION}"
+                f"{directory} has journal version {manifest['version']}, this build reads versions {VERSION} and "
+                f"{VERSION_STEPS}"
             )
         if checksum != json_checksum(manifest):
             raise JournalError(f"{path} is damaged: its checksum does not match")

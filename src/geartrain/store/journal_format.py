@@ -1,6 +1,6 @@
 """Journal format: frames of rows, removals and priorities in segment files, each with its checksums.
 
-Version 1. A directory with
+Version 1, or 2 for a store with priorities of steps. A directory with
 
     journal.json          schema, limits, and the journal's id; written once, with its checksum
     segment-00000001.bin  frames, one after the other, each at a multiple of 64 bytes; a new file about every 64 MB
@@ -8,11 +8,16 @@ Version 1. A directory with
 
 A frame is a header of 64 bytes (HEADER), a table and, for rows, their blocks:
 
-    begin       the first of each segment file. Table: JSON with the journal's id, the segment's number, and the store
+    begin       the first of each segment file. Table: JSON with the journal's id, the segment's number, and the store;
+                with the id of the checkpoint that it was loaded from once all of that is in the journal ("origin")
     rows        table: a ROW_RECORD (checkpoint_format.py) for each; then for each field in the order of the schema the
                 blocks of the frame's rows, unpadded, of the header's `steps` where the field has time
     gone        table: GONE_RECORD of rows that are no longer in the store
     priorities  table: PRIORITY_RECORD of rows whose priority or count of samples is another by now
+    steps       version 2. Table: STEPS_RECORD of rows whose steps have other priorities by now; then those, u32 fixed
+                point, of each row's `length` steps, one row after the other
+
+In version 2 priorities of steps follow the fields of a frame's rows, u32 of the header's `steps` for each row.
 
 The last frame about a row is what holds. Frames are numbered without a gap. `synced` is the number of the first frame
 that was not on the disk when this one was written: a frame that cannot be read ends the journal, as a power cut leaves
@@ -40,10 +45,12 @@ from geartrain.store.checkpoint_format import ROW_RECORD
 
 FORMAT = "geartrain-journal"
 VERSION = 1
+#: With priorities of steps.
+VERSION_STEPS = 2
 MAGIC = int.from_bytes(b"GTJRNL\x01\n", "little")
 ALIGNMENT = 64
 
-BEGIN, ROWS, GONE, PRIORITIES = 1, 2, 3, 4
+BEGIN, ROWS, GONE, PRIORITIES, STEPS = 1, 2, 3, 4, 5
 
 HEADER = np.dtype(
     [
@@ -62,7 +69,8 @@ HEADER = np.dtype(
 )
 GONE_RECORD = np.dtype([("row", "<u4"), ("generation", "<u4")])
 PRIORITY_RECORD = np.dtype([("row", "<u4"), ("generation", "<u4"), ("priority", "<u4"), ("times_sampled", "<u4")])
-_RECORD_OF = {ROWS: ROW_RECORD, GONE: GONE_RECORD, PRIORITIES: PRIORITY_RECORD}
+STEPS_RECORD = np.dtype([("row", "<u4"), ("generation", "<u4"), ("length", "<u4"), ("reserved", "<u4")])
+_RECORD_OF = {ROWS: ROW_RECORD, GONE: GONE_RECORD, PRIORITIES: PRIORITY_RECORD, STEPS: STEPS_RECORD}
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ class Frame:
         kind, count, steps, number, synced, next_sequence: as in HEADER.
         offset, nbytes: where in its file it is, padding included.
         table: the bytes of its table.
-        blocks: those of its rows; None where they were not read.
+        blocks: those of its rows, or the priorities of their steps; None where they were not read.
     """
 
     kind: int
@@ -184,11 +192,13 @@ def begin_of(frame: Frame, path: Path) -> dict[str, Any]:
         content = json.loads(frame.table) if frame.kind == BEGIN else None
         if not isinstance(content, dict):
             raise ValueError
+        origin = content.get("origin")
         return {
             "journal": str(content["journal"]),
             "segment": int(content["segment"]),
             "store": int(content["store"]),
             "path": str(content["path"]),
+            "origin": None if origin is None else str(origin),
         }
     except (ValueError, KeyError, TypeError):
         raise JournalError(f"{path} is damaged: it does not begin as a segment of a journal does") from None
@@ -240,7 +250,10 @@ __all__ = [
     "PRIORITIES",
     "PRIORITY_RECORD",
     "ROWS",
+    "STEPS",
+    "STEPS_RECORD",
     "VERSION",
+    "VERSION_STEPS",
     "Frame",
     "begin_of",
     "block_shapes",

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,8 @@ from geartrain.store.journal_format import (
     PRIORITIES,
     PRIORITY_RECORD,
     ROWS,
+    STEPS,
+    STEPS_RECORD,
     frame_parts,
 )
 
@@ -46,6 +48,12 @@ _LOOKS = 5
 _LOOK_PAUSE_S = 0.001
 
 _REMOVALS = ("evicted", "expired", "exhausted", "deleted")
+
+
+def _step_weights(max_length: int) -> NDArray[np.uint64]:
+    """An odd number for each step, so that no change of a few priorities leaves the sum of all what it was."""
+    drawn = np.random.default_rng(0x67656172).integers(0, 2**64, max_length, np.uint64)
+    return np.asarray(drawn | np.uint64(1))
 
 
 class JournalWriter:
@@ -69,17 +77,24 @@ class JournalWriter:
         self._segment_bytes = segment_bytes
         self._timed = any(not field.per_row for field in fields.values())
         self._numbers = list(range(len(fields)))
-        self._row_bytes = ROW_RECORD.itemsize + sum(field.block_nbytes(max_length) for field in fields.values())
-        self._per_frame = max(1, frame_bytes // self._row_bytes)
         about = native.describe()
+        self._per_step = bool(about["step_priorities"])
+        self._weights = _step_weights(max_length) if self._per_step else np.zeros(0, np.uint64)
+        self._row_bytes = ROW_RECORD.itemsize + sum(field.block_nbytes(max_length) for field in fields.values())
+        self._row_bytes += 4 * max_length if self._per_step else 0
+        self._per_steps_frame = max(1, frame_bytes // (STEPS_RECORD.itemsize + 4 * max_length))
+        self._per_frame = max(1, frame_bytes // self._row_bytes)
         self.segments_removed = 0
         self._store = {"store": int(about["store_id"]), "path": about["path"]}
+        if contents.origin is not None:
+            self._store["origin"] = contents.origin
 
         # What the journal holds of each row.
         self._generations = contents.records["generation"].copy()
         self._times = contents.records["inserted_at_ns"].copy()
         self._priorities = contents.records["priority"].copy()
         self._sampled = contents.records["times_sampled"].copy()
+        self._steps = np.zeros(len(self._generations) if self._per_step else 0, np.uint64)  # sums; 0: not known
         self._segment_of = contents.segment_of
         self._segments = contents.segments
         held = self._segment_of[self._generations != 0]
@@ -95,6 +110,7 @@ class JournalWriter:
         self._again = np.zeros(0, np.uint32)  # to be appended although nothing is new about them
         self._removals = -1
         self._rewrites = -1
+        self._asked = -1  # how often priorities had been asked for at the last pass
         self._baseline: int | None = None  # rows committed before this writer, by the store's counters
         self._appended = self._appended_synced = self._missed = 0  # rows that are new
         self._totals = [0, 0]  # rows and removals that are not flushed yet
@@ -114,6 +130,9 @@ class JournalWriter:
         """
         began_ns = time.monotonic_ns()
         self._began_at = (self._sequence, self._rewrites)
+        state = self._native.journal_state()
+        asked = -1 if state is None else state["priorities"]
+        priorities |= asked != self._asked
         try:
             self._mend()
             left = self._append_news(priorities)
@@ -129,6 +148,7 @@ class JournalWriter:
             raise
         if left:
             return False
+        self._asked = asked
         self._native.journal_passed(ticket, began_ns)
         return True
 
@@ -143,8 +163,8 @@ class JournalWriter:
         """Appends what is new; returns how many new rows could not be copied, and have to be looked at again."""
         left = 0
         state = self._native.journal_state()
-        assert state is not None
-        rewrites = state["rewrites"]
+        # None: the store is being loaded, and gets its journal once all of the checkpoint is in it.
+        rewrites = -2 if state is None else state["rewrites"]
         counters = self._native.counters()
         removals = sum(counters[name] for name in _REMOVALS)
         quiet = self._native.next_sequence() == self._sequence and removals == self._removals
@@ -214,10 +234,13 @@ class JournalWriter:
             return 0
         infos = {name: values[same] for name, values in infos.items()}
         lengths = infos["length"]
-        steps = int(lengths.max()) if self._timed else 0
+        steps = int(lengths.max()) if self._timed or self._per_step else 0
         ends = (lengths - 1).astype(np.int32) if self._timed else None
         arrays, torn, *_ = _native.fetch(self._native, rows, generations, self._numbers, steps, False, ends, 1, None)
         whole = torn == 0
+        if self._per_step:
+            values, there = self._native.copy_step_priorities(rows, generations, lengths)
+            whole &= there != 0
         kept = np.flatnonzero(whole)
         # A row that was rewritten meanwhile has its generation still; others have gone.
         left = 0
@@ -230,15 +253,68 @@ class JournalWriter:
             table[name] = infos[name][kept]
         table["row"], table["generation"], table["inserted_at_ns"] = rows[kept], generations[kept], times[kept]
         table["slot"] = np.arange(len(kept))
-        blocks = arrays if whole.all() else [array[kept] for array in arrays]
+        blocks = list(arrays) if whole.all() else [array[kept] for array in arrays]
+        if self._per_step:
+            padded = np.zeros((len(rows), steps), np.uint32)
+            padded[np.arange(steps) < lengths[:, None]] = values
+            blocks.append(padded[kept])
         self._append(ROWS, table, blocks, steps)
         self._note(rows[kept], generations[kept], times[kept], self._segments[-1])
+        if self._per_step:
+            self._steps[rows[kept]] = self._sums_of(values, lengths)[kept]
         self._priorities[rows[kept]], self._sampled[rows[kept]] = table["priority"], table["times_sampled"]
         self._appended += int(np.count_nonzero(new[kept]))
         self._totals[0] += len(kept)
         return left
 
+    def note_step_priorities(self) -> None:
+        """Takes the steps' priorities of a store that was made from the journal for those that are in it."""
+        for rows, _, values, lengths in self._step_priorities() if self._per_step else ():
+            self._steps[rows] = self._sums_of(values, lengths)
+
+    def mark(self, origin: str) -> None:
+        """Says that all of a checkpoint is in the journal, in a segment that begins with that. Raises `OSError`."""
+        self._store["origin"] = origin
+        self._begin_segment()
+
+    def _step_priorities(
+        self,
+    ) -> Iterator[tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32]]]:
+        """Rows that the journal holds, generations, the priorities of their steps one after the other, lengths."""
+        held = np.flatnonzero(self._generations).astype(np.uint32)
+        for at in range(0, len(held), self._per_steps_frame):
+            rows = held[at : at + self._per_steps_frame]
+            generations, lengths = self._generations[rows], self._native.infos(rows)["length"]
+            values, whole = self._native.copy_step_priorities(rows, generations, lengths)
+            if not whole.all():  # gone, or another row by now
+                there = whole != 0
+                values = values[np.repeat(there, lengths)]
+                rows, generations, lengths = rows[there], generations[there], lengths[there]
+            yield rows, generations, values, lengths
+
+    def _sums_of(self, values: NDArray[np.uint32], lengths: NDArray[np.uint32]) -> NDArray[np.uint64]:
+        """A number of each row's priorities, which another one means that they have changed."""
+        ends = np.cumsum(lengths, dtype=np.int64)
+        places = np.arange(len(values)) - np.repeat(ends - lengths, lengths)
+        total = np.zeros(len(values) + 1, np.uint64)
+        np.cumsum((values.astype(np.uint64) + np.uint64(1)) * self._weights[places], out=total[1:])
+        return np.asarray((total[ends] - total[ends - lengths]) | np.uint64(1))
+
+    def _append_step_priorities(self) -> None:
+        for rows, generations, values, lengths in self._step_priorities():
+            sums = self._sums_of(values, lengths)
+            changed = sums != self._steps[rows]
+            if not changed.any():
+                continue
+            table = np.zeros(int(np.count_nonzero(changed)), STEPS_RECORD)
+            table["row"], table["generation"], table["length"] = rows[changed], generations[changed], lengths[changed]
+            self._append(STEPS, table, [values[np.repeat(changed, lengths)]])
+            self._note_before(rows[changed])
+            self._steps[rows[changed]] = sums[changed]
+
     def _append_priorities(self) -> None:
+        if self._per_step:
+            self._append_step_priorities()
         rows = np.flatnonzero(self._generations).astype(np.uint32)
         if not len(rows):
             return
@@ -329,7 +405,8 @@ class JournalWriter:
 
     def _note_before(self, rows: NDArray[np.uint32]) -> None:
         before = (self._generations, self._times, self._segment_of, self._priorities, self._sampled)
-        self._undo.append((rows, *(column[rows] for column in before)))
+        steps = self._steps[rows] if self._per_step else self._steps
+        self._undo.append((rows, *(column[rows] for column in before), steps))
 
     def _count_living(self, segments: NDArray[np.int64], by: int) -> None:
         for number, count in zip(*np.unique(segments, return_counts=True), strict=True):
@@ -350,12 +427,14 @@ class JournalWriter:
 
     def _take_back(self) -> None:
         """After a failure: what is not on the disk for sure is not in the journal."""
-        for rows, generations, times, segments, priorities, sampled in reversed(self._undo):
+        for rows, generations, times, segments, priorities, sampled, steps in reversed(self._undo):
             now = self._generations[rows]
             self._count_living(self._segment_of[rows[now != 0]], -1)
             self._count_living(segments[generations != 0], 1)
             self._generations[rows], self._times[rows], self._segment_of[rows] = generations, times, segments
             self._priorities[rows], self._sampled[rows] = priorities, sampled
+            if self._per_step:
+                self._steps[rows] = steps
         self._segments[-1].rows -= self._totals[0]
         self._appended = self._appended_synced
         self._undo.clear()

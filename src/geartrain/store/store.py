@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from geartrain.store.checkpoint_reader import Checkpoint
     from geartrain.store.checkpoint_writer import Saved
-    from geartrain.store.journal import Journal, JournalStatus
+    from geartrain.store.journal import Journal, JournalOptions, JournalStatus
 
 Create = Literal["never", "missing", "replace"]
 
@@ -75,6 +75,7 @@ class Store(WritableStore):
     """
 
     _journal: Journal | None = None
+    _peeks = False  # opened by `peek`: without locks
 
     # --- creating and joining ---------------------------------------------------------------------------------
 
@@ -151,7 +152,7 @@ class Store(WritableStore):
             timeout_s: longest wait for another process that holds the store's lock.
             journal: a directory on a disk that committed rows and removals are written to, so that they survive a power
                 cut (docs/checkpoints.md). Where it holds a journal already, its rows are restored: the fields,
-                `max_length` and `capacity` must be those of the journal. Not with `priority_per="step"`.
+                `max_length` and `capacity` must be those of the journal.
             journal_sync_s: the bound: what was committed so long ago is on the disk, and commits wait where it is not;
                 0: before a commit, a deletion or a rewrite returns.
             journal_full: what a full disk does to commits: they "wait" for room, as long as `timeout_s`, or get an
@@ -173,7 +174,7 @@ class Store(WritableStore):
         if journal is not None:
             from geartrain.store.journal import JournalOptions
 
-            wanted = JournalOptions(journal, journal_sync_s, journal_full, priority_per == "step")
+            wanted = JournalOptions(journal, journal_sync_s, journal_full)
         if fields is None:
             raise ArgumentError("give the fields of the store: a mapping of names to geartrain.Field")
         if name is None:
@@ -205,12 +206,11 @@ class Store(WritableStore):
         store = cls(native, name, trust)
         if wanted is not None:
             try:
-                store._journal = wanted.attach(native, store.fields, store.max_length, store.options)()
+                store._begin_journal(wanted)
             except BaseException:
                 store.unlink()
                 store.close()
                 raise
-            store._end_journal_with_it()
         return store
 
     @classmethod
@@ -302,9 +302,14 @@ class Store(WritableStore):
 
     @classmethod
     def peek(cls, name: str | os.PathLike[str], *, trust: Trust = "user") -> Store:
-        """A read-only look at a store, living or dead: leaves no trace and cannot change it. Raises as `open`."""
+        """A read-only look at a store, living or dead: leaves no trace and cannot change it. Raises as `open`.
+
+        It may be saved: what was committed when `save` began, but for rows that are gone when it comes to them.
+        """
         name = os.fspath(name)
-        return cls(_native.Store.attach(name, False, True, 1.0, check_trust(trust)), name, trust)
+        store = cls(_native.Store.attach(name, False, True, 1.0, check_trust(trust)), name, trust)
+        store._peeks = True
+        return store
 
     @classmethod
     def load(
@@ -313,6 +318,9 @@ class Store(WritableStore):
         name: str | os.PathLike[str],
         *,
         progress: bool = False,
+        journal: str | os.PathLike[str] | None = None,
+        journal_sync_s: float = 1.0,
+        journal_full: JournalFull = "wait",
         **options: Any,
     ) -> Store:
         """Restores what `save` wrote: rows in their places, priorities, order and counters.
@@ -323,23 +331,41 @@ class Store(WritableStore):
             directory: what was given to `save`; or an open `Checkpoint`, which stays open.
             name: of the new store, as in `create`.
             progress: show a progress bar.
+            journal, journal_sync_s, journal_full: as in `create`. A new journal begins with the rows of the checkpoint,
+                all of which are on its disk when this returns. One that began with this very checkpoint has what came
+                after, and is what is restored: a job that is started again runs the same line.
             options: `trust`, `reserve` and `timeout_s` as in `create`, and `persist` instead of the checkpoint's.
 
         Raises:
             CheckpointError: absent, incomplete, or damaged; names the file and its first bad block.
+            JournalError: the journal is in use, damaged, or began with something else.
         """
         from geartrain.store.checkpoint_reader import Checkpoint, read_newest
 
         if not isinstance(directory, Checkpoint):
-            return read_newest(directory, lambda found: cls.load(found, name, progress=progress, **options))
+            given: dict[str, Any] = {
+                "journal": journal,
+                "journal_sync_s": journal_sync_s,
+                "journal_full": journal_full,
+                **options,
+            }
+            return read_newest(directory, lambda found: cls.load(found, name, progress=progress, **given))
         found = directory
         unknown = set(options) - {"persist", "reserve", "trust", "timeout_s"}
         if unknown:
             raise CheckpointError(f"limits come from the checkpoint; {', '.join(sorted(unknown))} cannot be set")
+        wanted = None
+        if journal is not None:
+            from geartrain.store.journal import JournalOptions
+
+            wanted = JournalOptions(journal, journal_sync_s, journal_full)
         limits = {key: value for key, value in found.options.items() if key != "persist"}
         store = cls.create(name, found.fields, max_length=found.max_length, **{**limits, **options})
         try:
-            found.fill(store.native, progress=progress)
+            if wanted is None:
+                found.fill(store.native, progress=progress)
+            else:
+                store._begin_journal(wanted, found, progress)
         except BaseException:
             store.unlink()
             store.close()
@@ -364,6 +390,8 @@ class Store(WritableStore):
         Incremental: rows of the previous checkpoint are not written again, its files are hard-linked. The two share
         disk space, and either can be removed. See docs/checkpoints.md.
 
+        A journal gets the priorities that have changed as well, with its next pass.
+
         Args:
             directory: a new one, or a checkpoint that is to be replaced.
             base: the checkpoint to link to; the one that is replaced by default.
@@ -381,7 +409,7 @@ class Store(WritableStore):
             raise CheckpointError("a save that is not incremental takes no base")
         from geartrain.store.checkpoint_writer import save
 
-        return save(
+        saved = save(
             self.native,
             self.fields,
             self.max_length,
@@ -391,7 +419,11 @@ class Store(WritableStore):
             incremental=incremental,
             origin=self.origin,
             progress=progress,
+            locks=not self._peeks,
         )
+        if self.native.journal_state() is not None and not self._peeks:
+            self.native.request_journal_priorities()
+        return saved
 
     # --- the journal ----------------------------------------------------------------------------------------
 
@@ -428,6 +460,13 @@ class Store(WritableStore):
             raise JournalError(
                 f"the store {self.name!r} was closed, but its journal {journal.path} may lack what was committed last"
             )
+
+    def _begin_journal(
+        self, wanted: JournalOptions, checkpoint: Checkpoint | None = None, progress: bool = False
+    ) -> None:
+        starts = wanted.attach(self.native, self.fields, self.max_length, self.options, checkpoint, progress)
+        self._journal = starts()
+        self._end_journal_with_it()
 
     def _end_journal_with_it(self) -> None:
         """A store that is dropped without being closed ends its journal's thread, which holds the native store."""

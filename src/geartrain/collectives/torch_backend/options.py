@@ -26,6 +26,7 @@ class BackendOptions:
         secret: shared by ranks and reducers, which authenticate each other with it.
         epoch: of connections; those of an earlier one are refused.
         on_reducer_loss: "raise", or "reform": the group continues by itself without a reducer that died or is silent.
+        hierarchical: reduce within each host first, and once across hosts.
 
     Example:
         >>> options = BackendOptions(reducers=("10.0.0.9:7777",), rates=(1e9, 1e9, 2e9))
@@ -41,6 +42,7 @@ class BackendOptions:
     secret: bytes | None = None
     epoch: int = 0
     on_reducer_loss: str = "raise"
+    hierarchical: bool = False
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> BackendOptions:
@@ -67,7 +69,15 @@ class BackendOptions:
         on_loss = env.get("GEARTRAIN_ALLREDUCE_ON_REDUCER_LOSS", "raise")
         if on_loss not in ("raise", "reform"):
             raise ValueError(f"GEARTRAIN_ALLREDUCE_ON_REDUCER_LOSS is raise or reform, found {on_loss!r}")
+        hierarchical = env.get("GEARTRAIN_ALLREDUCE_HIERARCHICAL", "0") or "0"
+        if hierarchical not in ("0", "1"):
+            raise ValueError(f"GEARTRAIN_ALLREDUCE_HIERARCHICAL is 0 or 1, found {hierarchical!r}")
+        if hierarchical == "1" and on_loss == "reform":
+            raise ValueError(
+                "GEARTRAIN_ALLREDUCE_HIERARCHICAL=1 goes with GEARTRAIN_ALLREDUCE_ON_REDUCER_LOSS=raise, found 'reform'"
+            )
         return cls(
+            hierarchical=hierarchical == "1",
             on_reducer_loss=on_loss,
             reducers=reducers,
             shares=shares,

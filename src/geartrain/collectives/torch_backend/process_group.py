@@ -9,7 +9,7 @@ or, with nothing edited, `torchrun -m geartrain_autoload train.py` (src/geartrai
 Collectives are `geartrain.collectives.Group`'s, for tensors on the CPU (exchanges.py) and, all-reduce alone, through
 pinned memory on GPUs (staging.py). Gloo (CPU) and NCCL (CUDA) are registered as the group's backends, where torch's
 own code finds them, also from C++. They run send and receive, what is on a GPU, and what a Group does not support:
-products, bit operations, sums of complex, bool and sparse tensors. `ProcessGroup.counters` has the number of each.
+sums of sparse tensors. `ProcessGroup.counters` has the number of each.
 
 Gloo's group is made with this one, as `init_process_group("gloo")` does: a send needs two ranks only, and must not wait
 for the others. Connections of a Group are made by its first operation. Where reducers or unequal shares take part in
@@ -33,12 +33,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from geartrain.collectives.buffers import REDUCED_DTYPES
+from geartrain.collectives.buffers import REDUCED_DTYPES, reduces
 from geartrain.collectives.torch_backend.exchanges import FORMS, TensorExchange, begin, timeout_of
 from geartrain.collectives.torch_backend.options import BackendOptions
 from geartrain.collectives.torch_backend.polled_store import PolledStore
 from geartrain.collectives.torch_backend.staging import Staging
-from geartrain.collectives.torch_backend.work import Finisher, TorchWork, uncompiled
+from geartrain.collectives.torch_backend.work import Finisher, TorchWork, backend_error, uncompiled
 from geartrain.core.dtypes import DTYPES as STORE_DTYPES
 from geartrain.core.dtypes import torch_dtype
 from geartrain.device.device import open_device
@@ -55,6 +55,10 @@ OPS = [
     (dist.ReduceOp.AVG, "avg"),
     (dist.ReduceOp.MIN, "min"),
     (dist.ReduceOp.MAX, "max"),
+    (dist.ReduceOp.PRODUCT, "product"),
+    (dist.ReduceOp.BAND, "band"),
+    (dist.ReduceOp.BOR, "bor"),
+    (dist.ReduceOp.BXOR, "bxor"),
 ]
 # Methods that torch's C++ base of Python groups looks up in Python and, without one, runs itself while it holds the
 # GIL. Gloo's threads take the GIL to drop a tensor while they hold a lock that the call needs: an occasional deadlock.
@@ -171,7 +175,7 @@ class ProcessGroup(dist.ProcessGroup):
         try:
             work = self._start("cpu", flat, op, timeout_s)
         except Exception as error:
-            raise dist.DistBackendError(f"geartrain: {error}") from error  # a RuntimeError, which DDP passes on
+            raise backend_error(error) from error  # a RuntimeError, which DDP passes on
         if copy_back is None:
             return TorchWork(work.wait, work.done, tensors, self._finisher)
 
@@ -192,7 +196,7 @@ class ProcessGroup(dist.ProcessGroup):
         try:
             staged = staging.submit(flat, lambda chunk: self._start(name, chunk, op, timeout_s), copy_back)
         except Exception as error:
-            raise dist.DistBackendError(f"geartrain: {error}") from error
+            raise backend_error(error) from error
         return TorchWork(
             staged.wait,
             staged.finished.is_set,
@@ -241,7 +245,7 @@ class ProcessGroup(dist.ProcessGroup):
             calls = FORMS[method](self.rank(), self.size(), *arguments, **names)
             kinds = [self._kind_of(call) for call in calls]
         except (ValueError, TypeError) as error:
-            raise dist.DistBackendError(f"geartrain: {error}") from error
+            raise backend_error(error) from error
         if self.options.algorithm == "ring" or not all(kinds):
             return self._forward(method, *arguments, **names)
         self._ours[method] += 1
@@ -254,7 +258,7 @@ class ProcessGroup(dist.ProcessGroup):
                 for call in calls:
                     call.alone()
             except ValueError as error:
-                raise dist.DistBackendError(f"geartrain: {error}") from error
+                raise backend_error(error) from error
             return TorchWork(lambda _: None, lambda: True, outputs, self._finisher)
         try:
             group = self._group(self._ranks())
@@ -264,7 +268,7 @@ class ProcessGroup(dist.ProcessGroup):
                 if kind is not None
             ]
         except Exception as error:
-            raise dist.DistBackendError(f"geartrain: {error}") from error
+            raise backend_error(error) from error
 
         def wait(limit_s: float | None) -> None:
             until_s = None if limit_s is None else time.monotonic() + limit_s
@@ -298,6 +302,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Where the Group is whose ranks all own a share."""
         o = self.options
         plain = not o.reducers and isinstance(o.shares, str) and o.rates is None and o.on_reducer_loss == "raise"
+        plain = plain and not o.hierarchical
         return "cpu" if plain else "cpu/ranks"
 
     def _start(self, where: str, flat: torch.Tensor, op: str, timeout_s: float) -> Any:
@@ -335,7 +340,7 @@ class ProcessGroup(dist.ProcessGroup):
 
         o = self.options
         if where == "cpu/ranks":
-            o = replace(o, reducers=(), shares="equal", rates=None, on_reducer_loss="raise")
+            o = replace(o, reducers=(), shares="equal", rates=None, on_reducer_loss="raise", hierarchical=False)
         try:
             return Group(
                 self.rank(),
@@ -350,6 +355,7 @@ class ProcessGroup(dist.ProcessGroup):
                 secret=o.secret,
                 epoch=o.epoch,
                 on_reducer_loss=o.on_reducer_loss,
+                hierarchical=o.hierarchical,
             )
         except GeartrainError as error:
             if self._closed:
@@ -523,7 +529,7 @@ def _op_of(given: Any, tensors: list[torch.Tensor]) -> str | None:
     first = tensors[0] if tensors else None
     if not names or first is None or first.dtype not in DTYPES or first.device.type not in ("cpu", "cuda"):
         return None
-    if names[0] == "avg" and not first.is_floating_point():
+    if not reduces(names[0], DTYPES[first.dtype]):
         return None
     same = all(t.dtype == first.dtype and t.device == first.device and t.layout == torch.strided for t in tensors)
     return names[0] if same else None
@@ -536,7 +542,7 @@ def _devices(tensors: list[torch.Tensor]) -> list[torch.device]:
 def _flat(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None] | None]:
     """The tensors as one contiguous tensor; and, where that is a copy, the function that copies it back."""
     tensors = [tensor.detach() for tensor in tensors]
-    if len(tensors) == 1 and tensors[0].is_contiguous() and not tensors[0].is_neg():
+    if len(tensors) == 1 and tensors[0].is_contiguous() and not tensors[0].is_neg() and not tensors[0].is_conj():
         return tensors[0].view(-1), None
     flat = torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
     parts = list(flat.split([tensor.numel() for tensor in tensors]))  # type: ignore[no-untyped-call]

@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from geartrain.errors import WaitTimeoutError
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 #: How long the callbacks of one work may hold up those of the next: they may wait for it.
@@ -38,6 +40,15 @@ def uncompiled(function: Function) -> Function:
         skip = frames._FrameAction.SKIP
         frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     return function
+
+
+def backend_error(error: Exception) -> dist.DistBackendError:
+    """torch's error, a `RuntimeError`, with the text of one of geartrain's.
+
+    It has no kinds but what the text says: programs look for "timed out", as in Gloo's and NCCL's.
+    """
+    late = "Timed out waiting: " if isinstance(error, TimeoutError) else ""
+    return dist.DistBackendError(f"geartrain: {late}{error}")
 
 
 class TorchWork(dist.Work):
@@ -102,7 +113,7 @@ class TorchWork(dist.Work):
         """Returns when the result is in the tensors. Raises `DistBackendError`, always the same, if there is none."""
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
         if not self._waiting.acquire(timeout=-1 if timeout_s is None else timeout_s):
-            raise dist.DistBackendError(f"geartrain: the all-reduce was not done within the {timeout_s} s of this wait")
+            raise backend_error(WaitTimeoutError(f"the all-reduce was not done within the {timeout_s} s of this wait"))
         try:
             if not self._over:
                 self._finish(None if until_s is None else max(0.0, until_s - time.monotonic()))
@@ -116,8 +127,8 @@ class TorchWork(dist.Work):
             self._wait(timeout_s)
         except Exception as error:
             if timeout_s is not None and not self._is_done():
-                raise dist.DistBackendError(f"geartrain: {error}") from error  # this wait is over, the operation is not
-            self._error = dist.DistBackendError(f"geartrain: {error}")
+                raise backend_error(error) from error  # this wait is over, the operation is not
+            self._error = backend_error(error)
             self._error.__cause__ = error
         self._over = True
 

@@ -6,6 +6,7 @@
 import geartrain.tools.cli.import_dataset as importing  # noqa: F401, I001
 import geartrain.tools.cli.export_dataset as exporting  # noqa: F401
 import geartrain.tools.cli.inspect_remove as inspecting  # noqa: F401
+import geartrain.tools.cli.checkpoint as saving  # noqa: F401
 import geartrain.tools.cli.top as watching  # noqa: F401
 import geartrain.tools.cli.doctor_bench as machine  # noqa: F401
 import geartrain.tools.cli.jobs as jobs  # noqa: F401

@@ -101,11 +101,11 @@ out = Console(emoji=False)
 
 def die(message: str, code: int = 1) -> NoReturn:
     """Prints it on stderr, and exits."""
-    _print_error(message)
+    print_error(message)
     raise typer.Exit(code)
 
 
-def _print_error(message: str, lines: bool = False) -> None:
+def print_error(message: str, lines: bool = False) -> None:
     """Prints it on stderr without markup and emoji, control characters escaped (but line ends where `lines`)."""
     shown = "".join(
         each if each.isprintable() or (lines and each == "\n") else ascii(each)[1:-1] for each in message.rstrip()
@@ -115,7 +115,7 @@ def _print_error(message: str, lines: bool = False) -> None:
 
 
 def _refuse(message: str, code: int, lines: bool = False) -> NoReturn:
-    _print_error(message, lines)
+    print_error(message, lines)
     sys.exit(code)
 
 

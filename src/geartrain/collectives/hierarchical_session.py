@@ -1,0 +1,167 @@
+"""Session of a hierarchical all-reduce: within each host first, then once across hosts, then within each host again.
+
+A piece of an array, on two hosts of three ranks:
+
+    host 0     rank 0: a0 b0 c0     reduce-scatter    A0         lanes across hosts    A0+A1       all-gather
+               rank 1: a1 b1 c1     within the host      B0      lane 0: ranks 0, 3       B0+B1    within the host
+               rank 2: a2 b2 c2                             C0   lane 1: ranks 1, 4          C0+C1
+    host 1     rank 3: ...                            A1         lane 2: ranks 2, 5    A0+A1       ...
+
+Every rank of a host has a part of what the host has summed, and all-reduces it with the ranks of its place on the other
+hosts: a *lane*. The links of a host carry what one rank a host would send, whatever the number of ranks, and each lane
+is a native group of its own: shares, reducers or a ring, as the group was made with. Hosts of unequal size have as many
+lanes as the smallest; their other ranks take part within the host.
+
+The order of a sum is that of the ranks within each host, and then that of the hosts, by their lowest rank. It depends
+on the map of ranks to hosts alone, not on lanes, shares or arrival. Each level rounds 16-bit floats once, and an
+average once more. A ring of hosts sums in its own order: the same bits on all ranks for the same map.
+
+hierarchical_stages.py moves the pieces.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+from geartrain.collectives.bootstrap import Bootstrap
+from geartrain.collectives.faults import Fault, error_of
+from geartrain.collectives.hierarchical_stages import GroupPart, HostStages
+from geartrain.collectives.host_map import HostMap
+from geartrain.collectives.session import GroupConfig, Session
+from geartrain.collectives.shares import Owners, pick_shares
+from geartrain.collectives.work import Issue, Work
+from geartrain.errors import ArgumentError, CollectiveClosedError, GeartrainError
+
+#: Dtypes that are sent as another one between hosts.
+_WIRES = {("float32", "bfloat16"), ("float32", "float16")}
+
+
+class HierarchicalSession:
+    """One epoch of a hierarchical group; what `Session` is for any other. Its `native` is all parts together.
+
+    Args:
+        config: of the group.
+        epoch: its number.
+        owners: the reducers, and rates of the links.
+        bootstrap: of this epoch.
+        shares: as `Group` was given them; each lane has those of its ranks, of sum 1 again.
+        hosts: the name of each rank's host; None: as found.
+
+    Attributes:
+        map: which ranks are on which host.
+
+    Raises:
+        WaitTimeoutError, RanksDisagreeError, UntrustedPeerError: as `Group`; the same on all ranks.
+    """
+
+    keeps_input = False
+
+    def __init__(
+        self,
+        config: GroupConfig,
+        epoch: int,
+        owners: Owners,
+        bootstrap: Bootstrap,
+        *,
+        shares: str | Sequence[float],
+        hosts: Sequence[Hashable] | None,
+    ) -> None:
+        self.config = config
+        self.epoch = epoch
+        self.bootstrap = bootstrap
+        self.failure: GeartrainError | None = None
+        self._next = 0
+        settings = {
+            "world_size": config.world_size,
+            "algorithm": config.algorithm,
+            "reducers": owners.reducers,
+            "shares": owners.shares,
+            "hierarchical": True,
+            "hosts": None if hosts is None else [str(name) for name in hosts],
+        }
+        try:
+            bootstrap.exchange_addresses("", settings)
+        except GeartrainError as error:
+            bootstrap.fail(error)
+            raise
+        self.map = HostMap.of(bootstrap.hosts if hosts is None else hosts)
+        host, place = self.map.place_of(config.rank)
+        lane_owners = [self._lane_owners(owners, shares, lane) for lane in range(self.map.lanes)]
+        self.owners = replace(owners, shares=self._all_shares(lane_owners))
+        made: list[GroupPart] = []
+
+        def part(name: str, ranks: Sequence[int], of: Owners | None) -> GroupPart | None:
+            if len(ranks) == 1:
+                return None
+            made.append(self._part(name, ranks, of))
+            return made[-1]
+
+        try:
+            within = part(f"host{host}", self.map.hosts[host], None)
+            across = part(f"lane{place}", self.map.lane(place), lane_owners[place]) if place < self.map.lanes else None
+            back = part(f"host{host}/back", self.map.hosts[host], None)
+        except BaseException:
+            for one in made:
+                one.native.close(0.0)
+            raise
+        self.native = HostStages(config.world_size, place, self.map.lanes, within, across, back, config.rank)
+        weakref.finalize(self, self.native.close, 0.0).atexit = False
+
+    def _lane_owners(self, owners: Owners, shares: str | Sequence[float], lane: int) -> Owners:
+        ranks, reducers, world_size = self.map.lane(lane), owners.reducers, self.config.world_size
+
+        def pick(numbers: Sequence[float]) -> list[float]:
+            return [*(numbers[rank] for rank in ranks), *numbers[world_size:]]
+
+        rates = None if owners.rates is None else tuple(pick(owners.rates))
+        if not isinstance(shares, str):
+            picked = pick([float(share) for share in shares])
+            total = sum(picked)
+            shares = [share / total for share in picked] if total > 0 else "equal"
+        return Owners(reducers, pick_shares(shares, len(ranks), len(reducers), rates, self.config.algorithm), rates)
+
+    def _all_shares(self, lanes: Sequence[Owners]) -> tuple[float, ...]:
+        found = [0.0] * (self.config.world_size + len(lanes[0].reducers))
+        for number, owners in enumerate(lanes):
+            members = [*self.map.lane(number), *range(self.config.world_size, len(found))]
+            for member, share in zip(members, owners.shares, strict=True):
+                found[member] += share / len(lanes)
+        return tuple(found)
+
+    def _part(self, name: str, ranks: Sequence[int], owners: Owners | None) -> GroupPart:
+        """A group of some ranks: with these owners across hosts, of equal ranks without reducers within one."""
+        rank, n = list(ranks).index(self.config.rank), len(ranks)
+        algorithm = "shares" if owners is None else self.config.algorithm
+        native = {**self.config.native, "rank": rank, "world_size": n, "ring": algorithm == "ring"}
+        config = GroupConfig(f"{self.config.name}/{name}", rank, n, self.config.store, algorithm, False, native)
+        found = owners or Owners((), (1.0 / n,) * n)
+        return GroupPart(Session(config, self.epoch, found, self.bootstrap.part(name, ranks)), ranks)
+
+    def issue(self, work: Work) -> None:
+        """Begins an all-reduce, in place. Raises `ArgumentError` for what is not reduced."""
+        if work.op == "avg" and "int" in work.dtype:
+            raise ArgumentError(f"the average of {work.dtype} is not one of them")
+        if work.wire_dtype != work.dtype and (work.dtype, work.wire_dtype) not in _WIRES:
+            raise ArgumentError(f"{work.dtype} cannot be sent as {work.wire_dtype}")
+        if self.native.ended:
+            raise CollectiveClosedError(f"group {self.config.name!r} was closed")
+        work.issue = Issue(self, self._next, self.native.begin(work), None)
+        self._next += 1
+
+    @property
+    def issued(self) -> int:
+        """Operations begun in this session."""
+        return self._next
+
+    def error_of(self, fault: Fault) -> GeartrainError:
+        """A fault as the error to raise."""
+        return error_of(fault, self.config.name, self.config.world_size, self.owners.reducers)
+
+    def close(self, timeout_s: float) -> None:
+        """Leaves, after sending what other members still need, for up to `timeout_s`."""
+        self.native.close(timeout_s)
+
+    def release(self) -> None:
+        """Nothing is kept for other ranks."""

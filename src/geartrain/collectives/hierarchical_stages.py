@@ -1,0 +1,355 @@
+"""Stages of a hierarchical all-reduce: within the host, across hosts, and within the host again.
+
+Arrays are cut into pieces of `PIECE_BYTES`, all in place; the stages of different pieces overlap. The first stage is
+issued by the caller, the others by a thread each, in the order of the calls, which is the same on all ranks.
+
+A fault of any part ends all parts of this rank with its text and the members it names, and so reaches every rank.
+Within the host an operation has its own deadline, across hosts a second more and on the way back two: a rank that hangs
+is named by its own host.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import geartrain._native as _native
+from geartrain.collectives.buffers import DTYPE_CODES, ITEM_SIZES, OPS
+from geartrain.collectives.exchange import COLLECTIVES
+from geartrain.collectives.faults import Fault, renumbered_text
+from geartrain.collectives.host_map import cut
+from geartrain.collectives.session import Session
+from geartrain.collectives.work import Work
+from geartrain.errors import GeartrainError
+
+PIECE_BYTES = 4 << 20
+#: How much later than the stage before an operation's deadline is: who hangs is named where it is waited for first.
+STAGE_S = 1.0
+ABORTED, CLOSED = 6, 7  # kinds of faults: aborted by a rank, closed here
+_MOMENT_S = 0.3  # of `close`, for operations in progress
+_MARK = "fault of a part: "
+_MOST_TEXT, _MOST_MEMBERS = 1000, 64  # of what is told to other ranks in one frame
+
+
+@dataclass
+class GroupPart:
+    """A native group of some of the ranks, and their numbers among all."""
+
+    session: Session
+    ranks: Sequence[int]
+
+    @property
+    def native(self) -> Any:
+        """Of the session."""
+        return self.session.native
+
+    def as_whole(self, fault: Fault, reducers_from: int) -> Fault:
+        """The fault as all ranks number it; one that another part has had, as that part's rank has told it."""
+        kind, text, members = fault
+        if kind == ABORTED and _MARK in text:
+            with suppress(ValueError):
+                told, said, named = json.loads(text[text.index(_MARK) + len(_MARK) :])
+                return int(told), str(said), [int(member) for member in named]
+        n = len(self.ranks)
+        found = [self.ranks[m] if m < n else reducers_from + m - n for m in members]
+        return kind, renumbered_text(text, self.ranks), found
+
+
+class StagedOperation:
+    """One all-reduce in its stages, as `Work` waits for it."""
+
+    def __init__(self, stages: HostStages, work: Work, pieces: int) -> None:
+        self.stages = stages
+        self.until_s = time.monotonic() + work.timeout_s
+        self.dtype, self.wire, self.op, self.keep = work.dtype, work.wire_dtype, work.op, work.array
+        self.elements = work.count
+        self.left = pieces  # whose last stage is not issued
+        self.works: list[tuple[GroupPart, Any]] = []
+        self.issued = threading.Event()
+        self.failed: Fault | None = None
+
+    def remaining_s(self, stage: int) -> float:
+        """Until the deadline of its stage 0, 1 or 2."""
+        return max(self.until_s + stage * STAGE_S - time.monotonic(), 0.001)
+
+    def done(self) -> bool:
+        """Whether it has ended, and no part uses the array any more."""
+        return self.issued.is_set() and all(work.done() for _, work in self.works)
+
+    def wait(self, timeout_s: float) -> bool:
+        """False at the deadline of this wait."""
+        until_s = time.monotonic() + timeout_s
+        if not self.issued.wait(timeout_s):
+            return False
+        return all(work.wait(max(until_s - time.monotonic(), 0.0)) for _, work in self.works)
+
+    def fault(self) -> Fault | None:
+        """Why it failed, once done."""
+        if self.failed is None:
+            for part, work in self.works:
+                fault = work.fault()
+                if fault is not None:
+                    self.failed = self.stages.failed(part, fault)
+                    break
+        return self.failed
+
+
+@dataclass
+class _Piece:
+    operation: StagedOperation
+    address: int
+    parts: list[tuple[int, int]]  # start and elements of each lane
+    number: int
+    first: Any = None  # native works of the stages
+    second: Any = None
+
+
+@dataclass
+class HostStages:
+    """The parts of this rank, the operations in progress, and the threads that issue the second and third stage."""
+
+    world_size: int
+    place: int  # of this rank on its host
+    lanes: int
+    within: GroupPart | None  # None where the host has one rank
+    across: GroupPart | None  # None on a rank without a lane, and where there is one host
+    back: GroupPart | None
+    rank: int
+    first_fault: Fault | None = None
+    open: deque[StagedOperation] = field(default_factory=deque)
+    pieces: int = 0
+    counted: dict[str, int] = field(default_factory=lambda: {"operations": 0, "elements": 0, "array_bytes": 0})
+
+    def __post_init__(self) -> None:
+        self.lock = threading.Lock()
+        self.pid = os.getpid()
+        self.ended = False
+        self.summed: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
+        self.crossed: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
+        for name, run in (("across", self._run_across), ("back", self._run_back)):
+            threading.Thread(target=run, name=f"geartrain-{name}", daemon=True).start()
+
+    def parts(self) -> list[GroupPart]:
+        """Those that there are."""
+        return [part for part in (self.within, self.across, self.back) if part is not None]
+
+    # --- stages -------------------------------------------------------------------------------------------------------
+
+    def begin(self, work: Work) -> StagedOperation:
+        """Issues the first stage of each piece. By one thread at a time."""
+        size = ITEM_SIZES[work.dtype]
+        per_piece = PIECE_BYTES // size
+        starts = range(0, work.count, per_piece) if work.count else range(1)
+        operation = StagedOperation(self, work, len(starts))
+        for i, start in enumerate(starts):
+            count = min(per_piece, work.count - start)
+            number = self.pieces + i
+            piece = _Piece(operation, work.address + start * size, cut(count, size, self.lanes, number), number)
+            try:
+                if self.within is not None:
+                    piece.first = self._run(piece, self.within, "reduce_scatter", 0)
+            except BaseException:
+                if i > 0:  # closed in the middle: what was issued ends by itself
+                    operation.failed = CLOSED, "the group was closed", []
+                raise
+            self.summed.put(piece)
+        self.pieces += len(starts)
+        with self.lock:
+            self.open.append(operation)
+        self._count_done()
+        return operation
+
+    def _segments(self, piece: _Piece, part: GroupPart) -> list[tuple[int, int]]:
+        size = ITEM_SIZES[piece.operation.dtype]
+        found = [(piece.address + start * size, count) for start, count in piece.parts]
+        return found + [(piece.address, 0)] * (len(part.ranks) - self.lanes)
+
+    def _run(self, piece: _Piece, part: GroupPart, collective: str, stage: int) -> Any:
+        """A reduce-scatter or all-gather of the piece, in place."""
+        operation = piece.operation
+        every = self._segments(piece, part)
+        own = [every[self.place]]
+        native = part.native.run(
+            COLLECTIVES[collective],
+            every if stage == 0 else own,
+            own if stage == 0 else every,
+            DTYPE_CODES[operation.dtype],
+            OPS["sum" if operation.op == "avg" else operation.op] if stage == 0 else OPS["sum"],
+            0,
+            operation.remaining_s(stage),
+            keep=operation.keep,
+        )
+        operation.works.append((part, native))
+        return native
+
+    def _cross(self, piece: _Piece) -> None:
+        """The second stage: an all-reduce of this rank's part with its lane."""
+        operation = piece.operation
+        count = sum(elements for _, elements in piece.parts)
+        mine = piece.parts[self.place][1] if self.place < self.lanes else 0
+        turn = self.place == piece.number % self.lanes
+        if self.across is None or (not mine and (count or not turn)):
+            return
+        address, _ = self._segments(piece, self.across)[self.place]
+        piece.second = self.across.native.all_reduce(
+            address,
+            address,
+            mine,
+            DTYPE_CODES[operation.dtype],
+            DTYPE_CODES[operation.wire],
+            OPS["sum" if operation.op == "avg" else operation.op],
+            operation.remaining_s(1),
+            keep=operation.keep,
+        )
+        operation.works.append((self.across, piece.second))
+
+    def _run_across(self) -> None:
+        self._move(self.summed, self.crossed, lambda piece: (self.within, piece.first), self._cross)
+
+    def _run_back(self) -> None:
+        self._move(self.crossed, None, lambda piece: (self.across, piece.second), self._return)
+
+    def _return(self, piece: _Piece) -> None:
+        """The third stage: what the lanes have goes to all ranks of the host."""
+        operation = piece.operation
+        if operation.op == "avg" and self.place < self.lanes:
+            start, count = piece.parts[self.place]
+            at = piece.address + start * ITEM_SIZES[operation.dtype]
+            _native.divide_memory(at, count, DTYPE_CODES[operation.dtype], self.world_size)
+        if self.back is not None:
+            self._run(piece, self.back, "all_gather", 2)
+
+    def _move(
+        self,
+        source: queue.SimpleQueue[_Piece | None],
+        target: queue.SimpleQueue[_Piece | None] | None,
+        before: Callable[[_Piece], tuple[GroupPart | None, Any]],
+        issue: Callable[[_Piece], None],
+    ) -> None:
+        """Issues a stage of piece after piece, once the stage before is done; of a failed operation none."""
+        while self._step(source.get(), target, before, issue):
+            pass  # nothing is held between pieces, or their arrays would live until the next
+
+    def _step(
+        self,
+        piece: _Piece | None,
+        target: queue.SimpleQueue[_Piece | None] | None,
+        before: Callable[[_Piece], tuple[GroupPart | None, Any]],
+        issue: Callable[[_Piece], None],
+    ) -> bool:
+        """False after the last piece."""
+        if piece is None:
+            if target is not None:
+                target.put(None)
+            return False
+        operation = piece.operation
+        part, work = before(piece)
+        try:
+            if part is not None and work is not None:
+                while not work.wait(3600.0):  # it has a deadline of its own
+                    pass
+                fault = work.fault()
+                if fault is not None and operation.failed is None:
+                    operation.failed = self.failed(part, fault)
+            if operation.failed is None:
+                issue(piece)
+        except Exception as error:
+            operation.failed = operation.failed or self._fault_of(error)
+        if target is not None:
+            target.put(piece)
+            return True
+        operation.left -= 1
+        if operation.left == 0:
+            operation.issued.set()
+        return True
+
+    # --- faults -------------------------------------------------------------------------------------------------------
+
+    def failed(self, part: GroupPart, fault: Fault) -> Fault:
+        """Ends all parts, after a fault of one; returns the first fault, as all ranks are numbered."""
+        return self._end(part.as_whole(fault, self.world_size))
+
+    def _fault_of(self, error: Exception) -> Fault:
+        if isinstance(error, GeartrainError) and self.ended:
+            return CLOSED, "the group was closed", []
+        return self._end((ABORTED, f"rank {self.rank} failed: {error}", [self.rank]))
+
+    def _end(self, fault: Fault) -> Fault:
+        with self.lock:
+            first = self.first_fault is None
+            if self.first_fault is None:
+                self.first_fault = fault
+            known = self.first_fault
+        if first and fault[0] != CLOSED:
+            kind, text, members = fault
+            told = _MARK + json.dumps([kind, text[:_MOST_TEXT], members[:_MOST_MEMBERS]])
+            for part in self.parts():
+                part.native.abort(told)
+        return known
+
+    def fault(self) -> Fault | None:
+        """The first fault of any part."""
+        if self.first_fault is None:
+            for part in self.parts():
+                fault = part.native.fault()
+                if fault is not None:
+                    return self.failed(part, fault)
+        return self.first_fault
+
+    def abort(self, reason: str) -> None:
+        """Ends the group on all ranks."""
+        self._end((ABORTED, f"rank {self.rank} aborted: {reason}", [self.rank]))
+
+    # --- the end, counters --------------------------------------------------------------------------------------------
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the parts, after a moment for operations in progress, and the threads."""
+        if os.getpid() != self.pid:
+            return
+        until_s = time.monotonic() + timeout_s
+        for operation in list(self.open):
+            if self.first_fault is None and not operation.done():
+                operation.wait(min(_MOMENT_S, max(until_s - time.monotonic(), 0.0)))
+        with self.lock:
+            first, self.ended = not self.ended, True
+        if first:
+            self.summed.put(None)
+        ends = [
+            threading.Thread(target=part.native.close, args=(max(until_s - time.monotonic(), 0.0),), daemon=True)
+            for part in self.parts()
+        ]
+        for end in ends:
+            end.start()
+        for end in ends:
+            end.join()
+
+    def _count_done(self) -> None:
+        with self.lock:
+            while self.open and self.open[0].done():
+                operation = self.open.popleft()
+                if operation.failed is None and all(work.fault() is None for _, work in operation.works):
+                    self.counted["operations"] += 1
+                    self.counted["elements"] += operation.elements
+                    self.counted["array_bytes"] += operation.elements * ITEM_SIZES[operation.dtype]
+
+    def counts(self) -> dict[str, Any]:
+        """As of a native group, of all parts together; the window is that between hosts."""
+        self._count_done()
+        each = [(part, part.native.counts()) for part in self.parts()]
+        found: dict[str, Any] = dict(self.counted)
+        found["reduced_bytes"] = sum(counts["reduced_bytes"] for _, counts in each)
+        for key in ("bytes_sent", "bytes_received", "links"):
+            found[key] = {path: sum(counts[key][path] for _, counts in each) for path in ("tcp", "shm")}
+        across = next((counts for part, counts in each if part is self.across), None)
+        for key in ("window_bytes", "least_delay_us"):
+            found[key] = 0 if across is None else across[key]
+        found["refused"] = sum(counts["refused"] for _, counts in each)
+        return found

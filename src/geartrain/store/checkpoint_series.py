@@ -1,0 +1,131 @@
+"""Series of checkpoints: a directory with the last few of a store, the newest under the name `latest`.
+
+    PATH/20261123T064500-120Z    a checkpoint (checkpoint_format.py), named by the UTC time of its save
+    PATH/latest                  a symbolic link to the newest
+    PATH/.lock                   whose lock the process has that saves here
+
+A checkpoint appears complete or not at all, then `latest` is exchanged for one that leads to it, then the oldest are
+removed: killed at any instant, what is there is whole. One that is being read is removed by a later save.
+"""
+
+from __future__ import annotations
+
+import calendar
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import geartrain.core.locks as locks
+from geartrain.errors import CheckpointError
+from geartrain.store.checkpoint_directory import remove_replaced, remove_unheld
+from geartrain.store.checkpoint_format import make_directory, sync_directory
+from geartrain.store.checkpoint_reader import Checkpoint
+from geartrain.store.checkpoint_writer import Saved
+from geartrain.store.store import Store
+
+LATEST = "latest"
+_LOCK = ".lock"
+
+
+def saved_in(directory: Path) -> list[Path]:
+    """The checkpoints of a series, oldest first."""
+    found = []
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if not path.is_symlink() and _is_time(path.name) and (path / "manifest.json").is_file():
+            found.append(path)
+    return sorted(found)
+
+
+@contextmanager
+def holding(directory: Path) -> Iterator[None]:
+    """Makes the directory of a series, where it is missing, and keeps other processes from saving there.
+
+    Raises:
+        CheckpointError: another process saves there, or the directory holds something else.
+    """
+    make_directory(directory)
+    foreign = {path.name for path in directory.iterdir() if not _is_ours(path)}
+    if foreign:
+        raise CheckpointError(
+            f"{directory} holds files that no checkpoint put there ({', '.join(sorted(foreign)[:3])})"
+        )
+    fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if not locks.take(fd, locks.EXCLUSIVE, 0):
+            raise CheckpointError(f"another process saves checkpoints to {directory}")
+        yield
+    finally:
+        os.close(fd)
+
+
+def save_next(store: Store, directory: Path, keep: int) -> Saved:
+    """Saves a store as the next of a series, whose lock is held, and removes all but the newest `keep`.
+
+    Files of the one before are linked, where it is whole and of this store; `not_linked` says why not.
+
+    Raises:
+        CheckpointError, NoSpaceError, OSError: as `Store.save`; the series is as it was.
+    """
+    older = saved_in(directory)
+    base, why = _base(older)
+    saved = store.save(directory / _time_name(older), base=base)
+    _lead_to(directory, saved.path.name)
+    for path in [*older, saved.path][:-keep]:
+        gone = path.with_name(f".{path.name}.{secrets.token_hex(6)}.saving")  # as what a save has replaced: not half
+        path.rename(gone)
+        remove_unheld(gone)
+    for path in directory.glob(".*.saving"):  # of a save that was killed, or of readers that have ended
+        remove_replaced(directory / path.name.split(".")[1])
+    return saved if why is None else Saved(**{**vars(saved), "not_linked": why})
+
+
+def _base(older: list[Path]) -> tuple[Path | None, str | None]:
+    """The newest of a series, where it can be read; else why not."""
+    if not older:
+        return None, None
+    try:
+        Checkpoint(older[-1]).close()
+    except CheckpointError as error:
+        return None, str(error)
+    return older[-1], None
+
+
+def _lead_to(directory: Path, name: str) -> None:
+    fresh = directory / f".{LATEST}"
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(name)
+    fresh.rename(directory / LATEST)
+    sync_directory(directory)
+
+
+def _time_name(older: list[Path]) -> str:
+    """The time now, or a later one than that of all others: clocks are set back."""
+    now_ms = time.time_ns() // 1_000_000
+    while True:
+        name = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now_ms // 1000)) + f"-{now_ms % 1000:03d}Z"
+        if not older or name > older[-1].name:
+            return name
+        now_ms = max(now_ms, _milliseconds(older[-1].name)) + 1
+
+
+def _milliseconds(name: str) -> int:
+    seconds, rest = name.removesuffix("Z").split("-")
+    return calendar.timegm(time.strptime(seconds, "%Y%m%dT%H%M%S")) * 1000 + int(rest)
+
+
+def _is_time(name: str) -> bool:
+    try:
+        _milliseconds(name)
+    except ValueError:
+        return False
+    return len(name) == len("20261123T064500-120Z") and name.endswith("Z")
+
+
+def _is_ours(path: Path) -> bool:
+    return path.name in (LATEST, f".{LATEST}", _LOCK) or _is_time(path.name) or path.name.startswith(".2")
+
+
+__all__ = ["LATEST", "holding", "save_next", "saved_in"]

@@ -1,0 +1,110 @@
+"""`geartrain checkpoint`: a store saved once, or every so often, while its job runs."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from geartrain.core.shared_files import Trust, check_trust
+from geartrain.errors import ArgumentError, GeartrainError, StoreMissingError
+from geartrain.store.checkpoint_series import holding, save_next
+from geartrain.store.store import Store
+from geartrain.tools.cli.app import app, out, print_error
+from geartrain.tools.cli.checks import output_folder
+from geartrain.tools.cli.inspect_remove import TRUST_HELP
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_LONGEST_S = 366 * 86400.0
+#: How often a store that is not there is looked for.
+_LOOK_S = 1.0
+
+
+@app.command()
+def checkpoint(
+    name: Annotated[str, typer.Argument(help="A store's name or path.")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            callback=output_folder, help="A directory for checkpoints: one a save, and `latest`, which leads to it."
+        ),
+    ],
+    every: Annotated[
+        str | None, typer.Option(help="Save again and again: 30s, 10m, 2h or 1d. Without it once.", show_default=False)
+    ] = None,
+    keep: Annotated[
+        int, typer.Option(min=1, max=100_000, help="How many checkpoints stay; older ones are removed.")
+    ] = 3,
+    trust: Annotated[str, typer.Option(help=TRUST_HELP)] = "user",
+) -> None:
+    """Save a store beside the job that uses it, once or --every 10m; only what is new is written.
+
+    It does not join the store: it holds up nobody, and no end of it, of the job or of the machine leaves half a
+    checkpoint. With --every it goes on when the job ends and waits for the store to come back, until Ctrl-C; what
+    fails is one line on stderr, and is tried again at the next time. A store in which nothing happened is not saved.
+
+    Example: geartrain checkpoint pendulum /data/pendulum --every 10m --keep 5
+    """
+    trusted = check_trust(trust)
+    every_s = None if every is None else _seconds(every)
+    with contextlib.ExitStack() as looked:
+        if every_s is None:
+            looked.enter_context(Store.peek(name, trust=trusted))  # before a directory is made
+        with holding(path):
+            if every_s is None:
+                _save(name, path, keep, trusted, None)
+            else:
+                _save_every(name, path, keep, trusted, every_s)
+
+
+def _save_every(name: str, path: Path, keep: int, trust: Trust, every_s: float) -> None:
+    due_s, seen, waits = time.monotonic(), None, False
+    while True:
+        try:
+            seen = _save(name, path, keep, trust, seen)
+            waits = False
+        except StoreMissingError as error:
+            if not waits:
+                print_error(f"{error}. Waiting for it")
+            waits = True
+        except ArgumentError:
+            raise
+        except (GeartrainError, OSError) as error:
+            print_error(str(error) or type(error).__name__)
+        now_s = time.monotonic()
+        if waits:
+            time.sleep(min(_LOOK_S, every_s))
+            due_s = time.monotonic()
+        else:
+            due_s += every_s * max(1, -((due_s - now_s) // every_s))  # those that a slow save has missed are left out
+            time.sleep(max(0.0, due_s - now_s))
+
+
+def _save(name: str, path: Path, keep: int, trust: Trust, seen: object) -> object:
+    """Saves unless the store is as it was; what to compare it with the next time."""
+    with Store.peek(name, trust=trust) as store:
+        state = (store.id, store.native.next_sequence(), store.native.counters())
+        if state == seen:
+            return seen
+        saved = save_next(store, path, keep)
+        out.print(
+            f"{escape(str(saved.path))}: {saved.rows:,} rows, {saved.bytes_written / 1e6:,.1f} MB written, "
+            f"{saved.bytes_linked / 1e6:,.1f} MB linked, {saved.seconds:.2f} s"
+            + (f"; {saved.left_out:,} rows were overwritten meanwhile" if saved.left_out else "")
+            + (f"; not linked: {escape(saved.not_linked)}" if saved.not_linked else ""),
+            soft_wrap=True,
+        )
+    return state
+
+
+def _seconds(given: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", given.strip())
+    seconds = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    if not 0.1 <= seconds <= _LONGEST_S:
+        raise ArgumentError(f"--every is a time like 30s, 10m, 2h or 1d, found {given!r}")
+    return seconds

@@ -1,0 +1,119 @@
+"""`geartrain checkpoint`: once, every so often, across the job's restart, on a full disk, until Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import preloaded
+import pytest
+from deadlines import patience, until
+from mounts import file_system
+
+import geartrain as gt
+from geartrain.store.checkpoint_reader import Checkpoint
+from geartrain.store.checkpoint_series import LATEST, saved_in
+
+pytest.importorskip("typer")
+
+FIELDS = {"x": gt.Field((1000,), "float32")}
+
+
+def command(*args: str) -> list[str]:
+    return [sys.executable, "-m", "geartrain", "checkpoint", *args]
+
+
+def geartrain(*args: str) -> subprocess.CompletedProcess[str]:
+    return preloaded.run(command(*args), env=environment(), timeout=patience(60))
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "COLUMNS": "120", "NO_COLOR": "1"}
+
+
+def make(name: str, rows: int = 4, **options: Any) -> gt.Store:
+    store = gt.Store.create(name, FIELDS, max_length=8, capacity=64, **options)
+    insert(store, rows)
+    return store
+
+
+def insert(store: gt.Store, rows: int) -> None:
+    store.insert({"x": np.ones((rows, 8, 1000), "float32")}, threads=1)
+
+
+def test_a_store_is_saved_once(tmp_path: Path, name: str) -> None:
+    with make(name):
+        done = geartrain(name, str(tmp_path / "series"))
+        assert done.returncode == 0, done.stderr
+        assert "4 rows, 0.1 MB written" in done.stdout
+    with gt.Store.load(tmp_path / "series" / LATEST, name) as store:
+        assert len(store) == 4
+    done = geartrain(name, str(tmp_path / "series"))
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+
+
+@pytest.mark.parametrize("wrong", ["10", "0s"])
+def test_times_that_are_none_are_refused_before_anything_is_done(tmp_path: Path, name: str, wrong: str) -> None:
+    done = geartrain(name, str(tmp_path / "series"), f"--every={wrong}")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert "10m" in done.stderr
+    assert not (tmp_path / "series").exists()
+
+
+def test_it_goes_on_across_the_jobs_restart_and_a_full_disk_and_ends_by_ctrl_c(tmp_path: Path, name: str) -> None:
+    (tmp_path / "small").mkdir()
+    with file_system(tmp_path / "small", "2m") as small:
+        series = small / "series"
+        store = make(name)
+        with preloaded.Popen(
+            command(name, str(series), "--every", "0.1s", "--keep", "2"),
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            try:
+                _watch(process, store, series, small, name)
+            finally:
+                process.kill()
+
+
+def _watch(process: Any, store: gt.Store, series: Path, small: Path, name: str) -> None:
+    def rows() -> int:
+        if not (series / LATEST).exists():
+            return -1
+        with Checkpoint(series / LATEST) as found:
+            return found.rows
+
+    lines: list[str] = []
+    reader = threading.Thread(target=lambda: lines.extend(process.stderr))
+    reader.start()
+    until(lambda: rows() == 4, "the store was not saved")
+    (small / "filler").write_bytes(bytes(1_750_000))
+    insert(store, 24)
+    until(lambda: any("No space left on device" in line for line in lines), "the disk was not full")
+    assert rows() == 4
+    before = saved_in(series)
+    store.close()
+    assert not store.path.exists(), "the command had joined it"
+    until(lambda: any("Waiting for it" in line for line in lines))
+    (small / "filler").unlink()
+    with make(name, rows=9) as again:
+        until(lambda: rows() == 9, "the store that came back was not saved")
+        insert(again, 1)
+        until(lambda: rows() == 10)
+    assert 1 <= len(saved_in(series)) <= 2
+    assert before != saved_in(series)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(patience(30)) == 130
+    reader.join()
+    assert lines[-1] == "error: stopped by Ctrl-C\n"
+    assert all(line.startswith("error: ") for line in lines)
+    assert sum("Waiting for it" in line for line in lines) == 1
+    assert "10 rows" in process.stdout.read()
