@@ -198,12 +198,10 @@ def test_batches_of_a_replay_are_pytrees_over_its_memory(store_name: Callable[[]
 def test_priorities_are_exact_and_follow_their_transitions() -> None:
     with make_prioritised_flat_buffer(400, 4, 512, priority_exponent=0.5) as buffer:
         state = filled(buffer, 50)
-        sample = jax.jit(buffer.sample)(state, jax.random.key(0))
-        pairs(sample)
+        sample = buffer.sample(state, jax.random.key(0))
+        first = np.asarray(pairs(sample))
         np.testing.assert_allclose(sample.probabilities, 1 / 49, rtol=1e-4)
-        set_priorities = jax.jit(buffer.set_priorities)
-        first = sample.experience.first.action
-        state = set_priorities(state, sample.indices, jnp.where(first == 7, 16.0, jnp.where(first < 30, 1.0, 0.0)))
+        state = buffer.set_priorities(state, sample.indices, np.where(first == 7, 16.0, np.where(first < 30, 1.0, 0.0)))
         again = buffer.sample(state, jax.random.key(1))
         drawn = np.asarray(pairs(again))
         left = set(range(49)) - (set(first.tolist()) & set(range(30, 49)))
@@ -216,10 +214,26 @@ def test_priorities_are_exact_and_follow_their_transitions() -> None:
         before = state.store.stats()["stale_keys"]
         for number in range(51, 600):
             state = buffer.add(state, step(number))
-        buffer.set_priorities(state, sample.indices, jnp.ones(512))  # all of them are gone
+        buffer.set_priorities(state, sample.indices, np.ones(512))  # all of them are gone
         assert state.store.stats()["stale_keys"] - before == 512
         with pytest.raises(ArgumentError, match="finite"):
-            buffer.set_priorities(state, again.indices, jnp.full(512, jnp.nan))
+            buffer.set_priorities(state, again.indices, np.full(512, np.nan))
+
+
+@pytest.mark.slow
+def test_priorities_are_set_in_a_compiled_program() -> None:
+    with make_prioritised_flat_buffer(400, 4, 256) as buffer:
+        state = filled(buffer, 50)
+
+        @jax.jit
+        def only(state: BufferState, number: Any) -> Any:
+            sample = buffer.sample(state, jax.random.key(0))
+            first = sample.experience.first.action
+            state = buffer.set_priorities(state, sample.indices, jnp.where(first == number, 1e6, 1e-6))
+            return state, buffer.sample(state, jax.random.key(1))
+
+        state, after = only(state, 7)
+        assert (np.asarray(pairs(after)) == 7).mean() > 0.9
 
 
 def test_wrong_calls_are_told_before_anything_is_written(flat: TrajectoryBuffer) -> None:
