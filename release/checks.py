@@ -67,9 +67,10 @@ def check_wheel(wheel: Path, arch: str) -> None:
     """Ends with one line where a wheel is not what it should be."""
     if wheel.stat().st_size > MAX_WHEEL_BYTES:
         refuse(wheel, f"{wheel.stat().st_size} bytes, more than {MAX_WHEEL_BYTES}")
-    if not re.search(
-        rf"-(cp310-cp310|cp311-cp311|cp312-abi3)-[a-z0-9_.]*manylinux_2_\d+_{arch}[a-z0-9_.]*\.whl$", wheel.name
-    ):
+    tag = re.search(
+        rf"-(cp310-cp310|cp311-cp311|cp312-abi3)-[a-z0-9_.]*manylinux_2_(\d+)_{arch}[a-z0-9_.]*\.whl$", wheel.name
+    )
+    if tag is None or int(tag[2]) > GLIBC[1]:
         refuse(wheel, "an unexpected tag")
     found = set()
     with zipfile.ZipFile(wheel) as archive:

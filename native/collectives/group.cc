@@ -67,8 +67,8 @@ Shape checked(const GroupOptions& options, Shape shape, const std::vector<Segmen
   const Collective kind = shape.collective;
   const bool many_out = kind == Collective::reduce_scatter || kind == Collective::all_to_all;
   const bool many_in = shape.direct();
-  if (kind == Collective::all_reduce || shape.wire != shape.dtype || shape.root >= world ||
-      sends.size() != (many_out ? world : 1) || receives.size() != (many_in ? world : 1)) {
+  if (kind == Collective::all_reduce || kind == Collective::one_host_broadcast || shape.wire != shape.dtype ||
+      shape.root >= world || sends.size() != (many_out ? world : 1) || receives.size() != (many_in ? world : 1)) {
     fail(ErrorKind::schema, "these are not the arrays of a collective of ", world, " ranks");
   }
   if (sends[many_out ? rank : 0].count != receives[many_in ? rank : 0].count) {
@@ -144,9 +144,12 @@ class Group::Body final : public Peer::Side {
     if (!reduces(shape.op, shape.dtype)) {
       fail(ErrorKind::schema, "there is no ", geartrain::name_of(shape.op), " of ", geartrain::name_of(shape.dtype));
     }
-    const Shape asked = checked(options_, shape, sends, receives);
+    Shape asked = checked(options_, shape, sends, receives);
+    if (asked.collective == Collective::broadcast && members_.one_host()) {
+      asked.collective = Collective::one_host_broadcast;
+    }
     auto work = std::make_shared<Work>(asked, std::move(sends), std::move(receives), timeout_s);
-    if (options_.world > 1 || asked.collective != Collective::broadcast) return post(work);
+    if (options_.world > 1 || shape.collective != Collective::broadcast) return post(work);
     work->finish();  // it has no recipients
     return work;
   }

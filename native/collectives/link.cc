@@ -6,9 +6,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+
+#include "base/sha256.h"
+#include "transport/sideband/memory_region.h"
 
 namespace geartrain {
 namespace {
@@ -64,6 +68,8 @@ constexpr char kRingMagic[8] = {'G', 'T', 'R', 'I', 'N', 'G', '1', '\n'};
 struct SharedRing {
   char magic[8];
   uint64_t bytes;
+  uint64_t stamp;
+  std::atomic<uint64_t> stamp_at;  // in the writer's memory; 0 until it has written `stamp`
   alignas(64) std::atomic<uint64_t> written;
   std::atomic<uint32_t> writer_sleeps;
   alignas(64) std::atomic<uint64_t> taken;
@@ -89,7 +95,16 @@ class RingLink final : public Link {
     }
     out_ = dialer ? first : second;
     in_ = dialer ? second : first;
+    std::array<uint8_t, sizeof(uint64_t)> random;
+    random_bytes(random);
+    std::memcpy(&out_->stamp, random.data(), sizeof out_->stamp);
+    stamp_.store(out_->stamp, std::memory_order_relaxed);
+    out_->stamp_at.store(reinterpret_cast<uintptr_t>(&stamp_), std::memory_order_release);
+    struct ucred who{};
+    socklen_t size = sizeof who;
+    if (::getsockopt(socket_.get(), SOL_SOCKET, SO_PEERCRED, &who, &size) == 0) peer_ = who.pid;
   }
+  ~RingLink() override { take_back(); }
 
   size_t write(std::span<struct iovec> parts) override {
     const uint64_t free = kRingBytes - in_ring(written_, out_->taken.load(std::memory_order_acquire));
@@ -142,6 +157,29 @@ class RingLink final : public Link {
     out_->writer_sleeps.store(0, std::memory_order_relaxed);
   }
 
+  bool reads_peer() override {
+    if (readable_ == Readable::unknown) {
+      const uint64_t at = in_->stamp_at.load(std::memory_order_acquire);
+      if (at == 0) return false;  // it is still being set up: the next operation asks again
+      their_stamp_ = in_->stamp;
+      stamp_at_ = at;
+      readable_ = peer_ > 0 && stamp_holds() ? Readable::yes : Readable::no;
+    }
+    return readable_ == Readable::yes;
+  }
+
+  bool read_lent(uint64_t address, std::span<std::byte> into) override {
+    if (!reads_peer()) return Link::read_lent(address, into);
+    if (const int error = peek(peer_, address, into); error != 0 && stamp_holds()) {
+      fail(ErrorKind::frame, "it lends what cannot be read: ", std::strerror(error));
+    }
+    return stamp_holds();
+  }
+
+  bool still_lends() override { return !reads_peer() || stamp_holds(); }
+
+  void take_back() noexcept override { stamp_.store(0, std::memory_order_seq_cst); }
+
   bool polled() const override { return true; }
   const char* name() const override { return "shm"; }
   void end() override { ended_ = true; }
@@ -158,14 +196,28 @@ class RingLink final : public Link {
     [[maybe_unused]] const ssize_t written = ::write(wake_.get(), &one, sizeof one);
   }
 
+  bool stamp_holds() const {
+    uint64_t found = 0;
+    return peek(peer_, stamp_at_, std::as_writable_bytes(std::span(&found, 1))) == 0 && found == their_stamp_ &&
+           found != 0;
+  }
+
   const Memory memory_;
   const Descriptor wake_;
+  std::atomic<uint64_t> stamp_{0};
+  pid_t peer_ = 0;
+  uint64_t stamp_at_ = 0, their_stamp_ = 0;
+  enum class Readable : uint8_t { unknown, yes, no } readable_ = Readable::unknown;
   SharedRing *out_, *in_;
   uint64_t written_ = 0, taken_ = 0;  // never read back from memory that the peer can write
   bool blocked_ = false, ended_ = false;
 };
 
 }  // namespace
+
+bool Link::read_lent(uint64_t, std::span<std::byte>) {
+  fail(ErrorKind::frame, "it lends to a member that cannot read its memory");
+}
 
 std::unique_ptr<Link> tcp_link(Descriptor socket) {
   return std::make_unique<TcpLink>(std::move(socket));

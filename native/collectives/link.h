@@ -6,7 +6,8 @@
 //   0        64         128                256                            256 + ring_bytes
 //   +--------+----------+------------------+-----------------------------+---
 //   | magic, | written  | taken, sleeping  | the bytes, around and around | the other direction, likewise
-//   | size   | (writer) | (reader)         |                              |
+//   | size,  | (writer) | (reader)         |                              |
+//   | stamp  |          |                  |                              |
 //   +--------+----------+------------------+-----------------------------+---
 //
 // `written` and `taken` count bytes since the beginning and never go back. Each side also has a flag for "my loop
@@ -14,6 +15,10 @@
 // last poll of the ring, and read after the ring was changed (both sequentially consistent), so no wake-up is lost. The
 // socket stays open to report the peer's death. The peer's counters are not trusted: a difference of more than the
 // ring's size is a broken peer.
+//
+// What a peer lends is read right from its memory (process_vm_readv), which is never written. Whether the kernel allows
+// that is found by trying, at a number that the writer of a ring keeps, the stamp; the ring says where, and which. The
+// stamp is read again behind whatever was lent: it is gone when the peer has taken its memory back.
 //
 // One thread, the loop's.
 #pragma once
@@ -48,6 +53,14 @@ class Link {
   // The socket: for epoll. `polled`: the bytes do not come through it, only the end does.
   int socket() const { return socket_.get(); }
   virtual bool polled() const { return false; }
+  // Whether the peer's memory can be read by its addresses.
+  virtual bool reads_peer() { return false; }
+  // False when the peer has taken back all that it lent: then its reason is on the way.
+  virtual bool still_lends() { return true; }
+  // What it lends, or false when it is taken back by now. Throws frame.
+  virtual bool read_lent(uint64_t address, std::span<std::byte> into);
+  // What this side has lent is not to be read any more.
+  virtual void take_back() noexcept {}
   // The socket of a polled link has reported the peer's end: read() reports it once all has been read.
   virtual void end() {}
   virtual const char* name() const = 0;

@@ -1,5 +1,8 @@
 #include "collectives/membership.h"
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -12,6 +15,7 @@
 namespace geartrain {
 namespace {
 
+constexpr char kHostMark[] = ";host=";
 constexpr char kKeyMark[] = ";key=";
 constexpr uint64_t kNever = ~uint64_t{0};
 constexpr double kDialPauseS = 0.05;
@@ -20,6 +24,28 @@ void count_bytes(const Peer& peer, GroupCounts* out) {
   const bool tcp = std::strcmp(peer.transport(), "tcp") == 0;
   (tcp ? out->sent_tcp : out->sent_shm) += peer.bytes_sent();
   (tcp ? out->received_tcp : out->received_shm) += peer.bytes_received();
+}
+
+// The same for processes that find each other's Unix sockets: one kernel and one network.
+std::string host_token() {
+  char boot[64] = {}, network[64] = {};
+  const Descriptor id(::open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC));
+  if (!id || ::read(id.get(), boot, sizeof boot) <= 0) return {};
+  const ssize_t length = ::readlink("/proc/self/ns/net", network, sizeof network);
+  if (length <= 0) return {};
+  std::vector<std::byte> both;
+  append(&both, boot, sizeof boot);
+  append(&both, network, static_cast<size_t>(length));
+  const Digest digest = sha256(both);
+  return hex(std::span(digest).first(8));
+}
+
+// What stands behind a mark, up to the next one. Empty: nothing.
+std::string marked(const std::string& address, const char* mark) {
+  const size_t at = address.find(mark);
+  if (at == std::string::npos) return {};
+  const size_t from = at + std::strlen(mark);
+  return address.substr(from, address.find(';', from) - from);
 }
 
 [[noreturn]] void fail_by(const Fault& ended) {
@@ -60,6 +86,7 @@ void Membership::open() {
   }
   acceptor_ = std::make_unique<Acceptor>(loop_, acceptor, *this);
   address_ = acceptor_->address();
+  if (const std::string host = host_token(); options_.shm && !host.empty()) address_ += kHostMark + host;
   if (options_.secret.empty()) address_ += kKeyMark + acceptor.secret;
 }
 
@@ -67,6 +94,10 @@ void Membership::connect(const std::vector<std::string>& addresses, Deadline dea
   if (addresses.size() != options_.world) {
     fail(ErrorKind::schema, "there are ", options_.world, " ranks, but ", addresses.size(), " addresses");
   }
+  const std::string host = marked(addresses[0], kHostMark);
+  one_host_ = !host.empty() && std::all_of(addresses.begin(), addresses.end(), [&](const std::string& address) {
+    return marked(address, kHostMark) == host;
+  });
   Join join{};
   join.magic = kCollectiveMagic;
   join.version = kCollectiveVersion;
@@ -128,9 +159,9 @@ void Membership::dial_member(uint32_t member, const Join& join, const std::vecto
   if (!rank && options_.reducer_patience_s > 0) deadline = deadline.sooner(options_.reducer_patience_s);
   std::string place = rank ? addresses[member] : options_.reducers[member - options_.world];
   std::string secret = options_.secret;
-  if (const size_t mark = place.find(kKeyMark); rank && mark != std::string::npos) {
-    if (secret.empty()) secret = place.substr(mark + sizeof kKeyMark - 1);
-    place.resize(mark);
+  if (rank) {
+    if (secret.empty()) secret = marked(place, kKeyMark);
+    place.resize(std::min({place.size(), place.find(kHostMark), place.find(kKeyMark)}));
   }
   const auto check = [this] {
     if (const Fault ended = fault(); ended.kind != FaultKind::none) fail_by(ended);

@@ -6,6 +6,7 @@
 // On the loop, unless stated otherwise.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -53,6 +54,9 @@ class Membership final : public Acceptor::Host {
   // untrusted, peer_lost, hung_up; but for the last two, the group has ended on all members that were reached.
   void connect(const std::vector<std::string>& addresses, Deadline deadline);
 
+  // Whether all ranks are on this host and share memory, as their addresses say: the same on all of them. Once
+  // connected.
+  bool one_host() const { return one_host_; }
   uint32_t size() const { return members_; }
   uint32_t owners() const;
   uint32_t next_rank() const { return (options_.rank + 1) % options_.world; }
@@ -106,6 +110,7 @@ class Membership final : public Acceptor::Host {
   Peer::Side& side_;
   const Events events_;
   std::string address_;
+  std::atomic<bool> one_host_{false};
 
   mutable std::mutex mutex_;  // of the fault, which only the loop changes, and of the members that were reached
   ConditionVariable met_changed_;

@@ -22,11 +22,14 @@ void Operations::add(const std::shared_ptr<Work>& work) {
 void Operations::start(const std::shared_ptr<Work>& work) {
   if (options_.ring) return ring_.begin(work);
   const ShardedAllreduce::Own own = shares_.begin(work);
-  if (work->shape.direct()) {
+  if (!own.used) {
+    if (options_.shares[options_.rank] > 0) owner_.owns_none(work->number, work->shape);
+  } else if (work->shape.direct()) {
     owner_.send_local(work->number, work->shape,
                       work->sends.size() == 1 ? std::vector(options_.world, work->sends[0]) : work->sends,
                       shares_.completed());
-  } else if (own.used) {
+    if (work->shape.collective == Collective::one_host_broadcast) announce(*work);
+  } else {
     owner_.open_local(work->number, work->shape, own.bytes, own.numbers, shares_.completed());
   }
   if (!members_.over()) shares_.start();
@@ -87,6 +90,8 @@ void Operations::took(const Peer& peer, const WireHeader& header, std::span<std:
       return shares_.took(peer.member(), header, payload);
     case FrameKind::credit:
       return shares_.took_credit(peer.member(), header);
+    case FrameKind::lend:
+      return took_lent(peer, header, payload);
     case FrameKind::taken:
       if (peer.member() >= options_.world) fail(ErrorKind::frame, "it took what no reducer gets");
       return owner_.took_taken(peer.member(), header);
@@ -101,8 +106,33 @@ bool Operations::next(const Peer& peer, OutFrame* frame) {
   return (peer.member() < options_.world && owner_.next(peer.member(), frame)) || shares_.next(peer.member(), frame);
 }
 
+// Who broadcasts opens at all others too, which else would not notice that they wait for another root.
+void Operations::announce(const Work& work) {
+  const Open what = open_of(work.shape, work.shape.wire_bytes(), shares_.completed());
+  for (uint32_t rank = 0; rank < options_.world; ++rank) {
+    if (rank == options_.rank || members_.over() || members_.peer(rank) == nullptr) continue;
+    open(rank, work.number, what);
+    members_.kick(rank);
+  }
+}
+
+void Operations::took_lent(const Peer& peer, const WireHeader& header, std::span<const std::byte> payload) {
+  Lent lent;
+  if (payload.size() != sizeof lent) fail(ErrorKind::frame, "it sent a malformed loan");
+  std::memcpy(&lent, payload.data(), sizeof lent);
+  if (lent.bytes == 0 || !peer.still_lends()) return;  // the reason follows
+  if (lent.bytes > kLentBytes) fail(ErrorKind::frame, "it lends ", lent.bytes, " bytes, the limit is ", kLentBytes);
+  const WireHeader result =
+      frame_of(FrameKind::result, header.operation, header.offset, static_cast<uint32_t>(lent.bytes));
+  const std::span<std::byte> into = shares_.lent_room(peer.member(), result);
+  if (peer.read_lent(lent.address, into)) shares_.took(peer.member(), result, into);
+}
+
 void Operations::open(uint32_t owner, uint64_t operation, const Open& open) {
-  members_.peer(owner)->send_control(FrameKind::open, operation, 0, std::as_bytes(std::span(&open, 1)));
+  Open asked = open;
+  Peer& peer = *members_.peer(owner);
+  asked.reads = is_direct(static_cast<Collective>(open.collective)) && peer.reads_peer();
+  peer.send_control(FrameKind::open, operation, 0, std::as_bytes(std::span(&asked, 1)));
 }
 
 void Operations::taken(uint32_t owner, uint64_t operation, uint64_t bytes) {

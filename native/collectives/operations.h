@@ -62,6 +62,8 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   }
   void completed(const std::shared_ptr<Work>& work) override;
   void check_ring(const Peer& peer) const;
+  void announce(const Work& work);
+  void took_lent(const Peer& peer, const WireHeader& header, std::span<const std::byte> payload);
 
   const GroupOptions& options_;
   Membership& members_;

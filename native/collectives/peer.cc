@@ -125,6 +125,7 @@ bool Peer::pump_out(int turns) {
 }
 
 void Peer::blank() noexcept {
+  link_->take_back();
   for (OutFrame& frame : frames_) {
     for (struct iovec& part : parts_) {
       const auto* const at = static_cast<const std::byte*>(part.iov_base);

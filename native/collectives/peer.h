@@ -65,6 +65,11 @@ class Peer final : public EventLoop::Handler, public EventLoop::Pollable {
   // All queued frames and data have been written to the kernel or the ring.
   bool drained() const { return parts_.empty() && control_.empty(); }
 
+  // Link's.
+  bool reads_peer() const { return link_->reads_peer(); }
+  bool still_lends() const { return link_->still_lends(); }
+  bool read_lent(uint64_t address, std::span<std::byte> into) const { return link_->read_lent(address, into); }
+
   const char* transport() const { return link_->name(); }
   uint32_t member() const { return member_; }
   uint64_t bytes_sent() const { return bytes_sent_; }

@@ -20,13 +20,14 @@ std::vector<uint32_t> numbers(std::span<const std::byte> bytes, size_t n) {
 }  // namespace
 
 std::string Shape::text() const {
-  constexpr const char* names[kCollectives] = {"", "reduce-scatter", "all-gather", "all-to-all", "broadcast"};
+  constexpr const char* names[kCollectives] = {"",           "reduce-scatter", "all-gather",
+                                               "all-to-all", "broadcast",      "broadcast"};
   const char* const name = names[static_cast<uint8_t>(collective)];
   std::string out = collective == Collective::reduce_scatter ? std::string(name) + " (" + name_of(op) + ")"
                     : collective == Collective::all_reduce   ? name_of(op)
                                                              : name;
   out += " of " + (collective == Collective::all_to_all ? "" : std::to_string(count) + " ") + name_of(dtype);
-  if (collective == Collective::broadcast) out += " from rank " + std::to_string(root);
+  if (collective >= Collective::broadcast) out += " from rank " + std::to_string(root);
   if (wire != dtype) out += std::string(" as ") + name_of(wire);
   return algorithm == 0 ? out : out + " by ring";
 }
@@ -123,6 +124,7 @@ Open open_of(const Shape& shape, uint64_t share_bytes, uint64_t completed) {
           shape.algorithm,
           static_cast<uint32_t>(completed),
           static_cast<uint8_t>(shape.collective),
+          0,
           {},
           shape.root};
 }

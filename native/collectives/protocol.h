@@ -17,6 +17,7 @@
 //   result  owner -> rank    a piece of the share, reduced. An empty share is answered by one empty result
 //   credit  owner -> rank    instead of a result that the rank does not get: the share is done up to `offset`
 //   taken   rank -> owner    of results that are no answer to parts: the rank has them up to `offset`
+//   lend    owner -> rank    instead of results: where they are in the owner's memory (Lent), which the rank reads
 //   ring    rank -> next     a piece of the stream that goes around the ring (ring_allreduce.h)
 //   query   which ranks does this one wait for?     status   the answer: Members, the least advanced
 //   fault   the group is over, with the reason (Fault): forwarded to all, unchanged
@@ -56,10 +57,11 @@ constexpr uint64_t kGrain = 16;  // elements: no vector of them lies in two shar
 static_assert(std::endian::native == std::endian::little);
 
 constexpr uint32_t kCollectiveMagic = 0x31435447;  // "GTC1"
-constexpr uint32_t kCollectiveVersion = 2;
+constexpr uint32_t kCollectiveVersion = 3;
 constexpr uint32_t kMostMembers = 4096;       // ranks and reducers of a group
 constexpr uint32_t kMostControlBytes = 4096;  // of a payload that is not data
 constexpr uint32_t kChunkBytes = 16 << 10;    // what is reduced at once, and the most that one frame carries
+constexpr uint64_t kLentBytes = 1 << 20;      // the most that is read from another process at once
 
 enum class FrameKind : uint16_t {
   join = 1,
@@ -73,7 +75,8 @@ enum class FrameKind : uint16_t {
   fault,
   bye,
   credit,
-  taken
+  taken,
+  lend
 };
 
 struct WireHeader {
@@ -117,8 +120,16 @@ static_assert(sizeof(Welcome) == 256);
 //   all_gather       ranks              its owner                 all
 //   all_to_all       ranks              its owner                 each another part of it
 //   broadcast        all but the root   the root                  all but the root
-enum class Collective : uint8_t { all_reduce, reduce_scatter, all_gather, all_to_all, broadcast };
-constexpr uint8_t kCollectives = 5;
+//   one_host_broadcast   the root       the root                  all but the root
+//
+// The last is the broadcast of ranks on one host, where a relay would only copy once more.
+enum class Collective : uint8_t { all_reduce, reduce_scatter, all_gather, all_to_all, broadcast, one_host_broadcast };
+constexpr uint8_t kCollectives = 6;
+
+constexpr bool is_direct(Collective collective) {
+  return collective == Collective::all_gather || collective == Collective::all_to_all ||
+         collective == Collective::one_host_broadcast;
+}
 
 // What all ranks must agree on.
 struct Shape {
@@ -130,7 +141,7 @@ struct Shape {
   uint32_t root = 0;
 
   // Whether owners send from the caller's memory, and reduce nothing.
-  bool direct() const { return collective == Collective::all_gather || collective == Collective::all_to_all; }
+  bool direct() const { return is_direct(collective); }
   bool operator==(const Shape&) const = default;
   uint64_t wire_bytes() const { return count * bytes_of(wire); }
   std::string text() const;
@@ -142,10 +153,18 @@ struct Open {
   uint8_t dtype, wire, op, algorithm;
   uint32_t completed;
   uint8_t collective;
-  uint8_t reserved[3];
+  uint8_t reads;  // 1: the sender can read the owner's memory
+  uint8_t reserved[2];
   uint32_t root;
 };
 static_assert(sizeof(Open) == 32);
+
+// `bytes` at an address of the owner, which keeps them until the rank has reported that it took them; none: it has
+// taken them back, and the reason follows.
+struct Lent {
+  uint64_t address, bytes;
+};
+static_assert(sizeof(Lent) == 16);
 
 // Why a group is over. The kinds are those of the Python errors.
 enum class FaultKind : uint32_t { none, rank_lost, reducer_lost, timed_out, disagree, protocol, aborted, closed };
@@ -199,7 +218,8 @@ inline WireHeader frame_of(FrameKind kind, uint64_t operation, uint64_t offset, 
 inline void check(const WireHeader& header) {
   const auto kind = static_cast<FrameKind>(header.kind);
   if (header.magic != kCollectiveMagic || header.reserved != 0 || (header.settled != 0 && kind != FrameKind::result) ||
-      kind < FrameKind::open || kind > FrameKind::taken || (kind >= FrameKind::credit && header.bytes != 0)) {
+      kind < FrameKind::open || kind > FrameKind::lend ||
+      ((kind == FrameKind::credit || kind == FrameKind::taken) && header.bytes != 0)) {
     fail(ErrorKind::frame, "it sent what is not a frame");
   }
   const bool data = kind == FrameKind::part || kind == FrameKind::result || kind == FrameKind::ring;

@@ -85,6 +85,9 @@ ShardedAllreduce::Own ShardedAllreduce::begin(const std::shared_ptr<Work>& work)
       operation.parts[self_].to = work->out;
       operation.parts[self_].back = operation.parts[self_].bytes;
       break;
+    case Collective::one_host_broadcast:
+      operation.parts[shape.root] = {.to = work->out, .back = shape.wire_bytes(), .used = true};
+      break;
     case Collective::all_gather:
     case Collective::all_to_all: {
       for (uint32_t owner = 0; owner < size; ++owner) {
@@ -237,6 +240,14 @@ std::span<std::byte> ShardedAllreduce::room(uint32_t owner, const WireHeader& re
     return {staging_.data(), result.bytes};
   }
   return {part.to + part.got, result.bytes};
+}
+
+std::span<std::byte> ShardedAllreduce::lent_room(uint32_t owner, const WireHeader& result) {
+  const Operation* const operation = find(result.operation);
+  if (operation == nullptr || !operation->work->shape.direct()) {
+    fail(ErrorKind::frame, "it lends a result of operation ", result.operation, ", which it has to send");
+  }
+  return room(owner, result);
 }
 
 void ShardedAllreduce::took(uint32_t owner, const WireHeader& result, std::span<std::byte> payload) {

@@ -65,6 +65,8 @@ class ShardedAllreduce {
   // The destination of a result. Throws frame when it is not the expected one.
   std::span<std::byte> room(uint32_t owner, const WireHeader& result);
   void took(uint32_t owner, const WireHeader& result, std::span<std::byte> payload);
+  // room() for a result that the owner lends, which no other kind of operation has.
+  std::span<std::byte> lent_room(uint32_t owner, const WireHeader& result);
   void deliver(uint64_t operation, uint64_t offset, std::span<const std::byte> result);  // of this rank's own share
   // An owner is done with a share up to there, and this rank gets no result of it. Throws frame.
   void took_credit(uint32_t owner, const WireHeader& credit);

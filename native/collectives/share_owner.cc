@@ -1,6 +1,7 @@
 #include "collectives/share_owner.h"
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 #include <utility>
 
@@ -10,6 +11,7 @@ namespace geartrain {
 namespace {
 
 constexpr size_t kMostOperations = 65536;  // begun by some rank and not over
+constexpr size_t kNotOwned = 1024;
 
 }  // namespace
 
@@ -41,8 +43,7 @@ ShareOwner::Place ShareOwner::find_or_make(uint32_t rank, uint64_t number, const
     operation.ended.resize(world_);
   } else if (operation.shape != shape ||
              (operation.share_bytes != share_bytes && shape.collective != Collective::all_to_all)) {
-    host_.disagree(disagreement(number, rank, shape, operation.first_rank, operation.shape),
-                   {std::min(rank, operation.first_rank), std::max(rank, operation.first_rank)});
+    disagree(number, rank, shape, operation.first_rank, operation.shape);
     return operations_.end();
   }
   operation.opened[rank] = true;
@@ -63,17 +64,24 @@ void ShareOwner::open(uint32_t rank, uint64_t number, const Open& open) {
   if (operations_.size() >= kMostOperations) fail(ErrorKind::frame, "it opened too many operations");
   next_open_[rank] = number + 1;
   completed_[rank] = open.completed;
+  if (shape.collective == Collective::one_host_broadcast && rank == shape.root) return announced(rank, number, shape);
+  if (const auto mine = not_owned_.find(number); mine != not_owned_.end()) {
+    return disagree(number, rank, shape, self_, mine->second);
+  }
   const Place place = find_or_make(rank, number, shape, open.share_bytes);
   if (place == operations_.end()) return;
   if (!shape.direct()) return advance(place);
   place->second.wanted.resize(world_);
   place->second.wanted[rank] = open.share_bytes;
+  place->second.reads.resize(world_);
+  place->second.reads[rank] = open.reads != 0;
   if (place->second.opened[self_] && agrees(number, place->second, rank)) host_.results_for(rank);
 }
 
 void ShareOwner::open_local(uint64_t number, const Shape& shape, uint64_t share_bytes, const std::byte* numbers,
                             uint64_t completed) {
   completed_[self_] = static_cast<uint32_t>(completed);
+  if (differs_from_root(number, shape)) return;
   const Place place = find_or_make(self_, number, shape, share_bytes);
   if (place == operations_.end()) return;
   place->second.local = numbers;
@@ -83,11 +91,13 @@ void ShareOwner::open_local(uint64_t number, const Shape& shape, uint64_t share_
 
 void ShareOwner::send_local(uint64_t number, const Shape& shape, std::vector<Segment> sends, uint64_t completed) {
   completed_[self_] = static_cast<uint32_t>(completed);
+  if (differs_from_root(number, shape)) return;
   const Place place = find_or_make(self_, number, shape, sends[self_].count * bytes_of(shape.dtype));
   if (place == operations_.end()) return;
   Operation& operation = place->second;
   operation.sends = std::move(sends);
   operation.wanted.resize(world_);
+  operation.reads.resize(world_);
   std::vector<uint32_t> waiting;
   for (uint32_t rank = 0; rank < world_; ++rank) {
     if (rank == self_ || !operation.opened[rank]) continue;
@@ -100,6 +110,48 @@ void ShareOwner::send_local(uint64_t number, const Shape& shape, std::vector<Seg
     return host_.served(number);
   }
   for (const uint32_t rank : waiting) host_.results_for(rank);
+}
+
+void ShareOwner::owns_none(uint64_t number, const Shape& shape) {
+  if (const auto place = operations_.find(number); place != operations_.end()) {
+    return disagree(number, self_, shape, place->second.first_rank, place->second.shape);
+  }
+  if (const auto root = announced_.find(number); root != announced_.end()) {
+    const auto [rank, others] = root->second;
+    announced_.erase(root);
+    if (others != shape) disagree(number, self_, shape, rank, others);
+    return;
+  }
+  not_owned_.emplace(number, shape);
+  if (not_owned_.size() > kNotOwned) not_owned_.erase(not_owned_.begin());
+}
+
+// A rank is the root of a broadcast, of which this one owns nothing if it agrees.
+void ShareOwner::announced(uint32_t rank, uint64_t number, const Shape& shape) {
+  if (const auto place = operations_.find(number); place != operations_.end() && place->second.opened[self_]) {
+    return disagree(number, rank, shape, self_, place->second.shape);
+  }
+  const auto mine = not_owned_.find(number);
+  if (mine == not_owned_.end()) {
+    if (announced_.size() >= kMostOperations) fail(ErrorKind::frame, "it opened too many operations");
+    announced_.emplace(number, std::pair(rank, shape));
+  } else if (mine->second != shape) {
+    disagree(number, rank, shape, self_, mine->second);
+  } else {
+    not_owned_.erase(mine);
+  }
+}
+
+// Whether another rank has announced itself as the root of an operation of which this one owns a share.
+bool ShareOwner::differs_from_root(uint64_t number, const Shape& shape) {
+  const auto root = announced_.find(number);
+  if (root == announced_.end()) return false;
+  disagree(number, self_, shape, root->second.first, root->second.second);
+  return true;
+}
+
+void ShareOwner::disagree(uint64_t number, uint32_t rank, const Shape& shape, uint32_t other, const Shape& others) {
+  host_.disagree(disagreement(number, rank, shape, other, others), {std::min(rank, other), std::max(rank, other)});
 }
 
 // Whether a rank expects as much as there is for it.
@@ -277,6 +329,10 @@ bool ShareOwner::next_local(Place place, uint32_t rank, OutFrame* frame) {
     return true;
   }
   if (at == all) return false;
+  if (operation.reads[rank]) {
+    lend(place, rank, frame);
+    return true;
+  }
   if (!may_send(operation, rank)) {
     sample_.held_up = true;
     return false;
@@ -290,6 +346,17 @@ bool ShareOwner::next_local(Place place, uint32_t rank, OutFrame* frame) {
   return true;
 }
 
+void ShareOwner::lend(Place place, uint32_t rank, OutFrame* frame) {
+  Operation& operation = place->second;
+  const uint64_t at = operation.sent[rank], bytes = std::min(kLentBytes, operation.wanted[rank] - at);
+  const Lent lent{reinterpret_cast<uintptr_t>(operation.sends[rank].at) + at, bytes};
+  frame->header = frame_of(FrameKind::lend, place->first, at, sizeof lent);
+  frame->hold = ChunkBufferRef(blocks_);
+  std::memcpy(frame->hold.data(), &lent, sizeof lent);
+  frame->data = frame->hold.data();
+  operation.sent[rank] += bytes;
+}
+
 // The window over all that is under way; and within an operation all ranks move on together, so that none is served
 // last.
 bool ShareOwner::may_send(const Operation& operation, uint32_t rank) const {
@@ -297,7 +364,7 @@ bool ShareOwner::may_send(const Operation& operation, uint32_t rank) const {
   if (under_way_ != 0 && under_way_ + chunk_ > window) return false;
   double least = 1, all = 0;
   for (uint32_t other = 0; other < world_; ++other) {
-    if (other == self_ || !operation.opened[other] || operation.wanted[other] == 0) continue;
+    if (other == self_ || !operation.opened[other] || operation.wanted[other] == 0 || operation.reads[other]) continue;
     const auto wanted = static_cast<double>(operation.wanted[other]);
     least = std::min(least, static_cast<double>(operation.received[other]) / wanted);
     all += wanted;
@@ -315,6 +382,10 @@ void ShareOwner::took_taken(uint32_t rank, const WireHeader& taken) {
   Operation& operation = place->second;
   const uint64_t bytes = taken.offset - operation.received[rank];
   operation.received[rank] = taken.offset;
+  if (operation.reads[rank]) {
+    if (taken.offset == operation.wanted[rank]) end(place, rank);
+    return;
+  }
   under_way_ -= bytes;
   taken_ += bytes;
   if (sample_.running && sample_.operation == taken.operation && sample_.rank == rank &&

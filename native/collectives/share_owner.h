@@ -12,7 +12,8 @@
 // Who contributes and gets no result gets credits, by which it knows how far it may run ahead. An owner that passes on
 // one rank's numbers, a relay, gives credit for what all recipients have taken. An owner that is the only contributor
 // holds nothing: it sends from the caller's memory (send_local) to each rank that has opened the operation, no more
-// than the group's window ahead of what these have taken, and to all at one pace.
+// than the group's window ahead of what these have taken, and to all at one pace. A rank of the same host that can read
+// that memory is told where it is instead: one copy where a ring takes two, and none of them here.
 //
 // One thread, the loop's.
 #pragma once
@@ -55,6 +56,9 @@ class ShareOwner {
   void open_local(uint64_t operation, const Shape& shape, uint64_t share_bytes, const std::byte* numbers,
                   uint64_t completed);
 
+  // This rank has begun an operation and owns no share of it: who opens it here is mistaken, unless it announces itself
+  // as the root of the same broadcast.
+  void owns_none(uint64_t operation, const Shape& shape);
   // This rank's numbers for each of the ranks, which stay unchanged until they were served.
   void send_local(uint64_t operation, const Shape& shape, std::vector<Segment> sends, uint64_t completed);
   // A rank has got so much of that. Throws frame.
@@ -88,6 +92,7 @@ class ShareOwner {
     const std::byte* local = nullptr;
     std::vector<Segment> sends;    // by rank, where the shape is direct
     std::vector<uint64_t> wanted;  // by rank: bytes that it expects, where the shape is direct
+    std::vector<bool> reads;       // by rank: whether it reads them from here by itself, likewise
     uint64_t reduced = 0;
     bool empty_done = false;             // an empty share: every rank has opened it
     std::deque<ChunkBufferRef> results;  // chunks from `results_from` on
@@ -107,7 +112,11 @@ class ShareOwner {
   uint64_t credit(const Operation& operation) const;
   bool may_send(const Operation& operation, uint32_t rank) const;
   bool next_local(Place place, uint32_t rank, OutFrame* frame);
+  void lend(Place place, uint32_t rank, OutFrame* frame);
   bool agrees(uint64_t number, const Operation& operation, uint32_t rank);
+  void disagree(uint64_t number, uint32_t rank, const Shape& shape, uint32_t other, const Shape& others);
+  void announced(uint32_t rank, uint64_t number, const Shape& shape);
+  bool differs_from_root(uint64_t number, const Shape& shape);
   uint64_t missing(const Operation& operation, uint32_t rank) const;
   uint64_t held(uint32_t rank) const { return held_[rank]; }
 
@@ -120,6 +129,8 @@ class ShareOwner {
   std::vector<uint32_t> completed_;  // by rank: as last reported
   std::vector<uint64_t> held_;       // by rank: bytes here and not yet reduced, or relayed
   uint64_t reduced_bytes_ = 0, done_ = 0;
+  std::map<uint64_t, Shape> not_owned_;                       // the last operations that owns_none() was told of
+  std::map<uint64_t, std::pair<uint32_t, Shape>> announced_;  // broadcasts of other roots, not begun here
 
   // Of what is sent from the caller's memory: bytes that are not taken yet, and those that are. The delay of one chunk
   // at a time is measured.

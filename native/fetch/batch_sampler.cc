@@ -123,6 +123,21 @@ BatchSampler::Result BatchSampler::draw_and_gather(const BatchArrays& out, const
   return result;
 }
 
+DrawPlan BatchSampler::plan(const Step& step, uint32_t round, size_t rows) const {
+  DrawPlan plan{{settings_.seed, step.step, kRowStream}, settings_.by, round, 0, step.limits};
+  if (settings_.form != Form::random || !settings_.replacement) return plan;
+  if (settings_.stratified) plan.strata = static_cast<uint32_t>(rows);
+  if (settings_.over_steps) plan.max_steps = store_.header().max_length;
+  if (settings_.over_steps || draws_steps()) {
+    // The last step has none after it; a whole window needs as many as it is long.
+    const uint32_t need = settings_.transitions ? 1 : settings_.window.need();
+    const bool before = draws_steps() && !settings_.transitions && !settings_.window.from_first;
+    (before ? plan.skip : plan.need) = need;
+    if (settings_.over_steps && !settings_.transitions) plan.stride = settings_.window.stride;
+  }
+  return plan;
+}
+
 // Returns the cursor after the round.
 uint64_t BatchSampler::draw_round(const BatchArrays& out, const Step& step, uint32_t round,
                                   std::span<const uint32_t> numbers, const Draws& draws) const {
@@ -138,20 +153,11 @@ uint64_t BatchSampler::draw_round(const BatchArrays& out, const Step& step, uint
     // The sequence that a row was chosen by: by now another may stand in its place.
     return settings_.cursor ? std::max(step.cursor, *std::max_element(sequences.begin(), sequences.end())) : 0;
   }
-  DrawPlan plan{{settings_.seed, step.step, kRowStream}, settings_.by, round, 0, step.limits};
+  DrawPlan plan = this->plan(step, round, out.rows.size());
   if (!settings_.replacement) {
     plan.key.stream = kDistinctStream;
     draw_distinct(from_, plan, kept, draws);
     return 0;
-  }
-  if (settings_.stratified) plan.strata = static_cast<uint32_t>(out.rows.size());
-  if (settings_.over_steps) plan.max_steps = store_.header().max_length;
-  if (settings_.over_steps || draws_steps()) {
-    // The last step has none after it; a whole window needs as many as it is long.
-    const uint32_t need = settings_.transitions ? 1 : settings_.window.need();
-    const bool before = draws_steps() && !settings_.transitions && !settings_.window.from_first;
-    (before ? plan.skip : plan.need) = need;
-    if (settings_.over_steps && !settings_.transitions) plan.stride = settings_.window.stride;
   }
   uint64_t failed = draw(from_, plan, numbers, draws);
   if (failed == 0) return 0;

@@ -90,6 +90,9 @@ class BatchSampler {
   // Whether steps are drawn and not rows: windows then end at them, or are placed around them.
   bool draws_steps() const { return from_.row_steps != 0; }
 
+  // How independent draws of a step are made: which steps count, and which rows.
+  DrawPlan plan(const Step& step, uint32_t round, size_t rows) const;
+
   // Draws and copies out.rows.size() rows. Throws what draws throw, turnover, and corrupt where sums stay at odds with
   // rows after a repair. Where it throws, rows that the rate limiter admitted in here are given back to it.
   Result sample(const BatchArrays& out, const Step& step) const;

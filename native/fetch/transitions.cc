@@ -58,7 +58,10 @@ Conversion to_doubles(uint8_t code) {
 class TransitionGather {
  public:
   TransitionGather(const Store& store, const TransitionView& view, const TransitionRequest& request)
-      : store_(store), view_(view), request_(request) {
+      : store_(store),
+        view_(view),
+        request_(request),
+        numbers_(request.numbers.empty() ? request.places : request.numbers) {
     uint64_t row_bytes = 0;
     for (size_t i = 0; i < request.fields.size(); ++i) {
       const FieldRecord& record = store.fields()[request.fields[i].field];
@@ -95,8 +98,7 @@ class TransitionGather {
       }
       block.size = 0;
       if (request_.steps.empty()) {
-        random_bits(request_.key, request_.places.data() + at, n, request_.round * kAttemptsPerRound, block.high,
-                    block.low);
+        random_bits(request_.key, numbers_.data() + at, n, request_.round * kAttemptsPerRound, block.high, block.low);
       }
       for (size_t i = 0; i < n; ++i) place(at + i, {block.high[i], block.low[i]}, block);
       for (size_t part = 0; part < parts_.size(); ++part) locate(parts_[part], block, block.from(part));
@@ -154,18 +156,18 @@ class TransitionGather {
     out.step = !request_.steps.empty() ? request_.steps[i] : static_cast<uint32_t>(below(bits, steps));
     if (out.step >= steps) return;
     out.count = std::min(view_.n_step, steps - out.step);
-    out.goal = view_.goals.strategy == GoalStrategy::none ? kOwnGoal : draw_goal(out);
+    out.goal = view_.goals.strategy == GoalStrategy::none ? kOwnGoal : draw_goal(out, numbers_[i]);
     ++block.size;
   }
 
-  uint32_t draw_goal(const Placed& one) const {
+  uint32_t draw_goal(const Placed& one, uint32_t number) const {
     const DrawKey key{request_.key.seed, request_.key.step, kGoalStream};
     const uint32_t attempt = request_.round * kAttemptsPerRound;
-    if (below(random_bits(key, one.to, attempt), uint64_t{view_.goals.k} + 1) == 0) return kOwnGoal;
+    if (below(random_bits(key, number, attempt), uint64_t{view_.goals.k} + 1) == 0) return kOwnGoal;
     const uint32_t last = one.length - 1;
     if (view_.goals.strategy == GoalStrategy::final) return last;
     const uint32_t first = view_.goals.strategy == GoalStrategy::future ? one.step + 1 : 1;
-    return first + static_cast<uint32_t>(below(random_bits(key, one.to, attempt + 1), last - first + 1));
+    return first + static_cast<uint32_t>(below(random_bits(key, number, attempt + 1), last - first + 1));
   }
 
   // Where a field's part of each transition begins.
@@ -385,6 +387,7 @@ class TransitionGather {
   const Store& store_;
   const TransitionView& view_;
   const TransitionRequest& request_;
+  std::span<const uint32_t> numbers_;
   std::vector<Part> parts_;
   Conversion to_doubles_ = nullptr;
   size_t elements_ = 0, itemsize_ = 0;
@@ -460,7 +463,8 @@ void TransitionView::check(const Store& store, std::span<const uint32_t> fields)
 void gather_transitions(const Store& store, const TransitionView& view, const TransitionRequest& request) {
   const size_t n = request.rows.size(), size = request.torn.size();
   if (request.generations.size() != n || request.places.size() != n ||
-      (!request.steps.empty() && request.steps.size() != n) || request.discount.size() != size ||
+      (!request.steps.empty() && request.steps.size() != n) ||
+      (!request.numbers.empty() && request.numbers.size() != n) || request.discount.size() != size ||
       request.terminated.size() != size || request.truncated.size() != size || request.starts.size() != size ||
       request.lengths.size() != size || request.versions.size() != size ||
       (view.goals.strategy != GoalStrategy::none && request.relabelled.size() != size) ||

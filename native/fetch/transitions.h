@@ -74,7 +74,8 @@ struct TransitionField {
 
 struct TransitionRequest {
   std::span<const uint32_t> rows, generations;  // as drawn
-  std::span<const uint32_t> places;             // of each in the outputs and below, and its draw's number
+  std::span<const uint32_t> places;             // of each in the outputs and below
+  std::span<const uint32_t> numbers;            // of each draw, which its random bits are of; empty: the places
   std::span<const uint32_t> steps;              // each row's t; empty: uniform over its transitions, from kWindowStream
   DrawKey key;
   uint32_t round = 0;

@@ -267,7 +267,9 @@ void bind_collectives(nb::module_& module) {
   // values[i] /= divisor at an address, rounded once.
   module.def("divide_memory", [](uint64_t at, uint64_t count, uint32_t dtype, uint32_t divisor) {
     const Dtype type = dtype_from(dtype);
-    if (divisor == 0 || !is_float(type)) fail(ErrorKind::schema, "floats are divided by at least 1, found ", divisor);
+    if (divisor == 0 || !reduces(Op::avg, type)) {
+      fail(ErrorKind::schema, name_of(type), " is not divided by ", divisor);
+    }
     const Unlocked unlocked;
     divide(type, reinterpret_cast<std::byte*>(at), count, divisor);
   });

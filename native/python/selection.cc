@@ -19,7 +19,11 @@ namespace {
 class Candidates {
  public:
   explicit Candidates(Store& store)
-      : store_(&store), from_{store.priority_tree(), store.bit_tree(), store.words(), store.status().data()} {}
+      : store_(&store), from_{store.priority_tree(), store.bit_tree(), store.words(), store.status().data()} {
+    if (!store.per_step()) return;
+    steps_.emplace(Population{store.step_tree(), store.bit_tree(), store.step_tree().leaves(), store.status().data(),
+                              store.header().max_length});
+  }
 
   // A copy of fixed-point priorities; every row is selectable and has generation 1.
   explicit Candidates(const In<uint32_t>& priorities) {
@@ -47,6 +51,8 @@ class Candidates {
   Candidates& operator=(const Candidates&) = delete;
 
   const Population& population() const { return from_; }
+  // What is drawn by priority, or by row: of a store with priorities of steps its steps, or its rows.
+  const Population& drawn(bool by_priority) const { return by_priority && steps_ ? *steps_ : from_; }
   bool is_array() const { return store_ == nullptr; }
 
   // work() without the GIL, while the store is open and its sums are right.
@@ -77,6 +83,7 @@ class Candidates {
   Store* store_ = nullptr;  // Python keeps it alive
   Words words_, nodes_, bits_, bit_nodes_;
   Population from_;
+  std::optional<Population> steps_;
 };
 
 using LimitTuple = std::tuple<int64_t, uint64_t, uint32_t>;  // min_version, inserted_from_ns, min_length
@@ -85,6 +92,26 @@ Limits limits_of(const Candidates& from, const std::optional<LimitTuple>& limits
   if (!limits) return {};
   if (from.is_array()) fail(ErrorKind::schema, "bare arrays have no versions, ages or lengths to limit");
   return {std::get<0>(*limits), std::get<1>(*limits), std::get<2>(*limits)};
+}
+
+// Which steps count: max_steps, need, skip and stride of a DrawPlan.
+using StepTuple = std::tuple<uint32_t, uint32_t, uint32_t, uint32_t>;
+
+DrawPlan plan_of(const Candidates& from, bool by_priority, const DrawKey& key, const std::optional<LimitTuple>& limits,
+                 const std::optional<StepTuple>& steps) {
+  DrawPlan plan{.key = key, .by = by_priority ? By::priority : By::row, .limits = limits_of(from, limits)};
+  if (!steps) return plan;
+  if (from.is_array()) fail(ErrorKind::schema, "bare arrays have no steps to count");
+  std::tie(plan.max_steps, plan.need, plan.skip, plan.stride) = *steps;
+  if (plan.stride == 0) fail(ErrorKind::schema, "a stride is at least 1");
+  return plan;
+}
+
+void check_strata(const In<uint32_t>& numbers, uint32_t strata) {
+  if (strata == 0) return;
+  for (uint32_t number : view(numbers)) {
+    if (number >= strata) fail(ErrorKind::schema, "draw ", number, " is none of ", strata, " strata");
+  }
 }
 
 void check_known(const Candidates& from, std::span<const uint32_t> rows) {
@@ -111,13 +138,44 @@ nb::tuple draw_rows(const Candidates& from, bool by_priority, uint64_t seed, uin
   from.check_by(by_priority);
   const DrawPlan plan{
       {seed, step, kRowStream}, by_priority ? By::priority : By::row, round, strata, limits_of(from, limits)};
-  if (strata != 0) {
-    for (uint32_t number : view(numbers)) {
-      if (number >= strata) fail(ErrorKind::schema, "draw ", number, " is none of ", strata, " strata");
-    }
-  }
+  check_strata(numbers, strata);
   return chosen(from, numbers.size(),
                 [&](const Draws& out) { return draw(from.population(), plan, view(numbers), out); });
+}
+
+// Draws of steps, or of rows by their steps. Returns (rows, generations, probability, steps, number that failed).
+nb::tuple draw_steps(const Candidates& from, bool by_priority, uint64_t seed, uint64_t step, uint32_t round,
+                     const In<uint32_t>& numbers, uint32_t strata, const std::optional<LimitTuple>& limits,
+                     const StepTuple& steps) {
+  DrawPlan plan = plan_of(from, by_priority, {seed, step, kRowStream}, limits, steps);
+  plan.round = round;
+  plan.strata = strata;
+  check_strata(numbers, strata);
+  const size_t n = numbers.size();
+  std::vector<uint32_t> rows(n), generations(n), found(n);
+  std::vector<double> probability(n);
+  const uint64_t failed = from.at_work(
+      [&] { return draw(from.drawn(by_priority), plan, view(numbers), {rows, generations, probability, found}); });
+  return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)), to_numpy(std::move(probability)),
+                        to_numpy(std::move(found)), failed);
+}
+
+// What one attempt finds for targets: (rows, generations, priorities, steps), rows kNoRow where it is refused.
+nb::tuple find_drawn_rows(const Candidates& from, bool by_priority, uint64_t seed, uint64_t step, uint32_t attempt,
+                          const In<uint32_t>& numbers, const In<uint64_t>& targets,
+                          const std::optional<LimitTuple>& limits, const std::optional<StepTuple>& steps) {
+  DrawPlan plan = plan_of(from, by_priority, {seed, step, kRowStream}, limits, steps);
+  plan.round = attempt / kAttemptsPerRound;
+  if (numbers.size() != targets.size()) fail(ErrorKind::schema, "as many targets as draws are needed");
+  const size_t n = numbers.size();
+  std::vector<uint32_t> rows(n), generations(n), priorities(n), found(n);
+  from.at_work([&] {
+    find_drawn(from.drawn(by_priority), plan, attempt % kAttemptsPerRound, view(numbers), view(targets),
+               {rows, generations, priorities, found});
+    return 0;
+  });
+  return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)), to_numpy(std::move(priorities)),
+                        to_numpy(std::move(found)));
 }
 
 nb::tuple distinct_rows(const Candidates& from, bool by_priority, uint64_t seed, uint64_t step, uint32_t round,
@@ -177,11 +235,10 @@ nb::tuple found(const Population& from, By by, const In<uint64_t>& targets, AtWo
 class AllowedRows {
  public:
   AllowedRows(const Candidates& from, bool by_priority, const std::optional<LimitTuple>& limits,
-              const In<uint32_t>& excluded)
-      : limits_(limits_of(from, limits)) {
+              const In<uint32_t>& excluded, const std::optional<StepTuple>& steps) {
+    const DrawPlan plan = plan_of(from, by_priority, {}, limits, steps);
     check_known(from, view(excluded));
-    from.at_work(
-        [&] { allowed_.emplace(from.population(), by_priority ? By::priority : By::row, limits_, view(excluded)); });
+    from.at_work([&] { allowed_.emplace(from.population(), plan, view(excluded)); });
   }
   const Allowed& get() const { return *allowed_; }
 
@@ -211,8 +268,39 @@ class AllowedRows {
   }
 
  private:
-  Limits limits_;
   std::optional<Allowed> allowed_;
+};
+
+// The steps that count of the rows that limits allow, of a store with priorities of steps.
+class StepSums {
+ public:
+  StepSums(const Candidates& from, const std::optional<LimitTuple>& limits, const StepTuple& steps) : from_(from) {
+    const Population& population = from.drawn(true);
+    if (population.row_steps == 0) fail(ErrorKind::schema, "the store keeps no priorities of steps");
+    const DrawPlan plan = plan_of(from, true, {}, limits, steps);
+    from.at_work([&] { allowed_.emplace(population, plan); });
+  }
+  uint64_t total() const { return allowed_->total(); }
+
+  // (rows, generations, priorities, steps) that targets fall into; rows kNoRow where priorities were lowered meanwhile.
+  nb::tuple find(const In<uint64_t>& targets) const {
+    const size_t n = targets.size();
+    std::vector<uint32_t> rows(n), generations(n), priorities(n), steps(n);
+    from_.at_work([&] {
+      for (size_t i = 0; i < n; ++i) {
+        const auto found = allowed_->find(targets.data()[i]);
+        rows[i] = found.row, generations[i] = generation_of(found.word), priorities[i] = priority_of(found.word);
+        steps[i] = found.step;
+      }
+      return 0;
+    });
+    return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)), to_numpy(std::move(priorities)),
+                          to_numpy(std::move(steps)));
+  }
+
+ private:
+  const Candidates& from_;
+  std::optional<AllowedSteps> allowed_;
 };
 
 nb::object targets(uint64_t seed, uint64_t step, bool distinct, uint32_t attempt, const In<uint32_t>& numbers,
@@ -286,7 +374,7 @@ void bind_selection(nb::module_& module) {
       .def(nb::init<Store&>(), nb::keep_alive<1, 2>())
       .def(nb::init<const In<uint32_t>&>(), nb::arg("priorities").noconvert())  // floats would be cut to integers
       .def("total_priority",
-           [](const Candidates& c) { return c.at_work([&] { return c.population().priorities.total(); }); })
+           [](const Candidates& c) { return c.at_work([&] { return c.drawn(true).priorities.total(); }); })
       .def("count", [](const Candidates& c) { return c.at_work([&] { return c.population().bits.total(); }); })
       .def("rows", [](const Candidates& c) { return c.population().rows(); })
       .def("begin_pass", &begin_pass, nb::arg("row_steps"), nb::arg("need"), nb::arg("stride") = 1)
@@ -297,6 +385,10 @@ void bind_selection(nb::module_& module) {
       .def("sequences", &sequences_of)
       .def("draw", &draw_rows, nb::arg("by_priority"), nb::arg("seed"), nb::arg("step"), nb::arg("round"),
            nb::arg("numbers"), nb::arg("strata") = 0, nb::arg("limits").none() = nb::none())
+      .def("draw_steps", &draw_steps, nb::arg("by_priority"), nb::arg("seed"), nb::arg("step"), nb::arg("round"),
+           nb::arg("numbers"), nb::arg("strata"), nb::arg("limits").none(), nb::arg("steps"))
+      .def("find_drawn", &find_drawn_rows, nb::arg("by_priority"), nb::arg("seed"), nb::arg("step"), nb::arg("attempt"),
+           nb::arg("numbers"), nb::arg("targets"), nb::arg("limits").none(), nb::arg("steps").none())
       .def("draw_distinct", &distinct_rows, nb::arg("by_priority"), nb::arg("seed"), nb::arg("step"), nb::arg("round"),
            nb::arg("n"), nb::arg("excluded"), nb::arg("limits").none() = nb::none())
       .def("first", &first, nb::arg("order"), nb::arg("n"), nb::arg("after"), nb::arg("excluded"),
@@ -308,8 +400,10 @@ void bind_selection(nb::module_& module) {
                      [&](auto&& work) { return c.at_work(work); });
       });
   nb::class_<AllowedRows>(module, "AllowedRows")
-      .def(nb::init<const Candidates&, bool, const std::optional<LimitTuple>&, const In<uint32_t>&>(),
-           nb::arg("candidates"), nb::arg("by_priority"), nb::arg("limits").none(), nb::arg("excluded"))
+      .def(nb::init<const Candidates&, bool, const std::optional<LimitTuple>&, const In<uint32_t>&,
+                    const std::optional<StepTuple>&>(),
+           nb::keep_alive<1, 2>(), nb::arg("candidates"), nb::arg("by_priority"), nb::arg("limits").none(),
+           nb::arg("excluded"), nb::arg("steps").none() = nb::none())
       .def("total", [](const AllowedRows& a) { return a.get().total(); })
       .def("count", [](const AllowedRows& a) { return a.get().rows(); })
       .def("find",
@@ -321,6 +415,11 @@ void bind_selection(nb::module_& module) {
            })
       .def("priorities", &AllowedRows::priorities)
       .def("take", &AllowedRows::take);
+  nb::class_<StepSums>(module, "AllowedSteps")
+      .def(nb::init<const Candidates&, const std::optional<LimitTuple>&, const StepTuple&>(), nb::keep_alive<1, 2>(),
+           nb::arg("candidates"), nb::arg("limits").none(), nb::arg("steps"))
+      .def("total", &StepSums::total)
+      .def("find", &StepSums::find);
   module.def("draw_targets", &targets);
   module.attr("LAST_ATTEMPT") = kRefusals;
   module.def("window_ends", &window_ends);

@@ -55,6 +55,34 @@ class Allowed {
   PriorityTree tree_;
 };
 
+// Where steps are the unit: the steps that count of the rows that the limits allow, in their order, with sums of a row
+// each. Follows priorities that change under it: a target may then fall into none.
+class AllowedSteps {
+ public:
+  AllowedSteps(const Population& from, const DrawPlan& plan);
+
+  uint64_t total() const { return total_; }
+
+  struct Step {
+    uint64_t word = 0;
+    uint32_t row = kNoRow, step = 0;
+  };
+  // The step that `target` falls into; kNoRow where there is none.
+  Step find(uint64_t target) const;
+
+ private:
+  struct RowSum {
+    uint64_t until;  // the sum up to the row's end
+    uint32_t row, steps;
+  };
+  uint64_t word_of(uint32_t row, uint32_t step) const;
+
+  const Population& from_;
+  uint32_t skip_;
+  uint64_t total_ = 0;
+  std::vector<RowSum> sums_;
+};
+
 // Row numbers that were seen, by open addressing.
 class SeenRows {
  public:

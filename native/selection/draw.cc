@@ -141,57 +141,89 @@ uint64_t total_of(const Tree& tree, const DrawPlan& plan) {
   return total;
 }
 
-// Plain: rows are drawn, and all that are found are allowed.
+// What a draw refuses of what it finds. Plain: rows are drawn, and nothing is.
+template <bool kPlain, typename Kind>
+struct Refusals {
+  Refusals(const Kind& found_by, const DrawPlan& drawn_by)
+      : kind(found_by),
+        plan(drawn_by),
+        per_row(kPlain ? 0 : kind.from.row_steps),
+        over_steps(!kPlain && plan.max_steps != 0),
+        limited(!kPlain && (!plan.limits.none() || over_steps || (per_row != 0 && (plan.need | plan.skip) != 0))),
+        most_counted(over_steps ? plan.counted(plan.max_steps) : 0) {}
+
+  // Before `take` for n draws that have found these leaves, kInFlight at most.
+  void look_ahead(const uint32_t* leaves, const uint32_t* draws, size_t n, uint32_t attempt) {
+    if (limited) {
+      for (size_t i = 0; i < n; ++i) {
+        if (leaves[i] != kNoRow) __builtin_prefetch(&kind.from.status[per_row != 0 ? leaves[i] / per_row : leaves[i]]);
+      }
+    }
+    if (over_steps) {
+      const DrawKey key{plan.key.seed, plan.key.step, kStepStream};
+      random_bits(key, draws, n, plan.round * kAttemptsPerRound + attempt, high, low);
+    }
+  }
+
+  struct Taken {
+    uint64_t word = 0;
+    uint32_t row = kNoRow, step = 0;  // kNoRow: refused
+  };
+  Taken take(size_t i, uint32_t leaf) const {
+    const Population& from = kind.from;
+    Taken out;
+    out.word = leaf == kNoRow ? 0 : from.words[leaf].load(std::memory_order_acquire);
+    const uint32_t row = per_row != 0 ? leaf / per_row : leaf;
+    out.step = per_row != 0 ? leaf % per_row : 0;
+    bool allowed = kind.has(out.word) && (!limited || plan.limits.allow(from.status[row]));
+    if (allowed && limited && per_row != 0) {
+      allowed = out.step >= plan.skip && out.step + uint64_t{plan.need} < length_of(from, row);
+    }
+    if (allowed && over_steps) {
+      allowed = below({high[i], low[i]}, most_counted) < plan.steps_of(from.status[row]);
+    }
+    if (allowed) out.row = row;
+    return out;
+  }
+
+  const Kind& kind;
+  const DrawPlan& plan;
+  const uint32_t per_row;
+  const bool over_steps, limited;
+  const uint32_t most_counted;
+  uint64_t high[kInFlight], low[kInFlight];  // bits that decide about steps
+};
+
 template <bool kPlain, typename Kind>
 uint64_t draw_by(const Kind& kind, uint64_t first_total, const DrawPlan& plan, std::span<const uint32_t> numbers,
                  const Draws& out) {
   const Population& from = kind.from;
-  const bool over_steps = !kPlain && plan.max_steps != 0;
-  const uint32_t per_row = kPlain ? 0 : from.row_steps;
-  const bool limited = !kPlain && (!plan.limits.none() || over_steps || (per_row != 0 && (plan.need | plan.skip) != 0));
-  const uint32_t most_counted = over_steps ? plan.counted(plan.max_steps) : 0;
-  const DrawKey step_key{plan.key.seed, plan.key.step, kStepStream};
+  Refusals<kPlain, Kind> refusals(kind, plan);
   Search found[kInFlight];
   uint64_t targets[kInFlight];
   uint32_t index[kInFlight], rows[kInFlight];
-  uint64_t high[kInFlight], low[kInFlight];  // bits that decide about steps
   std::fill(out.rows.begin(), out.rows.end(), kNoRow);
 
   // Searches targets[0..n) for index[0..n); those refused come first in index afterwards. Returns how many.
   const auto look = [&](size_t n, uint64_t total, uint32_t attempt) {
     kind.find(targets, n, found, rows);
-    if (limited) {
-      for (size_t i = 0; i < n; ++i) {
-        if (rows[i] != kNoRow) __builtin_prefetch(&from.status[per_row != 0 ? rows[i] / per_row : rows[i]]);
-      }
-    }
-    if (over_steps) {
-      uint32_t draws[kInFlight];
+    uint32_t draws[kInFlight];
+    if (refusals.over_steps) {
       for (size_t i = 0; i < n; ++i) draws[i] = numbers[index[i]];
-      random_bits(step_key, draws, n, plan.round * kAttemptsPerRound + attempt, high, low);
     }
+    refusals.look_ahead(rows, draws, n, attempt);
     size_t again = 0;
     for (size_t i = 0; i < n; ++i) {
-      const uint32_t leaf = rows[i];
-      const uint64_t word = leaf == kNoRow ? 0 : from.words[leaf].load(std::memory_order_acquire);
-      const uint32_t row = per_row != 0 ? leaf / per_row : leaf;
-      const uint32_t row_step = per_row != 0 ? leaf % per_row : 0;
-      bool allowed = kind.has(word) && (!limited || plan.limits.allow(from.status[row]));
-      if (allowed && limited && per_row != 0) {
-        allowed = row_step >= plan.skip && row_step + uint64_t{plan.need} < length_of(from, row);
-      }
-      if (allowed && over_steps) {
-        allowed = below({high[i], low[i]}, most_counted) < plan.steps_of(from.status[row]);
-      }
-      if (!allowed) {
+      const auto taken = refusals.take(i, rows[i]);
+      if (taken.row == kNoRow) {
         index[again++] = index[i];
         continue;
       }
-      out.rows[index[i]] = row;
-      if (per_row != 0) out.steps[index[i]] = row_step;
-      out.generations[index[i]] = generation_of(word);
-      out.probability[index[i]] =
-          over_steps ? std::numeric_limits<double>::quiet_NaN() : kind.share(word) / static_cast<double>(total);
+      out.rows[index[i]] = taken.row;
+      if (refusals.per_row != 0) out.steps[index[i]] = taken.step;
+      out.generations[index[i]] = generation_of(taken.word);
+      out.probability[index[i]] = refusals.over_steps ? std::numeric_limits<double>::quiet_NaN()
+                                                      : kind.share(taken.word) / static_cast<double>(total);
     }
     return again;
   };
@@ -248,10 +280,7 @@ uint64_t draw(const Population& from, const DrawPlan& plan, std::span<const uint
   const uint64_t failed = plan.by == By::priority ? draw_by<ByPriority>(from, from.priorities, plan, numbers, out)
                                                   : draw_by<ByRow>(from, from.bits, plan, numbers, out);
   if (failed == 0) return 0;
-  if (from.row_steps != 0) {
-    return plan.limits.none() && (plan.need | plan.skip) == 0 ? failed
-                                                              : draw_from_allowed_steps(from, plan, numbers, out);
-  }
+  if (from.row_steps != 0) return plan.refuses() ? draw_from_allowed_steps(from, plan, numbers, out) : failed;
   if (plan.limits.none() && plan.max_steps == 0) return failed;
   // Limits that allow few rows: the remaining draws are made from a copy of just these rows.
   const Allowed allowed(from, plan, {});
@@ -276,6 +305,37 @@ uint64_t find_rows(const Population& from, By by, std::span<const uint64_t> targ
                    std::span<uint32_t> generations, std::span<uint32_t> priorities) {
   if (by == By::priority) return find_by(ByPriority{from, 0, 0}, targets, rows, generations, priorities);
   return find_by(ByRow{from, from.bits.total(), targets.size()}, targets, rows, generations, priorities);
+}
+
+namespace {
+
+template <typename Kind>
+void find_drawn_by(const Kind& kind, const DrawPlan& plan, uint32_t attempt, std::span<const uint32_t> numbers,
+                   std::span<const uint64_t> targets, const Found& out) {
+  Refusals<false, Kind> refusals(kind, plan);
+  Search found[kInFlight];
+  uint32_t leaves[kInFlight];
+  for (size_t first = 0; first < targets.size(); first += kInFlight) {
+    const size_t n = std::min(kInFlight, targets.size() - first);
+    kind.find(targets.data() + first, n, found, leaves);
+    refusals.look_ahead(leaves, numbers.data() + first, n, attempt);
+    for (size_t i = 0; i < n; ++i) {
+      const auto taken = refusals.take(i, leaves[i]);
+      const bool none = taken.row == kNoRow;
+      out.rows[first + i] = taken.row;
+      out.generations[first + i] = none ? 0 : generation_of(taken.word);
+      out.priorities[first + i] = none ? 0 : static_cast<uint32_t>(kind.share(taken.word));
+      out.steps[first + i] = none ? 0 : taken.step;
+    }
+  }
+}
+
+}  // namespace
+
+void find_drawn(const Population& from, const DrawPlan& plan, uint32_t attempt, std::span<const uint32_t> numbers,
+                std::span<const uint64_t> targets, const Found& out) {
+  if (plan.by == By::priority) return find_drawn_by(ByPriority{from, 0, 0}, plan, attempt, numbers, targets, out);
+  find_drawn_by(ByRow{from, from.bits.total(), targets.size()}, plan, attempt, numbers, targets, out);
 }
 
 uint32_t select_bit(uint64_t word, uint32_t rank) {

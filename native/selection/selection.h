@@ -103,6 +103,8 @@ struct DrawPlan {
     if (length <= need) return 0;
     return stride == 1 ? length - need : (length - need - 1) / stride + 1;
   }
+  // Whether a row or step that a draw finds may be refused.
+  bool refuses() const { return !limits.none() || max_steps != 0 || (need | skip) != 0; }
 };
 
 // Attempts that belong to one round. The last is the one made from a copy.
@@ -129,6 +131,15 @@ size_t first_rows(const Population& from, Order order, uint64_t after, const Lim
 // lie in several pieces (shards): the owner of the piece that a target falls into finds the row.
 void draw_targets(const DrawKey& key, uint32_t attempt, uint32_t strata, uint64_t total,
                   std::span<const uint32_t> numbers, std::span<uint64_t> targets);
+
+// What one attempt of `draw` finds for targets in a piece of the population (a shard): their rows, with their
+// priorities (1 by row), and steps where these are the unit; kNoRow where the attempt is refused. `numbers` are those
+// of the draws.
+struct Found {
+  std::span<uint32_t> rows, generations, priorities, steps;
+};
+void find_drawn(const Population& from, const DrawPlan& plan, uint32_t attempt, std::span<const uint32_t> numbers,
+                std::span<const uint64_t> targets, const Found& out);
 
 // The rows that targets fall into, as of now, with their priorities (1 by row); kNoRow where the population changed on
 // the way. Targets are below the total. Returns how many were not found.

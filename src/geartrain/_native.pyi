@@ -54,6 +54,22 @@ def place_windows(
     lengths: _I32,
     /,
 ) -> _I32: ...
+def gather_transitions(
+    store: Store,
+    view: TransitionView,
+    fields: Sequence[int],
+    rows: _U32,
+    generations: _U32,
+    steps: _U32,
+    places: _U32,
+    numbers: _U32,
+    seed: int,
+    step: int,
+    round: int,
+    threads: int,
+    room: int,
+    out: Sequence[Any],
+) -> tuple[NDArray[np.uint8], _I32, _I32, NDArray[np.int64]]: ...
 def fetch(
     store: Store,
     rows: _U32,
@@ -149,6 +165,8 @@ class BatchSampler:
         admitted: bool,
         beta: float | None,
     ) -> tuple[SampledBatch, int, int, int] | None: ...
+    @property
+    def step_plan(self) -> tuple[int, int, int, int] | None: ...
     def gather(
         self,
         batch: SampledBatch,
@@ -365,6 +383,28 @@ class Candidates:
         strata: int = 0,
         limits: tuple[int, int, int] | None = None,
     ) -> tuple[_U32, _U32, _F64, int]: ...
+    def draw_steps(
+        self,
+        by_priority: bool,
+        seed: int,
+        step: int,
+        round: int,
+        numbers: _U32,
+        strata: int,
+        limits: tuple[int, int, int] | None,
+        steps: tuple[int, int, int, int],
+    ) -> tuple[_U32, _U32, _F64, _U32, int]: ...
+    def find_drawn(
+        self,
+        by_priority: bool,
+        seed: int,
+        step: int,
+        attempt: int,
+        numbers: _U32,
+        targets: _U64,
+        limits: tuple[int, int, int] | None,
+        steps: tuple[int, int, int, int] | None,
+    ) -> tuple[_U32, _U32, _U32, _U32]: ...
     def draw_distinct(
         self,
         by_priority: bool,
@@ -387,13 +427,27 @@ class AllowedRows:
     """A copy of the rows that limits allow, without some, out of which rows can be taken one by one."""
 
     def __init__(
-        self, candidates: Candidates, by_priority: bool, limits: tuple[int, int, int] | None, excluded: _U32
+        self,
+        candidates: Candidates,
+        by_priority: bool,
+        limits: tuple[int, int, int] | None,
+        excluded: _U32,
+        steps: tuple[int, int, int, int] | None = None,
     ) -> None: ...
     def total(self) -> int: ...
     def count(self) -> int: ...
     def find(self, targets: _U64, /) -> tuple[_U32, _U32, _U32, int]: ...
     def priorities(self) -> tuple[_U32, _U32, _U32]: ...
     def take(self, target: int, /) -> tuple[int, int, int]: ...
+
+class AllowedSteps:
+    """The steps that count of the rows that limits allow, of a store with priorities of steps."""
+
+    def __init__(
+        self, candidates: Candidates, limits: tuple[int, int, int] | None, steps: tuple[int, int, int, int]
+    ) -> None: ...
+    def total(self) -> int: ...
+    def find(self, targets: _U64, /) -> tuple[_U32, _U32, _U32, _U32]: ...
 
 class Message:
     @staticmethod

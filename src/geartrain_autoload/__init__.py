@@ -2,10 +2,18 @@
 
 In a script that is started so, `init_process_group()`, `init_process_group("gloo")` and
 `init_process_group("cpu:gloo")` make a group of the backend "geartrain"
-(geartrain/collectives/torch_backend/process_group.py), and `monitored_barrier` takes such groups; every other backend
-("nccl", "cpu:gloo,cuda:nccl") is left as it is, and rank 0 warns of it in one line. GEARTRAIN_ALLREDUCE=0 turns it off,
-so that one command runs with either.
-Processes that the script starts itself call `autoload()`.
+(geartrain/collectives/torch_backend/process_group.py), and `monitored_barrier` takes such groups. Jobs that name NCCL
+("nccl", "cpu:gloo,cuda:nccl") choose:
+
+    GEARTRAIN_ALLREDUCE_CUDA    "nccl"                             "cpu:gloo,cuda:nccl"
+    not set                     as it is; rank 0 says so           as it is; rank 0 says so
+    staged                      geartrain; rank 0 says so          geartrain; rank 0 says so
+    nccl                        as it is                           geartrain for CPU tensors, NCCL for CUDA's
+
+where geartrain makes all-reduces of CUDA tensors, staged through pinned memory, and collectives of CPU tensors; all
+else of CUDA tensors stays NCCL's. Every other backend is left as it is, which rank 0 says. Each is one line of the
+standard error, once a process. GEARTRAIN_ALLREDUCE=0 turns it off, so that one command runs with either. Processes that
+the script starts itself call `autoload()`.
 
 It is no entry point of torch ("torch.backends"), although torch would call one at the end of every `import torch`:
 where geartrain's metadata is found and its modules are not, as with an editable installation on PYTHONPATH, such an
@@ -28,8 +36,10 @@ from datetime import timedelta
 from typing import Any
 
 VARIABLE = "GEARTRAIN_ALLREDUCE"
+CUDA_VARIABLE = "GEARTRAIN_ALLREDUCE_CUDA"
 BACKEND = "geartrain"
 REPLACED = ("undefined", "gloo", "cpu:gloo")
+WITH_NCCL = ({"cuda:nccl"}, {"cpu:gloo", "cuda:nccl"})
 
 
 def autoload() -> None:
@@ -74,19 +84,60 @@ def wrap_init_process_group() -> None:
 def _init_process_group(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-        if (backend or "undefined").lower() in (*REPLACED, BACKEND):
+        name = (backend or "undefined").lower()
+        if name in (*REPLACED, BACKEND) or (_names_nccl(name) and _takes_nccls_part(name)):
             _register()
             backend = BACKEND
-        elif os.environ.get("RANK", "0") == "0":  # one line a job
-            warnings.warn(
-                f"{VARIABLE} is set, and has no effect on init_process_group({backend!r}), another backend: "
-                f'to have geartrain\'s all-reduce, name "{BACKEND}" or none; {VARIABLE}=0 goes on without this line',
-                stacklevel=2,
+        elif not _names_nccl(name):
+            _say(
+                f"{VARIABLE} is set, and has no effect on init_process_group({backend!r}), another backend: to have "
+                f'geartrain\'s all-reduce, name "{BACKEND}" or none; {VARIABLE}=0 goes on without this line'
             )
         original(backend, *args, **kwargs)
 
     init_process_group._geartrain = True  # type: ignore[attr-defined]
     return init_process_group
+
+
+def _names_nccl(name: str) -> bool:
+    given = {part.strip() for part in name.split(",")}
+    return name == "nccl" or given in WITH_NCCL
+
+
+def _takes_nccls_part(name: str) -> bool:
+    """Whether a job that names NCCL gets geartrain's group, as CUDA_VARIABLE says; says so, where it was not asked.
+
+    Raises:
+        ValueError: another value.
+    """
+    chosen = os.environ.get(CUDA_VARIABLE, "")
+    if chosen not in ("", "staged", "nccl"):
+        raise ValueError(f"{CUDA_VARIABLE} is staged or nccl, found {chosen!r}")
+    gloo = "cpu:gloo" in name
+    if chosen == "staged":
+        _say(
+            f"in init_process_group({name!r}) all-reduces of CUDA tensors take part, staged through pinned memory, and "
+            f"so do collectives of CPU tensors; all other collectives of CUDA tensors stay NCCL's "
+            f"({CUDA_VARIABLE}=staged; without it nothing takes part)"
+        )
+    elif not chosen:
+        stay = "collectives of CUDA tensors stay NCCL's" + (", those of CPU tensors Gloo's" if gloo else "")
+        _say(
+            f"{VARIABLE} is set, and nothing in init_process_group({name!r}) takes part: {stay}. "
+            f"{CUDA_VARIABLE}=staged lets all-reduces of CUDA tensors take part, staged through pinned memory, and "
+            f"collectives of CPU tensors; {VARIABLE}=0 goes on without this line"
+        )
+    return chosen == "staged" or (chosen == "nccl" and gloo)
+
+
+_said: set[str] = set()
+
+
+def _say(text: str) -> None:
+    """One line of the standard error, once a process and on rank 0 alone."""
+    if os.environ.get("RANK", "0") == "0" and text not in _said:
+        _said.add(text)
+        print(f"geartrain: {text}", file=sys.stderr, flush=True)
 
 
 def _monitored_barrier(original: Callable[..., None]) -> Callable[..., None]:

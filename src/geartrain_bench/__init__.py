@@ -50,6 +50,7 @@ BENCHES = {
     "online": Bench("online_rl.bench:main", plot="online_rl.bench:plot"),
     "transitions": Bench("transitions.bench:main", plot="transitions.bench:plot"),
     "feed": Bench("feeding.bench:main"),
+    "overheads": Bench("overheads.bench:main"),
     "allreduce": Bench(
         "allreduce.bench:main",
         takes_arguments=True,

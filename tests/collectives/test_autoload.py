@@ -90,6 +90,49 @@ def test_a_job_that_names_another_backend_is_told_so_once_and_left_as_it_is(
     assert all("'cpu:other'" in line and 'name "geartrain" or none' in line for line in said)
 
 
+def test_a_job_that_names_nccl_is_told_once_what_takes_part_and_which_variable_changes_it(tmp_path: Path) -> None:
+    done = started(
+        site(tmp_path),
+        """
+        import os, sys, torch, torch.distributed as dist
+        for os.environ["GEARTRAIN_ALLREDUCE_CUDA"] in ("", "nccl", "staged", "yes"):
+            for backend in ("nccl", "cpu:gloo,cuda:nccl") * 2:
+                try:
+                    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+                except ValueError as error:
+                    print("ValueError", error)
+                except Exception:  # this build of torch has no NCCL
+                    print(backend, "torch's", "geartrain" in sys.modules)
+                else:
+                    dist.all_reduce(torch.ones(3))
+                    group = dist.group.WORLD
+                    print(backend, dist.get_backend(), group.options.cuda, group.counters()["operations"])
+                    dist.destroy_process_group()
+        """,
+        RANK="0",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        *["nccl torch's False", "cpu:gloo,cuda:nccl torch's False"] * 2,
+        *["nccl torch's False", "cpu:gloo,cuda:nccl geartrain nccl 1"],
+        *["nccl torch's True", "cpu:gloo,cuda:nccl geartrain nccl 1"],
+        *["nccl geartrain staged 1", "cpu:gloo,cuda:nccl geartrain staged 1"] * 2,
+        *["ValueError GEARTRAIN_ALLREDUCE_CUDA is staged or nccl, found 'yes'"] * 4,
+    ], done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("geartrain: ")]
+    wanted = [
+        "nothing in init_process_group('nccl') takes part: collectives of CUDA tensors stay NCCL's. "
+        "GEARTRAIN_ALLREDUCE_CUDA=staged lets all-reduces of CUDA tensors take part",
+        "nothing in init_process_group('cpu:gloo,cuda:nccl') takes part: collectives of CUDA tensors stay NCCL's, "
+        "those of CPU tensors Gloo's. GEARTRAIN_ALLREDUCE_CUDA=staged lets",
+        "in init_process_group('nccl') all-reduces of CUDA tensors take part, staged through pinned memory, and so do "
+        "collectives of CPU tensors; all other collectives of CUDA tensors stay NCCL's",
+        "in init_process_group('cpu:gloo,cuda:nccl') all-reduces of CUDA tensors take part",
+    ]
+    assert len(lines) == len(wanted), done.stderr
+    assert all(text in line for text, line in zip(wanted, lines, strict=True)), lines
+
+
 @pytest.mark.parametrize("variable", ["", pytest.param("0", marks=pytest.mark.slow)])
 def test_without_the_variable_torch_is_as_it_was(tmp_path: Path, variable: str) -> None:
     done = started(

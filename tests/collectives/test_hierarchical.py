@@ -113,14 +113,18 @@ def test_every_operation_and_dtype_that_a_group_knows() -> None:
     def body(rank: int, group: Group) -> None:
         for dtype in (np.float32, np.float64, np.float16, np.int32, np.uint8):
             array = np.full(5000, rank + 1, dtype)
+            assert (group.all_reduce(array.copy(), op="product") == 24).all()
             assert (group.all_reduce(array.copy()) == 10).all()
             assert (group.all_reduce(array.copy(), op="min") == 1).all()
             assert (group.all_reduce(array.copy(), op="max") == 4).all()
             if np.dtype(dtype).kind == "f":
                 assert (group.all_reduce(array.copy(), op="avg") == 2.5).all()
             else:
-                with pytest.raises(ArgumentError, match="average"):
+                assert (group.all_reduce(array.copy(), op="bxor") == 4).all()
+                with pytest.raises(ArgumentError, match="no avg of"):
                     group.all_reduce(array, op="avg")
+        assert (group.all_reduce(np.full(5000, 1j * (rank + 1)), op="avg") == 2.5j).all()
+        assert not group.all_reduce(np.full(5000, rank < 2), op="band").any()
         halves = group.all_reduce(np.full(5000, 1 + 2.0**-9, np.float32), wire_dtype="bfloat16")
         assert (halves == 4).all()  # 2 + 2^-8 of each host, rounded to 2
         with pytest.raises(ArgumentError, match="sent as"):

@@ -160,3 +160,19 @@ if __name__ == "__main__":
     again = [sys.executable, "-m", "geartrain", "launch", str(script), "--folder", str(tmp_path / "b")]
     assert preloaded.run(again, cwd="/", timeout=patience(60)).returncode == 0
     assert (tmp_path / "b" / "learner-0.log").read_text() == "learnt 3 own\n"
+
+
+def test_a_command_that_ends_by_a_schedulers_sigterm_before_its_launcher_has_it_is_no_failure(store_name, tmp_path):
+    """Schedulers that end a job send SIGTERM to all of its processes, in any order."""
+    pytest.importorskip("typer")
+    name = store_name()
+    more = '[role.watch]\nrun = "launched:linger"'
+    launcher = started(toml(tmp_path, name, more, 'run = ["sleep", "1000"]'), tmp_path)
+    wait_for(lambda: f"launch-{name}" in counters.names() and counters.describe(f"launch-{name}").totals["steps"] == 1)
+    pids = counters.SharedCounters.open(f"launch-{name}").column("pid")
+    for pid in pids:  # the command ends by it; the function sees that the job stops
+        os.kill(int(pid), signal.SIGTERM)
+    launcher.send_signal(signal.SIGTERM)
+    _, error = launcher.communicate(timeout=patience(30))
+    assert (launcher.returncode, error) == (130, "error: stopped by SIGTERM\n")
+    assert text(tmp_path, "watch-0") == "told to go\n", "the launcher's SIGTERM was taken for a second one"

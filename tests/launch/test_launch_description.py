@@ -64,7 +64,7 @@ env = { A = "b" }
     ("lines", "complaint"),
     [
         ("name = 'x'\n[lerner]\nrun = 'a:b'", "lerner means nothing here"),
-        ("name = 'x'\n[learner]\nrun = 'a:b'\nranks = 2", r"ranks means nothing in \[learner\]; there are args, env"),
+        ("name = 'x'\n[learner]\nrun = 'a:b'\nranks = 2", r"ranks means nothing in \[learner\]; there are args, cpus"),
         ("name = 'x'\n[learner]\nprocesses = 2", r"\[learner\] needs run"),
         ("name = 'x'\n[actor]\npolicy = 'a:b'", "needs environments and policy"),
         ("name = 'x'\n[learner]\nrun = 'train.py'", "names no function"),

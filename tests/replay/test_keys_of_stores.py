@@ -222,8 +222,8 @@ def test_keys_of_a_global_batch_name_their_stores_on_every_rank(
         with gt.Replay(mine, Prioritized(seed=3), 12, window=2, output="numpy", group=rank, prefetch=0) as replay:
             batch = replay.sample()
             labels = batch["label"]
-            assert isinstance(batch.keys.store, np.ndarray)
-            for label, store in zip(labels.tolist(), batch.keys.store.tolist(), strict=True):
+            named = np.broadcast_to(np.asarray(batch.keys.store, np.uint64), len(batch.keys))
+            for label, store in zip(labels.tolist(), named.tolist(), strict=True):
                 assert label in priorities(ids[store])
             here = batch.keys.is_of(mine.id)
             if not here.all():

@@ -130,6 +130,17 @@ def test_every_strategy_gives_the_batches_of_the_host(
 
 
 @pytest.mark.parametrize("path", ["gather", "staged"])
+def test_draws_of_steps_give_the_batches_of_the_host(make_shards: Callable[..., list[str]], path: Any) -> None:
+    for per, strategy in (("row", Uniform(seed=1, over="steps")), ("step", Prioritized(seed=2, beta=0.5))):
+        shards = make_shards(3, priority_per=per)
+        options = functools.partial(DeviceOptions, path=path)
+        windows = [7] if path == "gather" else [7, gt.Windows(5, whole=True), gt.Windows(5, anchor="first", whole=True)]
+        for window in windows:
+            stats = compare(shards, strategy, options, ranks=3, steps=2, window=window)
+            assert sum(one["received_bytes"] for one in stats) > 0, "nothing moved"
+
+
+@pytest.mark.parametrize("path", ["gather", "staged"])
 def test_ranks_that_share_a_shard_read_it_themselves(make_shards: Callable[..., list[str]], path: Any) -> None:
     stats = compare(
         make_shards(1),

@@ -1,4 +1,4 @@
-"""Ranks that are processes, over Gloo: the same promises where they can be killed."""
+"""Ranks that are processes: the same promises where they can be killed, whatever carries their messages."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from typing import Any
 import preloaded
 import pytest
 from deadlines import patience
+
+from geartrain.tools.testing import Hosts
 
 pytest.importorskip("torch")
 
@@ -60,7 +62,97 @@ def test_processes_make_the_same_global_batch_however_many_there_are(
         stats = [each[-1]["stats"] for each in said]
         assert sum(s["sent_bytes"] for s in stats) == sum(s["received_bytes"] for s in stats)
         assert all(s["local_share"] > 0.6 for s in stats)
+        assert all(s.get("peers_by_shm", 0) == ranks - 1 for s in stats)
     assert found[0] == found[1]
+
+
+def drawn(said: list[list[dict[str, Any]]]) -> list[list[int]]:
+    """The rows of each global batch."""
+    return [
+        [n for _, n in sorted(p for each in said for p in zip(each[step]["draw"], each[step]["number"], strict=True))]
+        for step in range(5)
+    ]
+
+
+@pytest.mark.slow
+def test_every_carrier_makes_the_same_batches(store_name: Callable[[], str], tmp_path: Path) -> None:
+    found = []
+    for carrier, peers in (("auto", {"peers_by_shm": 2}), ("tcp", {"peers_by_tcp": 2}), ("gloo", {"peers_by_gloo": 2})):
+        folder = tmp_path / carrier
+        folder.mkdir()
+        said = [lines(p) for p in start("batches", store_name(), 3, folder, GEARTRAIN_RANK_CARRIER=carrier)]
+        found.append(drawn(said))
+        for each in said:
+            assert {name: n for name, n in each[-1]["stats"].items() if name.startswith("peers_by")} == peers
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.slow
+def test_ranks_share_memory_within_a_host_and_use_tcp_across(store_name: Callable[[], str], tmp_path: Path) -> None:
+    reason = Hosts.viable()
+    if reason is not None:
+        pytest.skip(reason)
+
+    names: list[str] = []
+
+    def run(hosts: Hosts, scenario: str, port: int, **env: str) -> list[subprocess.Popen[str]]:
+        names.append(store_name())
+        return [
+            hosts.popen(
+                host,
+                [sys.executable, str(WORKER), scenario, names[-1]],
+                env={
+                    "RANK": str(rank),
+                    "WORLD_SIZE": "3",
+                    "MEET": f"tcp://10.77.0.1:{port}",
+                    "OMP_NUM_THREADS": "1",
+                    **env,
+                },
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank, host in enumerate((0, 0, 1))
+        ]
+
+    with Hosts(2) as hosts:
+        said = [lines(p) for p in run(hosts, "batches", 29500)]
+        alone = tmp_path / "alone"
+        alone.mkdir()
+        assert drawn(said) == drawn([lines(p) for p in start("batches", store_name(), 1, alone)])
+        ways = [{k: v for k, v in each[-1]["stats"].items() if k.startswith("peers_by")} for each in said]
+        assert ways == [{"peers_by_shm": 1, "peers_by_tcp": 1}] * 2 + [{"peers_by_tcp": 2}]
+        processes = run(hosts, "killed", 29501, HOW="kill", PREFETCH="2")
+        for rank in (0, 2):
+            (told,) = lines(processes[rank])
+            assert "rank 1 was lost" in told["error"] and told["waited_s"] < patience(1.5)
+        processes[1].wait(patience(10))
+        for host, ranks in ((0, (0, 1)), (1, (2,))):  # what ranks share between them goes with them
+            left = hosts.run(host, ["ls", "/dev/shm"]).split()
+            assert left == [f"geartrain.{names[-1]}-{rank}" for rank in ranks]
+
+
+def test_a_forked_child_is_refused_and_its_parent_goes_on(store_name: Callable[[], str], tmp_path: Path) -> None:
+    one, other = (lines(p) for p in start("forks", store_name(), 2, tmp_path))
+    assert "was forked from it" in one[0]["child"]
+    assert one[1]["drawn"] and other[0]["drawn"]
+
+
+@pytest.mark.slow
+def test_processes_draw_the_same_steps_however_many_there_are(store_name: Callable[[], str], tmp_path: Path) -> None:
+    found = []
+    for ranks in (1, 2, 3):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        said = [lines(p) for p in start("steps", store_name(), ranks, folder)]
+        batches = []
+        for step in range(6):
+            parts = [zip(each[step]["draw"], each[step]["action"], each[step]["weights"], strict=True) for each in said]
+            batches.append([what for _, *what in sorted(one for part in parts for one in part)])
+        found.append(batches)
+        assert all(each[-1]["wrong"] == [] for each in said)
+        assert sum(each[-1]["stats"]["sent_bytes"] for each in said) > 0 or ranks == 1
+    assert found[0] == found[1] == found[2]
 
 
 def test_a_mesh_says_who_reads_what(store_name: Callable[[], str], tmp_path: Path) -> None:

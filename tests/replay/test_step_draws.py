@@ -10,7 +10,6 @@ from selection_reference import ROW_STREAM, below, random_bits
 import geartrain as gt
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, EmptyStoreError, FieldError
-from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.selection import Fifo, Limits, Mixture, Prioritized, TopK, Uniform
 from geartrain.store.recorder import recorded_fields
 
@@ -293,7 +292,7 @@ def test_what_knows_no_steps_is_refused_when_the_replay_is_made():
             (Prioritized(replacement=False), {"view": view}, "with replacement"),
             (Prioritized(), {}, "give window="),
             (TopK(), {"view": view}, "goes by the priorities of rows"),
-            (Prioritized(), {"window": 2, "device": "cuda"}, "leave out group, mesh and device"),
+            (Prioritized(), {"window": 2, "device": "cuda"}, "leave out device"),
         ):
             with pytest.raises(ArgumentError, match=words):
                 gt.Replay(store, selection, 4, **options)
@@ -302,13 +301,6 @@ def test_what_knows_no_steps_is_refused_when_the_replay_is_made():
         with pytest.raises(FieldError, match="transitions need"):
             with make_store() as bare:
                 gt.Replay(bare, Prioritized(), 4, view=view)
-
-
-def test_ranks_are_refused_before_they_wait_for_each_other():
-    with recorded_store([20]) as store:
-        group = object.__new__(RankGroup)
-        with pytest.raises(ArgumentError, match="leave out group, mesh and device"):
-            gt.Replay(store, Prioritized(), 4, window=2, group=group)
 
 
 def test_stores_whose_steps_have_none_behind_them_or_no_priority_are_empty():

@@ -318,7 +318,7 @@ def test_what_makes_no_transitions_is_refused():
             gt.Replay(store, Uniform(), 2, view="transitions")
         with pytest.raises(ArgumentError, match="knows nothing of transitions"):
             gt.Replay(store, GroupSampling("task", 2), 2, view=view)
-        with pytest.raises(ArgumentError, match="leave out group, mesh and device"):
+        with pytest.raises(ArgumentError, match="leave out device"):
             gt.Replay(store, Uniform(over="steps"), 2, device="cuda")
         gt.Replay(store, Fifo(), 2, view=view).close()
     for bad in ({"n_step": 0}, {"gamma": 1.5}, {"gamma": float("nan")}, {"frame_stack": 0}, {"n_step": 2.5}):
@@ -329,21 +329,6 @@ def test_what_makes_no_transitions_is_refused():
             Uniform(**bad)
     with pytest.raises(ArgumentError, match="by a Replay"):
         Uniform(over="steps").select(gt.selection.Candidates(np.ones(3, np.uint32)), 2, 0)
-
-
-def test_over_ranks_views_are_refused(store_name):
-    from geartrain.tools.testing.thread_ranks import run_ranks
-
-    with make_store(5) as store:
-        record_episodes(store, [4])
-
-        def one(group):
-            for options in ({"view": gt.Transitions()}, {}):
-                strategy = Uniform(over="rows" if options else "steps")
-                with pytest.raises(ArgumentError, match="leave out group"):
-                    gt.Replay(store, strategy, 2, group=group, **options)
-
-        run_ranks(1, one)
 
 
 @pytest.mark.parametrize("name", ["truncated", "last"])

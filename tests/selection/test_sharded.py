@@ -293,7 +293,7 @@ def test_totals_are_all_that_independent_draws_say(cut: Callable[..., Shards]) -
         select_shards(Prioritized(seed=1), Shard(candidates, rank.rank, 4, gather_of(rank)), 4096, 0, None)
 
     run_ranks(4, body)
-    assert sent == [16] * 4
+    assert sent == [8] * 4
 
 
 def test_a_strategy_of_ones_own_takes_part_or_is_refused() -> None:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import geartrain as gt
 from geartrain.errors import PeerLostError
+from geartrain.replay.distributed.rank_group import TorchRankGroup
 from geartrain.selection import Prioritized, Uniform
 
 N, B = 96, 24
@@ -46,6 +47,28 @@ def batches(name: str) -> None:
             replay.update_priorities(batch.keys, batch["number"] % 7)
             say(rank=rank, draw=batch.draw.tolist(), number=batch["number"].tolist())
         say(rank=rank, stats=replay.stats())
+
+
+def steps(name: str) -> None:
+    """Prints the steps of this rank's part of six batches of transitions, whose priorities are given back."""
+    from recorded_shards import FIELDS as EPISODE_FIELDS
+    from recorded_shards import Episodes
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    episodes, view = Episodes(200), gt.Transitions(n_step=2, observations=["obs.state"])
+    selection = Prioritized(seed=3, beta=0.5)
+    with gt.Store.create(f"{name}-{rank}", EPISODE_FIELDS, max_length=12, capacity=201, priority_per="step") as store:
+        episodes.insert(store, 200 * rank // size, 200 * (rank + 1) // size)
+        with gt.Replay(store, selection, 48, view=view, output="numpy", prefetch=0, group=dist.group.WORLD) as replay:
+            for _ in range(6):
+                batch = replay.sample()
+                row, t = np.divmod(batch["action"], 12)
+                assert (batch["obs.state"] == episodes.arrays["obs.state"][row, t]).all()
+                replay.update_priorities(batch.keys, batch["action"] % 7)
+                weights = batch.importance_weights
+                assert weights is not None
+                say(draw=batch.draw.tolist(), action=batch["action"].tolist(), weights=weights.tolist())
+            say(stats=replay.stats(), wrong=store.audit())
 
 
 def mesh(name: str) -> None:
@@ -111,6 +134,27 @@ def interrupted(name: str) -> None:
     os._exit(0)
 
 
+def forks(name: str) -> None:
+    """Rank 0 forks, and its child uses the group; both ranks draw on."""
+    rank = dist.get_rank()
+    with store_of(f"{name}-{rank}", N * rank // 2, N * (rank + 1) // 2) as store:
+        ranks = TorchRankGroup([0, 1], timeout_s=20)
+        replay = gt.Replay(store, Uniform(), B, group=ranks, prefetch=0)
+        replay.sample()
+        if rank == 0:
+            child = os.fork()
+            if child == 0:
+                try:
+                    ranks.all_gather(np.zeros(1, np.uint8))
+                except PeerLostError as error:
+                    say(child=str(error))
+                ranks.abort("the child's own affair")
+                os._exit(0)
+            os.waitpid(child, 0)
+        say(rank=rank, drawn=replay.sample().draw.tolist())
+        replay.close()
+
+
 def killed(name: str) -> None:
     """Rank 1 kills itself (or stops) in the middle; the others say what they see, and when."""
     rank, how = dist.get_rank(), os.environ["HOW"]
@@ -138,7 +182,6 @@ if __name__ == "__main__":
     scenario, name = sys.argv[1:]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", os.environ["MEET"], timedelta(seconds=30), size, rank)
-    {"batches": batches, "mesh": mesh, "killed": killed, "again": again, "leaves": leaves, "interrupted": interrupted}[
-        scenario
-    ](name)
+    scenarios = (batches, steps, mesh, killed, again, leaves, interrupted, forks)
+    {each.__name__: each for each in scenarios}[scenario](name)
     dist.destroy_process_group()

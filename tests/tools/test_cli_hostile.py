@@ -127,6 +127,25 @@ SENSELESS = {
         "--master": ("x", "host", ":", "host:", ":1", "host:0", "host:99999", "host:²", *WORDS),
         "--coordinator-port": ("-1", "0", "65536"),
     },
+    "generate slurm": {
+        "job": ("no.toml", "no_such_module", "json:no_such", "broken.py", "raising.py", "types-3.toml", *WORDS),
+        "--hosts": ("0", "-1", "100001"),
+        "--option": ("partition", "=gpu", "Partition=x", "--mem=1", "nodes=3", 'mem="', "mem=\\", "mem=a\nb", *WORDS),
+        "--setup": ("", " ", "a\nb", "\udcff"),
+        "--python": ("", " ", "a\nb", "\udcff"),
+    },
+    "generate kubernetes": {
+        "job": ("no.toml", "no_such_module", "json:no_such", "broken.py", "raising.py", "types-3.toml", *WORDS),
+        "--image": ("", " ", "a b", "a\nb", "\udcff"),
+        "--hosts": ("0", "-1", "100001"),
+        "--description": ("", " ", "a\nb", "\udcff"),
+        "--name": ("Upper", "a.b", "x" * 60, *(word for word in WORDS if word not in ("", "nan"))),
+        "--namespace": ("Upper", "a.b", *(word for word in WORDS if word not in ("", "nan"))),
+        "--secret": ("Upper", "a.b", *(word for word in WORDS if word not in ("", "nan"))),
+        "--env": ("A", "=b", "1A=b", "A=a\nb", *WORDS),
+        "--gpu-resource": ("", "a b", "/", "a/b/c", "a\nb"),
+        "--max-restarts": ("-1", "1000001"),
+    },
     "plan ranks": {
         "--hosts": ("0", "-1"),
         "--gpus": ("0", "-1"),
@@ -168,6 +187,8 @@ SOUND = {
     "bench": ["store"],
     "reducer": [],
     "launch": ["job.toml", "--folder", "run"],
+    "generate slurm": ["job.toml", "--hosts", "2"],
+    "generate kubernetes": ["shared.toml", "--image", "registry/x:1", "--hosts", "2"],
     "plan ranks": ["--hosts", "2", "--gpus", "1", "--batch", "8", "--rows", "1e4"],
     "plan allreduce": ["--workers", "2x1Gbit", "--reducers", "1x1Gbit", "--bytes", "1MB", "--price-worker", "1",
                        "--price-reducer", "1"],
@@ -247,6 +268,7 @@ def hostile() -> Iterator[tuple[str, str, list[str]]]:
         yield name, "--no-such-option", [*SOUND[name], "--no-such-option=1"]
     yield "", "", ["no-such-command"]
     yield "plan", "", ["no-such-command"]
+    yield "generate", "", ["no-such-command"]
 
 
 def _without(words: list[str], option: str) -> list[str]:
@@ -262,6 +284,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("hostile")
     np.savez(place / "data.npz", obs=np.zeros((2, 3, 4), "float32"), ids=np.arange(2))
     (place / "job.toml").write_text('name = "hostile"\n[learner]\nrun = ["true"]\n')
+    (place / "shared.toml").write_text('name = "hostile"\nshared_memory_gb = 1\n[learner]\nrun = ["true"]\n')
     (place / "folder.toml").mkdir()
     (place / "binary.toml").write_bytes(bytes(range(256)))
     learner = '[learner]\nrun = ["true"]\n'

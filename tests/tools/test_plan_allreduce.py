@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from geartrain.errors import ArgumentError
-from geartrain.tools.plan.allreduce import ALGORITHMS, Network, cheapest, cost, growing, plan, with_reducers
+from geartrain.tools.plan.allreduce import ALGORITHMS, FORMULAS, Network, cheapest, cost, growing, plan, with_reducers
 from geartrain.tools.plan.units import (
     bytes_text,
     parse_bytes,
@@ -26,7 +26,8 @@ def test_the_reduction_servers_sample_is_planned_as_published() -> None:
     found = plan(SAMPLE)
     assert (found.needed, found.needed_dedicated, found.needed_rate) == (25, 25, 4e9)
     times = {one.algorithm: (one.seconds - one.latency_s) / SAMPLE.unit_s for one in found.costs}
-    assert times == pytest.approx({"root": 7, "ring": 1.75, "tree": 1.75, "dedicated": 1.7857143, "hybrid": 1.2323944})
+    published = {"root": 7, "ring": 1.75, "tree": 1.75, "dedicated": 1.7857143, "hybrid": 1.2323944}
+    assert times == pytest.approx({**published, "single": 8 * 12.5 / 4})
     assert sum(found.shares) == pytest.approx(1) and len(found.shares) == len(found.moved) == 22
     assert found.seconds == pytest.approx(
         max(m / r for m, r in zip(found.moved[:8], SAMPLE.workers, strict=True)) + 1e-4
@@ -42,13 +43,25 @@ def test_one_worker_that_sums_for_all_takes_as_long_as_published_and_is_the_fast
 
 def test_latency_is_hops_times_half_a_round_trip() -> None:
     assert {name: cost(SAMPLE, name).latency_s for name in ALGORITHMS} == pytest.approx(
-        {"root": 1e-4, "ring": 7e-4, "tree": 3e-4, "dedicated": 1e-4, "hybrid": 1e-4}
+        {"single": 1e-4, "root": 1e-4, "ring": 7e-4, "tree": 3e-4, "dedicated": 1e-4, "hybrid": 1e-4}
     )
     rows = growing(SAMPLE, [1, 2, 64])
-    assert [one.hops for one in rows[0]] == [0, 0, 0, 0, 0]
-    assert [one.hops for one in rows[2]] == [2, 126, 12, 2, 2]
-    assert [one.worker_bytes / 1.2e9 for one in rows[2]] == pytest.approx([63, 1.96875, 1.96875, 1, 1.844], abs=1e-3)
-    assert rows[2][3].reducers == 200, "as many as 64 workers of 100 Gbit/s need"
+    assert [one.hops for one in rows[0]] == [0, 0, 0, 0, 0, 0]
+    assert [one.hops for one in rows[2]] == [2, 2, 126, 12, 2, 2]
+    moved = [1, 63, 1.96875, 1.96875, 1, 1.844]
+    assert [one.worker_bytes / 1.2e9 for one in rows[2]] == pytest.approx(moved, abs=1e-3)
+    assert rows[2][4].reducers == 200, "as many as 64 workers of 100 Gbit/s need"
+
+
+def test_a_single_reducer_costs_what_there_are_workers_times_the_array() -> None:
+    for workers in (2, 8, 64):
+        given = cost(Network((12.5e9,) * workers, (4e9, 8e9), 1.2e9), "single")  # the faster one
+        assert (given.reducers, given.worker_bytes, given.busiest_bytes) == (1, 1.2e9, workers * 1.2e9)
+        assert given.seconds == pytest.approx(workers * 1.2 / 8)
+        assert cost(Network((2.0,) * workers, nbytes=1.0), "single").seconds == workers / 2  # like a worker
+    alone = cost(Network((1.0,), (1.0,)), "single")
+    assert (alone.seconds, alone.hops, alone.reducers) == (0, 0, 0)
+    assert list(FORMULAS) == list(ALGORITHMS)
 
 
 def test_the_cheapest_number_is_found_by_trying_all_and_depends_on_the_price() -> None:
@@ -132,6 +145,7 @@ def test_the_command_prints_the_plan_and_writes_it(tmp_path: Path) -> None:
     )  # fmt: skip
     assert code == 0, said
     assert "25 dedicated of 32 Gbit/s" in said and "1.787" in said and "cheapest 25 reducers" in said
+    assert "N K, the reducer" in said and "single:" in said
     assert "25 (cheapest)" in said and "cost of 1000 steps" in said
     written = json.loads(json_path.read_text())
     assert written["cheapest"]["reducers"] == 25 and written["needed_dedicated"] == 25

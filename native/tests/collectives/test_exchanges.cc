@@ -21,7 +21,7 @@ struct Case {
 
   Case(uint64_t seed, uint32_t world) : world(world), seed(seed), counts(world, std::vector<uint64_t>(world)) {
     std::mt19937_64 random(seed);
-    shape.collective = static_cast<Collective>(1 + random() % (kCollectives - 1));
+    shape.collective = static_cast<Collective>(1 + random() % 4);  // those that are asked for
     shape.dtype = shape.wire = static_cast<Dtype>(random() % kDtypes);
     shape.op = static_cast<Op>(random() % kOps);
     if (!reduces(shape.op, shape.dtype)) shape.op = Op::sum;
@@ -173,7 +173,7 @@ TEST(rings_reducers_and_ranks_without_a_share_refuse_them) {
 
 // Of every kind: three ranks begin, the other does not come, or asks for another size or kind.
 TEST(a_rank_that_does_not_come_is_named_and_one_that_disagrees_too) {
-  for (const bool disagrees : {false, true}) {
+  for (const auto& [disagrees, shm] : {std::pair{false, false}, {true, false}, {false, true}, {true, true}}) {
     uint32_t seen = 0;
     for (uint64_t seed = 1; seen != 30; ++seed) {
       const Case given(seed, 4);
@@ -182,7 +182,7 @@ TEST(a_rank_that_does_not_come_is_named_and_one_that_disagrees_too) {
       if ((seen & kind) != 0 || !matters) continue;
       seen |= kind;
       std::atomic<int> waiting{3};
-      run_ranks({.world = 4}, [&](uint32_t rank, Group& group) {
+      run_ranks({.world = 4, .shm = shm}, [&, disagrees = disagrees](uint32_t rank, Group& group) {
         Case own = given;
         if (rank == 2 && !disagrees) {
           while (waiting > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -205,6 +205,60 @@ TEST(a_rank_that_does_not_come_is_named_and_one_that_disagrees_too) {
         --waiting;
       });
     }
+  }
+}
+
+// On one host, where the root alone would know.
+TEST(ranks_that_broadcast_from_two_roots_are_both_named) {
+  for (const bool shm : {false, true}) {
+    run_ranks({.world = 3, .shm = shm}, [](uint32_t rank, Group& group) {
+      Case given(1, 3);
+      given.shape = {0, Dtype::int32, Dtype::int32, Op::sum, 0, Collective::broadcast, rank == 1 ? 1u : 0u};
+      for (auto& row : given.counts) row.assign(3, 50'000);
+      const Running running(group, given, rank, 60);
+      CHECK(running.work->wait(soon(60)));
+      const Fault& fault = running.work->fault();
+      if (fault.kind != FaultKind::disagree || fault.text.find("rank 1") == std::string::npos) {
+        testing::failed(__FILE__, __LINE__, fault.text);
+      }
+    });
+  }
+}
+
+TEST(what_is_lent_in_pieces_arrives_whole) {
+  for (const uint32_t world : {2u, 3u}) {
+    run_ranks({.world = world, .shm = true}, [&](uint32_t rank, Group& group) {
+      for (const Collective kind : {Collective::broadcast, Collective::all_gather, Collective::all_to_all}) {
+        Case given(1, world);
+        given.shape = {0, Dtype::uint8, Dtype::uint8, Op::sum, 0, kind, world - 1};
+        for (auto& row : given.counts) row.assign(world, 2 * kLentBytes + 12'345);
+        Running running(group, given, rank);
+        finish(*running.work);
+        CHECK(running.result(given) == given.expected(rank));
+      }
+      // Each of those bytes was read, and none went through a ring.
+      CHECK(group.counts().sent_shm < 100'000);
+    });
+  }
+}
+
+// The ranks that read are told so at once, whatever they were about to read.
+TEST(what_was_lent_is_taken_back_with_a_fault) {
+  for (int round = 0; round < 20; ++round) {
+    run_ranks({.world = 3, .shm = true}, [&](uint32_t rank, Group& group) {
+      Case given(1, 3);
+      given.shape = {0, Dtype::uint8, Dtype::uint8, Op::sum, 0, Collective::broadcast, 0};
+      for (auto& row : given.counts) row.assign(3, 8 * kLentBytes);
+      auto running = std::make_unique<Running>(group, given, rank);
+      if (rank == 0) {
+        if (round % 2 != 0) std::this_thread::yield();
+        group.abort("on purpose");
+      }
+      CHECK(running->work->wait(soon(60)));
+      const bool failed = running->work->fault().kind != FaultKind::none;
+      if (failed) CHECK_EQ(static_cast<int>(running->work->fault().kind), static_cast<int>(FaultKind::aborted));
+      if (!failed) CHECK(running->result(given) == given.expected(rank));
+    });
   }
 }
 

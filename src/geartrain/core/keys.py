@@ -152,11 +152,12 @@ class Keys:
         store: int | NDArray[np.uint64],
         *,
         shard: NDArray[np.uint16] | None = None,
+        draw: NDArray[np.int64] | None = None,
         step: NDArray[np.uint32] | None = None,
     ) -> Keys:
         """Keys of a store's rows from the arrays that its native layer returned, without a check of them."""
         made = cls.__new__(cls)
-        made.__dict__.update(row=row, generation=generation, shard=shard, draw=None, store=store, step=step)
+        made.__dict__.update(row=row, generation=generation, shard=shard, draw=draw, store=store, step=step)
         return made
 
     def of_steps(self, step: ArrayLike) -> Keys:

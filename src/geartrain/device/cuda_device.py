@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, cast
@@ -11,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain.device.kernels as kernels
-from geartrain.errors import PinError
+from geartrain.errors import PinError, WaitTimeoutError
 
 if TYPE_CHECKING:
     import torch
 
 PORTABLE, MAPPED, READ_ONLY = 1, 2, 8  # cudaHostRegister's flags
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 20e-6, 200e-6  # between looks at an event; a copy of 4 MB takes about the latter
 
 
 class CudaDevice:
@@ -109,9 +111,17 @@ class CudaDevice:
         """cudaEventQuery."""
         return bool(event.query())
 
-    def sync(self, event: Any) -> None:
-        """cudaEventSynchronize; torch releases the GIL."""
-        event.synchronize()
+    def sync(self, event: Any, timeout_s: float | None = None) -> None:
+        """cudaEventSynchronize, for which torch releases the GIL; with a deadline cudaEventQuery now and then."""
+        if timeout_s is None:
+            event.synchronize()
+            return
+        until_s, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
+        while not event.query():
+            if time.monotonic() > until_s:
+                raise WaitTimeoutError(f"{self.name} did not reach an event within {timeout_s:.3g} s")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> torch.Tensor:
         """From torch's caching allocator."""

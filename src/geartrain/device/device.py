@@ -69,8 +69,11 @@ class Device(Protocol):
         """Whether what the event has recorded is complete."""
         ...
 
-    def sync(self, event: Any) -> None:
-        """Waits on the host for what the event has recorded, without the GIL."""
+    def sync(self, event: Any, timeout_s: float | None = None) -> None:
+        """Waits on the host for what the event has recorded, without the GIL.
+
+        Raises `WaitTimeoutError` after `timeout_s`, and `RuntimeError` once work of the device has failed.
+        """
         ...
 
     # Memory.

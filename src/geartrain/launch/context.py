@@ -388,7 +388,8 @@ class Context:
 
     def _on_term(self, _number: int, _frame: FrameType | None) -> None:
         self._signalled += 1
-        if self._signalled > 1:
+        # A scheduler's own SIGTERM to all processes of a job comes before the launcher's first, and is no second one.
+        if self._signalled > 1 and self.reporter.stop_requests != 1:
             raise SystemExit(0)
 
     def __repr__(self) -> str:

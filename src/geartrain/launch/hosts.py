@@ -1,16 +1,23 @@
-"""Host discovery: position of this launcher among the hosts of a job, from torchrun, Slurm or arguments."""
+"""Host discovery: position of this launcher among the hosts of a job: torchrun, Slurm, Kubernetes or arguments."""
 
 from __future__ import annotations
 
 import re
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from geartrain.errors import ArgumentError
+from geartrain.transport.rendezvous import address_towards
 
 #: The ranks' rendezvous port by default; with Slurm a number from the job's id is added, for jobs that share a host.
 PORT = 29_500
+#: How long the names of a job's pods may take to be known to the others: those of pods that have not started are not.
+POD_NAME_S = 300.0
+#: What `geartrain generate kubernetes` puts into the environment of pods: hosts of the job, the first host of a group
+#: of pods, and host:port of host 0. Kubernetes adds JOB_COMPLETION_INDEX, a pod's number in its group.
+POD_HOSTS, POD_FIRST_HOST, POD_MASTER = "GEARTRAIN_HOSTS", "GEARTRAIN_FIRST_HOST", "GEARTRAIN_MASTER"
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,7 @@ class HostPosition:
         master_addr, master_port: rendezvous of the ranks; port 0 is a free one, on one host.
         coordinator_port: of the launchers' coordinator on host 0; master_port + 1 by default.
         agent_store: the ranks use torchrun's store, which listens at master_port already.
+        name_s: how long the name of host 0 may take to be known here.
     """
 
     host: int = 0
@@ -30,6 +38,7 @@ class HostPosition:
     master_port: int = 0
     coordinator_port: int = 0
     agent_store: bool = False
+    name_s: float = 0.0
 
 
 def host_position(
@@ -44,13 +53,13 @@ def host_position(
 
     Args:
         environment: with torchrun's variables (one launcher a host: `--nproc-per-node 1`), or Slurm's (one task a
-            host), or neither: one host.
+            host), or those of a pod (`geartrain generate kubernetes`), or none: one host.
         hosts, host: how many, and which this is, instead.
         master: "host:port" of host 0 for the ranks' rendezvous; needed with `hosts`.
         coordinator_port: of the launchers' coordinator on host 0; the ranks' port and one by default.
 
     Raises:
-        ArgumentError: the arguments or variables contradict each other.
+        ArgumentError: the arguments or variables contradict each other; several hosts of Slurm's without srun.
     """
     if hosts is not None or host is not None or master is not None:
         if hosts is None or host is None or (hosts > 1 and master is None):
@@ -74,48 +83,77 @@ def host_position(
                 environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environment["WORLD_SIZE"] != "1",
             )
         )
-    tasks = _number(environment, "SLURM_STEP_NUM_TASKS", _number(environment, "SLURM_NTASKS", 1))
-    if tasks > 1 and "SLURM_PROCID" in environment:
-        nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
-        if environment.get("SLURM_STEP_NUM_NODES", str(tasks)) != str(tasks):
+    if POD_HOSTS in environment and "JOB_COMPLETION_INDEX" in environment:
+        return _of_pod(environment, coordinator_port)
+    return _of_slurm(environment, coordinator_port)
+
+
+def _of_pod(environment: Mapping[str, str], coordinator_port: int | None) -> HostPosition:
+    host = _number(environment, POD_FIRST_HOST, 0) + _number(environment, "JOB_COMPLETION_INDEX")
+    if (hosts := _number(environment, POD_HOSTS)) == 1:
+        return _checked(HostPosition(host, hosts))
+    address, port = _split(environment.get(POD_MASTER, ""))
+    return _checked(HostPosition(host, hosts, address, port, coordinator_port or port + 1, name_s=POD_NAME_S))
+
+
+def _of_slurm(environment: Mapping[str, str], coordinator_port: int | None) -> HostPosition:
+    if "SLURM_STEP_NODELIST" not in environment and "SLURM_STEP_ID" not in environment:
+        nodes = _number(environment, "SLURM_JOB_NUM_NODES", 1)
+        if nodes > 1:  # a batch script, or the shell of salloc: nobody has started launchers on the other hosts
             raise ArgumentError(
-                f"Slurm starts {tasks} launchers on {environment['SLURM_STEP_NUM_NODES']} hosts: one a host is wanted "
-                "(srun --ntasks-per-node 1)"
+                f"Slurm has given this job {nodes} hosts, and this is a shell on one of them: srun --ntasks-per-node 1 "
+                "geartrain launch ... starts a launcher on each; --hosts 1 --host 0 is for this one alone"
             )
-        port = _number(environment, "MASTER_PORT", PORT + _number(environment, "SLURM_JOB_ID", 0) % 1000 * 2)
-        address = environment.get("MASTER_ADDR") or first_host(nodes)
-        return _checked(
-            HostPosition(_number(environment, "SLURM_PROCID"), tasks, address, port, coordinator_port or port + 1)
+        return HostPosition()
+    tasks = _number(environment, "SLURM_STEP_NUM_TASKS", _number(environment, "SLURM_NTASKS", 1))
+    if tasks == 1:
+        return HostPosition()
+    if environment.get("SLURM_STEP_NUM_NODES", str(tasks)) != str(tasks):
+        raise ArgumentError(
+            f"Slurm starts {tasks} launchers on {environment['SLURM_STEP_NUM_NODES']} hosts: one a host is wanted "
+            "(srun --ntasks-per-node 1)"
         )
-    return HostPosition()
+    nodes_of_step = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
+    port = _number(environment, "MASTER_PORT", PORT + _number(environment, "SLURM_JOB_ID", 0) % 1000 * 2)
+    address = environment.get("MASTER_ADDR") or first_host(nodes_of_step)
+    return _checked(
+        HostPosition(_number(environment, "SLURM_PROCID"), tasks, address, port, coordinator_port or port + 1)
+    )
 
 
 def first_host(nodes: str) -> str:
     """The first of Slurm's list of hosts.
 
     Example:
-        >>> first_host("gpu[007-012,3],login1"), first_host("node1")
-        ('gpu007', 'node1')
+        >>> first_host("gpu[007-012,3],login1"), first_host("node1"), first_host("rack[2-3]node[01,04]-ib")
+        ('gpu007', 'node1', 'rack2node01-ib')
     """
-    found = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodes)
-    if found is None:
+    found = re.match(r"(?:[^\[\],]|\[[^\[\]]*\])+", nodes)
+    name = "" if found is None else re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", found[0])
+    if not name:
         raise ArgumentError(f"Slurm's list of hosts names none: {nodes!r}; set MASTER_ADDR")
-    return found[1] + (found[2] or "")
+    return name
 
 
-def own_address(master: str) -> str:
+def own_address(master: str, name_s: float = 0.0) -> str:
     """The address by which hosts that reach `master` reach this one: of the interface that leads there.
+
+    Args:
+        master: host 0, by name or address.
+        name_s: how long to wait for its name to be known.
 
     Raises:
         ArgumentError: nothing leads there.
     """
-    try:
-        family, kind, protocol, _, place = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(place)  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise ArgumentError(f"host 0 cannot be reached at {master!r}: {error}") from None
+    until_s = time.monotonic() + name_s
+    while True:
+        try:
+            return address_towards(master)
+        except OSError as error:
+            if not isinstance(error, socket.gaierror) or time.monotonic() >= until_s:
+                waited = f" within {name_s:g} s" if name_s else ""
+                raise ArgumentError(f"host 0 cannot be reached at {master!r}{waited}: {error}") from None
+        time.sleep(0.5)
 
 
 def _split(master: str) -> tuple[str, int]:
@@ -146,4 +184,13 @@ def _checked(position: HostPosition) -> HostPosition:
     return position
 
 
-__all__ = ["HostPosition", "first_host", "host_position", "own_address"]
+__all__ = [
+    "POD_FIRST_HOST",
+    "POD_HOSTS",
+    "POD_MASTER",
+    "PORT",
+    "HostPosition",
+    "first_host",
+    "host_position",
+    "own_address",
+]

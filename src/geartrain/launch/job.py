@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 from geartrain.core.shared_files import Trust, check_trust
 from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError
+from geartrain.launch.amounts import check_amount, check_shared_memory
 from geartrain.launch.role_hosts import HostTerms, check_classes, check_terms, class_names, resolve_hosts
 
 #: What a process runs: "module:function", "file.py:function", the function itself, or a command as a list of words.
@@ -51,6 +52,8 @@ class Role:
             learners' host (`RemoteStore`).
         silent_s: heartbeat timeout: a process that has not reported for so long is killed, and counts as dead; it first
             reports when it gets its context. None for no timeout.
+        cpus, gpus, memory_gb: of each process, which Slurm, Kubernetes and Ray are asked for (resources.py). Without
+            `cpus` that is `threads`; without `memory_gb` it is left to them. The launcher allots none of it.
     """
 
     name: str
@@ -63,6 +66,9 @@ class Role:
     env: Mapping[str, str] = field(default_factory=dict)
     hosts: HostTerms = "all"
     silent_s: float | None = None
+    cpus: float | None = None
+    gpus: int = 0
+    memory_gb: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _WORD.fullmatch(self.name):
@@ -77,6 +83,9 @@ class Role:
             _whole(about, "threads", self.threads, 1)
         if self.silent_s is not None:
             _seconds(about, "silent_s", self.silent_s)
+        check_amount(about, "cpus", self.cpus)
+        check_amount(about, "gpus", self.gpus, whole=True)
+        check_amount(about, "memory_gb", self.memory_gb)
         for what, given in (("env", self.env), ("args", self.args)):
             if not isinstance(given, Mapping):
                 raise ArgumentError(f"{about}: {what} is a table of names and values, found {given!r}")
@@ -186,6 +195,9 @@ class Job:
         serve_stores: each host with learners has a process that serves its store to the others (`Context.stores`); so
             it is anyhow where actors or others run on hosts without learners.
         hosts: classes of hosts, for roles to name: such as {"trainers": "0-1", "simulators": "2-"}.
+        shared_memory_gb: that the job's stores, weights and messages take in /dev/shm of a host, for schedulers that
+            limit it (resources.py): a number for all hosts, or by hosts as roles name them, such as
+            {"trainers": 20, "simulators": 1}.
 
     Example:
         >>> from geartrain import launch
@@ -211,6 +223,7 @@ class Job:
     trust: Trust = "user"
     hosts: Mapping[str, HostTerms] = field(default_factory=dict)
     serve_stores: bool = False
+    shared_memory_gb: float | Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _WORD.fullmatch(self.name):
@@ -232,6 +245,12 @@ class Job:
             if unknown := [each for each in class_names(str(role.hosts)) if each not in self.hosts]:
                 raise ArgumentError(
                     f"role {role.name!r}: there is no class of hosts {unknown[0]!r}; the job defines "
+                    f"{', '.join(sorted(self.hosts)) or 'none'} (hosts)"
+                )
+        for terms in check_shared_memory(f"job {self.name!r}", self.shared_memory_gb):
+            if unknown := [each for each in class_names(terms) if each not in self.hosts]:
+                raise ArgumentError(
+                    f"job {self.name!r}: shared_memory_gb: there is no class of hosts {unknown[0]!r}; the job defines "
                     f"{', '.join(sorted(self.hosts)) or 'none'} (hosts)"
                 )
         if self.timeout_s is not None:

@@ -79,7 +79,7 @@ class Launcher:
         self._store: Store | None = None
         self._old_store = False  # one was there before, and no process of this job may have used it
         self._master = (position.master_addr, position.master_port)
-        self._address = "127.0.0.1" if position.hosts == 1 else own_address(position.master_addr)
+        self._address = "127.0.0.1" if position.hosts == 1 else own_address(position.master_addr, position.name_s)
         learner = next((each for each in self._placed if each.role.kind == "learner"), None)
         #: Hosts of the job's stores: the learners', or wherever a process makes one.
         self._store_hosts = range(position.hosts) if learner is None else learner.hosts
@@ -202,7 +202,9 @@ class Launcher:
                 else f"; it printed nothing ({process.log})"
             )
             failure = f"{process.name} {process.exit_reason()}{limit}{tail}"
-            if self.position.hosts == 1 or self._done_sent or (process.returncode or 0) < 0:
+            # Schedulers that end a job send SIGTERM to all of its processes, in any order: to this one a moment later.
+            ended = process.returncode == -signal.SIGTERM
+            if not ended and (self.position.hosts == 1 or self._done_sent or (process.returncode or 0) < 0):
                 self._finish("failed", failure)
             elif self._failure is None:
                 self._failure = (failure, time.monotonic() + CAUSE_S)
@@ -362,7 +364,7 @@ class Launcher:
                 times = signals.get(each, 0)
                 if times < (2 if half else 1):
                     signals[each] = times + 1
-                    self._counters.slot(each.slot)["stop"] = 1.0
+                    self._counters.slot(each.slot)["stop"] = times + 1.0
                     each.terminate()
             self._supervisor.wait(0.1)
             self._draw()

@@ -68,7 +68,12 @@ class Reporter:
     @property
     def stop_requested(self) -> bool:
         """Whether the launcher wants the process to end."""
-        return self._slot is not None and self._slot["stop"] != 0.0
+        return self.stop_requests > 0
+
+    @property
+    def stop_requests(self) -> int:
+        """How often the launcher has asked it to end: once, and a last time before it kills."""
+        return 0 if self._slot is None else int(self._slot["stop"])
 
 
 @dataclass

@@ -20,6 +20,7 @@ from geartrain.replay.batch import Batch
 from geartrain.replay.builder import BatchBuilder, BuiltBatch, HostBatchBuilder, PriorityUpdate, State, nothing
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.rank_group import NOTE_S
+from geartrain.replay.distributed.single_rank import SingleRankBuilder
 from geartrain.replay.prefetch import BuildPlacement, Prefetcher, StillBuildingError
 from geartrain.store.store import Store
 
@@ -64,7 +65,9 @@ class BatchLoader:
         self._prefetch = config.prefetch
         self._finish = _finish_with(builder, config.transform)
         self._finishes_at_once = config.transform is None and isinstance(builder, HostBatchBuilder) and not trace.on
-        self._never_ahead = config.prefetch == 0 and not builder.collective
+        # One rank of a group of one asks nobody else, and keeps updates for the next request all the same.
+        self._keeps_updates = isinstance(builder, SingleRankBuilder)
+        self._never_ahead = config.prefetch == 0 and (not builder.collective or self._keeps_updates)
         self._timeout_s = config.timeout_s
         # Over ranks and on devices batches are always built on the prefetch thread.
         local = config.prefetch > 0 and isinstance(builder, HostBatchBuilder)
@@ -80,7 +83,7 @@ class BatchLoader:
         self._updates_lock = threading.RLock()
         self._halt = halt = _Flag()  # ends a wait for rows and for the stores' rate limiters
         self._shut = shut = _Flag()  # the same, for good
-        if not self._builder.collective:  # other ranks need what was asked for
+        if not self._builder.collective or self._never_ahead:  # other ranks need what was asked for
             for sampler in self._builder.samplers:
                 sampler.stopping = lambda: halt.is_set() or shut.is_set()
 
@@ -109,7 +112,8 @@ class BatchLoader:
         """
         placement = self._placement
         if self._builds_here():
-            built: BuiltBatch = self._builder.start(self.step, self.state, _NO_UPDATES)
+            updates = self.take_updates() if self._keeps_updates else _NO_UPDATES
+            built: BuiltBatch = self._builder.start(self.step, self.state, updates)
             if not self._finishes_at_once:
                 built = self._finish(built)
         else:

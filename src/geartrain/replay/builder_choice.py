@@ -10,6 +10,7 @@ from geartrain.errors import ArgumentError
 from geartrain.replay.builder import BatchBuilder, HostBatchBuilder
 from geartrain.replay.config import ReplayConfig, make_samplers
 from geartrain.replay.distributed.rank_group import RankGroup, as_rank_group, run_on_all_ranks
+from geartrain.replay.distributed.single_rank import SingleRankBuilder, is_one_call
 from geartrain.replay.distributed.topology import Mesh, topology_of
 from geartrain.replay.epochs import check_epochs
 from geartrain.replay.step_priorities import check_step_priorities
@@ -39,10 +40,8 @@ def open_builder(
         raise ArgumentError(
             "transforms are of batches of this process's stores, in host memory: leave out group, mesh and device"
         )
-    if (config.view is not None and not alone) or (over_steps and not (alone and config.device is None)):
-        raise ArgumentError(
-            "views and draws over steps are of this process's stores, in host memory: leave out group, mesh and device"
-        )
+    if over_steps and alone and config.device is not None:
+        raise ArgumentError("draws over steps are made in host memory: leave out device (batch.to() moves a batch)")
     check_epochs(
         stores,
         selection,
@@ -52,7 +51,7 @@ def open_builder(
     check_step_priorities(
         stores,
         selection,
-        local=alone and config.device is None,
+        device=alone and config.device is not None,
         windows=config.view is not None or config.window is not None,
     )
     make = functools.partial(make_samplers, stores, selection, config)
@@ -70,6 +69,8 @@ def open_builder(
     members = None if ranks is group else topology.members
     try:
         samplers = run_on_all_ranks(ranks, make)
+        if ranks.size == 1 and is_one_call(samplers, selection, config):
+            return SingleRankBuilder(samplers, selection, config, ranks), None
         builder = DistributedBatchBuilder(samplers, selection, config, ranks, topology.position, members)
     except BaseException:
         if ranks is not group:

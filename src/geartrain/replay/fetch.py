@@ -323,6 +323,11 @@ class FetchPlan:
         mask: NDArray[np.bool_] = (at >= first) & (at < first + counts[:, None])
         return mask
 
+    def anchors(self, starts: NDArray[np.int32], counts: NDArray[np.int32]) -> NDArray[np.uint32]:
+        """The steps that windows from `starts` on are told by, which hold `counts` real ones."""
+        from_first = self.windows is not None and self.windows.from_first
+        return (starts if from_first else starts + np.maximum(counts - 1, 0)).astype(np.uint32)
+
     def as_output(self, array: NDArray[Any]) -> Any:
         """An array as users get it: a tensor, or itself."""
         if self.output == "torch":

@@ -6,7 +6,7 @@ A consumer that reads two of ten fields pays for two; what a batch costs in Pyth
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ import geartrain._native as _native
 from geartrain.core.keys import Keys
 from geartrain.replay.batch import Array, Batch
 
+Made = TypeVar("Made", bound="NativeBatch")
 _METADATA = ("mask", "start", "length", "version", "probability", "importance_weights")
 
 
@@ -121,9 +122,37 @@ class NativeBatch(Batch):
         """See `Batch`."""
         return self._rows.nbytes
 
+    def as_global(self, step: int) -> GlobalNativeBatch:
+        """The same batch, of this step, as the global batch of a group of one rank."""
+        made: GlobalNativeBatch = object.__new__(GlobalNativeBatch)
+        return _filled(made, self._rows, self._plan, step, self._store_ids)
+
     def __reduce__(self) -> tuple[Any, ...]:
         metadata = [getattr(self, name) for name in _METADATA]
         return Batch, (self.fields, self.keys, *metadata, self.step)
+
+
+class GlobalNativeBatch(NativeBatch):
+    """A native batch that is a global one, of a group of one rank: with the numbers of its rows in it."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("draw", "keys"):
+            return super().__getattr__(name)
+        numbers = np.arange(len(self))
+        value: Any
+        if name == "draw":
+            value = self._plan.as_output(numbers)
+        else:
+            rows, shard = self._rows, np.zeros(len(self), np.uint16)
+            value = Keys.of_rows(rows.rows(), rows.generations(), self._store_ids[0], shard=shard, draw=numbers)
+        object.__setattr__(self, name, value)
+        return value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        made, values = super().__reduce__()
+        return made, (*values, self.draw)
 
 
 _put_rows, _put_plan, _put_shown, _put_store_ids, _put_step = (
@@ -141,6 +170,10 @@ def native_batch(rows: _native.SampledBatch, plan: BatchPlan, step: int, store_i
         store_ids: of the stores that its rows are of, in the order of their shard numbers.
     """
     made: NativeBatch = object.__new__(NativeBatch)
+    return _filled(made, rows, plan, step, store_ids)
+
+
+def _filled(made: Made, rows: _native.SampledBatch, plan: BatchPlan, step: int, store_ids: Sequence[int]) -> Made:
     # The dataclass is frozen, so by the slots themselves; other attributes are set when they are first asked for.
     _put_rows(made, rows)
     _put_plan(made, plan)
@@ -158,4 +191,4 @@ def keys_of(rows: _native.SampledBatch, store_ids: Sequence[int], per_step: bool
     return Keys.of_rows(rows.rows(), rows.generations(), store, shard=shard, step=steps)
 
 
-__all__ = ["BatchPlan", "NativeBatch", "keys_of", "native_batch"]
+__all__ = ["BatchPlan", "GlobalNativeBatch", "NativeBatch", "keys_of", "native_batch"]

@@ -93,8 +93,8 @@ class Replay:
             replica i the i-th slice of the global batch.
         seed: for strategies that name none. A strategy alone takes it as it is; in a mixture each store's strategy
             gets one of its own, derived from it and the store's place.
-        view: `geartrain.Transitions`, for batches of transitions instead of windows; in host memory, of this process's
-            stores.
+        view: `geartrain.Transitions`, for batches of transitions instead of windows; in host memory. Over several ranks
+            they are gathered where the rows are, and only transitions travel.
         transform: called with each batch where it is built, on the prefetch thread while there is one; the replay gives
             what it returns. What it raises is raised by `sample`, which draws the same batch again when it is called
             the next time. It counts to the time that decides on the thread. In host memory, of this process's stores.
@@ -425,7 +425,8 @@ class Replay:
 
         Over several ranks rows and bytes are this rank's, and there are: local_bytes (read from the shard of this
         host), received_bytes and sent_bytes (fields, from and for other ranks), local_share, selection_bytes (sent
-        to agree on batches), select_s, fetch_s, exchange_s.
+        to agree on batches), select_s, fetch_s, exchange_s; peers_by_shm, peers_by_tcp or peers_by_gloo (ranks that
+        this one exchanges messages with, by what moves them).
         """
         elapsed_s = 0.0 if self._started_s is None else self._last_s - self._started_s
         more = self._builder.stats()

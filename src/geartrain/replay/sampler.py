@@ -23,10 +23,11 @@ from geartrain.errors import (
 )
 from geartrain.replay.fetch import FetchPlan
 from geartrain.replay.transitions import TransitionPlan
-from geartrain.selection.declared import DeclaredStrategy
+from geartrain.selection.declared import DeclaredStrategy, select_declared
 from geartrain.selection.epochs import Epochs
 from geartrain.selection.random import Prioritized, Uniform, checked_beta
 from geartrain.selection.schedule import at_step
+from geartrain.selection.shard import StepPlan
 from geartrain.selection.strategy import (
     ORDERS,
     Candidates,
@@ -37,6 +38,7 @@ from geartrain.selection.strategy import (
     importance_of,
     seed_of,
     traits_of,
+    with_min_length,
 )
 
 # A draw that loses its row this often in a row is drawing from a store that turns over faster than it can be read.
@@ -223,9 +225,18 @@ class StoreSampler:
     def _limits_now(self) -> tuple[int, int, int]:
         """The strategy's limits; of transitions drawn by row, a row needs a step behind one."""
         least_version, from_ns, length = (self.traits.limits or Limits()).now()
-        if self.transitions is not None and not self.traits.over_steps:
-            length = max(2, length)
-        return least_version, from_ns, length
+        return least_version, from_ns, max(self.min_length, length)
+
+    @property
+    def min_length(self) -> int:
+        """Steps that a row must have for its view, where draws of steps do not see to it: a step behind one."""
+        return 2 if self.transitions is not None and not self.traits.over_steps else 0
+
+    @functools.cached_property
+    def step_plan(self) -> StepPlan | None:
+        """Which steps count, where draws are over steps or by their priorities; None where rows are drawn."""
+        plan = self.batch_sampler.step_plan if self.draws_natively else None
+        return None if plan is None else StepPlan(*plan)
 
     @functools.cached_property
     def batch_sampler(self) -> _native.BatchSampler:
@@ -397,17 +408,25 @@ class StoreSampler:
     def draw(self, n: int, step: int, state: dict[str, int], redraw: Redraw | None) -> Draw:
         """What the strategy chooses from this store, repaired first where its sums are at odds with its rows."""
         store = self.plan.store
-        drawn = self.strategy.select(self.candidates, n, step, state=state or None, redraw=redraw)
+        drawn = self._select(n, step, state, redraw)
         if drawn.failed:
             # Sums that disagree with their leaves: somebody died in the middle of an update. Repair, then redraw.
             store.reap()
-            drawn = self.strategy.select(self.candidates, n, step, state=state or None, redraw=redraw)
+            drawn = self._select(n, step, state, redraw)
             if drawn.failed:
                 store.native.rebuild()  # or somebody living is in the middle of one: this waits for them
-                drawn = self.strategy.select(self.candidates, n, step, state=state or None, redraw=redraw)
+                drawn = self._select(n, step, state, redraw)
             if drawn.failed:
                 raise CorruptStoreError(f"{drawn.failed} draws found no row; store.audit() tells what is wrong")
         return drawn
+
+    def _select(self, n: int, step: int, state: dict[str, int], redraw: Redraw | None) -> Draw:
+        if not self.draws_natively or not isinstance(self.strategy, DeclaredStrategy):
+            return self.strategy.select(self.candidates, n, step, state=state or None, redraw=redraw)
+        traits = with_min_length(self.traits, self.min_length)
+        return select_declared(
+            self.strategy, traits, self.candidates, n, step, state=state, redraw=redraw, steps=self.step_plan
+        )
 
     def ends(
         self,
@@ -416,25 +435,34 @@ class StoreSampler:
         numbers: NDArray[np.uint32],
         rows: NDArray[np.uint32],
         generations: NDArray[np.uint32],
-        elements: NDArray[np.uint32] | None = None,
+        steps: NDArray[np.uint32] | None = None,
     ) -> NDArray[np.int32] | None:
         """The step that each draw's window is told by, its last one unless the windows say else; None for whole rows.
+        Of transitions, theirs.
 
-        With `elements`, the numbers of windows in their rows, it is theirs. A row that was replaced since it was drawn
-        may be told one that it does not have; whoever reads it finds it torn.
+        With `steps`, which were drawn with the rows, it is theirs: steps drawn by their priorities, or the numbers that
+        a pass has for the windows of its rows. A row that was replaced since it was drawn may be told one that it does
+        not have; whoever reads it finds it torn.
         """
         windows = self.plan.windows
         if windows is None:
             return None
-        lengths = self.plan.store.native.lengths(rows)
-        if elements is not None:
-            return windows.anchors_of(lengths, elements).astype(np.int32)
+        lengths = np.minimum(self.plan.store.native.lengths(rows), self.plan.store.max_length)
+        if steps is not None:
+            if self.transitions is not None:
+                return steps.astype(np.int32)
+            if self.step_plan is not None:
+                there: NDArray[np.int32] = np.minimum(steps.astype(np.int32), np.maximum(lengths - 1, 0))
+                return there
+            return windows.anchors_of(lengths, steps).astype(np.int32)
         seed = seed_of(self.strategy)
+        if self.transitions is not None:
+            return _native.window_ends(seed, step, attempt, numbers, np.maximum(lengths - 1, 1))
         if windows.function is None:
             return _native.place_windows(windows.length, windows.native, seed, step, attempt, numbers, lengths)
         random = _native.window_ends(seed, step, attempt, numbers, np.full(len(numbers), _MOST, np.int32)) / _MOST
         keys = Keys(rows, generations, store=self.plan.store.id)
-        return windows.ask(keys, np.minimum(lengths, self.plan.store.max_length), random)
+        return windows.ask(keys, lengths, random)
 
     def asked(
         self,

@@ -36,7 +36,7 @@ from geartrain.core.dtypes import DTYPES, Dtype, as_tensor, is_exchanged, numpy_
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, FieldError
 from geartrain.replay.fetch import FetchPlan
-from geartrain.replay.hindsight import RELABELLED, Hindsight, Relabeller, native_goals
+from geartrain.replay.hindsight import RELABELLED, GatheredFields, Hindsight, Relabeller, native_goals
 from geartrain.selection.arguments import check_number
 from geartrain.store.recorder import OBSERVATIONS
 from geartrain.store.store import Store
@@ -181,6 +181,17 @@ class Transitions:
         return ["next_" + name for name in observations]
 
 
+class ShownArrays:
+    """Arrays of a batch by their places, as a native batch has them."""
+
+    def __init__(self, arrays: list[NDArray[Any]]) -> None:
+        self._arrays = arrays
+
+    def field(self, place: int, /) -> NDArray[Any]:
+        """The array at a place."""
+        return self._arrays[place]
+
+
 class TransitionPlan:
     """What a batch of transitions is made of and what its arrays are called, for the native call and for its batches.
 
@@ -206,6 +217,9 @@ class TransitionPlan:
             goals = hindsight.goals_in(fields, observations)
             shown[RELABELLED] = "bool"
         powers = float(view.gamma) ** np.arange(view.n_step + 1)
+        self.view = view
+        self._roles = roles
+        self._together = view.n_step == 1 and view.frame_stack > 1
         self.native = _native.TransitionView(
             view.n_step, view.frame_stack, powers.tolist(), roles, native_goals(hindsight, list(plan.names), goals)
         )
@@ -225,10 +239,47 @@ class TransitionPlan:
                 hindsight, view.gamma, view.frame_stack > 1, places, lambda array: array.view(dtype)
             )
 
-    def settle(self, batch: _native.SampledBatch) -> None:
+    def arrays(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+        """The arrays that a batch is gathered into, in their order: shape of a row and dtype as stored, by name.
+
+        With n_step=1 a stack and the next one are parts of one array of frame_stack + 1 frames.
+        """
+        store, view = self._plan.store, self.view
+        made: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
+        for name, role in zip(self._plan.names, self._roles, strict=True):
+            if role > 1:
+                continue
+            shape, dtype = store.fields[name].shape, store.column(name).dtype
+            if role == 0:
+                made[name] = shape, dtype
+            elif self._together:
+                made[name] = (view.frame_stack + 1, *shape), dtype
+            else:
+                stack = (view.frame_stack, *shape) if view.frame_stack > 1 else shape
+                made[name] = made["next_" + name] = stack, dtype
+        made[_REWARD] = store.fields[_REWARD].shape, np.dtype(np.float32)
+        made[_DISCOUNT] = (), np.dtype(np.float32)
+        flags = [_TERMINATED, _TRUNCATED, *([RELABELLED] if RELABELLED in self.places else [])]
+        return made | dict.fromkeys(flags, ((), np.dtype(np.bool_)))
+
+    def shown_of(self, arrays: Mapping[str, NDArray[Any]]) -> ShownArrays:
+        """What a batch shows of such arrays, (n, ...) each."""
+        shown = dict(arrays)
+        if self._together:
+            for name, role in zip(self._plan.names, self._roles, strict=True):
+                if role == 1:
+                    shown[name], shown["next_" + name] = arrays[name][:, :-1], arrays[name][:, 1:]
+        return ShownArrays([shown[name] for name in self.names])
+
+    def settle(self, batch: GatheredFields) -> None:
         """What is left to do with a batch that was gathered: rewards of other goals."""
         if self._relabeller is not None:
             self._relabeller.relabel(batch)
+
+    @property
+    def frame_stack(self) -> int:
+        """Observations in a stack."""
+        return self.view.frame_stack
 
     def as_output(self, array: NDArray[Any]) -> Any:
         """See `FetchPlan`."""

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 import geartrain._native as _native
 from geartrain.errors import ArgumentError, NotEnoughRowsError
 from geartrain.selection.arguments import check_whole
+from geartrain.selection.shard import StepPlan
 from geartrain.selection.strategy import Candidates, Draw, Limits, Redraw, Traits, seed_of
 
 MAX_DRAWS = 2**31 - 1
@@ -75,14 +76,10 @@ class DeclaredStrategy(ABC):
             EmptyStoreError: there is nothing to choose from, or all priorities are 0.
             NotEnoughRowsError: fewer rows, or whole groups, than were asked for.
         """
-        traits = self.traits
+        if self.traits.form == "random" or self.traits.order is not None:
+            return select_declared(self, self.traits, candidates, n, step, state=state, redraw=redraw)
         check_n(n)
         check_whole("step", step, 0, 2**64 - 1)
-        if traits.form == "random":
-            return _draw_random(traits, seed_of(self), candidates, n, step, redraw)
-        if traits.order is not None:
-            after = int((state or {}).get("after", (state or {}).get("after/0", 0))) if traits.cursor else 0
-            return _draw_ordered(traits, candidates, n, after, redraw)
         return self._draw_groups(candidates, n, step, redraw)
 
     def importance_weights(self, draw: Draw, count: int, step: int) -> NDArray[np.float64] | None:
@@ -119,6 +116,29 @@ class DeclaredStrategy(ABC):
         )
 
 
+def select_declared(
+    strategy: DeclaredStrategy,
+    traits: Traits,
+    candidates: Candidates,
+    n: int,
+    step: int,
+    *,
+    state: Mapping[str, int] | None,
+    redraw: Redraw | None,
+    steps: StepPlan | None = None,
+) -> Draw:
+    """What a strategy of a random or ordered form chooses, with traits that may be narrower than its own.
+
+    `steps` says which steps count where they are drawn, or rows in proportion to them; `Draw.steps` are those drawn.
+    """
+    check_n(n)
+    check_whole("step", step, 0, 2**64 - 1)
+    if traits.form == "random":
+        return _draw_random(traits, seed_of(strategy), candidates, n, step, redraw, steps)
+    after = int((state or {}).get("after", (state or {}).get("after/0", 0))) if traits.cursor else 0
+    return _draw_ordered(traits, candidates, n, after, redraw)
+
+
 def first_rows(
     candidates: Candidates, order: int, n: int, after: int, limits: Limits | None, excluded: NDArray[np.uint32]
 ) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint64], NDArray[np.uint32]]:
@@ -147,15 +167,28 @@ def check_groups(n: int, size: int) -> None:
         raise ArgumentError(f"a batch of {n} rows does not hold whole groups of {size}")
 
 
-def _draw_random(traits: Traits, seed: int, candidates: Candidates, n: int, step: int, redraw: Redraw | None) -> Draw:
-    if traits.over_steps:
+def _draw_random(
+    traits: Traits,
+    seed: int,
+    candidates: Candidates,
+    n: int,
+    step: int,
+    redraw: Redraw | None,
+    steps: StepPlan | None,
+) -> Draw:
+    if traits.over_steps and steps is None:
         raise ArgumentError("rows are drawn over steps by a Replay, which knows what of a row its view needs")
     limits = None if traits.limits is None else traits.limits.now()
     attempt = 0 if redraw is None else redraw.attempt
     numbers = np.arange(n, dtype=np.uint32) if redraw is None else redraw.numbers
     native = candidates.native
+    strata = n if traits.stratified else 0
+    if steps is not None:
+        rows, generations, probability, found, failed = native.draw_steps(
+            traits.by_priority, seed, step, attempt, numbers, strata, limits, steps
+        )
+        return Draw(rows, generations, probability, failed=failed, steps=found if traits.by_priority else None)
     if traits.replacement:
-        strata = n if traits.stratified else 0
         rows, generations, probability, failed = native.draw(
             traits.by_priority, seed, step, attempt, numbers, strata, limits
         )
@@ -179,4 +212,4 @@ def _draw_ordered(traits: Traits, candidates: Candidates, n: int, after: int, re
     return Draw(rows, generations, np.ones(wanted), state=state)
 
 
-__all__ = ["MAX_DRAWS", "DeclaredStrategy", "WholeGroups", "check_groups", "check_n", "first_rows"]
+__all__ = ["MAX_DRAWS", "DeclaredStrategy", "WholeGroups", "check_groups", "check_n", "first_rows", "select_declared"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,20 @@ from geartrain.selection.strategy import Candidates
 # Where a row is unknown: another shard's, or one that changed under the draw and is to be drawn again.
 NO_ROW = np.uint32(0xFFFFFFFF)
 NO_ROWS = np.empty(0, np.uint32)
+
+
+class StepPlan(NamedTuple):
+    """Which steps of a row can be drawn, as the native layer takes it (native/selection/selection.h, DrawPlan).
+
+    `max_steps`: rows are drawn in proportion to their steps, of so many at most; 0 where steps are drawn by priority.
+    `need` and `skip`: steps at a row's end and at its beginning that do not count. `stride`: of the others every so
+    many-th does.
+    """
+
+    max_steps: int
+    need: int
+    skip: int
+    stride: int
 
 
 @dataclass(frozen=True)
@@ -29,7 +43,9 @@ class Shard:
         tell: takes the leader's array and returns it on all ranks of the shard.
         exact: whether ranks may only read rows that the leader has found: the store limits how often rows are
             sampled, so that they vanish as they are drawn.
-        totals: what `totals_of` says on the leader of every shard, (count, 2), where that is known already.
+        totals: what `total_of` says on the leader of every shard, (count,), where that is known already.
+        steps: which steps count, where draws are over steps or by their priorities; None where rows are drawn.
+        min_length: rows that are shorter are not drawn.
     """
 
     candidates: Candidates
@@ -40,6 +56,8 @@ class Shard:
     tell: Callable[[NDArray[Any]], NDArray[Any]] = lambda array: array
     exact: bool = False
     totals: NDArray[np.uint64] | None = None
+    steps: StepPlan | None = None
+    min_length: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,8 +69,8 @@ class ShardedDraw:
         rows, generations: uint32; of this rank's shard only, NO_ROW elsewhere.
         probability: float64, of the row in one draw with replacement; of this rank's shard only, 0 elsewhere.
         state: what the strategy has to know at its next step; the same on all ranks.
-        steps: uint32, of which element of its row each is, where a pass is over steps; of this rank's shard only. None
-            where rows are drawn.
+        steps: uint32, the step that was drawn, where steps are drawn by their priorities; where a pass is over steps,
+            which element of its row each is. Of this rank's shard only; None where rows are drawn.
         share: of the total that is this rank's shard's; what a probability within the shard is multiplied with.
     """
 

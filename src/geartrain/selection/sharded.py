@@ -22,8 +22,9 @@ rows while writers change them (no row twice, limits, limited samples) it finds 
 A strategy of your own takes part by its declared form (`geartrain.selection.Traits`), or by a method
 `select_shards(shard, n, step, *, state) -> ShardedDraw`.
 
-Under `Limits`, draws are made from a copy of the allowed rows at once, a pass over the shard a batch, where a single
-store first tries without: the rows are as likely, but not the same ones.
+Draws that may be refused (`Limits`, `Uniform(over="steps")`, steps by their priorities with a view that not every step
+has) take further attempts, of which shards tell a bit each: n/2 bytes a batch and shard, 16/8 for each of the few draws
+that four attempts have not settled, and in the end a total and a pass over the rows (sharded_attempts.py).
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ from numpy.typing import NDArray
 from geartrain.errors import ArgumentError
 from geartrain.selection.declared import check_n
 from geartrain.selection.shard import NO_ROW, Shard, ShardedDraw, ShardedStrategy
+from geartrain.selection.sharded_attempts import draw_in_attempts
 from geartrain.selection.sharded_groups import draw_groups
 from geartrain.selection.sharded_order import draw_first
 from geartrain.selection.sharded_totals import RowSums, draw_distinct, draw_independent
-from geartrain.selection.strategy import Candidates, Strategy, seed_of, traits_of
+from geartrain.selection.strategy import Candidates, Strategy, traits_of, with_min_length
 
 
 def check_strategy(strategy: Strategy) -> None:
@@ -64,25 +66,24 @@ def select_shards(strategy: Strategy, shard: Shard, n: int, step: int, state: Ma
         return draw
     check_strategy(strategy)
     check_n(n)
-    traits = traits_of(strategy)
+    traits = with_min_length(traits_of(strategy), shard.min_length)
     if traits.order is not None:
         return draw_first(traits, shard, n, (state or {}) if traits.cursor else None)
     if traits.form == "groups":
         return draw_groups(strategy, traits.atom, shard, n, step)
-    rows = RowSums(shard, traits.by_priority, traits.limits)
-    if traits.replacement:
-        return draw_independent(rows, shard, np.arange(n, dtype=np.uint32), 0, n, step, strategy)
-    return draw_distinct(rows, shard, n, seed_of(strategy), step)
+    rows = RowSums(shard, strategy, traits, step)
+    if not traits.replacement:
+        return draw_distinct(rows, shard, n)
+    draw_all = draw_in_attempts if rows.refuses else draw_independent
+    return draw_all(rows, shard, np.arange(n, dtype=np.uint32), 0, n, traits)
 
 
-def totals_of(strategy: Strategy, candidates: Candidates) -> NDArray[np.uint64] | None:
-    """The numbers that a shard contributes to draws that need no more than its total; None for other strategies."""
-    traits = traits_of(strategy)
-    if not is_independent(strategy) or traits.limits is not None:
+def total_of(strategy: Strategy, candidates: Candidates) -> int | None:
+    """What a shard contributes to draws that begin with no more than its total; None for other strategies."""
+    if not is_independent(strategy):
         return None
     native = candidates.native
-    total = native.total_priority() if traits.by_priority else native.count()
-    return np.array([total, total], np.uint64)
+    return native.total_priority() if traits_of(strategy).by_priority else native.count()
 
 
 def is_independent(strategy: Strategy) -> bool:
@@ -100,19 +101,21 @@ def redraw_shards(
     Raises:
         EmptyStoreError: on all ranks alike.
     """
-    traits = traits_of(strategy)
-    rows = RowSums(shard, traits.by_priority, traits.limits)
-    numbers = refused.astype(np.uint32)
-    other = draw_independent(rows, shard, numbers, round, len(draw.shard), step, strategy)
+    traits = with_min_length(traits_of(strategy), shard.min_length)
+    rows = RowSums(shard, strategy, traits, step)
+    draw_all = draw_in_attempts if rows.refuses else draw_independent
+    other = draw_all(rows, shard, refused.astype(np.uint32), round, len(draw.shard), traits)
     merged = replace(
         draw,
         shard=draw.shard.copy(),
         rows=draw.rows.copy(),
         generations=draw.generations.copy(),
         probability=draw.probability.copy(),
+        steps=None if draw.steps is None else draw.steps.copy(),
     )
-    for name in ("shard", "rows", "generations", "probability"):
-        getattr(merged, name)[refused] = getattr(other, name)
+    for name in ("shard", "rows", "generations", "probability", "steps"):
+        if getattr(merged, name) is not None:
+            getattr(merged, name)[refused] = getattr(other, name)
     return merged
 
 
@@ -125,5 +128,5 @@ __all__ = [
     "redraw_shards",
     "is_independent",
     "select_shards",
-    "totals_of",
+    "total_of",
 ]

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -89,7 +89,7 @@ class Traits:
             be drawn over several ranks, and "random" and ordered ones by a device; "custom" by `select` alone.
         atom: rows that stand or fall together: when one is lost before it was read, all of them are drawn again.
         by_priority: random forms: in proportion to priorities, and not uniformly.
-        over_steps: random rows, with replacement: in proportion to their steps. On one process's stores only.
+        over_steps: random rows, with replacement: in proportion to their steps. In host memory, or over ranks.
         replacement: random rows: whether a row may be in a batch twice.
         stratified: random rows with replacement: one draw from each n-th of the total.
         cursor: "oldest": each row once. The last row's sequence number is the strategy's state.
@@ -164,6 +164,14 @@ def traits_of(strategy: Strategy) -> Traits:
     if not isinstance(traits, Traits):
         raise ArgumentError(f"{type(strategy).__name__}.traits is a geartrain.selection.Traits, found {traits!r}")
     return traits
+
+
+def with_min_length(traits: Traits, least: int) -> Traits:
+    """The traits of a strategy that chooses no rows of fewer steps."""
+    limits = traits.limits or Limits()
+    if limits.min_length >= least:
+        return traits
+    return replace(traits, limits=replace(limits, min_length=least))
 
 
 def seed_of(strategy: Strategy) -> int:
@@ -250,6 +258,7 @@ class Draw:
         state: what the strategy has to know at its next step (a cursor), as a few numbers.
         lowest: the lowest probability of the whole batch, where these rows are a part of it, as on one of several
             ranks; None where they are all of it.
+        steps: uint32, the steps that were drawn, where these are drawn by their priorities; None where rows are.
     """
 
     rows: NDArray[np.uint32]
@@ -259,6 +268,7 @@ class Draw:
     failed: int = 0
     state: dict[str, int] = field(default_factory=dict)
     lowest: float | None = None
+    steps: NDArray[np.uint32] | None = None
 
     def with_redrawn(self, index: NDArray[Any], other: Draw) -> Draw:
         """This draw with the rows at `index` replaced by another's. Its own arrays are overwritten.
@@ -352,4 +362,5 @@ __all__ = [
     "importance_of",
     "seed_of",
     "traits_of",
+    "with_min_length",
 ]

@@ -20,6 +20,7 @@ import geartrain.transport.nixl as nixl
 from geartrain.core.shared_files import segments_directory
 from geartrain.errors import ArgumentError
 from geartrain.tools.testing import Hosts
+from geartrain.transport.connection import viable
 
 #: Docker gives containers 64 MB of /dev/shm unless it is told otherwise.
 SMALL_BYTES = 64 << 20
@@ -229,8 +230,15 @@ def _gloo() -> Finding:
     if not dist.is_available():
         return Finding(what, False, f"torch {torch.__version__} was built without torch.distributed")
     if not dist.is_gloo_available():
-        return Finding(what, False, f"torch {torch.__version__} was built without Gloo, which ranks communicate over")
-    return Finding(what, True, f"torch.distributed has Gloo, torch {torch.__version__}")
+        return Finding(what, False, f"torch {torch.__version__} was built without Gloo, which jobs on CPUs start with")
+    missing = {name: why for name, why in viable().items() if why is not None}
+    if "tcp" in missing:
+        return Finding(what, True, f"ranks exchange messages by Gloo only: tcp: {missing['tcp']}")
+    within = "TCP" if "shm" in missing else "shared memory"
+    reason = f" (shared memory: {missing['shm']})" if "shm" in missing else ""
+    return Finding(
+        what, True, f"messages by {within} within a host{reason}, TCP across; torch {torch.__version__} has Gloo"
+    )
 
 
 def _deepspeed() -> Finding:

@@ -186,6 +186,14 @@ def store_of(
     return store, rank, world_size
 
 
+def address_towards(host: str) -> str:
+    """The address of this host's interface that leads to another one. Raises `OSError` where none does."""
+    family, kind, protocol, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(place)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
 @contextlib.contextmanager
 def _store_errors() -> Iterator[None]:
     """Raises a store's RuntimeError as `PeerLostError`."""

@@ -307,6 +307,16 @@ def group_over_tcp(tools: Tools) -> Subject:
     return group_with(tools, transport="tcp")
 
 
+@factory(Group, "hierarchical", waits=True)
+def group_by_host(tools: Tools) -> Subject:
+    return group_with(tools, hierarchical=True)
+
+
+@factory(Group, "hierarchical, of hosts", waits=True)
+def group_across_hosts(tools: Tools) -> Subject:
+    return group_with(tools, hierarchical=True, hosts=["a", "b"])
+
+
 @factory(Group, "with a reducer", waits=True)
 def group_with_a_reducer(tools: Tools) -> Subject:
     reducer = Reducer()

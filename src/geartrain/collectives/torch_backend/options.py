@@ -27,6 +27,7 @@ class BackendOptions:
         epoch: of connections; those of an earlier one are refused.
         on_reducer_loss: "raise", or "reform": the group continues by itself without a reducer that died or is silent.
         hierarchical: reduce within each host first, and once across hosts.
+        cuda: who all-reduces tensors on a GPU: "staged", geartrain through pinned memory; or "nccl".
 
     Example:
         >>> options = BackendOptions(reducers=("10.0.0.9:7777",), rates=(1e9, 1e9, 2e9))
@@ -43,6 +44,7 @@ class BackendOptions:
     epoch: int = 0
     on_reducer_loss: str = "raise"
     hierarchical: bool = False
+    cuda: str = "staged"
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> BackendOptions:
@@ -76,7 +78,11 @@ class BackendOptions:
             raise ValueError(
                 "GEARTRAIN_ALLREDUCE_HIERARCHICAL=1 goes with GEARTRAIN_ALLREDUCE_ON_REDUCER_LOSS=raise, found 'reform'"
             )
+        cuda = env.get("GEARTRAIN_ALLREDUCE_CUDA", "") or "staged"
+        if cuda not in ("staged", "nccl"):
+            raise ValueError(f"GEARTRAIN_ALLREDUCE_CUDA is staged or nccl, found {cuda!r}")
         return cls(
+            cuda=cuda,
             hierarchical=hierarchical == "1",
             on_reducer_loss=on_loss,
             reducers=reducers,

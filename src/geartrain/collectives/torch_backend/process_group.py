@@ -78,6 +78,7 @@ class ProcessGroup(dist.ProcessGroup):
         timeout: for every wait, unless a call has its own.
         name: of the group, the same on all its ranks and no other group's of the job.
         options: see `BackendOptions`.
+        nccl_options: of the NCCL group within, where there is one; torch's own `ProcessGroupNCCL.Options`.
 
     Raises:
         RuntimeError: Gloo's, when the other ranks do not join.
@@ -92,6 +93,7 @@ class ProcessGroup(dist.ProcessGroup):
         *,
         name: str = "default",
         options: BackendOptions | None = None,
+        nccl_options: Any = None,
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._store = store
@@ -102,6 +104,8 @@ class ProcessGroup(dist.ProcessGroup):
         self._opening = threading.Lock()  # held while a Group is made: not by who closes, which ends that
         self._groups: dict[str, Any] = {}
         self._stagings: dict[torch.device, Staging] = {}
+        self._places: dict[torch.device, str] = {}
+        self._tried: set[str] = set()  # Groups that were opened, or could not be
         self._finisher = Finisher(f"geartrain-{name}")
         self._counts: Counter[str] = Counter()
         self._ours: Counter[str] = Counter()
@@ -114,7 +118,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._set_default_backend(BackendType.GLOO)
         self._nccl: Any = None
         if torch.cuda.is_available() and dist.is_nccl_available():
-            options_of_nccl = dist.ProcessGroupNCCL.Options()
+            options_of_nccl = nccl_options or dist.ProcessGroupNCCL.Options()
             options_of_nccl._timeout = timeout
             self._nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), rank, size, options_of_nccl)  # type: ignore[attr-defined]
             self._register_backend(torch.device("cuda"), BackendType.NCCL, self._nccl)
@@ -154,6 +158,7 @@ class ProcessGroup(dist.ProcessGroup):
         op = _op_of(opts.reduceOp, tensors)
         if (
             op is None
+            or (tensors[0].is_cuda and self.options.cuda != "staged")
             or (method == "allreduce" and len(tensors) != 1)
             or getattr(opts, "sparseIndices", None) is not None
         ):
@@ -192,9 +197,9 @@ class ProcessGroup(dist.ProcessGroup):
         if copy_back is not None:
             for tensor in (*tensors, flat):
                 staging.record_streams(tensor)
-        name = str(device)
+        name = self._place(device)
         try:
-            staged = staging.submit(flat, lambda chunk: self._start(name, chunk, op, timeout_s), copy_back)
+            staged = staging.submit(flat, lambda chunk: self._start(name, chunk, op, timeout_s), copy_back, timeout_s)
         except Exception as error:
             raise backend_error(error) from error
         return TorchWork(
@@ -321,6 +326,7 @@ class ProcessGroup(dist.ProcessGroup):
             group = self._opened(where)
             if group is not None:
                 return group
+            self._tried.add(where)
             group = self._open(where)
             with self._lock:
                 if not self._closed:
@@ -370,18 +376,25 @@ class ProcessGroup(dist.ProcessGroup):
         return self._unreachable.union(*(getattr(error, "reducers", ()) for error in errors))
 
     def _staging(self, device: torch.device) -> Staging:
+        place = self._place(device)
         with self._lock:
             staging = self._stagings.get(device)
             if staging is None:
-                staging = Staging(open_device(device), lambda reason: self._abort_group(str(device), reason))
+                staging = Staging(open_device(device), lambda reason: self._abort_group(place, reason))
                 self._stagings[device] = staging
             return staging
 
+    def _place(self, device: torch.device) -> str:
+        """The name of a device's Group: the first that each rank uses is the same one, whatever its index there."""
+        with self._lock:
+            return self._places.setdefault(device, f"cuda/{len(self._places)}")
+
     def _abort_group(self, where: str, reason: str) -> None:
         with self._lock:
-            group = self._groups.get(where)
-        if group is not None:
-            group.abort(reason)
+            group, tried = self._groups.get(where), where in self._tried
+        with suppress(Exception):  # closed; or the others do not come
+            if group is not None or not tried:  # the others may wait for this rank to connect
+                (group or self._group(where)).abort(reason)
 
     # -- lifecycle
 
@@ -448,6 +461,7 @@ class ProcessGroup(dist.ProcessGroup):
         with self._lock:
             groups, self._groups = self._groups, {}
             stagings, self._stagings = self._stagings, {}
+            self._tried = set()
         for group in groups.values() if reason is not None else ():
             group.abort(reason)
         for staging in stagings.values():
@@ -492,6 +506,9 @@ def _shut_down_all() -> None:
 
 def create(backend_options: Any, options: Any = None) -> ProcessGroup:
     """Factory that torch calls with a group's store, ranks and timeout, and the caller's `pg_options` if any."""
+    of_nccl = None
+    if isinstance(options, getattr(dist.ProcessGroupNCCL, "Options", ()) if dist.is_nccl_available() else ()):
+        of_nccl, options = options, None  # of a job that names NCCL, and takes part by GEARTRAIN_ALLREDUCE_CUDA
     if options is not None and not isinstance(options, BackendOptions):
         raise TypeError(
             f"pg_options of the backend {BACKEND!r} are geartrain's BackendOptions, found {type(options).__name__}"
@@ -506,6 +523,7 @@ def create(backend_options: Any, options: Any = None) -> ProcessGroup:
         backend_options.timeout,
         name=backend_options.group_id,
         options=chosen,
+        nccl_options=of_nccl,
     )
 
 

@@ -11,6 +11,9 @@ next copy into it waits for that on the out stream, the host does not. The calle
 submits; no host thread waits for its stream. The caller's stream waits for [result], recorded after the last chunk's
 copy.
 
+Every wait of the staging thread has the tensor's deadline, also that for [copied]: a device that hangs is an error, and
+ends the group. After an error of the device, or of a chunk, no later tensor is taken to the device.
+
 A chunk is one operation of the group: chunk sizes depend on the tensor alone, so that all ranks issue the same
 operations in the same order. The next chunk is copied out while one is on the network, also from one tensor to the
 next.
@@ -25,6 +28,7 @@ import contextlib
 import os
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -39,6 +43,8 @@ from geartrain.errors import ConnectionClosedError, WaitTimeoutError
 CHUNK_BYTES = 4 << 20
 DEPTH = 4  # chunks on the network at once
 AHEAD = 2  # chunks being copied out beside them
+TIMEOUT_S = 60.0
+DRIVER_S = 10.0  # for the staging thread to return from the driver and the group after a deadline
 
 
 class Reduction(Protocol):
@@ -60,15 +66,21 @@ class StagedTensor:
     reduce: Reduce
     after: Callable[[], None] | None
     ready: Any
+    until_s: float
     result: Any = None
     error: BaseException | None = None
     finished: threading.Event = field(default_factory=threading.Event)
     chunks_left: int = 0
 
     def wait(self, timeout_s: float | None) -> None:
-        """Returns when the last copy is queued on the device. Raises the error of a chunk, or `WaitTimeoutError`."""
+        """Returns when the last copy is queued on the device. Raises the error of a chunk, or `WaitTimeoutError`.
+
+        Without a timeout it ends by the tensor's own deadline, and some seconds for a driver that does not return.
+        """
+        if timeout_s is None:
+            timeout_s = max(self.until_s - time.monotonic(), 0.0) + DRIVER_S
         if not self.finished.wait(timeout_s):
-            raise WaitTimeoutError(f"the all-reduce was not done within the {timeout_s} s of this wait")
+            raise WaitTimeoutError(f"the all-reduce was not done within the {timeout_s:.3g} s of this wait")
         if self.error is not None:
             raise self.error
 
@@ -84,8 +96,8 @@ class _Slot:
 class _Chunk:
     job: StagedTensor
     part: torch.Tensor  # of the tensor on the device
-    slot: _Slot
-    host: torch.Tensor  # of the slot's buffer
+    slot: _Slot | None  # none, where the tensor had failed before
+    host: torch.Tensor | None  # of the slot's buffer
     reduction: Reduction | None = None
 
 
@@ -118,21 +130,29 @@ class Staging:
         self._jobs: queue.SimpleQueue[StagedTensor | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
+        self._broken: BaseException | None = None
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="geartrain-staging", daemon=True)
         self._thread.start()
 
-    def submit(self, flat: torch.Tensor, reduce: Reduce, after: Callable[[], None] | None = None) -> StagedTensor:
+    def submit(
+        self,
+        flat: torch.Tensor,
+        reduce: Reduce,
+        after: Callable[[], None] | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> StagedTensor:
         """Queues an all-reduce of a contiguous tensor of the device, in place; returns at once.
 
         Args:
             flat: as the caller's current stream will leave it.
             reduce: called by the staging thread with one chunk after the other.
             after: more device work once the result is in `flat`, on the stream that `join` waits for.
+            timeout_s: deadline of the whole, from now.
         """
         ready = self._device.record(self._device.new_event())
         self.record_streams(flat)
-        job = StagedTensor(flat.view(-1), reduce, after, ready)
+        job = StagedTensor(flat.view(-1), reduce, after, ready, time.monotonic() + timeout_s)
         with self._lock:
             if self._closed:
                 raise ConnectionClosedError("the process group was closed")
@@ -190,10 +210,13 @@ class Staging:
 
     def _begin(self, job: StagedTensor, part: torch.Tensor) -> None:
         """Queues the copy of a chunk into a slot that may still be read: the stream waits for it, not the host."""
-        slot = self._free_slot()
-        host = slot.buffer[: part.nbytes].view(part.dtype)
+        slot = host = None
         try:
-            if job.error is None:
+            if (job.error or self._broken) is None:
+                slot = self._free_slot()  # may wait for chunks before, and find them failed
+            job.error = job.error or self._broken
+            if slot is not None and job.error is None:
+                host = slot.buffer[: part.nbytes].view(part.dtype)
                 with self._device.on(self._out):
                     self._device.wait(job.ready)
                     self._device.wait(slot.free)
@@ -228,9 +251,10 @@ class Staging:
             if len(self._reducing) >= self._depth:
                 self._finish(self._reducing.popleft())
             chunk = self._copying.popleft()
+            chunk.job.error = chunk.job.error or self._broken
             try:
-                if chunk.job.error is None:
-                    self._device.sync(chunk.slot.copied)
+                if chunk.job.error is None and chunk.slot is not None and chunk.host is not None:
+                    self._device.sync(chunk.slot.copied, max(chunk.job.until_s - time.monotonic(), 0.0))
                     chunk.reduction = chunk.job.reduce(chunk.host)
             except Exception as error:
                 self._fail(chunk.job, error)
@@ -242,13 +266,14 @@ class Staging:
         try:
             if chunk.reduction is not None:
                 chunk.reduction.wait()  # also after an error: until then the group uses the buffer
-            if job.error is None:
+            if job.error is None and slot is not None and chunk.host is not None:
                 with self._device.on(self._back):
                     self._device.copy(chunk.part, chunk.host)
                     self._device.record(slot.free)
         except Exception as error:
             self._fail(job, error)
-        self._slots.append(slot)
+        if slot is not None:
+            self._slots.append(slot)
         job.chunks_left -= 1
         if job.chunks_left == 0:
             self._complete(job)
@@ -267,6 +292,8 @@ class Staging:
     def _fail(self, job: StagedTensor, error: Exception) -> None:
         if job.error is None:
             job.error = error
+        if self._broken is None:
+            self._broken = error
             self._abort(f"{type(error).__name__}: {error}")
 
     def _drain(self) -> None:

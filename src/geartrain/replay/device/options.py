@@ -58,7 +58,7 @@ class DeviceOptions:
         crossover_bytes: rows of more bytes are staged by "auto"; by default what was measured on this machine, or an
             estimate (gather_threshold.py).
         exchange: over several ranks, how rows come that other ranks read: "host" sends them to pinned host memory over
-            the replay's Gloo group and copies them from there, ahead; with "nccl" the GPU of the rank that has them
+            the replay's connections and copies them from there, ahead; with "nccl" the GPU of the rank that has them
             gathers them ahead, and an all-to-all takes them from GPU to GPU when the batch is taken, on the stream that
             is current there. The same on all ranks, which take batches at the same points of their collectives.
     """

@@ -30,6 +30,7 @@ from geartrain.replay.distributed.assembly_host import HostAssembler, raw_of
 from geartrain.replay.distributed.messages import RowLayout, RowMessage
 from geartrain.replay.distributed.rank_group import Bytes
 from geartrain.replay.distributed.read import ReadResult, RowBuffer
+from geartrain.replay.distributed.transition_rows import ReadDraws
 from geartrain.replay.fetch import FetchPlan
 
 if TYPE_CHECKING:
@@ -153,6 +154,7 @@ class DeviceRowBuffer(RowBuffer):
         generations: NDArray[np.uint32],
         ends: NDArray[np.int32] | None,
         places: NDArray[np.uint32],
+        draws: ReadDraws,
     ) -> Callable[[], ReadResult]:
         """See `RowBuffer`. Launches the gather; the call of what is returned waits for it."""
         transfer, layout = self.transfer, self.transfer.layout

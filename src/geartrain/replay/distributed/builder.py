@@ -3,7 +3,7 @@
 For every batch all ranks take the same steps, in the same order (GEAR, sections 3.3 and 3.4):
 
     1. status      every rank's step, fingerprint, row counts and totals (draw.py)                     all-gather
-    2. priorities  priority updates go to the leaders of their rows' shards                            only if any
+    2. priorities  priority updates go to the leaders of their rows' shards, with the status           only if any
     3. draw        each rank computes which shard owns each draw; its ranks look the rows up           all-gather
     4. assign      draws to replicas (consumers) and ranks (readers) (assignment.py)                   none
     5. read        rows from shared memory, into the batch or into messages (read.py)                  none
@@ -42,14 +42,16 @@ from geartrain.replay.distributed.draw import CommonError, ShardedSampler
 from geartrain.replay.distributed.fingerprint import describe_job, fingerprint_of
 from geartrain.replay.distributed.members import Consumer, Members
 from geartrain.replay.distributed.messages import flat_bytes
+from geartrain.replay.distributed.priority_updates import check_steps
 from geartrain.replay.distributed.rank_group import Message, RankGroup, run_on_all_ranks
 from geartrain.replay.distributed.read import AssignedDraws, RowBuffer, ShardReader
 from geartrain.replay.distributed.topology import MeshPosition
+from geartrain.replay.distributed.transition_rows import TransitionRows
 from geartrain.replay.fetch import FetchPlan
 from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.mixture import Selection, quotas_of
 from geartrain.selection.sharded import ShardedDraw, check_strategy
-from geartrain.selection.strategy import Draw, importance_of
+from geartrain.selection.strategy import Draw, importance_of, seed_of
 
 T = TypeVar("T")
 
@@ -108,13 +110,14 @@ class DistributedBatchBuilder:
         self._built = 0
         self._assignment = config.assignment
         self._has_importance = any(sampler.traits.importance for sampler in samplers)
-        options, names = config.device, samplers[0].plan.names
+        plans = [_rows_of(each) for each in samplers]
+        self._plan = plan = plans[0]
+        options, names = config.device, plan.names
         inputs = names if config.inputs is None else config.inputs
         targets = names if config.targets is None else config.targets
         mine = [*(inputs if position.is_first_stage else ()), *(targets if position.is_last_stage else ())]
         fields = tuple(dict.fromkeys(mine))
-        plan = samplers[0].plan
-        job = describe_job(samplers, selection, config.batch_size)
+        job = describe_job(samplers, selection, config.batch_size, config.view)
         job |= {name: getattr(config, name) for name in ("assignment", "prefetch", "num_batches")}
         job["exchange"] = "host" if options is None else options.exchange
         if options is not None and options.exchange == "nccl":
@@ -132,7 +135,7 @@ class DistributedBatchBuilder:
         self._check_sizes()
         # Fetch plans by the fields of each consumer; those of the first store serve as memory format for all stores.
         wanted = {consumer.fields for consumer in self.members.consumers if consumer.fields}
-        self._plans = [{names: sampler.plan.of_fields(names) for names in wanted} for sampler in samplers]
+        self._plans = [{names: each.of_fields(names) for names in wanted} for each in plans]
         self._sampler = ShardedSampler(samplers, self.members, fingerprint_of(job))
         self._reader = ShardReader(samplers, self.members, self._plans, self._sampler.cursors)
         self.assembler: BatchAssembler = HostAssembler()
@@ -154,7 +157,7 @@ class DistributedBatchBuilder:
         if options is None:
             return HostAssembler()
         has_peers = any(consumer.peers for consumer in self.members.consumers)
-        check_options(options, self.samplers[0].plan.names, has_peers)
+        check_options(options, self._plan.names, has_peers)
         make_group = None
         if members is not None:
             make_group = lambda device: DeviceGroup(device.collectives, members, timeout_s)  # noqa: E731
@@ -352,7 +355,7 @@ class DistributedBatchBuilder:
         me = self.members.me
         if me is None or not me.fields:
             self._copy_to_peers(None, None, None)
-            return self.assembler.empty_batch(self.samplers[0].plan, step)
+            return self.assembler.empty_batch(self._plan, step)
         if mine is None:
             mine = self.assembler.batch_buffer(self._plans[0][me.fields], int(draws.sizes[me.replica]))
         weights = importance_weights if importance_weights is not None else np.empty(0)
@@ -362,7 +365,9 @@ class DistributedBatchBuilder:
         headers = mine.headers
         its = np.flatnonzero(draws.replica == me.replica).astype(np.int64)
         shard = headers["shard"].astype(np.uint16)
-        keys = Keys(headers["row"], headers["generation"], shard, its, self.members.shard_ids[shard])
+        ids = self.members.shard_ids[shard]
+        steps = mine.plan.anchors(headers["start"], headers["steps"]) if mine.plan.per_step else None
+        keys = Keys(headers["row"], headers["generation"], shard, its, ids, steps)
         return self.assembler.batch(mine, keys, weights if len(weights) else None, step, its)
 
     def _copy_to_peers(self, me: Consumer | None, mine: RowBuffer | None, weights: NDArray[np.float64] | None) -> None:
@@ -387,6 +392,7 @@ class DistributedBatchBuilder:
         """See `BatchBuilder`. They go to the rows' shards with the next batch."""
         keys, priorities = update.keys, update.priorities
         check_priorities(priorities)
+        check_steps(self.samplers[0].plan.store.per_step, keys)
         if len(keys):
             self.members.shard_of(keys)
         return None
@@ -396,6 +402,7 @@ class DistributedBatchBuilder:
         traffic: dict[str, float] = dataclasses.asdict(self.traffic)
         moved = traffic["local_bytes"] + traffic["received_bytes"]
         traffic["local_share"] = traffic["local_bytes"] / moved if moved else 1.0
+        traffic |= {f"peers_by_{name}": count for name, count in self.group.peers().items()}
         return build_stats(self._built, self._make_s, self.samplers) | traffic
 
     def describe(self) -> list[dict[str, Any]]:
@@ -417,6 +424,12 @@ class DistributedBatchBuilder:
         self._sampler.close()
         self.assembler.close()
         self.group.close()
+
+
+def _rows_of(sampler: StoreSampler) -> FetchPlan:
+    """The arrays of a sampler's rows, as ranks exchange them."""
+    view = sampler.transitions
+    return sampler.plan if view is None else TransitionRows(view, sampler.plan, seed_of(sampler.strategy))
 
 
 def _atoms(store: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64] | None:

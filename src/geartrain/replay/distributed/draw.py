@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from geartrain.errors import EmptyStoreError, RanksDisagreeError, SplitGroupError
 from geartrain.replay.builder import PriorityUpdate, State
 from geartrain.replay.distributed.members import Members
-from geartrain.replay.distributed.messages import rank_status
-from geartrain.replay.distributed.priority_updates import send_updates
+from geartrain.replay.distributed.messages import PRIORITY_UPDATE, flat_bytes, rank_status
+from geartrain.replay.distributed.priority_updates import apply_updates, parts_of, send_updates
+from geartrain.replay.distributed.rank_group import DIRECT_RANKS
 from geartrain.replay.pass_sampler import PassSampler
 from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
 from geartrain.selection.sharded import (
@@ -29,7 +30,7 @@ from geartrain.selection.sharded import (
     is_independent,
     redraw_shards,
     select_shards,
-    totals_of,
+    total_of,
 )
 
 T = TypeVar("T")
@@ -56,7 +57,7 @@ class ShardTotals(NamedTuple):
     Attributes:
         counts: selectable rows of each store, over all its shards.
         state: the strategies' state, with the sequence numbers that redraws have used.
-        totals: for each store (shards, 2) uint64, where draws need no more than its shards' totals; None elsewhere.
+        totals: for each store (shards,) uint64, where draws begin with its shards' totals; None elsewhere.
     """
 
     counts: list[int]
@@ -82,8 +83,8 @@ class ShardedSampler:
         self.cursors = [0 for _ in samplers]
         self._fingerprint = fingerprint
         self._status = rank_status(len(samplers))
-        # Stores whose draws need no more than their shards' totals.
-        self._by_totals = [is_independent(each.strategy) and each.traits.limits is None for each in samplers]
+        # Stores whose draws begin with their shards' totals.
+        self._by_totals = [is_independent(each.strategy) for each in samplers]
         # Rows on their last allowed sample, held until all ranks have read them.
         self._held: list[list[tuple[NDArray[np.uint32], NDArray[np.uint32]]]] = [[] for _ in samplers]
 
@@ -96,8 +97,7 @@ class ShardedSampler:
             RanksDisagreeError: a rank has another configuration or is at another step.
             CommonError: a store has fewer than `min_rows` selectable rows.
         """
-        status = self._all_gather_status(step, updates)
-        changed = self._apply_updates(status, step, updates)
+        status, changed = self._agree(step, updates)
         counts: list[int] = []
         totals: list[NDArray[np.uint64] | None] = []
         state = [dict(each) for each in state]
@@ -108,7 +108,7 @@ class ShardedSampler:
             counts.append(int(shards["rows"][store.leaders].sum()))
             leaders = shards[store.leaders]
             known = self._by_totals[number] and not changed
-            totals.append(np.stack([leaders["total"], leaders["unlimited_total"]], 1) if known else None)
+            totals.append(leaders["total"].copy() if known else None)
             if sampler.traits.cursor:
                 for rank, used in enumerate(shards["cursor"].tolist()):
                     if used:
@@ -120,9 +120,32 @@ class ShardedSampler:
 
     def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
         """Steps 1 and 2 without a draw: applies the priority updates of all ranks."""
-        self._apply_updates(self._all_gather_status(step, updates), step, updates)
+        self._agree(step, updates)
 
-    def _all_gather_status(self, step: int, updates: Sequence[PriorityUpdate]) -> NDArray[Any]:
+    def _agree(self, step: int, updates: list[PriorityUpdate]) -> tuple[NDArray[Any], bool]:
+        """Every rank's status, and whether there were updates, which are applied."""
+        mine, parts = self._status_of(step, updates), parts_of(self.members, updates)
+        if self.members.group.size > DIRECT_RANKS:
+            status = self.members.all_gather(mine)[:, 0]
+            self._check(status, step)
+            if status["updates"].any():
+                parts = send_updates(self.members, parts)
+        else:  # the updates travel with the status
+            head = flat_bytes(mine)
+            received = self.members.group.all_to_all([np.concatenate([head, flat_bytes(part)]) for part in parts])
+            status = np.concatenate([each[: head.size] for each in received]).view(self._status)
+            self._check(status, step)
+            parts = [each[head.size :].view(PRIORITY_UPDATE) for each in received]
+        changed = bool(status["updates"].any())
+        if changed:
+            for number, sampler in enumerate(self.samplers):
+                sampler.follow_alpha(step, apply=self.members.leads(number))
+            apply_updates(self.samplers, parts)
+            updates.clear()  # they are not sent again when this batch fails
+        return status, changed
+
+    def _status_of(self, step: int, updates: Sequence[PriorityUpdate]) -> NDArray[Any]:
+        """This rank's status, (1,)."""
         mine = np.zeros(1, self._status)
         mine["fingerprint"], mine["step"] = self._fingerprint, step
         mine["updates"] = sum(len(update.keys) for update in updates)
@@ -131,11 +154,13 @@ class ShardedSampler:
             if self.members.leads(number):
                 sampler.expire()
             self._release(number)  # all ranks have read the rows of the batch before, or never will
-            totals = totals_of(sampler.strategy, sampler.candidates) if self._by_totals[number] else None
-            total, unlimited = (0, 0) if totals is None else totals.tolist()
+            total = total_of(sampler.strategy, sampler.candidates) or 0
             rows, sequence = native.committed_count(), native.next_sequence()
-            mine["stores"][0, number] = (rows, sequence, self.cursors[number], total, unlimited)
-        status = self.members.all_gather(mine)[:, 0]
+            mine["stores"][0, number] = (rows, sequence, self.cursors[number], total)
+        return mine
+
+    def _check(self, status: NDArray[Any], step: int) -> None:
+        """Raises `RanksDisagreeError` where a rank has another configuration or is at another step."""
         rank = self.members.group.rank
         for other, (fingerprint, other_step) in enumerate(status[["fingerprint", "step"]].tolist()):
             if fingerprint != self._fingerprint:
@@ -147,17 +172,6 @@ class ShardedSampler:
                     f"rank {other} is at step {other_step}, rank {rank} at step {step}; all ranks iterate, and load "
                     f"their state, at the same steps"
                 )
-        return status
-
-    def _apply_updates(self, status: NDArray[Any], step: int, updates: list[PriorityUpdate]) -> bool:
-        """Applies the priority updates of all ranks; returns whether there were any."""
-        if not status["updates"].any():
-            return False
-        for number, sampler in enumerate(self.samplers):
-            sampler.follow_alpha(step, apply=self.members.leads(number))
-        send_updates(self.members, self.samplers, updates)
-        updates.clear()  # they are not sent again when this batch fails
-        return True
 
     # --- step 3 -------------------------------------------------------------------------------------------------
 
@@ -179,6 +193,8 @@ class ShardedSampler:
             functools.partial(self.members.broadcast_in_shard, number),
             sampler.limited,
             known.totals[number],
+            sampler.step_plan,
+            sampler.min_length,
         )
         state = known.state[number] or None
         if isinstance(sampler, PassSampler):

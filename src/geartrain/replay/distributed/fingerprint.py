@@ -12,10 +12,13 @@ import numpy as np
 
 from geartrain.replay.distributed.messages import PROTOCOL
 from geartrain.replay.sampler import StoreSampler
+from geartrain.replay.transitions import Transitions
 from geartrain.selection.mixture import Mixture, Selection
 
 
-def describe_job(parts: Sequence[StoreSampler], selection: Selection, batch_size: int) -> dict[str, Any]:
+def describe_job(
+    parts: Sequence[StoreSampler], selection: Selection, batch_size: int, view: Transitions | None = None
+) -> dict[str, Any]:
     """The configuration that all ranks must have alike to draw the same batches, by name."""
     job: dict[str, Any] = {
         "protocol": PROTOCOL,
@@ -23,6 +26,8 @@ def describe_job(parts: Sequence[StoreSampler], selection: Selection, batch_size
         "strategy": describe_strategy(selection),
         "batch_size": int(batch_size),
     }
+    if view is not None:
+        job["view"] = _as_text(view)
     for number, part in enumerate(parts):
         which = f" of store {number}" if len(parts) > 1 else ""
         plan, options = part.plan, part.plan.store.options
@@ -30,7 +35,9 @@ def describe_job(parts: Sequence[StoreSampler], selection: Selection, batch_size
         if plan.windows is not None and not plan.windows.plain:
             job[f"windows{which}"] = _as_text(plan.windows)
         job[f"min_rows{which}"] = int(part.min_rows)
-        for name in ("priority_fraction_bits", "max_times_sampled", "max_age_s"):
+        if part.step_plan is not None:
+            job[f"steps{which}"] = list(part.step_plan)  # of rows as long as they can be in every shard
+        for name in ("priority_fraction_bits", "priority_per", "max_times_sampled", "max_age_s"):
             job[f"{name}{which}"] = options[name]
         for name, spec in plan.store.fields.items():
             job[f"field {name!r}{which}"] = (

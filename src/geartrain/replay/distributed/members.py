@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, RanksDisagreeError
 from geartrain.replay.distributed.assignment import Replica
-from geartrain.replay.distributed.rank_group import RankGroup, all_gather_among
+from geartrain.replay.distributed.rank_group import DIRECT_RANKS, RankGroup, all_gather_among
 from geartrain.replay.distributed.topology import MeshPosition
 
 
@@ -145,8 +145,21 @@ class Members:
         if len(leaders) == self.group.size:
             return self.all_gather(mine)[leaders]
         mine = np.ascontiguousarray(mine)
+        if self.group.size <= DIRECT_RANKS:
+            return self._from_leaders(leaders, mine)
         every = all_gather_among(self.group, leaders, mine.reshape(-1).view(np.uint8))
         every = self.broadcast_in_shard(store, every)
+        return every.view(mine.dtype).reshape(len(leaders), *mine.shape)
+
+    def _from_leaders(self, leaders: Sequence[int], mine: NDArray[Any]) -> NDArray[Any]:
+        """The leaders' arrays, (leaders, ...), by one message from each of them to every other rank."""
+        rank, data = self.group.rank, mine.reshape(-1).view(np.uint8)
+        every = np.zeros((len(leaders), data.size), np.uint8)
+        sends = [(other, data) for other in range(self.group.size) if other != rank] if rank in leaders else []
+        receives = [(leader, every[at]) for at, leader in enumerate(leaders) if leader != rank]
+        self.group.exchange(sends, receives)
+        if rank in leaders:
+            every[leaders.index(rank)] = data
         return every.view(mine.dtype).reshape(len(leaders), *mine.shape)
 
     def broadcast_in_shard(self, store: int, mine: NDArray[Any]) -> NDArray[Any]:

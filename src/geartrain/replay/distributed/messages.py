@@ -23,7 +23,7 @@ from geartrain.replay.distributed.rank_group import Bytes
 from geartrain.replay.fetch import FetchPlan
 
 #: Version of the messages between ranks; ranks of different versions refuse each other.
-PROTOCOL = 2
+PROTOCOL = 3
 
 # Metadata of a row of a batch.
 ROW_HEADER = np.dtype(
@@ -42,9 +42,18 @@ ROW_HEADER = np.dtype(
 # What a store keeps of a row beside fields and metadata.
 STORED_ROW = np.dtype([("priority", "<f8"), ("times_sampled", "<u4"), ("reserved", "<u4")])
 
-# A priority given to a row. Where a row was drawn twice the later draw's priority holds, as on one rank.
+# A priority given to a row, or to a step of it. Where one was drawn twice the later draw's priority holds, as on one
+# rank.
 PRIORITY_UPDATE = np.dtype(
-    [("store", "<u4"), ("row", "<u4"), ("generation", "<u4"), ("call", "<u4"), ("draw", "<i8"), ("priority", "<f8")]
+    [
+        ("store", "<u4"),
+        ("row", "<u4"),
+        ("generation", "<u4"),
+        ("step", "<u4"),
+        ("call", "<u4"),
+        ("draw", "<u4"),
+        ("priority", "<f8"),
+    ]
 )
 
 # A rank's shard of one store, in the all-gather that begins every batch.
@@ -53,8 +62,7 @@ SHARD_STATUS = np.dtype(
         ("rows", "<i8"),
         ("next_sequence", "<i8"),
         ("cursor", "<i8"),  # the last sequence number that a redraw has used, for FIFO
-        ("total", "<u8"),
-        ("unlimited_total", "<u8"),  # the total without limits
+        ("total", "<u8"),  # what draws are below, where they need no more than the totals of all shards
     ]
 )
 

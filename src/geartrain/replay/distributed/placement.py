@@ -207,7 +207,8 @@ class Placement:
             "targets": targets,
             "window": window,
         }
-        job["priority_fraction_bits"] = self.store.options["priority_fraction_bits"]
+        for name in ("priority_fraction_bits", "priority_per"):
+            job[name] = self.store.options[name]
         for name, spec in self.store.fields.items():
             job[f"field {name!r}"] = (
                 f"{spec.dtype} {spec.block_shape(self.store.max_length)}{' without time' if spec.per_row else ''}"
@@ -418,13 +419,18 @@ class Placement:
             progress: show a progress bar, on the first rank.
 
         Raises:
-            ArgumentError: an invalid tolerance or max_bytes.
+            ArgumentError: an invalid tolerance or max_bytes, or a store with priority_per="step".
             RanksDisagreeError: the ranks have different arguments.
             PeerLostError: a rank is lost. Some rows may be there twice; the segments stay, to be adopted.
 
         Cost: for each row a copy out, one over the network and one in, in messages of 32 MB, one of them in memory at a
         time. A pass over the metadata of the shards that rows leave.
         """
+        if self.store.per_step:
+            raise ArgumentError(
+                f"rows move with one priority, and the store {self.store.name!r} keeps one for every step; save a "
+                f"checkpoint and load it into other shards instead"
+            )
         if not 0 <= tolerance <= 1:
             raise ArgumentError(f"tolerance is a share, from 0 to 1, found {tolerance}")
         if max_bytes is not None and max_bytes < 0:

@@ -1,4 +1,4 @@
-"""Priority updates: sent to the leaders of the rows' shards, which apply them before the next draw."""
+"""Priority updates of rows, or of steps: sent to the leaders of their shards, which apply them before the next draw."""
 
 from __future__ import annotations
 
@@ -8,38 +8,69 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.core.keys import Keys
+from geartrain.errors import ArgumentError
 from geartrain.replay.builder import PriorityUpdate, raised
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import PRIORITY_UPDATE, flat_bytes
+from geartrain.replay.distributed.rank_group import all_to_all_of_known_sizes
 from geartrain.replay.sampler import StoreSampler
 
 
-def send_updates(members: Members, samplers: Sequence[StoreSampler], updates: Sequence[PriorityUpdate]) -> None:
-    """Sends each update to the leader of its row's shard, and applies those that this rank receives. Collective."""
+def parts_of(members: Members, updates: Sequence[PriorityUpdate]) -> list[NDArray[Any]]:
+    """The updates for each rank: `PRIORITY_UPDATE` of rows whose shard it leads."""
+    size = members.group.size
+    if not updates:
+        return [np.empty(0, PRIORITY_UPDATE)] * size
     shards = [members.shard_of(update.keys) for update in updates]
     records = _pack(members, updates, shards)
     leader_of = np.concatenate([store.leaders for store in members.stores])
-    leader = leader_of[np.concatenate(shards)] if updates else np.empty(0, np.int64)
+    leader = leader_of[np.concatenate(shards)]
+    return [np.ascontiguousarray(records[leader == to]) for to in range(size)]
 
-    group = members.group
-    counts = members.all_gather(np.bincount(leader, minlength=group.size).astype(np.int64))
-    outboxes = [np.ascontiguousarray(records[leader == to]) for to in range(group.size)]
-    inboxes = [np.empty(count, PRIORITY_UPDATE) for count in counts[:, group.rank].tolist()]
-    inboxes[group.rank] = outboxes[group.rank]
-    others = [other for other in range(group.size) if other != group.rank]
-    group.exchange(
-        [(other, flat_bytes(outboxes[other])) for other in others],
-        [(other, flat_bytes(inboxes[other])) for other in others],
-    )
-    received = np.concatenate(inboxes)
+
+def send_updates(members: Members, parts: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+    """Sends each rank its part, and returns what all ranks have sent to this one. Collective."""
+    received = all_to_all_of_known_sizes(members.group, [flat_bytes(part) for part in parts])
+    return [part.view(PRIORITY_UPDATE) for part in received]
+
+
+def apply_updates(samplers: Sequence[StoreSampler], parts: Sequence[NDArray[Any]]) -> None:
+    """Applies what all ranks have sent to this one, in the order of calls and draws."""
+    received = np.concatenate(parts)
+    if not len(received):
+        return
     received = received[np.lexsort((received["draw"], received["call"]))]
     for number, sampler in enumerate(samplers):
         mine = received[received["store"] == number]
         if len(mine):
-            # The key of a row that the store does not have is counted as stale, and is no error of this rank.
-            there = mine["row"] < sampler.plan.store.capacity
-            rows, generations = np.where(there, mine["row"], 0), np.where(there, mine["generation"], 0)
-            sampler.plan.store.native.update_priorities(rows, generations, raised(mine["priority"], sampler.alpha))
+            _apply(sampler, mine)
+
+
+def check_steps(per_step: bool, keys: Keys) -> None:
+    """Raises `ArgumentError` unless keys name steps where stores keep priorities of steps, and rows where of rows."""
+    if len(keys) and per_step != (keys.step is not None):
+        raise ArgumentError(
+            "the stores of this replay keep a priority for every step, and these keys name rows; those of its batches "
+            "name steps, and `keys.of_steps(step)` makes such keys of others"
+            if per_step
+            else "these keys name steps, and the stores of this replay keep priorities of rows; `keys.without_steps()` "
+            "are those of their rows"
+        )
+
+
+def _apply(sampler: StoreSampler, updates: NDArray[Any]) -> None:
+    """Sets priorities of a shard; a key of a row or step that the store cannot have is counted as stale."""
+    store = sampler.plan.store
+    there = updates["row"] < store.capacity
+    if store.per_step:
+        there &= updates["step"] < store.max_length
+    rows, generations, steps = (np.where(there, updates[name], 0) for name in ("row", "generation", "step"))
+    priorities = raised(updates["priority"], sampler.alpha)
+    if store.per_step:
+        store.native.update_step_priorities(rows, generations, steps, priorities)
+    else:
+        store.native.update_priorities(rows, generations, priorities)
 
 
 def _pack(members: Members, updates: Sequence[PriorityUpdate], shards: Sequence[NDArray[np.int64]]) -> NDArray[Any]:
@@ -51,9 +82,11 @@ def _pack(members: Members, updates: Sequence[PriorityUpdate], shards: Sequence[
         keys = update.keys
         into = records[at : at + len(keys)]
         into["store"], into["row"], into["generation"] = store_of[shard], keys.row, keys.generation
-        into["call"], into["draw"], into["priority"] = call, 0 if keys.draw is None else keys.draw, update.priorities
+        into["step"] = 0 if keys.step is None else keys.step
+        into["draw"] = 0 if keys.draw is None else np.clip(keys.draw, 0, 2**32 - 1)
+        into["call"], into["priority"] = call, update.priorities
         at += len(keys)
     return records
 
 
-__all__ = ["send_updates"]
+__all__ = ["apply_updates", "check_steps", "parts_of", "send_updates"]

@@ -2,9 +2,10 @@
 
     all_gather          fixed-size bytes of every rank, to every rank: shard totals, a few dozen bytes each
     all_gather_object   the same for picklable objects, for set-up only
+    all_to_all          bytes for every rank, of sizes that only the sender knows: priority updates
     exchange            point-to-point messages whose sizes both ends know: rows (all-to-all, where all pairs have some)
 
-`TorchRankGroup` uses a Gloo process group of its own, so its traffic never mixes with the training's collectives and
+`TorchRankGroup` has connections of its own (carrier.py), so its traffic never mixes with the training's collectives and
 may run on another thread. `geartrain.tools.testing.ThreadRankGroup` is a group of threads of one process, `SingleRank`
 a group of one.
 
@@ -22,23 +23,23 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from geartrain.core.extras import require_torch
-from geartrain.errors import ArgumentError, PeerLostError, RanksDisagreeError
-
-Bytes = NDArray[np.uint8]
-# A peer's rank, and the bytes sent to it or received from it.
-Message = tuple[int, Bytes]
+from geartrain.errors import ArgumentError, PeerLostError, RanksDisagreeError, WaitTimeoutError
+from geartrain.replay.distributed.carrier import MAX_MESSAGES, Bytes, Carrier, CarrierError, Cause, Message
+from geartrain.replay.distributed.gloo_carrier import GlooCarrier
+from geartrain.replay.distributed.transport_carrier import TransportCarrier, open_carrier
 
 # Longest wait for the key-value store when the reason of a failure is read or written.
 NOTE_S = 2.0
-# Most messages between two ranks in one exchange; more would share a tag.
-MAX_MESSAGES = 256
+# Ranks that an all-gather reaches in one round.
+RADIX = 8
+# Largest group in which every rank sends a message to every other one in each batch: it costs a rank about 5 us of
+# processor time for each of them, and saves a round.
+DIRECT_RANKS = 32
 
 
 class RankGroup(Protocol):
@@ -59,12 +60,28 @@ class RankGroup(Protocol):
         """Bytes this rank has sent so far."""
         ...
 
+    @property
+    def sent_messages(self) -> int:
+        """Messages this rank has sent so far: one for each exchange and peer that it had bytes for."""
+        ...
+
+    def peers(self) -> dict[str, int]:
+        """Number of ranks that this one has exchanged messages with, by what moves them: "shm", "tcp", "gloo"."""
+        ...
+
     def all_gather(self, mine: Bytes) -> Bytes:
         """All-gather of bytes: (n,) uint8, the same n on every rank, to (size, n)."""
         ...
 
     def all_gather_object(self, mine: Any) -> list[Any]:
         """All-gather of picklable objects: for set-up, not for every batch."""
+        ...
+
+    def all_to_all(self, parts: Sequence[Bytes]) -> list[Bytes]:
+        """All-to-all of (size,) arrays of uint8 of any length: part i goes to rank i; returns each rank's, to be read.
+
+        One message to every other rank, in one round but over Gloo, so for groups of up to `DIRECT_RANKS` ranks.
+        """
         ...
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
@@ -86,6 +103,11 @@ class SingleRank:
     rank = 0
     size = 1
     sent_bytes = 0
+    sent_messages = 0
+
+    def peers(self) -> dict[str, int]:
+        """See `RankGroup`."""
+        return {}
 
     def all_gather(self, mine: Bytes) -> Bytes:
         """See `RankGroup`."""
@@ -95,6 +117,10 @@ class SingleRank:
     def all_gather_object(self, mine: Any) -> list[Any]:
         """See `RankGroup`."""
         return [mine]
+
+    def all_to_all(self, parts: Sequence[Bytes]) -> list[Bytes]:
+        """See `RankGroup`."""
+        return list(parts)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """See `RankGroup`."""
@@ -107,9 +133,10 @@ class SingleRank:
 
 
 def all_gather_bruck(ranks: RankGroup, mine: Bytes) -> Bytes:
-    """`RankGroup.all_gather` by `RankGroup.exchange`: Bruck's algorithm, ceil(log2 size) rounds (Bruck et al., 1997).
+    """`RankGroup.all_gather` by `RankGroup.exchange`: Bruck's algorithm, ceil(log8 size) rounds (Bruck et al., 1997).
 
-    In round k each rank sends the blocks it has to the rank 2^k before it. Every rank sends (size - 1) * n bytes.
+    In round k each rank sends the blocks it has to the seven ranks 8^k, 2 * 8^k, ... before it: up to 8 ranks take one
+    round, 64 two. Every rank sends (size - 1) * n bytes, in seven messages a round at most.
     """
     return all_gather_among(ranks, range(ranks.size), mine)
 
@@ -125,12 +152,14 @@ def all_gather_among(ranks: RankGroup, members: Sequence[int], mine: Bytes) -> B
         if at is None:
             ranks.exchange([], [])
         else:
-            count = min(step, size - step)
-            ranks.exchange(
-                [(members[(at - step) % size], have[:count].reshape(-1))],
-                [(members[(at + step) % size], have[step : step + count].reshape(-1))],
-            )
-        step *= 2
+            sends: list[Message] = []
+            receives: list[Message] = []
+            for first in range(step, min(RADIX * step, size), step):
+                count = min(step, size - first)
+                sends.append((members[(at - first) % size], have[:count].reshape(-1)))
+                receives.append((members[(at + first) % size], have[first : first + count].reshape(-1)))
+            ranks.exchange(sends, receives)
+        step *= RADIX
     if at is None:
         return np.zeros_like(have)
     rolled: Bytes = np.roll(have, at, axis=0)
@@ -146,6 +175,17 @@ def all_gather_object(ranks: RankGroup, mine: Any) -> list[Any]:
     return [
         pickle.loads(part[:size].tobytes()) for part, size in zip(ranks.all_gather(padded), sizes.tolist(), strict=True)
     ]
+
+
+def all_to_all_of_known_sizes(ranks: RankGroup, parts: Sequence[Bytes]) -> list[Bytes]:
+    """`RankGroup.all_to_all` by an all-gather of the sizes and an exchange."""
+    sizes = np.array([part.size for part in parts], np.int64)
+    every = ranks.all_gather(sizes.view(np.uint8)).reshape(-1).view(np.int64).reshape(ranks.size, ranks.size)
+    received = [np.empty(size, np.uint8) for size in every[:, ranks.rank].tolist()]
+    received[ranks.rank] = parts[ranks.rank]
+    others = [rank for rank in range(ranks.size) if rank != ranks.rank]
+    ranks.exchange([(rank, parts[rank]) for rank in others], [(rank, received[rank]) for rank in others])
+    return received
 
 
 T = TypeVar("T")
@@ -177,7 +217,12 @@ _groups_made: Counter[tuple[int, ...]] = Counter()
 
 
 class TorchRankGroup:
-    """A `RankGroup` over some or all ranks of a `torch.distributed` job, by Gloo.
+    """A `RankGroup` over some or all ranks of a `torch.distributed` job.
+
+    Ranks of one host exchange messages through shared memory, ranks of different hosts over TCP, by geartrain's own
+    transports (transport_carrier.py); by Gloo (gloo_carrier.py) where a rank cannot use those. `repr` says which, and
+    why. `GEARTRAIN_RANK_CARRIER` may say "tcp" (no shared memory) or "gloo" instead of "auto"; it is the same on all
+    ranks, or Gloo on all where one says so.
 
     Args:
         members: global ranks; their order gives the ranks in this group. This process must be one of them, and all of
@@ -185,7 +230,8 @@ class TorchRankGroup:
         timeout_s: timeout of each collective.
 
     Raises:
-        ArgumentError: there is no process group, or this rank is not a member.
+        ArgumentError: there is no process group, this rank is not a member, or `GEARTRAIN_RANK_CARRIER` says something
+            else.
         PeerLostError: not all members joined in time.
     """
 
@@ -205,9 +251,16 @@ class TorchRankGroup:
         self.rank = self._members.index(here)
         self.size = len(self._members)
         self.sent_bytes = 0
+        self.sent_messages = 0
         self._timeout_s = timeout_s
         self._calls = 0
         self._broken: str | None = None
+        self._pid = os.getpid()
+        self._why_gloo = ""
+        self._carrier: Carrier | None = None
+        wanted = os.environ.get("GEARTRAIN_RANK_CARRIER", "auto")
+        if wanted not in ("auto", "tcp", "gloo"):
+            raise ArgumentError(f"GEARTRAIN_RANK_CARRIER is auto, tcp or gloo, found {wanted!r}")
         # torch names a group by the number of groups the process has made, which may differ between ranks, and uses a
         # name again once its group is destroyed. These names are unique for the life of the job. (torchrun's restart
         # count is of no use: hosts that restart because another host did count differently.)
@@ -217,13 +270,30 @@ class TorchRankGroup:
         self._store = dist.PrefixStore(  # type: ignore[attr-defined]
             name, dist.distributed_c10d._get_default_store()
         )
+        if self.size > 1:
+            self._open(wanted)
+
+    def _open(self, wanted: str) -> None:
         try:
-            self._group: Any = dist.ProcessGroupGloo(
-                self._store, self.rank, self.size, timedelta(seconds=max(timeout_s, 1e-3))
+            opened = open_carrier(
+                self._store,
+                self.rank,
+                self.size,
+                self._timeout_s,
+                self._is_broken,
+                transport="tcp" if wanted == "tcp" else None,
+                refuse="GEARTRAIN_RANK_CARRIER says gloo" if wanted == "gloo" else None,
             )
-        except RuntimeError as error:
+            if isinstance(opened, str):
+                self._why_gloo = opened
+                self._carrier = GlooCarrier(self._store, self.rank, self.size, self._timeout_s)
+            else:
+                self._carrier = opened
+            self.all_gather(np.zeros(1, np.uint8))  # all of them reach those they have most to do with
+        except (RuntimeError, WaitTimeoutError) as error:
+            which = f": missing are {error}" if isinstance(error, WaitTimeoutError) else f": {error}"
             raise PeerLostError(
-                f"ranks {self._members} did not all join within {timeout_s} s: {error}{_restart_hint()}"
+                f"ranks {self._members} did not all join within {self._timeout_s} s{which}{_restart_hint()}"
             ) from error
 
     def all_gather(self, mine: Bytes) -> Bytes:
@@ -234,32 +304,48 @@ class TorchRankGroup:
         """See `RankGroup`."""
         return all_gather_object(self, mine)
 
+    def all_to_all(self, parts: Sequence[Bytes]) -> list[Bytes]:
+        """See `RankGroup`."""
+        self._check_usable()
+        carrier = self._carrier
+        if not isinstance(carrier, TransportCarrier):
+            return all_to_all_of_known_sizes(self, parts)
+        self._calls += 1
+        self.sent_bytes += sum(part.size for part in parts) - parts[self.rank].size
+        self.sent_messages += self.size - 1
+        try:
+            return carrier.all_to_all(self._calls, parts, time.monotonic() + self._timeout_s)
+        except CarrierError as error:
+            self._lost(error)
+
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """See `RankGroup`."""
-        group = self._group
-        if self._broken is not None or group is None:
-            raise PeerLostError(self._broken or "this rank has left the group")
-        import torch
-
+        self._check_usable()
+        for messages in (sends, receives):
+            if len(messages) > MAX_MESSAGES and max(Counter(peer for peer, _ in messages).values()) > MAX_MESSAGES:
+                raise ArgumentError(f"one exchange takes at most {MAX_MESSAGES} messages a peer")
         self._calls += 1
-        pending: list[tuple[int, Any]] = []
-        deadline_s = time.monotonic() + self._timeout_s
-        peer = self.rank
+        sends = [message for message in sends if message[1].size]
+        receives = [message for message in receives if message[1].size]
+        carrier = self._carrier
+        if carrier is None or not (sends or receives):
+            return
+        self.sent_bytes += sum(array.size for _, array in sends)
+        self.sent_messages += len({peer for peer, _ in sends})
         try:
-            for start, messages in ((group.recv, receives), (group.send, sends)):
-                numbers: dict[int, int] = {}
-                for peer, array in messages:
-                    number = numbers[peer] = numbers.get(peer, -1) + 1
-                    if number >= MAX_MESSAGES:
-                        raise ArgumentError(f"one exchange takes at most {MAX_MESSAGES} messages a peer")
-                    if array.size:
-                        tag = self._calls % 65536 * MAX_MESSAGES + number
-                        pending.append((peer, start([torch.from_numpy(array)], peer, tag)))
-            self.sent_bytes += sum(array.size for _, array in sends)
-            for peer, work in pending:  # noqa: B007  the error names the peer
-                work.wait(timedelta(seconds=max(0.001, deadline_s - time.monotonic())))
-        except RuntimeError as error:
-            self._lost(peer, error)
+            carrier.exchange(self._calls, sends, receives, time.monotonic() + self._timeout_s)
+        except CarrierError as error:
+            self._lost(error)
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise PeerLostError("a rank group belongs to the process that made it: this one was forked from it")
+        if self._broken is not None:
+            raise PeerLostError(self._broken)
+
+    def peers(self) -> dict[str, int]:
+        """See `RankGroup`."""
+        return {} if self._carrier is None else self._carrier.peers()
 
     def abort(self, reason: str) -> None:
         """See `RankGroup`."""
@@ -271,15 +357,23 @@ class TorchRankGroup:
         """See `RankGroup`."""
         if self._broken is None:
             self._broken = "this rank has left the group"
-        self._group = None  # closes its connections, which the other ranks notice
+        if self._carrier is not None and os.getpid() == self._pid:
+            self._carrier.close()  # its connections, which the other ranks notice
 
-    def _lost(self, peer: int, error: RuntimeError) -> NoReturn:
-        timed_out = "imed out" in str(error)
-        found = (
-            f"rank {self._members[peer]} did not answer within {self._timeout_s} s"
-            if timed_out
-            else f"rank {self._members[peer]} was lost: its connection closed"
-        )
+    def __repr__(self) -> str:
+        ways = ", ".join(f"{count} by {name}" for name, count in self.peers().items()) or "none yet"
+        why = f" (Gloo, because {self._why_gloo})" if self._why_gloo else ""
+        return f"<TorchRankGroup rank {self.rank} of {self.size}, peers: {ways}{why}>"
+
+    def _lost(self, error: CarrierError) -> NoReturn:
+        if error.cause is Cause.left:
+            raise PeerLostError(self._broken or "this rank has left the group") from error
+        who = f"rank {self._members[error.peer]}"
+        found = {
+            Cause.timed_out: f"{who} did not answer within {self._timeout_s} s",
+            Cause.lost: f"{who} was lost: its connection closed",
+            Cause.refused: f"{who} {error.detail}",
+        }[error.cause]
         note = self._leave_note(found)
         self._broken = note if note == found else f"{note} (noticed as: {found})"
         self.close()
@@ -287,16 +381,26 @@ class TorchRankGroup:
 
     def _leave_note(self, note: str) -> str:
         """Writes the reason for the other ranks, and returns the one that was written first."""
-        notes = [note]
+        if os.getpid() != self._pid:
+            return note  # a forked child shares the store's connection with its parent, which goes on
+        return _asked(lambda: str(self._store.compare_set("lost", "", note).decode()), note)
 
-        def leave() -> None:
-            notes.append(self._store.compare_set("lost", "", note).decode())
+    def _is_broken(self) -> bool:
+        """Whether another rank has written a reason."""
+        return _asked(lambda: bool(self._store.check(["lost"])), False)
 
-        # The key-value store may be lost with the rank that served it, and its own timeout is much longer.
-        thread = threading.Thread(target=_quietly, args=(leave,), daemon=True)
-        thread.start()
-        thread.join(NOTE_S)
-        return notes[-1]
+
+def _asked(ask: Callable[[], T], otherwise: T) -> T:
+    """An answer of the key-value store, which may be lost with the rank that served it, and has a longer timeout."""
+    answers = [otherwise]
+
+    def run() -> None:
+        answers.append(ask())
+
+    thread = threading.Thread(target=_quietly, args=(run,), daemon=True)
+    thread.start()
+    thread.join(NOTE_S)
+    return answers[-1]
 
 
 def as_rank_group(group: Any, members: Sequence[int], timeout_s: float) -> RankGroup:
@@ -324,6 +428,8 @@ def _quietly(body: Any) -> None:
 
 
 __all__ = [
+    "DIRECT_RANKS",
+    "RADIX",
     "Bytes",
     "Message",
     "SingleRank",
@@ -332,6 +438,7 @@ __all__ = [
     "all_gather_among",
     "all_gather_bruck",
     "all_gather_object",
+    "all_to_all_of_known_sizes",
     "as_rank_group",
     "run_on_all_ranks",
 ]

@@ -23,6 +23,7 @@ from geartrain.replay.builder import State
 from geartrain.replay.distributed.draw import CommonError
 from geartrain.replay.distributed.members import Consumer, Members
 from geartrain.replay.distributed.messages import ROW_HEADER, RowMessage
+from geartrain.replay.distributed.transition_rows import ReadDraws, TransitionRows
 from geartrain.replay.fetch import FetchPlan
 from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.sharded import NO_ROW, ShardedDraw, is_independent
@@ -101,10 +102,15 @@ class RowBuffer:
         generations: NDArray[np.uint32],
         ends: NDArray[np.int32] | None,
         places: NDArray[np.uint32],
+        draws: ReadDraws,
     ) -> Callable[[], ReadResult]:
         """Starts to copy rows of a store to their places in the buffer; the call of what is returned completes it."""
-        raw = plan.fetch(rows, generations, ends, self.arrays, places)
-        result = ReadResult(raw.torn, raw.lengths, raw.starts, raw.mask.sum(1, dtype=np.int32), raw.versions)
+        if isinstance(plan, TransitionRows):
+            assert ends is not None
+            result = ReadResult(*plan.gather(rows, generations, ends, self.arrays, places, draws, self.n))
+        else:
+            raw = plan.fetch(rows, generations, ends, self.arrays, places)
+            result = ReadResult(raw.torn, raw.lengths, raw.starts, raw.mask.sum(1, dtype=np.int32), raw.versions)
         return lambda: result
 
 
@@ -118,7 +124,7 @@ class ShardRows:
     Attributes:
         rows, generations, probability: (k,) of the current rows.
         torn: (k,) nonzero for rows that were lost in the last read.
-        elements: (k,) which of their rows' windows they are; None where windows are drawn.
+        steps: (k,) that were drawn with the rows; None where windows are drawn.
     """
 
     def __init__(self, drawn: ShardedDraw, numbers: NDArray[np.intp]) -> None:
@@ -126,7 +132,7 @@ class ShardRows:
         self.numbers = numbers
         self.torn = np.zeros(len(numbers), np.uint8)
         self.rows = drawn.rows[numbers]
-        self.elements = None if drawn.steps is None else drawn.steps[numbers]
+        self.steps = None if drawn.steps is None else drawn.steps[numbers]
         self.generations = drawn.generations[numbers]
         self.probability = drawn.probability[numbers]
         self._shard_rows = drawn.rows
@@ -148,6 +154,8 @@ class ShardRows:
         self.rows[lost] = self._shard_rows[self.numbers[lost]] = redrawn.rows
         self.generations[lost] = redrawn.generations
         self.probability[lost] = redrawn.probability * self._share
+        if self.steps is not None and redrawn.steps is not None:
+            self.steps[lost] = redrawn.steps
         self._known[self.numbers[lost]] = True
 
 
@@ -189,6 +197,8 @@ class ReadRequest:
         found: NDArray[np.intp],
         ends: NDArray[np.int32] | None,
         shard: int,
+        step: int,
+        attempt: int,
     ) -> Callable[[], NDArray[np.intp]]:
         """Starts to copy those of the found rows that the consumer gets.
 
@@ -207,6 +217,7 @@ class ReadRequest:
             np.ascontiguousarray(rows.generations[index]),
             None if ends is None else np.ascontiguousarray(ends[index]),
             places.astype(np.uint32),
+            ReadDraws(step, attempt, rows.numbers[index].astype(np.uint32)),
         )
         headers = np.zeros(len(index), ROW_HEADER)
         headers["row"], headers["generation"], headers["shard"] = rows.rows[index], rows.generations[index], shard
@@ -314,12 +325,13 @@ class ShardReader:
             counted = sampler.limited and attempt == 0  # by the shard's leader, as they were drawn
             rows.torn[found] = 0 if counted else ~sampler.count_samples(*keys)
             ends = None
-            elements = None if rows.elements is None else rows.elements[found]
-            placed = sampler.ends(step, attempt, rows.numbers[found].astype(np.uint32), *keys, elements)
+            steps = None if rows.steps is None else rows.steps[found]
+            placed = sampler.ends(step, attempt, rows.numbers[found].astype(np.uint32), *keys, steps)
             if placed is not None:
                 ends = np.zeros(len(here), np.int32)
                 ends[found] = placed
-            started = [request.start(number, self._plans[number], rows, found, ends, shard) for request in requests]
+            plans = self._plans[number]
+            started = [each.start(number, plans, rows, found, ends, shard, step, attempt) for each in requests]
             for finish in started:
                 rows.torn[finish()] = 1
             if not counted:

@@ -10,6 +10,7 @@ import geartrain.tools.cli.checkpoint as saving  # noqa: F401
 import geartrain.tools.cli.top as watching  # noqa: F401
 import geartrain.tools.cli.doctor_bench as machine  # noqa: F401
 import geartrain.tools.cli.jobs as jobs  # noqa: F401
+import geartrain.tools.cli.generate as generating  # noqa: F401
 import geartrain.tools.cli.plan as planning  # noqa: F401
 from geartrain.tools.cli.app import app
 

@@ -104,8 +104,9 @@ def plan_allreduce(
 ) -> None:
     """Predict the time of an all-reduce, optimal shares of owners, and the useful number of reducers.
 
-    Prints root, ring, tree, dedicated and hybrid in one table: bytes of a worker, latency and time over the number of
-    workers. With both prices: the number of reducers with which a training step is cheapest.
+    Prints a single reducer, root, ring, tree, dedicated and hybrid in one table: bytes of a worker, latency and time
+    over the number of workers; and their costs by formula. With both prices: the number of reducers with which a
+    training step is cheapest.
 
     Example: geartrain plan allreduce --workers 8x100Gbit --reducers 14x32Gbit --bytes 1.2GB --rtt 0.1ms
     """

@@ -13,6 +13,7 @@ The algorithms, for N workers behind links of B bytes a second:
 
 | | bytes of a worker, each way | hops, one after the other |
 |---|---|---|
+| single: one reducer sums for all, the naive way | K; the reducer N K | 2 |
 | root: one worker sums and broadcasts | the root (N - 1) K | 2 |
 | ring | 2 (N - 1) / N K | 2 (N - 1) |
 | tree (halving and doubling) | 2 (N - 1) / N K; K more where N is no power of two | 2 log2 N, 2 more |
@@ -31,7 +32,18 @@ from dataclasses import dataclass, replace
 import geartrain._native as _native
 from geartrain.errors import ArgumentError
 
-ALGORITHMS = ("root", "ring", "tree", "dedicated", "hybrid")
+ALGORITHMS = ("single", "root", "ring", "tree", "dedicated", "hybrid")
+#: Costs by formula, each way: bytes of a worker, bytes of the member that moves most, hops. N workers, an array of K
+#: bytes, a worker that owns the fraction x, a reducer that owns y; *: where N is no power of two, of the next lower one
+#: and K more, and 2 hops.
+FORMULAS = {
+    "single": ("K", "N K, the reducer", "2"),
+    "root": ("K", "(N - 1) K, the root", "2"),
+    "ring": ("2 (N - 1) / N K", "the same", "2 (N - 1)"),
+    "tree": ("2 (N - 1) / N K *", "the same", "2 log2 N *"),
+    "dedicated": ("K", "N K y, a reducer", "2"),
+    "hybrid": ("K (1 + (N - 2) x)", "that, or N K y", "2"),
+}
 #: Most reducers that are compared when the cheapest number is searched.
 MOST_REDUCERS = 10_000
 
@@ -70,6 +82,7 @@ class Cost:
         algorithm: of `ALGORITHMS`.
         workers, reducers: number that take part.
         worker_bytes: of the worker that moves most, each way.
+        busiest_bytes: of the worker or reducer that moves most.
         hops: sequential one-way delays.
         latency_s: of those.
         seconds: of all, bytes and latency.
@@ -79,6 +92,7 @@ class Cost:
     workers: int
     reducers: int
     worker_bytes: float
+    busiest_bytes: float
     hops: int
     latency_s: float
     seconds: float
@@ -136,10 +150,19 @@ def plan(network: Network) -> AllReducePlan:
 
 
 def cost(network: Network, algorithm: str) -> Cost:
-    """Cost of one algorithm. Raises `ArgumentError` for an unknown one, and for dedicated without reducers."""
+    """Cost of one algorithm. Raises `ArgumentError` for an unknown one, and for dedicated without reducers.
+
+    The single reducer is the fastest given one, or like the slowest worker where none is given.
+    """
     n, k, slowest = len(network.workers), network.nbytes, min(network.workers)
-    reducers = 0
-    if algorithm == "root":
+    reducers, busiest = 0, 0.0
+    if algorithm == "single":
+        one = (max(network.reducers) if network.reducers else slowest,) if n > 1 else ()
+        shares = [0.0] * n + [1.0] if one else [1.0]
+        all_moved = _native.moved_bytes(n, len(one), shares, k)
+        moved, busiest, reducers = max(all_moved[:n]), max(all_moved), len(one)
+        seconds, hops = _native.shares_seconds(network.workers, one, shares, k), _native.DIRECT_HOPS if one else 0
+    elif algorithm == "root":
         root = network.workers.index(max(network.workers))
         shares = [float(i == root) for i in range(n)]
         moved = max(_native.moved_bytes(n, 0, shares, k))
@@ -154,12 +177,13 @@ def cost(network: Network, algorithm: str) -> Cost:
         best = _native.plan_dedicated if algorithm == "dedicated" else _native.plan_shares
         shares, seconds = best(network.workers, network.reducers, k)
         reducers = sum(share > 0 for share in shares[n:])
-        moved = max(_native.moved_bytes(n, len(network.reducers), shares, k)[:n])
+        all_moved = _native.moved_bytes(n, len(network.reducers), shares, k)
+        moved, busiest = max(all_moved[:n]), max(all_moved)
         hops = _native.DIRECT_HOPS if n > 1 else 0
     else:
         raise ArgumentError(f"there are {', '.join(ALGORITHMS)}; found {algorithm!r}")
     latency_s = hops * network.rtt_s / 2
-    return Cost(algorithm, n, reducers, moved, hops, latency_s, seconds + latency_s)
+    return Cost(algorithm, n, reducers, moved, max(moved, busiest), hops, latency_s, seconds + latency_s)
 
 
 def growing(network: Network, counts: Sequence[int]) -> list[list[Cost]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from geartrain.tools.plan.allreduce import (
     ALGORITHMS,
+    FORMULAS,
     AllReducePlan,
     Cost,
     Network,
@@ -26,6 +27,8 @@ from geartrain.tools.plots import import_pyplot
 
 COUNTS = (2, 4, 8, 16, 32, 64)
 MOST_PLOTTED = 400
+#: Algorithms whose workers move K in two hops, whatever N is.
+WITHOUT_OWNERS = ("single", "dedicated")
 
 
 def show(
@@ -82,7 +85,7 @@ def _print(
         console.print(_price_table(table_of, best, compute_s))
     table = table_of(title="on this network", title_justify="left")
     table.add_column("")
-    for name in ("reducers", "bytes of a worker", "K", "hops", "latency", "time", "K/B"):
+    for name in ("reducers", "bytes of a worker", "K", "of the busiest", "K", "hops", "latency", "time", "K/B"):
         table.add_column(name, justify="right")
     for one in found.costs:
         table.add_row(
@@ -90,27 +93,35 @@ def _print(
             str(one.reducers),
             bytes_text(one.worker_bytes),
             _ratio(one.worker_bytes, network.nbytes),
+            bytes_text(one.busiest_bytes),
+            _ratio(one.busiest_bytes, network.nbytes),
             str(one.hops),
             seconds_text(one.latency_s),
             seconds_text(one.seconds),
             _ratio(one.seconds, unit),
         )
     console.print(table)
+    title = "by formula: N workers, K bytes, each way; * other N than 2^i: of the next lower, and K and 2 hops more"
+    table = table_of(title=title, title_justify="left")
+    for name in ("", "bytes of a worker", "bytes of the busiest", "hops"):
+        table.add_column(name)
+    for name, formulas in FORMULAS.items():
+        table.add_row(name, *formulas)
+    console.print(table)
     slowest = rate_text(min(network.workers))
-    title = f"against N, all links {slowest}; K each way; dedicated has enough reducers, hybrid {len(network.reducers)}"
+    title = f"against N, all links {slowest}; K each way; dedicated: enough reducers, hybrid: {len(network.reducers)}"
     table = table_of(title=title, title_justify="left")
     table.add_column("N", justify="right")
     for name in ALGORITHMS:
-        table.add_column(f"{name}:\nK, {'latency' if network.rtt_s else 'hops'}, time", justify="right", no_wrap=True)
+        shown = "time" if name in WITHOUT_OWNERS else f"K, {'latency' if network.rtt_s else 'hops'}, time"
+        table.add_column(f"{name}:\n{shown}", justify="right", no_wrap=True)
     for count, row in zip(counts, rows, strict=True):
-        delays = [seconds_text(one.latency_s) if network.rtt_s else str(one.hops) for one in row]
-        table.add_row(
-            str(count),
-            *(
-                f"{_short_ratio(one.worker_bytes, network.nbytes)} {delay:>6} {seconds_text(one.seconds):>7}"
-                for one, delay in zip(row, delays, strict=True)
-            ),
-        )
+        cells = []
+        for one in row:
+            delay = seconds_text(one.latency_s) if network.rtt_s else str(one.hops)
+            moved = "" if one.algorithm in WITHOUT_OWNERS else _short_ratio(one.worker_bytes, network.nbytes)
+            cells.append(f"{moved} {delay if moved else '':>6} {seconds_text(one.seconds):>7}".strip())
+        table.add_row(str(count), *cells)
     console.print(table)
 
 
@@ -195,6 +206,7 @@ def plot(found: AllReducePlan, best: tuple[Priced, list[Priced]] | None, path: P
     rows = growing(network, counts)
     figure, (moved, latency, helped) = pyplot.subplots(1, 3, figsize=(14, 4.4), layout="constrained")
     styles = {
+        "single": ("C5", "--"),
         "root": ("C4", "-."),
         "ring": ("C3", "-"),
         "tree": ("C1", ":"),

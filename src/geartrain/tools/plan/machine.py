@@ -40,7 +40,7 @@ class Constants:
         descent_ns: time of one tree descent by the rows of a shard; interpolated by the logarithm.
         batch_us: a batch's fixed costs in Python and in the fetch.
         round_us: one round of messages between ranks.
-        gloo_gb_per_s: of one rank through Gloo over loopback.
+        tcp_gb_per_s: of one rank, each way, over loopback TCP.
         link_share: part of a link's rate that carries rows, without headers.
     """
 
@@ -54,7 +54,7 @@ class Constants:
     descent_ns: Mapping[int, float]
     batch_us: float
     round_us: float
-    gloo_gb_per_s: float
+    tcp_gb_per_s: float
     link_share: float = 0.95
 
     def descent_at_ns(self, rows: float) -> float:
@@ -106,7 +106,7 @@ DEFAULTS = Constants(
     descent_ns={10_000: 36.0, 1_000_000: 54.0, 4_000_000: 74.0},
     batch_us=610.0,
     round_us=270.0,
-    gloo_gb_per_s=1.2,
+    tcp_gb_per_s=1.2,
 )
 
 
@@ -121,7 +121,7 @@ def measure() -> Constants:
     """
     cores = len(os.sched_getaffinity(0))
     copy, row_ns = _measure_copy()
-    round_us, gloo = _measure_gloo()
+    round_us, rate = _measure_rounds()
     return Constants(
         source=f"geartrain plan ranks --measure, {_cpu()}, {cores} cores",
         cores=cores,
@@ -133,7 +133,7 @@ def measure() -> Constants:
         descent_ns={n: _measure_descent_ns(n) for n in (10_000, 1_000_000, 4_000_000)},
         batch_us=_measure_batch_us(),
         round_us=round_us,
-        gloo_gb_per_s=gloo,
+        tcp_gb_per_s=rate,
     )
 
 
@@ -198,8 +198,8 @@ def _measure_batch_us() -> float:
         return median_s(replay.sample, 200) * 1e6
 
 
-# Two processes that exchange messages by Gloo over loopback; the second argument is the rank.
-_GLOO_PAIR = """
+# Two processes that exchange messages by TCP over loopback; the second argument is the rank.
+_RANK_PAIR = """
 import json, sys, time
 import numpy as np
 import torch, torch.distributed as dist
@@ -225,7 +225,7 @@ print(json.dumps([min(rounds_s), out.size / min(both_s)]))
 """
 
 
-def _measure_gloo() -> tuple[float, float]:
+def _measure_rounds() -> tuple[float, float]:
     """Microseconds of a round between two ranks, and GB/s each way at the same time."""
     try:
         import torch  # noqa: F401
@@ -236,8 +236,8 @@ def _measure_gloo() -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as directory:
         started = [
             subprocess.Popen(
-                [sys.executable, "-c", _GLOO_PAIR, str(Path(directory) / "meet"), str(rank)],
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+                [sys.executable, "-c", _RANK_PAIR, str(Path(directory) / "meet"), str(rank)],
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "GEARTRAIN_RANK_CARRIER": "tcp", "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

@@ -5,11 +5,11 @@ every rank, sequential on the replay's own thread:
 
 | stage | time |
 |---|---|
-| gather | one all-gather of ceil(log2 D) rounds: the ranks' steps and the shards' totals |
+| gather | one all-gather, of ceil(log8 D) rounds where D is above 32: the ranks' steps and the shards' totals |
 | choose | a target for each of B draws, a tree descent for each of the B / W draws of the rank's own shard |
 | assign | `geartrain.replay.distributed.assignment.assign` itself, run here on such draws, with that many ranks |
 | fetch | B / D rows at the rate of a copy, or of the host's memory shared by its G ranks |
-| exchange | all-to-all: the rows of the host that sends or receives most, over its link or through Gloo |
+| exchange | all-to-all: the rows of the host that sends or receives most, over its link or through the transport |
 
 They overlap with training: a step takes the longer of the two. Rows that move:
 
@@ -36,6 +36,7 @@ import numpy as np
 from geartrain.errors import ArgumentError
 from geartrain.replay.distributed.assignment import Replica, assign
 from geartrain.replay.distributed.messages import rank_status
+from geartrain.replay.distributed.rank_group import DIRECT_RANKS, RADIX
 from geartrain.tools.plan.machine import Constants, median_s
 
 Arm = Literal["local_first", "ordered", "central"]
@@ -163,6 +164,16 @@ def moved_rows(cluster: Cluster, arm: Arm) -> tuple[float, float]:
     return surplus_rows(batch, cluster.probabilities), float(np.abs(beyond).max(axis=1).mean())
 
 
+def _rounds(ranks: int) -> int:
+    """Rounds of the all-gather that begins a batch."""
+    if ranks <= DIRECT_RANKS:
+        return min(1, ranks - 1)
+    rounds, reached = 0, 1
+    while reached < ranks:
+        rounds, reached = rounds + 1, reached * RADIX
+    return rounds
+
+
 def predict(cluster: Cluster, arm: Arm, constants: Constants) -> Prediction:
     """What a batch takes. Raises `ArgumentError` for an arm there is not."""
     if arm not in ARMS:
@@ -174,7 +185,7 @@ def predict(cluster: Cluster, arm: Arm, constants: Constants) -> Prediction:
     turns = max(1.0, busy / constants.cores)
     moved, busiest = moved_rows(cluster, arm)
 
-    rounds = math.ceil(math.log2(ranks))
+    rounds = _rounds(ranks)
     gather_s = rounds * constants.round_us * 1e-6 * turns
     # In the central arm the one shard's host finds all rows, and its ranks read what the others train on.
     found, read = (batch, batch / cluster.gpus) if arm == "central" else (batch / hosts, per_rank)
@@ -188,7 +199,7 @@ def predict(cluster: Cluster, arm: Arm, constants: Constants) -> Prediction:
     fetch_s = read * (r / copy + turns * constants.row_ns * 1e-9)
 
     link = cluster.link_gbit / 8 * 1e9 * constants.link_share
-    through = min(link, constants.gloo_gb_per_s * 1e9 * cluster.gpus / turns)
+    through = min(link, constants.tcp_gb_per_s * 1e9 * cluster.gpus / turns)
     exchange_s = (busiest * r / through + constants.round_us * 1e-6 * turns) if hosts > 1 else 0.0
 
     make_s = gather_s + choose_s + assign_s + fetch_s + exchange_s
@@ -200,7 +211,7 @@ def predict(cluster: Cluster, arm: Arm, constants: Constants) -> Prediction:
         "selection": choose_s,
         "assignment": assign_s,
         "copying": fetch_s,
-        "network" if link <= through else "Gloo": exchange_s,
+        "network" if link <= through else "transport": exchange_s,
     }
     bound_by = "training" if step_s >= make_s else max(stages, key=lambda name: stages[name])
     return Prediction(

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.errors import PinError
+from geartrain.errors import PinError, WaitTimeoutError
 
 _POLL_S = 1e-4
 
@@ -88,6 +88,7 @@ class SimulatedDevice:
         registered: address -> bytes of memory that is registered now.
         host_waits: (thread, stream) of each time a host thread waited.
         used_by: (address, stream) of each `record_stream`.
+        copies: how many were given to the device.
         failures: errors of work that the device's thread has run.
     """
 
@@ -110,6 +111,9 @@ class SimulatedDevice:
         self.used_by: list[tuple[int, str]] = []
         self.failures: list[BaseException] = []
         self.gathers = 0
+        self.copies = 0
+        self._breaks_at: int | None = None
+        self._broken = False
         self._kernels = kernels
         self._most_pinned = most_pinned
         self._chance = chance
@@ -222,6 +226,7 @@ class SimulatedDevice:
 
     def record(self, event: Any = None) -> Any:
         """Of the current stream."""
+        self._check()
         event = Event() if event is None else event
         with self._lock:
             stream = self.current_stream()
@@ -241,24 +246,44 @@ class SimulatedDevice:
 
     def done(self, event: Any) -> bool:
         """As it is now."""
+        self._check()
         return event.mark is None or event.mark.reached
 
-    def sync(self, event: Any) -> None:
+    def sync(self, event: Any, timeout_s: float | None = None) -> None:
         """Runs the device until it has reached the event's mark."""
         mark = event.mark
+        self._check()
         if mark is None:
             return
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
             self.host_waits.append((threading.current_thread().name, mark.stream.name if mark.stream else ""))
-            if self.delay_s is not None:
-                while not mark.reached:
-                    self._changed.wait(_POLL_S)
-            elif self._chance == 0:
-                self._run_until(mark)
-            else:
-                while not mark.reached:
-                    if not self._step():
-                        raise RuntimeError("simulated: deadlock: the host waits for an event that no work records")
+            while not mark.reached:
+                if self.delay_s is None and (self._run_until(mark) if self._chance == 0 else self._step()):
+                    continue
+                if until_s is None and self.delay_s is None:
+                    raise RuntimeError("simulated: deadlock: the host waits for an event that no work records")
+                if until_s is not None and time.monotonic() > until_s:
+                    raise WaitTimeoutError(f"{self.name} did not reach an event within {timeout_s:.3g} s")
+                self._changed.wait(_POLL_S)
+        self._check()
+
+    # --- faults ------------------------------------------------------------------------------------------------
+
+    def stall(self, stream: str) -> None:
+        """Nothing given to the stream of that name from now on ever runs: events behind it are never signalled."""
+        never = Mark(None)
+        with self._lock:
+            self._give(next(one for one in self._streams if one.name == stream), lambda: never)
+
+    def break_copy(self, number: int) -> None:
+        """The copy of that number, from 0, fails when the device comes to it: every later wait, record and copy raises,
+        as in CUDA."""
+        self._breaks_at = number
+
+    def _check(self) -> None:
+        if self._broken:
+            raise RuntimeError("simulated: a copy has failed: an illegal memory access was encountered")
 
     @property
     def syncs(self) -> Counter[str]:
@@ -299,14 +324,15 @@ class SimulatedDevice:
         self._random.shuffle(streams)
         return any(stream.run_one() is None for stream in streams)
 
-    def _run_until(self, mark: Mark) -> None:
-        """Runs only the work that a mark depends on."""
+    def _run_until(self, mark: Mark) -> bool:
+        """Runs only the work that a mark depends on; False where that waits for an event that no work records."""
         while not mark.reached:
             if mark.stream is None or not mark.stream.work:
-                raise RuntimeError("simulated: deadlock: the host waits for an event that no work records")
+                return False
             blocked = mark.stream.run_one()
-            if blocked is not None:
-                self._run_until(blocked)
+            if blocked is not None and not self._run_until(blocked):
+                return False
+        return True
 
     def _run_all(self) -> None:
         """The device's thread: ends when no work is left."""
@@ -339,7 +365,15 @@ class SimulatedDevice:
 
     def copy(self, to: Any, source: Any) -> None:
         """Later."""
-        self.run(lambda: to.copy_(source))
+        self._check()
+        number, self.copies = self.copies, self.copies + 1
+
+        def copy_now() -> None:
+            self._broken |= number == self._breaks_at
+            if not self._broken:
+                to.copy_(source)
+
+        self.run(copy_now)
 
     def gather(self, plan: Any, segment: Any, *args: Any, **named: Any) -> None:
         """The kernel in the interpreter, or its reference."""

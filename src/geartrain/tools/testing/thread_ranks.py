@@ -7,10 +7,13 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from geartrain.errors import PeerLostError
 from geartrain.replay.distributed.rank_group import Bytes, Message, all_gather_bruck, all_gather_object
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T")
 
@@ -37,15 +40,16 @@ class ThreadRankGroup:
         self.rank = rank
         self.size = wire.size
         self.sent_bytes = 0
+        self.sent_messages = 0
         self._timeout_s = timeout_s
         self._exchanges = 0
         self.die_at = die_at
 
-    @staticmethod
-    def make(size: int, timeout_s: float = 20.0) -> list[ThreadRankGroup]:
+    @classmethod
+    def make(cls, size: int, timeout_s: float = 20.0) -> list[Self]:
         """All ranks of a new group."""
         wire = _Wire(size)
-        return [ThreadRankGroup(wire, rank, timeout_s) for rank in range(size)]
+        return [cls(wire, rank, timeout_s) for rank in range(size)]
 
     def all_gather(self, mine: Bytes) -> Bytes:
         """See `RankGroup`."""
@@ -55,17 +59,25 @@ class ThreadRankGroup:
         """See `RankGroup`."""
         return all_gather_object(self, mine)
 
+    def all_to_all(self, parts: Sequence[Bytes]) -> list[Bytes]:
+        """See `RankGroup`."""
+        self._begin()
+        for peer, part in enumerate(parts):
+            if peer != self.rank:
+                self._queue(self.rank, peer).put(part.copy())
+                self.sent_bytes += part.size
+                self.sent_messages += 1
+        deadline_s = time.monotonic() + self._timeout_s
+        return [part if peer == self.rank else self._receive(peer, deadline_s) for peer, part in enumerate(parts)]
+
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """See `RankGroup`."""
-        if self._exchanges == self.die_at:
-            self.abort("die_at was reached")
-        self._exchanges += 1
-        if self._wire.broken is not None:
-            raise PeerLostError(self._wire.broken)
+        self._begin()
         for peer, array in sends:
             if array.size:
                 self._queue(self.rank, peer).put(array.copy())
         self.sent_bytes += sum(array.size for _, array in sends)
+        self.sent_messages += len({peer for peer, array in sends if array.size})
         deadline_s = time.monotonic() + self._timeout_s
         for peer, array in receives:
             if not array.size:
@@ -76,6 +88,10 @@ class ThreadRankGroup:
                 raise PeerLostError(str(self._wire.broken))
             array[:] = got
 
+    def peers(self) -> dict[str, int]:
+        """See `RankGroup`: all by queues of this process."""
+        return {"threads": self.size - 1}
+
     def abort(self, reason: str) -> None:
         """See `RankGroup`."""
         if self._wire.broken is None:
@@ -83,6 +99,13 @@ class ThreadRankGroup:
 
     def close(self) -> None:
         """See `RankGroup`."""
+
+    def _begin(self) -> None:
+        if self._exchanges == self.die_at:
+            self.abort("die_at was reached")
+        self._exchanges += 1
+        if self._wire.broken is not None:
+            raise PeerLostError(self._wire.broken)
 
     def _queue(self, sender: int, receiver: int) -> queue.SimpleQueue[Bytes]:
         with self._wire.lock:

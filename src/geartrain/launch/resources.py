@@ -1,0 +1,82 @@
+"""Resources of a job's hosts, as schedulers are asked for them: processors, accelerators, memory, shared memory.
+
+A role says what each of its processes needs (`Role.cpus`, `gpus`, `memory_gb`) and a job what its stores and weights
+take in the shared memory of a host (`Job.shared_memory_gb`). A host needs the sum over what runs there. `geartrain
+launch` itself allots nothing: Slurm (slurm.py), Kubernetes (kubernetes.py) and Ray (ray.py) do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from geartrain.errors import ArgumentError
+from geartrain.launch.amounts import check_shared_memory
+from geartrain.launch.job import Job
+from geartrain.launch.placed_role import place
+from geartrain.launch.role_hosts import resolve_hosts
+
+
+@dataclass(frozen=True)
+class HostResources:
+    """What one host of a job needs.
+
+    Attributes:
+        roles: that run there, with how many processes each.
+        cpus: of all its processes: `Role.cpus`, or `Role.threads`, or 1 each.
+        gpus: of all its processes.
+        memory_gb: of all its processes, without shared memory; None when a role does not say what it needs.
+        shared_memory_gb: of the stores, weights and messages there; None when the job does not say.
+    """
+
+    roles: tuple[tuple[str, int], ...]
+    cpus: float
+    gpus: int
+    memory_gb: float | None
+    shared_memory_gb: float | None
+
+    @property
+    def all_memory_gb(self) -> float | None:
+        """Memory with shared memory, which control groups count as well; None when either is not known."""
+        if self.memory_gb is None or self.shared_memory_gb is None:
+            return None
+        return self.memory_gb + self.shared_memory_gb
+
+
+def host_resources(job: Job, hosts: int) -> list[HostResources]:
+    """What each host of a job on so many hosts needs, in order.
+
+    Raises:
+        ArgumentError: the job cannot be placed on so many hosts.
+    """
+    if isinstance(hosts, bool) or not isinstance(hosts, int) or hosts < 1:
+        raise ArgumentError(f"a job runs on a whole number of hosts, from 1 on, found {hosts!r}")
+    placed = place(job, hosts)
+    shared = _shared_memory(job, hosts)
+    found = []
+    for host in range(hosts):
+        here = [each.role for each in placed if host in each.hosts]
+        # The server of a store has no tensors of its own; it is the launcher's, and no description says anything of it.
+        said = [role.memory_gb for role in here if role in job.roles]
+        memory = [role.memory_gb * role.processes for role in here if role.memory_gb is not None]
+        found.append(
+            HostResources(
+                roles=tuple((role.name, role.processes) for role in here),
+                cpus=sum((role.cpus or role.threads or 1) * role.processes for role in here),
+                gpus=sum(role.gpus * role.processes for role in here),
+                memory_gb=None if None in said else sum(memory),
+                shared_memory_gb=shared[host],
+            )
+        )
+    return found
+
+
+def _shared_memory(job: Job, hosts: int) -> list[float | None]:
+    classes = {name: str(terms) for name, terms in job.hosts.items()}
+    found: list[float | None] = [None] * hosts
+    for terms, value in check_shared_memory(f"job {job.name!r}", job.shared_memory_gb).items():
+        for host in resolve_hosts(f"job {job.name!r}: shared_memory_gb", terms, classes, hosts):
+            found[host] = (found[host] or 0.0) + value
+    return found
+
+
+__all__ = ["HostResources", "host_resources"]

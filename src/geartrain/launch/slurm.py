@@ -1,0 +1,122 @@
+"""Batch scripts for Slurm: a job's description as a file for `sbatch`.
+
+    geartrain generate slurm job.toml --hosts 2 --option partition=gpu > job.sbatch
+    sbatch job.sbatch
+
+The script asks for the hosts and for what the largest of them needs (resources.py), makes the secret that launchers
+and processes of several hosts share, and starts one launcher a host by `srun`. Launchers find their position among the
+hosts in the variables of their step (hosts.py).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from geartrain.errors import ArgumentError
+from geartrain.launch.coordinator import JOIN_S
+from geartrain.launch.job import Job
+from geartrain.launch.resources import host_resources
+
+#: Added to a job's own time limit, for Slurm's: launchers join, and processes are stopped.
+MARGIN_S = JOIN_S + 60.0
+#: Options of sbatch that the number of hosts and the launchers decide.
+_OURS = ("nodes", "ntasks", "ntasks-per-node")
+_NAME = re.compile(r"[a-z][a-z0-9-]*")
+
+
+def batch_script(
+    job: Job,
+    description: str,
+    *,
+    hosts: int = 1,
+    python: str = "python",
+    directory: str | Path = ".",
+    options: Mapping[str, str] | None = None,
+    setup: Sequence[str] = (),
+) -> str:
+    """The text of a batch script that runs a job.
+
+    Args:
+        job: what `description` names, for its resources.
+        description: as for `launch.load`; the hosts read it again.
+        hosts: how many.
+        python: interpreter of the launchers, which has geartrain.
+        directory: where the script runs and its logs go: `runs` below it.
+        options: further ones of sbatch by their long names, such as {"partition": "gpu"}; they replace those that
+            follow from the description. An empty value is an option without one.
+        setup: lines of shell before the launchers are started, such as "module load cuda".
+
+    Raises:
+        ArgumentError: the job cannot be placed on so many hosts; an option is no option, or one that `hosts` decides.
+
+    Example:
+        >>> from geartrain import launch
+        >>> job = launch.Job("pendulum", [launch.learners("pendulum:learn", 2)], timeout_s=3600)
+        >>> [line for line in batch_script(job, "pendulum.toml", hosts=2).splitlines() if "#SBATCH" in line][:4]
+        ['#SBATCH --job-name=pendulum', '#SBATCH --nodes=2', '#SBATCH --ntasks-per-node=1', '#SBATCH --cpus-per-task=2']
+    """
+    needed = host_resources(job, hosts)
+    most_cpus = math.ceil(max(each.cpus for each in needed))
+    most_gpus = max(each.gpus for each in needed)
+    memory = [each.all_memory_gb for each in needed]
+    asked: dict[str, str] = {
+        "job-name": job.name,
+        "nodes": str(hosts),
+        "ntasks-per-node": "1",
+        "cpus-per-task": str(most_cpus),
+    }
+    if most_gpus:
+        asked["gpus-per-node"] = str(most_gpus)
+    known = [each for each in memory if each is not None]
+    if len(known) == hosts:
+        asked["mem"] = f"{math.ceil(max(known) * 1024)}M"
+    if job.timeout_s is not None:
+        asked["time"] = str(math.ceil((job.timeout_s + job.stop_s + MARGIN_S) / 60))
+    asked["output"] = f"{job.name}-%j.out"
+    asked["chdir"] = str(Path(directory).resolve())
+    for name, value in (options or {}).items():
+        if not _NAME.fullmatch(name):
+            raise ArgumentError(
+                f"an option of sbatch is its long name without dashes, such as partition=gpu, found {name!r}"
+            )
+        if name in _OURS:
+            raise ArgumentError(f"{name} of sbatch follows from the number of hosts: one launcher on each of {hosts}")
+        asked[name] = value
+    for line in setup:
+        if not line.strip() or not line.isprintable():
+            raise ArgumentError(f"a line of setup is one line of shell, found {line!r}")
+    launch = [python, "-m", "geartrain", "launch", description, "--lines"]
+    differ = len({(each.cpus, each.gpus, each.all_memory_gb) for each in needed}) > 1
+    lines = [
+        "#!/bin/bash",
+        f"# {job.name} on {hosts} {'host' if hosts == 1 else 'hosts'}, by `geartrain generate slurm`. `sbatch FILE`",
+        "# starts it, `sbatch FILE --fresh` with an empty store: further words are options of `geartrain launch`.",
+        *(["# Hosts differ: each is asked for what the largest needs."] if differ else []),
+        *(_directive(name, value) for name, value in asked.items()),
+        "set -euo pipefail",
+        *setup,
+        "# Launchers and processes of all hosts prove to each other that they belong to this job.",
+        "export GEARTRAIN_SECRET=\"${GEARTRAIN_SECRET:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')}\"",
+        "# srun does not pass on the batch job's processors by itself. A launcher that fails ends the others with its",
+        "# error: they have a minute before Slurm ends them.",
+        'exec srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 --wait=60 \\',
+        f'  {shlex.join(launch)} "$@"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _directive(name: str, value: str) -> str:
+    if not value.isprintable() or '"' in value or "\\" in value:
+        raise ArgumentError(f"--{name} of sbatch is one line without quotes and backslashes, found {value!r}")
+    if not value:
+        return f"#SBATCH --{name}"
+    return (
+        f'#SBATCH --{name}="{value}"' if re.search(r"[^\w.,:;%/@+=*\[\]&|!()-]", value) else f"#SBATCH --{name}={value}"
+    )
+
+
+__all__ = ["MARGIN_S", "batch_script"]

@@ -1,0 +1,84 @@
+"""Carrier of a rank group: what moves messages between its ranks. The protocol, and its error.
+
+| carrier | file | between ranks of one host | of different hosts |
+|---|---|---|---|
+| `TransportCarrier` | transport_carrier.py | rings and segments in shared memory | TCP |
+| `GlooCarrier` | gloo_carrier.py | TCP | TCP |
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+# A peer's rank, and the bytes sent to it or received from it.
+Message = tuple[int, Bytes]
+
+# Most messages between two ranks in one exchange; more would share a tag.
+MAX_MESSAGES = 256
+
+
+class Cause(enum.Enum):
+    """Why an exchange failed."""
+
+    lost = "lost"  # the peer is gone, or has left the group
+    timed_out = "timed out"
+    refused = "refused"  # the peer sent something else than was expected, or cannot be reached
+    left = "left"  # this rank has left the group
+
+
+class CarrierError(Exception):
+    """An exchange that failed because of one peer; `TorchRankGroup` says it to the other ranks and raises.
+
+    Args:
+        peer: its rank in the group.
+        cause: see `Cause`.
+        detail: for `Cause.refused`, what was found.
+    """
+
+    def __init__(self, peer: int, cause: Cause, detail: str = "") -> None:
+        super().__init__(peer, cause, detail)
+        self.peer = peer
+        self.cause = cause
+        self.detail = detail
+
+
+class Carrier(Protocol):
+    """Point-to-point messages between the ranks of one group. One exchange at a time; any thread may close."""
+
+    def exchange(self, number: int, sends: Sequence[Message], receives: Sequence[Message], until_s: float) -> None:
+        """Sends messages and receives into the given arrays, of which none is empty.
+
+        Args:
+            number: of the exchange; equal on all ranks.
+            sends, receives: between two ranks messages keep the order of the lists.
+            until_s: deadline (`time.monotonic`).
+
+        Raises:
+            CarrierError: a peer is lost, or did not answer before the deadline.
+        """
+        ...
+
+    def peers(self) -> dict[str, int]:
+        """Number of peers that messages have gone to, or come from, by what moves them: "shm", "tcp", "gloo"."""
+        ...
+
+    def close(self) -> None:
+        """Closes all connections, which the other ranks notice. Exchanges that wait end with `Cause.left`."""
+        ...
+
+
+def by_peer(messages: Sequence[Message]) -> dict[int, list[Bytes]]:
+    """The arrays for each peer, in order."""
+    found: dict[int, list[Bytes]] = {}
+    for peer, array in messages:
+        found.setdefault(peer, []).append(array)
+    return found
+
+
+__all__ = ["MAX_MESSAGES", "Bytes", "Carrier", "CarrierError", "Cause", "Message", "by_peer"]

@@ -1,0 +1,150 @@
+"""Batches of a group of one rank, each by one native call, as those of a replay without a group.
+
+They are the batches that any number of ranks would make, with the same attributes, and priority updates take effect
+when they do there: with the next request. Where a batch is more than one native call (mixtures, limits, limited stores,
+devices, views, fields for some stages only) a group of one takes the steps of all groups (builder.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from geartrain.core.keys import Keys
+from geartrain.replay.builder import (
+    BuiltBatch,
+    HostBatchBuilder,
+    PriorityUpdate,
+    State,
+    apply_updates,
+    check_priorities,
+)
+from geartrain.replay.config import ReplayConfig
+from geartrain.replay.distributed.rank_group import RankGroup
+from geartrain.replay.native_batch import NativeBatch
+from geartrain.replay.pass_sampler import PassSampler
+from geartrain.replay.sampler import StoreSampler
+from geartrain.selection.mixture import Selection
+from geartrain.selection.sharded import is_independent
+
+
+def is_one_call(samplers: list[StoreSampler], selection: Selection, config: ReplayConfig) -> bool:
+    """Whether a group of one rank can have its batches by one native call each."""
+    sampler = samplers[0]
+    names = set(sampler.plan.names)
+    inputs = names if config.inputs is None else set(config.inputs)
+    targets = names if config.targets is None else set(config.targets)
+    return (
+        len(samplers) == 1
+        and selection is sampler.strategy
+        and config.device is None
+        and names == inputs | targets
+        and not isinstance(sampler, PassSampler)
+        and sampler.in_one_call
+        and is_independent(sampler.strategy)
+        and sampler.traits.limits is None
+        and not sampler.traits.over_steps
+        and not sampler.plan.per_step
+        and not sampler.limited
+        and sampler.transitions is None
+    )
+
+
+class SingleRankBuilder:
+    """See `geartrain.replay.builder.BatchBuilder`.
+
+    Args:
+        samplers: of the one store.
+        selection: its strategy.
+        config: of the replay.
+        group: the rank group, of one.
+    """
+
+    overlaps = False
+    collective = True
+
+    def __init__(
+        self, samplers: list[StoreSampler], selection: Selection, config: ReplayConfig, group: RankGroup
+    ) -> None:
+        self._host = HostBatchBuilder(samplers, selection, config.batch_size)
+        self._group = group
+        self._bytes = 0
+        self._store = samplers[0].plan.store
+        self.samplers = samplers
+        self.rows = config.batch_size
+        self.store_ids = self._host.store_ids
+
+    def enter(self) -> None:
+        """See `BatchBuilder`."""
+
+    def start(self, step: int, state: State, updates: list[PriorityUpdate]) -> BuiltBatch:
+        """See `BatchBuilder`. The batch is finished when this returns."""
+        if updates:
+            self.settle(step, updates)
+        self.samplers[0].check_count(len(self._store))  # a group does not wait for rows
+        built = self._host.start(step, state, updates)
+        batch = built.batch
+        assert isinstance(batch, NativeBatch)
+        self._bytes += batch.nbytes
+        built.batch = batch.as_global(step)
+        return built
+
+    def finish(self, started: BuiltBatch) -> BuiltBatch:
+        """See `BatchBuilder`."""
+        return started
+
+    def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
+        """See `BatchBuilder`. They are applied with the next batch."""
+        check_priorities(update.priorities)
+        store = update.keys.store
+        if len(update.keys) and (type(store) is not int or store != self._store.id):
+            update.keys.places_among(np.array(self.store_ids, np.uint64), "shards of this replay")
+        return None
+
+    def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
+        """See `BatchBuilder`."""
+        for update in updates:
+            apply_updates(self.samplers, self._ordered(update), step)
+        updates.clear()
+
+    def _ordered(self, update: PriorityUpdate) -> PriorityUpdate:
+        """The update in the order of draws: of a row that was drawn twice the later draw's priority holds.
+
+        The key of a row that the store does not have is counted as stale.
+        """
+        keys, priorities = update.keys, update.priorities
+        if len(keys) and int(keys.row.max()) >= self._store.capacity:
+            there = keys.row < self._store.capacity
+            rows, generations = np.where(there, keys.row, 0), np.where(there, keys.generation, 0)
+            keys = Keys(rows, generations, draw=keys.draw, store=self._store.id)
+        draw = keys.draw
+        if draw is not None and (draw[1:] < draw[:-1]).any():
+            order = np.argsort(draw, kind="stable")
+            keys, priorities = keys[order], priorities[order]
+        return PriorityUpdate(keys, priorities)
+
+    def rewind(self) -> None:
+        """See `BatchBuilder`. Nothing is kept but the state."""
+
+    def stats(self) -> dict[str, Any]:
+        """See `BatchBuilder`: with the figures that there are over several ranks."""
+        mine = self._host.stats()
+        nothing = dict.fromkeys(("sent_bytes", "received_bytes", "selection_bytes", "select_s", "exchange_s"), 0)
+        return {**mine, **nothing, "local_bytes": self._bytes, "local_share": 1.0, "fetch_s": mine["make_s"]}
+
+    def describe(self) -> list[dict[str, Any]]:
+        """See `BatchBuilder`."""
+        return []
+
+    def abort(self, reason: str) -> None:
+        """See `BatchBuilder`; the segment stays in shared memory."""
+        self._store.native.keep_segment()
+        self._group.abort(reason)
+
+    def close(self) -> None:
+        """See `BatchBuilder`."""
+        self._group.close()
+
+
+__all__ = ["SingleRankBuilder", "is_one_call"]

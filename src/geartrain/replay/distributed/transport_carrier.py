@@ -1,0 +1,388 @@
+"""geartrain's transports as carrier of a rank group: shared memory within a host, TCP across hosts.
+
+Each rank has a listener, whose address it publishes in the job's key-value store. Two ranks connect when they first
+have messages for each other, the higher rank to the lower; which transport connects them is found out by trying
+(geartrain.transport.connection), so ranks in containers of one host share memory only if they can. Nothing has a name
+in /dev/shm: what ranks of one host share are memfds, which go with their last process.
+
+Who may take part: the listeners accept only who proves to know a key that rank 0 has drawn at random and put into the
+store. With TLS (`geartrain.transport.tls`) connections between hosts are encrypted.
+
+All messages of an exchange from one rank to another travel as one: up to `INLINE_BYTES` as a header, in the ring; more
+as buffers, in a segment or over the socket. A send over TCP may wait until its peer receives, while that peer waits in
+its own send to a third rank. So long ones are sent by a thread of their own, beside the receives, both in the order of
+a ring: send to rank + 1, rank + 2, ..., receive from rank - 1, rank - 2, ... Of all sends and receives under way those
+of the lowest distance have both ends at work, so that no circle of ranks waits for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from geartrain.errors import (
+    ConnectionClosedError,
+    GeartrainError,
+    ListenerGoneError,
+    MessageError,
+    PeerLostError,
+    WaitTimeoutError,
+)
+from geartrain.replay.distributed.carrier import Bytes, CarrierError, Cause, Message, by_peer
+from geartrain.transport.connection import Connection, Listener, connect, listen
+from geartrain.transport.rendezvous import address_towards
+
+# Messages of so many bytes to one rank in one exchange fit into a ring, or into the buffers of a socket whose peer has
+# received everything of the exchanges before: sending them waits for nobody.
+INLINE_BYTES = 16 << 10
+# How long a rank waits for one peer before it looks after the others.
+GLANCE_S = 0.5
+# Longest single wait for the store, whose own threads print a line about each that times out.
+STORE_WAIT_S = 10.0
+# How long an accepted connection may take to say which rank it is of.
+HELLO_S = 5.0
+
+# First message of a connection: the dialer's rank.
+HELLO = struct.Struct("<8sQ")
+MAGIC = b"GTRANKS1"
+
+#: What is published in the place of an address by a rank that cannot use the transports, with the reason.
+NOT_VIABLE = "not viable: "
+
+
+class TransportCarrier:
+    """See `geartrain.replay.distributed.carrier.Carrier`. Made by `open_carrier`.
+
+    Args:
+        listener: of this rank.
+        addresses: of all ranks.
+        rank: in the group.
+        key: that connections authenticate with.
+        transport: the one to use; None for the fastest that works.
+        failed: whether another rank has told of a failure; asked while a rank is waited for that has yet to connect.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        addresses: Sequence[str],
+        rank: int,
+        key: bytes,
+        failed: Callable[[], bool],
+        transport: str | None = None,
+    ) -> None:
+        self._listener = listener
+        self._addresses = addresses
+        self._rank = rank
+        self._size = len(addresses)
+        self._key = key
+        self._failed = failed
+        self._transport = transport
+        self._connections: dict[int, Connection] = {}
+        self._lock = threading.Lock()  # of the connections, and of their closing
+        self._closed = False
+
+    def exchange(self, number: int, sends: Sequence[Message], receives: Sequence[Message], until_s: float) -> None:
+        """See `Carrier`."""
+        incoming = by_peer(receives)
+        for peer, parts in self._transfer(number, by_peer(sends), incoming, until_s):
+            wanted = incoming[peer]
+            nbytes, found = sum(array.size for array in wanted), sum(part.size for part in parts)
+            if found != nbytes or (len(parts) > 1 and len(parts) != len(wanted)):
+                raise CarrierError(peer, Cause.refused, f"sent {found} bytes where {nbytes} were expected")
+            if len(parts) == len(wanted):
+                for into, part in zip(wanted, parts, strict=True):
+                    into[:] = part
+                continue
+            at = 0  # within the header, which has all of them
+            for into in wanted:
+                into[:] = parts[0][at : at + into.size]
+                at += into.size
+
+    def all_to_all(self, number: int, parts: Sequence[Bytes], until_s: float) -> list[Bytes]:
+        """See `geartrain.replay.distributed.rank_group.RankGroup`; numbers are those of exchanges."""
+        outgoing = {peer: [part] for peer, part in enumerate(parts) if peer != self._rank}
+        received = list(parts)
+        for peer, found in self._transfer(number, outgoing, outgoing.keys(), until_s):
+            received[peer] = found[0] if found else np.empty(0, np.uint8)
+        return received
+
+    def _transfer(
+        self, number: int, outgoing: Mapping[int, list[Bytes]], incoming: Collection[int], until_s: float
+    ) -> Iterator[tuple[int, list[Bytes]]]:
+        """Sends to some peers, and receives from some: one message each, as it is taken from the iterator."""
+        self._connect({*outgoing, *incoming} - self._connections.keys(), until_s)
+        later: list[tuple[int, list[Bytes]]] = []
+        for peer in sorted(outgoing, key=lambda peer: (peer - self._rank) % self._size):
+            arrays = outgoing[peer]
+            if incoming and self._may_wait(peer, sum(array.size for array in arrays)):
+                later.append((peer, arrays))
+            else:
+                self._send(number, peer, arrays, until_s)
+        sender = None
+        if later:
+            sender = _Sender(lambda: self._send_all(number, later, until_s))
+        for peer in sorted(incoming, key=lambda peer: (self._rank - peer) % self._size):
+            yield peer, self._receive(number, peer, incoming, until_s)
+        if sender is not None:  # where a receive has failed the group is closed, which ends the sends
+            sender.join()
+
+    def peers(self) -> dict[str, int]:
+        """See `Carrier`."""
+        found: dict[str, int] = {}
+        for connection in list(self._connections.values()):
+            found[connection.transport] = found.get(connection.transport, 0) + 1
+        return found
+
+    def close(self) -> None:
+        """See `Carrier`."""
+        with self._lock:
+            self._closed = True
+            connections = list(self._connections.values())
+        self._listener.close()
+        for connection in connections:
+            connection.close()
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def _may_wait(self, peer: int, nbytes: int) -> bool:
+        """Whether a send of so many bytes may wait for the peer to receive."""
+        return nbytes > INLINE_BYTES and self._connections[peer].transport == "tcp"
+
+    def _send_all(self, number: int, outgoing: Sequence[tuple[int, list[Bytes]]], until_s: float) -> None:
+        for peer, arrays in outgoing:
+            self._send(number, peer, arrays, until_s)
+
+    def _send(self, number: int, peer: int, arrays: Sequence[Bytes], until_s: float) -> None:
+        connection = self._connections[peer]
+        left_s = max(until_s - time.monotonic(), 0.001)
+        try:
+            if sum(array.size for array in arrays) <= INLINE_BYTES:
+                connection.send(b"".join(array.tobytes() for array in arrays), tag=number, timeout_s=left_s)
+            else:
+                connection.send(b"", arrays, tag=number, timeout_s=left_s)
+        except GeartrainError as error:
+            raise self._error_of(peer, error) from error
+
+    def _receive(self, number: int, peer: int, incoming: Collection[int], until_s: float) -> list[Bytes]:
+        connection = self._connections[peer]
+        while True:
+            left_s = max(until_s - time.monotonic(), 0.001)
+            try:
+                message = connection.receive(timeout_s=min(left_s, GLANCE_S))
+                break
+            except WaitTimeoutError as error:
+                for other in incoming:  # one that is gone is an error now, not after this one's message
+                    if self._connections[other].native.lost:
+                        raise CarrierError(other, Cause.lost) from error
+                if left_s <= GLANCE_S:
+                    raise CarrierError(peer, Cause.timed_out) from error
+            except GeartrainError as error:
+                raise self._error_of(peer, error) from error
+        if message.tag != number:
+            raise CarrierError(peer, Cause.refused, f"is at its exchange {message.tag}, this rank at {number}")
+        header = message.header
+        return [np.frombuffer(header, np.uint8)] if header else message.buffers
+
+    def _error_of(self, peer: int, error: GeartrainError) -> CarrierError:
+        if self._closed or isinstance(error, ConnectionClosedError):
+            return CarrierError(peer, Cause.left)
+        if isinstance(error, WaitTimeoutError):
+            return CarrierError(peer, Cause.timed_out)
+        if isinstance(error, PeerLostError | ListenerGoneError):
+            return CarrierError(peer, Cause.lost)
+        if isinstance(error, MessageError):
+            return CarrierError(peer, Cause.refused, f"sent what is no message: {error}")
+        return CarrierError(peer, Cause.refused, f"cannot be reached: {error}")
+
+    # --- connections --------------------------------------------------------------------------------------------------
+
+    def _connect(self, peers: set[int], until_s: float) -> None:
+        """Connects to peers; each of them does so in the same exchange."""
+        for peer in sorted(peers):
+            if peer < self._rank:  # its listener answers, whatever its program does
+                self._dial(peer, until_s)
+        waited_for = {peer for peer in peers if peer > self._rank}
+        while waited_for - self._connections.keys():
+            self._accept(min(waited_for - self._connections.keys()), until_s)
+
+    def _dial(self, peer: int, until_s: float) -> None:
+        left_s = max(until_s - time.monotonic(), 0.001)
+        try:
+            connection = connect(
+                self._addresses[peer],
+                transport=self._transport,
+                secret=self._key,
+                timeout_s=left_s,
+                peer_timeout_s=0,  # every wait of a group has a deadline of its own
+            )
+            self._keep(peer, connection)
+            connection.send(HELLO.pack(MAGIC, self._rank), timeout_s=left_s)
+        except GeartrainError as error:
+            raise self._error_of(peer, error) from error
+
+    def _accept(self, peer: int, until_s: float) -> None:
+        """Accepts one connection, of any rank, while it waits for one of `peer`."""
+        left_s = max(until_s - time.monotonic(), 0.001)
+        try:
+            connection = self._listener.accept(timeout_s=min(left_s, GLANCE_S))
+        except WaitTimeoutError as error:
+            if self._failed():
+                raise CarrierError(peer, Cause.lost) from error
+            if left_s <= GLANCE_S:
+                raise CarrierError(peer, Cause.timed_out) from error
+            return
+        except GeartrainError as error:
+            raise self._error_of(peer, error) from error
+        try:
+            magic, rank = HELLO.unpack(connection.receive(timeout_s=min(left_s, HELLO_S)).header)
+        except (GeartrainError, struct.error):  # it has gone again
+            connection.close()
+            return
+        if magic != MAGIC or not self._rank < rank < self._size or rank in self._connections:
+            connection.close()
+            return
+        self._keep(rank, connection)
+
+    def _keep(self, peer: int, connection: Connection) -> None:
+        with self._lock:
+            self._connections[peer] = connection
+            closed = self._closed
+        if closed:
+            connection.close()
+
+
+class _Sender:
+    """Sends on a thread of their own, beside this one's receives."""
+
+    def __init__(self, body: Callable[[], object]) -> None:
+        self._body = body
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="geartrain-rank-sends", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._body()
+        except BaseException as error:
+            self._error = error
+
+    def join(self) -> None:
+        """Until all is sent; each send has a deadline. Raises what one has raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+# --- set-up -----------------------------------------------------------------------------------------------------------
+
+
+def open_carrier(
+    store: Any,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    failed: Callable[[], bool],
+    *,
+    transport: str | None = None,
+    refuse: str | None = None,
+) -> TransportCarrier | str:
+    """The carrier of this rank, once all ranks have published their addresses; or why one cannot use it. Collective.
+
+    Args:
+        store: of `torch.distributed`, unique for the group.
+        rank, size: in the group.
+        timeout_s: for all ranks to get here.
+        failed, transport: see `TransportCarrier`.
+        refuse: why this rank does not want it; then no rank uses it.
+
+    Raises:
+        WaitTimeoutError: names the ranks that are missing.
+        RuntimeError: the store does not answer.
+    """
+    until_s = time.monotonic() + timeout_s
+    if rank == 0:
+        store.set("key", secrets.token_hex(32))
+    _wait_for(store, ["key"], until_s)
+    key = bytes(store.get("key"))
+    listener: Listener | None = None
+    try:
+        if refuse is None:
+            listener = listen(_listening_host(store), secret=key, peer_timeout_s=0)
+        address = f"{NOT_VIABLE}{refuse}" if listener is None else listener.address
+    except GeartrainError as error:
+        address = f"{NOT_VIABLE}{error}"
+    try:
+        store.set(f"address/{rank}", address)
+        names = [f"address/{other}" for other in range(size)]
+        try:
+            _wait_for(store, names, until_s)
+        except WaitTimeoutError:
+            missing = [other for other, name in enumerate(names) if not store.check([name])]
+            raise WaitTimeoutError(f"{missing}") from None
+        found = store.multi_get(names) if store.has_extended_api() else [store.get(name) for name in names]
+    except BaseException:
+        if listener is not None:
+            listener.close()
+        raise
+    addresses = [bytes(each).decode() for each in found]
+    for other, each in enumerate(addresses):
+        if each.startswith(NOT_VIABLE):
+            if listener is not None:
+                listener.close()
+            return f"rank {other}: {each.removeprefix(NOT_VIABLE)}"
+    assert listener is not None  # or this rank would have said why not
+    return TransportCarrier(listener, addresses, rank, key, failed, transport)
+
+
+def _wait_for(store: Any, names: list[str], until_s: float) -> None:
+    """Raises `WaitTimeoutError` unless all names are in the store in time."""
+    while True:
+        left_s = max(until_s - time.monotonic(), 0.01)  # 0 would be for ever
+        try:
+            store.wait(names, timedelta(seconds=min(left_s, STORE_WAIT_S)))
+            return
+        except RuntimeError as error:
+            if "time" not in str(error).lower():
+                raise
+            if left_s <= STORE_WAIT_S:
+                raise WaitTimeoutError("the deadline of the key-value store") from None
+
+
+def _listening_host(store: Any) -> str:
+    """The address to listen on: of the interface that Gloo is told to use, or of the one that leads to the job's store;
+    every interface where neither says."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    with contextlib.suppress(OSError):
+        if name:
+            return interface_address(name)
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        address = address_towards(store.host) if isinstance(getattr(store, "host", None), str) else ""
+        # A host's own name often stands for its loopback, where no other host reaches it.
+        if address and not address.startswith(("127.", "::1")):
+            return address
+    return "0.0.0.0"
+
+
+def interface_address(name: str) -> str:
+    """The IPv4 address of a network interface. Raises `OSError` where it has none, or there is none of that name."""
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        SIOCGIFADDR = 0x8915
+        answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        return socket.inet_ntoa(answer[20:24])
+
+
+__all__ = ["TransportCarrier", "interface_address", "open_carrier"]

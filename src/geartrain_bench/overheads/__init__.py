@@ -1,0 +1,1 @@
+"""What a journal, reports and traces cost."""

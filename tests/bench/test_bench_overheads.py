@@ -1,0 +1,43 @@
+"""The overheads bench: every system does what it is measured in. No timing is judged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import geartrain_bench as bench
+import geartrain_bench.overheads.bench as overheads
+
+
+def test_it_is_known_by_name() -> None:
+    assert bench.load("overheads") is overheads.main
+
+
+@pytest.mark.slow
+def test_every_system_has_laps_and_writes_what_it_is_measured_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overheads.tempfile, "TemporaryDirectory", lambda **_: _Kept(tmp_path))
+    laps = overheads.measure(rounds=2, lap_s=0.7)
+    assert set(laps) == {(system, case) for system, cases in overheads.SYSTEMS.items() for case in cases}
+    for found in laps.values():
+        assert len(found) == 2
+        assert all(0 < thread <= process for thread, process in found)
+    assert len(list((tmp_path / "journal").glob("segment-*.bin"))) >= 1
+    events = json.loads((tmp_path / "trace.json").read_text().rstrip().rstrip(",") + "]")
+    names = {event["name"] for event in events}
+    assert "make batch" in names
+    assert any(name.startswith("call") for name in names)
+
+
+class _Kept:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> str:
+        return str(self._path)
+
+    def __exit__(self, *_: object) -> None:
+        pass

@@ -1,0 +1,260 @@
+"""Carriers of rank groups: messages between ranks over geartrain's transports; lost, late and strange peers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from deadlines import patience
+
+import geartrain.replay.distributed.transport_carrier as transport_carrier
+from geartrain.errors import UntrustedPeerError, WaitTimeoutError
+from geartrain.replay.distributed.carrier import CarrierError, Cause
+from geartrain.replay.distributed.transport_carrier import INLINE_BYTES, TransportCarrier, open_carrier
+from geartrain.transport.connection import connect
+
+dist = pytest.importorskip("torch.distributed")
+T = TypeVar("T")
+
+
+def on_threads(size: int, body: Callable[[int], T]) -> list[T | BaseException]:
+    """What `body(rank)` returns or raises on each of so many threads."""
+    found: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = body(rank)
+        except BaseException as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(patience(60))
+        assert not thread.is_alive()
+    return found
+
+
+class Ranks:
+    """Ranks of one process."""
+
+    def __init__(self, size: int, transport: str | None = None) -> None:
+        self.store = dist.HashStore()
+        self.failed = threading.Event()
+        opened = on_threads(
+            size,
+            lambda rank: open_carrier(self.store, rank, size, patience(20), self.failed.is_set, transport=transport),
+        )
+        self.carriers: list[TransportCarrier] = []
+        for each in opened:
+            assert isinstance(each, TransportCarrier), each
+            self.carriers.append(each)
+
+    def exchange(self, body: Callable[[int], tuple[Any, Any]], number: int = 1) -> list[BaseException | None]:
+        """One exchange: `body` says what a rank sends and receives."""
+        return on_threads(
+            len(self.carriers),
+            lambda rank: self.carriers[rank].exchange(number, *body(rank), time.monotonic() + patience(20)),
+        )
+
+
+@pytest.fixture
+def ranks() -> Iterator[Callable[..., Ranks]]:
+    made: list[Ranks] = []
+
+    def make(size: int, transport: str | None = None) -> Ranks:
+        made.append(Ranks(size, transport))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for carrier in each.carriers:
+            carrier.close()
+
+
+def bytes_of(sender: int, receiver: int, nbytes: int) -> Any:
+    return np.resize(np.arange(sender, 251 + receiver, dtype=np.uint8), nbytes)
+
+
+def error_of(found: object) -> CarrierError:
+    assert isinstance(found, CarrierError), found
+    return found
+
+
+@pytest.mark.parametrize("transport", ["inproc", "shm", "tcp"])
+def test_messages_of_all_sizes_arrive_in_order(ranks: Callable[..., Ranks], transport: str) -> None:
+    group, size = ranks(3, transport), 3
+    # Up to what is sent in the ring, the first byte beyond, what is received as a view, and what no socket holds.
+    most = 9 << 20 if transport == "tcp" else 1 << 20
+    for number, sizes in enumerate([[1], [7, INLINE_BYTES - 7], [INLINE_BYTES, 1], [600_000, 3, 70_000], [most]]):
+        received = {
+            (peer, rank): [np.zeros(nbytes, np.uint8) for nbytes in sizes]
+            for rank in range(size)
+            for peer in range(size)
+            if peer != rank
+        }
+
+        def all_to_all(rank: int, sizes: Any = sizes, received: Any = received) -> tuple[Any, Any]:
+            others = [peer for peer in range(size) if peer != rank]
+            sends = [(peer, bytes_of(rank, peer, nbytes)) for nbytes in sizes for peer in others]
+            return sends, [(peer, received[peer, rank][i]) for i in range(len(sizes)) for peer in others]
+
+        assert group.exchange(all_to_all, number) == [None] * size
+        for (sender, receiver), arrays in received.items():
+            for array, nbytes in zip(arrays, sizes, strict=True):
+                assert (array == bytes_of(sender, receiver, nbytes)).all()
+    assert [carrier.peers() for carrier in group.carriers] == [{transport: size - 1}] * size
+
+
+def test_ranks_connect_with_those_they_have_messages_for(ranks: Callable[..., Ranks]) -> None:
+    group = ranks(4)
+    into = np.zeros(2, np.uint8)
+    from_to = {0: ([(3, np.array([4, 2], np.uint8))], []), 3: ([], [(0, into)])}
+    assert group.exchange(lambda rank: from_to.get(rank, ([], []))) == [None] * 4
+    assert into.tolist() == [4, 2]
+    assert [sum(carrier.peers().values()) for carrier in group.carriers] == [1, 0, 0, 1]
+
+
+def test_a_rank_that_leaves_is_lost_to_all_that_wait_for_it_or_for_one_that_comes_late(
+    ranks: Callable[..., Ranks],
+) -> None:
+    group, size = ranks(3), 3
+
+    def ring(rank: int) -> tuple[Any, Any]:
+        others = [peer for peer in range(size) if peer != rank]
+        return [(p, np.ones(1, np.uint8)) for p in others], [(p, np.zeros(1, np.uint8)) for p in others]
+
+    assert group.exchange(ring) == [None] * size
+    began_s = time.monotonic()
+
+    def body(rank: int) -> None:
+        if rank == 2:
+            group.carriers[2].close()
+        elif rank == 0:  # it waits for rank 1, which never sends, and is told that rank 2 is gone
+            receives = [(1, np.zeros(1, np.uint8)), (2, np.zeros(1, np.uint8))]
+            group.carriers[0].exchange(2, [], receives, time.monotonic() + 60)
+        else:
+            group.carriers[1].exchange(2, [], [(2, np.zeros(1, np.uint8))], time.monotonic() + 60)
+
+    found = on_threads(size, body)
+    assert time.monotonic() - began_s < patience(10)
+    for rank in (0, 1):
+        assert (error_of(found[rank]).peer, error_of(found[rank]).cause) == (2, Cause.lost)
+
+
+def test_a_rank_that_does_not_answer_is_named_at_the_deadline(ranks: Callable[..., Ranks]) -> None:
+    group = ranks(2)
+    assert group.exchange(lambda rank: ([(1 - rank, np.ones(1, np.uint8))], [])) == [None, None]
+    began_s = time.monotonic()
+    with pytest.raises(CarrierError) as error:
+        # Its byte of exchange 1 is there, and is none of this one.
+        group.carriers[0].exchange(2, [], [(1, np.zeros(1, np.uint8))], time.monotonic() + 0.1)
+    assert error.value.cause is Cause.refused and "is at its exchange 1" in error.value.detail
+    with pytest.raises(CarrierError) as error:
+        group.carriers[0].exchange(3, [], [(1, np.zeros(1, np.uint8))], time.monotonic() + 0.1)
+    assert (error.value.peer, error.value.cause) == (1, Cause.timed_out)
+    assert 0.1 <= time.monotonic() - began_s < patience(5)
+
+
+def test_a_message_of_another_size_is_refused(ranks: Callable[..., Ranks]) -> None:
+    group = ranks(2)
+    found = group.exchange(
+        lambda rank: ([(1, np.ones(5, np.uint8))], []) if rank == 0 else ([], [(0, np.zeros(6, np.uint8))])
+    )
+    assert found[0] is None
+    assert (
+        error_of(found[1]).cause is Cause.refused and "sent 5 bytes where 6 were expected" in error_of(found[1]).detail
+    )
+
+
+def test_strangers_are_refused_and_disturb_nobody(ranks: Callable[..., Ranks]) -> None:
+    group = ranks(2)
+    address = group.store.get("address/0").decode()
+    for secret in (b"", b"another"):
+        with pytest.raises(UntrustedPeerError):
+            connect(address, secret=secret, timeout_s=patience(10))
+    # Who knows the key and says no rank, or one that cannot dial this one, is hung up on.
+    key = bytes(group.store.get("key"))
+    for hello in (b"", b"garbage", transport_carrier.HELLO.pack(transport_carrier.MAGIC, 0)):
+        stranger = connect(address, secret=key, timeout_s=patience(10))
+        stranger.send(hello)
+    into = [np.zeros(1, np.uint8), np.zeros(1, np.uint8)]
+    found = group.exchange(lambda rank: ([(1 - rank, np.full(1, rank, np.uint8))], [(1 - rank, into[rank])]))
+    assert found == [None, None] and [int(each[0]) for each in into] == [1, 0]
+
+
+def test_close_ends_an_exchange_that_waits_and_one_that_waits_for_a_connection(ranks: Callable[..., Ranks]) -> None:
+    for connected in (False, True):
+        group = ranks(2)
+        if connected:
+            assert group.exchange(lambda rank: ([(1 - rank, np.ones(1, np.uint8))], [])) == [None, None]
+            group.carriers[0].exchange(1, [], [(1, np.zeros(1, np.uint8))], time.monotonic() + patience(10))
+        waiting = threading.Event()
+
+        def body(rank: int, group: Ranks = group, waiting: threading.Event = waiting) -> None:
+            if rank == 1:
+                waiting.wait()
+                group.carriers[0].close()
+                return
+            waiting.set()
+            group.carriers[0].exchange(2, [], [(1, np.zeros(1, np.uint8))], time.monotonic() + 1000)
+
+        found = on_threads(2, body)
+        assert found[1] is None and error_of(found[0]).cause is Cause.left
+
+
+def test_a_rank_that_failed_before_it_connected_is_lost(ranks: Callable[..., Ranks]) -> None:
+    group = ranks(2)
+    group.failed.set()
+    with pytest.raises(CarrierError) as error:
+        group.carriers[0].exchange(1, [], [(1, np.zeros(1, np.uint8))], time.monotonic() + 1000)
+    assert (error.value.peer, error.value.cause) == (1, Cause.lost)
+    group.carriers[0].close()
+    with pytest.raises(CarrierError) as error:  # and so is one that has closed its listener
+        group.carriers[1].exchange(1, [], [(0, np.zeros(1, np.uint8))], time.monotonic() + patience(20))
+    assert (error.value.peer, error.value.cause) == (0, Cause.lost)
+
+
+def test_no_rank_uses_the_transports_when_one_cannot_and_all_say_why() -> None:
+    store = dist.HashStore()
+    refusals = [None, "no sockets here", None]
+    found = on_threads(3, lambda rank: open_carrier(store, rank, 3, patience(20), lambda: False, refuse=refusals[rank]))
+    assert found == ["rank 1: no sockets here"] * 3
+
+
+def test_ranks_that_do_not_join_are_named() -> None:
+    store = dist.HashStore()
+    found = on_threads(2, lambda rank: open_carrier(store, rank, 4, 0.2, lambda: False))
+    for each in found:
+        assert isinstance(each, WaitTimeoutError) and "[2, 3]" in str(each)
+
+
+def test_the_interface_of_gloos_variable_is_listened_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    group = Ranks(2)
+    assert "127.0.0.1:" in group.store.get("address/1").decode()
+    for carrier in group.carriers:
+        carrier.close()
+
+
+@pytest.mark.parametrize("transport", ["inproc", "tcp"])
+def test_an_all_to_all_carries_sizes_that_only_senders_know(ranks: Callable[..., Ranks], transport: str) -> None:
+    group, size = ranks(3, transport), 3
+    for number, most in enumerate([0, 1, 9 << 20 if transport == "tcp" else 1 << 20]):
+        found = on_threads(
+            size,
+            lambda rank, number=number, most=most: group.carriers[rank].all_to_all(
+                number,
+                [bytes_of(rank, peer, most * (rank + peer) // 2) for peer in range(size)],
+                time.monotonic() + patience(20),
+            ),
+        )
+        for rank, parts in enumerate(found):
+            assert isinstance(parts, list), parts
+            for peer, part in enumerate(parts):
+                assert np.array_equal(part, bytes_of(peer, rank, most * (rank + peer) // 2))

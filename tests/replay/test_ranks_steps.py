@@ -1,0 +1,347 @@
+"""Steps as the unit over ranks: the batches of one process to the bit, of views too, and only windows travel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from recorded_shards import STEPS, Episodes, SlowDraws, alone, as_record, joined, over_ranks, same
+
+import geartrain as gt
+from geartrain.errors import ArgumentError, EmptyStoreError, RanksDisagreeError
+from geartrain.selection import Epochs, Fifo, Lifo, Limits, Mixture, Prioritized, Uniform
+from geartrain.tools.testing import ThreadRankGroup, run_ranks
+
+B = 30
+RANKS = [1, 2, 3, 5]
+
+
+def goal_reward(achieved: np.ndarray, desired: np.ndarray) -> np.ndarray:
+    return np.abs(achieved - desired).sum(-1) + 0.25
+
+
+VIEWS: dict[str, dict[str, Any]] = {
+    "n-step": {"view": gt.Transitions(n_step=3, gamma=0.9)},
+    "stack": {"view": gt.Transitions(frame_stack=3, observations=["obs.state"])},
+    "both": {"view": gt.Transitions(n_step=2, frame_stack=2, observations=["obs.state"]), "fields": ["obs.state"]},
+    "goals": {"view": gt.Transitions(hindsight=gt.Hindsight(k=2, reward=goal_reward))},
+    "stacked goals": {"view": gt.Transitions(frame_stack=2, hindsight=gt.Hindsight("episode", reward=goal_reward))},
+    "window": {"window": 4},
+    "whole": {"window": gt.Windows(4, whole=True)},
+    "first": {"window": gt.Windows(4, whole=True, anchor="first")},
+}
+FEW = Limits(min_version=57)  # 3 of 60 rows: most draws are refused 63 times
+STRATEGIES: dict[str, tuple[str, Any]] = {
+    "over steps": ("row", Uniform(seed=1, over="steps")),
+    "by step": ("step", Prioritized(seed=2, beta=0.5)),
+    "strata": ("step", Prioritized(seed=3, stratified=True, limits=Limits(min_version=20, min_length=4))),
+    "few": ("step", Prioritized(seed=4, limits=FEW)),
+    "rows": ("row", Uniform(seed=5)),
+    "few rows": ("row", Uniform(seed=6, limits=FEW)),
+    "distinct": ("row", Uniform(seed=7, replacement=False, limits=Limits(min_length=3))),
+    "uniform of steps": ("step", Uniform(seed=8, over="steps")),
+    "oldest": ("row", Fifo()),
+    "newest": ("step", Lifo()),
+    "passes": ("row", Epochs(seed=9, over="steps")),
+}
+SHORT = [
+    ("over steps", "n-step"),
+    ("by step", "goals"),
+    ("strata", "both"),
+    ("few", "window"),
+    ("few rows", "stack"),
+    ("distinct", "whole"),
+    ("passes", "n-step"),
+]
+
+
+def check_ranks(episodes: Episodes, per: str, selection: Any, options: dict[str, Any]) -> None:
+    full = isinstance(selection, Epochs)
+    with episodes.stores(1, full=full, priority_per=per) as (store,):
+        expected = alone(store, selection, B, 2, **options)
+        shared, _ = over_ranks([store], selection, B, 2, ranks=3, **options)
+        assert all(map(same, shared, expected)), "three ranks of one shard"
+    for ranks in RANKS:
+        with episodes.stores(ranks, full=full, priority_per=per) as stores:
+            batches, _ = over_ranks(stores, selection, B, 2, **options)
+        assert all(map(same, batches, expected)), f"{ranks} ranks"
+
+
+@pytest.mark.parametrize(("strategy", "view"), SHORT)
+def test_any_number_of_ranks_draws_what_one_process_draws(strategy: str, view: str) -> None:
+    check_ranks(Episodes(60), *STRATEGIES[strategy], VIEWS[view])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_and_view_over_ranks(strategy: str, view: str) -> None:
+    check_ranks(Episodes(60, seed=1, least=4 if strategy == "oldest" else 1), *STRATEGIES[strategy], VIEWS[view])
+
+
+def check_against_the_slow_loop(episodes: Episodes, n: int, ranks: int, *, by_priority: bool, need: int) -> None:
+    slow = SlowDraws(episodes, 7, need, by_priority=by_priority)
+    selection = Prioritized(seed=7) if by_priority else Uniform(seed=7, over="steps")
+    options = {"view": gt.Transitions(n_step=3, gamma=0.5)} if need else {"window": 1}
+    with episodes.stores(ranks, priority_per="step" if by_priority else "row") as stores:
+        batches, _ = over_ranks(stores, selection, n, 2, **options)
+    for step, batch in enumerate(batches):
+        wanted = slow.draw(step, n)
+        action = batch["action"] if need else batch["action"][:, 0]
+        assert action.tolist() == [row * STEPS + t for row, t in wanted]
+        if not need:
+            continue
+        for i, (row, t) in enumerate(wanted):
+            arrays, last = {name: array[row] for name, array in episodes.arrays.items()}, episodes.lengths[row] - 1
+            m = min(3, last - t)
+            ended = [k for k in range(m) if arrays["terminated"][t + k]]
+            assert np.array_equal(batch["obs.state"][i], arrays["obs.state"][t])
+            assert np.array_equal(batch["next_obs.state"][i], arrays["obs.state"][t + m])
+            rewards = arrays["reward"][t : t + m].astype(np.float64)
+            assert batch["reward"][i] == np.float32((0.5 ** np.arange(m) * rewards).sum())
+            assert batch["discount"][i] == (0 if m - 1 in ended else 0.5**m)
+
+
+@pytest.mark.parametrize("by_priority", [False, True], ids=["over steps", "by priority"])
+def test_draws_of_steps_over_ranks_are_those_of_the_slow_loop(by_priority: bool) -> None:
+    check_against_the_slow_loop(Episodes(200, seed=3), 90, 3, by_priority=by_priority, need=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("need", [0, 1], ids=["windows", "transitions"])
+@pytest.mark.parametrize("by_priority", [False, True], ids=["over steps", "by priority"])
+def test_thousands_of_episodes_over_ranks_against_the_slow_loop(by_priority: bool, need: int) -> None:
+    for seed in range(3):
+        for ranks in RANKS:
+            check_against_the_slow_loop(Episodes(3000, seed), 600, ranks, by_priority=by_priority, need=need)
+
+
+def updated(stores: list[Any], ranks: int, selection: Any, **options: Any) -> list[dict[str, np.ndarray]]:
+    """Batches whose priorities are given back, by the numbers of their steps."""
+
+    def body(rank: ThreadRankGroup) -> list[gt.Batch]:
+        made = []
+        settings = {"output": "numpy", "prefetch": 0, "group": rank, **options}
+        with gt.Replay(stores[rank.rank % len(stores)], selection, B, **settings) as replay:
+            for _ in range(6):
+                batch = replay.sample()
+                assert replay.update_priorities(batch.keys, batch["action"] % 13 + batch.step) == 0
+                made.append(batch)
+            replay.settle()
+            return made
+
+    results = run_ranks(ranks, body)
+    return [joined([result[step] for result in results]) for step in range(6)]
+
+
+def test_priorities_of_steps_are_set_over_ranks_as_by_one_process() -> None:
+    episodes, selection = Episodes(60), Prioritized(seed=2, alpha=0.6, beta=0.4)
+    options = VIEWS["n-step"]
+    with episodes.stores(1, priority_per="step") as (store,):
+        expected = []
+        with gt.Replay(store, selection, B, output="numpy", prefetch=0, **options) as replay:
+            for _ in range(6):
+                batch = replay.sample()
+                replay.update_priorities(batch.keys, batch["action"] % 13 + batch.step)
+                expected.append(as_record(batch))
+    assert len(np.unique(expected[-1]["importance_weights"])) > 5
+    for shards, ranks in ((1, 3), (2, 2), (3, 3), (5, 5)):
+        with episodes.stores(shards, priority_per="step") as stores:
+            batches = updated(stores, ranks, selection, **options)
+            assert all(map(same, batches, expected)), (shards, ranks)
+            assert all(store.audit() == [] for store in stores)
+
+
+def test_stale_keys_of_steps_are_counted_and_others_refused() -> None:
+    episodes = Episodes(40)
+    with episodes.stores(2, priority_per="step") as stores, Episodes(4).stores(1) as (rows,):
+        before = [store.stats()["stale_keys"] for store in stores]
+
+        def body(rank: ThreadRankGroup) -> int:
+            with gt.Replay(
+                stores[rank.rank], Prioritized(seed=0), B, window=2, group=rank, output="numpy", prefetch=0
+            ) as replay:
+                batch = replay.sample()
+                with pytest.raises(ArgumentError, match="these keys name rows"):
+                    replay.update_priorities(batch.keys.without_steps(), np.ones(B // 2))
+                with pytest.raises(ArgumentError, match="not finite"):
+                    replay.update_priorities(batch.keys, np.full(B // 2, np.nan))
+                rank.all_gather(np.zeros(1, np.uint8))
+                if rank.rank == 0:
+                    for store in stores:
+                        store.delete(store.keys())
+                rank.all_gather(np.zeros(1, np.uint8))
+                replay.update_priorities(batch.keys, np.ones(B // 2))
+                beyond = batch.keys.of_steps(np.full(B // 2, 2**32 - 1))
+                replay.update_priorities(beyond, np.ones(B // 2))
+                replay.settle()
+            return len(batch)
+
+        assert sum(run_ranks(2, body)) == B
+        gone = [store.stats()["stale_keys"] - old for store, old in zip(stores, before, strict=True)]
+        assert sum(gone) == 2 * B
+
+        def of_rows(rank: ThreadRankGroup) -> None:
+            with gt.Replay(rows, Uniform(seed=0), 2, window=2, group=rank, output="numpy") as replay:
+                keys = replay.sample().keys
+                with pytest.raises(ArgumentError, match="priorities of rows"):
+                    replay.update_priorities(keys.of_steps(np.zeros(2, int)), np.ones(2))
+
+        run_ranks(1, of_rows)
+
+
+@pytest.mark.parametrize("per", ["row", "step"])
+def test_mixtures_over_ranks_draw_what_one_process_draws(per: str) -> None:
+    one, other = Episodes(40, seed=1), Episodes(50, seed=2)
+    of_each = [Prioritized(beta=0.5), Prioritized(beta=0.5)] if per == "step" else [Uniform(over="steps"), Uniform()]
+    mixture = Mixture([0.7, 0.3], of_each, seed=3)
+    options = VIEWS["stacked goals"]
+    with one.stores(1, priority_per=per) as (a,), other.stores(1, priority_per=per) as (b,):
+        expected = alone([a, b], mixture, B, **options)
+    for ranks in RANKS:
+        with one.stores(ranks, priority_per=per) as a, other.stores(ranks, part=7, priority_per=per) as b:
+            batches, _ = over_ranks([list(pair) for pair in zip(a, b, strict=True)], mixture, B, **options)
+        assert all(map(same, batches, expected)), ranks
+
+
+def record_and_sample(store: gt.Store | None, sample: Any, turn: Any) -> list[Any]:
+    """Samples after each step of an episode that is recorded into the store, where there is one."""
+    made = []
+    recorder = None if store is None else store.recorder(autoreset="disabled", publish_every=1)
+    for t in range(STEPS):
+        if recorder is not None:
+            goals = {name: np.full((1, 2), t) for name in ("achieved_goal", "desired_goal")}
+            observation = {"state": np.full((1, 3), t), **goals}
+            if t == 0:
+                recorder.reset(observation)
+            else:
+                recorder.step(observation, action=-t, reward=1.0, terminated=t == STEPS - 1, truncated=False)
+        turn()
+        made.append(sample())
+        turn()
+    return made
+
+
+@pytest.mark.parametrize("per", ["row", "step"])
+def test_new_steps_of_growing_rows_are_drawn_over_ranks_as_they_are_published(per: str) -> None:
+    episodes = Episodes(6, seed=4)
+    selection = Prioritized(seed=1) if per == "step" else Uniform(seed=1, over="steps")
+    options: dict[str, Any] = {"view": gt.Transitions(n_step=2), "output": "numpy", "prefetch": 0}
+    with episodes.stores(1, priority_per=per) as (store,), gt.Replay(store, selection, B, **options) as replay:
+        expected = [as_record(each) for each in record_and_sample(store, replay.sample, lambda: None)]
+    for ranks in RANKS[1:]:
+        with episodes.stores(ranks, priority_per=per) as stores:
+
+            def body(rank: ThreadRankGroup, stores: Any = stores) -> list[gt.Batch]:
+                store = stores[rank.rank]
+                with gt.Replay(store, selection, B, group=rank, **options) as replay:
+                    mine = store if rank.rank == rank.size - 1 else None
+                    return record_and_sample(mine, replay.sample, lambda: rank.all_gather(np.zeros(1, np.uint8)))
+
+            results = run_ranks(ranks, body)
+        batches = [joined([result[t] for result in results]) for t in range(STEPS)]
+        assert all(map(same, batches, expected)), ranks
+    grown = [set(batch["action"][batch["action"] < 0].tolist()) for batch in expected]
+    assert grown[1] == set() and all(min(some, default=0) >= -t for t, some in enumerate(grown))
+    assert len(set.union(*grown)) >= 3
+
+
+def test_only_what_a_view_needs_travels() -> None:
+    episodes = Episodes(60)
+    view = gt.Transitions(n_step=3, observations=["obs.state"])
+    options = {"view": view, "fields": ["obs.state", "action"], "assignment": "ordered"}
+    with episodes.stores(2) as stores:
+        batches, stats = over_ranks(stores, Uniform(seed=0, over="steps"), B, 10, **options)
+    # Two observations, action, reward, discount, terminated and truncated.
+    row_bytes = 2 * 12 + 8 + 4 + 4 + 1 + 1
+    assert {"obs.state", "next_obs.state", "action"} <= batches[0].keys()
+    assert stats[0]["received_bytes"] == stats[1]["sent_bytes"]
+    for each in stats:
+        assert each["received_bytes"] % row_bytes == 0
+        assert each["received_bytes"] + each["local_bytes"] == row_bytes * B // 2 * 10
+        # 56 bytes and a bit for each draw and attempt of a round, most often two of 4 and of 12 attempts.
+        assert 10 * (56 + B // 2) <= each["selection_bytes"] <= 10 * (56 + B // 2 + B + 8)
+
+
+def test_samples_of_rows_are_counted_and_limited_over_ranks() -> None:
+    episodes = Episodes(60, least=2)
+    for shards, ranks in ((1, 2), (2, 2), (3, 3)):
+        with episodes.stores(shards, max_times_sampled=2) as stores:
+            selection, options = Uniform(seed=1, over="steps"), {"view": gt.Transitions()}
+            batches, _ = over_ranks(stores, selection, B, 4, ranks=ranks, min_rows=1, **options)
+            drawn = np.concatenate([batch["version"] for batch in batches])
+            assert np.bincount(drawn).max() == 2
+            left = sum(len(store) for store in stores)
+            assert left == 60 - (np.bincount(drawn) == 2).sum()
+
+
+def test_lost_rows_are_drawn_again_from_their_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    from geartrain.replay.distributed.transition_rows import TransitionRows
+
+    episodes, gather = Episodes(60), TransitionRows.gather
+
+    def torn_at_first(self: TransitionRows, *given: Any) -> Any:
+        torn, *rest = gather(self, *given)
+        draws = given[5]
+        return (np.where(draws.attempt == 0, draws.numbers % 3 == 0, torn).astype(np.uint8), *rest)
+
+    monkeypatch.setattr(TransitionRows, "gather", torn_at_first)
+    for per, selection in (("row", Uniform(seed=1, over="steps")), ("step", Prioritized(seed=1, beta=0.5))):
+        with episodes.stores(2, priority_per=per) as stores:
+            (batch, *_), stats = over_ranks(stores, selection, B, 3, view=gt.Transitions())
+        assert sum(each["redrawn"] for each in stats) == B
+        row, t = np.divmod(batch["action"], STEPS)
+        assert np.array_equal(row, batch["version"]) and np.array_equal(t, batch["start"])
+        assert np.array_equal(batch["obs.state"], episodes.arrays["obs.state"][row, t])
+        if per == "step":
+            assert np.array_equal(batch["step"], t)
+            total = np.rint(episodes.priorities * 2**16)[episodes.steps()].sum()
+            drawn = np.rint(episodes.priorities[row, t] * 2**16)
+            assert np.allclose(batch["probability"], drawn / total, rtol=1e-12)
+
+
+def test_a_store_without_a_step_to_draw_is_an_error_on_all_ranks_that_they_survive() -> None:
+    episodes = Episodes(20)
+    view = gt.Transitions()
+    for per, selection in (("row", Uniform(seed=1, over="steps")), ("step", Prioritized(seed=1))):
+        with episodes.stores(3, priority_per=per) as stores:
+
+            def body(rank: ThreadRankGroup, stores: Any = stores, selection: Any = selection) -> None:
+                store = stores[rank.rank]
+                with gt.Replay(store, selection, B, view=view, group=rank, prefetch=0, output="numpy") as replay:
+                    replay.sample()
+                    short = store.keys()[store.status(store.keys())["length"] > 1]
+                    rank.all_gather(np.zeros(1, np.uint8))
+                    store.delete(short)
+                    rank.all_gather(np.zeros(1, np.uint8))
+                    with pytest.raises(EmptyStoreError, match="more than 1 step"):
+                        replay.sample()
+                    rank.all_gather(np.zeros(1, np.uint8))
+                    if rank.rank == 2:
+                        episodes.insert(store, 0, 5)
+                    rank.all_gather(np.zeros(1, np.uint8))
+                    assert (replay.sample().version < 5).all()
+
+            run_ranks(3, body)
+
+
+def test_ranks_with_other_views_or_priorities_disagree() -> None:
+    episodes = Episodes(10)
+    others: list[dict[str, Any]] = [{"view": gt.Transitions(n_step=2)}, {"window": 3}]
+    for other in others:
+        with episodes.stores(2) as stores:
+
+            def body(rank: ThreadRankGroup, stores: Any = stores, other: Any = other) -> None:
+                options: dict[str, Any] = other if rank.rank else {"view": gt.Transitions(n_step=3)}
+                with pytest.raises(RanksDisagreeError):
+                    gt.Replay(stores[rank.rank], Uniform(seed=0), 4, group=rank, output="numpy", **options)
+
+            run_ranks(2, body)
+    with episodes.stores(1) as (one,), episodes.stores(1, priority_per="step") as (two,):
+
+        def mixed(rank: ThreadRankGroup) -> None:
+            with pytest.raises(RanksDisagreeError, match="priority_per"):
+                gt.Replay([one, two][rank.rank], Uniform(seed=0), 4, window=2, group=rank, output="numpy")
+
+        run_ranks(2, mixed)

@@ -1,0 +1,91 @@
+"""Figures of a process that should not grow, and whether they did."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+
+class Sample(NamedTuple):
+    """Of one instant: private memory, shared memory that is mapped, threads, open files, and files of segments."""
+
+    at_s: float
+    private_mb: float
+    shared_mb: float
+    threads: int
+    descriptors: int
+    segments: int
+    segments_mb: float
+    journal_mb: float
+
+
+#: What a figure may grow by: a share of what it was, and so much more. Python's memory moves by arenas of 1 MB.
+ALLOWED = {
+    "private_mb": (0.03, 12.0),
+    "shared_mb": (0.01, 1.0),
+    "threads": (0.0, 2.0),
+    "descriptors": (0.0, 4.0),
+    "segments": (0.0, 1.0),
+    "segments_mb": (0.01, 1.0),
+}
+#: A journal takes at most twice the living rows, two files of 64 MB and the one that is being written.
+JOURNAL_SHARE, JOURNAL_MB = 2.0, 3 * 67.2
+
+
+@dataclass
+class Growth:
+    """A figure early and late, medians, and whether it grew by more than is allowed."""
+
+    figure: str
+    early: float
+    late: float
+    grew: bool
+
+
+def sample(pid: int, at_s: float, segments: Path, journal: Path) -> Sample:
+    """Looks at a process and two folders. Raises `OSError` where it has ended."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
+    files = sizes(segments)
+    return Sample(
+        at_s,
+        int(status["RssAnon"].split()[0]) / 1024,
+        int(status["RssShmem"].split()[0]) / 1024,
+        int(status["Threads"]),
+        len(os.listdir(f"/proc/{pid}/fd")),
+        len(files),
+        sum(files) / 1e6,
+        sum(sizes(journal)) / 1e6,
+    )
+
+
+def sizes(folder: Path) -> list[int]:
+    """Of the files in a folder and below it; those that go meanwhile are left out."""
+    found = []
+    for path in folder.rglob("*"):
+        try:
+            if path.is_file():
+                found.append(path.stat().st_size)
+        except OSError:
+            continue
+    return found
+
+
+def growths(samples: list[Sample]) -> list[Growth]:
+    """Each figure between a tenth and a third of the time, and in its last quarter."""
+    end_s = samples[-1].at_s if samples else 0.0
+    early = [one for one in samples if 0.1 * end_s <= one.at_s <= 0.33 * end_s]
+    late = [one for one in samples if one.at_s >= 0.75 * end_s]
+    found: list[Growth] = []
+    if not early or not late:
+        return found  # the learner ended before it was looked at
+    for figure, (share, more) in ALLOWED.items():
+        before = median(float(getattr(one, figure)) for one in early)
+        after = median(float(getattr(one, figure)) for one in late)
+        found.append(Growth(figure, before, after, after > before * (1 + share) + more))
+    journals = [one.journal_mb for one in early], [one.journal_mb for one in late]
+    most = JOURNAL_SHARE * median(one.segments_mb for one in late) + JOURNAL_MB
+    found.append(Growth("journal_mb", median(journals[0]), median(journals[1]), max(journals[1]) > most))
+    return found
