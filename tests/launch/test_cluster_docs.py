@@ -22,7 +22,7 @@ WHY_NO_SLURM = why_not()
 def write_job(folder: Path, name: str, steps: int) -> None:
     """The files of the page's job, but for its name and the number of steps."""
     found = dict(re.findall(r"^```(?:toml|py)\n# (\S+)\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE))
-    assert sorted(found) == ["walk.py", "walk.toml"]
+    assert sorted(found) == ["collectors.py", "walk.py", "walk.toml"]
     for wanted, instead in (('name = "walk"', f'name = "{name}"'), ("steps = 200", f"steps = {steps}")):
         assert found["walk.toml"].count(wanted) == 1, wanted
         found["walk.toml"] = found["walk.toml"].replace(wanted, instead)
@@ -92,3 +92,23 @@ def test_the_job_runs_under_slurm(store_name, tmp_path):
     assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), said
     assert (ended["MinMemoryNode"], ended["CPUs/Task"]) == ("5G", "4")  # 2 + 2 x 1 + 1 GiB; 2 + 2 x 1 processors
     check(tmp_path, 2, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_job_and_actors_of_ones_own_run_on_ray(store_name, tmp_path):
+    pytest.importorskip("ray")
+    write_job(tmp_path, store_name(), 20)
+    path = tmp_path / "collectors.py"
+    assert path.read_text().count('"collected"') == 1
+    path.write_text(path.read_text().replace('"collected"', repr(store_name())))
+    more = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+    outputs = []
+    for command in (["-m", "geartrain", "launch", "walk.toml", "--ray", "local"], ["collectors.py"]):
+        argv, env = [sys.executable, *command], {**os.environ, **more}
+        limit_s = patience(120)
+        done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=limit_s, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        outputs.append(done.stdout)
+    check(tmp_path, 1, 20)
+    assert "200 rows\n1.0 is the mean reward" in outputs[1]

@@ -126,6 +126,7 @@ SENSELESS = {
         "--host": ("-1", "7"),
         "--master": ("x", "host", ":", "host:", ":1", "host:0", "host:99999", "host:²", *WORDS),
         "--coordinator-port": ("-1", "0", "65536"),
+        "--ray": ("", " ", "a\nb", "\udcff"),
     },
     "generate slurm": {
         "job": ("no.toml", "no_such_module", "json:no_such", "broken.py", "raising.py", "types-3.toml", *WORDS),

@@ -150,6 +150,11 @@ class Launcher:
         self._raise(*self._end)
         return self.summary
 
+    def interrupt(self, number: int = signal.SIGTERM) -> None:
+        """Ends the job as that signal to its process does; a second one kills. Any thread may call it."""
+        self._signals.append(number)
+        self._supervisor.wake()
+
     # --- events ---------------------------------------------------------------------------------------------
 
     def _handle_events(self) -> None:
@@ -484,8 +489,7 @@ class Launcher:
             return
 
         def handle(number: int, _frame: object) -> None:
-            self._signals.append(number)
-            self._supervisor.wake()
+            self.interrupt(number)
 
         before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         # Where it is ignored, as some parents pass on, exit codes of children are lost.

@@ -6,10 +6,11 @@ import dataclasses
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from geartrain.errors import ArgumentError
 from geartrain.tools.cli.app import app, die
 from geartrain.tools.cli.checks import input_file, output_folder
 
@@ -80,6 +81,12 @@ def launch(
         int | None,
         typer.Option(min=1, max=65535, help="Port of host 0 for the launchers; the one after the ranks' by default."),
     ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            help="Run it on --hosts nodes of this Ray cluster: auto, host:port, or local for one started here."
+        ),
+    ] = None,
 ) -> None:
     """Run a job: start, supervise and end its learner ranks, agents and actors.
 
@@ -116,7 +123,9 @@ def launch(
 
     Several hosts: the same command on each, under torchrun (--nproc-per-node
     1), srun (--ntasks-per-node 1) or with --hosts, --host and --master;
-    GEARTRAIN_SECRET must be the same on all. See docs/launch.md.
+    GEARTRAIN_SECRET must be the same on all. With --ray auto --hosts 2, once
+    anywhere in a Ray cluster. `geartrain generate` writes files for sbatch and
+    for Kubernetes. See docs/launch.md and docs/clusters.md.
 
     Example: geartrain launch job.toml --folder pendulum-run
     """
@@ -127,8 +136,20 @@ def launch(
     described = launching.load(job)
     if timeout_s is not None:
         described = dataclasses.replace(described, timeout_s=timeout_s)
-    position = host_position(os.environ, hosts=hosts, host=host, master=master, coordinator_port=coordinator_port)
+    if ray is not None:
+        if host is not None or master is not None or coordinator_port is not None:
+            raise ArgumentError("--ray finds the nodes itself: --host, --master and --coordinator-port are for others")
+        if not ray.strip() or not ray.isprintable():
+            raise ArgumentError(f"--ray is auto, host:port or local, found {ray!r}")
+    else:
+        position = host_position(os.environ, hosts=hosts, host=host, master=master, coordinator_port=coordinator_port)
     try:
+        if ray is not None:
+            from geartrain.launch.ray import run
+
+            options: dict[str, Any] = {"folder": folder, "fresh": fresh, "every_s": every_s}
+            run(described, hosts=hosts or 1, address=ray, metrics_port=metrics_port, **options)
+            return
         launching.run(
             described,
             folder=folder,
