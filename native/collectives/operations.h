@@ -41,6 +41,11 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   ShareOwner& owner() { return owner_; }
   ShardedAllreduce& shares() { return shares_; }
   RingAllreduce& ring() { return ring_; }
+  // What the owners allow may be less than was expected.
+  void limit_windows(uint64_t most) {
+    shares_.window().limit(most);
+    direct_.limit(most);
+  }
   uint32_t settled() const { return settled_.load(std::memory_order_relaxed); }
   void count(GroupCounts* out);
 
@@ -52,7 +57,7 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
     shares_.deliver(operation, offset, result);
   }
   void taken(uint32_t owner, uint64_t operation, uint64_t bytes) override;
-  CongestionWindow* window() override { return &shares_.window(); }
+  CongestionWindow* window() override { return &direct_; }
   void served(uint64_t operation) override { shares_.served(operation); }
   void open_next(uint64_t operation, const Open& what) override { open(members_.next_rank(), operation, what); }
   void ring_for_next() override { members_.kick(members_.next_rank()); }
@@ -68,6 +73,7 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   const GroupOptions& options_;
   Membership& members_;
   ChunkBufferPool blocks_;
+  CongestionWindow direct_;  // of what is sent from the caller's memory
   ShareOwner owner_;
   ShardedAllreduce shares_;
   RingAllreduce ring_;

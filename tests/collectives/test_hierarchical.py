@@ -12,6 +12,7 @@ import pytest
 from collectives_crew import MemoryStore, run_ranks
 from deadlines import patience
 
+import geartrain._native as _native
 from geartrain.collectives import Group, Reducer
 from geartrain.collectives.hierarchical_stages import PIECE_BYTES
 from geartrain.collectives.host_map import HostMap, RingOrder, cut
@@ -144,10 +145,24 @@ def test_a_ring_of_hosts_has_the_same_bits_on_every_rank() -> None:
 
 def test_threads_of_one_process_are_on_one_host_unless_told() -> None:
     def body(rank: int, group: Group) -> Any:
+        links = group.counters()["links"]  # before any rank leaves
         assert (group.all_reduce(np.full(1000, rank, np.float32)) == 3).all()
-        return group.counters()["links"]
+        return links
 
     assert right(run_ranks(3, body, hierarchical=True)) == [{"tcp": 0, "shm": 4}] * 3  # within the host, and back
+
+
+def test_a_map_that_was_found_wrong_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _native.CollectiveGroup.make
+
+    class Native:  # what could not share memory after all
+        @staticmethod
+        def make(options: dict[str, Any]) -> Any:
+            return made({**options, "shm": False})
+
+    monkeypatch.setattr(_native, "CollectiveGroup", Native)
+    assert right(run_ranks(2, lambda rank, group: group.all_reduce(np.ones(5))[0], hierarchical=True)) == [2, 2]
+    assert sum("share no memory" in record.getMessage() for record in caplog.records) == 2
 
 
 def test_a_ring_whose_neighbours_cross_hosts_says_so_once_and_counts_it(

@@ -99,6 +99,33 @@ def expected() -> str:
     return digest.hexdigest()
 
 
+def test_unmodified_ddp_moves_the_bytes_of_one_rank_a_host_by_a_variable(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    steps, parameters = 12, 32 * 512 + 512 + 512 * 512 + 512 + 512 * 8 + 8
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    command += ["--master-addr", "host0", "--master-port", "29500"]
+    script = ["-m", "geartrain_autoload", str(HERE.parents[1] / "examples" / "allreduce_ddp.py"), "--steps", str(steps)]
+    with Hosts(2) as hosts:
+        before = hosts.bytes(1).sent
+        jobs = [
+            hosts.popen(
+                host,
+                [*command, "--node-rank", str(host), *script],
+                env={"GEARTRAIN_ALLREDUCE_HIERARCHICAL": "1", "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=tmp_path,
+            )
+            for host in range(2)
+        ]
+        out = [job.communicate(timeout=patience(60))[0] for job in jobs]
+        sent = hosts.bytes(1).sent - before
+    assert [job.returncode for job in jobs] == [0, 0]
+    assert "geartrain, 4 ranks" in out[0]
+    bound = steps * 4 * parameters  # 2 (H-1)/H K for two hosts, as often as there are steps; twice that in rank order
+    assert bound < sent < 1.4 * bound, sent / bound  # with DDP's own broadcasts, and everybody's rendezvous
+
+
 def test_a_killed_rank_is_an_error_by_name_on_all_others(tmp_path: Path) -> None:
     victim, gate = 6, tmp_path / "gate"
     with Hosts(HOSTS) as hosts:

@@ -146,6 +146,8 @@ def test_four_ranks_add_in_the_order_of_ranks_and_subgroups_work(launcher: Launc
         gloo, ours = (line for line in lines if "losses" in line)
         assert gloo["losses"] == ours["losses"]  # two replicas: a sum of two
         assert ours["counters"]["operations"] > 0
+        assert ours["counters"]["inner"] == ours["shard"]["inner"] == {}, "Gloo carried data"
+        assert {"all_gather_single", "reduce_scatter_single"} <= set(ours["shard"]["ours"])
         assert lines[-1] == {"forgot": True}
 
 
@@ -164,6 +166,23 @@ def test_fsdp_and_a_sharded_optimizer_get_gloos_losses_and_gloo_carries_nothing(
         assert ours["counters"]["inner"] == {}, "Gloo carried data"
         made = ours["counters"]["ours"]
         assert {"all_gather_single", "reduce_scatter_single", "broadcast", "barrier"} <= set(made), made
+
+
+@pytest.mark.slow(reason="imports DeepSpeed")
+def test_deepspeeds_zero_follows_ddp_in_every_stage_and_gloo_carries_nothing(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    pytest.importorskip("deepspeed", reason='needs DeepSpeed: pip install "geartrain[deepspeed]"')
+    with Job(launcher, "zero", 2, tmp_path) as job:
+        said = [job.lines(rank) for rank in range(2)]
+    for lines in said:
+        stages = {line["stage"]: line for line in lines if "stage" in line}
+        assert set(stages) == {1, 2, 3}
+        for stage, line in stages.items():
+            assert line["losses"] == pytest.approx(line["plain"], rel=1e-4), stage
+            assert line["counters"]["inner"] == {}, f"Gloo carried data in stage {stage}"
+            made = {name for name, n in line["counters"]["ours"].items() if n > line["before"]["ours"].get(name, 0)}
+            assert ({"all_gather_single", "reduce_scatter_single"} if stage == 3 else {"allreduce"}) <= made, stage
 
 
 def victims(job: Job, victim: int, size: int) -> list[list[dict[str, Any]]]:

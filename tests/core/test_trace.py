@@ -171,6 +171,7 @@ def test_events_of_other_programs_have_fewer_keys(tmp_path: Path) -> None:
     path.write_text(
         '[\n{"ph": "M", "name": "process_name", "pid": 1},\n{"ph": "X", "name": "a", "pid": 1, "cat": []},\n'
     )
+    pytest.importorskip("typer")
     told = preloaded.run([sys.executable, "-m", "geartrain", "trace", str(path)], timeout=patience(60))
     assert told.returncode == 0 and len(trace.merge([path])) == 2
 
@@ -193,6 +194,7 @@ def test_traces_of_hosts_are_joined_by_their_wall_clocks(tmp_path: Path) -> None
     paths[0].write_text(paths[0].read_text() + '{"ph": "X", "na')  # a full disk
     assert len(trace.load(paths[0])) == 3
     joined = tmp_path / "joined.json"
+    pytest.importorskip("typer")
     command = [sys.executable, "-m", "geartrain", "trace", *map(str, paths), "--out", str(joined)]
     told = preloaded.run(command, timeout=patience(60))
     assert told.stdout.startswith("2 processes; slices: 2 of rpc; 0 flows") and trace.load(joined) == trace.merge(paths)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import itertools
 import logging
 import threading
 import time
@@ -60,6 +61,63 @@ def test_every_strategy_gives_the_batches_of_the_host(store: gt.Store, strategy:
                 check_same(host, landed, convert, packed)
             assert fast.describe()[0]["path"] == path
         assert not device.registered
+
+
+@pytest.mark.parametrize("path", ["gather", "staged"])
+@pytest.mark.parametrize("per", ["row", "step"])
+def test_draws_of_steps_give_the_batches_and_keys_of_the_host(
+    store_name: Callable[[], str], per: Any, path: Any
+) -> None:
+    """Of stores with priorities of steps keys name the step that a window is told by, whatever drew the row."""
+    strategies: list[Any] = [Uniform(seed=1, over="steps")]
+    if per == "step":
+        strategies += [Prioritized(seed=2, beta=0.5, limits=Limits(min_length=4)), Uniform(seed=3), Fifo()]
+    with filled_store(store_name(), rows=60, capacity=64, max_length=30, priority_per=per) as store:
+        if per == "step":
+            keys = store.keys()
+            keys = keys[store.status(keys)["length"] > 3]
+            store.update_priorities(keys.of_steps(np.full(len(keys), 3)), np.full(len(keys), 9.0))
+        for strategy, packed in itertools.product(strategies, [False, True]):
+            device = SimulatedDevice(3)
+            options: dict[str, Any] = {"window": 7, "pad": "right", "num_batches": 4, "prefetch": 0}
+            on = DeviceOptions(device, path=path, packed=packed)
+            with (
+                gt.Replay(store, strategy, 8, **options) as slow,
+                gt.Replay(store, strategy, 8, **options, device=on) as fast,
+            ):
+                for host, landed in zip(slow, fast, strict=True):
+                    device.finish()
+                    assert (landed.keys.step is None) == (per == "row")
+                    check_same(host, landed, {}, packed)
+                if per == "step" and packed is False:
+                    assert fast.update_priorities(landed.keys, np.ones(8)) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+def test_torn_rows_are_drawn_again_with_their_steps(store_name: Callable[[], str], packed: bool) -> None:
+    """Every fourth draw is torn at first: what is drawn instead has the keys of what was gathered."""
+    with filled_store(store_name(), rows=60, capacity=64, max_length=30, priority_per="step") as store:
+        device = SimulatedDevice(3)
+        settings: dict[str, Any] = {"window": 7, "prefetch": 0, "pad": "right"}
+        on = DeviceOptions(device, path="gather", packed=packed)
+        for strategy in (Prioritized(seed=1), Uniform(seed=2), Uniform(seed=3, over="steps")):
+            with gt.Replay(store, strategy, 16, **settings, device=on) as fast:
+                sampler = fast._builder.samplers[0]
+                count, calls = sampler.count_samples, itertools.count()
+
+                def refused_at_first(rows: Any, generations: Any, count: Any = count, calls: Any = calls) -> Any:
+                    taken = count(rows, generations)
+                    return taken & (np.arange(len(rows)) % 4 != 0) if next(calls) == 0 else taken
+
+                sampler.count_samples = refused_at_first  # type: ignore[method-assign]
+                batch = fast.sample()
+                device.finish()
+                assert fast.stats()["redrawn"] == 4
+            expected = gt.fetch(store, batch.keys, window=7, pad="right")
+            assert batch.keys.step is not None
+            values = expected["pixels"][expected.mask] if packed else expected["pixels"]
+            assert torch.equal(values, batch["pixels"].cpu())
 
 
 @pytest.mark.parametrize("path", ["gather", "staged"])

@@ -258,3 +258,17 @@ def test_an_all_to_all_carries_sizes_that_only_senders_know(ranks: Callable[...,
             assert isinstance(parts, list), parts
             for peer, part in enumerate(parts):
                 assert np.array_equal(part, bytes_of(peer, rank, most * (rank + peer) // 2))
+
+
+@pytest.mark.parametrize("transport", ["inproc", "shm", "tcp"])
+def test_a_rank_that_leaves_tells_why(ranks: Callable[..., Ranks], transport: str) -> None:
+    group = ranks(2, transport)
+    into = np.zeros(1, np.uint8)
+    assert group.exchange(lambda rank: ([(1 - rank, np.ones(1, np.uint8))], [])) == [None, None]
+    group.carriers[1].close("its disk is full")
+    group.carriers[1].close("said twice")
+    group.carriers[0].exchange(1, [], [(1, into)], time.monotonic() + patience(10))  # what it had sent is still there
+    assert into[0] == 1
+    with pytest.raises(CarrierError) as error:
+        group.carriers[0].exchange(2, [], [(1, into)], time.monotonic() + 1000)
+    assert (error.value.cause, error.value.detail) == (Cause.told, "its disk is full")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from rank_batches import B, join, same
+from recorded_shards import Episodes
 
 import geartrain as gt
 import geartrain.replay.distributed.draw as draw
@@ -48,7 +49,12 @@ class CountedGroup(ThreadRankGroup):
 
 
 def rounds_of(
-    stores: list[gt.Store], selection: Any, monkeypatch: pytest.MonkeyPatch, updates: bool, ranks: int = RANKS
+    stores: list[gt.Store],
+    selection: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    updates: bool,
+    ranks: int = RANKS,
+    **options: Any,
 ) -> list[list[list[Round]]]:
     """For every rank and batch, the rounds of its agreement."""
     original = HostAssembler.exchange
@@ -64,7 +70,8 @@ def rounds_of(
 
     def body(rank: Any) -> list[list[Round]]:
         store, found = stores[rank.rank % len(stores)], []
-        with gt.Replay(store, selection, B, group=rank, output="numpy", prefetch=0, num_batches=BATCHES) as replay:
+        settings: dict[str, Any] = {"output": "numpy", "prefetch": 0, "num_batches": BATCHES, **options}
+        with gt.Replay(store, selection, B, group=rank, **settings) as replay:
             rank.rounds.clear()
             for batch in replay:
                 found.append(list(rank.rounds))
@@ -106,6 +113,26 @@ def test_a_batch_takes_as_many_rounds_as_the_table_says(
             assert first == wanted[0]  # there was nothing to update yet
             assert others == [wanted[updates]] * (BATCHES - 1)
             assert all(each.messages <= RANKS - 1 for batch in rounds for each in batch)
+
+
+@pytest.mark.parametrize(
+    ("per", "selection", "most"),
+    [("step", Prioritized(seed=6), 3), ("row", Uniform(seed=3, over="steps"), 4)],
+    ids=["by priority", "over steps"],
+)
+def test_draws_of_steps_take_a_round_for_every_few_attempts(
+    monkeypatch: pytest.MonkeyPatch, per: str, selection: Any, most: int
+) -> None:
+    with Episodes(60).stores(RANKS, priority_per=per) as stores:
+        of_ranks = rounds_of(stores, selection, monkeypatch, updates=True, view=gt.Transitions())
+    assert len({tuple(map(len, rounds)) for rounds in of_ranks}) == 1, "all ranks take the same rounds"
+    for rounds in of_ranks:
+        assert rounds[0][:2] == [Round(RANKS - 1, (RANKS - 1) * STATUS), Round(RANKS - 1, (RANKS - 1) * B // 2)]
+        for number, batch in enumerate(rounds):
+            later = batch[2 + (number > 0) :]  # after updates the totals are told apart from the status
+            assert len(batch) <= most + (number > 0)
+            for each in later:  # twelve attempts, or 47, of the few draws that are left
+                assert each.messages == RANKS - 1 and each.nbytes <= (RANKS - 1) * -(-12 * (B // 4) // 8)
 
 
 def test_independent_draws_cost_a_status_and_their_updates(

@@ -14,6 +14,7 @@ from rank_batches import FIELDS, STEPS, B, N, as_record, check, insert, join, ov
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, NotEnoughRowsError
+from geartrain.replay.distributed.assignment import Replica, assign
 from geartrain.replay.distributed.topology import MeshPosition
 from geartrain.selection import Fifo, GroupSampling, Lifo, Limits, Linear, Mixture, Prioritized, TopK, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
@@ -498,3 +499,13 @@ def test_rows_that_join_a_shard_are_drawn_from_the_next_batch_on(sharded_stores:
             return set(replay.sample()["number"].tolist())
 
     assert set.union(*run_ranks(3, body)) == set(range(500, 512))
+
+
+@pytest.mark.parametrize(("draws", "replicas"), [(1, 1), (2, 3), (16, 4), (17, 4), (48, 5)])
+def test_draws_of_one_shard_go_to_replicas_as_those_of_many_do(draws: int, replicas: int) -> None:
+    stages = [Replica((2 * r, 2 * r + 1), (frozenset(), frozenset({0}))) for r in range(replicas)]
+    shard, ranks = np.zeros(draws, np.int64), [[1, 2]]
+    taken_turns = assign(shard, stages, ranks, "local_first")
+    by_size = assign(shard, stages, ranks, "local_first", np.arange(draws))  # atoms of one draw each
+    assert taken_turns.replica.tolist() == by_size.replica.tolist()
+    assert taken_turns.reader.tolist() == by_size.reader.tolist()

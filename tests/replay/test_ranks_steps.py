@@ -9,7 +9,16 @@ import pytest
 from recorded_shards import STEPS, Episodes, SlowDraws, alone, as_record, joined, over_ranks, same
 
 import geartrain as gt
-from geartrain.errors import ArgumentError, EmptyStoreError, RanksDisagreeError
+import geartrain._native as _native
+from geartrain.errors import (
+    ArgumentError,
+    EmptyStoreError,
+    NoSpaceError,
+    RanksDisagreeError,
+    SchemaError,
+    StoreClosedError,
+)
+from geartrain.replay.distributed.transition_rows import TransitionRows
 from geartrain.selection import Epochs, Fifo, Lifo, Limits, Mixture, Prioritized, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
@@ -250,7 +259,7 @@ def test_new_steps_of_growing_rows_are_drawn_over_ranks_as_they_are_published(pe
 def test_only_what_a_view_needs_travels() -> None:
     episodes = Episodes(60)
     view = gt.Transitions(n_step=3, observations=["obs.state"])
-    options = {"view": view, "fields": ["obs.state", "action"], "assignment": "ordered"}
+    options = {"view": view, "fields": ["obs.state", "action"], "assignment": "ordered", "prefetch": 0}
     with episodes.stores(2) as stores:
         batches, stats = over_ranks(stores, Uniform(seed=0, over="steps"), B, 10, **options)
     # Two observations, action, reward, discount, terminated and truncated.
@@ -268,7 +277,7 @@ def test_samples_of_rows_are_counted_and_limited_over_ranks() -> None:
     episodes = Episodes(60, least=2)
     for shards, ranks in ((1, 2), (2, 2), (3, 3)):
         with episodes.stores(shards, max_times_sampled=2) as stores:
-            selection, options = Uniform(seed=1, over="steps"), {"view": gt.Transitions()}
+            selection, options = Uniform(seed=1, over="steps"), {"view": gt.Transitions(), "prefetch": 0}
             batches, _ = over_ranks(stores, selection, B, 4, ranks=ranks, min_rows=1, **options)
             drawn = np.concatenate([batch["version"] for batch in batches])
             assert np.bincount(drawn).max() == 2
@@ -277,8 +286,6 @@ def test_samples_of_rows_are_counted_and_limited_over_ranks() -> None:
 
 
 def test_lost_rows_are_drawn_again_from_their_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    from geartrain.replay.distributed.transition_rows import TransitionRows
-
     episodes, gather = Episodes(60), TransitionRows.gather
 
     def torn_at_first(self: TransitionRows, *given: Any) -> Any:
@@ -289,7 +296,7 @@ def test_lost_rows_are_drawn_again_from_their_shard(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(TransitionRows, "gather", torn_at_first)
     for per, selection in (("row", Uniform(seed=1, over="steps")), ("step", Prioritized(seed=1, beta=0.5))):
         with episodes.stores(2, priority_per=per) as stores:
-            (batch, *_), stats = over_ranks(stores, selection, B, 3, view=gt.Transitions())
+            (batch, *_), stats = over_ranks(stores, selection, B, 3, view=gt.Transitions(), prefetch=0)
         assert sum(each["redrawn"] for each in stats) == B
         row, t = np.divmod(batch["action"], STEPS)
         assert np.array_equal(row, batch["version"]) and np.array_equal(t, batch["start"])
@@ -345,3 +352,57 @@ def test_ranks_with_other_views_or_priorities_disagree() -> None:
                 gt.Replay([one, two][rank.rank], Uniform(seed=0), 4, window=2, group=rank, output="numpy")
 
         run_ranks(2, mixed)
+
+
+def test_rows_with_a_priority_for_every_step_are_not_moved() -> None:
+    with Episodes(10).stores(2, priority_per="step") as stores:
+
+        def body(rank: ThreadRankGroup) -> None:
+            with (
+                gt.Placement(stores[rank.rank], group=rank) as placement,
+                pytest.raises(ArgumentError, match="keeps one for every step"),
+            ):
+                placement.rebalance()
+
+        run_ranks(2, body)
+
+
+def test_native_calls_with_arrays_that_do_not_fit_are_refused() -> None:
+    episodes, none = Episodes(4), np.empty(0, np.uint32)
+    one, target = np.zeros(1, np.uint32), np.zeros(1, np.uint64)
+    bare = _native.Candidates(np.ones(3, np.uint32))
+    with episodes.stores(1) as (rows,), episodes.stores(1, priority_per="step") as (steps,):
+        of_rows, of_steps = _native.Candidates(rows.native), _native.Candidates(steps.native)
+        refused: list[Any] = [
+            lambda: bare.draw_steps(True, 0, 0, 0, one, 0, None, (0, 1, 0, 1)),
+            lambda: bare.find_drawn(True, 0, 0, 0, one, target, (0, 0, 3), None),
+            lambda: of_steps.find_drawn(True, 0, 0, 0, one, target[:0], None, None),
+            lambda: of_steps.draw_steps(True, 0, 0, 0, one, 0, None, (0, 1, 0, 0)),
+            lambda: of_steps.draw_steps(True, 0, 0, 0, one + 5, 5, None, (0, 1, 0, 1)),
+            lambda: _native.AllowedSteps(of_rows, None, (0, 1, 0, 1)),
+            lambda: _native.AllowedSteps(bare, None, (0, 1, 0, 1)),
+        ]
+        for call in refused:
+            with pytest.raises(SchemaError):
+                call()
+        found = of_steps.find_drawn(True, 0, 0, 70, one, target + np.uint64(2**63), None, (0, 2**32 - 1, 2**32 - 1, 1))
+        assert found[0].tolist() == [2**32 - 1]  # beyond the total, and of no step that counts
+        allowed = _native.AllowedSteps(of_steps, None, (0, 1, 0, 1))
+        assert allowed.find(target + np.uint64(2**63))[0].tolist() == [2**32 - 1]
+        steps.close()
+        with pytest.raises(StoreClosedError):
+            allowed.find(target)
+        with gt.Replay(rows, Uniform(seed=0), 2, view=gt.Transitions(), output="numpy", prefetch=0) as replay:
+            sampler = replay._builder.samplers[0]
+            assert sampler.transitions is not None
+            plan = TransitionRows(sampler.transitions, sampler.plan, 0)
+            arrays, view = plan.empty(2), sampler.transitions.native
+            good = [rows.native, view, plan.numbers, one, one, one, one, one, 0, 0, 0, 1, 2, arrays]
+            assert len(_native.gather_transitions(*good)) == 4
+            bad: list[tuple[int, Any]] = [
+                (2, plan.numbers[1:]), (2, [99] * len(plan.numbers)), (3, none), (3, one + 99), (4, none), (5, none),
+                (6, one + 2), (7, none), (12, 3), (12, 2**60), (13, arrays[1:]), (13, [*arrays, arrays[0]]),
+            ]  # fmt: skip
+            for place, value in bad:
+                with pytest.raises((SchemaError, NoSpaceError)):
+                    _native.gather_transitions(*[*good[:place], value, *good[place + 1 :]])

@@ -292,7 +292,7 @@ def test_what_knows_no_steps_is_refused_when_the_replay_is_made():
             (Prioritized(replacement=False), {"view": view}, "with replacement"),
             (Prioritized(), {}, "give window="),
             (TopK(), {"view": view}, "goes by the priorities of rows"),
-            (Prioritized(), {"window": 2, "device": "cuda"}, "leave out device"),
+            (Prioritized(), {"view": view, "device": "cuda"}, "leave out device"),
         ):
             with pytest.raises(ArgumentError, match=words):
                 gt.Replay(store, selection, 4, **options)

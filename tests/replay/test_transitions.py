@@ -319,7 +319,7 @@ def test_what_makes_no_transitions_is_refused():
         with pytest.raises(ArgumentError, match="knows nothing of transitions"):
             gt.Replay(store, GroupSampling("task", 2), 2, view=view)
         with pytest.raises(ArgumentError, match="leave out device"):
-            gt.Replay(store, Uniform(over="steps"), 2, device="cuda")
+            gt.Replay(store, Uniform(over="steps"), 2, view=view, device="cuda")
         gt.Replay(store, Fifo(), 2, view=view).close()
     for bad in ({"n_step": 0}, {"gamma": 1.5}, {"gamma": float("nan")}, {"frame_stack": 0}, {"n_step": 2.5}):
         with pytest.raises(ArgumentError):

@@ -76,6 +76,7 @@ NATIVE_CALLS: dict[str, tuple[Any, ...]] = {
     "await_journal_request": (0, 0.0),
     "journal_passed": (1, 1),
     "journal_failed": (0,),
+    "request_journal_priorities": (),
     "sync_journal": (0.0,),
     "live_clients": (),
     "clients": (),

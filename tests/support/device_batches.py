@@ -17,10 +17,10 @@ FIELDS = {
 }
 
 
-def filled_store(name: str, *, rows: int, capacity: int, max_length: int) -> gt.Store:
+def filled_store(name: str, *, rows: int, capacity: int, max_length: int, **options: Any) -> gt.Store:
     """A store of rows of random values and lengths, in groups of four."""
     rng = np.random.default_rng(0)
-    store = gt.Store.create(name, FIELDS, max_length=max_length, capacity=capacity)
+    store = gt.Store.create(name, FIELDS, max_length=max_length, capacity=capacity, **options)
     store.insert(
         {
             "x": rng.normal(size=(rows, max_length, 11)).astype("f"),

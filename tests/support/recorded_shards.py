@@ -110,7 +110,8 @@ def over_ranks(
     """Global batches and every rank's figures; rank r has store (or list of stores) r % len(stores)."""
 
     def body(rank: ThreadRankGroup) -> tuple[list[gt.Batch], dict[str, float]]:
-        with gt.Replay(stores[rank.rank % len(stores)], selection, n, group=rank, output="numpy", **options) as replay:
+        settings = {"output": "numpy", "prefetch": 0, "group": rank, **options}  # figures of these batches alone
+        with gt.Replay(stores[rank.rank % len(stores)], selection, n, **settings) as replay:
             return [replay.sample() for _ in range(batches)], replay.stats()
 
     results = run_ranks(ranks or len(stores), body)

@@ -13,6 +13,7 @@ import pytest
 
 from geartrain.errors import ArgumentError
 from geartrain.replay.distributed.assignment import Replica, assign
+from geartrain.replay.distributed.messages import rank_status
 from geartrain.tools.plan import Cluster, Constants, check, measure, moved_rows, predict, surplus_rows
 from geartrain.tools.plan.machine import DEFAULTS, read_constants
 from geartrain.tools.plan.report import GEAR_GB_PER_S, known_clusters
@@ -115,7 +116,7 @@ def test_the_known_clusters_are_gears_and_one_of_1024_gpus() -> None:
     assert [f"{gb}" in one.note for one, gb in zip(asked, GEAR_GB_PER_S.values(), strict=False)] == [True] * 3
     for one in asked:
         found = predict(one.cluster, "local_first", one.constants)
-        assert found.gb_per_s_rank > 0 and found.status_bytes == 64 * (one.cluster.ranks - 1)
+        assert found.gb_per_s_rank > 0 and found.status_bytes == rank_status(1).itemsize * (one.cluster.ranks - 1)
 
 
 # --- against what was measured ----------------------------------------------------------------------------------

@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "segment/descend.h"
+#include "selection/allowed_rows.h"
 #include "selection/importance_weights.h"
 #include "selection/missing_rows.h"
 #include "store/store.h"
@@ -381,6 +382,79 @@ TEST(targets_found_piece_by_piece_are_the_draws_of_the_whole) {
     }
   }
   CHECK_THROWS(empty, draw_targets({}, 0, 0, 0, numbers, targets));
+}
+
+// Steps by priority, which are refused at a row's end, and rows by their steps: what `draw` takes is what one of the
+// attempts finds in the piece that its target falls into, and it takes the first that is not refused.
+TEST(attempts_found_piece_by_piece_are_the_draws_of_the_whole) {
+  constexpr uint32_t kRows = 90, kCut = 31, kSteps = 8;
+  StoreOptions options;
+  options.step_priorities = true;
+  const auto make = [&](uint32_t first, uint32_t last) {
+    options.capacity = last - first;
+    auto store = Store::create(testing::unique_name(), {{"t", 4, 4, true, {kSteps}}}, options);
+    std::vector<uint32_t> rows(last - first), generations(rows.size()), lengths(rows.size());
+    std::vector<double> priorities(rows.size());
+    store->allocate(rows);
+    for (uint32_t i = 0; i < rows.size(); ++i) {
+      lengths[i] = (first + i) * 5 % kSteps + 1;
+      priorities[i] = (first + i) % 7;
+    }
+    store->commit(rows, {lengths, priorities, {}}, generations);
+    return store;
+  };
+  auto whole = make(0, kRows), left = make(0, kCut), right = make(kCut, kRows);
+  constexpr uint32_t kDraws = 200;
+  std::vector<uint32_t> numbers(kDraws), rows(kDraws), generations(kDraws), steps(kDraws);
+  std::vector<double> probability(kDraws);
+  for (uint32_t i = 0; i < kDraws; ++i) numbers[i] = i;
+  for (const By by : {By::priority, By::row}) {
+    const auto population = [&](const Store& store) {
+      return by == By::row ? Population{store.priority_tree(), store.bit_tree(), store.words(), store.status().data()}
+                           : Population{store.step_tree(), store.bit_tree(), store.step_tree().leaves(),
+                                        store.status().data(), kSteps};
+    };
+    DrawPlan plan{{9, 4, kRowStream}, by, 2, 0};
+    plan.need = 1;
+    plan.max_steps = by == By::row ? kSteps : 0;
+    CHECK(plan.refuses());
+    CHECK_EQ(draw(population(*whole), plan, numbers, {rows, generations, probability, steps}), uint64_t{0});
+    const auto total_of = [&](Store& store) {
+      return by == By::priority ? store.step_tree().total() : store.bit_tree().total();
+    };
+    const uint64_t total = total_of(*whole), before = total_of(*left);
+    CHECK_EQ(before + total_of(*right), total);
+    uint32_t refused = 0;
+    for (uint32_t i = 0; i < kDraws; ++i) {
+      uint32_t row = kNoRow, generation = 0, priority = 0, step = 0;
+      for (uint32_t attempt = 0; row == kNoRow && attempt < kRefusals; ++attempt) {
+        uint64_t target = 0;
+        draw_targets(plan.key, plan.round * kAttemptsPerRound + attempt, 0, total, {&numbers[i], 1}, {&target, 1});
+        const bool first = target < before;
+        if (!first) target -= before;
+        find_drawn(population(first ? *left : *right), plan, attempt, {&numbers[i], 1}, {&target, 1},
+                   {{&row, 1}, {&generation, 1}, {&priority, 1}, {&step, 1}});
+        refused += row == kNoRow;
+        if (row != kNoRow && !first) row += kCut;
+      }
+      CHECK_EQ(row, rows[i]);
+      CHECK(by == By::row || (step == steps[i] && priority == (row % 7) << 16));
+    }
+    CHECK(refused > 10);
+  }
+  // All that is left when the others are refused, and nothing at all.
+  const Population of_steps{whole->step_tree(), whole->bit_tree(), whole->step_tree().leaves(), whole->status().data(),
+                            kSteps};
+  DrawPlan plan{.key = {}, .by = By::priority};
+  plan.need = kSteps - 1;
+  const AllowedSteps few(of_steps, plan);
+  for (uint64_t target = 0; target < few.total(); target += 1 << 16) {
+    const auto found = few.find(target);
+    CHECK(found.row * 5 % kSteps + 1 == kSteps && found.step == 0);
+  }
+  CHECK_EQ(few.find(few.total()).row, kNoRow);
+  plan.need = kSteps;
+  CHECK_EQ(AllowedSteps(of_steps, plan).total(), uint64_t{0});
 }
 
 }  // namespace

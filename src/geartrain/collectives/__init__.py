@@ -7,8 +7,8 @@
 
 Every share of an array has one owner, which sums it in rank order and returns it to all. Owners are the ranks
 themselves, dedicated reducers (`geartrain reducer`), or any mixture, as the vector of shares says; the planner picks
-the best vector for the rates of the links. native/collectives/sharded_allreduce.h is the manual, docs/collectives.md
-the guide.
+the best vector for the rates of the links. With `hierarchical=True` ranks of one host are summed first.
+native/collectives/sharded_allreduce.h is the manual, docs/collectives.md the guide.
 """
 
 from pathlib import Path

@@ -21,6 +21,7 @@ hierarchical_stages.py moves the pieces.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
@@ -33,6 +34,8 @@ from geartrain.collectives.session import GroupConfig, Session
 from geartrain.collectives.shares import Owners, pick_shares
 from geartrain.collectives.work import Issue, Work
 from geartrain.errors import ArgumentError, CollectiveClosedError, GeartrainError
+
+_log = logging.getLogger(__name__)
 
 #: Dtypes that are sent as another one between hosts.
 _WIRES = {("float32", "bfloat16"), ("float32", "float16")}
@@ -106,6 +109,12 @@ class HierarchicalSession:
             for one in made:
                 one.native.close(0.0)
             raise
+        if within is not None and hosts is None and config.native["shm"] and within.native.counts()["links"]["tcp"]:
+            _log.warning(
+                "group %r: rank %d and others of its host, as found, share no memory: hosts= says which are where",
+                config.name,
+                config.rank,
+            )
         self.native = HostStages(config.world_size, place, self.map.lanes, within, across, back, config.rank)
         weakref.finalize(self, self.native.close, 0.0).atexit = False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,15 +17,15 @@ WHOLE_BYTES = 16 << 10
 
 
 def host_identity() -> str:
-    """The same for processes that share a kernel, a network and a /dev/shm, and thus can share memory by name."""
-    found = []
+    """The same for processes that share a kernel and a network namespace, and thus can pass each other memory."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = socket.gethostname()
     with suppress(OSError):
-        found.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-    for path in ("/proc/self/ns/net", "/dev/shm"):
-        with suppress(OSError):
-            about = Path(path).stat()
-            found.append(f"{about.st_dev}:{about.st_ino}")
-    return "/".join(found)
+        about = Path("/proc/self/ns/net").stat()
+        return f"{boot}/{about.st_dev}:{about.st_ino}"
+    return boot
 
 
 @dataclass(frozen=True)

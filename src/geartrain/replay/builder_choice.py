@@ -14,8 +14,7 @@ from geartrain.replay.distributed.single_rank import SingleRankBuilder, is_one_c
 from geartrain.replay.distributed.topology import Mesh, topology_of
 from geartrain.replay.epochs import check_epochs
 from geartrain.replay.step_priorities import check_step_priorities
-from geartrain.selection.mixture import Selection, strategies_of
-from geartrain.selection.strategy import traits_of
+from geartrain.selection.mixture import Selection
 from geartrain.store.store import Store
 
 if TYPE_CHECKING:
@@ -35,25 +34,17 @@ def open_builder(
         ArgumentError: options that do not go together, or with these stores.
     """
     alone = group is None and mesh is None
-    over_steps = any(traits_of(each).over_steps for each in strategies_of(selection))
     if config.transform is not None and not (alone and config.device is None):
         raise ArgumentError(
             "transforms are of batches of this process's stores, in host memory: leave out group, mesh and device"
         )
-    if over_steps and alone and config.device is not None:
-        raise ArgumentError("draws over steps are made in host memory: leave out device (batch.to() moves a batch)")
     check_epochs(
         stores,
         selection,
         device=config.device is not None,
         windows=config.view is not None or config.window is not None,
     )
-    check_step_priorities(
-        stores,
-        selection,
-        device=alone and config.device is not None,
-        windows=config.view is not None or config.window is not None,
-    )
+    check_step_priorities(stores, selection, windows=config.view is not None or config.window is not None)
     make = functools.partial(make_samplers, stores, selection, config)
     if alone:
         if config.device is None:

@@ -159,7 +159,16 @@ class PassSampler(StoreSampler):
         if self.transitions is None:
             windows = self.plan.windows
             need, stride = (0, 1) if windows is None else (windows.need, windows.stride if row_steps else 1)
-        return self.strategy.take(shard, n, state, row_steps=row_steps, need=need, stride=stride, of_batch=of_batch)
+        return self.strategy.take(
+            shard,
+            n,
+            state,
+            row_steps=row_steps,
+            need=need,
+            stride=stride,
+            of_batch=of_batch,
+            same_n=not self.mixed,
+        )
 
     def _steps_of(
         self,

@@ -121,6 +121,7 @@ class StoreSampler:
         self.min_rows = min_rows
         self.timeout_s = timeout_s
         self.stopping = stopping
+        self.waits = True  # for `min_rows` rows
         self.redrawn = 0
         self.alpha = alpha_at(strategy, 0)
         # Of a strategy that has its own traits at hand, and cannot change them.
@@ -347,7 +348,7 @@ class StoreSampler:
         """
         self.expire()
         store = self.plan.store
-        if len(store) >= self.min_rows or store.native.live_clients() < 2:
+        if len(store) >= self.min_rows or not self.waits or store.native.live_clients() < 2:
             return
         self.stage = "waiting for rows"
         until_s = time.monotonic() + self.timeout_s

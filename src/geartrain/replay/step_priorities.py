@@ -10,19 +10,14 @@ from geartrain.selection.strategy import traits_of
 from geartrain.store.store import Store
 
 
-def check_step_priorities(stores: Sequence[Store], selection: Selection, *, device: bool, windows: bool) -> None:
+def check_step_priorities(stores: Sequence[Store], selection: Selection, *, windows: bool) -> None:
     """Raises `ArgumentError` where a store keeps priorities of steps and a replay could not follow them.
 
     Args:
-        device: batches go to a device.
         windows: of some steps, and not of whole rows.
     """
     if not any(store.per_step for store in stores):
         return
-    if device:
-        raise ArgumentError(
-            "stores with priority_per='step' are drawn from in host memory: leave out device (batch.to() moves a batch)"
-        )
     if not all(store.per_step for store in stores):
         raise ArgumentError("the stores of one mixture all keep priorities of steps, or all of rows")
     for strategy in strategies_of(selection):

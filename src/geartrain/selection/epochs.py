@@ -158,6 +158,7 @@ class Epochs:
         need: int = 0,
         stride: int = 1,
         of_batch: int | None = None,
+        same_n: bool = True,
     ) -> Taken:
         """The next n rows or steps of the pass; the first of a pass begins it.
 
@@ -167,6 +168,8 @@ class Epochs:
             need: steps at a row's end that do not count.
             stride: of the others every so many-th counts, and `Taken.steps` are their numbers.
             of_batch: these are to replace some of a batch of so many; fewer than n will do.
+            same_n: the next batch takes as many. With drop_last the pass is then over as soon as fewer are left;
+                otherwise, as in a mixture, when a batch finds too few.
 
         Raises:
             EmptyStoreError: the pass has nothing.
@@ -199,7 +202,7 @@ class Epochs:
         first, total = sum(places[: shard.number]), sum(places)
         if now["count"] == 0:
             raise EmptyStoreError("no selectable row can be in a pass")
-        ahead = (of_batch or n) if self.drop_last else 1  # with fewer left than these, the pass is over
+        ahead = (of_batch or n) if self.drop_last and same_n else 1  # with fewer left than these, the pass is over
         wanted = n + ahead
         found: list[NDArray[np.int64]] = []  # position, owner, row, generation, step
         position, have = now["position"], 0
@@ -233,7 +236,7 @@ class Epochs:
             raise NotEnoughRowsError(f"a pass has {have} of the {n} that a batch takes, and drop_last leaves them out")
         chosen = every[:, : 0 if short else n]
         given, left = now["given"] + chosen.shape[1], have - chosen.shape[1]
-        over = left < ahead
+        over = short or left < ahead
         rest = {**now, "given": given}
         if chosen.shape[1]:
             rest["position"] = int(chosen[0, -1]) + 1

@@ -22,7 +22,7 @@ class Uniform(DeclaredStrategy):
 
     Over steps a row is drawn in proportion to the steps that its view can start from: its length, or with `Transitions`
     its length less one. So every step of the store is as likely as any other, however long its episode. The number of
-    all steps is not kept, so `batch.probability` is NaN. Over ranks the same draws; on one device it is refused.
+    all steps is not kept, so `batch.probability` is NaN. Over ranks and on devices the same draws.
 
     Args:
         seed: of the random numbers, 0 to 2**64 - 1; by default `Replay` derives it from its own.

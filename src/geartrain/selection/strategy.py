@@ -89,7 +89,7 @@ class Traits:
             be drawn over several ranks, and "random" and ordered ones by a device; "custom" by `select` alone.
         atom: rows that stand or fall together: when one is lost before it was read, all of them are drawn again.
         by_priority: random forms: in proportion to priorities, and not uniformly.
-        over_steps: random rows, with replacement: in proportion to their steps. In host memory, or over ranks.
+        over_steps: random rows, with replacement: in proportion to their steps.
         replacement: random rows: whether a row may be in a batch twice.
         stratified: random rows with replacement: one draw from each n-th of the total.
         cursor: "oldest": each row once. The last row's sequence number is the strategy's state.
@@ -152,7 +152,7 @@ class Traits:
         if self.form in ("groups", "custom") or self.cursor:
             return "chooses on the host"
         if self.over_steps:
-            return "draws over steps, whose number is looked up on the host"
+            return "draws over steps, whose number in a row is looked up on the host"
         if self.limits is not None:
             return "has limits on version, age or length, which are looked up on the host"
         return None
@@ -283,7 +283,10 @@ class Draw:
         self.probability[index] = other.probability
         if self.importance_weights is not None:
             self.importance_weights[index] = other.importance_weights
-        return Draw(self.rows, self.generations, self.probability, self.importance_weights, state=other.state)
+        if self.steps is not None and other.steps is not None:
+            self.steps[index] = other.steps
+        weights, steps = self.importance_weights, self.steps
+        return Draw(self.rows, self.generations, self.probability, weights, state=other.state, steps=steps)
 
 
 @dataclass(frozen=True)

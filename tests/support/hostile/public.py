@@ -53,6 +53,11 @@ NO_LIFETIME = {
     # torchrl imports triton, whose leaks at exit hide those that this is to find.
     "SharedStorage": "holds a `Store`, which is tried; closing and forking is in tests/integrations/test_torchrl.py",
     "SliceSampler": "draws from its buffer's storage",
+    "ExperiencePair": "two pytrees of arrays",
+    "Sample": "pytrees of arrays",
+    "BufferState": "one number, and its buffer's store",
+    # JAX's threads at the interpreter's end, and in forks, are not ours to judge.
+    "TrajectoryBuffer": "holds a `Store`, which is tried; the rest is in tests/integrations/test_jax_buffers.py",
     "UniformSampler": "numbers below the length of its buffer's storage",
 }
 

@@ -100,6 +100,18 @@ def journaled_store(tools: Tools) -> Subject:
     return subject
 
 
+@factory(gt.Store, "with a journal that begins with a checkpoint")
+def loaded_store(tools: Tools) -> Subject:
+    with new_store(tools, priority_per="step") as saved:
+        checkpoint = saved.save(tools.folder() / "checkpoint").path
+    one = gt.Store.load(checkpoint, tools.name(), journal=tools.folder() / "journal", journal_sync_s=0.05)
+    subject = of_store(one)
+    keys = one.keys()[:4].of_steps(np.zeros(4, np.int64))
+    subject.calls["update_priorities"] = lambda: one.update_priorities(keys, 2.0)
+    subject.calls["sync_journal"] = lambda: one.sync_journal(60.0)
+    return subject
+
+
 @factory(gt.Store, "unnamed")
 def unnamed_store(tools: Tools) -> Subject:
     one = gt.Store.create(FIELDS, max_length=STEPS, capacity=CAPACITY)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import os
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable
@@ -63,8 +65,16 @@ class Tools:
         return f"{self.prefix}-{os.getpid()}-{next(self._numbers)}"
 
     def folder(self) -> Path:
-        """An empty folder, removed by `clean`."""
-        return Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix=self.prefix)))
+        """An empty folder, removed by `clean` or with this process: a `TemporaryDirectory` goes with a forked child."""
+        folder, mine = Path(tempfile.mkdtemp(prefix=self.prefix)), os.getpid()
+
+        def remove() -> None:
+            if os.getpid() == mine:
+                shutil.rmtree(folder, ignore_errors=True)
+
+        self.stack.callback(remove)
+        atexit.register(remove)
+        return folder
 
     def patience(self, seconds: float) -> float:
         """Seconds to wait for what takes less than `seconds` on an idle machine."""

@@ -53,6 +53,7 @@ class _StoreRows:
     taken: NDArray[np.bool_] | None = None  # False where somebody else had the row's last sample
     torn: NDArray[np.uint8] | None = None
     attempts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # that drew each window
+    steps: NDArray[np.int32] | None = None  # that windows are told by, where keys name steps
     state: dict[str, int] = field(default_factory=dict)
 
     def lost(self) -> NDArray[Any]:
@@ -140,6 +141,7 @@ class DeviceBatchBuilder:
         for part, target in zip(self.samplers, self.targets, strict=True):
             reason = why_not(part.strategy) or (None if self.path == "gather" else "batches are staged")
             reason = reason or (None if not part.limited else "samples are limited, and counted on the host")
+            reason = reason or (None if not part.plan.per_step else "keys name steps, which are placed on the host")
             reason = reason or self.device.why_no_selection()
             asked = self.options.select
             if asked == "device" and reason is not None:
@@ -228,7 +230,10 @@ class DeviceBatchBuilder:
         rows, after = self._host.sample(step, state, stage.arrays)
         transfer = stage.send(FetchedRows.of_batch(rows, stage.arrays))
         ready = transfer.finish(
-            keys_of(rows, self._host.store_ids), rows.probability(), rows.importance_weights(), step
+            keys_of(rows, self._host.store_ids, target.plan.per_step),
+            rows.probability(),
+            rows.importance_weights(),
+            step,
         )
         return PendingBatch(step, after, transfer, [], self._ready(ready, after))
 
@@ -284,27 +289,53 @@ class DeviceBatchBuilder:
         places = None
         if redraw is not None or len(self.samplers) > 1:
             places = part.at + (np.arange(part.n, dtype=np.uint32) if redraw is None else redraw.numbers)
-        draw = (seed_of(sampler.strategy), step, 0 if redraw is None else redraw.attempt)
+        attempt = 0 if redraw is None else redraw.attempt
+        if sampler.plan.per_step:
+            ends = self._place(part, step, redraw)
+            transfer.launch_gather(rows, generations, None, ends=ends, places=places, target=target, clear=clear)
+            return asked
+        draw = (seed_of(sampler.strategy), step, attempt)
         transfer.launch_gather(rows, generations, draw, numbers=numbers, places=places, target=target, clear=clear)
         return asked
+
+    def _place(self, part: _StoreRows, step: int, redraw: Redraw | None) -> NDArray[np.int32]:
+        """The steps that the windows of a draw, or of what is replaced of it, are told by; keys name these."""
+        assert part.draw is not None
+        if part.steps is None or redraw is None:
+            part.steps = np.zeros(part.n, np.int32)
+        numbers = np.arange(part.n, dtype=np.uint32) if redraw is None else redraw.numbers
+        ends = self._ends(part, step, 0 if redraw is None else redraw.attempt, numbers)
+        assert ends is not None  # keys name steps of windows alone
+        part.steps[numbers] = ends
+        placed: NDArray[np.int32] = part.steps[numbers]
+        return placed
+
+    def _ends(self, part: _StoreRows, step: int, attempt: int, numbers: NDArray[np.uint32]) -> NDArray[np.int32] | None:
+        assert part.draw is not None
+        drawn = None if part.draw.steps is None else part.draw.steps[numbers]
+        keys = part.draw.rows[numbers], part.draw.generations[numbers]
+        return self.samplers[part.number].ends(step, attempt, numbers, *keys, drawn)
 
     def _gather_packed_again(
         self, transfer: BatchTransfer, part: _StoreRows, step: int, redraw: Redraw, asked: list[Any]
     ) -> None:
         """The whole batch once more: the new rows may be longer, and then everything behind them stands elsewhere."""
-        sampler, target = self.samplers[part.number], self.targets[part.number]
+        target = self.targets[part.number]
         if asked:
             transfer.read_back(asked)
             self._note(part, redraw, _draw_of(*transfer.wait_read_back()[1:]))
         assert part.draw is not None
         part.attempts[redraw.numbers] = redraw.attempt
         ends = np.zeros(part.n, np.int32)
-        for attempt in np.unique(part.attempts):
-            these = np.flatnonzero(part.attempts == attempt).astype(np.uint32)
-            drawn = part.draw.rows[these], part.draw.generations[these]
-            found = sampler.ends(step, int(attempt), these, *drawn)
-            if found is not None:
-                ends[these] = found
+        if part.steps is not None:
+            self._place(part, step, redraw)
+            ends = part.steps.copy()
+        else:
+            for attempt in np.unique(part.attempts):
+                these = np.flatnonzero(part.attempts == attempt).astype(np.uint32)
+                found = self._ends(part, step, int(attempt), these)
+                if found is not None:
+                    ends[these] = found
         transfer.launch_gather(part.draw.rows, part.draw.generations, None, ends=ends if target.gather.window else None)
 
     def _note(self, part: _StoreRows, redraw: Redraw | None, draw: Draw) -> None:
@@ -330,7 +361,7 @@ class DeviceBatchBuilder:
             self._replace_lost(pending, part, torn[part.at : part.at + part.n])
         draws = [part.draw for part in parts if part.draw is not None]
         keys = [
-            Keys(draw.rows, draw.generations, store=self.samplers[part.number].plan.store.id)
+            Keys(draw.rows, draw.generations, store=self.samplers[part.number].plan.store.id, step=_steps_of(part))
             for part, draw in zip(parts, draws, strict=True)
         ]
         importance_weights = [
@@ -389,6 +420,10 @@ class DeviceBatchBuilder:
     def close(self) -> None:
         """See `BatchBuilder`. Waits for the stream, and unpins."""
         self._session.close()
+
+
+def _steps_of(part: _StoreRows) -> NDArray[np.uint32] | None:
+    return None if part.steps is None else part.steps.astype(np.uint32)
 
 
 def _draw_of(rows: NDArray[Any], generations: NDArray[Any], probability: NDArray[np.float64]) -> Draw:

@@ -60,6 +60,11 @@ def assign(
     Cost: a few passes and sorts over the draws.
     """
     n, count = len(shard), len(replicas)
+    if atom is None and assignment == "local_first" and len(shard_ranks) == 1:
+        local = [_first_with(each, 0) for each in replicas]
+        if None not in local:  # every replica may have any draw: they take turns
+            replica = np.arange(n) % count
+            return Assigned(replica, np.array(local, np.int64)[replica])
     if atom is None:
         starts, sizes = np.arange(n), np.ones(n, np.int64)
     else:
@@ -71,6 +76,11 @@ def assign(
         replica = np.repeat(_local_first(shard[starts], sizes, replicas, room), sizes)
     reader = np.repeat(_readers(shard[starts], replica[starts], replicas, shard_ranks), sizes)
     return Assigned(replica.astype(np.int64), reader)
+
+
+def _first_with(replica: Replica, shard: int) -> int | None:
+    """The first of a replica's ranks that has a shard in its host's memory."""
+    return next((r for r, shards in zip(replica.ranks, replica.local_shards, strict=True) if shard in shards), None)
 
 
 def sizes_of(n: int, replicas: int) -> NDArray[np.int64]:

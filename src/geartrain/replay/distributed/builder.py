@@ -367,7 +367,8 @@ class DistributedBatchBuilder:
         shard = headers["shard"].astype(np.uint16)
         ids = self.members.shard_ids[shard]
         steps = mine.plan.anchors(headers["start"], headers["steps"]) if mine.plan.per_step else None
-        keys = Keys(headers["row"], headers["generation"], shard, its, ids, steps)
+        rows, generations = (np.ascontiguousarray(headers[name]) for name in ("row", "generation"))
+        keys = Keys.of_rows(rows, generations, ids, shard=shard, draw=its, step=steps)
         return self.assembler.batch(mine, keys, weights if len(weights) else None, step, its)
 
     def _copy_to_peers(self, me: Consumer | None, mine: RowBuffer | None, weights: NDArray[np.float64] | None) -> None:

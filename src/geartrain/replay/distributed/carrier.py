@@ -30,6 +30,7 @@ class Cause(enum.Enum):
     timed_out = "timed out"
     refused = "refused"  # the peer sent something else than was expected, or cannot be reached
     left = "left"  # this rank has left the group
+    told = "told"  # the peer has left the group, and said why
 
 
 class CarrierError(Exception):
@@ -38,7 +39,7 @@ class CarrierError(Exception):
     Args:
         peer: its rank in the group.
         cause: see `Cause`.
-        detail: for `Cause.refused`, what was found.
+        detail: for `Cause.refused`, what was found; for `Cause.told`, the reason.
     """
 
     def __init__(self, peer: int, cause: Cause, detail: str = "") -> None:
@@ -68,8 +69,11 @@ class Carrier(Protocol):
         """Number of peers that messages have gone to, or come from, by what moves them: "shm", "tcp", "gloo"."""
         ...
 
-    def close(self) -> None:
-        """Closes all connections, which the other ranks notice. Exchanges that wait end with `Cause.left`."""
+    def close(self, reason: str = "") -> None:
+        """Closes all connections, which the other ranks notice, with the reason where the carrier can tell it.
+
+        Exchanges that wait end with `Cause.left`.
+        """
         ...
 
 

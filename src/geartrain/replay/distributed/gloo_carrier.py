@@ -55,8 +55,8 @@ class GlooCarrier:
         """See `Carrier`."""
         return {"gloo": self._size - 1}
 
-    def close(self) -> None:
-        """See `Carrier`."""
+    def close(self, reason: str = "") -> None:
+        """See `Carrier`. The reason stays untold."""
         self._group = None
 
 

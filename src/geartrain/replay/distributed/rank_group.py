@@ -10,8 +10,8 @@ may run on another thread. `geartrain.tools.testing.ThreadRankGroup` is a group 
 a group of one.
 
 Every call returns, raises `PeerLostError` when a rank is lost, or times out. The first rank that notices writes the
-reason to the job's key-value store and closes its connections, so that all others fail at once and name the same
-reason. A group that has lost a rank cannot be used again; the job is restarted.
+reason to the job's key-value store, tells it to those it is connected with and closes its connections, so that all
+others fail at once and name the same reason. A group that has lost a rank cannot be used again; the job is restarted.
 """
 
 from __future__ import annotations
@@ -298,7 +298,16 @@ class TorchRankGroup:
 
     def all_gather(self, mine: Bytes) -> Bytes:
         """See `RankGroup`."""
-        return all_gather_bruck(self, mine)
+        if self.size > RADIX or not isinstance(self._carrier, TransportCarrier):
+            return all_gather_bruck(self, mine)
+        parts = self.all_to_all([mine] * self.size)
+        gathered = np.empty((self.size, mine.size), np.uint8)
+        for rank, part in enumerate(parts):
+            if part.size != mine.size:
+                detail = f"sent {part.size} bytes to an all-gather of {mine.size}"
+                self._lost(CarrierError(rank, Cause.refused, detail))
+            gathered[rank] = part
+        return gathered
 
     def all_gather_object(self, mine: Any) -> list[Any]:
         """See `RankGroup`."""
@@ -351,14 +360,18 @@ class TorchRankGroup:
         """See `RankGroup`."""
         if self._broken is None:
             self._broken = self._leave_note(f"rank {self._members[self.rank]} aborted: {reason}")
+            self._leave(self._broken)
         self.close()
 
     def close(self) -> None:
         """See `RankGroup`."""
         if self._broken is None:
             self._broken = "this rank has left the group"
+        self._leave("")
+
+    def _leave(self, reason: str) -> None:
         if self._carrier is not None and os.getpid() == self._pid:
-            self._carrier.close()  # its connections, which the other ranks notice
+            self._carrier.close(reason)  # its connections, which the other ranks notice
 
     def __repr__(self) -> str:
         ways = ", ".join(f"{count} by {name}" for name, count in self.peers().items()) or "none yet"
@@ -369,6 +382,10 @@ class TorchRankGroup:
         if error.cause is Cause.left:
             raise PeerLostError(self._broken or "this rank has left the group") from error
         who = f"rank {self._members[error.peer]}"
+        if error.cause is Cause.told:
+            self._broken = error.detail
+            self._leave(error.detail)
+            raise PeerLostError(f"{error.detail} [told by {who}]") from error
         found = {
             Cause.timed_out: f"{who} did not answer within {self._timeout_s} s",
             Cause.lost: f"{who} was lost: its connection closed",
@@ -376,7 +393,7 @@ class TorchRankGroup:
         }[error.cause]
         note = self._leave_note(found)
         self._broken = note if note == found else f"{note} (noticed as: {found})"
-        self.close()
+        self._leave(note)
         raise PeerLostError(self._broken) from error
 
     def _leave_note(self, note: str) -> str:

@@ -21,6 +21,7 @@ from geartrain.replay.builder import (
     check_priorities,
 )
 from geartrain.replay.config import ReplayConfig
+from geartrain.replay.distributed.priority_updates import check_steps
 from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.replay.native_batch import NativeBatch
 from geartrain.replay.pass_sampler import PassSampler
@@ -45,7 +46,7 @@ def is_one_call(samplers: list[StoreSampler], selection: Selection, config: Repl
         and is_independent(sampler.strategy)
         and sampler.traits.limits is None
         and not sampler.traits.over_steps
-        and not sampler.plan.per_step
+        and not sampler.plan.store.per_step
         and not sampler.limited
         and sampler.transitions is None
     )
@@ -71,6 +72,7 @@ class SingleRankBuilder:
         self._group = group
         self._bytes = 0
         self._store = samplers[0].plan.store
+        samplers[0].waits = False  # as in any group, whose ranks could not agree how long
         self.samplers = samplers
         self.rows = config.batch_size
         self.store_ids = self._host.store_ids
@@ -82,7 +84,6 @@ class SingleRankBuilder:
         """See `BatchBuilder`. The batch is finished when this returns."""
         if updates:
             self.settle(step, updates)
-        self.samplers[0].check_count(len(self._store))  # a group does not wait for rows
         built = self._host.start(step, state, updates)
         batch = built.batch
         assert isinstance(batch, NativeBatch)
@@ -97,6 +98,7 @@ class SingleRankBuilder:
     def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
         """See `BatchBuilder`. They are applied with the next batch."""
         check_priorities(update.priorities)
+        check_steps(self._store.per_step, update.keys)
         store = update.keys.store
         if len(update.keys) and (type(store) is not int or store != self._store.id):
             update.keys.places_among(np.array(self.store_ids, np.uint64), "shards of this replay")

@@ -39,7 +39,7 @@ from geartrain.errors import (
     WaitTimeoutError,
 )
 from geartrain.replay.distributed.carrier import Bytes, CarrierError, Cause, Message, by_peer
-from geartrain.transport.connection import Connection, Listener, connect, listen
+from geartrain.transport.connection import Connection, Listener, Payload, connect, listen
 from geartrain.transport.rendezvous import address_towards
 
 # Messages of so many bytes to one rank in one exchange fit into a ring, or into the buffers of a socket whose peer has
@@ -51,6 +51,10 @@ GLANCE_S = 0.5
 STORE_WAIT_S = 10.0
 # How long an accepted connection may take to say which rank it is of.
 HELLO_S = 5.0
+
+# Kind of the message that tells why a rank leaves, and for how long it is tried to be sent.
+REASON = 1
+TELL_S = 1.0
 
 # First message of a connection: the dialer's rank.
 HELLO = struct.Struct("<8sQ")
@@ -111,9 +115,26 @@ class TransportCarrier:
 
     def all_to_all(self, number: int, parts: Sequence[Bytes], until_s: float) -> list[Bytes]:
         """See `geartrain.replay.distributed.rank_group.RankGroup`; numbers are those of exchanges."""
+        if len(self._connections) == self._size - 1 and max(part.size for part in parts) <= INLINE_BYTES:
+            return self._all_to_all_inline(number, parts, until_s)
         outgoing = {peer: [part] for peer, part in enumerate(parts) if peer != self._rank}
         received = list(parts)
         for peer, found in self._transfer(number, outgoing, outgoing.keys(), until_s):
+            received[peer] = found[0] if found else np.empty(0, np.uint8)
+        return received
+
+    def _all_to_all_inline(self, number: int, parts: Sequence[Bytes], until_s: float) -> list[Bytes]:
+        """An all-to-all of what is sent without a wait, among ranks that are connected: what most rounds are."""
+        rank, connections, received = self._rank, self._connections, list(parts)
+        peers = [peer % self._size for peer in range(rank + 1, rank + self._size)]
+        left_s = max(until_s - time.monotonic(), 0.001)
+        for peer in peers:
+            try:
+                connections[peer].native.send(number, 0, Payload(parts[peer].tobytes(), []), left_s)
+            except GeartrainError as error:
+                raise self._error_of(peer, error) from error
+        for peer in reversed(peers):
+            found = self._receive(number, peer, peers, until_s)
             received[peer] = found[0] if found else np.empty(0, np.uint8)
         return received
 
@@ -144,12 +165,17 @@ class TransportCarrier:
             found[connection.transport] = found.get(connection.transport, 0) + 1
         return found
 
-    def close(self) -> None:
-        """See `Carrier`."""
+    def close(self, reason: str = "") -> None:
+        """See `Carrier`. The reason is told to all that are connected: the store may go before they ask it."""
         with self._lock:
-            self._closed = True
+            closed, self._closed = self._closed, True
             connections = list(self._connections.values())
         self._listener.close()
+        until_s = time.monotonic() + TELL_S
+        for connection in connections if reason and not closed else ():
+            if time.monotonic() < until_s:  # one that does not take it sees the connection close
+                with contextlib.suppress(GeartrainError):
+                    connection.send(reason.encode(), kind=REASON, timeout_s=TELL_S / 10)
         for connection in connections:
             connection.close()
 
@@ -179,7 +205,7 @@ class TransportCarrier:
         while True:
             left_s = max(until_s - time.monotonic(), 0.001)
             try:
-                message = connection.receive(timeout_s=min(left_s, GLANCE_S))
+                message = connection.native.receive(min(left_s, GLANCE_S))
                 break
             except WaitTimeoutError as error:
                 for other in incoming:  # one that is gone is an error now, not after this one's message
@@ -189,6 +215,8 @@ class TransportCarrier:
                     raise CarrierError(peer, Cause.timed_out) from error
             except GeartrainError as error:
                 raise self._error_of(peer, error) from error
+        if message.kind == REASON:
+            raise CarrierError(peer, Cause.told, message.header.decode(errors="replace"))
         if message.tag != number:
             raise CarrierError(peer, Cause.refused, f"is at its exchange {message.tag}, this rank at {number}")
         header = message.header

@@ -1,0 +1,41 @@
+"""JAX: batches as `jax.Array`s over the same memory, and replay buffers in flashbax's manner over a store.
+
+`as_jax` and `jax_batches` give a replay's batches. `make_flat_buffer`, `make_prioritised_flat_buffer` and
+`make_trajectory_buffer` make buffers whose `add` and `sample` are called inside `jax.jit` or outside of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from geartrain.integrations.jax.arrays import as_jax, jax_batches
+
+if TYPE_CHECKING:
+    from geartrain.integrations.jax.buffers import (
+        BufferState,
+        ExperiencePair,
+        Sample,
+        TrajectoryBuffer,
+        make_flat_buffer,
+        make_prioritised_flat_buffer,
+        make_trajectory_buffer,
+    )
+
+__all__ = [
+    "BufferState",
+    "ExperiencePair",
+    "Sample",
+    "TrajectoryBuffer",
+    "as_jax",
+    "jax_batches",
+    "make_flat_buffer",
+    "make_prioritised_flat_buffer",
+    "make_trajectory_buffer",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("geartrain.integrations.jax.buffers"), name)  # which imports JAX

@@ -1,0 +1,76 @@
+"""JAX arrays of batches, without a copy: through DLPack, in the memory of the batch, host or GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from geartrain.errors import ArgumentError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from geartrain.replay.batch import Batch
+    from geartrain.replay.replay import Replay
+
+
+def as_jax(batch: Batch, *, nested: bool = False) -> dict[str, Any]:
+    """A batch's fields and metadata (`Batch.as_dict`) as JAX arrays over the same memory.
+
+    The memory stays the batch's for as long as an array over it lives. JAX waits on the GPU for the stream that the
+    batch was taken on; the host does not wait. 64-bit fields are converted to 32 bits without jax_enable_x64, by a
+    copy; 64-bit metadata (`version`, `probability`, `importance`) are left out without it. Types that NumPy lacks
+    (bfloat16) are copied where the batch is of NumPy arrays, and not where it is of tensors.
+
+    Args:
+        batch: of `Replay` or `fetch`, with output="torch" or "numpy".
+        nested: a pytree by the dots of the names: "obs.x" is `arrays["obs"]["x"]`.
+
+    Raises:
+        MissingDependencyError: JAX is not installed.
+        ArgumentError: with `nested`, a name that stands below another: "obs" and "obs.x".
+
+    Cost: about 25 microseconds a field, which is JAX's for any array.
+    """
+    try:
+        import jax
+    except ImportError:
+        raise MissingDependencyError("JAX arrays need jax: pip install 'geartrain[jax]'") from None
+    config: Any = jax.config  # whose options mypy does not know
+    arrays = {}
+    value: Any
+    for name, value in batch.as_dict().items():
+        is_array = isinstance(value, np.ndarray)
+        wide = value.dtype.itemsize == 8 and not (value.dtype.kind == "c" if is_array else value.dtype.is_complex)
+        if wide and not config.jax_enable_x64:
+            if name in batch.fields:
+                arrays[name] = jax.numpy.asarray(value if is_array else value.cpu().numpy())  # JAX converts to 32 bits
+        elif not is_array:
+            arrays[name] = jax.dlpack.from_dlpack(value.contiguous())
+        elif value.dtype.isbuiltin != 1:  # of ml_dtypes, which NumPy does not exchange
+            arrays[name] = jax.numpy.asarray(value)
+        else:
+            arrays[name] = jax.dlpack.from_dlpack(np.ascontiguousarray(value))
+    return _nested(arrays) if nested else arrays
+
+
+def jax_batches(replay: Replay, *, nested: bool = False) -> Iterator[dict[str, Any]]:
+    """Each batch of an iteration over the replay, as JAX arrays; the keys are under "rows"."""
+    for batch in replay:
+        yield {**as_jax(batch, nested=nested), "rows": batch.keys}
+
+
+def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, array in arrays.items():
+        *path, last = name.split(".")
+        place: Any = tree
+        for key in path:
+            place = place.setdefault(key, {}) if isinstance(place, dict) else None
+        if not isinstance(place, dict) or last in place:
+            raise ArgumentError(f"{name!r} and a field above or below it cannot both be in one tree: nested=False")
+        place[last] = array
+    return tree
+
+
+__all__ = ["as_jax", "jax_batches"]

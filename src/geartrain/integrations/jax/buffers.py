@@ -1,0 +1,570 @@
+"""Replay buffers in flashbax's manner over a store: `init`, `add`, `sample`, `can_sample`, inside jit or outside."""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geartrain.core.arguments import check_whole
+from geartrain.core.keys import Keys
+from geartrain.core.schema import MAX_NAME_BYTES, Field
+from geartrain.errors import ArgumentError, MissingDependencyError, SchemaError, StoreClosedError
+from geartrain.integrations.jax.streams import Streams, rows_for, steps_of_row
+from geartrain.store.store import Store
+
+try:
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import io_callback
+except ImportError:
+    raise MissingDependencyError("buffers for JAX need jax: pip install 'geartrain[jax]'") from None
+
+_MOST_ADDED = 2**31 - 1
+_forks = 0  # how often this process is a forked child
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+class ExperiencePair(NamedTuple):
+    """Two consecutive timesteps, each a pytree of arrays (batch, ...)."""
+
+    first: Any
+    second: Any
+
+
+class Sample(NamedTuple):
+    """What `sample` returns.
+
+    Attributes:
+        experience: an `ExperiencePair`, or of `make_trajectory_buffer` a pytree of arrays (batch, time, ...).
+        indices: (batch, 3) uint32, of prioritised buffers: what `set_priorities` takes. They name a sequence and never
+            its successor at the same place.
+        probabilities: (batch,) float32, of prioritised buffers.
+    """
+
+    experience: Any
+    indices: Any = None
+    probabilities: Any = None
+
+
+class _Contents:
+    """What a state stands for: the store, what reads and writes it, and what a timestep looks like."""
+
+    def __init__(self, store: Store, streams: Streams, tree: Any, fields: list[Field], shared: bool) -> None:
+        self.store, self.streams, self.tree, self.fields, self.shared = store, streams, tree, fields, shared
+        self.forks = _forks
+
+    def check(self) -> None:
+        if self.forks != _forks:
+            raise ArgumentError(
+                "this buffer belongs to the process that this one was forked from, and JAX does not outlive a fork: "
+                "start a process afresh, and join the store by its name (store=...)"
+            )
+        if self.store.closed:
+            raise StoreClosedError("this buffer was closed")
+
+    def close(self) -> None:
+        if self.forks == _forks:
+            self.streams.close()
+        self.store.close()
+
+
+@jax.tree_util.register_pytree_node_class
+class BufferState:
+    """State of a buffer: a pytree of one number, and the store that it stands for.
+
+    The contents are in shared memory and change in place, so a state that was kept is no earlier state of them.
+
+    Attributes:
+        added: int32, timesteps that this process has added.
+    """
+
+    __slots__ = ("_contents", "added")
+
+    def __init__(self, added: Any, contents: _Contents) -> None:
+        self.added = added
+        self._contents = contents
+
+    @property
+    def store(self) -> Store:
+        """The store, for other processes (`name`), `geartrain inspect`, checkpoints and exports."""
+        return self._contents.store
+
+    def tree_flatten(self) -> tuple[tuple[Any], _Contents]:
+        """For JAX."""
+        return (self.added,), self._contents
+
+    @classmethod
+    def tree_unflatten(cls, contents: _Contents, children: tuple[Any]) -> BufferState:
+        """For JAX."""
+        return cls(children[0], contents)
+
+    def __repr__(self) -> str:
+        return f"BufferState(added={self.added}, store={self._contents.store.name!r})"
+
+
+class TrajectoryBuffer:
+    """A buffer of streams of timesteps, made by `make_flat_buffer` and its siblings.
+
+    Methods take and return a `BufferState` and are called inside `jax.jit`, `lax.scan`, `lax.cond` and the like, or
+    outside. Inside they are ordered `io_callback`s: they are made in the program's order, once each, and not under
+    `vmap` or `pmap`, which JAX refuses. Outside, arrays of a sequence are the memory that was gathered, not copied;
+    pairs are taken out of it by a compiled copy.
+
+    A context manager: leaving it closes the stores that its `init` has made. One that is dropped closes them with it.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
+        self._open: list[weakref.ref[_Contents]] = []
+
+    def init(self, timestep: Any) -> BufferState:
+        """An empty buffer for timesteps of these shapes and dtypes; its store is made, or joined, now.
+
+        Args:
+            timestep: an example, a pytree of arrays without batch and time axes. Its values are not stored.
+
+        Raises:
+            ArgumentError: called inside jit; or nothing to store. SchemaError: a dtype that stores do not have.
+            NoSpaceError: /dev/shm is too small. IncompatibleStoreError: the store of that name has other fields.
+        """
+        options = self._options
+        paths, tree = jax.tree_util.tree_flatten_with_path(timestep)
+        if any(isinstance(leaf, jax.core.Tracer) for _, leaf in paths):
+            raise ArgumentError("init makes shared memory, which is no value: call it outside of jit, vmap and scan")
+        if not paths:
+            raise ArgumentError(f"a timestep is a pytree of arrays, found {timestep!r}")
+        fields: dict[str, Field] = {}
+        for number, (path, leaf) in enumerate(paths):
+            name = _name(path)
+            if name in fields or not 0 < len(name.encode()) <= MAX_NAME_BYTES:
+                name = f"leaf.{number}"
+            fields[name] = Field(np.shape(leaf), _dtype(name, leaf))
+        streams, sequence, exponent = options["streams"], options["sequence"], options["exponent"]
+        timesteps = options["timesteps"]
+        limits: dict[str, Any] = {
+            "max_length": steps_of_row(timesteps, sequence),
+            "capacity": rows_for(timesteps, streams, sequence, options["writers"]),
+            "priority_per": "row" if exponent is None else "step",
+            "reserve": options["reserve"],
+        }
+        name = options["store"]
+        made_here = name is None
+        store = Store.create(fields, **limits) if made_here else Store.open(name, fields, create="missing", **limits)
+        try:
+            if store.per_step != (exponent is not None):
+                raise ArgumentError(
+                    f"the store {name!r} is of a buffer {'with' if store.per_step else 'without'} priorities"
+                )
+            made = Streams(store, fields, streams, sequence, options["batch_size"], exponent)
+        except BaseException:
+            store.close()
+            raise
+        contents = _Contents(store, made, tree, list(fields.values()), not made_here)
+        weakref.finalize(self, contents.close).atexit = False
+        self._open = [each for each in self._open if each() is not None] + [weakref.ref(contents)]
+        return BufferState(np.int32(0), contents)
+
+    def add(self, state: BufferState, timesteps: Any) -> BufferState:
+        """Appends timesteps that continue those of the call before.
+
+        Args:
+            state: as `init` or the last `add` returned it.
+            timesteps: a pytree as `init` had it, with axes in front as the buffer was made: of the batch, of time.
+
+        Raises:
+            ArgumentError: another structure, shape or dtype. StoreClosedError: the buffer was closed.
+                What `Row.publish` raises. (Inside jit: `jax.errors.JaxRuntimeError`, whose text names it.)
+        """
+        contents = _checked(state)
+        leaves, steps = self._leaves(contents, timesteps)
+        axes = self._missing_axes()
+
+        def append(*values: Any) -> NDArray[np.int32]:
+            contents.check()
+            contents.streams.add([np.expand_dims(np.asarray(value), axes) for value in values[:-1]])
+            return _advanced(values[-1], steps)
+
+        if _traced(state.added, *leaves):
+            added = io_callback(append, jax.ShapeDtypeStruct((), np.int32), *leaves, state.added, ordered=True)
+        else:
+            added = append(*leaves, state.added)
+        return BufferState(added, contents)
+
+    def sample(self, state: BufferState, key: Any) -> Sample:
+        """A batch of sequences, each as likely as any other, or in proportion to its priority.
+
+        The draw follows from the key and what is in the store. Of a store that several processes write to, all
+        their timesteps are drawn.
+
+        Raises:
+            EmptyStoreError: no sequence is whole yet (see `can_sample`). ArgumentError: no key.
+            StoreClosedError: the buffer was closed. (Inside jit: `jax.errors.JaxRuntimeError`, whose text names it.)
+        """
+        contents = _checked(state)
+        data = _key_data(key)
+        batch, sequence = self._options["batch_size"], self._options["sequence"]
+        prioritised = self._options["exponent"] is not None
+
+        def draw(data: Any, added: Any) -> tuple[Any, ...]:
+            contents.check()
+            values, keys, probability = contents.streams.draw(_number(np.asarray(data)))
+            if not prioritised:
+                return tuple(values)
+            assert keys.step is not None
+            indices = np.stack([keys.row, keys.generation, keys.step], 1)
+            return (*values, indices, probability.astype(np.float32))
+
+        if _traced(data, state.added):
+            kinds = [
+                jax.ShapeDtypeStruct((batch, sequence, *field.shape), field.numpy_dtype) for field in contents.fields
+            ]
+            if prioritised:
+                kinds += [jax.ShapeDtypeStruct((batch, 3), np.uint32), jax.ShapeDtypeStruct((batch,), np.float32)]
+            found = list(io_callback(draw, tuple(kinds), data, state.added, ordered=True))
+        else:
+            found = list(draw(data, state.added))
+        values, others = found[: len(contents.fields)], found[len(contents.fields) :]
+        if self._options["flat"]:
+            first, second, others = _compiled_pairs(values, others)
+            tree = contents.tree
+            experience: Any = ExperiencePair(tree.unflatten(first), tree.unflatten(second))
+        else:
+            experience = contents.tree.unflatten([_as_array(each) for each in values])
+        return Sample(experience, *others)
+
+    def can_sample(self, state: BufferState) -> Any:
+        """Whether `min_length` timesteps are there: a boolean, inside jit a traced one.
+
+        Of a buffer with a store of its own: those that were added. Of a shared one: sequences of all processes.
+        """
+        contents, least = _checked(state), self._options["least"]
+        if not contents.shared:
+            return state.added >= least
+
+        def enough(added: Any) -> NDArray[np.bool_]:
+            contents.check()
+            return np.asarray(contents.streams.sequences() >= max(1, least - 1))
+
+        if _traced(state.added):
+            return io_callback(enough, jax.ShapeDtypeStruct((), np.bool_), state.added, ordered=True)
+        return enough(state.added)
+
+    def set_priorities(self, state: BufferState, indices: Any, priorities: Any) -> BufferState:
+        """Sets the priorities of sampled sequences to |priority| ** priority_exponent.
+
+        Those that are gone by now are left out, and counted as `stale_keys` by the store.
+
+        Args:
+            state: of a prioritised buffer.
+            indices: (n, 3), of a sample.
+            priorities: (n,).
+
+        Raises:
+            ArgumentError: a priority that is not finite; shapes that do not fit; a buffer without priorities.
+        """
+        contents = _checked(state)
+        if self._options["exponent"] is None:
+            raise ArgumentError("this buffer has no priorities: make_prioritised_flat_buffer has")
+        if np.shape(indices)[1:] != (3,) or np.shape(priorities) != np.shape(indices)[:1]:
+            raise ArgumentError(
+                f"indices are those of a sample, (n, 3), and priorities (n,); found {np.shape(indices)} and "
+                f"{np.shape(priorities)}"
+            )
+
+        def update(indices: Any, priorities: Any, added: Any) -> NDArray[np.int32]:
+            contents.check()
+            row, generation, step = (np.ascontiguousarray(each) for each in np.asarray(indices, np.uint32).T)
+            keys = Keys.of_rows(row, generation, contents.store.id, step=step)
+            contents.streams.update(keys, np.asarray(priorities, np.float64))
+            return np.asarray(added)
+
+        if _traced(indices, priorities, state.added):
+            kind = jax.ShapeDtypeStruct((), np.int32)
+            added = io_callback(update, kind, indices, priorities, state.added, ordered=True)
+        else:
+            added = update(indices, priorities, state.added)
+        return BufferState(added, contents)
+
+    def close(self) -> None:
+        """Closes the stores of all states of this buffer; a store that other processes have open stays with them."""
+        if any(contents() is not None for contents in self._open):
+            jax.effects_barrier()  # what was called inside jit is done
+        for reference in self._open:
+            contents = reference()
+            if contents is not None and not contents.store.closed:
+                contents.close()
+
+    def __enter__(self) -> TrajectoryBuffer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _missing_axes(self) -> tuple[int, ...]:
+        """Places of the axes (streams, steps) that timesteps are given without."""
+        return tuple(
+            axis for axis, given in enumerate((self._options["batched"], self._options["sequences"])) if not given
+        )
+
+    def _leaves(self, contents: _Contents, timesteps: Any) -> tuple[list[Any], int]:
+        """The arrays of some timesteps, checked, and how many timesteps they are, of all streams."""
+        leaves, tree = jax.tree_util.tree_flatten(timesteps)
+        if tree != contents.tree:
+            raise ArgumentError(f"timesteps are {contents.tree} as in init, found {tree}")
+        batched, sequences, streams = (self._options[name] for name in ("batched", "sequences", "streams"))
+        steps: int | None = None
+        for place, (leaf, field) in enumerate(zip(leaves, contents.fields, strict=True)):
+            shape = np.shape(leaf)
+            front = int(batched) + int(sequences)
+            wanted = (*((streams,) if batched else ()), *(("time",) if sequences else ()), *field.shape)
+            time = shape[front - 1] if sequences and len(shape) >= front else 1
+            if (
+                shape != tuple(time if each == "time" else each for each in wanted)
+                or (steps or time) != time
+                or time < 1
+            ):
+                raise ArgumentError(f"timesteps have arrays of shape {wanted} and one time, found {shape}")
+            steps = time
+            found = _dtype("timesteps", leaf)
+            if found != field.numpy_dtype:
+                raise ArgumentError(f"an array of timesteps is {field.dtype} as in init, found {found}")
+            if not isinstance(leaf, jax.Array):
+                leaves[place] = np.asarray(leaf, found)
+        assert steps is not None
+        return leaves, steps * streams
+
+
+def make_flat_buffer(
+    max_length: int,
+    min_length: int,
+    sample_batch_size: int,
+    add_sequences: bool = False,
+    add_batch_size: int | None = None,
+    *,
+    store: str | None = None,
+    writers: int = 1,
+    reserve: bool = True,
+) -> TrajectoryBuffer:
+    """A buffer whose samples are pairs of consecutive timesteps, as flashbax's of that name.
+
+    Args:
+        max_length: timesteps of all streams that are kept at least.
+        min_length: timesteps from which `can_sample` is true.
+        sample_batch_size: pairs of a sample.
+        add_sequences: `add` takes a time axis.
+        add_batch_size: `add` takes a batch axis in front, of so many streams.
+        store: the name of a store that several processes share, which the first of them makes. Without it the buffer
+            has a store of its own.
+        writers: processes that add to it, for which there is room.
+        reserve: allocate the memory when `init` is called; see `Store.create`.
+
+    Raises:
+        ArgumentError: sizes that make no buffer.
+    """
+    return _made(max_length, min_length, sample_batch_size, 2, add_sequences, add_batch_size, store, writers, reserve)
+
+
+def make_prioritised_flat_buffer(
+    max_length: int,
+    min_length: int,
+    sample_batch_size: int,
+    add_sequences: bool = False,
+    add_batch_size: int | None = None,
+    priority_exponent: float = 0.6,
+    *,
+    store: str | None = None,
+    writers: int = 1,
+    reserve: bool = True,
+) -> TrajectoryBuffer:
+    """The same, drawn in proportion to priorities ** `priority_exponent`, exactly; new pairs have the greatest so far.
+
+    Raises:
+        ArgumentError: sizes that make no buffer, or an exponent that is not from 0 to 1.
+    """
+    if isinstance(priority_exponent, bool) or not isinstance(priority_exponent, int | float):
+        raise ArgumentError(f"priority_exponent is a number, found {priority_exponent!r}")
+    if not math.isfinite(priority_exponent) or not 0 <= priority_exponent <= 1:
+        raise ArgumentError(f"priority_exponent is from 0 to 1, found {priority_exponent}")
+    sizes = (max_length, min_length, sample_batch_size, 2, add_sequences, add_batch_size)
+    return _made(*sizes, store, writers, reserve, exponent=float(priority_exponent))
+
+
+def make_trajectory_buffer(
+    add_batch_size: int,
+    sample_batch_size: int,
+    sample_sequence_length: int,
+    min_length_time_axis: int,
+    max_length_time_axis: int,
+    *,
+    store: str | None = None,
+    writers: int = 1,
+    reserve: bool = True,
+) -> TrajectoryBuffer:
+    """A buffer whose samples are sequences of consecutive timesteps, from any on (flashbax's with `period=1`).
+
+    `add` takes arrays (add_batch_size, time, ...), samples have (sample_batch_size, sample_sequence_length, ...).
+
+    Args:
+        add_batch_size: streams.
+        sample_batch_size: sequences of a sample.
+        sample_sequence_length: timesteps of a sequence.
+        min_length_time_axis: timesteps of each stream from which `can_sample` is true.
+        max_length_time_axis: timesteps of each stream that are kept at least.
+        store, writers, reserve: as of `make_flat_buffer`.
+    """
+    for what, value in (
+        ("add_batch_size", add_batch_size),
+        ("max_length_time_axis", max_length_time_axis),
+        ("min_length_time_axis", min_length_time_axis),
+    ):
+        if check_whole(what, value) < 1:
+            raise ArgumentError(f"{what} must be at least 1, found {value}")
+    kept, least = max_length_time_axis * add_batch_size, min_length_time_axis * add_batch_size
+    sizes = (kept, least, sample_batch_size, sample_sequence_length, True, add_batch_size)
+    return _made(*sizes, store, writers, reserve, flat=False)
+
+
+def _made(
+    max_length: int,
+    min_length: int,
+    batch_size: int,
+    sequence: int,
+    sequences: bool,
+    add_batch_size: int | None,
+    store: str | None,
+    writers: int,
+    reserve: bool,
+    *,
+    exponent: float | None = None,
+    flat: bool = True,
+) -> TrajectoryBuffer:
+    streams = 1 if add_batch_size is None else add_batch_size
+    for what, value in (
+        ("max_length", max_length),
+        ("min_length", min_length),
+        ("sample_batch_size", batch_size),
+        ("sample_sequence_length", sequence),
+        ("add_batch_size", streams),
+        ("writers", writers),
+    ):
+        if check_whole(what, value) < 1:
+            raise ArgumentError(f"{what} must be at least 1, found {value}")
+    timesteps = max_length // streams
+    if timesteps < sequence:
+        raise ArgumentError(
+            f"max_length={max_length} holds {timesteps} timesteps of each of {streams} streams, and a sample needs "
+            f"{sequence}"
+        )
+    least = max(min_length, (sequence - 1) * streams + 1)
+    if least > min(max_length, _MOST_ADDED):
+        raise ArgumentError(f"min_length={least} is more than max_length={max_length} holds")
+    return TrajectoryBuffer(
+        {
+            "timesteps": timesteps,
+            "least": least,
+            "batch_size": batch_size,
+            "sequence": sequence,
+            "sequences": bool(sequences),
+            "batched": add_batch_size is not None,
+            "streams": streams,
+            "store": store,
+            "writers": writers,
+            "reserve": reserve,
+            "exponent": exponent,
+            "flat": flat,
+        }
+    )
+
+
+def _checked(state: Any) -> _Contents:
+    if not isinstance(state, BufferState):
+        raise ArgumentError(f"a buffer's state is what init returned, found {type(state).__name__}")
+    contents = state._contents
+    contents.check()
+    return contents
+
+
+def _traced(*values: Any) -> bool:
+    return any(isinstance(value, jax.core.Tracer) for value in values)
+
+
+def _advanced(added: Any, steps: int) -> NDArray[np.int32]:
+    return np.asarray(min(int(added) + steps, _MOST_ADDED), np.int32)
+
+
+def _dtype(name: str, leaf: Any) -> np.dtype[Any]:
+    """The dtype that JAX gives an array: of 32 bits where 64 are not enabled."""
+    found = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+    if jax.dtypes.issubdtype(found, jax.dtypes.prng_key):
+        raise SchemaError(f"{name!r} is a random key; store jax.random.key_data of it")
+    if np.dtype(found).kind in "OSUVMm" and np.dtype(found).isbuiltin == 1:
+        raise SchemaError(f"{name!r} is {found}, no numbers")
+    canonical: Callable[[Any], np.dtype[Any]] = jax.dtypes.canonicalize_dtype
+    return np.dtype(canonical(found))
+
+
+def _name(path: Any) -> str:
+    """A leaf's place in its pytree, with dots: "obs.camera", "action.0"."""
+    parts = []
+    for key in path:
+        part = next((getattr(key, what) for what in ("key", "name", "idx") if hasattr(key, what)), "")
+        parts.append(str(part))
+    return ".".join(parts) or "timestep"
+
+
+def _key_data(key: Any) -> Any:
+    """The words of a random key, of the old kind or the new."""
+    found = getattr(key, "dtype", None)
+    if found is not None and jax.dtypes.issubdtype(found, jax.dtypes.prng_key):
+        key = jax.random.key_data(key)
+    if getattr(key, "dtype", None) != np.uint32 or np.ndim(key) != 1 or np.shape(key)[0] < 2:
+        raise ArgumentError(f"a sample is drawn by one random key, jax.random.key(seed), found {key!r}")
+    return key
+
+
+def _number(words: NDArray[np.uint32]) -> int:
+    """A key's words as one number of 64 bits; of longer keys their exclusive or, two by two."""
+    padded = words if len(words) % 2 == 0 else np.append(words, np.uint32(0))
+    return int(np.bitwise_xor.reduce(np.ascontiguousarray(padded).view(np.uint64)))
+
+
+def _pairs(values: Any, others: Any) -> Any:
+    """Both timesteps of sequences of two, and the rest as arrays of JAX."""
+    return [each[:, 0] for each in values], [each[:, 1] for each in values], others
+
+
+# One program for all of them: JAX takes longer to begin a slice than to make it.
+_compiled_pairs: Any = jax.jit(_pairs)
+
+
+def _as_array(values: Any) -> Any:
+    """An array over the same memory; a copy of types that NumPy does not exchange."""
+    if isinstance(values, jax.core.Tracer):
+        return values
+    if values.dtype.isbuiltin != 1:
+        return jnp.asarray(values)
+    return jax.dlpack.from_dlpack(np.ascontiguousarray(values))
+
+
+__all__ = [
+    "BufferState",
+    "ExperiencePair",
+    "Sample",
+    "TrajectoryBuffer",
+    "make_flat_buffer",
+    "make_prioritised_flat_buffer",
+    "make_trajectory_buffer",
+]

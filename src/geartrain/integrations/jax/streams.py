@@ -1,0 +1,176 @@
+"""Streams of timesteps in a store: rows that overlap, so that every sequence of some steps is whole in one of them.
+
+    row 0   s0  s1  s2  s3  s4  s5  s6  s7
+    row 1                              s7  s8  s9  ...       sequences of 2 steps: one step is repeated
+
+Each stream (an environment, say) has one row at a time, which grows and can be sampled from while it does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geartrain.core.keys import Keys
+from geartrain.core.schema import Field
+from geartrain.replay.replay import Replay
+from geartrain.replay.windows import Windows
+from geartrain.selection.random import Prioritized, Uniform
+from geartrain.store.row import Row
+from geartrain.store.store import Store
+
+#: A step's number has so many bits in a replay.
+_STEP_BITS = 62
+
+
+def steps_of_row(timesteps: int, sequence: int) -> int:
+    """Steps of a row for that many timesteps of a stream: a sixteenth of them, from 16 to 512, and what is repeated."""
+    return max(16, min(512, timesteps // 16)) + sequence - 1
+
+
+def rows_for(timesteps: int, streams: int, sequence: int, writers: int) -> int:
+    """Rows that hold that many timesteps of each stream, beside those that are being written."""
+    fresh = steps_of_row(timesteps, sequence) - (sequence - 1)
+    return (-(-timesteps // fresh) + 2 * writers) * streams
+
+
+class Streams:
+    """Appends timesteps of n streams to a store, and draws sequences from it. Calls exclude each other.
+
+    Args:
+        store: with `fields`, and priorities of steps where `exponent` is given.
+        fields: by name, in the order in which values are given and returned.
+        n: streams.
+        sequence: steps of what is drawn.
+        batch_size: sequences of a draw.
+        exponent: of priorities; None: draws are uniform.
+    """
+
+    def __init__(
+        self, store: Store, fields: Mapping[str, Field], n: int, sequence: int, batch_size: int, exponent: float | None
+    ) -> None:
+        self.store = store
+        self._names = list(fields)
+        self._n, self._sequence = n, sequence
+        self._rows: list[Row] = []
+        self._place = 0
+        self._published = False
+        self._greatest = 1.0
+        self._exponent = exponent
+        self._lock = threading.Lock()
+        self._replay = Replay(
+            store,
+            Uniform(seed=0, over="steps") if exponent is None else Prioritized(seed=0, alpha=exponent, beta=0.0),
+            batch_size,
+            fields=self._names,
+            window=Windows(sequence, whole=True),
+            prefetch=0,
+            output="numpy",
+        )
+        self._state = self._replay.state_dict()
+
+    def add(self, values: list[NDArray[Any]]) -> None:
+        """Appends steps: an array (n, steps, *shape) for each field.
+
+        Raises:
+            StoreFullError, WaitTimeoutError, StoreClosedError: as of writing rows.
+        """
+        steps, done = values[0].shape[1], 0
+        with self._lock:
+            while done < steps:
+                if not self._rows or self._place == self.store.max_length:
+                    self._next_rows()
+                take = min(steps - done, self.store.max_length - self._place)
+                index = [row.index for row in self._rows]
+                where: Any = index[0] if self._n == 1 else index
+                for name, value in zip(self._names, values, strict=True):
+                    part = value[:, done : done + take]
+                    self.store.columns.numpy(name)[where, self._place : self._place + take] = (
+                        part[0] if self._n == 1 else part
+                    )
+                self._place += take
+                self._publish()
+                done += take
+
+    def draw(self, number: int) -> tuple[list[NDArray[Any]], Keys, NDArray[Any]]:
+        """Sequences (batch, sequence, *shape) by field, in memory of their own; their keys and probabilities.
+
+        Args:
+            number: what the draw follows from, 0 to 2**62 - 1: the same for the same contents.
+
+        Raises:
+            EmptyStoreError: no sequence is whole yet.
+        """
+        with self._lock:
+            self._state["step"] = number % 2**_STEP_BITS
+            self._replay.load_state_dict(self._state)
+            batch: Any = self._replay.sample()
+        return [batch[name] for name in self._names], batch.keys, np.asarray(batch.probability)
+
+    def update(self, keys: Keys, priorities: NDArray[Any]) -> int:
+        """Sets priorities of steps to priority ** exponent; returns how many steps were gone.
+
+        New steps have the greatest priority that was set here. Raises `ArgumentError` for one that is not finite.
+        """
+        with self._lock:
+            gone = self._replay.update_priorities(keys, priorities)
+            if len(priorities) and self._exponent is not None:
+                self._greatest = max(self._greatest, float(np.abs(priorities).max()) ** self._exponent)
+        return gone
+
+    def sequences(self) -> int:
+        """Whole sequences in the store, of all its writers."""
+        lengths = self.store.status()["length"].astype(np.int64)
+        return int(np.maximum(lengths - (self._sequence - 1), 0).sum())
+
+    def close(self) -> None:
+        """Ends the rows that are being written, which stay, and what draws."""
+        with self._lock:
+            self._replay.close()
+            for row in self._rows:
+                if self._published and not self.store.closed:
+                    row.commit()
+                else:
+                    row.abandon()
+            self._rows = []
+
+    def _next_rows(self) -> None:
+        """Rows that begin with the last steps of those that are full."""
+        fresh: list[Row] = []
+        try:
+            for _ in range(self._n):
+                fresh.append(self.store.row())
+        except BaseException:
+            for row in fresh:
+                row.abandon()
+            raise
+        repeated = self._sequence - 1 if self._rows else 0
+        if repeated:
+            for name in self._names:
+                column = self.store.columns.numpy(name)
+                old = column[[row.index for row in self._rows], self._place - repeated :]
+                column[[row.index for row in fresh], :repeated] = old
+        for row in self._rows:
+            row.commit()
+        self._rows, self._place, self._published = fresh, repeated, False
+
+    def _publish(self) -> None:
+        # No sequence ends with the first steps of a row. Without a priority they are no part of probabilities either.
+        head = min(self._sequence - 1, self._place) if self._exponent is not None else 0
+        for row in self._rows:
+            if not self._published and head:
+                row.priority = 0.0
+                row.publish(length=head)
+            row.priority = self._greatest if self._place >= self._sequence or not head else 0.0
+            if not self._published and not head:
+                row.publish(length=self._place)
+            elif self._published or self._place > head:
+                row.extend(self._place)
+        self._published = True
+
+
+__all__ = ["Streams", "rows_for", "steps_of_row"]
