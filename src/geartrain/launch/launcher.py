@@ -47,6 +47,8 @@ TICK_S = 0.5
 CAUSE_S = 1.0
 #: Period until the job's store exists.
 _STORE_TICK_S = 0.05
+#: Schedulers signal every host, and some of them twice: what comes so soon after an interrupt is no second one.
+SAME_SIGNAL_S = 0.5
 #: In the job's name service: address and port of the ranks' rendezvous, where host 0 has no ranks.
 _MASTER_KEY = "geartrain/launch/master"
 
@@ -358,6 +360,8 @@ class Launcher:
             waited_s = time.monotonic() - began_s
             if not left:
                 break
+            if outcome == "interrupted" and waited_s < SAME_SIGNAL_S:
+                self._signals.clear()
             if waited_s > self.job.stop_s or self._signals:
                 for each in left:
                     self._display.say(f"{each.name} is killed: it did not end within {waited_s:.1f} s")
