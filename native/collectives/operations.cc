@@ -130,7 +130,7 @@ void Operations::announce(const Work& work) {
 }
 
 void Operations::took_exposed(const Peer& peer, const WireHeader& header, std::span<const std::byte> payload) {
-  Exposed exposed;
+  ExposedShare exposed;
   if (payload.size() != sizeof exposed) fail(ErrorKind::frame, "it exposes memory in a malformed frame");
   std::memcpy(&exposed, payload.data(), sizeof exposed);
   if (exposed.bytes == 0 || !peer.still_exposes()) return;  // the reason follows

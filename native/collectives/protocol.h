@@ -17,7 +17,7 @@
 //   result  owner -> rank    a piece of the share, reduced. An empty share is answered by one empty result
 //   credit  owner -> rank    instead of a result that the rank does not get: the share is done up to `offset`
 //   taken   rank -> owner    of results that are no answer to parts: the rank has them up to `offset`
-//   expose  owner -> rank    instead of results: where they are in the owner's memory (Exposed), which the rank reads
+//   expose  owner -> rank    instead of results: where they are in the owner's memory (ExposedShare), for the rank to read
 //   ring    rank -> next     a piece of the stream that goes around the ring (ring_allreduce.h)
 //   query   which ranks does this one wait for?     status   the answer: Members, the least advanced
 //   fault   the group is over, with the reason (Fault): forwarded to all, unchanged
@@ -161,10 +161,10 @@ static_assert(sizeof(Open) == 32);
 
 // `bytes` at an address of the owner, which keeps them until the rank has reported that it took them; none: it has
 // taken them back, and the reason follows.
-struct Exposed {
+struct ExposedShare {
   uint64_t address, bytes;
 };
-static_assert(sizeof(Exposed) == 16);
+static_assert(sizeof(ExposedShare) == 16);
 
 // Why a group is over. The kinds are those of the Python errors.
 enum class FaultKind : uint32_t { none, rank_lost, reducer_lost, timed_out, disagree, protocol, aborted, closed };

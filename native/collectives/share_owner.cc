@@ -350,7 +350,7 @@ bool ShareOwner::next_local(Place place, uint32_t rank, OutFrame* frame) {
 void ShareOwner::expose(Place place, uint32_t rank, OutFrame* frame) {
   Operation& operation = place->second;
   const uint64_t at = operation.sent[rank], bytes = std::min(kExposedBytes, operation.wanted[rank] - at);
-  const Exposed exposed{reinterpret_cast<uintptr_t>(operation.sends[rank].at) + at, bytes};
+  const ExposedShare exposed{reinterpret_cast<uintptr_t>(operation.sends[rank].at) + at, bytes};
   frame->header = frame_of(FrameKind::expose, place->first, at, sizeof exposed);
   frame->hold = ChunkBufferRef(blocks_);
   std::memcpy(frame->hold.data(), &exposed, sizeof exposed);
