@@ -17,7 +17,7 @@
 //   result  owner -> rank    a piece of the share, reduced. An empty share is answered by one empty result
 //   credit  owner -> rank    instead of a result that the rank does not get: the share is done up to `offset`
 //   taken   rank -> owner    of results that are no answer to parts: the rank has them up to `offset`
-//   expose  owner -> rank    instead of results: where they are in the owner's memory (ExposedShare); the rank reads them
+//   expose  owner -> rank    instead of results: where they are in the owner's memory (ExposedShare), to be read
 //   ring    rank -> next     a piece of the stream that goes around the ring (ring_allreduce.h)
 //   query   which ranks does this one wait for?     status   the answer: Members, the least advanced
 //   fault   the group is over, with the reason (Fault): forwarded to all, unchanged
