@@ -5,6 +5,7 @@ What runs on hardware is not shown here: the order of copies, chunks, waits and 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -233,15 +234,16 @@ def test_an_event_that_is_never_signalled_is_an_error_at_the_deadline(
 
 def test_a_rank_that_is_lost_is_named_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = [SimulatedDevice(rank, chance=0.4) for rank in range(3)]
+    trained = threading.Barrier(3)
 
     def body(group: ProcessGroup, rank: int, device: SimulatedDevice) -> Any:
         train(group, rank, device, "waits")
+        trained.wait(patience(60))  # or what is lost would be an operation of `train`
         if rank == 2:
             group.abort()
             return ""
-        work = group.allreduce([simulated_cuda.SimulatedCudaTensor.of(torch.ones(100_003), rank)])
-        with pytest.raises(dist.DistBackendError) as caught:
-            work.wait()
+        with pytest.raises(dist.DistBackendError) as caught:  # at the call, where the rank is lost by then
+            group.allreduce([simulated_cuda.SimulatedCudaTensor.of(torch.ones(100_003), rank)]).wait()
         return str(caught.value)
 
     found = ranks(monkeypatch, devices, body)

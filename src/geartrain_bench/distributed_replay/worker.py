@@ -152,7 +152,7 @@ class Rank:
             "rows": rows,
             "cpu_s": time.process_time() - cpu_s,
             "switches": resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - switches,
-            "stats": {key: after[key] - before.get(key, 0) for key in after},
+            "stats": {key: now - before.get(key, 0) for key, now in after.items() if isinstance(now, int | float)},
         }
 
     def finish(self) -> dict[str, Any]:
