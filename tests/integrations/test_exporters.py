@@ -295,7 +295,7 @@ def test_what_is_there_is_replaced_only_when_asked_and_only_by_its_like(
     format: str, store: gt.Store, tmp_path: Path
 ) -> None:
     path = tmp_path / PATHS[format]
-    export_store(store, path, format=format, fields="obs", progress=False)
+    export_store(store, path, format=format, fields=["obs", "goal"], progress=False)
     with pytest.raises(DatasetExistsError, match="exists already"):
         export_store(store, path, format=format, progress=False)
     link = tmp_path / "link"
@@ -310,6 +310,59 @@ def test_what_is_there_is_replaced_only_when_asked_and_only_by_its_like(
     with pytest.raises(DatasetExistsError, match="will not be replaced"):
         export_store(store, mine, format=format, overwrite=True, progress=False)
     assert (mine / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(
+    ("format", "files"),
+    [
+        ("npz", ["rows.npz/mine.npy"]),
+        ("npz", ["rows.npz/"]),
+        ("npz", ["rows.npz"]),
+        ("parquet", ["rows.parquet/mine.parquet"]),
+        ("parquet", ["rows.parquet/"]),
+        ("npy", ["rows/weights.npy"]),
+        ("npy", ["rows/ends.npy", "rows/thesis.tex"]),
+        ("npy", ["rows/ends.npy", "rows/more.npy/thesis.tex"]),
+        ("npy", ["rows/ends.npy", "rows/linked.npy -> thesis.tex"]),
+        ("lerobot", ["rows/meta/info.json", "rows/thesis.tex"]),
+        ("lerobot", ["rows/meta/info.json", "rows/data/thesis.tex"]),
+        ("lerobot", ["rows/meta/info.json", "rows/data -> meta"]),
+        ("lerobot", ["rows/meta/info.json", "rows/data/chunk-000 -> ../meta"]),
+        ("minari", ["rows/data/metadata.json", "rows/thesis.tex"]),
+        ("minari", ["rows/data/metadata.json", "rows/data/code/thesis.tex"]),
+        ("minari", ["rows/metadata.json", "rows/thesis.tex"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ",".join(value),
+)
+def test_a_folder_with_files_of_others_is_never_replaced(
+    format: str, files: list[str], store: gt.Store, tmp_path: Path
+) -> None:
+    about = json.dumps({"codebase_version": "v3.0", "data_format": "hdf5"})
+    for file in files:
+        name, _, link = file.partition(" -> ")
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if link:
+            path.symlink_to(link)
+        elif name.endswith("/"):
+            path.mkdir()
+        else:
+            path.write_text(about)
+    before = sorted(tmp_path.rglob("*"))
+    options: dict[str, Any] = {"fps": 5} if format == "lerobot" else {}
+    with pytest.raises(DatasetExistsError, match="will not be replaced"):
+        export_store(
+            store, before[0], format=format, fields="obs", skip_unsupported=True, overwrite=True, progress=False,
+            **options,
+        )  # fmt: skip
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_empty_folder_is_replaced_by_a_folder(store: gt.Store, tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    export_store(store, tmp_path / "rows", format="npy", overwrite=True, progress=False)
+    with imported(tmp_path / "rows") as found:
+        same(found, store)
 
 
 def test_a_dataset_that_somebody_else_writes_meanwhile_stays(

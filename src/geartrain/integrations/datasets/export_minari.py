@@ -13,6 +13,7 @@ Images are stored as they are, not as JPEG.
 from __future__ import annotations
 
 import inspect
+import json
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,7 +25,14 @@ from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, MissingDependencyError, SourceError
 from geartrain.integrations.datasets.episode import require
 from geartrain.integrations.datasets.stored_rows import RowGroup
-from geartrain.integrations.datasets.writer import DatasetWriter, not_real, raw_bytes
+from geartrain.integrations.datasets.writer import (
+    DatasetWriter,
+    holds_only,
+    is_empty_folder,
+    is_regular,
+    not_real,
+    raw_bytes,
+)
 
 _FLAGS = ("terminated", "truncated")
 _REQUIRED = ("obs", "action", "reward", *_FLAGS)
@@ -124,6 +132,19 @@ class MinariWriter(DatasetWriter):
     def needed_bytes(cls, fields: Mapping[str, Field], rows: int, steps: int) -> int:
         """The values: HDF5 does not compress them."""
         return sum(raw_bytes(fields, rows, steps).values())
+
+    @classmethod
+    def replaces(cls, path: Path) -> bool:
+        """A folder with data/metadata.json that has nothing but a dataset's files, of any of Minari's layouts."""
+        if is_empty_folder(path):
+            return True
+        if not path.is_dir() or not holds_only(path, {"data": (".hdf5", ".json", ".arrow", ".parquet")}):
+            return False
+        about = path / "data" / "metadata.json"
+        try:
+            return is_regular(about) and "data_format" in json.loads(about.read_text())
+        except (OSError, TypeError, ValueError):
+            return False
 
     def write(self, group: RowGroup) -> int:
         """Writes each row as an episode."""
