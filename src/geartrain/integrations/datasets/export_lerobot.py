@@ -284,6 +284,10 @@ def _task_names(task: str | None, tasks: Sequence[str] | None, indexed: bool) ->
         raise ArgumentError("task is for rows without a task_index, tasks for those with one: give one of them")
     if indexed and tasks is None:
         raise ArgumentError("the rows have a task_index: the option tasks gives the words for each of its values")
+    if not indexed and tasks is not None and not isinstance(tasks, str) and len(tasks) > 1:
+        raise ArgumentError(
+            f"{len(tasks)} tasks are given, and the rows have no task_index that tells which is whose: give one"
+        )
     names = (task or "unknown",) if tasks is None else (tasks,) if isinstance(tasks, str) else tuple(tasks)
     if not names or not all(isinstance(each, str) for each in names) or len(set(names)) != len(names):
         raise ArgumentError(f"tasks are texts, each another one, found {tasks!r}")

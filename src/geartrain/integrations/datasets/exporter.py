@@ -360,7 +360,7 @@ def _naming_full_disk(target: Path) -> Iterator[None]:
         yield
     except NoSpaceError:
         raise
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         number = getattr(error, "errno", None)
         # Arrow and HDF5 put the number into the text alone.
         told = next((each for each in _FULL if number == each or f"rrno {each}]" in str(error)), None)
