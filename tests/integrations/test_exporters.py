@@ -456,6 +456,29 @@ def test_a_store_of_the_command_line_is_only_looked_at(
     assert json.loads((tmp_path / "x/meta/info.json").read_text())["fps"] == 20
 
 
+def test_sigterm_leaves_nothing_of_the_command(
+    store: gt.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Callable[..., Any]
+) -> None:
+    def terminated(self: NpyWriter, group: Any) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [])  # a point where pending handlers run
+        raise AssertionError("no handler")
+
+    def unhandled(*_: object) -> None:
+        raise AssertionError("the handler from before")
+
+    monkeypatch.setattr(NpyWriter, "write", terminated)
+    before = signal.signal(signal.SIGTERM, unhandled)
+    try:
+        done = run_command("export", store.name, str(tmp_path / "x.npz"), "--quiet")
+        assert signal.getsignal(signal.SIGTERM) is unhandled
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert done.exit_code == 143, done.output
+    assert "stopped by SIGTERM" in done.stderr
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.fixture
 def run_command() -> Callable[..., Any]:
     pytest.importorskip("typer")
