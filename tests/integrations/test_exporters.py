@@ -479,6 +479,40 @@ def test_sigterm_leaves_nothing_of_the_command(
     assert not any(tmp_path.iterdir())
 
 
+def test_leftovers_of_a_killed_export_are_removed_by_the_next(
+    store: gt.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = NpyWriter.write
+    mine = tmp_path / ".x.npz.mine.exporting.lock"
+    mine.touch()
+
+    def killed(self: NpyWriter, group: Any) -> int:
+        os._exit(9)
+
+    monkeypatch.setattr(NpyWriter, "write", killed)
+    child = os.fork()
+    if child == 0:
+        export_store(store, tmp_path / "x.npz", progress=False)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert any(each.name.endswith(".exporting.parts") for each in tmp_path.iterdir())
+    found: list[str] = []
+
+    def beside(self: NpyWriter, group: Any) -> int:
+        if not found:  # another export to the same path, while this one is at work
+            found.extend(each.name for each in tmp_path.iterdir() if each != mine)
+            export_store(store, tmp_path / "x.npz", progress=False)
+        return write(self, group)
+
+    monkeypatch.setattr(NpyWriter, "write", beside)
+    with pytest.raises(DatasetExistsError, match="somebody else"):
+        export_store(store, tmp_path / "x.npz", progress=False)
+    assert len(found) == 2, "the parts and the lock of the export at work"
+    assert sorted(each.name for each in tmp_path.iterdir()) == [mine.name, "x.npz"]
+    with imported(tmp_path / "x.npz") as again:
+        same(again, store)
+
+
 @pytest.fixture
 def run_command() -> Callable[..., Any]:
     pytest.importorskip("typer")

@@ -12,8 +12,6 @@ import errno
 import importlib
 import logging
 import os
-import secrets
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +25,7 @@ from geartrain.core.shared_files import Trust, check_trust
 from geartrain.errors import ArgumentError, DatasetExistsError, NoSpaceError, SourceError
 from geartrain.integrations.datasets.arguments import casts_of, checked_options
 from geartrain.integrations.datasets.episode import FieldChoice, choose
+from geartrain.integrations.datasets.export_leftovers import at_work, remove, remove_dead, unfinished
 from geartrain.integrations.datasets.stored_rows import METADATA, StoredRows
 from geartrain.integrations.datasets.writer import DatasetWriter
 from geartrain.store.checkpoint_reader import Checkpoint
@@ -142,6 +141,7 @@ def export_store(
     if metadata and not writer_class.TAKES_METADATA:
         raise ArgumentError(f"{format} has no place for the metadata of rows; npz, npy and parquet have")
     _check_target(target, format, overwrite, writer_class)
+    remove_dead(target)
     started = time.monotonic()
     with StoredRows(source, trust=trust) as rows:
         if rows.count == 0:
@@ -244,7 +244,7 @@ def _check_target(target: Path, format: str, overwrite: bool, writer: type[Datas
         if not _replaceable(target, writer):
             raise DatasetExistsError(f"{target} is no {format} dataset alone, and will not be replaced")
     with _naming_full_disk(target):
-        probe = _sibling(target)
+        probe = unfinished(target)
         try:
             probe.touch(exist_ok=False)
         except OSError as error:
@@ -280,19 +280,15 @@ def _check_space(target: Path, needed: int) -> None:
         )
 
 
-def _sibling(target: Path) -> Path:
-    # A name of its own length: one that is long already would be too long with more in front.
-    return target.with_name(f".{target.name[:64]}.{secrets.token_hex(6)}.exporting")
-
-
 @contextlib.contextmanager
 def _beside(target: Path) -> Iterator[Path]:
     """A path for the unfinished dataset, on the same file system; gone afterwards, but for what was put in place."""
-    fresh = _sibling(target)
-    try:
-        yield fresh
-    finally:
-        _remove(fresh)
+    fresh = unfinished(target)
+    with at_work(fresh):
+        try:
+            yield fresh
+        finally:
+            remove(fresh)
 
 
 @contextlib.contextmanager
@@ -304,13 +300,6 @@ def _ending(writer: DatasetWriter) -> Iterator[DatasetWriter]:
             writer.close()
         raise
     writer.close()
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _flush(path: Path) -> None:
