@@ -34,7 +34,7 @@ def at_work(fresh: Path) -> Iterator[None]:
 
 
 def remove_dead(target: Path) -> None:
-    """Removes what killed exports to this target have left beside it, where this user may."""
+    """Removes what killed exports to this target have left next to it, where this user may."""
     name = re.compile(re.escape(_prefix(target)) + r"[0-9a-f]{12}\.exporting" + re.escape(_LOCK))
     try:
         locks = [each for each in target.parent.iterdir() if name.fullmatch(each.name)]
