@@ -295,7 +295,7 @@ def test_what_is_there_is_replaced_only_when_asked_and_only_by_its_like(
     format: str, store: gt.Store, tmp_path: Path
 ) -> None:
     path = tmp_path / PATHS[format]
-    export_store(store, path, format=format, fields="obs", progress=False)
+    export_store(store, path, format=format, fields=["obs", "goal"], progress=False)
     with pytest.raises(DatasetExistsError, match="exists already"):
         export_store(store, path, format=format, progress=False)
     link = tmp_path / "link"
@@ -310,6 +310,59 @@ def test_what_is_there_is_replaced_only_when_asked_and_only_by_its_like(
     with pytest.raises(DatasetExistsError, match="will not be replaced"):
         export_store(store, mine, format=format, overwrite=True, progress=False)
     assert (mine / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(
+    ("format", "files"),
+    [
+        ("npz", ["rows.npz/mine.npy"]),
+        ("npz", ["rows.npz/"]),
+        ("npz", ["rows.npz"]),
+        ("parquet", ["rows.parquet/mine.parquet"]),
+        ("parquet", ["rows.parquet/"]),
+        ("npy", ["rows/weights.npy"]),
+        ("npy", ["rows/ends.npy", "rows/thesis.tex"]),
+        ("npy", ["rows/ends.npy", "rows/more.npy/thesis.tex"]),
+        ("npy", ["rows/ends.npy", "rows/linked.npy -> thesis.tex"]),
+        ("lerobot", ["rows/meta/info.json", "rows/thesis.tex"]),
+        ("lerobot", ["rows/meta/info.json", "rows/data/thesis.tex"]),
+        ("lerobot", ["rows/meta/info.json", "rows/data -> meta"]),
+        ("lerobot", ["rows/meta/info.json", "rows/data/chunk-000 -> ../meta"]),
+        ("minari", ["rows/data/metadata.json", "rows/thesis.tex"]),
+        ("minari", ["rows/data/metadata.json", "rows/data/code/thesis.tex"]),
+        ("minari", ["rows/metadata.json", "rows/thesis.tex"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ",".join(value),
+)
+def test_a_folder_with_files_of_others_is_never_replaced(
+    format: str, files: list[str], store: gt.Store, tmp_path: Path
+) -> None:
+    about = json.dumps({"codebase_version": "v3.0", "data_format": "hdf5"})
+    for file in files:
+        name, _, link = file.partition(" -> ")
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if link:
+            path.symlink_to(link)
+        elif name.endswith("/"):
+            path.mkdir()
+        else:
+            path.write_text(about)
+    before = sorted(tmp_path.rglob("*"))
+    options: dict[str, Any] = {"fps": 5} if format == "lerobot" else {}
+    with pytest.raises(DatasetExistsError, match="will not be replaced"):
+        export_store(
+            store, before[0], format=format, fields="obs", skip_unsupported=True, overwrite=True, progress=False,
+            **options,
+        )  # fmt: skip
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_empty_folder_is_replaced_by_a_folder(store: gt.Store, tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    export_store(store, tmp_path / "rows", format="npy", overwrite=True, progress=False)
+    with imported(tmp_path / "rows") as found:
+        same(found, store)
 
 
 def test_a_dataset_that_somebody_else_writes_meanwhile_stays(
@@ -401,6 +454,63 @@ def test_a_store_of_the_command_line_is_only_looked_at(
                        "fps=20", "--quiet")  # fmt: skip
     assert done.exit_code == 0, done.output
     assert json.loads((tmp_path / "x/meta/info.json").read_text())["fps"] == 20
+
+
+def test_sigterm_leaves_nothing_of_the_command(
+    store: gt.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: Callable[..., Any]
+) -> None:
+    def terminated(self: NpyWriter, group: Any) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [])  # a point where pending handlers run
+        raise AssertionError("no handler")
+
+    def unhandled(*_: object) -> None:
+        raise AssertionError("the handler from before")
+
+    monkeypatch.setattr(NpyWriter, "write", terminated)
+    before = signal.signal(signal.SIGTERM, unhandled)
+    try:
+        done = run_command("export", store.name, str(tmp_path / "x.npz"), "--quiet")
+        assert signal.getsignal(signal.SIGTERM) is unhandled
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert done.exit_code == 143, done.output
+    assert "stopped by SIGTERM" in done.stderr
+    assert not any(tmp_path.iterdir())
+
+
+def test_leftovers_of_a_killed_export_are_removed_by_the_next(
+    store: gt.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = NpyWriter.write
+    mine = tmp_path / ".x.npz.mine.exporting.lock"
+    mine.touch()
+
+    def killed(self: NpyWriter, group: Any) -> int:
+        os._exit(9)
+
+    monkeypatch.setattr(NpyWriter, "write", killed)
+    child = os.fork()
+    if child == 0:
+        export_store(store, tmp_path / "x.npz", progress=False)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert any(each.name.endswith(".exporting.parts") for each in tmp_path.iterdir())
+    found: list[str] = []
+
+    def beside(self: NpyWriter, group: Any) -> int:
+        if not found:  # another export to the same path, while this one is at work
+            found.extend(each.name for each in tmp_path.iterdir() if each != mine)
+            export_store(store, tmp_path / "x.npz", progress=False)
+        return write(self, group)
+
+    monkeypatch.setattr(NpyWriter, "write", beside)
+    with pytest.raises(DatasetExistsError, match="somebody else"):
+        export_store(store, tmp_path / "x.npz", progress=False)
+    assert len(found) == 2, "the parts and the lock of the export at work"
+    assert sorted(each.name for each in tmp_path.iterdir()) == [mine.name, "x.npz"]
+    with imported(tmp_path / "x.npz") as again:
+        same(again, store)
 
 
 @pytest.fixture

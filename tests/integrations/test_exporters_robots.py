@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
+import resource
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +17,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from imports import imported, rows, store_name
+from mounts import file_system
 from PIL import Image
 
 import geartrain as gt
 import geartrain.integrations.datasets.export_lerobot as export_lerobot
+import geartrain.integrations.datasets.export_minari as export_minari
 import geartrain.integrations.datasets.stored_rows as stored_rows
-from geartrain.errors import ArgumentError, DatasetExistsError, SourceError
+from geartrain.errors import ArgumentError, DatasetExistsError, NoSpaceError, SourceError
 from geartrain.integrations import export_store
 from geartrain.integrations.datasets.feature_stats import FeatureStats, episode_stats
 
@@ -103,6 +109,84 @@ def test_a_minari_dataset_comes_back_to_the_bit(tmp_path: Path, monkeypatch: pyt
             np.testing.assert_array_equal(episode.actions, row["action"])
             assert dataset.observation_space.contains({k: v[0] for k, v in episode.observations.items()})
         export_store(store, tmp_path / "mine-v0", format="minari", overwrite=True, progress=False)
+
+
+PLAIN = {
+    "obs": gt.Field((1000,), "float32"),
+    "action": gt.Field((), "int64"),
+    "reward": gt.Field((), "float32"),
+    "terminated": gt.Field((), "bool"),
+    "truncated": gt.Field((), "bool"),
+}
+
+
+def test_a_limit_of_file_sizes_ends_a_minari_export_before_hdf5_meets_it(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with filled(PLAIN, 40, 5) as store:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, before[1]))
+        try:
+            with pytest.raises(NoSpaceError, match="File too large"):
+                export_store(store, tmp_path / "x", format="minari", repeat_last_obs=True, progress=False)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_full_disk_ends_a_minari_export_before_hdf5_meets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with filled(PLAIN, 40, 5) as store, file_system(tmp_path, "300k"):
+        options: dict[str, Any] = {"format": "minari", "repeat_last_obs": True, "progress": False}
+        steps = int(store.status()["length"].sum())
+        needed = steps * 4014 + 40 * (4000 + 5 * 2048)
+        with pytest.raises(NoSpaceError, match=f"needs {needed:,} bytes"):
+            export_store(store, tmp_path / "x", **options)
+        monkeypatch.setattr(export_minari.MinariWriter, "needed_bytes", classmethod(lambda *_: 0))
+        with pytest.raises(NoSpaceError, match="No space left"):
+            export_store(store, tmp_path / "x", **options)
+        assert not any(tmp_path.iterdir())
+
+
+def test_what_hdf5_says_of_a_full_disk_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Any, group: Any) -> int:
+        raise ValueError("Unable to synchronously create group (errno = 28, error message = 'No space left on device')")
+
+    monkeypatch.setattr(export_minari.MinariWriter, "write", full)
+    with filled(PLAIN, 2) as store, pytest.raises(NoSpaceError, match="No space left"):
+        export_store(store, tmp_path / "x", format="minari", repeat_last_obs=True, progress=False)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_waits_until_hdf5_is_done_with_an_episode(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stopped(BaseException):
+        pass
+
+    def stopped(*_: object) -> None:
+        raise Stopped
+
+    import minari.dataset._storages.hdf5_storage as storage
+
+    add, added = storage._add_episode_to_group, []
+
+    def adding(buffer: Any, group: Any, spaces: Any = None) -> None:
+        if "rewards" in buffer and not added:
+            with contextlib.suppress(Stopped):  # as a weak reference's callback does
+                os.kill(os.getpid(), number)
+                signal.pthread_sigmask(signal.SIG_BLOCK, [])  # a point where pending handlers run
+        added.append(buffer)
+        add(buffer, group, spaces)
+
+    monkeypatch.setattr(storage, "_add_episode_to_group", adding)
+    before = signal.signal(number, stopped)
+    try:
+        with filled(PLAIN, 6) as store, pytest.raises(Stopped):
+            export_store(store, tmp_path / "x", format="minari", repeat_last_obs=True, progress=False)
+        assert signal.getsignal(number) is stopped
+    finally:
+        signal.signal(number, before)
+    assert len([each for each in added if "rewards" in each]) == 1
+    assert not any(tmp_path.iterdir())
 
 
 def test_what_minari_cannot_hold_is_told_by_name(tmp_path: Path) -> None:
@@ -236,6 +320,14 @@ def test_tasks_have_names(tmp_path: Path) -> None:
             ["pick", "place"],
             ["place"],
         ]
+
+
+def test_several_tasks_need_a_task_index(tmp_path: Path) -> None:
+    with filled({"obs": gt.Field((2,), "float32")}, 2) as store:
+        with pytest.raises(ArgumentError, match="2 tasks are given, and the rows have no task_index"):
+            export_store(store, tmp_path / "x", format="lerobot", fps=5, tasks=["a", "b"], progress=False)
+        assert not any(tmp_path.iterdir())
+        export_store(store, tmp_path / "x", format="lerobot", fps=5, tasks=["a"], progress=False)
 
 
 def test_what_lerobot_cannot_hold_is_told_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

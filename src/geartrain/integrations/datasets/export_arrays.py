@@ -19,7 +19,7 @@ from geartrain.core.schema import Field
 from geartrain.errors import NoSpaceError, SourceError
 from geartrain.integrations.datasets.episode import Array
 from geartrain.integrations.datasets.stored_rows import RowGroup
-from geartrain.integrations.datasets.writer import DatasetWriter, not_of_numpy, raw_bytes
+from geartrain.integrations.datasets.writer import DatasetWriter, is_empty_folder, is_regular, not_of_numpy, raw_bytes
 
 _RESERVED = ("ends", "lengths", "untimed")
 
@@ -54,6 +54,18 @@ class NpyWriter(DatasetWriter):
     def needed_bytes(cls, fields: Mapping[str, Field], rows: int, steps: int) -> int:
         """The values and the ends."""
         return sum(raw_bytes(fields, rows, steps).values()) + 8 * rows
+
+    @classmethod
+    def replaces(cls, path: Path) -> bool:
+        """A folder of regular .npy files and nothing else, `ends.npy` or `untimed.npy` among them."""
+        if is_empty_folder(path):
+            return True
+        if not path.is_dir():
+            return False
+        files = list(path.iterdir())
+        return any(each.name in ("ends.npy", "untimed.npy") for each in files) and all(
+            each.suffix == ".npy" and is_regular(each) for each in files
+        )
 
     def write(self, group: RowGroup) -> int:
         """Appends to every file."""
@@ -108,6 +120,18 @@ class NpzWriter(DatasetWriter):
         """The collected arrays, which are removed one after the other while the archive grows."""
         sizes = raw_bytes(fields, rows, steps)
         return sum(sizes.values()) + 8 * rows
+
+    @classmethod
+    def replaces(cls, path: Path) -> bool:
+        """A regular file that is an archive of .npy files and nothing else."""
+        if not is_regular(path):
+            return False
+        try:
+            with zipfile.ZipFile(path) as archive:
+                names = archive.namelist()
+        except zipfile.BadZipFile:
+            return False
+        return bool(names) and all(name.endswith(".npy") for name in names)
 
     def write(self, group: RowGroup) -> int:
         """Appends to every collected array."""

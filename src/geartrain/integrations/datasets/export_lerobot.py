@@ -28,13 +28,20 @@ from geartrain.integrations.datasets.arrow import nested_array
 from geartrain.integrations.datasets.episode import Array, require
 from geartrain.integrations.datasets.feature_stats import FeatureStats, episode_stats
 from geartrain.integrations.datasets.stored_rows import RowGroup
-from geartrain.integrations.datasets.writer import DatasetWriter, not_real
+from geartrain.integrations.datasets.writer import DatasetWriter, holds_only, is_empty_folder, is_regular, not_real
 
 _COUNTED = ("index", "episode_index", "frame_index")
 _GIVEN = {"timestamp": Field((), "float32"), "task_index": Field((), "int64")}
 _FILE_BYTES = 100 << 20
 _FILES_PER_CHUNK = 1000
 _PATH = "chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+# What a dataset's folder has at its top, and the files in it.
+_ENTRIES = {
+    "data": (".parquet",),
+    "meta": (".parquet", ".json", ".jsonl"),
+    "images": (".png",),
+    "videos": (".mp4",),
+}
 _MOST_AXES = 5
 _LEAST_EDGE = 8
 
@@ -95,6 +102,19 @@ class LeRobotWriter(DatasetWriter):
         if len(field.shape) > _MOST_AXES:
             return f"{len(field.shape)} axes, and LeRobot features have at most {_MOST_AXES}"
         return not_real(field, "LeRobot")
+
+    @classmethod
+    def replaces(cls, path: Path) -> bool:
+        """A folder with meta/info.json that has nothing but a dataset's tables, images and videos."""
+        if is_empty_folder(path):
+            return True
+        if not path.is_dir() or not holds_only(path, _ENTRIES):
+            return False
+        about = path / "meta" / "info.json"
+        try:
+            return is_regular(about) and "codebase_version" in json.loads(about.read_text())
+        except (OSError, TypeError, ValueError):
+            return False
 
     def write(self, group: RowGroup) -> int:
         """Appends the rows to the tables, each an episode."""
@@ -264,6 +284,10 @@ def _task_names(task: str | None, tasks: Sequence[str] | None, indexed: bool) ->
         raise ArgumentError("task is for rows without a task_index, tasks for those with one: give one of them")
     if indexed and tasks is None:
         raise ArgumentError("the rows have a task_index: the option tasks gives the words for each of its values")
+    if not indexed and tasks is not None and not isinstance(tasks, str) and len(tasks) > 1:
+        raise ArgumentError(
+            f"{len(tasks)} tasks are given, and the rows have no task_index that tells which is whose: give one"
+        )
     names = (task or "unknown",) if tasks is None else (tasks,) if isinstance(tasks, str) else tuple(tasks)
     if not names or not all(isinstance(each, str) for each in names) or len(set(names)) != len(names):
         raise ArgumentError(f"tasks are texts, each another one, found {tasks!r}")

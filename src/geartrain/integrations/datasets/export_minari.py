@@ -12,9 +12,13 @@ Images are stored as they are, not as JPEG.
 
 from __future__ import annotations
 
+import errno
 import inspect
+import json
+import os
+import resource
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +27,22 @@ import numpy as np
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, MissingDependencyError, SourceError
 from geartrain.integrations.datasets.episode import require
+from geartrain.integrations.datasets.held_signals import held_signals
 from geartrain.integrations.datasets.stored_rows import RowGroup
-from geartrain.integrations.datasets.writer import DatasetWriter, not_real, raw_bytes
+from geartrain.integrations.datasets.writer import (
+    DatasetWriter,
+    holds_only,
+    is_empty_folder,
+    is_regular,
+    not_real,
+    raw_bytes,
+)
 
 _FLAGS = ("terminated", "truncated")
 _REQUIRED = ("obs", "action", "reward", *_FLAGS)
+# An HDF5 dataset that can grow takes an index of 2 KB and a header, whatever is in it: 2.7 KB were measured.
+_LEAST_OVERHEAD = 2048
+_MOST_OVERHEAD = 16 << 10
 
 
 class MinariWriter(DatasetWriter):
@@ -88,6 +103,7 @@ class MinariWriter(DatasetWriter):
         used = {name for names in self._names.values() for name in names} | set(_REQUIRED)
         self._infos = {name: name.removeprefix("infos.") for name, field in self._fields.items() if name not in used}
         self._check_infos()
+        self._path = path
         path.mkdir()
         (path / "data").mkdir()
         with warnings.catch_warnings():
@@ -122,13 +138,31 @@ class MinariWriter(DatasetWriter):
 
     @classmethod
     def needed_bytes(cls, fields: Mapping[str, Field], rows: int, steps: int) -> int:
-        """The values: HDF5 does not compress them."""
-        return sum(raw_bytes(fields, rows, steps).values())
+        """The values, which HDF5 does not compress, the observation after the last step, and an index a dataset."""
+        timed = {name: field for name, field in fields.items() if not field.per_row}
+        values = sum(raw_bytes(timed, rows, steps).values())
+        return values + rows * (_last_obs_bytes(timed) + _LEAST_OVERHEAD * len(timed))
+
+    @classmethod
+    def replaces(cls, path: Path) -> bool:
+        """A folder with data/metadata.json that has nothing but a dataset's files, of any of Minari's layouts."""
+        if is_empty_folder(path):
+            return True
+        if not path.is_dir() or not holds_only(path, {"data": (".hdf5", ".json", ".arrow", ".parquet")}):
+            return False
+        about = path / "data" / "metadata.json"
+        try:
+            return is_regular(about) and "data_format" in json.loads(about.read_text())
+        except (OSError, TypeError, ValueError):
+            return False
 
     def write(self, group: RowGroup) -> int:
         """Writes each row as an episode."""
-        self._dataset.update_episodes(self._episodes(group))
-        return sum(raw_bytes(self._fields, len(group.lengths), int(group.lengths.sum())).values())
+        nbytes = sum(raw_bytes(self._fields, len(group.lengths), int(group.lengths.sum())).values())
+        self._check_room(nbytes, len(group.lengths))
+        with held_signals() as deliver:
+            self._dataset.update_episodes(self._episodes(group, deliver))
+        return nbytes
 
     def finish(self) -> None:
         """Nothing is left to be done: an episode is complete once it is written."""
@@ -136,8 +170,23 @@ class MinariWriter(DatasetWriter):
     def close(self) -> None:
         """The file is open only while episodes are written."""
 
-    def _episodes(self, group: RowGroup) -> Iterator[Any]:
+    def _check_room(self, nbytes: int, rows: int) -> None:
+        """Raises where the disk or the limit of file sizes would run out: HDF5 does not survive it.
+
+        A file that cannot be flushed cannot be closed either, and HDF5 crashes when the process ends. Chunks that stick
+        out over a dataset's edge make twice the values at most.
+        """
+        needed = 2 * nbytes + rows * (_last_obs_bytes(self._fields) * 2 + _MOST_OVERHEAD * len(self._fields))
+        about = os.statvfs(self._path)
+        if needed > about.f_bavail * about.f_frsize:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if limit != resource.RLIM_INFINITY and needed + (self._path / "data" / "main_data.hdf5").stat().st_size > limit:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    def _episodes(self, group: RowGroup, deliver: Callable[[], None]) -> Iterator[Any]:
         for index, length in enumerate(group.lengths.tolist()):
+            deliver()
             row = {
                 name: values[index] if self._fields[name].per_row else values[index, :length]
                 for name, values in group.values.items()
@@ -181,6 +230,10 @@ class MinariWriter(DatasetWriter):
                 if to == its or to.startswith(its + ".") or its.startswith(to + "."):
                     raise SourceError(f"{name} and {other} would both be infos/{min(to, its, key=len)}")
             taken[name] = to
+
+
+def _last_obs_bytes(fields: Mapping[str, Field]) -> int:
+    return sum(fields[name].nbytes for name in _below("obs", fields))
 
 
 def _is_dataset_id(text: str) -> bool:

@@ -17,7 +17,7 @@ from geartrain.errors import ArgumentError
 from geartrain.integrations.datasets.arrow import nested_array
 from geartrain.integrations.datasets.episode import require
 from geartrain.integrations.datasets.stored_rows import RowGroup
-from geartrain.integrations.datasets.writer import DatasetWriter, not_real
+from geartrain.integrations.datasets.writer import DatasetWriter, is_regular, not_real
 
 _COMPRESSIONS = ("zstd", "snappy", "gzip", "none")
 
@@ -51,6 +51,14 @@ class ParquetWriter(DatasetWriter):
     def refused(cls, name: str, field: Field) -> str | None:
         """Types that Parquet lacks."""
         return not_real(field, "Parquet")
+
+    @classmethod
+    def replaces(cls, path: Path) -> bool:
+        """A regular file that begins as Parquet files do."""
+        if not is_regular(path):
+            return False
+        with path.open("rb") as file:
+            return file.read(4) == b"PAR1"
 
     def write(self, group: RowGroup) -> int:
         """Writes the rows as one row group."""

@@ -12,8 +12,6 @@ import errno
 import importlib
 import logging
 import os
-import secrets
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +25,7 @@ from geartrain.core.shared_files import Trust, check_trust
 from geartrain.errors import ArgumentError, DatasetExistsError, NoSpaceError, SourceError
 from geartrain.integrations.datasets.arguments import casts_of, checked_options
 from geartrain.integrations.datasets.episode import FieldChoice, choose
+from geartrain.integrations.datasets.export_leftovers import at_work, remove, remove_dead, unfinished
 from geartrain.integrations.datasets.stored_rows import METADATA, StoredRows
 from geartrain.integrations.datasets.writer import DatasetWriter
 from geartrain.store.checkpoint_reader import Checkpoint
@@ -42,8 +41,6 @@ EXPORT_FORMATS = {
     "minari": ("geartrain.integrations.datasets.export_minari", "MinariWriter", None),
     "lerobot": ("geartrain.integrations.datasets.export_lerobot", "LeRobotWriter", None),
 }
-# Format -> the importer that recognises what may be replaced.
-_IMPORTER = {"npz": "arrays", "npy": "arrays", "parquet": "parquet", "minari": "minari", "lerobot": "lerobot"}
 
 
 @dataclass(frozen=True)
@@ -112,7 +109,8 @@ def export_store(
         skip_unsupported: leave out fields that the format cannot hold instead of refusing; the report names them.
         metadata: write `row.sequence`, `row.version`, `row.priority`, `row.times_sampled` and `row.inserted_at_ns`
             too, as values that a row has once (npz, npy, parquet).
-        overwrite: replace a dataset of this format that is there. Anything else is never replaced.
+        overwrite: replace a dataset of this format that is there. Anything else is never replaced: a folder with one
+            file that is not of the format's own kinds, or a folder where the format is a file.
         progress: a bar, or lines, on stderr. Without it, what was left out is told in a warning of the log.
         trust: who may write to the store that `source` names, as of `Store.open`.
         options: of the format, such as `fps=30` for LeRobot; docs/importers.md lists them.
@@ -142,7 +140,8 @@ def export_store(
     options = checked_options(f"the {format} exporter", writer_class, options, ("fields", "about"))
     if metadata and not writer_class.TAKES_METADATA:
         raise ArgumentError(f"{format} has no place for the metadata of rows; npz, npy and parquet have")
-    _check_target(target, format, overwrite)
+    _check_target(target, format, overwrite, writer_class)
+    remove_dead(target)
     started = time.monotonic()
     with StoredRows(source, trust=trust) as rows:
         if rows.count == 0:
@@ -177,7 +176,7 @@ def export_store(
                 to.finish()
             with _naming_full_disk(target):
                 _flush(fresh)
-                _put_in_place(fresh, target, format, overwrite)
+                _put_in_place(fresh, target, format, overwrite, writer_class)
             report = ExportReport(done, steps, bar.nbytes, rows.overwritten, rows.still_open, left_out)
     report = replace(report, elapsed_s=time.monotonic() - started)
     bar.say(f"{target}: {report}")
@@ -235,17 +234,17 @@ def _target(path: str | os.PathLike[str], format: str) -> tuple[Path, str]:
     return Path(os.path.realpath(name)), format
 
 
-def _check_target(target: Path, format: str, overwrite: bool) -> None:
+def _check_target(target: Path, format: str, overwrite: bool, writer: type[DatasetWriter]) -> None:
     """Raises where the dataset cannot be put: before any work."""
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, f"{target} cannot be written: its folder does not exist")
     if _is_there(target):
         if not overwrite:
             raise DatasetExistsError(f"{target} exists already; overwrite=True (--overwrite) replaces a dataset")
-        if not _replaceable(target, format):
-            raise DatasetExistsError(f"{target} is no {format} dataset, and will not be replaced")
+        if not _replaceable(target, writer):
+            raise DatasetExistsError(f"{target} is no {format} dataset alone, and will not be replaced")
     with _naming_full_disk(target):
-        probe = _sibling(target)
+        probe = unfinished(target)
         try:
             probe.touch(exist_ok=False)
         except OSError as error:
@@ -265,13 +264,9 @@ def _is_there(target: Path) -> bool:
     return True
 
 
-def _replaceable(target: Path, format: str) -> bool:
-    from geartrain.integrations.datasets.importer import FORMATS
-
-    if target.is_dir() and not any(target.iterdir()):
-        return True
+def _replaceable(target: Path, writer: type[DatasetWriter]) -> bool:
     try:
-        return bool(importlib.import_module(FORMATS[_IMPORTER[format]][0]).recognise(target))
+        return writer.replaces(target)
     except OSError:
         return False
 
@@ -285,19 +280,15 @@ def _check_space(target: Path, needed: int) -> None:
         )
 
 
-def _sibling(target: Path) -> Path:
-    # A name of its own length: one that is long already would be too long with more in front.
-    return target.with_name(f".{target.name[:64]}.{secrets.token_hex(6)}.exporting")
-
-
 @contextlib.contextmanager
 def _beside(target: Path) -> Iterator[Path]:
     """A path for the unfinished dataset, on the same file system; gone afterwards, but for what was put in place."""
-    fresh = _sibling(target)
-    try:
-        yield fresh
-    finally:
-        _remove(fresh)
+    fresh = unfinished(target)
+    with at_work(fresh):
+        try:
+            yield fresh
+        finally:
+            remove(fresh)
 
 
 @contextlib.contextmanager
@@ -311,13 +302,6 @@ def _ending(writer: DatasetWriter) -> Iterator[DatasetWriter]:
     writer.close()
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def _flush(path: Path) -> None:
     """Writes a file, or a folder and all in it, to its disk."""
     inside = sorted(path.rglob("*")) if path.is_dir() else []
@@ -329,13 +313,13 @@ def _flush(path: Path) -> None:
             os.close(descriptor)
 
 
-def _put_in_place(fresh: Path, target: Path, format: str, overwrite: bool) -> None:
+def _put_in_place(fresh: Path, target: Path, format: str, overwrite: bool, writer: type[DatasetWriter]) -> None:
     """Gives the dataset its name in one step, and removes what had the name where that may be."""
     if os.path.lexists(target):
         if not overwrite:
             raise DatasetExistsError(f"{target} was written by somebody else meanwhile; it is left as it is")
-        if not _replaceable(target, format):
-            raise DatasetExistsError(f"{target} is no {format} dataset any more, and will not be replaced")
+        if not _replaceable(target, writer):
+            raise DatasetExistsError(f"{target} is no {format} dataset alone any more, and will not be replaced")
         _native.exchange_paths(str(fresh), str(target))
     elif fresh.is_dir():
         fresh.rename(target)  # which fails where a folder that is not empty, or a file, has come between
@@ -365,7 +349,7 @@ def _naming_full_disk(target: Path) -> Iterator[None]:
         yield
     except NoSpaceError:
         raise
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         number = getattr(error, "errno", None)
         # Arrow and HDF5 put the number into the text alone.
         told = next((each for each in _FULL if number == each or f"rrno {each}]" in str(error)), None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+import os
+import stat
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -41,6 +43,15 @@ class DatasetWriter(abc.ABC):
         """Bytes of disk that are needed at least, where that is known before writing; else 0."""
         return 0
 
+    @classmethod
+    @abc.abstractmethod
+    def replaces(cls, path: Path) -> bool:
+        """Whether what is there is a dataset as this writer makes them and nothing else, so that it may be removed.
+
+        An importer reads a dataset beside whatever else is in its folder; what is replaced is removed as a whole, so
+        a single file of another kind is a no. An empty folder is a yes where the dataset is a folder.
+        """
+
     @abc.abstractmethod
     def write(self, group: RowGroup) -> int:
         """Writes some rows; returns their bytes. Raises `SourceError` for a value that the format cannot hold."""
@@ -73,4 +84,49 @@ def raw_bytes(fields: Mapping[str, Field], rows: int, steps: int) -> dict[str, i
     return {name: field.nbytes * (rows if field.per_row else steps) for name, field in fields.items()}
 
 
-__all__ = ["DatasetWriter", "not_of_numpy", "not_real", "raw_bytes"]
+def holds_only(folder: Path, kinds: Mapping[str, Collection[str]]) -> bool:
+    """Whether a folder has only entries of these names, and in them, however deep, regular files of these endings.
+
+    A name of an entry with no endings is a regular file itself. Symbolic links are a no wherever they are.
+    """
+    for entry in os.scandir(folder):
+        if entry.name not in kinds:
+            return False
+        endings = tuple(kinds[entry.name])
+        if not endings:
+            if not entry.is_file(follow_symlinks=False):
+                return False
+            continue
+        if not entry.is_dir(follow_symlinks=False):
+            return False
+        for at, folders, files in os.walk(entry.path, onerror=_raised):
+            if any(Path(at, each).is_symlink() for each in folders):
+                return False
+            if not all(each.endswith(endings) and is_regular(Path(at, each)) for each in files):
+                return False
+    return True
+
+
+def _raised(error: OSError) -> None:
+    raise error
+
+
+def is_regular(path: Path) -> bool:
+    """Whether the path itself is a regular file, and no link to one."""
+    return stat.S_ISREG(path.lstat().st_mode)
+
+
+def is_empty_folder(path: Path) -> bool:
+    """Whether the path is a folder with nothing in it."""
+    return path.is_dir() and next(path.iterdir(), None) is None
+
+
+__all__ = [
+    "DatasetWriter",
+    "holds_only",
+    "is_empty_folder",
+    "is_regular",
+    "not_of_numpy",
+    "not_real",
+    "raw_bytes",
+]

@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 from rich.markup import escape
 
 from geartrain.core.shared_files import check_trust
-from geartrain.tools.cli.app import app, out
+from geartrain.tools.cli.app import app, die, out
 from geartrain.tools.cli.import_dataset import key_values
 from geartrain.tools.cli.inspect_remove import TRUST_HELP
+
+
+class _Terminated(BaseException):
+    """SIGTERM came."""
+
+
+@contextlib.contextmanager
+def _cleaned_up_on_sigterm() -> Iterator[None]:
+    """Has SIGTERM end the command as Ctrl-C does, with what was begun removed, and the exit code 143."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminated(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would interrupt the removal
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, terminated)
+    try:
+        yield
+    except _Terminated:
+        die("stopped by SIGTERM", 128 + signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @app.command("export")
@@ -48,17 +76,18 @@ def export(
     """
     from geartrain.integrations import export_store
 
-    report = export_store(
-        store,
-        path,
-        format=format,
-        fields=field,
-        cast=cast or (),
-        skip_unsupported=skip_unsupported,
-        metadata=metadata,
-        overwrite=overwrite,
-        progress=not quiet,
-        trust=check_trust(trust),
-        **key_values(option or []),
-    )
+    with _cleaned_up_on_sigterm():
+        report = export_store(
+            store,
+            path,
+            format=format,
+            fields=field,
+            cast=cast or (),
+            skip_unsupported=skip_unsupported,
+            metadata=metadata,
+            overwrite=overwrite,
+            progress=not quiet,
+            trust=check_trust(trust),
+            **key_values(option or []),
+        )
     out.print(escape(f"{path}: {report}"), soft_wrap=True)

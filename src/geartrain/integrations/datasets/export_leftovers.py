@@ -1,0 +1,68 @@
+"""Unfinished datasets of exports that were killed: told from those at work by a lock that dies with its owner."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+_LOCK = ".lock"
+
+
+def unfinished(target: Path) -> Path:
+    """A new name beside the target. It has a length of its own: a name that is long already would become too long."""
+    return target.with_name(f"{_prefix(target)}{secrets.token_hex(6)}.exporting")
+
+
+@contextlib.contextmanager
+def at_work(fresh: Path) -> Iterator[None]:
+    """Keeps what is written at `fresh` from `remove_dead` for as long as this process lives."""
+    lock = fresh.with_name(fresh.name + _LOCK)
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: a later export cannot take it either
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def remove_dead(target: Path) -> None:
+    """Removes what killed exports to this target have left next to it, where this user may."""
+    name = re.compile(re.escape(_prefix(target)) + r"[0-9a-f]{12}\.exporting" + re.escape(_LOCK))
+    try:
+        locks = [each for each in target.parent.iterdir() if name.fullmatch(each.name)]
+    except OSError:  # a folder that may be written to and not listed
+        return
+    for lock in locks:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                left = lock.with_name(lock.name.removesuffix(_LOCK))
+                for path in (left, left.with_name(left.name + ".parts")):
+                    remove(path)
+                lock.unlink(missing_ok=True)
+            finally:
+                os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Removes a file, or a folder with all in it, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _prefix(target: Path) -> str:
+    return f".{target.name[:64]}."
+
+
+__all__ = ["at_work", "remove", "remove_dead", "unfinished"]
