@@ -140,7 +140,7 @@ def test_what_cannot_be_printed_ends_no_saving_and_repeats_none(tmp_path: Path, 
             os.close(stdout)
             try:
                 for rows in (4, 5, 6):  # one checkpoint each, and none for the ticks between
-                    until(lambda: _rows(series) == [*range(4, rows + 1)], f"not saved once with {rows} rows")
+                    until(lambda rows=rows: _rows(series) == [*range(4, rows + 1)], f"not saved once with {rows} rows")
                     insert(store, 1)
                 until(lambda: _rows(series) == [5, 6, 7])
             finally:

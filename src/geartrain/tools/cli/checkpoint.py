@@ -92,7 +92,7 @@ def _save_every(name: str, path: Path, keep: int, trust: Trust, every_s: float) 
 
 
 def _save(name: str, path: Path, keep: int, trust: Trust, seen: object) -> tuple[object, Saved | None]:
-    """Saves unless the store is as it was; what to compare it with the next time, and the figures where it was saved."""
+    """Saves unless the store is as it was; what to compare it with the next time, and the figures of the save."""
     with Store.peek(name, trust=trust) as store:
         state = (store.id, store.native.next_sequence(), store.native.counters())
         return state, None if state == seen else save_next(store, path, keep)
