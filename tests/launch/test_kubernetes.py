@@ -183,3 +183,11 @@ def test_the_commands_of_pods_run_the_job_when_their_names_become_known(tmp_path
     learner, actor = (json.loads((tmp_path / f"logs{i}" / "summary.json").read_text())["processes"] for i in range(2))
     assert learner["learner-0"]["steps"] == 20
     assert actor["inserter-0"]["rows"] > 0
+
+
+def test_dollars_are_those_that_were_given():
+    found = made(env={"PRICE": "$(HOME) $$5"}, command=["sh", "$(X)"])
+    for _, _, pod in pods(found):
+        container = pod["containers"][0]
+        assert {"name": "PRICE", "value": "$$(HOME) $$$$5"} in container["env"]
+        assert container["command"][:2] == ["sh", "$$(X)"]

@@ -268,3 +268,10 @@ def test_no_store_is_served_where_nobody_asked_for_it():
         launch.Job("x", [launch.Role("a", "a:b")], serve_stores=True)
     with pytest.raises(ArgumentError, match="serve_stores is true or false, found 1"):
         launch.Job("x", [launch.learners("a:b")], serve_stores=1)
+
+
+@pytest.mark.parametrize("what", ["timeout_s", "stop_s"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 10**400, 0])
+def test_times_that_are_no_times_are_refused(what: str, value: float) -> None:
+    with pytest.raises(ArgumentError, match=f"{what} must be above 0"):
+        launch.Job("x", [launch.learners("x:learn")], **{what: value})

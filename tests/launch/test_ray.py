@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -15,7 +16,8 @@ from deadlines import patience
 from ray_cluster import RayCluster, why_not
 
 from geartrain import launch
-from geartrain.errors import ArgumentError
+from geartrain.errors import ArgumentError, GeartrainError
+from geartrain.launch.ray import check_answers
 
 TESTS = Path(__file__).parents[1] / "support"
 WHY_NOT = why_not()
@@ -198,3 +200,13 @@ def test_what_ray_cannot_mean_is_refused_before_it_is_asked():
         run(launch.Job("x", [launch.learners("x:y")]), hosts=2, address="local")
     with pytest.raises(ArgumentError, match="no role runs on host 1 of 2"):
         run(job, hosts=2)
+
+
+def test_an_address_where_nothing_answers_is_refused_before_ray_tries_it():
+    with socket.socket() as nobody, socket.create_server(("127.0.0.1", 0)) as somebody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        for address in (f"127.0.0.1:{nobody.getsockname()[1]}", "127.0.0.1:70000", f"ray://127.0.0.1:{10**30}"):
+            with pytest.raises(GeartrainError, match="there is no Ray cluster at"):
+                check_answers(address)
+        check_answers(f"127.0.0.1:{somebody.getsockname()[1]}")
+    check_answers("auto")

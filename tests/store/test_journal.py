@@ -23,6 +23,7 @@ from geartrain.errors import (
     JournalError,
     LockTimeoutError,
     NoSpaceError,
+    StoreExistsError,
     WaitTimeoutError,
 )
 from geartrain.store.checkpoint_reader import Checkpoint
@@ -364,3 +365,86 @@ def test_loading_that_is_killed_while_its_journal_begins_starts_anew(tmp_path: P
         with gt.Store.load(tmp_path / "checkpoint", name, journal=path, journal_sync_s=30.0) as again:
             assert tags(again) == list(range(12))
     assert killed >= 2
+
+
+def test_a_killed_load_and_a_killed_job_are_started_again_on_the_same_host(
+    tmp_path: Path, name: str, fork: Fork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tagged.create(name, CAPACITY) as store:
+        tagged.insert(store, range(12))
+        store.save(tmp_path / "checkpoint")
+
+    def load(journal: Path) -> gt.Store:
+        return gt.Store.load(tmp_path / "checkpoint", name, journal=journal, journal_sync_s=0.0)
+
+    options = journal_module.JournalOptions.__init__
+    for operation in (1, 5, 9):
+
+        def killed(operation: int = operation) -> None:
+            disk = KillingDisk(operation)
+            with monkeypatch.context() as patch:
+                patch.setattr(journal_module.JournalOptions, "__init__", lambda self, *args: options(self, *args, disk))
+                load(tmp_path / "journal")
+            os._exit(0)
+
+        wait_for(fork(killed))
+
+    def run() -> None:
+        store = load(tmp_path / "journal")
+        tagged.insert(store, [50])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for rows in (13, 14):
+        wait_for(fork(run))
+        with gt.Store.peek(name) as left:
+            assert len(left) == rows
+    with load(tmp_path / "journal") as again:
+        assert tags(again)[:12] == list(range(12)) and len(again) == 14
+        with pytest.raises(StoreExistsError):  # a process uses it
+            load(tmp_path / "journal")
+    wait_for(fork(run))
+    with pytest.raises(StoreExistsError):  # another journal's
+        load(tmp_path / "other")
+    with gt.Store.load(tmp_path / "checkpoint", name, create="replace") as plain:
+        assert len(plain) == 12
+        with pytest.raises(StoreExistsError, match="in use"):
+            gt.Store.load(tmp_path / "checkpoint", name, create="replace")
+    with pytest.raises(ArgumentError, match="create is"):
+        gt.Store.load(tmp_path / "checkpoint", name, create="never")
+
+
+def test_later_checkpoints_of_a_journals_store_restore_the_journal(tmp_path: Path, name: str) -> None:
+    with tagged.create(name, CAPACITY) as store:
+        tagged.insert(store, range(4))
+        store.save(tmp_path / "first")
+
+    def load(checkpoint: str) -> gt.Store:
+        return gt.Store.load(tmp_path / checkpoint, name, journal=tmp_path / "journal", journal_sync_s=0.0)
+
+    with load("first") as store:
+        tagged.insert(store, [10])
+        store.save(tmp_path / "second")
+        tagged.insert(store, [11])
+    for _ in range(2):
+        with load("second") as store:  # the second time it is of the store before the last
+            assert tags(store) == [0, 1, 2, 3, 10, 11]
+    with load("first") as store:
+        assert len(store) == 6
+        store.save(tmp_path / "third")
+    with gt.Store.load(tmp_path / "third", name) as foreign:
+        tagged.insert(foreign, [12])
+        foreign.save(tmp_path / "foreign")
+    with pytest.raises(JournalError, match=r"restore the journal with Store\.create"):
+        load("foreign")
+    with load("third") as store:
+        tagged.insert(store, [13])
+        store.sync_journal(patience(10))
+        kept = {path.name: path.read_bytes() for path in (tmp_path / "journal").iterdir()}
+        tagged.insert(store, [14])
+        store.save(tmp_path / "ahead")
+    for path in (tmp_path / "journal").iterdir():  # a power cut took what is newer
+        path.unlink()
+    for file, content_then in kept.items():
+        (tmp_path / "journal" / file).write_bytes(content_then)
+    with pytest.raises(JournalError, match="lacks"):
+        load("ahead")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from deadlines import patience, until
 from mounts import file_system
 
 import geartrain as gt
+from geartrain.errors import CheckpointError
 from geartrain.store.checkpoint_reader import Checkpoint
 from geartrain.store.checkpoint_series import LATEST, saved_in
 
@@ -117,3 +119,39 @@ def _watch(process: Any, store: gt.Store, series: Path, small: Path, name: str) 
     assert all(line.startswith("error: ") for line in lines)
     assert sum("Waiting for it" in line for line in lines) == 1
     assert "10 rows" in process.stdout.read()
+
+
+@pytest.mark.parametrize("broken", ["full", "pipe"])
+def test_what_cannot_be_printed_ends_no_saving_and_repeats_none(tmp_path: Path, name: str, broken: str) -> None:
+    series = tmp_path / "series"
+    if broken == "full":
+        stdout = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, stdout = os.pipe()
+        os.close(reader)
+    with make(name) as store:
+        with preloaded.Popen(
+            command(name, str(series), "--every", "0.1s", "--keep", "3"),
+            env=environment(),
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            os.close(stdout)
+            try:
+                for rows in (4, 5, 6):  # one checkpoint each, and none for the ticks between
+                    until(lambda rows=rows: _rows(series) == [*range(4, rows + 1)], f"not saved once with {rows} rows")
+                    insert(store, 1)
+                until(lambda: _rows(series) == [5, 6, 7])
+            finally:
+                process.send_signal(signal.SIGINT)
+                assert process.wait(patience(30)) in (130, 120)  # 120: what is left to print cannot be
+                assert "error: stopped by Ctrl-C" in process.stderr.read()
+
+
+def _rows(series: Path) -> list[int]:
+    found = []
+    for path in saved_in(series):
+        with contextlib.suppress(CheckpointError), Checkpoint(path) as one:
+            found.append(one.rows)
+    return found

@@ -28,6 +28,8 @@ ACT, REDUCE = "geartrain.launch.actor_role:act", "geartrain.launch.reducer_role:
 #: Kinds whose processes serve others: they must not end by themselves, and are stopped last.
 SERVERS = ("agent", "reducer")
 
+#: 31 years: no clock or wait overflows.
+_LONGEST_S = 1e9
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 
@@ -468,8 +470,8 @@ def _file_module(path: Path, given: str) -> ModuleType:
 
 
 def _seconds(about: str, what: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ArgumentError(f"{about}: {what} must be above 0, found {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _LONGEST_S:
+        raise ArgumentError(f"{about}: {what} must be above 0 and at most {_LONGEST_S:g} s, found {value!r}")
 
 
 def _whole(about: str, what: str, value: Any, least: int) -> None:

@@ -95,7 +95,7 @@ def job_set(
         variables.append({"name": POD_MASTER, "value": master})
         key = {"name": secret or f"{name}-secret", "key": "secret"}
         variables.append({"name": "GEARTRAIN_SECRET", "valueFrom": {"secretKeyRef": key}})
-    variables += [{"name": variable, "value": value} for variable, value in (env or {}).items()]
+    variables += [{"name": variable, "value": _literal(value)} for variable, value in (env or {}).items()]
     # Logs of processes go where any image can be written to; the launcher's lines and errors are the pod's log.
     launch = [*command, "launch", description, "--lines", "--folder", f"/tmp/{job.name}"]
     for word in launch:
@@ -110,7 +110,7 @@ def job_set(
         container = {
             "name": "launcher",
             "image": image,
-            "command": launch,
+            "command": [_literal(word) for word in launch],
             "env": [*variables, {"name": POD_FIRST_HOST, "value": str(first)}],
             "resources": _resources(needed, gpu_resource),
             "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
@@ -198,6 +198,11 @@ def _resources(needed: HostResources, gpu_resource: str) -> dict[str, dict[str, 
 def _mebibytes(gibibytes: float | None) -> str:
     assert gibibytes is not None
     return f"{math.ceil(gibibytes * 1024)}Mi"
+
+
+def _literal(text: str) -> str:
+    """As Kubernetes reads it: $(NAME) in commands and values is a variable's value, and $$ is $."""
+    return text.replace("$", "$$")
 
 
 def _check_label(about: str, label: str) -> None:

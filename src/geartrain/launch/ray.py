@@ -44,6 +44,8 @@ from geartrain.launch.summary import Summary
 PLACE_S = 300.0
 #: For launchers to end after a failure or an interrupt, beside the job's `stop_s`: losses are noticed within 11 s.
 END_S = 45.0
+#: For a cluster's port to answer, before Ray is asked to join it.
+ANSWER_S = 5.0
 _POLL_S = 0.2
 
 
@@ -180,6 +182,7 @@ def _connected(address: str | None, needed: HostResources) -> Any:
     except ImportError:
         raise MissingDependencyError("jobs on Ray need ray: pip install 'geartrain[ray]'") from None
     if not ray.is_initialized():
+        check_answers(address or os.environ.get("RAY_ADDRESS") or "auto")
         try:
             options: dict[str, Any] = {}
             if (
@@ -196,6 +199,23 @@ def _connected(address: str | None, needed: HostResources) -> Any:
                 f"there is no Ray cluster at {address or 'auto'!r} (ray start --head): {reason}"
             ) from None
     return ray
+
+
+def check_answers(address: str) -> None:
+    """Connects to host:port and ends that at once: Ray itself tries for a minute, and prints each of its tries.
+
+    Raises:
+        GeartrainError: nothing answers there within `ANSWER_S`. Other addresses are left to Ray.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal() or not port.isascii():
+        return
+    try:
+        if not 0 < int(port) < 1 << 16:
+            raise OSError("there is no such port")
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
+    except (OSError, UnicodeError) as error:
+        raise GeartrainError(f"there is no Ray cluster at {address!r} (ray start --head): {error}") from None
 
 
 def _bundle(needed: HostResources) -> dict[str, float]:
@@ -309,4 +329,4 @@ def _recording(signals: list[int]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-__all__ = ["END_S", "PLACE_S", "run"]
+__all__ = ["ANSWER_S", "END_S", "PLACE_S", "check_answers", "run"]

@@ -295,7 +295,8 @@ class JournalOptions:
         """Restores what the journal holds into a new store, and journals the store from there on.
 
         With a checkpoint an empty journal begins with its rows, all of which are on the disk afterwards; one that has
-        begun with them already holds what came after, and is what is restored.
+        begun with them already holds what came after, and is what is restored: also with a later checkpoint, of the
+        store that it was written for.
 
         Returns what starts this process's thread.
         """
@@ -310,8 +311,9 @@ class JournalOptions:
                     f"close it first"
                 )
             try:
-                writer = self._writer(native, fields, max_length, directory, checkpoint, progress)
-                native.set_journal(os.fsencode(self.path), self._full == "error", int(self._sync_s * 1e9))
+                with directory.filling(int(native.describe()["store_id"])):
+                    writer = self._writer(native, fields, max_length, directory, checkpoint, progress)
+                    native.set_journal(os.fsencode(self.path), self._full == "error", int(self._sync_s * 1e9))
             except BaseException:
                 directory.unlock()
                 raise
@@ -326,17 +328,27 @@ class JournalOptions:
         checkpoint: Checkpoint | None,
         progress: bool,
     ) -> JournalWriter:
-        begun = directory.origin is None or directory.contents(verify=False).origin is not None
+        state = None if directory.origin is None else directory.contents(verify=False)
+        begun = state is None or state.origin is not None
         if checkpoint is None and not begun:
             raise JournalError(
                 f"the journal {self.path} was to begin with a checkpoint, and loading that was interrupted: load it "
                 f"again with this journal, or give another directory"
             )
-        if checkpoint is not None and directory.origin != checkpoint.id:
-            raise JournalError(
-                f"the journal {self.path} did not begin with the checkpoint {checkpoint.directory}: restore it with "
-                f"Store.create, or give a new directory"
-            )
+        if checkpoint is not None and checkpoint.id not in (directory.origin, *directory.later):
+            if state is None or not begun or checkpoint.store_id != state.store:
+                raise JournalError(
+                    f"the journal {self.path} did not begin with the checkpoint {checkpoint.directory}, nor was that "
+                    f"saved from the store it was written for last: restore the journal with Store.create, or give a "
+                    f"new directory to go on from the checkpoint"
+                )
+            if checkpoint.next_sequence > state.next_sequence:
+                raise JournalError(
+                    f"the checkpoint {checkpoint.directory} has rows that the journal {self.path} lacks: restore the "
+                    f"journal with Store.create, or give a new directory to go on from the checkpoint"
+                )
+            assert checkpoint.id is not None
+            directory.note_later(checkpoint.id)
         if begun:
             contents = fill(native, directory, repair=True)
             _check_unused(directory, contents)

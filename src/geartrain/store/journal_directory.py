@@ -12,8 +12,8 @@ import json
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,8 @@ from geartrain.store.journal_format import (
 
 MANIFEST = "journal.json"
 LOCK = "journal.lock"
+#: While a store is filled from a journal or its checkpoint: the store's id.
+FILLING = "journal.filling"
 #: What a store must have to take a journal's rows into their places.
 _SAME = ("capacity", "priority_fraction_bits")
 
@@ -158,6 +160,9 @@ class JournalDirectory:
         self.per_step = manifest["version"] == VERSION_STEPS
         #: The checkpoint whose rows are, or were to be, the first here.
         self.origin: str | None = manifest.get("origin")
+        #: Later checkpoints, of stores that were journaled here, with which it was restored.
+        self.later: list[str] = [str(each) for each in manifest.get("later", [])]
+        self._manifest = manifest
 
     # --- the lock -------------------------------------------------------------------------------------------
 
@@ -181,6 +186,24 @@ class JournalDirectory:
         if fd >= 0:
             with suppress(OSError):
                 os.close(fd)
+
+    def note_later(self, checkpoint: str) -> None:
+        """Keeps a checkpoint among those whose rows are here; the lock is held. Raises `OSError`."""
+        self.later.append(checkpoint)
+        unfinished = self.path / f".{MANIFEST}"
+        write_json(unfinished, {**self._manifest, "later": self.later})
+        unfinished.rename(self.path / MANIFEST)
+        sync_directory(self.path)
+
+    @contextmanager
+    def filling(self, store: int) -> Iterator[None]:
+        """Says which store is being filled, so that one that a killed process leaves half filled is known."""
+        note = self.path / FILLING
+        note.write_text(str(store))
+        try:
+            yield
+        finally:
+            note.unlink(missing_ok=True)
 
     # --- reading --------------------------------------------------------------------------------------------
 
@@ -385,6 +408,15 @@ def make_journal(
     return journal
 
 
+def is_journal_of(path: Path, store: int, journaled: bytes | None) -> bool:
+    """Whether a store that says it is `journaled` there has its rows from, or in, the journal of a directory."""
+    try:
+        filled = (path / FILLING).read_text() == str(store)
+    except (OSError, ValueError):
+        filled = False
+    return filled or (journaled is not None and Path(os.fsdecode(journaled)) == path)
+
+
 def is_journal(path: Path) -> bool:
     """Whether a directory holds a journal."""
     return (path / MANIFEST).is_file()
@@ -421,4 +453,4 @@ def _after_fork() -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 
-__all__ = ["JournalContents", "Disk", "JournalDirectory", "Segment", "is_journal", "make_journal"]
+__all__ = ["JournalContents", "Disk", "JournalDirectory", "Segment", "is_journal", "is_journal_of", "make_journal"]

@@ -12,7 +12,7 @@ from geartrain.core.arguments import capacity_of, nanoseconds, schema_difference
 from geartrain.core.dtypes import dtype_of_code
 from geartrain.core.schema import Field, check_fields, check_max_length, fields_of_stored, stored_schema
 from geartrain.core.shared_files import Trust
-from geartrain.errors import ArgumentError, FieldError, IncompatibleStoreError, StoreExistsError
+from geartrain.errors import ArgumentError, FieldError, IncompatibleStoreError, StoreError, StoreExistsError
 
 #: One of REMOVERS, or "lowest:FIELD" or "highest:FIELD" of a field that is one number a row.
 Remover = str
@@ -195,6 +195,21 @@ def remove_unused(name: str, trust: Trust = "user") -> None:
             f"the store {name!r} is in use by {users} process{'es' if users > 1 else ''}; it can only be joined"
         )
     peeked.unlink()
+
+
+def remove_journaled(name: str, journal: Path, trust: Trust = "user") -> None:
+    """Removes the segment of that name if no process uses it, and it is the journal's or has no rows."""
+    from geartrain.store.journal_directory import is_journal_of
+
+    try:
+        peeked = _peek(name, trust)
+        state = peeked.journal_state()
+        store, journaled = int(peeked.describe()["store_id"]), None if state is None else state["path"]
+        known = is_journal_of(journal, store, journaled) or peeked.committed_count() == 0
+        if known and not peeked.live_clients():
+            peeked.unlink()
+    except StoreError:  # none, or none to be removed: creating one says so
+        return
 
 
 def check_schema(name: str, wanted: Mapping[str, Field], max_length: int | None, native: _native.Store) -> None:

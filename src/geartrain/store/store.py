@@ -33,6 +33,7 @@ from geartrain.store.segment import (
     Remover,
     check_schema,
     create_segment,
+    remove_journaled,
     remove_unused,
 )
 from geartrain.store.writable import WritableStore
@@ -317,6 +318,7 @@ class Store(WritableStore):
         directory: str | os.PathLike[str] | Checkpoint,
         name: str | os.PathLike[str],
         *,
+        create: Literal["missing", "replace"] = "missing",
         progress: bool = False,
         journal: str | os.PathLike[str] | None = None,
         journal_sync_s: float = 1.0,
@@ -330,20 +332,28 @@ class Store(WritableStore):
         Args:
             directory: what was given to `save`; or an open `Checkpoint`, which stays open.
             name: of the new store, as in `create`.
+            create: "missing" (a store of that name is an error), or "replace": one that no process uses is removed
+                first, as by `open`. With a journal one that a killed process has left is removed anyhow, where it is
+                the journal's or has no rows.
             progress: show a progress bar.
             journal, journal_sync_s, journal_full: as in `create`. A new journal begins with the rows of the checkpoint,
-                all of which are on its disk when this returns. One that began with this very checkpoint has what came
-                after, and is what is restored: a job that is started again runs the same line.
+                all of which are on its disk when this returns. One that began with this checkpoint, or with an
+                earlier one and was written last for the store that this was saved from, has what came after, and is
+                what is restored: a job that is started again runs the same line.
             options: `trust`, `reserve` and `timeout_s` as in `create`, and `persist` instead of the checkpoint's.
 
         Raises:
             CheckpointError: absent, incomplete, or damaged; names the file and its first bad block.
-            JournalError: the journal is in use, damaged, or began with something else.
+            StoreExistsError: the name is taken.
+            JournalError: the journal is in use, damaged, began with something else, or lacks rows of the checkpoint.
         """
         from geartrain.store.checkpoint_reader import Checkpoint, read_newest
 
+        if create not in ("missing", "replace"):
+            raise ArgumentError(f"create is 'missing' or 'replace', found {create!r}")
         if not isinstance(directory, Checkpoint):
             given: dict[str, Any] = {
+                "create": create,
                 "journal": journal,
                 "journal_sync_s": journal_sync_s,
                 "journal_full": journal_full,
@@ -359,6 +369,11 @@ class Store(WritableStore):
             from geartrain.store.journal import JournalOptions
 
             wanted = JournalOptions(journal, journal_sync_s, journal_full)
+        trust = check_trust(options.get("trust", "user"))
+        if create == "replace":
+            remove_unused(os.fspath(name), trust)
+        elif wanted is not None:
+            remove_journaled(os.fspath(name), wanted.path, trust)
         limits = {key: value for key, value in found.options.items() if key != "persist"}
         store = cls.create(name, found.fields, max_length=found.max_length, **{**limits, **options})
         try:

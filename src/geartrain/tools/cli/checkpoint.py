@@ -14,6 +14,7 @@ from rich.markup import escape
 from geartrain.core.shared_files import Trust, check_trust
 from geartrain.errors import ArgumentError, GeartrainError, StoreMissingError
 from geartrain.store.checkpoint_series import holding, save_next
+from geartrain.store.checkpoint_writer import Saved
 from geartrain.store.store import Store
 from geartrain.tools.cli.app import app, out, print_error
 from geartrain.tools.cli.checks import output_folder
@@ -57,7 +58,8 @@ def checkpoint(
             looked.enter_context(Store.peek(name, trust=trusted))  # before a directory is made
         with holding(path):
             if every_s is None:
-                _save(name, path, keep, trusted, None)
+                if saved := _save(name, path, keep, trusted, None)[1]:
+                    _show(saved)
             else:
                 _save_every(name, path, keep, trusted, every_s)
 
@@ -65,8 +67,9 @@ def checkpoint(
 def _save_every(name: str, path: Path, keep: int, trust: Trust, every_s: float) -> None:
     due_s, seen, waits = time.monotonic(), None, False
     while True:
+        saved = None
         try:
-            seen = _save(name, path, keep, trust, seen)
+            seen, saved = _save(name, path, keep, trust, seen)
             waits = False
         except StoreMissingError as error:
             if not waits:
@@ -76,6 +79,9 @@ def _save_every(name: str, path: Path, keep: int, trust: Trust, every_s: float) 
             raise
         except (GeartrainError, OSError) as error:
             print_error(str(error) or type(error).__name__)
+        if saved is not None:
+            with contextlib.suppress(OSError, SystemExit):  # rich's of a broken pipe: nobody reads, and saving goes on
+                _show(saved)
         now_s = time.monotonic()
         if waits:
             time.sleep(min(_LOOK_S, every_s))
@@ -85,21 +91,21 @@ def _save_every(name: str, path: Path, keep: int, trust: Trust, every_s: float) 
             time.sleep(max(0.0, due_s - now_s))
 
 
-def _save(name: str, path: Path, keep: int, trust: Trust, seen: object) -> object:
-    """Saves unless the store is as it was; what to compare it with the next time."""
+def _save(name: str, path: Path, keep: int, trust: Trust, seen: object) -> tuple[object, Saved | None]:
+    """Saves unless the store is as it was; what to compare it with the next time, and the figures of the save."""
     with Store.peek(name, trust=trust) as store:
         state = (store.id, store.native.next_sequence(), store.native.counters())
-        if state == seen:
-            return seen
-        saved = save_next(store, path, keep)
-        out.print(
-            f"{escape(str(saved.path))}: {saved.rows:,} rows, {saved.bytes_written / 1e6:,.1f} MB written, "
-            f"{saved.bytes_linked / 1e6:,.1f} MB linked, {saved.seconds:.2f} s"
-            + (f"; {saved.left_out:,} rows were overwritten meanwhile" if saved.left_out else "")
-            + (f"; not linked: {escape(saved.not_linked)}" if saved.not_linked else ""),
-            soft_wrap=True,
-        )
-    return state
+        return state, None if state == seen else save_next(store, path, keep)
+
+
+def _show(saved: Saved) -> None:
+    out.print(
+        f"{escape(str(saved.path))}: {saved.rows:,} rows, {saved.bytes_written / 1e6:,.1f} MB written, "
+        f"{saved.bytes_linked / 1e6:,.1f} MB linked, {saved.seconds:.2f} s"
+        + (f"; {saved.left_out:,} rows were overwritten meanwhile" if saved.left_out else "")
+        + (f"; not linked: {escape(saved.not_linked)}" if saved.not_linked else ""),
+        soft_wrap=True,
+    )
 
 
 def _seconds(given: str) -> float:
