@@ -23,7 +23,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
@@ -31,7 +31,9 @@ from geartrain.core.extras import require_torch
 from geartrain.errors import ArgumentError, PeerLostError, RanksDisagreeError, WaitTimeoutError
 from geartrain.replay.distributed.carrier import MAX_MESSAGES, Bytes, Carrier, CarrierError, Cause, Message
 from geartrain.replay.distributed.gloo_carrier import GlooCarrier
-from geartrain.replay.distributed.transport_carrier import TransportCarrier, open_carrier
+
+if TYPE_CHECKING:  # the network is loaded by the group that uses it
+    from geartrain.replay.distributed.transport_carrier import TransportCarrier
 
 # Longest wait for the key-value store when the reason of a failure is read or written.
 NOTE_S = 2.0
@@ -258,6 +260,7 @@ class TorchRankGroup:
         self._pid = os.getpid()
         self._why_gloo = ""
         self._carrier: Carrier | None = None
+        self._transports: TransportCarrier | None = None  # the carrier, where it is this one
         wanted = os.environ.get("GEARTRAIN_RANK_CARRIER", "auto")
         if wanted not in ("auto", "tcp", "gloo"):
             raise ArgumentError(f"GEARTRAIN_RANK_CARRIER is auto, tcp or gloo, found {wanted!r}")
@@ -274,6 +277,8 @@ class TorchRankGroup:
             self._open(wanted)
 
     def _open(self, wanted: str) -> None:
+        from geartrain.replay.distributed.transport_carrier import open_carrier
+
         try:
             opened = open_carrier(
                 self._store,
@@ -288,7 +293,7 @@ class TorchRankGroup:
                 self._why_gloo = opened
                 self._carrier = GlooCarrier(self._store, self.rank, self.size, self._timeout_s)
             else:
-                self._carrier = opened
+                self._carrier = self._transports = opened
             self.all_gather(np.zeros(1, np.uint8))  # all of them reach those they have most to do with
         except (RuntimeError, WaitTimeoutError) as error:
             which = f": missing are {error}" if isinstance(error, WaitTimeoutError) else f": {error}"
@@ -298,7 +303,7 @@ class TorchRankGroup:
 
     def all_gather(self, mine: Bytes) -> Bytes:
         """See `RankGroup`."""
-        if self.size > RADIX or not isinstance(self._carrier, TransportCarrier):
+        if self.size > RADIX or self._transports is None:
             return all_gather_bruck(self, mine)
         parts = self.all_to_all([mine] * self.size)
         gathered = np.empty((self.size, mine.size), np.uint8)
@@ -316,8 +321,8 @@ class TorchRankGroup:
     def all_to_all(self, parts: Sequence[Bytes]) -> list[Bytes]:
         """See `RankGroup`."""
         self._check_usable()
-        carrier = self._carrier
-        if not isinstance(carrier, TransportCarrier):
+        carrier = self._transports
+        if carrier is None:
             return all_to_all_of_known_sizes(self, parts)
         self._calls += 1
         self.sent_bytes += sum(part.size for part in parts) - parts[self.rank].size
