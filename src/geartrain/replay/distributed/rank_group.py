@@ -20,6 +20,7 @@ import os
 import pickle
 import threading
 import time
+import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -224,7 +225,8 @@ class TorchRankGroup:
     Ranks of one host exchange messages through shared memory, ranks of different hosts over TCP, by geartrain's own
     transports (transport_carrier.py); by Gloo (gloo_carrier.py) where a rank cannot use those. `repr` says which, and
     why. `GEARTRAIN_RANK_CARRIER` may say "tcp" (no shared memory) or "gloo" instead of "auto"; it is the same on all
-    ranks, or Gloo on all where one says so.
+    ranks, or Gloo on all where one says so. A rank that has not asked for Gloo warns. Gloo knows no TLS: where a rank
+    asks for that (`GEARTRAIN_TLS_CERT` and the others), all ranks raise instead.
 
     Args:
         members: global ranks; their order gives the ranks in this group. This process must be one of them, and all of
@@ -233,7 +235,8 @@ class TorchRankGroup:
 
     Raises:
         ArgumentError: there is no process group, this rank is not a member, or `GEARTRAIN_RANK_CARRIER` says something
-            else.
+            else; or, on all ranks, a rank has settings that cannot be followed: certificates that cannot be used, TLS
+            over Gloo, an interface in `GLOO_SOCKET_IFNAME` that is not there.
         PeerLostError: not all members joined in time.
     """
 
@@ -291,6 +294,8 @@ class TorchRankGroup:
             )
             if isinstance(opened, str):
                 self._why_gloo = opened
+                if wanted != "gloo":
+                    warnings.warn(f"the ranks use Gloo, because of {opened}", RuntimeWarning, stacklevel=4)
                 self._carrier = GlooCarrier(self._store, self.rank, self.size, self._timeout_s)
             else:
                 self._carrier = self._transports = opened
