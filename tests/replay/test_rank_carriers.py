@@ -270,6 +270,17 @@ def test_the_interface_of_gloos_variable_is_listened_on(monkeypatch: pytest.Monk
         carrier.close()
 
 
+@pytest.mark.parametrize("interface", ["eth-none", "lo" + 20 * "o"])
+def test_an_interface_that_is_not_there_is_an_error_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, interface: str
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    store = dist.HashStore()
+    for each in on_threads(2, lambda rank: open_carrier(store, rank, 2, patience(20), lambda: False)):
+        assert isinstance(each, ArgumentError), each
+        assert f"rank 0 of the group cannot take part: GLOO_SOCKET_IFNAME names '{interface}'" in str(each)
+
+
 @pytest.mark.parametrize("transport", ["inproc", "tcp"])
 def test_an_all_to_all_carries_sizes_that_only_senders_know(ranks: Callable[..., Ranks], transport: str) -> None:
     group, size = ranks(3, transport), 3

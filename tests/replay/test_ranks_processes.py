@@ -176,6 +176,7 @@ def test_settings_that_one_rank_cannot_follow_are_an_error_on_all(
         ([{}, tls], ["rank 1 of the group", "/nowhere.pem"]),
         ([{}, {"GEARTRAIN_TLS_CERT": "/nowhere.pem"}], ["rank 1 of the group", "GEARTRAIN_TLS_KEY"]),
         ([{**gloo, **tls}, {}], ["rank 0 of the group", "GEARTRAIN_RANK_CARRIER says gloo", "GEARTRAIN_TLS_"]),
+        ([{}, {"GLOO_SOCKET_IFNAME": "eth-none"}], ["rank 1 of the group", "GLOO_SOCKET_IFNAME names 'eth-none'"]),
     ]
     settings = json.dumps([case for case, _ in cases] + [[{}, gloo], [gloo, gloo]])
     for rank, process in enumerate(start("opens", store_name(), 2, tmp_path, CASES=settings)):

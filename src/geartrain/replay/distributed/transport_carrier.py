@@ -18,6 +18,7 @@ of the lowest distance have both ends at work, so that no circle of ranks waits 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import socket
@@ -433,11 +434,16 @@ def _wait_for(store: Any, names: list[str], until_s: float) -> None:
 
 def _listening_host(store: Any) -> str:
     """The address to listen on: of the interface that Gloo is told to use, or of the one that leads to the job's store;
-    every interface where neither says."""
+    every interface where neither says. Raises `ArgumentError` where the interface has no IPv4 address."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    with contextlib.suppress(OSError):
-        if name:
+    if name:
+        try:
             return interface_address(name)
+        except OSError as error:
+            raise ArgumentError(
+                f"GLOO_SOCKET_IFNAME names {name!r}, which is no interface with an IPv4 address here: {error.strerror}"
+            ) from error
+    with contextlib.suppress(OSError):
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
         address = address_towards(store.host) if isinstance(getattr(store, "host", None), str) else ""
@@ -453,7 +459,10 @@ def interface_address(name: str) -> str:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         SIOCGIFADDR = 0x8915
-        answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        encoded = os.fsencode(name)
+        if len(encoded) > 15:  # IFNAMSIZ: the kernel would look for another, shorter name
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+        answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", encoded))
         return socket.inet_ntoa(answer[20:24])
 
 
