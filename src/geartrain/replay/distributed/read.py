@@ -255,8 +255,10 @@ class ShardReader:
         self.members = members
         self._plans = plans
         self._cursors = cursors
-        # A lost row is always replaced where draws are independent: its shard is not empty.
-        self._always_replaced = all(is_independent(each.strategy) and not each.limited for each in samplers)
+        # A lost row is always replaced where draws are independent and none is refused: its shard is not empty.
+        self._always_replaced = all(
+            is_independent(each.strategy) and not each.limited and not each.may_refuse for each in samplers
+        )
 
     def read(
         self,
