@@ -286,6 +286,20 @@ def test_samples_of_rows_are_counted_and_limited_over_ranks() -> None:
             assert left == 60 - (np.bincount(drawn) == 2).sum()
 
 
+@pytest.mark.parametrize("view", ["window", "goals"])
+def test_draws_made_again_for_want_of_samples_show_what_one_process_shows(view: str) -> None:
+    options = {"prefetch": 0, **VIEWS[view]}
+    episodes, selection = Episodes(60, least=6), Uniform(seed=1, over="steps")
+    with episodes.stores(1, max_times_sampled=1) as (store,):
+        (expected,) = alone(store, selection, 40, 1, **VIEWS[view])
+    assert len(np.unique(expected["version"])) == 40
+    for shards, ranks in ((1, 1), (1, 2), (2, 2), (4, 4)):
+        with episodes.stores(shards, max_times_sampled=1) as stores:
+            (batch,), _ = over_ranks(stores, selection, 40, 1, ranks=ranks, **options)
+        for name in {*batch, "start"} - {"probability"}:
+            assert np.array_equal(batch[name], expected[name]), (name, shards, ranks)
+
+
 def test_lost_rows_are_drawn_again_from_their_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     episodes, gather = Episodes(60), TransitionRows.gather
 
