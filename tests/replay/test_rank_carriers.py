@@ -7,15 +7,17 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import certificates
 import numpy as np
 import pytest
 from deadlines import patience
 
 import geartrain.replay.distributed.transport_carrier as transport_carrier
-from geartrain.errors import UntrustedPeerError, WaitTimeoutError
+from geartrain.errors import ArgumentError, TransportError, UntrustedPeerError, WaitTimeoutError
 from geartrain.replay.distributed.carrier import CarrierError, Cause
 from geartrain.replay.distributed.transport_carrier import INLINE_BYTES, TransportCarrier, open_carrier
 from geartrain.transport.connection import connect
+from geartrain.transport.tls import TLS
 
 dist = pytest.importorskip("torch.distributed")
 T = TypeVar("T")
@@ -227,6 +229,32 @@ def test_no_rank_uses_the_transports_when_one_cannot_and_all_say_why() -> None:
     assert found == ["rank 1: no sockets here"] * 3
 
 
+def test_a_group_with_tls_has_no_other_carrier(monkeypatch: pytest.MonkeyPatch, loopback: TLS) -> None:
+    for name, value in {**certificates.environment(loopback), "GLOO_SOCKET_IFNAME": "lo"}.items():
+        monkeypatch.setenv(name, value)
+    # One that has TLS, and one that cannot use the transports and asks for none.
+    store = dist.HashStore()
+    store.set("address/1", f"{transport_carrier.NOT_VIABLE}no sockets here")
+    store.set("known/1", "")
+    with pytest.raises(ArgumentError, match=r"rank 0 of the group asks for TLS .* rank 1 cannot .*: no sockets here"):
+        open_carrier(store, 0, 2, patience(20), lambda: False)
+    # With TLS on all of them they exchange messages.
+    group = Ranks(2, "tcp")
+    into = [np.zeros(1, np.uint8), np.zeros(1, np.uint8)]
+    found = group.exchange(lambda rank: ([(1 - rank, np.full(1, rank, np.uint8))], [(1 - rank, into[rank])]))
+    assert found == [None, None] and [int(each[0]) for each in into] == [1, 0]
+    for carrier in group.carriers:
+        carrier.close()
+
+    def fails(*arguments: Any, **options: Any) -> Any:
+        raise TransportError("OpenSSL 3 is not installed")
+
+    monkeypatch.setattr(transport_carrier, "listen", fails)
+    store = dist.HashStore()
+    for each in on_threads(2, lambda rank: open_carrier(store, rank, 2, patience(20), lambda: False)):
+        assert isinstance(each, ArgumentError) and "rank 0 of the group" in str(each) and "OpenSSL 3" in str(each)
+
+
 def test_ranks_that_do_not_join_are_named() -> None:
     store = dist.HashStore()
     found = on_threads(2, lambda rank: open_carrier(store, rank, 4, 0.2, lambda: False))
@@ -240,6 +268,17 @@ def test_the_interface_of_gloos_variable_is_listened_on(monkeypatch: pytest.Monk
     assert "127.0.0.1:" in group.store.get("address/1").decode()
     for carrier in group.carriers:
         carrier.close()
+
+
+@pytest.mark.parametrize("interface", ["eth-none", "lo" + 20 * "o"])
+def test_an_interface_that_is_not_there_is_an_error_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, interface: str
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    store = dist.HashStore()
+    for each in on_threads(2, lambda rank: open_carrier(store, rank, 2, patience(20), lambda: False)):
+        assert isinstance(each, ArgumentError), each
+        assert f"rank 0 of the group cannot take part: GLOO_SOCKET_IFNAME names '{interface}'" in str(each)
 
 
 @pytest.mark.parametrize("transport", ["inproc", "tcp"])

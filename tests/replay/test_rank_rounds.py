@@ -117,7 +117,7 @@ def test_a_batch_takes_as_many_rounds_as_the_table_says(
 
 @pytest.mark.parametrize(
     ("per", "selection", "most"),
-    [("step", Prioritized(seed=6), 3), ("row", Uniform(seed=3, over="steps"), 4)],
+    [("step", Prioritized(seed=6), 4), ("row", Uniform(seed=3, over="steps"), 5)],
     ids=["by priority", "over steps"],
 )
 def test_draws_of_steps_take_a_round_for_every_few_attempts(
@@ -129,7 +129,8 @@ def test_draws_of_steps_take_a_round_for_every_few_attempts(
     for rounds in of_ranks:
         assert rounds[0][:2] == [Round(RANKS - 1, (RANKS - 1) * STATUS), Round(RANKS - 1, (RANKS - 1) * B // 2)]
         for number, batch in enumerate(rounds):
-            later = batch[2 + (number > 0) :]  # after updates the totals are told apart from the status
+            later = batch[2 + (number > 0) : -1]  # after updates the totals are told apart from the status
+            assert batch[-1] == Round(RANKS - 1, RANKS - 1)  # whether rows were lost, and could not be replaced
             assert len(batch) <= most + (number > 0)
             for each in later:  # twelve attempts, or 47, of the few draws that are left
                 assert each.messages == RANKS - 1 and each.nbytes <= (RANKS - 1) * -(-12 * (B // 4) // 8)

@@ -160,6 +160,31 @@ def test_an_exponent_that_follows_a_schedule_is_applied_once_a_shard(
     assert all(same(run, runs[0]) for run in runs)
 
 
+def test_an_exponent_follows_its_schedule_with_updates_of_no_rows(
+    sharded_stores: Callable[..., list[gt.Store]],
+) -> None:
+    selection = Prioritized(seed=2, alpha=Linear(0.5, 1.0, 6))
+
+    def loop(replay: gt.Replay) -> list[gt.Batch]:
+        made = []
+        for _ in range(6):
+            made.append(replay.sample())
+            replay.update_priorities(made[-1].keys[np.zeros(len(made[-1].keys), bool)], np.zeros(0))
+        return made
+
+    with gt.Replay(sharded_stores(1)[0], selection, B, output="numpy", prefetch=0) as replay:
+        alone = [as_record(batch) for batch in loop(replay)]
+    for ranks in (1, 2, 3):
+        stores = sharded_stores(ranks)
+
+        def body(rank: ThreadRankGroup, stores: Any = stores) -> list[gt.Batch]:
+            with gt.Replay(stores[rank.rank], selection, B, output="numpy", prefetch=0, group=rank) as replay:
+                return loop(replay)
+
+        parts = run_ranks(ranks, body)
+        assert same([join([each[step] for each in parts]) for step in range(6)], alone)
+
+
 def test_a_resumed_run_goes_on_with_the_batches_it_would_have_drawn(
     sharded_stores: Callable[..., list[gt.Store]],
 ) -> None:

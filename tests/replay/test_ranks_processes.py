@@ -167,6 +167,29 @@ def test_a_mesh_says_who_reads_what(store_name: Callable[[], str], tmp_path: Pat
         assert sorted(said[one][2]["slice"] + said[other][2]["slice"]) == list(range(24))
 
 
+def test_settings_that_one_rank_cannot_follow_are_an_error_on_all(
+    store_name: Callable[[], str], tmp_path: Path
+) -> None:
+    tls = dict.fromkeys(("GEARTRAIN_TLS_CERT", "GEARTRAIN_TLS_KEY", "GEARTRAIN_TLS_CA"), "/nowhere.pem")
+    gloo = {"GEARTRAIN_RANK_CARRIER": "gloo"}
+    cases: list[tuple[list[dict[str, str]], list[str]]] = [
+        ([{}, tls], ["rank 1 of the group", "/nowhere.pem"]),
+        ([{}, {"GEARTRAIN_TLS_CERT": "/nowhere.pem"}], ["rank 1 of the group", "GEARTRAIN_TLS_KEY"]),
+        ([{**gloo, **tls}, {}], ["rank 0 of the group", "GEARTRAIN_RANK_CARRIER says gloo", "GEARTRAIN_TLS_"]),
+        ([{}, {"GLOO_SOCKET_IFNAME": "eth-none"}], ["rank 1 of the group", "GLOO_SOCKET_IFNAME names 'eth-none'"]),
+    ]
+    settings = json.dumps([case for case, _ in cases] + [[{}, gloo], [gloo, gloo]])
+    for rank, process in enumerate(start("opens", store_name(), 2, tmp_path, CASES=settings)):
+        *refused, one, both = lines(process)
+        for found, (_, words) in zip(refused, cases, strict=True):
+            assert all(word in found["error"] for word in words), found
+            assert not found["warned"]
+        # Gloo is what rank 1 asked for, and no news to it.
+        assert one["peers"] == both["peers"] == {"gloo": 1} and both["warned"] == []
+        why = "the ranks use Gloo, because of rank 1: GEARTRAIN_RANK_CARRIER says gloo"
+        assert one["warned"] == ([why] if rank == 0 else [])
+
+
 def test_replays_follow_each_other_on_ranks_with_groups_of_their_own(
     store_name: Callable[[], str], tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ from geartrain.errors import (
     SchemaError,
     StoreClosedError,
 )
+from geartrain.replay.distributed.read import ShardReader
 from geartrain.replay.distributed.transition_rows import TransitionRows
 from geartrain.selection import Epochs, Fifo, Lifo, Limits, Mixture, Prioritized, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
@@ -269,8 +270,8 @@ def test_only_what_a_view_needs_travels() -> None:
     for each in stats:
         assert each["received_bytes"] % row_bytes == 0
         assert each["received_bytes"] + each["local_bytes"] == row_bytes * B // 2 * 10
-        # 56 bytes and a bit for each draw and attempt of a round, most often two of 4 and of 12 attempts.
-        assert 10 * (56 + B // 2) <= each["selection_bytes"] <= 10 * (56 + B // 2 + B + 8)
+        # 57 bytes and a bit for each draw and attempt of a round, most often two of 4 and of 12 attempts.
+        assert 10 * (57 + B // 2) <= each["selection_bytes"] <= 10 * (57 + B // 2 + B + 8)
 
 
 def test_samples_of_rows_are_counted_and_limited_over_ranks() -> None:
@@ -283,6 +284,20 @@ def test_samples_of_rows_are_counted_and_limited_over_ranks() -> None:
             assert np.bincount(drawn).max() == 2
             left = sum(len(store) for store in stores)
             assert left == 60 - (np.bincount(drawn) == 2).sum()
+
+
+@pytest.mark.parametrize("view", ["window", "goals"])
+def test_draws_made_again_for_want_of_samples_show_what_one_process_shows(view: str) -> None:
+    options = {"prefetch": 0, **VIEWS[view]}
+    episodes, selection = Episodes(60, least=6), Uniform(seed=1, over="steps")
+    with episodes.stores(1, max_times_sampled=1) as (store,):
+        (expected,) = alone(store, selection, 40, 1, **VIEWS[view])
+    assert len(np.unique(expected["version"])) == 40
+    for shards, ranks in ((1, 1), (1, 2), (2, 2), (4, 4)):
+        with episodes.stores(shards, max_times_sampled=1) as stores:
+            (batch,), _ = over_ranks(stores, selection, 40, 1, ranks=ranks, **options)
+        for name in {*batch, "start"} - {"probability"}:
+            assert np.array_equal(batch[name], expected[name]), (name, shards, ranks)
 
 
 def test_lost_rows_are_drawn_again_from_their_shard(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,6 +321,46 @@ def test_lost_rows_are_drawn_again_from_their_shard(monkeypatch: pytest.MonkeyPa
             total = np.rint(episodes.priorities * 2**16)[episodes.steps()].sum()
             drawn = np.rint(episodes.priorities[row, t] * 2**16)
             assert np.allclose(batch["probability"], drawn / total, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("per", "selection", "options"),
+    [
+        ("row", Uniform(seed=1, over="steps"), {"window": gt.Windows(2, whole=True)}),
+        ("step", Prioritized(seed=1), {"view": gt.Transitions()}),
+        ("row", Uniform(seed=1), {"view": gt.Transitions()}),
+        ("row", Prioritized(seed=1, limits=Limits(min_length=2)), {"window": 2}),
+    ],
+    ids=["over steps", "by step", "need of a view", "limits"],
+)
+def test_a_shard_that_loses_its_last_row_to_draw_before_the_read_fails_that_batch_alone(
+    monkeypatch: pytest.MonkeyPatch, per: str, selection: Any, options: dict[str, Any]
+) -> None:
+    episodes, read = Episodes(60), ShardReader.read
+    episodes.lengths[-1] = 1
+
+    with episodes.stores(2, priority_per=per) as stores:
+
+        def loses_rows(self: ShardReader, step: int, *rest: Any) -> list[float]:
+            store = self.samplers[0].plan.store
+            if step == 1 and store is stores[1]:
+                store.delete(store.keys()[store.status(store.keys())["length"] > 1])
+                assert len(store)  # rows that no draw may choose are left
+            return read(self, step, *rest)
+
+        monkeypatch.setattr(ShardReader, "read", loses_rows)
+
+        def body(rank: ThreadRankGroup) -> None:
+            settings = {"group": rank, "prefetch": 0, "output": "numpy", **options}
+            with gt.Replay(stores[rank.rank], selection, B, **settings) as replay:
+                replay.sample()
+                words = "more than 1 step|meets the limits" if rank.rank == 1 else "rank 1 found no other rows"
+                with pytest.raises(EmptyStoreError, match=words):
+                    replay.sample()
+                for _ in range(2):
+                    assert (replay.sample().keys.shard == 0).all()
+
+        run_ranks(2, body)
 
 
 def test_a_store_without_a_step_to_draw_is_an_error_on_all_ranks_that_they_survive() -> None:

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import geartrain as gt
-from geartrain.errors import PeerLostError
+from geartrain.errors import ArgumentError, PeerLostError
 from geartrain.replay.distributed.rank_group import TorchRankGroup
 from geartrain.selection import Prioritized, Uniform
 
@@ -69,6 +70,23 @@ def steps(name: str) -> None:
                 assert weights is not None
                 say(draw=batch.draw.tolist(), action=batch["action"].tolist(), weights=weights.tolist())
             say(stats=replay.stats(), wrong=store.audit())
+
+
+def opens(name: str) -> None:
+    """Opens a group for each of the settings in CASES, a list of each rank's variables, and prints what that led to."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for case in json.loads(os.environ["CASES"]):
+        os.environ.update(case[rank])
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            try:
+                group = TorchRankGroup(range(size), 60.0)
+                say(peers=group.peers(), warned=[str(each.message) for each in warned])
+                group.close()
+            except ArgumentError as error:
+                say(error=str(error), warned=[str(each.message) for each in warned])
+        for variable in case[rank]:
+            del os.environ[variable]
 
 
 def mesh(name: str) -> None:
@@ -182,6 +200,6 @@ if __name__ == "__main__":
     scenario, name = sys.argv[1:]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", os.environ["MEET"], timedelta(seconds=30), size, rank)
-    scenarios = (batches, steps, mesh, killed, again, leaves, interrupted, forks)
+    scenarios = (batches, steps, mesh, killed, again, leaves, interrupted, forks, opens)
     {each.__name__: each for each in scenarios}[scenario](name)
     dist.destroy_process_group()

@@ -239,6 +239,12 @@ class StoreSampler:
         plan = self.batch_sampler.step_plan if self.draws_natively else None
         return None if plan is None else StepPlan(*plan)
 
+    @property
+    def may_refuse(self) -> bool:
+        """Whether a draw may find a row, or a step of it, that cannot be drawn, and be made again."""
+        needs = self.step_plan is not None and max(self.step_plan.need, self.step_plan.skip) > 0
+        return needs or self.traits.over_steps or self.traits.limits is not None or self.min_length > 0
+
     @functools.cached_property
     def batch_sampler(self) -> _native.BatchSampler:
         """What draws, places, copies and redraws natively."""

@@ -72,6 +72,8 @@ class ShardedDraw:
         steps: uint32, the step that was drawn, where steps are drawn by their priorities; where a pass is over steps,
             which element of its row each is. Of this rank's shard only; None where rows are drawn.
         share: of the total that is this rank's shard's; what a probability within the shard is multiplied with.
+        rounds: int64, how often each was drawn again because its row had no sample left; the same on all ranks. None
+            where none was.
     """
 
     shard: NDArray[np.int64]
@@ -81,6 +83,7 @@ class ShardedDraw:
     state: dict[str, int] = field(default_factory=dict)
     share: float = 1.0
     steps: NDArray[np.uint32] | None = None
+    rounds: NDArray[np.int64] | None = None
 
 
 class ShardedStrategy(Protocol):

@@ -112,7 +112,10 @@ def redraw_shards(
         generations=draw.generations.copy(),
         probability=draw.probability.copy(),
         steps=None if draw.steps is None else draw.steps.copy(),
+        rounds=np.zeros(len(draw.shard), np.int64) if draw.rounds is None else draw.rounds.copy(),
     )
+    assert merged.rounds is not None
+    merged.rounds[refused] = round
     for name in ("shard", "rows", "generations", "probability", "steps"):
         if getattr(merged, name) is not None:
             getattr(merged, name)[refused] = getattr(other, name)

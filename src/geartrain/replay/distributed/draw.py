@@ -148,7 +148,8 @@ class ShardedSampler:
         """This rank's status, (1,)."""
         mine = np.zeros(1, self._status)
         mine["fingerprint"], mine["step"] = self._fingerprint, step
-        mine["updates"] = sum(len(update.keys) for update in updates)
+        # An update of no rows counts, too: as without a group, alpha follows its schedule with it.
+        mine["updates"] = sum(max(1, len(update.keys)) for update in updates)
         for number, sampler in enumerate(self.samplers):
             native = sampler.plan.store.native
             if self.members.leads(number):

@@ -20,10 +20,11 @@ import os
 import pickle
 import threading
 import time
+import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
@@ -31,7 +32,9 @@ from geartrain.core.extras import require_torch
 from geartrain.errors import ArgumentError, PeerLostError, RanksDisagreeError, WaitTimeoutError
 from geartrain.replay.distributed.carrier import MAX_MESSAGES, Bytes, Carrier, CarrierError, Cause, Message
 from geartrain.replay.distributed.gloo_carrier import GlooCarrier
-from geartrain.replay.distributed.transport_carrier import TransportCarrier, open_carrier
+
+if TYPE_CHECKING:  # the network is loaded by the group that uses it
+    from geartrain.replay.distributed.transport_carrier import TransportCarrier
 
 # Longest wait for the key-value store when the reason of a failure is read or written.
 NOTE_S = 2.0
@@ -222,7 +225,8 @@ class TorchRankGroup:
     Ranks of one host exchange messages through shared memory, ranks of different hosts over TCP, by geartrain's own
     transports (transport_carrier.py); by Gloo (gloo_carrier.py) where a rank cannot use those. `repr` says which, and
     why. `GEARTRAIN_RANK_CARRIER` may say "tcp" (no shared memory) or "gloo" instead of "auto"; it is the same on all
-    ranks, or Gloo on all where one says so.
+    ranks, or Gloo on all where one says so. A rank that has not asked for Gloo warns. Gloo knows no TLS: where a rank
+    asks for that (`GEARTRAIN_TLS_CERT` and the others), all ranks raise instead.
 
     Args:
         members: global ranks; their order gives the ranks in this group. This process must be one of them, and all of
@@ -231,7 +235,8 @@ class TorchRankGroup:
 
     Raises:
         ArgumentError: there is no process group, this rank is not a member, or `GEARTRAIN_RANK_CARRIER` says something
-            else.
+            else; or, on all ranks, a rank has settings that cannot be followed: certificates that cannot be used, TLS
+            over Gloo, an interface in `GLOO_SOCKET_IFNAME` that is not there.
         PeerLostError: not all members joined in time.
     """
 
@@ -258,6 +263,7 @@ class TorchRankGroup:
         self._pid = os.getpid()
         self._why_gloo = ""
         self._carrier: Carrier | None = None
+        self._transports: TransportCarrier | None = None  # the carrier, where it is this one
         wanted = os.environ.get("GEARTRAIN_RANK_CARRIER", "auto")
         if wanted not in ("auto", "tcp", "gloo"):
             raise ArgumentError(f"GEARTRAIN_RANK_CARRIER is auto, tcp or gloo, found {wanted!r}")
@@ -274,6 +280,8 @@ class TorchRankGroup:
             self._open(wanted)
 
     def _open(self, wanted: str) -> None:
+        from geartrain.replay.distributed.transport_carrier import open_carrier
+
         try:
             opened = open_carrier(
                 self._store,
@@ -286,9 +294,11 @@ class TorchRankGroup:
             )
             if isinstance(opened, str):
                 self._why_gloo = opened
+                if wanted != "gloo":
+                    warnings.warn(f"the ranks use Gloo, because of {opened}", RuntimeWarning, stacklevel=4)
                 self._carrier = GlooCarrier(self._store, self.rank, self.size, self._timeout_s)
             else:
-                self._carrier = opened
+                self._carrier = self._transports = opened
             self.all_gather(np.zeros(1, np.uint8))  # all of them reach those they have most to do with
         except (RuntimeError, WaitTimeoutError) as error:
             which = f": missing are {error}" if isinstance(error, WaitTimeoutError) else f": {error}"
@@ -298,7 +308,7 @@ class TorchRankGroup:
 
     def all_gather(self, mine: Bytes) -> Bytes:
         """See `RankGroup`."""
-        if self.size > RADIX or not isinstance(self._carrier, TransportCarrier):
+        if self.size > RADIX or self._transports is None:
             return all_gather_bruck(self, mine)
         parts = self.all_to_all([mine] * self.size)
         gathered = np.empty((self.size, mine.size), np.uint8)
@@ -316,8 +326,8 @@ class TorchRankGroup:
     def all_to_all(self, parts: Sequence[Bytes]) -> list[Bytes]:
         """See `RankGroup`."""
         self._check_usable()
-        carrier = self._carrier
-        if not isinstance(carrier, TransportCarrier):
+        carrier = self._transports
+        if carrier is None:
             return all_to_all_of_known_sizes(self, parts)
         self._calls += 1
         self.sent_bytes += sum(part.size for part in parts) - parts[self.rank].size

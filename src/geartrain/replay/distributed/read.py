@@ -125,6 +125,7 @@ class ShardRows:
         rows, generations, probability: (k,) of the current rows.
         torn: (k,) nonzero for rows that were lost in the last read.
         steps: (k,) that were drawn with the rows; None where windows are drawn.
+        rounds: (k,) under which they were drawn, which their windows are placed by.
     """
 
     def __init__(self, drawn: ShardedDraw, numbers: NDArray[np.intp]) -> None:
@@ -133,6 +134,7 @@ class ShardRows:
         self.torn = np.zeros(len(numbers), np.uint8)
         self.rows = drawn.rows[numbers]
         self.steps = None if drawn.steps is None else drawn.steps[numbers]
+        self.rounds = np.zeros(len(numbers), np.int64) if drawn.rounds is None else drawn.rounds[numbers]
         self.generations = drawn.generations[numbers]
         self.probability = drawn.probability[numbers]
         self._shard_rows = drawn.rows
@@ -255,8 +257,10 @@ class ShardReader:
         self.members = members
         self._plans = plans
         self._cursors = cursors
-        # A lost row is always replaced where draws are independent: its shard is not empty.
-        self._always_replaced = all(is_independent(each.strategy) and not each.limited for each in samplers)
+        # A lost row is always replaced where draws are independent and none is refused: its shard is not empty.
+        self._always_replaced = all(
+            is_independent(each.strategy) and not each.limited and not each.may_refuse for each in samplers
+        )
 
     def read(
         self,
@@ -317,12 +321,10 @@ class ShardReader:
         ]
         shard = store.first + store.of_rank[rank]
 
-        def read(pending: NDArray[np.intp], attempt: int) -> None:
+        def read(pending: NDArray[np.intp], attempt: int, *, counted: bool) -> None:
             found = pending[rows.rows[pending] != NO_ROW]
             keys = rows.rows[found], rows.generations[found]
-            rows.torn[:] = 0
             rows.torn[pending] = 1
-            counted = sampler.limited and attempt == 0  # by the shard's leader, as they were drawn
             rows.torn[found] = 0 if counted else ~sampler.count_samples(*keys)
             ends = None
             steps = None if rows.steps is None else rows.steps[found]
@@ -337,11 +339,13 @@ class ShardReader:
             if not counted:
                 sampler.release(*keys)
 
-        read(np.arange(len(here)), 0)
+        # In a limited store the shard's leader has counted them as they were drawn, some of them several times.
+        for round in np.unique(rows.rounds).tolist():
+            read(np.flatnonzero(rows.rounds == round), round, counted=sampler.limited)
         for redraw in sampler.redraws(rows):
             lost = redraw.numbers.astype(np.intp)
             self._redraw(number, rows, redraw, step, state)
-            read(lost, redraw.attempt)
+            read(lost, redraw.attempt, counted=False)
 
     def _redraw(self, number: int, rows: ShardRows, redraw: Redraw, step: int, state: dict[str, int]) -> None:
         """Replaces lost rows, which `redraw` numbers among those that this rank reads, by others of its shard."""

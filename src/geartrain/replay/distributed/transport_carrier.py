@@ -18,6 +18,7 @@ of the lowest distance have both ends at work, so that no circle of ranks waits 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import socket
@@ -31,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from geartrain.errors import (
+    ArgumentError,
     ConnectionClosedError,
     GeartrainError,
     ListenerGoneError,
@@ -41,6 +43,7 @@ from geartrain.errors import (
 from geartrain.replay.distributed.carrier import Bytes, CarrierError, Cause, Message, by_peer
 from geartrain.transport.connection import Connection, Listener, Payload, connect, listen
 from geartrain.transport.rendezvous import address_towards
+from geartrain.transport.tls import VARIABLES
 
 # Messages of so many bytes to one rank in one exchange fit into a ring, or into the buffers of a socket whose peer has
 # received everything of the exchanges before: sending them waits for nobody.
@@ -62,6 +65,12 @@ MAGIC = b"GTRANKS1"
 
 #: What is published in the place of an address by a rank that cannot use the transports, with the reason.
 NOT_VIABLE = "not viable: "
+#: The same of a rank with settings that no group may disregard: with these all ranks raise.
+REFUSED = "refused: "
+#: What the address of a rank that asks for TLS begins with: such a group has no other carrier.
+WITH_TLS = "with TLS: "
+# How long a rank that is about to raise waits until all have read why: the store may end with its process.
+KNOWN_S = 5.0
 
 
 class TransportCarrier:
@@ -335,6 +344,8 @@ def open_carrier(
         refuse: why this rank does not want it; then no rank uses it.
 
     Raises:
+        ArgumentError: on all ranks alike, and names the first rank whose settings cannot be followed: incomplete or
+            unreadable certificates, TLS on a rank and no transports on some rank, an interface that is not there.
         WaitTimeoutError: names the ranks that are missing.
         RuntimeError: the store does not answer.
     """
@@ -343,15 +354,9 @@ def open_carrier(
         store.set("key", secrets.token_hex(32))
     _wait_for(store, ["key"], until_s)
     key = bytes(store.get("key"))
-    listener: Listener | None = None
+    listener, published = _listener_of(store, key, refuse)
     try:
-        if refuse is None:
-            listener = listen(_listening_host(store), secret=key, peer_timeout_s=0)
-        address = f"{NOT_VIABLE}{refuse}" if listener is None else listener.address
-    except GeartrainError as error:
-        address = f"{NOT_VIABLE}{error}"
-    try:
-        store.set(f"address/{rank}", address)
+        store.set(f"address/{rank}", published)
         names = [f"address/{other}" for other in range(size)]
         try:
             _wait_for(store, names, until_s)
@@ -359,18 +364,58 @@ def open_carrier(
             missing = [other for other, name in enumerate(names) if not store.check([name])]
             raise WaitTimeoutError(f"{missing}") from None
         found = store.multi_get(names) if store.has_extended_api() else [store.get(name) for name in names]
+        addresses = [bytes(each).decode() for each in found]
+        why = _refusal(addresses)
+        if why is not None:
+            _until_all_know(store, rank, size)
+            raise ArgumentError(why)
     except BaseException:
         if listener is not None:
             listener.close()
         raise
-    addresses = [bytes(each).decode() for each in found]
     for other, each in enumerate(addresses):
         if each.startswith(NOT_VIABLE):
             if listener is not None:
                 listener.close()
             return f"rank {other}: {each.removeprefix(NOT_VIABLE)}"
     assert listener is not None  # or this rank would have said why not
+    addresses = [each.removeprefix(WITH_TLS) for each in addresses]
     return TransportCarrier(listener, addresses, rank, key, failed, transport)
+
+
+def _listener_of(store: Any, key: bytes, refuse: str | None) -> tuple[Listener | None, str]:
+    """This rank's listener, where it can have one, and what it publishes: its address, or why there is none."""
+    tls = any(os.environ.get(name) for name in VARIABLES)
+    if refuse is not None:
+        # Gloo knows no TLS: who asks for both is told, instead of one of them being dropped.
+        refused = f"{REFUSED}{refuse}, which has no TLS, and GEARTRAIN_TLS_* ask for it"
+        return None, refused if tls else f"{NOT_VIABLE}{refuse}"
+    try:
+        listener = listen(_listening_host(store), secret=key, peer_timeout_s=0)
+    except GeartrainError as error:
+        return None, f"{REFUSED if tls or isinstance(error, ArgumentError) else NOT_VIABLE}{error}"
+    return listener, f"{WITH_TLS if tls else ''}{listener.address}"
+
+
+def _refusal(addresses: Sequence[str]) -> str | None:
+    """Why the group cannot be, by what its ranks have published; None where it can."""
+    for rank, each in enumerate(addresses):
+        if each.startswith(REFUSED):
+            return f"rank {rank} of the group cannot take part: {each.removeprefix(REFUSED)}"
+    tls = [rank for rank, each in enumerate(addresses) if each.startswith(WITH_TLS)]
+    for rank, each in enumerate(addresses):
+        if tls and each.startswith(NOT_VIABLE):
+            return (
+                f"rank {tls[0]} of the group asks for TLS (GEARTRAIN_TLS_*), which Gloo does not have, and rank {rank} "
+                f"cannot use the transports: {each.removeprefix(NOT_VIABLE)}"
+            )
+    return None
+
+
+def _until_all_know(store: Any, rank: int, size: int) -> None:
+    with contextlib.suppress(RuntimeError, WaitTimeoutError):  # the store is gone, or a rank
+        store.set(f"known/{rank}", "")
+        _wait_for(store, [f"known/{other}" for other in range(size)], time.monotonic() + KNOWN_S)
 
 
 def _wait_for(store: Any, names: list[str], until_s: float) -> None:
@@ -389,11 +434,16 @@ def _wait_for(store: Any, names: list[str], until_s: float) -> None:
 
 def _listening_host(store: Any) -> str:
     """The address to listen on: of the interface that Gloo is told to use, or of the one that leads to the job's store;
-    every interface where neither says."""
+    every interface where neither says. Raises `ArgumentError` where the interface has no IPv4 address."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    with contextlib.suppress(OSError):
-        if name:
+    if name:
+        try:
             return interface_address(name)
+        except OSError as error:
+            raise ArgumentError(
+                f"GLOO_SOCKET_IFNAME names {name!r}, which is no interface with an IPv4 address here: {error.strerror}"
+            ) from error
+    with contextlib.suppress(OSError):
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
         address = address_towards(store.host) if isinstance(getattr(store, "host", None), str) else ""
@@ -409,7 +459,10 @@ def interface_address(name: str) -> str:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         SIOCGIFADDR = 0x8915
-        answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        encoded = os.fsencode(name)
+        if len(encoded) > 15:  # IFNAMSIZ: the kernel would look for another, shorter name
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+        answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", encoded))
         return socket.inet_ntoa(answer[20:24])
 
 
