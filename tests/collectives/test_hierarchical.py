@@ -288,6 +288,41 @@ def test_ranks_that_ask_for_other_sizes_are_told_whether_on_one_host_or_not(odd:
         assert (len(error.ranks) == 2 and set(error.ranks) != {0, 1}) or odd == 1, error
 
 
+@pytest.mark.parametrize("odd", [[0], [2, 3], [1, 3]], ids=["a rank", "a host", "a lane"])
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"op": "avg"}, "avg of 100000 float32"),
+        ({"op": "min"}, "min of 100000 float32"),
+        ({"wire_dtype": "bfloat16"}, "sum of 100000 float32 as bfloat16"),
+    ],
+    ids=["avg", "min", "wire"],
+)
+def test_ranks_that_ask_for_other_operations_are_told_on_every_rank(
+    odd: list[int], more: dict[str, Any], said: str
+) -> None:
+    def body(rank: int, group: Group) -> None:
+        group.all_reduce(np.ones(100_000, np.float32), **(more if rank in odd else {}))
+
+    for error in failing(body):
+        assert isinstance(error, RanksDisagreeError), error
+        assert said in str(error) and "the sum of 100000 float32 (a piece of it" in str(error), error
+        assert len(error.ranks) == 2 and len(set(error.ranks) & set(odd)) == 1, error
+
+
+def test_arrays_in_another_order_are_told_though_their_pieces_have_the_same_sizes() -> None:
+    piece = PIECE_BYTES // 4
+
+    def body(rank: int, group: Group) -> None:
+        sizes = [2 * piece, piece] if rank < 2 else [piece, 2 * piece]
+        for work in [group.all_reduce_async(np.ones(size, np.float32)) for size in sizes]:
+            work.wait()
+
+    for error in failing(body):
+        assert isinstance(error, RanksDisagreeError), error
+        assert f"sum of {2 * piece} float32" in str(error) and f"sum of {piece} float32" in str(error), error
+
+
 def test_a_group_is_closed_beside_its_operations_and_then_refuses_calls() -> None:
     def body(rank: int, group: Group) -> None:
         if rank == 0:

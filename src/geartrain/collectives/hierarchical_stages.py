@@ -71,6 +71,8 @@ class StagedOperation:
         self.until_s = time.monotonic() + work.timeout_s
         self.dtype, self.wire, self.op, self.keep = work.dtype, work.wire_dtype, work.op, work.array
         self.elements = work.count
+        #: What each part compares among its ranks beside the stage itself.
+        self.whole = (work.count, OPS[work.op], DTYPE_CODES[work.wire_dtype], stages.world_size)
         self.left = pieces  # whose last stage is not issued
         self.works: list[tuple[GroupPart, Any]] = []
         self.issued = threading.Event()
@@ -186,6 +188,7 @@ class HostStages:
             0,
             operation.remaining_s(stage),
             keep=operation.keep,
+            whole=operation.whole,
         )
         operation.works.append((part, native))
         return native
@@ -208,6 +211,7 @@ class HostStages:
             OPS["sum" if operation.op == "avg" else operation.op],
             operation.remaining_s(1),
             keep=operation.keep,
+            whole=operation.whole,
         )
         operation.works.append((self.across, piece.second))
 
