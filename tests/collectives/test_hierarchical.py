@@ -134,6 +134,42 @@ def test_every_operation_and_dtype_that_a_group_knows() -> None:
     right(run_ranks(4, body, hierarchical=True, hosts=list("aabb")))
 
 
+@pytest.mark.parametrize("hosts", ["aabb", "aaab", "abcc", "abc", "aaa"])
+@pytest.mark.parametrize(("dtype", "wire"), [("float16", None), ("float32", "float16"), ("float32", "bfloat16")])
+def test_an_average_is_divided_before_it_is_rounded_to_16_bits(hosts: str, dtype: str, wire: str | None) -> None:
+    n, narrow = len(hosts), np.dtype(np.float16)
+
+    def array(rank: int) -> np.ndarray:
+        made = numbers(rank, 9000)
+        made[::7] = 40_000 + 100 * rank  # the sum of two is beyond float16
+        return made.astype(dtype)
+
+    def body(rank: int, group: Group) -> np.ndarray:
+        return np.asarray(group.all_reduce(array(rank), op="avg", wire_dtype=wire))
+
+    found = right(run_ranks(n, body, hierarchical=True, hosts=list(hosts)))
+    assert all(np.array_equal(one, found[0]) for one in found)
+    exact = sum(array(rank).astype(np.float64) for rank in range(n)) / n
+    np.testing.assert_allclose(found[0].astype(np.float64), exact, rtol=0.02 if wire == "bfloat16" else 2e-3, atol=0.5)
+    if wire == "bfloat16":
+        return  # no dtype of NumPy's
+    singles = len(set(hosts)) == n
+    level = []  # each host's, as it crosses
+    for host in dict.fromkeys(hosts):
+        mine = [array(rank) for rank in range(n) if hosts[rank] == host]
+        total = mine[0].astype(np.float32)
+        for one in mine[1:]:
+            total = total + one.astype(np.float32)
+        level.append((total if singles else total / np.float32(n)).astype(dtype))
+    wanted = level[0].astype(narrow).astype(np.float32)
+    for one in level[1:]:
+        wanted = wanted + one.astype(narrow).astype(np.float32)
+    wanted = (wanted / np.float32(n) if singles else wanted).astype(narrow).astype(dtype)
+    if len(level) == 1:
+        wanted = level[0]  # never crosses
+    assert np.array_equal(found[0], wanted)
+
+
 def test_a_ring_of_hosts_has_the_same_bits_on_every_rank() -> None:
     def body(rank: int, group: Group) -> np.ndarray:
         return np.asarray(group.all_reduce(numbers(rank, 300_000)))

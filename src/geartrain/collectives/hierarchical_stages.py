@@ -70,6 +70,8 @@ class StagedOperation:
         self.stages = stages
         self.until_s = time.monotonic() + work.timeout_s
         self.dtype, self.wire, self.op, self.keep = work.dtype, work.wire_dtype, work.op, work.array
+        #: Whether an average is of 16-bit floats somewhere, whose sum may be beyond them where the average is not.
+        self.divides_first = work.op == "avg" and (ITEM_SIZES[work.dtype] == 2 or work.wire_dtype != work.dtype)
         self.elements = work.count
         #: What each part compares among its ranks beside the stage itself.
         self.whole = (work.count, OPS[work.op], DTYPE_CODES[work.wire_dtype], stages.world_size)
@@ -184,7 +186,7 @@ class HostStages:
             every if stage == 0 else own,
             own if stage == 0 else every,
             DTYPE_CODES[operation.dtype],
-            OPS["sum" if operation.op == "avg" else operation.op] if stage == 0 else OPS["sum"],
+            self._op(operation, part) if stage == 0 else OPS["sum"],
             0,
             operation.remaining_s(stage),
             keep=operation.keep,
@@ -192,6 +194,16 @@ class HostStages:
         )
         operation.works.append((part, native))
         return native
+
+    def _op(self, operation: StagedOperation, part: GroupPart) -> int:
+        """What a part does for an operation. One that averages divides by the number of all ranks, before it rounds."""
+        if operation.op != "avg":
+            return OPS[operation.op]
+        divides = part is self.within or len(part.ranks) == self.world_size
+        return OPS["avg" if operation.divides_first and divides else "sum"]
+
+    def _divide(self, address: int, count: int, operation: StagedOperation) -> None:
+        _native.divide_memory(address, count, DTYPE_CODES[operation.dtype], self.world_size)
 
     def _cross(self, piece: _Piece) -> None:
         """The second stage: an all-reduce of this rank's part with its lane."""
@@ -202,13 +214,15 @@ class HostStages:
         if self.across is None or (not mine and (count or not turn)):
             return
         address, _ = self._segments(piece, self.across)[self.place]
+        if operation.divides_first and self.within is None and len(self.across.ranks) < self.world_size:
+            self._divide(address, mine, operation)
         piece.second = self.across.native.all_reduce(
             address,
             address,
             mine,
             DTYPE_CODES[operation.dtype],
             DTYPE_CODES[operation.wire],
-            OPS["sum" if operation.op == "avg" else operation.op],
+            self._op(operation, self.across),
             operation.remaining_s(1),
             keep=operation.keep,
             whole=operation.whole,
@@ -224,10 +238,9 @@ class HostStages:
     def _return(self, piece: _Piece) -> None:
         """The third stage: what the lanes have goes to all ranks of the host."""
         operation = piece.operation
-        if operation.op == "avg" and self.place < self.lanes:
+        if operation.op == "avg" and not operation.divides_first and self.place < self.lanes:
             start, count = piece.parts[self.place]
-            at = piece.address + start * ITEM_SIZES[operation.dtype]
-            _native.divide_memory(at, count, DTYPE_CODES[operation.dtype], self.world_size)
+            self._divide(piece.address + start * ITEM_SIZES[operation.dtype], count, operation)
         if self.back is not None:
             self._run(piece, self.back, "all_gather", 2)
 
