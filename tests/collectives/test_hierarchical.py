@@ -378,6 +378,37 @@ def test_a_group_is_closed_beside_its_operations_and_then_refuses_calls() -> Non
     assert failing(body) == [None] * 4
 
 
+@pytest.mark.parametrize("hosts", ["ab", "aa"])
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_an_operation_that_close_overtakes_is_refused(when: str, hosts: str) -> None:
+    over = threading.Barrier(2)
+
+    def body(rank: int, group: Group) -> None:
+        stages: Any = group._session.native
+        begin, queue = stages.begin, stages.summed
+
+        class Summed:
+            @staticmethod
+            def put(piece: Any) -> None:
+                queue.put(piece)
+                if not stages.ended and piece is not None:
+                    stages.close(0.0)
+
+        def begin_after_close(work: Any) -> Any:
+            stages.close(0.0)
+            return begin(work)
+
+        if when == "before":
+            stages.begin = begin_after_close
+        else:
+            stages.summed = Summed
+        over.wait(patience(30))  # both are connected
+        with pytest.raises(CollectiveClosedError):  # no work that nobody ends
+            group.all_reduce_async(np.ones(3 * PIECE_BYTES, np.uint8)).wait(patience(2))
+
+    right(run_ranks(2, body, hierarchical=True, hosts=list(hosts)))
+
+
 def test_a_group_that_is_dropped_ends_its_threads() -> None:
     def alive() -> set[str]:
         return {

@@ -28,7 +28,7 @@ from geartrain.collectives.faults import Fault, renumbered_text
 from geartrain.collectives.host_map import cut
 from geartrain.collectives.session import Session
 from geartrain.collectives.work import Work
-from geartrain.errors import GeartrainError
+from geartrain.errors import ConnectionClosedError, GeartrainError
 
 PIECE_BYTES = 4 << 20
 #: How much later than the stage before an operation's deadline is: who hangs is named where it is waited for first.
@@ -133,7 +133,7 @@ class HostStages:
     counted: dict[str, int] = field(default_factory=lambda: {"operations": 0, "elements": 0, "array_bytes": 0})
 
     def __post_init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a collection of garbage within it may end in a caller's finalizer
         self.pid = os.getpid()
         self.ended = False
         self.summed: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
@@ -148,7 +148,10 @@ class HostStages:
     # --- stages -------------------------------------------------------------------------------------------------------
 
     def begin(self, work: Work) -> StagedOperation:
-        """Issues the first stage of each piece. By one thread at a time."""
+        """Issues the first stage of each piece. By one thread at a time.
+
+        Raises `ConnectionClosedError` where `close` comes first, or in the middle: after its end no piece is moved.
+        """
         size = ITEM_SIZES[work.dtype]
         per_piece = PIECE_BYTES // size
         starts = range(0, work.count, per_piece) if work.count else range(1)
@@ -160,11 +163,14 @@ class HostStages:
             try:
                 if self.within is not None:
                     piece.first = self._run(piece, self.within, "reduce_scatter", 0)
+                with self.lock:  # or it would stand behind the end, where no thread takes it
+                    if self.ended:
+                        raise ConnectionClosedError("the group was closed")
+                    self.summed.put(piece)
             except BaseException:
                 if i > 0:  # closed in the middle: what was issued ends by itself
                     operation.failed = CLOSED, "the group was closed", []
                 raise
-            self.summed.put(piece)
         self.pieces += len(starts)
         with self.lock:
             self.open.append(operation)
@@ -332,13 +338,15 @@ class HostStages:
         if os.getpid() != self.pid:
             return
         until_s = time.monotonic() + timeout_s
-        for operation in list(self.open):
+        with self.lock:
+            operations = list(self.open)
+        for operation in operations:
             if self.first_fault is None and not operation.done():
                 operation.wait(min(_MOMENT_S, max(until_s - time.monotonic(), 0.0)))
         with self.lock:
-            first, self.ended = not self.ended, True
-        if first:
-            self.summed.put(None)
+            if not self.ended:
+                self.summed.put(None)
+            self.ended = True
         ends = [
             threading.Thread(target=part.native.close, args=(max(until_s - time.monotonic(), 0.0),), daemon=True)
             for part in self.parts()
