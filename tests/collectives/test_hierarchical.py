@@ -14,7 +14,7 @@ from deadlines import patience
 
 import geartrain._native as _native
 from geartrain.collectives import Group, Reducer
-from geartrain.collectives.hierarchical_stages import PIECE_BYTES
+from geartrain.collectives.hierarchical_stages import PIECE_BYTES, StagedOperation
 from geartrain.collectives.host_map import HostMap, RingOrder, cut
 from geartrain.errors import (
     ArgumentError,
@@ -376,6 +376,29 @@ def test_a_group_is_closed_beside_its_operations_and_then_refuses_calls() -> Non
             group.counters()
 
     assert failing(body) == [None] * 4
+
+
+def test_close_gives_one_moment_to_all_operations_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    def wait(operation: StagedOperation, timeout_s: float) -> bool:
+        waits.append(timeout_s)
+        time.sleep(timeout_s)
+        return False
+
+    def body(rank: int, group: Group) -> None:
+        if rank == 1:
+            return  # never takes part
+        works = [group.all_reduce_async(np.ones(1000, np.float32)) for _ in range(10)]
+        monkeypatch.setattr(StagedOperation, "wait", wait)
+        group.close()
+        monkeypatch.undo()
+        for work in works:
+            with pytest.raises((CollectiveClosedError, RankLostError)):
+                work.wait()
+
+    assert failing(body, "ab") == [None] * 2
+    assert len(waits) == 10 and sum(waits) <= 0.31, waits
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aa"])

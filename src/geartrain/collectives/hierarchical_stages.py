@@ -34,7 +34,7 @@ PIECE_BYTES = 4 << 20
 #: How much later than the stage before an operation's deadline is: who hangs is named where it is waited for first.
 STAGE_S = 1.0
 ABORTED, CLOSED = 6, 7  # kinds of faults: aborted by a rank, closed here
-_MOMENT_S = 0.3  # of `close`, for operations in progress
+_MOMENT_S = 0.3  # of `close`, for all operations in progress together
 _MARK = "fault of a part: "
 _MOST_TEXT, _MOST_MEMBERS = 1000, 64  # of what is told to other ranks in one frame
 
@@ -338,11 +338,12 @@ class HostStages:
         if os.getpid() != self.pid:
             return
         until_s = time.monotonic() + timeout_s
+        moment_s = min(until_s, time.monotonic() + _MOMENT_S)
         with self.lock:
             operations = list(self.open)
         for operation in operations:
             if self.first_fault is None and not operation.done():
-                operation.wait(min(_MOMENT_S, max(until_s - time.monotonic(), 0.0)))
+                operation.wait(max(moment_s - time.monotonic(), 0.0))
         with self.lock:
             if not self.ended:
                 self.summed.put(None)
