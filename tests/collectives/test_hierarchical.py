@@ -313,6 +313,19 @@ def test_an_abort_and_its_reason_reach_every_rank() -> None:
         assert "rank 3 aborted: the loss is not a number" in str(error)
 
 
+@pytest.mark.parametrize("letter", ["x", "é", "日", "🙂", '"'], ids=["1", "2", "3", "4", "quote"])
+def test_a_long_reason_is_cut_between_its_letters(letter: str) -> None:
+    def body(rank: int, group: Group) -> None:
+        if rank == 3:
+            group.abort(letter * 3000)
+        group.all_reduce(np.ones(1000, np.float32))
+
+    for rank, error in enumerate(failing(body)):
+        assert isinstance(error, CollectiveClosedError) and error.ranks == (3,), (rank, error)
+        said = str(error).partition("rank 3 aborted: ")[2]
+        assert set(said) == {letter} and len(said) >= 100, (rank, error)
+
+
 @pytest.mark.parametrize("odd", [1, 2])
 def test_ranks_that_ask_for_other_sizes_are_told_whether_on_one_host_or_not(odd: int) -> None:
     def body(rank: int, group: Group) -> None:

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import geartrain._native as _native
@@ -36,7 +37,14 @@ STAGE_S = 1.0
 ABORTED, CLOSED = 6, 7  # kinds of faults: aborted by a rank, closed here
 _MOMENT_S = 0.3  # of `close`, for all operations in progress together
 _MARK = "fault of a part: "
-_MOST_TEXT, _MOST_MEMBERS = 1000, 64  # of what is told to other ranks in one frame
+#: Of what is told to other ranks in one frame, of 2048 letters (native/collectives/protocol.cc): in bytes of JSON.
+_MOST_TEXT, _MOST_MEMBERS = 1400, 64
+
+
+def _cut(text: str) -> str:
+    """As much of it as has `_MOST_TEXT` bytes in JSON, which has letters beyond ASCII as six: frames have no other."""
+    sizes = accumulate(len(json.dumps(letter)) - 2 for letter in text[:_MOST_TEXT])
+    return text[: sum(size <= _MOST_TEXT for size in sizes)]
 
 
 @dataclass
@@ -55,8 +63,9 @@ class GroupPart:
         """The fault as all ranks number it; one that another part has had, as that part's rank has told it."""
         kind, text, members = fault
         if kind == ABORTED and _MARK in text:
-            with suppress(ValueError):
-                told, said, named = json.loads(text[text.index(_MARK) + len(_MARK) :])
+            with suppress(ValueError):  # what stands behind it is of those that have passed it on
+                found, _ = json.JSONDecoder().raw_decode(text, text.index(_MARK) + len(_MARK))
+                told, named, said = found
                 return int(told), str(said), [int(member) for member in named]
         n = len(self.ranks)
         found = [self.ranks[m] if m < n else reducers_from + m - n for m in members]
@@ -313,7 +322,7 @@ class HostStages:
             known = self.first_fault
         if first and fault[0] != CLOSED:
             kind, text, members = fault
-            told = _MARK + json.dumps([kind, text[:_MOST_TEXT], members[:_MOST_MEMBERS]])
+            told = _MARK + json.dumps([kind, members[:_MOST_MEMBERS], _cut(text)])
             for part in self.parts():
                 part.native.abort(told)
         return known
