@@ -29,7 +29,10 @@ std::string Shape::text() const {
   out += " of " + (collective == Collective::all_to_all ? "" : std::to_string(count) + " ") + name_of(dtype);
   if (collective >= Collective::broadcast) out += " from rank " + std::to_string(root);
   if (wire != dtype) out += std::string(" as ") + name_of(wire);
-  return algorithm == 0 ? out : out + " by ring";
+  if (algorithm != 0) out += " by ring";
+  if (!whole) return out;
+  const Shape all{whole->count, dtype, whole->wire, whole->op};
+  return all.text() + " (a piece of it: " + out + ")";
 }
 
 std::vector<std::byte> bytes_of(const Fault& fault) {
@@ -103,6 +106,14 @@ Shape shape_from(const Open& open) {
               open.algorithm,
               static_cast<Collective>(open.collective),
               open.root};
+  if (open.whole_world != 0) {
+    shape.whole =
+        Whole{open.whole_count, static_cast<Op>(open.whole_op), static_cast<Dtype>(open.whole_wire), open.whole_world};
+  }
+  if (open.whole_op >= kOps || open.whole_wire >= kDtypes || open.whole_count > (uint64_t{1} << 48) ||
+      (!shape.whole && (open.whole_count != 0 || open.whole_op != 0 || open.whole_wire != 0))) {
+    fail(ErrorKind::frame, "it opened a stage of no known operation");
+  }
   if (shape.collective != Collective::all_reduce && (shape.wire != shape.dtype || shape.algorithm != 0)) {
     fail(ErrorKind::frame, "it opened an operation that is not made so");
   }
@@ -116,6 +127,7 @@ Shape shape_from(const Open& open) {
 }
 
 Open open_of(const Shape& shape, uint64_t share_bytes, uint64_t completed) {
+  const Whole whole = shape.whole.value_or(Whole{.world = 0});
   return {shape.count,
           share_bytes,
           static_cast<uint8_t>(shape.dtype),
@@ -125,8 +137,12 @@ Open open_of(const Shape& shape, uint64_t share_bytes, uint64_t completed) {
           static_cast<uint32_t>(completed),
           static_cast<uint8_t>(shape.collective),
           0,
-          {},
-          shape.root};
+          static_cast<uint8_t>(whole.op),
+          static_cast<uint8_t>(whole.wire),
+          shape.root,
+          whole.count,
+          whole.world,
+          0};
 }
 
 }  // namespace geartrain

@@ -43,6 +43,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -57,7 +58,7 @@ constexpr uint64_t kGrain = 16;  // elements: no vector of them lies in two shar
 static_assert(std::endian::native == std::endian::little);
 
 constexpr uint32_t kCollectiveMagic = 0x31435447;  // "GTC1"
-constexpr uint32_t kCollectiveVersion = 3;
+constexpr uint32_t kCollectiveVersion = 4;
 constexpr uint32_t kMostMembers = 4096;       // ranks and reducers of a group
 constexpr uint32_t kMostControlBytes = 4096;  // of a payload that is not data
 constexpr uint32_t kChunkBytes = 16 << 10;    // what is reduced at once, and the most that one frame carries
@@ -131,6 +132,16 @@ constexpr bool is_direct(Collective collective) {
          collective == Collective::one_host_broadcast;
 }
 
+// The all-reduce over several groups that an operation is a stage of, for a piece of its array.
+struct Whole {
+  uint64_t count = 0;  // elements of its array
+  Op op = Op::sum;
+  Dtype wire = Dtype::float32;  // between hosts
+  uint32_t world = 1;           // ranks of all groups: what an average is divided by, in this group too
+
+  bool operator==(const Whole&) const = default;
+};
+
 // What all ranks must agree on.
 struct Shape {
   uint64_t count = 0;  // elements, of all shares; 0 for all_to_all, where ranks differ
@@ -139,6 +150,7 @@ struct Shape {
   uint8_t algorithm = 0;
   Collective collective = Collective::all_reduce;
   uint32_t root = 0;
+  std::optional<Whole> whole = std::nullopt;
 
   // Whether owners send from the caller's memory, and reduce nothing.
   bool direct() const { return is_direct(collective); }
@@ -154,10 +166,13 @@ struct Open {
   uint32_t completed;
   uint8_t collective;
   uint8_t reads;  // 1: the sender can read the owner's memory
-  uint8_t reserved[2];
+  uint8_t whole_op, whole_wire;
   uint32_t root;
+  uint64_t whole_count;
+  uint32_t whole_world;  // 0: not a stage of another operation
+  uint32_t reserved;
 };
-static_assert(sizeof(Open) == 32);
+static_assert(sizeof(Open) == 48);
 
 // `bytes` at an address of the owner, which keeps them until the rank has reported that it took them; none: it has
 // taken them back, and the reason follows.

@@ -258,7 +258,7 @@ void ShareOwner::reduce_chunk(uint64_t number, Operation& operation, uint64_t by
       inputs[rank] = own.data();
     }
     result = ChunkBufferRef(blocks_);
-    reduce(shape.op, shape.wire, inputs, result.data(), count);
+    reduce(shape.op, shape.wire, inputs, result.data(), count, shape.whole ? shape.whole->world : 0);
     for (uint32_t rank = 0; rank < world_; ++rank) {
       if (rank == self_) continue;
       operation.inputs[rank].pop_front();

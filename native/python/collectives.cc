@@ -12,6 +12,8 @@
 
 #include <deque>
 #include <memory>
+#include <optional>
+#include <tuple>
 #include <utility>
 
 #include "collectives/group.h"
@@ -129,9 +131,21 @@ Op op_from(uint32_t code) {
   return static_cast<Op>(code);
 }
 
+// Of an operation that another is a stage of: elements, operation, dtype between hosts, ranks.
+using GivenWhole = std::optional<std::tuple<uint64_t, uint32_t, uint32_t, uint32_t>>;
+
+std::optional<Whole> whole_from(const GivenWhole& given) {
+  if (!given) return std::nullopt;
+  const auto [count, op, wire, world] = *given;
+  if (world == 0 || world > kMostMembers) fail(ErrorKind::schema, "no operation is one of ", world, " ranks");
+  return Whole{count, op_from(op), dtype_from(wire), world};
+}
+
 std::shared_ptr<Work> all_reduce(PythonGroup& group, uint64_t in, uint64_t out, uint64_t count, uint32_t dtype,
-                                 uint32_t wire, uint32_t op, double timeout_s, nb::object keep) {
-  const Shape shape{count, dtype_from(dtype), dtype_from(wire), op_from(op), 0};
+                                 uint32_t wire, uint32_t op, double timeout_s, nb::object keep,
+                                 const GivenWhole& whole) {
+  Shape shape{count, dtype_from(dtype), dtype_from(wire), op_from(op), 0};
+  shape.whole = whole_from(whole);
   return group.all_reduce(shape, in, out, timeout_s, std::move(keep));
 }
 
@@ -144,10 +158,12 @@ std::vector<Segment> segments_from(const Segments& given) {
 }
 
 std::shared_ptr<Work> run(PythonGroup& group, uint32_t collective, const Segments& sends, const Segments& receives,
-                          uint32_t dtype, uint32_t op, uint32_t root, double timeout_s, nb::object keep) {
+                          uint32_t dtype, uint32_t op, uint32_t root, double timeout_s, nb::object keep,
+                          const GivenWhole& whole) {
   if (collective >= kCollectives) fail(ErrorKind::schema, "no collective has the number ", collective);
   const Dtype type = dtype_from(dtype);
-  const Shape shape{0, type, type, op_from(op), 0, static_cast<Collective>(collective), root};
+  Shape shape{0, type, type, op_from(op), 0, static_cast<Collective>(collective), root};
+  shape.whole = whole_from(whole);
   return group.run(shape, segments_from(sends), segments_from(receives), timeout_s, std::move(keep));
 }
 
@@ -232,9 +248,9 @@ void bind_collectives(nb::module_& module) {
              interruptibly([&] { group.group().connect(addresses, Deadline::after(timeout_s)); });
            })
       .def("all_reduce", &all_reduce, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-           nb::arg("keep").none())
+           nb::arg("keep").none(), nb::arg("whole") = nb::none())
       .def("run", &run, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-           nb::arg("keep").none())
+           nb::arg("keep").none(), nb::arg("whole") = nb::none())
       .def("counts", &group_counts)
       .def("fault", [](const PythonGroup& group) { return fault_tuple(group.group().fault()); })
       .def_prop_ro("settled", [](const PythonGroup& group) { return group.group().settled(); })

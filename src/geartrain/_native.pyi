@@ -602,6 +602,7 @@ class CollectiveGroup:
         timeout_s: float,
         /,
         keep: Any,
+        whole: tuple[int, int, int, int] | None = None,
     ) -> CollectiveWork: ...
     def run(
         self,
@@ -614,6 +615,7 @@ class CollectiveGroup:
         timeout_s: float,
         /,
         keep: Any,
+        whole: tuple[int, int, int, int] | None = None,
     ) -> CollectiveWork: ...
     def counts(self) -> dict[str, Any]: ...
     def fault(self) -> tuple[int, str, list[int]] | None: ...

@@ -14,7 +14,7 @@ from deadlines import patience
 
 import geartrain._native as _native
 from geartrain.collectives import Group, Reducer
-from geartrain.collectives.hierarchical_stages import PIECE_BYTES
+from geartrain.collectives.hierarchical_stages import PIECE_BYTES, StagedOperation
 from geartrain.collectives.host_map import HostMap, RingOrder, cut
 from geartrain.errors import (
     ArgumentError,
@@ -132,6 +132,42 @@ def test_every_operation_and_dtype_that_a_group_knows() -> None:
             group.all_reduce(np.ones(3), wire_dtype="bfloat16")
 
     right(run_ranks(4, body, hierarchical=True, hosts=list("aabb")))
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "aaab", "abcc", "abc", "aaa"])
+@pytest.mark.parametrize(("dtype", "wire"), [("float16", None), ("float32", "float16"), ("float32", "bfloat16")])
+def test_an_average_is_divided_before_it_is_rounded_to_16_bits(hosts: str, dtype: str, wire: str | None) -> None:
+    n, narrow = len(hosts), np.dtype(np.float16)
+
+    def array(rank: int) -> np.ndarray:
+        made = numbers(rank, 9000)
+        made[::7] = 40_000 + 100 * rank  # the sum of two is beyond float16
+        return made.astype(dtype)
+
+    def body(rank: int, group: Group) -> np.ndarray:
+        return np.asarray(group.all_reduce(array(rank), op="avg", wire_dtype=wire))
+
+    found = right(run_ranks(n, body, hierarchical=True, hosts=list(hosts)))
+    assert all(np.array_equal(one, found[0]) for one in found)
+    exact = sum(array(rank).astype(np.float64) for rank in range(n)) / n
+    np.testing.assert_allclose(found[0].astype(np.float64), exact, rtol=0.02 if wire == "bfloat16" else 2e-3, atol=0.5)
+    if wire == "bfloat16":
+        return  # no dtype of NumPy's
+    singles = len(set(hosts)) == n
+    level = []  # each host's, as it crosses
+    for host in dict.fromkeys(hosts):
+        mine = [array(rank) for rank in range(n) if hosts[rank] == host]
+        total = mine[0].astype(np.float32)
+        for one in mine[1:]:
+            total = total + one.astype(np.float32)
+        level.append((total if singles else total / np.float32(n)).astype(dtype))
+    wanted = level[0].astype(narrow).astype(np.float32)
+    for one in level[1:]:
+        wanted = wanted + one.astype(narrow).astype(np.float32)
+    wanted = (wanted / np.float32(n) if singles else wanted).astype(narrow).astype(dtype)
+    if len(level) == 1:
+        wanted = level[0]  # never crosses
+    assert np.array_equal(found[0], wanted)
 
 
 def test_a_ring_of_hosts_has_the_same_bits_on_every_rank() -> None:
@@ -277,6 +313,19 @@ def test_an_abort_and_its_reason_reach_every_rank() -> None:
         assert "rank 3 aborted: the loss is not a number" in str(error)
 
 
+@pytest.mark.parametrize("letter", ["x", "é", "日", "🙂", '"'], ids=["1", "2", "3", "4", "quote"])
+def test_a_long_reason_is_cut_between_its_letters(letter: str) -> None:
+    def body(rank: int, group: Group) -> None:
+        if rank == 3:
+            group.abort(letter * 3000)
+        group.all_reduce(np.ones(1000, np.float32))
+
+    for rank, error in enumerate(failing(body)):
+        assert isinstance(error, CollectiveClosedError) and error.ranks == (3,), (rank, error)
+        said = str(error).partition("rank 3 aborted: ")[2]
+        assert set(said) == {letter} and len(said) >= 100, (rank, error)
+
+
 @pytest.mark.parametrize("odd", [1, 2])
 def test_ranks_that_ask_for_other_sizes_are_told_whether_on_one_host_or_not(odd: int) -> None:
     def body(rank: int, group: Group) -> None:
@@ -286,6 +335,41 @@ def test_ranks_that_ask_for_other_sizes_are_told_whether_on_one_host_or_not(odd:
     for error in failing(body):
         assert isinstance(error, RanksDisagreeError), error
         assert (len(error.ranks) == 2 and set(error.ranks) != {0, 1}) or odd == 1, error
+
+
+@pytest.mark.parametrize("odd", [[0], [2, 3], [1, 3]], ids=["a rank", "a host", "a lane"])
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"op": "avg"}, "avg of 100000 float32"),
+        ({"op": "min"}, "min of 100000 float32"),
+        ({"wire_dtype": "bfloat16"}, "sum of 100000 float32 as bfloat16"),
+    ],
+    ids=["avg", "min", "wire"],
+)
+def test_ranks_that_ask_for_other_operations_are_told_on_every_rank(
+    odd: list[int], more: dict[str, Any], said: str
+) -> None:
+    def body(rank: int, group: Group) -> None:
+        group.all_reduce(np.ones(100_000, np.float32), **(more if rank in odd else {}))
+
+    for error in failing(body):
+        assert isinstance(error, RanksDisagreeError), error
+        assert said in str(error) and "the sum of 100000 float32 (a piece of it" in str(error), error
+        assert len(error.ranks) == 2 and len(set(error.ranks) & set(odd)) == 1, error
+
+
+def test_arrays_in_another_order_are_told_though_their_pieces_have_the_same_sizes() -> None:
+    piece = PIECE_BYTES // 4
+
+    def body(rank: int, group: Group) -> None:
+        sizes = [2 * piece, piece] if rank < 2 else [piece, 2 * piece]
+        for work in [group.all_reduce_async(np.ones(size, np.float32)) for size in sizes]:
+            work.wait()
+
+    for error in failing(body):
+        assert isinstance(error, RanksDisagreeError), error
+        assert f"sum of {2 * piece} float32" in str(error) and f"sum of {piece} float32" in str(error), error
 
 
 def test_a_group_is_closed_beside_its_operations_and_then_refuses_calls() -> None:
@@ -305,6 +389,60 @@ def test_a_group_is_closed_beside_its_operations_and_then_refuses_calls() -> Non
             group.counters()
 
     assert failing(body) == [None] * 4
+
+
+def test_close_gives_one_moment_to_all_operations_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    def wait(operation: StagedOperation, timeout_s: float) -> bool:
+        waits.append(timeout_s)
+        time.sleep(timeout_s)
+        return False
+
+    def body(rank: int, group: Group) -> None:
+        if rank == 1:
+            return  # never takes part
+        works = [group.all_reduce_async(np.ones(1000, np.float32)) for _ in range(10)]
+        monkeypatch.setattr(StagedOperation, "wait", wait)
+        group.close()
+        monkeypatch.undo()
+        for work in works:
+            with pytest.raises((CollectiveClosedError, RankLostError)):
+                work.wait()
+
+    assert failing(body, "ab") == [None] * 2
+    assert len(waits) == 10 and sum(waits) <= 0.31, waits
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aa"])
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_an_operation_that_close_overtakes_is_refused(when: str, hosts: str) -> None:
+    over = threading.Barrier(2)
+
+    def body(rank: int, group: Group) -> None:
+        stages: Any = group._session.native
+        begin, queue = stages.begin, stages.summed
+
+        class Summed:
+            @staticmethod
+            def put(piece: Any) -> None:
+                queue.put(piece)
+                if not stages.ended and piece is not None:
+                    stages.close(0.0)
+
+        def begin_after_close(work: Any) -> Any:
+            stages.close(0.0)
+            return begin(work)
+
+        if when == "before":
+            stages.begin = begin_after_close
+        else:
+            stages.summed = Summed
+        over.wait(patience(30))  # both are connected
+        with pytest.raises(CollectiveClosedError):  # no work that nobody ends
+            group.all_reduce_async(np.ones(3 * PIECE_BYTES, np.uint8)).wait(patience(2))
+
+    right(run_ranks(2, body, hierarchical=True, hosts=list(hosts)))
 
 
 def test_a_group_that_is_dropped_ends_its_threads() -> None:

@@ -13,8 +13,9 @@ is a native group of its own: shares, reducers or a ring, as the group was made 
 lanes as the smallest; their other ranks take part within the host.
 
 The order of a sum is that of the ranks within each host, and then that of the hosts, by their lowest rank. It depends
-on the map of ranks to hosts alone, not on lanes, shares or arrival. Each level rounds 16-bit floats once, and an
-average once more. A ring of hosts sums in its own order: the same bits on all ranks for the same map.
+on the map of ranks to hosts alone, not on lanes, shares or arrival. Each level rounds 16-bit floats once; an average
+that is rounded so is divided by the number of all ranks before, within each host. A ring of hosts sums in its own
+order: the same bits on all ranks for the same map.
 
 hierarchical_stages.py moves the pieces.
 """

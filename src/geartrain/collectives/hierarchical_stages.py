@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import geartrain._native as _native
@@ -28,15 +29,22 @@ from geartrain.collectives.faults import Fault, renumbered_text
 from geartrain.collectives.host_map import cut
 from geartrain.collectives.session import Session
 from geartrain.collectives.work import Work
-from geartrain.errors import GeartrainError
+from geartrain.errors import ConnectionClosedError, GeartrainError
 
 PIECE_BYTES = 4 << 20
 #: How much later than the stage before an operation's deadline is: who hangs is named where it is waited for first.
 STAGE_S = 1.0
 ABORTED, CLOSED = 6, 7  # kinds of faults: aborted by a rank, closed here
-_MOMENT_S = 0.3  # of `close`, for operations in progress
+_MOMENT_S = 0.3  # of `close`, for all operations in progress together
 _MARK = "fault of a part: "
-_MOST_TEXT, _MOST_MEMBERS = 1000, 64  # of what is told to other ranks in one frame
+#: Of what is told to other ranks in one frame, of 2048 letters (native/collectives/protocol.cc): in bytes of JSON.
+_MOST_TEXT, _MOST_MEMBERS = 1400, 64
+
+
+def _cut(text: str) -> str:
+    """As much of it as has `_MOST_TEXT` bytes in JSON, which has letters beyond ASCII as six: frames have no other."""
+    sizes = accumulate(len(json.dumps(letter)) - 2 for letter in text[:_MOST_TEXT])
+    return text[: sum(size <= _MOST_TEXT for size in sizes)]
 
 
 @dataclass
@@ -55,8 +63,9 @@ class GroupPart:
         """The fault as all ranks number it; one that another part has had, as that part's rank has told it."""
         kind, text, members = fault
         if kind == ABORTED and _MARK in text:
-            with suppress(ValueError):
-                told, said, named = json.loads(text[text.index(_MARK) + len(_MARK) :])
+            with suppress(ValueError):  # what stands behind it is of those that have passed it on
+                found, _ = json.JSONDecoder().raw_decode(text, text.index(_MARK) + len(_MARK))
+                told, named, said = found
                 return int(told), str(said), [int(member) for member in named]
         n = len(self.ranks)
         found = [self.ranks[m] if m < n else reducers_from + m - n for m in members]
@@ -70,7 +79,11 @@ class StagedOperation:
         self.stages = stages
         self.until_s = time.monotonic() + work.timeout_s
         self.dtype, self.wire, self.op, self.keep = work.dtype, work.wire_dtype, work.op, work.array
+        #: Whether an average is of 16-bit floats somewhere, whose sum may be beyond them where the average is not.
+        self.divides_first = work.op == "avg" and (ITEM_SIZES[work.dtype] == 2 or work.wire_dtype != work.dtype)
         self.elements = work.count
+        #: What each part compares among its ranks beside the stage itself.
+        self.whole = (work.count, OPS[work.op], DTYPE_CODES[work.wire_dtype], stages.world_size)
         self.left = pieces  # whose last stage is not issued
         self.works: list[tuple[GroupPart, Any]] = []
         self.issued = threading.Event()
@@ -129,7 +142,7 @@ class HostStages:
     counted: dict[str, int] = field(default_factory=lambda: {"operations": 0, "elements": 0, "array_bytes": 0})
 
     def __post_init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a collection of garbage within it may end in a caller's finalizer
         self.pid = os.getpid()
         self.ended = False
         self.summed: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
@@ -144,7 +157,10 @@ class HostStages:
     # --- stages -------------------------------------------------------------------------------------------------------
 
     def begin(self, work: Work) -> StagedOperation:
-        """Issues the first stage of each piece. By one thread at a time."""
+        """Issues the first stage of each piece. By one thread at a time.
+
+        Raises `ConnectionClosedError` where `close` comes first, or in the middle: after its end no piece is moved.
+        """
         size = ITEM_SIZES[work.dtype]
         per_piece = PIECE_BYTES // size
         starts = range(0, work.count, per_piece) if work.count else range(1)
@@ -156,11 +172,14 @@ class HostStages:
             try:
                 if self.within is not None:
                     piece.first = self._run(piece, self.within, "reduce_scatter", 0)
+                with self.lock:  # or it would stand behind the end, where no thread takes it
+                    if self.ended:
+                        raise ConnectionClosedError("the group was closed")
+                    self.summed.put(piece)
             except BaseException:
                 if i > 0:  # closed in the middle: what was issued ends by itself
                     operation.failed = CLOSED, "the group was closed", []
                 raise
-            self.summed.put(piece)
         self.pieces += len(starts)
         with self.lock:
             self.open.append(operation)
@@ -182,13 +201,24 @@ class HostStages:
             every if stage == 0 else own,
             own if stage == 0 else every,
             DTYPE_CODES[operation.dtype],
-            OPS["sum" if operation.op == "avg" else operation.op] if stage == 0 else OPS["sum"],
+            self._op(operation, part) if stage == 0 else OPS["sum"],
             0,
             operation.remaining_s(stage),
             keep=operation.keep,
+            whole=operation.whole,
         )
         operation.works.append((part, native))
         return native
+
+    def _op(self, operation: StagedOperation, part: GroupPart) -> int:
+        """What a part does for an operation. One that averages divides by the number of all ranks, before it rounds."""
+        if operation.op != "avg":
+            return OPS[operation.op]
+        divides = part is self.within or len(part.ranks) == self.world_size
+        return OPS["avg" if operation.divides_first and divides else "sum"]
+
+    def _divide(self, address: int, count: int, operation: StagedOperation) -> None:
+        _native.divide_memory(address, count, DTYPE_CODES[operation.dtype], self.world_size)
 
     def _cross(self, piece: _Piece) -> None:
         """The second stage: an all-reduce of this rank's part with its lane."""
@@ -199,15 +229,18 @@ class HostStages:
         if self.across is None or (not mine and (count or not turn)):
             return
         address, _ = self._segments(piece, self.across)[self.place]
+        if operation.divides_first and self.within is None and len(self.across.ranks) < self.world_size:
+            self._divide(address, mine, operation)
         piece.second = self.across.native.all_reduce(
             address,
             address,
             mine,
             DTYPE_CODES[operation.dtype],
             DTYPE_CODES[operation.wire],
-            OPS["sum" if operation.op == "avg" else operation.op],
+            self._op(operation, self.across),
             operation.remaining_s(1),
             keep=operation.keep,
+            whole=operation.whole,
         )
         operation.works.append((self.across, piece.second))
 
@@ -220,10 +253,9 @@ class HostStages:
     def _return(self, piece: _Piece) -> None:
         """The third stage: what the lanes have goes to all ranks of the host."""
         operation = piece.operation
-        if operation.op == "avg" and self.place < self.lanes:
+        if operation.op == "avg" and not operation.divides_first and self.place < self.lanes:
             start, count = piece.parts[self.place]
-            at = piece.address + start * ITEM_SIZES[operation.dtype]
-            _native.divide_memory(at, count, DTYPE_CODES[operation.dtype], self.world_size)
+            self._divide(piece.address + start * ITEM_SIZES[operation.dtype], count, operation)
         if self.back is not None:
             self._run(piece, self.back, "all_gather", 2)
 
@@ -290,7 +322,7 @@ class HostStages:
             known = self.first_fault
         if first and fault[0] != CLOSED:
             kind, text, members = fault
-            told = _MARK + json.dumps([kind, text[:_MOST_TEXT], members[:_MOST_MEMBERS]])
+            told = _MARK + json.dumps([kind, members[:_MOST_MEMBERS], _cut(text)])
             for part in self.parts():
                 part.native.abort(told)
         return known
@@ -315,13 +347,16 @@ class HostStages:
         if os.getpid() != self.pid:
             return
         until_s = time.monotonic() + timeout_s
-        for operation in list(self.open):
-            if self.first_fault is None and not operation.done():
-                operation.wait(min(_MOMENT_S, max(until_s - time.monotonic(), 0.0)))
+        moment_s = min(until_s, time.monotonic() + _MOMENT_S)
         with self.lock:
-            first, self.ended = not self.ended, True
-        if first:
-            self.summed.put(None)
+            operations = list(self.open)
+        for operation in operations:
+            if self.first_fault is None and not operation.done():
+                operation.wait(max(moment_s - time.monotonic(), 0.0))
+        with self.lock:
+            if not self.ended:
+                self.summed.put(None)
+            self.ended = True
         ends = [
             threading.Thread(target=part.native.close, args=(max(until_s - time.monotonic(), 0.0),), daemon=True)
             for part in self.parts()
