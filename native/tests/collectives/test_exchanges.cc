@@ -2,6 +2,7 @@
 
 #include <atomic>
 
+#include "collectives/share_owner.h"
 #include "tests/collectives/ranks.h"
 
 namespace geartrain {
@@ -273,6 +274,53 @@ TEST(memory_that_was_sent_is_the_callers_again) {
       if (given.shape.collective != Collective::broadcast) CHECK(running->received == given.expected(rank));
     }
   });
+}
+
+// What a rank owns of operations, without a group around it.
+class Alone final : public ShareOwner::Host {
+ public:
+  Alone(uint32_t world, uint32_t self) : owner(blocks_, *this, world, self, kChunkBytes, 1 << 20) {}
+  void results_for(uint32_t) override {}
+  void deliver(uint64_t, uint64_t, std::span<const std::byte>) override {}
+  CongestionWindow* window() override { return &window_; }
+  void disagree(const std::string& text, std::vector<uint32_t>) override { said = text; }
+  std::string said;
+
+ private:
+  ChunkBufferPool blocks_;
+  CongestionWindow window_{1 << 20, 1 << 20};
+
+ public:
+  ShareOwner owner;
+};
+
+// However far the others run ahead of the root: more operations than a peer may have open here.
+TEST(broadcasts_that_were_begun_before_their_root_came_leave_nothing_behind) {
+  constexpr uint64_t kAhead = 70'000;
+  const Shape shape{1, Dtype::float32, Dtype::float32, Op::sum, 0, Collective::one_host_broadcast, 0};
+  const Shape other{2, Dtype::float32, Dtype::float32, Op::sum, 0, Collective::one_host_broadcast, 0};
+  const Shape sum{1, Dtype::float32, Dtype::float32, Op::sum, 0, Collective::all_reduce, 0};
+  Alone rank(2, 1);
+  const auto announce = [&](uint64_t number, const Shape& what) {
+    rank.owner.open(0, number, open_of(what, what.wire_bytes(), 0));
+  };
+  for (uint64_t number = 0; number < kAhead; ++number) rank.owner.owns_none(number, shape);
+  for (uint64_t number = 0; number < kAhead; ++number) announce(number, shape);
+  CHECK_EQ(rank.said, std::string());
+  // Nor do announcements of what is not a broadcast here and long forgotten.
+  for (uint64_t number = 0; number < kAhead; ++number) rank.owner.owns_none(kAhead + number, sum);
+  for (uint64_t number = 0; number < kAhead - 2000; ++number) announce(kAhead + number, shape);
+  CHECK_EQ(rank.said, std::string());
+  // A root ahead of this rank is remembered, and one that means something else is noticed, early or late.
+  announce(2 * kAhead, shape);
+  rank.owner.owns_none(2 * kAhead, shape);
+  CHECK_EQ(rank.said, std::string());
+  announce(2 * kAhead + 1, other);
+  rank.owner.owns_none(2 * kAhead + 1, shape);
+  CHECK(rank.said.find("disagree at operation 140001") != std::string::npos);
+  for (uint64_t number = 2; number < kAhead; ++number) rank.owner.owns_none(2 * kAhead + number, shape);
+  announce(2 * kAhead + 2, other);
+  CHECK(rank.said.find("disagree at operation 140002") != std::string::npos);
 }
 
 }  // namespace
