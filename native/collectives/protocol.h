@@ -18,6 +18,7 @@
 //   credit  owner -> rank    instead of a result that the rank does not get: the share is done up to `offset`
 //   taken   rank -> owner    of results that are no answer to parts: the rank has them up to `offset`
 //   expose  owner -> rank    instead of results: where they are in the owner's memory (ExposedShare), to be read
+//   unreadable  rank -> owner    it cannot read what is exposed from `offset` on: results instead
 //   ring    rank -> next     a piece of the stream that goes around the ring (ring_allreduce.h)
 //   query   which ranks does this one wait for?     status   the answer: Members, the least advanced
 //   fault   the group is over, with the reason (Fault): forwarded to all, unchanged
@@ -57,7 +58,7 @@ constexpr uint64_t kGrain = 16;  // elements: no vector of them lies in two shar
 static_assert(std::endian::native == std::endian::little);
 
 constexpr uint32_t kCollectiveMagic = 0x31435447;  // "GTC1"
-constexpr uint32_t kCollectiveVersion = 3;
+constexpr uint32_t kCollectiveVersion = 4;
 constexpr uint32_t kMostMembers = 4096;       // ranks and reducers of a group
 constexpr uint32_t kMostControlBytes = 4096;  // of a payload that is not data
 constexpr uint32_t kChunkBytes = 16 << 10;    // what is reduced at once, and the most that one frame carries
@@ -76,7 +77,8 @@ enum class FrameKind : uint16_t {
   bye,
   credit,
   taken,
-  expose
+  expose,
+  unreadable
 };
 
 struct WireHeader {
@@ -218,8 +220,8 @@ inline WireHeader frame_of(FrameKind kind, uint64_t operation, uint64_t offset, 
 inline void check(const WireHeader& header) {
   const auto kind = static_cast<FrameKind>(header.kind);
   if (header.magic != kCollectiveMagic || header.reserved != 0 || (header.settled != 0 && kind != FrameKind::result) ||
-      kind < FrameKind::open || kind > FrameKind::expose ||
-      ((kind == FrameKind::credit || kind == FrameKind::taken) && header.bytes != 0)) {
+      kind < FrameKind::open || kind > FrameKind::unreadable ||
+      ((kind == FrameKind::credit || kind == FrameKind::taken || kind == FrameKind::unreadable) && header.bytes != 0)) {
     fail(ErrorKind::frame, "it sent what is not a frame");
   }
   const bool data = kind == FrameKind::part || kind == FrameKind::result || kind == FrameKind::ring;

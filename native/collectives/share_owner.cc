@@ -413,6 +413,19 @@ void ShareOwner::took_taken(uint32_t rank, const WireHeader& taken) {
   for (uint32_t i = 1; i < world_; ++i) host_.results_for((self_ + i) % world_);
 }
 
+void ShareOwner::took_unreadable(uint32_t rank, const WireHeader& unreadable) {
+  const auto place = operations_.find(unreadable.operation);
+  if (place == operations_.end() || !place->second.shape.direct() || !place->second.reads[rank] ||
+      unreadable.offset != place->second.received[rank] || unreadable.offset >= place->second.sent[rank]) {
+    fail(ErrorKind::frame, "it cannot read operation ", unreadable.operation, " from ", unreadable.offset,
+         " on, which was not exposed");
+  }
+  Operation& operation = place->second;
+  operation.reads[rank] = false;
+  operation.sent[rank] = operation.received[rank];
+  host_.results_for(rank);
+}
+
 bool ShareOwner::gets_credit(const Operation& operation, uint32_t rank) const {
   const Shape& shape = operation.shape;
   return shape.collective == Collective::reduce_scatter ||

@@ -63,6 +63,8 @@ class ShareOwner {
   void send_local(uint64_t operation, const Shape& shape, std::vector<Segment> sends, uint64_t completed);
   // A rank has got so much of that. Throws frame.
   void took_taken(uint32_t rank, const WireHeader& taken);
+  // A rank cannot read what it was exposed beyond what it has got: it is sent that. Throws frame.
+  void took_unreadable(uint32_t rank, const WireHeader& unreadable);
 
   // The next piece of a result for a rank. False when there is none now.
   bool next(uint32_t rank, OutFrame* frame);
