@@ -108,7 +108,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
 def test_the_tutorial_runs_from_top_to_bottom() -> None:
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     notebook = nbformat.read(ROOT / "docs" / "tutorial.ipynb", as_version=4)
-    nbclient.NotebookClient(notebook, timeout=patience(200), kernel_name="python3").execute()
+    nbclient.NotebookClient(notebook, timeout=int(patience(200)), kernel_name="python3").execute()
     said = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
     assert "return of ten episodes" in said
 

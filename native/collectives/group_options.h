@@ -28,6 +28,7 @@ struct GroupCounts {
   uint64_t reduced_bytes = 0;                                               // as an owner
   uint64_t window_bytes = 0, least_delay_ns = 0;
   uint64_t links_tcp = 0, links_shm = 0, refused = 0;
+  uint64_t read_denied = 0;  // links whose peer's memory could be read, until the kernel did not allow it any more
 };
 
 }  // namespace geartrain

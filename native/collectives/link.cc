@@ -163,20 +163,28 @@ class RingLink final : public Link {
       if (at == 0) return false;  // it is still being set up: the next operation asks again
       their_stamp_ = in_->stamp;
       stamp_at_ = at;
-      readable_ = peer_ > 0 && stamp_holds() ? Readable::yes : Readable::no;
+      readable_ = peer_ > 0 && stamp() == ReadExposed::read ? Readable::yes : Readable::no;
     }
     return readable_ == Readable::yes;
   }
 
-  bool read_exposed(uint64_t address, std::span<std::byte> into) override {
+  bool read_denied() const override { return readable_ == Readable::lost; }
+
+  ReadExposed read_exposed(uint64_t address, std::span<std::byte> into) override {
+    if (read_denied()) return ReadExposed::denied;
     if (!reads_peer()) return Link::read_exposed(address, into);
-    if (const int error = peek(peer_, address, into); error != 0 && stamp_holds()) {
-      fail(ErrorKind::frame, "it exposes what cannot be read: ", std::strerror(error));
-    }
-    return stamp_holds();
+    const int error = peek(peer_, address, into);
+    const ReadExposed after = still_exposes();
+    return after == ReadExposed::read && error != 0 ? ReadExposed::denied : after;
   }
 
-  bool still_exposes() override { return !reads_peer() || stamp_holds(); }
+  ReadExposed still_exposes() override {
+    if (read_denied()) return ReadExposed::denied;
+    if (!reads_peer()) return ReadExposed::read;
+    const ReadExposed now = stamp();
+    if (now == ReadExposed::denied) readable_ = Readable::lost;
+    return now;
+  }
 
   void take_back() noexcept override { stamp_.store(0, std::memory_order_seq_cst); }
 
@@ -196,10 +204,12 @@ class RingLink final : public Link {
     [[maybe_unused]] const ssize_t written = ::write(wake_.get(), &one, sizeof one);
   }
 
-  bool stamp_holds() const {
+  // A process that is gone has withdrawn everything; its socket reports it.
+  ReadExposed stamp() const {
     uint64_t found = 0;
-    return peek(peer_, stamp_at_, std::as_writable_bytes(std::span(&found, 1))) == 0 && found == their_stamp_ &&
-           found != 0;
+    const int error = peek(peer_, stamp_at_, std::as_writable_bytes(std::span(&found, 1)));
+    if (error != 0 && error != ESRCH) return ReadExposed::denied;
+    return error == 0 && found == their_stamp_ && found != 0 ? ReadExposed::read : ReadExposed::withdrawn;
   }
 
   const Memory memory_;
@@ -207,7 +217,7 @@ class RingLink final : public Link {
   std::atomic<uint64_t> stamp_{0};
   pid_t peer_ = 0;
   uint64_t stamp_at_ = 0, their_stamp_ = 0;
-  enum class Readable : uint8_t { unknown, yes, no } readable_ = Readable::unknown;
+  enum class Readable : uint8_t { unknown, yes, no, lost } readable_ = Readable::unknown;
   SharedRing *out_, *in_;
   uint64_t written_ = 0, taken_ = 0;  // never read back from memory that the peer can write
   bool blocked_ = false, ended_ = false;
@@ -215,7 +225,7 @@ class RingLink final : public Link {
 
 }  // namespace
 
-bool Link::read_exposed(uint64_t, std::span<std::byte>) {
+ReadExposed Link::read_exposed(uint64_t, std::span<std::byte>) {
   fail(ErrorKind::frame, "it exposes memory to a member that cannot read it");
 }
 

@@ -18,7 +18,9 @@
 //
 // What a peer exposes is read right from its memory (process_vm_readv), which is never written. Whether the kernel
 // allows that is found by trying, at a number that the writer of a ring keeps, the stamp; the ring says where, and
-// which. The stamp is read again behind those bytes: it is gone when the peer does not expose its memory any more.
+// which. The stamp is read again behind those bytes: it is gone when the peer does not expose its memory any more. The
+// kernel may also take the right away later (other credentials, ptrace_scope, seccomp), or deny one address (memory of
+// a device). That is not the peer's doing: it sends through the ring then.
 //
 // One thread, the loop's.
 #pragma once
@@ -36,6 +38,13 @@
 namespace geartrain {
 
 constexpr uint64_t kRingBytes = 512 << 10;
+
+// What came of reading what a peer exposes.
+enum class ReadExposed : uint8_t {
+  read,
+  withdrawn,  // it does not expose it any more: its reason is on the way
+  denied,     // it does, but cannot be read from here
+};
 
 class Link {
  public:
@@ -55,10 +64,12 @@ class Link {
   virtual bool polled() const { return false; }
   // Whether the peer's memory can be read by its addresses.
   virtual bool reads_peer() { return false; }
-  // False when the peer exposes nothing any more: then its reason is on the way.
-  virtual bool still_exposes() { return true; }
-  // What it exposes, or false when it does not any more. Throws frame.
-  virtual bool read_exposed(uint64_t address, std::span<std::byte> into);
+  // Whether it has been able to, and the kernel does not allow it any more.
+  virtual bool read_denied() const { return false; }
+  // Whether the peer exposes anything: what there is to be read then is what it meant.
+  virtual ReadExposed still_exposes() { return ReadExposed::read; }
+  // Throws frame when this link could never read anything.
+  virtual ReadExposed read_exposed(uint64_t address, std::span<std::byte> into);
   // What this side has exposed is not to be read any more.
   virtual void take_back() noexcept {}
   // The socket of a polled link has reported the peer's end: read() reports it once all has been read.

@@ -20,10 +20,11 @@ constexpr char kKeyMark[] = ";key=";
 constexpr uint64_t kNever = ~uint64_t{0};
 constexpr double kDialPauseS = 0.05;
 
-void count_bytes(const Peer& peer, GroupCounts* out) {
+void add_counts(const Peer& peer, GroupCounts* out) {
   const bool tcp = std::strcmp(peer.transport(), "tcp") == 0;
   (tcp ? out->sent_tcp : out->sent_shm) += peer.bytes_sent();
   (tcp ? out->received_tcp : out->received_shm) += peer.bytes_received();
+  out->read_denied += peer.read_denied();
 }
 
 // The same for processes that find each other's Unix sockets: one kernel and one network.
@@ -320,7 +321,7 @@ void Membership::end_by(std::shared_ptr<const Fault> fault, bool notify) {
 }
 
 void Membership::discard(uint32_t member) {
-  count_bytes(*peers_[member], &gone_counts_);
+  add_counts(*peers_[member], &gone_counts_);
   loop_.discard(std::move(peers_[member]));
 }
 
@@ -339,7 +340,7 @@ void Membership::count(GroupCounts* out) const {
   *out = gone_counts_;
   for (const auto& peer : peers_) {
     if (peer == nullptr) continue;
-    count_bytes(*peer, out);
+    add_counts(*peer, out);
     ++(std::strcmp(peer->transport(), "tcp") == 0 ? out->links_tcp : out->links_shm);
   }
 }

@@ -108,6 +108,9 @@ void Operations::took(const Peer& peer, const WireHeader& header, std::span<std:
     case FrameKind::taken:
       if (peer.member() >= options_.world) fail(ErrorKind::frame, "it took what no reducer gets");
       return owner_.took_taken(peer.member(), header);
+    case FrameKind::unreadable:
+      if (peer.member() >= options_.world) fail(ErrorKind::frame, "it took what no reducer gets");
+      return owner_.took_unreadable(peer.member(), header);
     default:
       fail(ErrorKind::frame, "it sent a frame of the wrong kind");
   }
@@ -133,13 +136,18 @@ void Operations::took_exposed(const Peer& peer, const WireHeader& header, std::s
   ExposedShare exposed;
   if (payload.size() != sizeof exposed) fail(ErrorKind::frame, "it exposes memory in a malformed frame");
   std::memcpy(&exposed, payload.data(), sizeof exposed);
-  if (exposed.bytes == 0 || !peer.still_exposes()) return;  // the reason follows
+  if (exposed.bytes == 0 || shares_.declined(peer.member(), header.operation)) return;
+  const ReadExposed before = peer.still_exposes();
+  if (before == ReadExposed::withdrawn) return;  // the reason follows
+  if (before == ReadExposed::denied) return shares_.decline(peer.member(), header);
   if (exposed.bytes > kExposedBytes)
     fail(ErrorKind::frame, "it exposes ", exposed.bytes, " bytes, the limit is ", kExposedBytes);
   const WireHeader result =
       frame_of(FrameKind::result, header.operation, header.offset, static_cast<uint32_t>(exposed.bytes));
   const std::span<std::byte> into = shares_.exposed_room(peer.member(), result);
-  if (peer.read_exposed(exposed.address, into)) shares_.took(peer.member(), result, into);
+  const ReadExposed found = peer.read_exposed(exposed.address, into);
+  if (found == ReadExposed::read) shares_.took(peer.member(), result, into);
+  if (found == ReadExposed::denied) shares_.decline(peer.member(), header);
 }
 
 void Operations::open(uint32_t owner, uint64_t operation, const Open& open) {
@@ -153,6 +161,13 @@ void Operations::taken(uint32_t owner, uint64_t operation, uint64_t bytes) {
   Peer* const peer = members_.peer(owner);
   if (peer == nullptr) return;
   peer->send_control(FrameKind::taken, operation, bytes);
+  peer->kick();
+}
+
+void Operations::unreadable(uint32_t owner, uint64_t operation, uint64_t from) {
+  Peer* const peer = members_.peer(owner);
+  if (peer == nullptr) return;
+  peer->send_control(FrameKind::unreadable, operation, from);
   peer->kick();
 }
 

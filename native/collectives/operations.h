@@ -57,6 +57,7 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
     shares_.deliver(operation, offset, result);
   }
   void taken(uint32_t owner, uint64_t operation, uint64_t bytes) override;
+  void unreadable(uint32_t owner, uint64_t operation, uint64_t from) override;
   CongestionWindow* window() override { return &direct_; }
   void served(uint64_t operation) override { shares_.served(operation); }
   void open_next(uint64_t operation, const Open& what) override { open(members_.next_rank(), operation, what); }

@@ -67,8 +67,11 @@ class Peer final : public EventLoop::Handler, public EventLoop::Pollable {
 
   // Link's.
   bool reads_peer() const { return link_->reads_peer(); }
-  bool still_exposes() const { return link_->still_exposes(); }
-  bool read_exposed(uint64_t address, std::span<std::byte> into) const { return link_->read_exposed(address, into); }
+  bool read_denied() const { return link_->read_denied(); }
+  ReadExposed still_exposes() const { return link_->still_exposes(); }
+  ReadExposed read_exposed(uint64_t address, std::span<std::byte> into) const {
+    return link_->read_exposed(address, into);
+  }
 
   const char* transport() const { return link_->name(); }
   uint32_t member() const { return member_; }

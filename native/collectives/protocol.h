@@ -18,6 +18,7 @@
 //   credit  owner -> rank    instead of a result that the rank does not get: the share is done up to `offset`
 //   taken   rank -> owner    of results that are no answer to parts: the rank has them up to `offset`
 //   expose  owner -> rank    instead of results: where they are in the owner's memory (ExposedShare), to be read
+//   unreadable  rank -> owner    it cannot read what is exposed from `offset` on: results instead
 //   ring    rank -> next     a piece of the stream that goes around the ring (ring_allreduce.h)
 //   query   which ranks does this one wait for?     status   the answer: Members, the least advanced
 //   fault   the group is over, with the reason (Fault): forwarded to all, unchanged
@@ -77,7 +78,8 @@ enum class FrameKind : uint16_t {
   bye,
   credit,
   taken,
-  expose
+  expose,
+  unreadable
 };
 
 struct WireHeader {
@@ -233,8 +235,8 @@ inline WireHeader frame_of(FrameKind kind, uint64_t operation, uint64_t offset, 
 inline void check(const WireHeader& header) {
   const auto kind = static_cast<FrameKind>(header.kind);
   if (header.magic != kCollectiveMagic || header.reserved != 0 || (header.settled != 0 && kind != FrameKind::result) ||
-      kind < FrameKind::open || kind > FrameKind::expose ||
-      ((kind == FrameKind::credit || kind == FrameKind::taken) && header.bytes != 0)) {
+      kind < FrameKind::open || kind > FrameKind::unreadable ||
+      ((kind == FrameKind::credit || kind == FrameKind::taken || kind == FrameKind::unreadable) && header.bytes != 0)) {
     fail(ErrorKind::frame, "it sent what is not a frame");
   }
   const bool data = kind == FrameKind::part || kind == FrameKind::result || kind == FrameKind::ring;

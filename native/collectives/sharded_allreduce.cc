@@ -250,6 +250,21 @@ std::span<std::byte> ShardedAllreduce::exposed_room(uint32_t owner, const WireHe
   return room(owner, result);
 }
 
+void ShardedAllreduce::decline(uint32_t owner, const WireHeader& exposed) {
+  Operation* const operation = find(exposed.operation);
+  if (operation == nullptr || !operation->work->shape.direct() || !operation->parts[owner].opened ||
+      operation->parts[owner].done || exposed.offset != operation->parts[owner].got) {
+    fail(ErrorKind::frame, "it exposes a result of operation ", exposed.operation, ", which is not expected");
+  }
+  operation->parts[owner].declined = true;
+  host_.unreadable(owner, exposed.operation, exposed.offset);
+}
+
+bool ShardedAllreduce::declined(uint32_t owner, uint64_t number) {
+  const Operation* const operation = find(number);
+  return operation != nullptr && operation->parts[owner].declined;
+}
+
 void ShardedAllreduce::took(uint32_t owner, const WireHeader& result, std::span<std::byte> payload) {
   Operation& operation = *find(result.operation);
   const Shape& shape = operation.work->shape;

@@ -47,6 +47,9 @@ class ShardedAllreduce {
     virtual void open(uint32_t owner, uint64_t operation, const Open& open) = 0;
     virtual void parts_for(uint32_t owner) = 0;                                  // next() may have something for it
     virtual void taken(uint32_t owner, uint64_t operation, uint64_t bytes) = 0;  // reports what has come
+    // What comes behind that cannot be read.
+    virtual void unreadable([[maybe_unused]] uint32_t owner, [[maybe_unused]] uint64_t operation,
+                            [[maybe_unused]] uint64_t from) {}
     virtual void completed(const std::shared_ptr<Work>& work) = 0;
   };
   ShardedAllreduce(ChunkBufferPool& blocks, Host& host, std::vector<double> shares, uint32_t self,
@@ -67,6 +70,10 @@ class ShardedAllreduce {
   void took(uint32_t owner, const WireHeader& result, std::span<std::byte> payload);
   // room() for a result that the owner exposes, which no other kind of operation has.
   std::span<std::byte> exposed_room(uint32_t owner, const WireHeader& result);
+  // This rank cannot read what an owner exposes there: it asks for results from there on, and ignores what else was
+  // exposed of that operation before the owner knew (declined). Throws frame.
+  void decline(uint32_t owner, const WireHeader& exposed);
+  bool declined(uint32_t owner, uint64_t operation);
   void deliver(uint64_t operation, uint64_t offset, std::span<const std::byte> result);  // of this rank's own share
   // An owner is done with a share up to there, and this rank gets no result of it. Throws frame.
   void took_credit(uint32_t owner, const WireHeader& credit);
@@ -88,7 +95,7 @@ class ShardedAllreduce {
     std::byte* to = nullptr;
     uint64_t bytes = 0, back = 0;  // on the wire: to be sent, and of results
     uint64_t sent = 0, got = 0;    // of results, or else credits
-    bool used = false, opened = false, done = false;
+    bool used = false, opened = false, done = false, declined = false;
   };
   struct Operation {
     std::shared_ptr<Work> work;

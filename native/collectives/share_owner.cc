@@ -11,7 +11,7 @@ namespace geartrain {
 namespace {
 
 constexpr size_t kMostOperations = 65536;  // begun by some rank and not over
-constexpr size_t kNotOwned = 1024;
+constexpr size_t kNotOwned = 1024;         // shapes kept of what others may still open here by mistake
 
 }  // namespace
 
@@ -66,8 +66,8 @@ void ShareOwner::open(uint32_t rank, uint64_t number, const Open& open) {
   if (operations_.size() >= kMostOperations) fail(ErrorKind::frame, "it opened too many operations");
   next_open_[rank] = number + 1;
   completed_[rank] = open.completed;
-  if (const auto mine = not_owned_.find(number); mine != not_owned_.end()) {
-    return disagree(number, rank, shape, self_, mine->second);
+  if (const Shape* const mine = not_owned(number); mine != nullptr) {
+    return disagree(number, rank, shape, self_, *mine);
   }
   const Place place = find_or_make(rank, number, shape, open.share_bytes);
   if (place == operations_.end()) return;
@@ -82,6 +82,7 @@ void ShareOwner::open(uint32_t rank, uint64_t number, const Open& open) {
 void ShareOwner::open_local(uint64_t number, const Shape& shape, uint64_t share_bytes, const std::byte* numbers,
                             uint64_t completed) {
   completed_[self_] = static_cast<uint32_t>(completed);
+  next_own_ = number + 1;
   if (differs_from_root(number, shape)) return;
   const Place place = find_or_make(self_, number, shape, share_bytes);
   if (place == operations_.end()) return;
@@ -92,6 +93,7 @@ void ShareOwner::open_local(uint64_t number, const Shape& shape, uint64_t share_
 
 void ShareOwner::send_local(uint64_t number, const Shape& shape, std::vector<Segment> sends, uint64_t completed) {
   completed_[self_] = static_cast<uint32_t>(completed);
+  next_own_ = number + 1;
   if (differs_from_root(number, shape)) return;
   const Place place = find_or_make(self_, number, shape, sends[self_].count * bytes_of(shape.dtype));
   if (place == operations_.end()) return;
@@ -114,6 +116,7 @@ void ShareOwner::send_local(uint64_t number, const Shape& shape, std::vector<Seg
 }
 
 void ShareOwner::owns_none(uint64_t number, const Shape& shape) {
+  next_own_ = number + 1;
   if (const auto place = operations_.find(number); place != operations_.end()) {
     return disagree(number, self_, shape, place->second.first_rank, place->second.shape);
   }
@@ -123,8 +126,18 @@ void ShareOwner::owns_none(uint64_t number, const Shape& shape) {
     if (others != shape) disagree(number, self_, shape, rank, others);
     return;
   }
+  if (shape.collective == Collective::one_host_broadcast) {
+    unannounced_.emplace(number, shape);  // until the root comes, however late: as many as are in flight here
+    return;
+  }
   not_owned_.emplace(number, shape);
   if (not_owned_.size() > kNotOwned) not_owned_.erase(not_owned_.begin());
+}
+
+const Shape* ShareOwner::not_owned(uint64_t number) const {
+  if (const auto found = unannounced_.find(number); found != unannounced_.end()) return &found->second;
+  const auto found = not_owned_.find(number);
+  return found == not_owned_.end() ? nullptr : &found->second;
 }
 
 // A rank is the root of a broadcast, of which this one owns nothing if it agrees.
@@ -132,15 +145,16 @@ void ShareOwner::announced(uint32_t rank, uint64_t number, const Shape& shape) {
   if (const auto place = operations_.find(number); place != operations_.end() && place->second.opened[self_]) {
     return disagree(number, rank, shape, self_, place->second.shape);
   }
-  const auto mine = not_owned_.find(number);
-  if (mine == not_owned_.end()) {
-    if (announced_.size() >= kMostOperations) fail(ErrorKind::frame, "it opened too many operations");
-    announced_.emplace(number, std::pair(rank, shape));
-  } else if (mine->second != shape) {
-    disagree(number, rank, shape, self_, mine->second);
-  } else {
-    not_owned_.erase(mine);
+  if (const Shape* const mine = not_owned(number); mine != nullptr && *mine != shape) {
+    return disagree(number, rank, shape, self_, *mine);
   }
+  // What was begun here is settled, or its shape not kept any more. Nothing would ever remove an entry of it.
+  if (number < next_own_) {
+    unannounced_.erase(number);
+    return;
+  }
+  if (announced_.size() >= kMostOperations) fail(ErrorKind::frame, "it opened too many operations");
+  announced_.emplace(number, std::pair(rank, shape));
 }
 
 // Whether another rank has announced itself as the root of an operation of which this one owns a share.
@@ -397,6 +411,19 @@ void ShareOwner::took_taken(uint32_t rank, const WireHeader& taken) {
   }
   if (taken.offset == operation.wanted[rank]) end(place, rank);
   for (uint32_t i = 1; i < world_; ++i) host_.results_for((self_ + i) % world_);
+}
+
+void ShareOwner::took_unreadable(uint32_t rank, const WireHeader& unreadable) {
+  const auto place = operations_.find(unreadable.operation);
+  if (place == operations_.end() || !place->second.shape.direct() || !place->second.reads[rank] ||
+      unreadable.offset != place->second.received[rank] || unreadable.offset >= place->second.sent[rank]) {
+    fail(ErrorKind::frame, "it cannot read operation ", unreadable.operation, " from ", unreadable.offset,
+         " on, which was not exposed");
+  }
+  Operation& operation = place->second;
+  operation.reads[rank] = false;
+  operation.sent[rank] = operation.received[rank];
+  host_.results_for(rank);
 }
 
 bool ShareOwner::gets_credit(const Operation& operation, uint32_t rank) const {

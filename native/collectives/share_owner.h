@@ -63,6 +63,8 @@ class ShareOwner {
   void send_local(uint64_t operation, const Shape& shape, std::vector<Segment> sends, uint64_t completed);
   // A rank has got so much of that. Throws frame.
   void took_taken(uint32_t rank, const WireHeader& taken);
+  // A rank cannot read what it was exposed beyond what it has got: it is sent that. Throws frame.
+  void took_unreadable(uint32_t rank, const WireHeader& unreadable);
 
   // The next piece of a result for a rank. False when there is none now.
   bool next(uint32_t rank, OutFrame* frame);
@@ -115,6 +117,7 @@ class ShareOwner {
   void expose(Place place, uint32_t rank, OutFrame* frame);
   bool agrees(uint64_t number, const Operation& operation, uint32_t rank);
   void disagree(uint64_t number, uint32_t rank, const Shape& shape, uint32_t other, const Shape& others);
+  const Shape* not_owned(uint64_t number) const;  // null when it is none of those, or not kept any more
   void announced(uint32_t rank, uint64_t number, const Shape& shape);
   bool differs_from_root(uint64_t number, const Shape& shape);
   uint64_t missing(const Operation& operation, uint32_t rank) const;
@@ -129,7 +132,9 @@ class ShareOwner {
   std::vector<uint32_t> completed_;  // by rank: as last reported
   std::vector<uint64_t> held_;       // by rank: bytes here and not yet reduced, or relayed
   uint64_t reduced_bytes_ = 0, done_ = 0;
-  std::map<uint64_t, Shape> not_owned_;                       // the last operations that owns_none() was told of
+  uint64_t next_own_ = 0;  // one beyond the last operation that this rank has begun
+  // What owns_none() was told of: broadcasts on one host whose root is still to come, and the last of all others.
+  std::map<uint64_t, Shape> unannounced_, not_owned_;
   std::map<uint64_t, std::pair<uint32_t, Shape>> announced_;  // broadcasts of other roots, not begun here
 
   // Of what is sent from the caller's memory: bytes that are not taken yet, and those that are. The delay of one chunk

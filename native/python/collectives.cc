@@ -209,6 +209,7 @@ nb::dict group_counts(PythonGroup& group) {
   out["window_bytes"] = found.window_bytes;
   out["least_delay_us"] = found.least_delay_ns == ~uint64_t{0} ? 0.0 : static_cast<double>(found.least_delay_ns) / 1e3;
   out["refused"] = found.refused;
+  out["read_denied"] = found.read_denied;
   return out;
 }
 

@@ -78,6 +78,7 @@ class Rank final : public Peer::Side, public ShardedAllreduce::Host, public Shar
     if (kind == FrameKind::result) shares_.took(1, header, payload);
     if (kind == FrameKind::credit) shares_.took_credit(1, header);
     if (kind == FrameKind::taken) owner_.took_taken(1, header);
+    if (kind == FrameKind::unreadable) owner_.took_unreadable(1, header);
     if (kind == FrameKind::part) owner_.took(1, header);
     if (kind == FrameKind::open && header.bytes == sizeof(Open)) {
       Open open;

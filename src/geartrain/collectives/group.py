@@ -375,8 +375,9 @@ class Group:
 
         operations, elements, array_bytes; bytes_sent and bytes_received by path ("tcp", "shm"), headers and all;
         reduced_bytes as an owner; links by path; window_bytes and least_delay_us of the flow control; refused
-        connections. Of a ring also `ring`: how many of its hops lead from host to host (`crossings`), and the fewest
-        that another order of the ranks would have (`least_crossings`).
+        connections; read_denied: links whose peer's memory could be read, until the kernel denied it. Of a ring also
+        `ring`: how many of its hops lead from host to host (`crossings`), and the fewest that another order of the
+        ranks would have (`least_crossings`).
         """
         self._check_process()
         try:
