@@ -214,6 +214,7 @@ class StepWriter:
         roles: list[int],
         names: list[str],
         parts: list[str],
+        share_rows: bool = False,
         /,
     ) -> None: ...
     def step(
