@@ -1,4 +1,4 @@
-"""Scenarios of process_group_worker.py whose parameters, gradients or optimizers lie on several ranks."""
+"""Scenarios of tests/support/process_group_worker.py whose parameters or optimizers lie in shards: FSDP2, ZeRO."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from process_group_model import Net, batch, say
+from process_group_training import Net, batch, say
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel

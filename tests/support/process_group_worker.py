@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from deadlines import patience
 from preloaded import end
-from process_group_model import Net, batch, checksum, say
 from process_group_sharded import fsdp, hsdp, zero
+from process_group_training import Net, batch, checksum, counters_of_world, reference, say, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,28 +35,6 @@ import geartrain_autoload
 from geartrain.collectives.torch_backend.recovery import reform
 
 warnings.filterwarnings("ignore", category=FutureWarning)
-
-
-def train(group: Any, steps: int = 4, hook: Any = None, part: bool = False, compile: str = "", **options: Any) -> str:
-    """DDP of a small net; returns the checksum of its weights."""
-    rank = group.rank()
-    net: Any = Net(part)
-    if compile == "module":
-        net = torch.compile(net, backend="aot_eager")
-    buckets_mb = 1.0 if compile else 0.3  # the compiler wants no bucket below the first
-    model: Any = DistributedDataParallel(net, process_group=group, bucket_cap_mb=buckets_mb, **options)
-    parameters = list(model.parameters())
-    if compile == "ddp":
-        model = torch.compile(model, backend="aot_eager")
-    if hook is not None:
-        model.register_comm_hook(group, hook)
-    optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-    for step in range(steps):
-        x, y = batch(step, rank)
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-    return checksum(parameters)
 
 
 def ddp() -> None:
@@ -134,10 +112,6 @@ def hooks() -> None:
     for name in hook_kinds(gloo):
         say(hook=name, gloo=train_by_hook(gloo, name), ours=train_by_hook(dist.group.WORLD, name))
     say(counters=counters_of_world())
-
-
-def counters_of_world() -> dict[str, Any]:
-    return dist.group.WORLD.counters()
 
 
 def everything_else() -> None:
@@ -241,29 +215,6 @@ def mesh() -> None:
     never = dist.new_group([0, 2])  # made, and not used: no connections
     if rank in (0, 2):
         assert never.counters()["groups"] == {}
-
-
-def reference(size: int, steps: int = 4) -> str:
-    """What the ranks should get, in one process: gradients added in the order of ranks, then divided."""
-    models = [Net() for _ in range(size)]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in models]
-    for step in range(steps):
-        for rank, model in enumerate(models):
-            x, y = batch(step, rank)
-            optimizers[rank].zero_grad()
-            nn.functional.mse_loss(model(x), y).backward()
-        for parameters in zip(*(m.parameters() for m in models), strict=True):
-            # DDP divides first, and the group adds.
-            total = parameters[0].grad / size
-            for other in parameters[1:]:
-                total = total + other.grad / size
-            for parameter in parameters:
-                parameter.grad = total.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-        for model in models[1:]:  # DDP broadcasts buffers, which do not enter into the weights here
-            model.load_state_dict({**model.state_dict(), **dict(models[0].named_buffers())})
-    return checksum(models[0].parameters())
 
 
 def victim() -> None:
