@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -23,10 +22,12 @@ from PIL import Image
 import geartrain as gt
 import geartrain.integrations.datasets.export_lerobot as export_lerobot
 import geartrain.integrations.datasets.export_minari as export_minari
+import geartrain.integrations.datasets.exporter as exporter
 import geartrain.integrations.datasets.stored_rows as stored_rows
-from geartrain.errors import ArgumentError, DatasetExistsError, NoSpaceError, SourceError
+from geartrain.errors import ArgumentError, DatasetExistsError, NoSpaceError, ProcessDiedError, SourceError
 from geartrain.integrations import export_store
 from geartrain.integrations.datasets.feature_stats import FeatureStats, episode_stats
+from geartrain.integrations.datasets.writer_process import WriterProcess
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Minari warns about every field left empty
 
@@ -155,8 +156,21 @@ def test_what_hdf5_says_of_a_full_disk_is_one_error(tmp_path: Path, monkeypatch:
     assert not any(tmp_path.iterdir())
 
 
+def writers(monkeypatch: pytest.MonkeyPatch) -> list[WriterProcess]:
+    """The child processes of exports, as they are asked to write."""
+    found: list[WriterProcess] = []
+    call = WriterProcess.call
+
+    def noted(self: WriterProcess, *arguments: Any) -> Any:
+        found.append(self)
+        return call(self, *arguments)
+
+    monkeypatch.setattr(WriterProcess, "call", noted)
+    return found
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_waits_until_hdf5_is_done_with_an_episode(
+def test_a_signal_ends_the_process_that_writes_hdf5_and_leaves_nothing(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Stopped(BaseException):
@@ -165,28 +179,53 @@ def test_a_signal_waits_until_hdf5_is_done_with_an_episode(
     def stopped(*_: object) -> None:
         raise Stopped
 
-    import minari.dataset._storages.hdf5_storage as storage
+    found = writers(monkeypatch)
+    advance = exporter.Progress.advance
 
-    add, added = storage._add_episode_to_group, []
+    def signalled(*arguments: Any) -> None:
+        advance(*arguments)
+        os.kill(os.getpid(), number)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [])  # a point where pending handlers run
 
-    def adding(buffer: Any, group: Any, spaces: Any = None) -> None:
-        if "rewards" in buffer and not added:
-            with contextlib.suppress(Stopped):  # as a weak reference's callback does
-                os.kill(os.getpid(), number)
-                signal.pthread_sigmask(signal.SIG_BLOCK, [])  # a point where pending handlers run
-        added.append(buffer)
-        add(buffer, group, spaces)
-
-    monkeypatch.setattr(storage, "_add_episode_to_group", adding)
+    monkeypatch.setattr(exporter.Progress, "advance", signalled)
     before = signal.signal(number, stopped)
     try:
         with filled(PLAIN, 6) as store, pytest.raises(Stopped):
             export_store(store, tmp_path / "x", format="minari", repeat_last_obs=True, progress=False)
-        assert signal.getsignal(number) is stopped
     finally:
         signal.signal(number, before)
-    assert len([each for each in added if "rewards" in each]) == 1
+    assert len(found) == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(found[0].pid, 0)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_crash_of_the_process_that_writes_hdf5_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = WriterProcess.call
+
+    def crashing(self: WriterProcess, *arguments: Any) -> Any:
+        os.kill(self.pid, signal.SIGSEGV)
+        return call(self, *arguments)
+
+    monkeypatch.setattr(WriterProcess, "call", crashing)
+    with filled(PLAIN, 2) as store, pytest.raises(ProcessDiedError, match=r"x.*died of SIGSEGV"):
+        export_store(store, tmp_path / "x", format="minari", repeat_last_obs=True, progress=False)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["100k", "200k", "300k", "400k"])
+def test_a_disk_that_fills_behind_the_check_is_one_error(
+    size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = writers(monkeypatch)
+    monkeypatch.setattr(export_minari.MinariWriter, "needed_bytes", classmethod(lambda *_: 0))
+    monkeypatch.setattr(export_minari.MinariWriter, "_check_room", lambda *_: None)
+    with filled(PLAIN, 40, 5) as store, file_system(tmp_path, size):
+        with pytest.raises(NoSpaceError, match="No space left"):
+            export_store(store, tmp_path / "x", format="minari", repeat_last_obs=True, progress=False)
+        assert found, "HDF5 itself met the full disk"
+        assert not any(tmp_path.iterdir())
 
 
 def test_what_minari_cannot_hold_is_told_by_name(tmp_path: Path) -> None:

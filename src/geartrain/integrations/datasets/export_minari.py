@@ -18,16 +18,15 @@ import json
 import os
 import resource
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from geartrain.core.schema import Field
-from geartrain.errors import ArgumentError, MissingDependencyError, SourceError
+from geartrain.errors import ArgumentError, MissingDependencyError, ProcessDiedError, SourceError
 from geartrain.integrations.datasets.episode import require
-from geartrain.integrations.datasets.held_signals import held_signals
 from geartrain.integrations.datasets.stored_rows import RowGroup
 from geartrain.integrations.datasets.writer import (
     DatasetWriter,
@@ -37,6 +36,7 @@ from geartrain.integrations.datasets.writer import (
     not_real,
     raw_bytes,
 )
+from geartrain.integrations.datasets.writer_process import WriterProcess
 
 _FLAGS = ("terminated", "truncated")
 _REQUIRED = ("obs", "action", "reward", *_FLAGS)
@@ -65,10 +65,6 @@ class MinariWriter(DatasetWriter):
         dataset_id: str = "exported/rows-v0",
         repeat_last_obs: bool = False,
     ) -> None:
-        storage = require("minari.dataset.minari_storage", "minari", "Writing Minari datasets").MinariStorage
-        if "jpeg_encoding" not in inspect.signature(storage.new).parameters:
-            raise MissingDependencyError("older versions of Minari change images: pip install 'minari>=0.5.4'")
-        self._buffer = require("minari.data_collector", "minari", "Writing Minari datasets").EpisodeBuffer
         if not _is_dataset_id(dataset_id):
             raise ArgumentError(f"dataset_id is namespace/name-vN, such as hopper/mine-v0, found {dataset_id!r}")
         self._fields = dict(fields)
@@ -106,23 +102,17 @@ class MinariWriter(DatasetWriter):
         self._path = path
         path.mkdir()
         (path / "data").mkdir()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self._dataset = storage.new(
-                path / "data",
-                observation_space=self._space("obs"),
-                action_space=self._space("action"),
-                data_format="hdf5",
-                jpeg_encoding=False,
-            )
-        minari = require("minari", "minari", "Writing Minari datasets")
-        self._dataset.update_metadata(
+        self._process = WriterProcess(
+            f"{__name__}:MinariFile",
             {
-                "dataset_id": dataset_id,
-                "minari_version": minari.__version__,
-                "description": f"exported from {about} by geartrain",
-                "requirements": [],
-            }
+                "path": path,
+                "fields": self._fields,
+                "names": self._names,
+                "infos": self._infos,
+                "repeat": self._repeat,
+                "metadata": {"dataset_id": dataset_id, "description": f"exported from {about} by geartrain"},
+            },
+            f"the Minari dataset {path}",
         )
 
     @classmethod
@@ -160,33 +150,86 @@ class MinariWriter(DatasetWriter):
         """Writes each row as an episode."""
         nbytes = sum(raw_bytes(self._fields, len(group.lengths), int(group.lengths.sum())).values())
         self._check_room(nbytes, len(group.lengths))
-        with held_signals() as deliver:
-            self._dataset.update_episodes(self._episodes(group, deliver))
+        try:
+            self._process.call("write", group)
+        except (OSError, RuntimeError, ValueError, ProcessDiedError) as error:
+            full = self._full(nbytes, len(group.lengths))  # filled meanwhile, whatever HDF5 made of it
+            if full is None:
+                raise
+            raise full from error
         return nbytes
 
     def finish(self) -> None:
         """Nothing is left to be done: an episode is complete once it is written."""
 
     def close(self) -> None:
-        """The file is open only while episodes are written."""
+        """Ends the child process; the file is open only while episodes are written."""
+        self._process.close()
 
     def _check_room(self, nbytes: int, rows: int) -> None:
-        """Raises where the disk or the limit of file sizes would run out: HDF5 does not survive it.
+        """Raises where the disk or the limit of file sizes would run out, before HDF5 meets it."""
+        full = self._full(nbytes, rows)
+        if full is not None:
+            raise full
 
-        A file that cannot be flushed cannot be closed either, and HDF5 crashes when the process ends. Chunks that stick
-        out over a dataset's edge make twice the values at most.
+    def _full(self, nbytes: int, rows: int) -> OSError | None:
+        """The error of a disk or limit of file sizes that has no room for some rows.
+
+        Chunks that stick out over a dataset's edge make twice the values at most.
         """
         needed = 2 * nbytes + rows * (_last_obs_bytes(self._fields) * 2 + _MOST_OVERHEAD * len(self._fields))
         about = os.statvfs(self._path)
         if needed > about.f_bavail * about.f_frsize:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         if limit != resource.RLIM_INFINITY and needed + (self._path / "data" / "main_data.hdf5").stat().st_size > limit:
-            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+            return OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+        return None
 
-    def _episodes(self, group: RowGroup, deliver: Callable[[], None]) -> Iterator[Any]:
+    def _check_infos(self) -> None:
+        taken: dict[str, str] = {}
+        for name, to in self._infos.items():
+            for other, its in taken.items():
+                if to == its or to.startswith(its + ".") or its.startswith(to + "."):
+                    raise SourceError(f"{name} and {other} would both be infos/{min(to, its, key=len)}")
+            taken[name] = to
+
+
+class MinariFile:
+    """The dataset's HDF5 file, in the child process of a `MinariWriter`."""
+
+    def __init__(
+        self,
+        path: Path,
+        fields: Mapping[str, Field],
+        names: Mapping[str, list[str]],
+        infos: Mapping[str, str],
+        repeat: bool,
+        metadata: dict[str, Any],
+    ) -> None:
+        storage = require("minari.dataset.minari_storage", "minari", "Writing Minari datasets").MinariStorage
+        if "jpeg_encoding" not in inspect.signature(storage.new).parameters:
+            raise MissingDependencyError("older versions of Minari change images: pip install 'minari>=0.5.4'")
+        self._buffer = require("minari.data_collector", "minari", "Writing Minari datasets").EpisodeBuffer
+        self._fields, self._names, self._infos, self._repeat = fields, names, infos, repeat
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._dataset = storage.new(
+                path / "data",
+                observation_space=self._space("obs"),
+                action_space=self._space("action"),
+                data_format="hdf5",
+                jpeg_encoding=False,
+            )
+        minari = require("minari", "minari", "Writing Minari datasets")
+        self._dataset.update_metadata({**metadata, "minari_version": minari.__version__, "requirements": []})
+
+    def write(self, group: RowGroup) -> None:
+        """Writes each row as an episode."""
+        self._dataset.update_episodes(self._episodes(group))
+
+    def _episodes(self, group: RowGroup) -> Iterator[Any]:
         for index, length in enumerate(group.lengths.tolist()):
-            deliver()
             row = {
                 name: values[index] if self._fields[name].per_row else values[index, :length]
                 for name, values in group.values.items()
@@ -222,14 +265,6 @@ class MinariWriter(DatasetWriter):
             return spaces.Dict({key: made(value) for key, value in tree.items()}) if isinstance(tree, dict) else tree
 
         return made(_nested(top, {name: box(name) for name in self._names[top]}))
-
-    def _check_infos(self) -> None:
-        taken: dict[str, str] = {}
-        for name, to in self._infos.items():
-            for other, its in taken.items():
-                if to == its or to.startswith(its + ".") or its.startswith(to + "."):
-                    raise SourceError(f"{name} and {other} would both be infos/{min(to, its, key=len)}")
-            taken[name] = to
 
 
 def _last_obs_bytes(fields: Mapping[str, Field]) -> int:
@@ -271,4 +306,4 @@ def _nested(top: str, leaves: Mapping[str, Any]) -> Any:
     return tree
 
 
-__all__ = ["MinariWriter"]
+__all__ = ["MinariFile", "MinariWriter"]

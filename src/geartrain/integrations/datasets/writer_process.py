@@ -1,0 +1,182 @@
+"""Child process that writes a dataset with a library whose faults must not end this one.
+
+HDF5 crashes a process that has a file open which it cannot flush. The child has the file; this side sends it rows and
+takes its answers, errors among them. A child that dies is an error with its cause, and one that is not needed any more
+is killed: what it wrote is removed anyway. It runs in a session of its own, so that a terminal's Ctrl-C reaches this
+side alone, and it ends when this side does.
+
+Messages of both directions are pickles behind their length, 8 bytes, over a pair of sockets.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pickle
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from typing import Any
+
+from geartrain.errors import ProcessDiedError, WaitTimeoutError
+
+#: Longest wait for the child to take a message, and for its answer: a group of rows, or what an import takes.
+ANSWER_S = 600.0
+_PARENT_CHECK_S = 5.0
+_PROGRAM = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[2]); "
+    "from geartrain.integrations.datasets.writer_process import serve; serve(int(sys.argv[1]))"
+)
+
+
+class WriterProcess:
+    """An object in a child process, whose methods are called one at a time.
+
+    Args:
+        kind: its class, as "module:Class".
+        arguments: of its constructor, by keyword.
+        what: what it writes, for messages.
+
+    Raises:
+        ProcessDiedError: the child died; also of `call`. What its constructor or method raises is raised here.
+    """
+
+    def __init__(self, kind: str, arguments: dict[str, Any], what: str) -> None:
+        self._what = what
+        self._said = os.memfd_create("writer-stderr", os.MFD_CLOEXEC)
+        self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(ANSWER_S)
+        try:
+            with theirs:
+                command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), json.dumps(sys.path)]
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._said,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+        except BaseException:
+            self._socket.close()
+            os.close(self._said)
+            raise
+        try:
+            self._asked(("", (kind, arguments)))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        return self._process.pid
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """What a method of the object returns."""
+        return self._asked((method, arguments))
+
+    def _asked(self, message: Any) -> Any:
+        try:
+            _send(self._socket, message)
+            answer = _receive(self._socket)
+        except TimeoutError:
+            raise WaitTimeoutError(
+                f"the process that writes {self._what} has not answered in {ANSWER_S:.0f} s"
+            ) from None
+        except (EOFError, ConnectionError):
+            raise ProcessDiedError(f"the process that writes {self._what} {self._cause()}") from None
+        good, value = answer
+        if not good:
+            raise value
+        return value
+
+    def _cause(self) -> str:
+        try:
+            code = self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            return "hung up"
+        ended = f"exited with {code}"
+        if code < 0:
+            with suppress(ValueError):
+                ended = f"died of {signal.Signals(-code).name}"
+        lines = os.pread(self._said, 1 << 16, 0).decode(errors="replace").strip().splitlines()
+        return f"{ended}: {lines[-1][:300]}" if lines else ended
+
+    def close(self) -> None:
+        """Kills the child if it is there, and waits for its end."""
+        if self._said < 0:
+            return
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+        os.close(self._said)
+        self._said = -1
+
+
+def serve(descriptor: int) -> None:
+    """The child: makes the object, calls its methods, and ends without what libraries do at exit."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    parent, made = os.getppid(), None
+    with socket.socket(fileno=descriptor) as to:
+        while True:
+            to.settimeout(_PARENT_CHECK_S)
+            try:
+                if not to.recv(1, socket.MSG_PEEK):
+                    os._exit(0)
+            except TimeoutError:
+                if os.getppid() != parent:
+                    os._exit(0)
+                continue
+            except ConnectionError:
+                os._exit(0)
+            to.settimeout(ANSWER_S)
+            method, arguments = _receive(to)
+            try:
+                if method:
+                    answer = (True, getattr(made, method)(*arguments))
+                else:
+                    module, _, name = arguments[0].partition(":")
+                    made = getattr(importlib.import_module(module), name)(**arguments[1])
+                    answer = (True, None)
+            except Exception as error:
+                answer = (False, _portable(error))
+            _send(to, answer)
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or one of the same text where it cannot be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _send(to: socket.socket, message: Any) -> None:
+    raw = pickle.dumps(message, protocol=5)
+    to.sendall(len(raw).to_bytes(8, "little"))
+    to.sendall(raw)
+
+
+def _receive(source: socket.socket) -> Any:
+    size = int.from_bytes(_read(source, 8), "little")
+    return pickle.loads(_read(source, size))
+
+
+def _read(source: socket.socket, size: int) -> bytearray:
+    found = bytearray(size)
+    view, at = memoryview(found), 0
+    while at < size:
+        n = source.recv_into(view[at:])
+        if n == 0:
+            raise EOFError
+        at += n
+    return found
+
+
+__all__ = ["WriterProcess", "serve"]
