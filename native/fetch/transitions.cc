@@ -5,6 +5,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <string_view>
 
 #include "base/convert.h"
 #include "base/copy.h"
@@ -17,7 +18,7 @@
 namespace geartrain {
 namespace {
 
-constexpr uint8_t kBool = 1, kHalf = 10, kFloat = 12, kDouble = 13;  // codes of geartrain/core/dtypes.py
+constexpr uint8_t kBool = 1, kHalf = 10, kInt32 = 7, kFloat = 12, kDouble = 13;  // codes of geartrain/core/dtypes.py
 // Rows whose misses overlap.
 constexpr size_t kInFlightRows = 64;
 // Rows that are copied field by field between two looks at their words.
@@ -55,6 +56,14 @@ Conversion to_doubles(uint8_t code) {
   return code == kHalf ? &halves_to_doubles : conversion(code, kDouble);
 }
 
+const FieldRecord* field_called(const Store& store, std::string_view name) {
+  const FieldRecord* const fields = store.fields();
+  for (uint32_t f = 0; f < store.header().field_count; ++f) {
+    if (name == fields[f].name) return &fields[f];
+  }
+  return nullptr;
+}
+
 class TransitionGather {
  public:
   TransitionGather(const Store& store, const TransitionView& view, const TransitionRequest& request)
@@ -82,11 +91,18 @@ class TransitionGather {
       }
       parts_.push_back(part);
     }
+    if (shares_rows(store)) {
+      const FieldRecord* last = field_called(store, "last");
+      marks_ = store.block(static_cast<uint32_t>(last - store.fields()), 0);
+      marks_stride_ = last->stride;
+    }
     bytes_ = row_bytes * request.rows.size();
     stream_ = bytes_ >= stream_from();
   }
 
   uint64_t bytes() const { return bytes_; }
+  // Steps that are none of a transition: no row was lost there.
+  uint64_t refused() const { return refused_.load(std::memory_order_relaxed); }
 
   void rows(size_t first, size_t last) const {
     Block block(parts_.size());
@@ -123,7 +139,9 @@ class TransitionGather {
   // A transition of a row, by what was known of the row when it was looked at.
   struct Placed {
     uint32_t row, generation, length, step, count, to;
-    uint32_t goal;  // the step whose achieved goal is taken
+    uint32_t goal;                                        // the step whose achieved goal is taken
+    uint32_t first, end;                                  // steps of its episode, as far as they matter
+    uint32_t behind() const { return step + 1 - first; }  // frames up to its own
   };
 
   // Transitions that are copied together, and where each of their fields begins.
@@ -155,18 +173,40 @@ class TransitionGather {
     const uint32_t steps = out.length - 1;  // the last one has none after it
     out.step = !request_.steps.empty() ? request_.steps[i] : static_cast<uint32_t>(below(bits, steps));
     if (out.step >= steps) return;
-    out.count = std::min(view_.n_step, steps - out.step);
+    out.first = 0;
+    out.end = steps;
+    if (marks_ != nullptr && !find_episode(out)) {
+      refused_.fetch_add(1, std::memory_order_relaxed);
+      return;
+    }
+    out.count = std::min(view_.n_step, out.end - out.step);
     out.goal = view_.goals.strategy == GoalStrategy::none ? kOwnGoal : draw_goal(out, numbers_[i]);
     ++block.size;
+  }
+
+  // Finds where the episode of a step begins and ends, no further than is asked for. False: it is the last one of it.
+  bool find_episode(Placed& one) const {
+    const std::byte* const marks = marks_ + one.row * marks_stride_;
+    if (read_byte(marks + one.step) != 0) return false;
+    const bool all = view_.goals.strategy != GoalStrategy::none;
+    const uint32_t until = all ? one.end : std::min(one.end, one.step + view_.n_step);
+    for (uint32_t step = one.step + 1; step < until; ++step) {
+      if (read_byte(marks + step) != 0) one.end = step;
+      if (one.end == step) break;
+    }
+    const bool whole = view_.goals.strategy == GoalStrategy::episode;
+    const uint32_t from = whole ? 0 : one.step + 1 - std::min(one.step + 1, view_.frame_stack);
+    for (one.first = one.step; one.first > from && read_byte(marks + one.first - 1) == 0;) --one.first;
+    return true;
   }
 
   uint32_t draw_goal(const Placed& one, uint32_t number) const {
     const DrawKey key{request_.key.seed, request_.key.step, kGoalStream};
     const uint32_t attempt = request_.round * kAttemptsPerRound;
     if (below(random_bits(key, number, attempt), uint64_t{view_.goals.k} + 1) == 0) return kOwnGoal;
-    const uint32_t last = one.length - 1;
+    const uint32_t last = one.end;
     if (view_.goals.strategy == GoalStrategy::final) return last;
-    const uint32_t first = view_.goals.strategy == GoalStrategy::future ? one.step + 1 : 1;
+    const uint32_t first = (view_.goals.strategy == GoalStrategy::future ? one.step : one.first) + 1;
     return first + static_cast<uint32_t>(below(random_bits(key, number, attempt + 1), last - first + 1));
   }
 
@@ -180,7 +220,7 @@ class TransitionGather {
     };
     switch (part.role) {
       case TransitionRole::observation:
-        locate_at([&](const Placed& one) { return one.step + 1 - std::min(one.step + 1, view_.frame_stack); });
+        locate_at([&](const Placed& one) { return one.step + 1 - std::min(one.behind(), view_.frame_stack); });
         break;
       case TransitionRole::terminated:
       case TransitionRole::truncated:
@@ -213,7 +253,7 @@ class TransitionGather {
         const Placed& one = block.placed[i];
         uint64_t steps = 1;
         if (part.role == TransitionRole::observation) {
-          steps = std::min(one.step + 1, view_.frame_stack) + one.count;
+          steps = std::min(one.behind(), view_.frame_stack) + one.count;
         } else if (part.role == TransitionRole::reward) {
           steps = one.count;
         }
@@ -244,7 +284,7 @@ class TransitionGather {
     const Placed* const placed = block.placed;
     uint8_t terminated[kTogether] = {}, truncated[kTogether] = {}, ends[kTogether];
     bool has_truncated = false;
-    for (size_t i = first; i < last; ++i) ends[i - first] = placed[i].step + placed[i].count == placed[i].length - 1;
+    for (size_t i = first; i < last; ++i) ends[i - first] = placed[i].step + placed[i].count == placed[i].end;
     for (size_t number = 0; number < parts_.size(); ++number) {
       const Part& part = parts_[number];
       const std::byte* const* from = block.from(number);
@@ -296,7 +336,7 @@ class TransitionGather {
         continue;
       }
       uint8_t* mask = request_.mask.data() + size_t{one.to} * view_.frame_stack;
-      const uint32_t real = std::min(one.step + 1, view_.frame_stack);
+      const uint32_t real = std::min(one.behind(), view_.frame_stack);
       std::memset(mask, 0, view_.frame_stack - real);
       std::memset(mask + view_.frame_stack - real, 1, real);
     }
@@ -313,9 +353,10 @@ class TransitionGather {
         copy(part.to.next + one.to * part.stride, from[i] + one.count * part.step_bytes, part.step_bytes);
         continue;
       }
-      const std::byte* rows = block_of(part, one.row);
-      frames(to, rows, part, together ? one.step + 1 : one.step, view_.frame_stack + (together ? 1 : 0));
-      if (!together) frames(part.to.next + one.to * part.stride, rows, part, one.step + one.count, view_.frame_stack);
+      const std::byte* rows = block_of(part, one.row) + one.first * part.step_bytes;
+      const uint64_t step = one.step - one.first;
+      frames(to, rows, part, together ? step + 1 : step, view_.frame_stack + (together ? 1 : 0));
+      if (!together) frames(part.to.next + one.to * part.stride, rows, part, step + one.count, view_.frame_stack);
     }
   }
 
@@ -334,13 +375,13 @@ class TransitionGather {
         copy(stack + frame * part.step_bytes, goal, part.step_bytes);
       }
     };
-    fill(part.to.out + one.to * part.stride, one.step + 1 + (view_.shares_window() ? 1 : 0));
-    if (!view_.shares_window()) fill(part.to.next + one.to * part.stride, uint64_t{one.step} + one.count + 1);
+    fill(part.to.out + one.to * part.stride, one.behind() + (view_.shares_window() ? 1 : 0));
+    if (!view_.shares_window()) fill(part.to.next + one.to * part.stride, uint64_t{one.behind()} + one.count);
   }
 
   void copy(std::byte* to, const std::byte* from, uint64_t bytes) const { copy_lines(to, from, bytes, stream_); }
 
-  // The `count` frames up to and including `last`; zeros before the row's first.
+  // The `count` frames of an episode up to and including `last`; zeros before the first.
   void frames(std::byte* to, const std::byte* block, const Part& part, uint64_t last, uint64_t count) const {
     const uint64_t real = std::min(last + 1, count), missing = (count - real) * part.step_bytes;
     if (missing != 0) zero_block(to, missing);
@@ -390,6 +431,9 @@ class TransitionGather {
   std::span<const uint32_t> numbers_;
   std::vector<Part> parts_;
   Conversion to_doubles_ = nullptr;
+  const std::byte* marks_ = nullptr;  // of all rows; nullptr: a row is one episode
+  uint64_t marks_stride_ = 0;
+  mutable std::atomic<uint64_t> refused_{0};
   size_t elements_ = 0, itemsize_ = 0;
   uint64_t bytes_ = 0;
   bool is_float_ = false, stream_ = false;
@@ -460,6 +504,12 @@ void TransitionView::check(const Store& store, std::span<const uint32_t> fields)
   if (rewards != 1 || flags != 1) fail(ErrorKind::schema, "transitions need one field of rewards and one `terminated`");
 }
 
+bool shares_rows(const Store& store) {
+  const FieldRecord *last = field_called(store, "last"), *episodes = field_called(store, "episodes");
+  return last != nullptr && last->timed != 0 && last->dtype == kBool && last->ndim == 1 && episodes != nullptr &&
+         episodes->timed == 0 && episodes->dtype == kInt32 && episodes->ndim == 0;
+}
+
 void gather_transitions(const Store& store, const TransitionView& view, const TransitionRequest& request) {
   const size_t n = request.rows.size(), size = request.torn.size();
   if (request.generations.size() != n || request.places.size() != n ||
@@ -482,11 +532,10 @@ void gather_transitions(const Store& store, const TransitionView& view, const Tr
   const TransitionGather gather(store, view, request);
   run_in_pieces(n, gather.bytes(), request.threads, [&](size_t first, size_t last) { gather.rows(first, last); });
   if (store.read_only()) return;
-  const auto torn = std::count_if(request.places.begin(), request.places.end(),
-                                  [&](uint32_t place) { return request.torn[place] != 0; });
-  if (torn != 0) {
-    store.control().counters.torn.fetch_add(static_cast<uint64_t>(torn), std::memory_order_relaxed);
-  }
+  const auto lost = static_cast<uint64_t>(std::count_if(request.places.begin(), request.places.end(),
+                                                        [&](uint32_t place) { return request.torn[place] != 0; }));
+  const uint64_t torn = lost - std::min(lost, gather.refused());
+  if (torn != 0) store.control().counters.torn.fetch_add(torn, std::memory_order_relaxed);
 }
 
 }  // namespace geartrain

@@ -18,6 +18,10 @@
 //
 // Reward, discount and terminated stay those of the row, for the caller to change.
 //
+// In rows of several episodes (`shares_rows`) every step that is marked `last` ends one. Then `length - 1` above is the
+// first marked step from t on, and step 0 the one behind the last marked step before t. A marked step is no transition:
+// it is reported as a row that was lost is, and drawn again.
+//
 // Only these steps are read. Rows are taken a few dozen at a time: their words, then lengths and steps, then the lines
 // that will be copied are asked for before the first of them is used, so that their cache misses overlap.
 #pragma once
@@ -91,6 +95,9 @@ struct TransitionRequest {
   std::span<int32_t> lengths;
   std::span<int64_t> versions;
 };
+
+// Whether the rows of a store may hold several episodes: it has `last`, a bool a step, and `episodes`, an int32 a row.
+bool shares_rows(const Store& store);
 
 // Throws schema when rows, places or fields are out of range.
 void gather_transitions(const Store& store, const TransitionView& view, const TransitionRequest& request);

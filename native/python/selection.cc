@@ -4,11 +4,13 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include "base/errors.h"
 #include "python/bind.h"
 #include "segment/segment.h"
 #include "selection/allowed_rows.h"
+#include "selection/assignment.h"
 #include "selection/epochs.h"
 
 namespace geartrain {
@@ -420,6 +422,26 @@ void bind_selection(nb::module_& module) {
            nb::arg("candidates"), nb::arg("limits").none(), nb::arg("steps"))
       .def("total", &StepSums::total)
       .def("find", &StepSums::find);
+  using Numbers = std::vector<std::vector<uint32_t>>;
+  nb::class_<Assigner>(module, "Assigner")
+      .def("__init__",
+           [](Assigner* made, const Numbers& ranks, const std::vector<Numbers>& local_shards,
+              const Numbers& shard_ranks) {
+             if (ranks.size() != local_shards.size())
+               fail(ErrorKind::schema, "each replica has ranks and their shards");
+             std::vector<ReplicaRanks> replicas;
+             for (size_t i = 0; i < ranks.size(); ++i) replicas.push_back({ranks[i], local_shards[i]});
+             new (made) Assigner(replicas, shard_ranks);
+           })
+      // (replica, reader, place) of each draw
+      .def(
+          "assign",
+          [](const Assigner& a, const In<int64_t>& shard, const std::optional<In<int64_t>>& sizes, bool in_order) {
+            auto made = a.assign(view(shard), view(sizes), in_order);
+            return nb::make_tuple(to_numpy(std::move(made.replica)), to_numpy(std::move(made.reader)),
+                                  to_numpy(std::move(made.place)));
+          },
+          nb::arg("shard"), nb::arg("sizes").none(), nb::arg("in_order"));
   module.def("draw_targets", &targets);
   module.attr("LAST_ATTEMPT") = kRefusals;
   module.def("window_ends", &window_ends);

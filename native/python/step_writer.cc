@@ -27,9 +27,11 @@ constexpr uint8_t kBool = 1, kUint64 = 8, kInt64 = 9, kFloat64 = 13;
 class Recorder {
  public:
   Recorder(Store& store, uint32_t environments, uint32_t publish_every, uint32_t overlap, double priority,
-           uint8_t autoreset, const std::vector<uint8_t>& roles, const nb::list& names, const nb::list& parts)
+           uint8_t autoreset, const std::vector<uint8_t>& roles, const nb::list& names, const nb::list& parts,
+           bool share_rows)
       : store_(store), n_(environments) {
-    StepWriterOptions options{environments, publish_every, overlap, priority, static_cast<Autoreset>(autoreset), {}};
+    StepWriterOptions options{environments, publish_every, overlap, priority, static_cast<Autoreset>(autoreset),
+                              {},           share_rows};
     for (const uint8_t role : roles) options.roles.push_back(static_cast<FieldRole>(role));
     writer_ = std::make_unique<StepWriter>(store, options);
     for (size_t f = 0; f < options.roles.size(); ++f) {
@@ -285,7 +287,7 @@ class Recorder {
 void bind_step_writer(nb::module_& module) {
   nb::class_<Recorder>(module, "StepWriter")
       .def(nb::init<Store&, uint32_t, uint32_t, uint32_t, double, uint8_t, const std::vector<uint8_t>&, const nb::list&,
-                    const nb::list&>(),
+                    const nb::list&, bool>(),
            nb::keep_alive<1, 2>())
       .def("step", &Recorder::step, nb::arg("observation"), nb::arg("values"), nb::arg("terminated"),
            nb::arg("truncated"), nb::arg("final").none(), nb::arg("mask").none(), nb::arg("version"),

@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <cstring>
 #include <mutex>
 #include <string_view>
@@ -40,7 +41,8 @@ StepWriter::StepWriter(Store& store, const StepWriterOptions& options)
       mapping_(store.mapping()),
       options_(options),
       priority_(options.priority),
-      fork_count_(forks_so_far()) {
+      fork_count_(forks_so_far()),
+      max_length_(store.header().max_length) {
   store.check_usable();
   const Header& header = store.header();
   if (options.roles.size() != header.field_count) fail(ErrorKind::schema, "every field needs a role");
@@ -58,10 +60,16 @@ StepWriter::StepWriter(Store& store, const StepWriterOptions& options)
          "a store with max_times_sampled removes a row with its last sample, so rows cannot be "
          "published while they grow: leave out publish_every");
   }
+  if (options.share_rows && header.max_times_sampled != 0) {
+    fail(ErrorKind::schema,
+         "a store with max_times_sampled removes a row with its last sample, so rows of several episodes, which are "
+         "published while they grow, cannot be in it: leave out share_rows");
+  }
   place_.assign(header.field_count, 0);
   for (uint32_t f = 0; f < header.field_count; ++f) {
     const FieldRecord& record = store.fields()[f];
     if (options.roles[f] == FieldRole::episode_return) return_field_ = static_cast<int32_t>(f);
+    if (options.roles[f] == FieldRole::episodes) episodes_field_ = static_cast<int32_t>(f);
     if (record.timed == 0) {
       per_row_.push_back(f);
       continue;
@@ -74,6 +82,13 @@ StepWriter::StepWriter(Store& store, const StepWriterOptions& options)
   }
   if (return_field_ >= 0 && (reward_field_ < 0 || conversion(timed(reward_field_).dtype, 13) == nullptr)) {
     fail(ErrorKind::schema, "episode_return sums up the field 'reward', which must be of integers, float32 or float64");
+  }
+  if (options.share_rows) {
+    const FieldRecord* counts = episodes_field_ < 0 ? nullptr : &store.fields()[episodes_field_];
+    if (counts == nullptr || counts->timed != 0 || counts->block_bytes < sizeof(int32_t)) {
+      fail(ErrorKind::schema, "rows of several episodes need a field of their number, an int32 a row");
+    }
+    if (return_field_ >= 0) fail(ErrorKind::schema, "a row of several episodes has no episode_return");
   }
   environments_.resize(options.environments);
   reset_next_.assign(options.environments, 0);
@@ -103,10 +118,6 @@ void StepWriter::write(const StepColumn& column, uint32_t environment, uint32_t 
   }
 }
 
-void StepWriter::write_first(std::span<const StepColumn> observations, uint32_t environment) const {
-  for (const StepColumn& column : observations) write(column, environment, environments_[environment].row, 0);
-}
-
 void StepWriter::add_reward(Environment& environment, uint32_t step) const {
   const TimedField& field = timed(static_cast<uint32_t>(reward_field_));
   const Conversion convert = conversion(field.dtype, 13);
@@ -121,13 +132,17 @@ void StepWriter::add_reward(Environment& environment, uint32_t step) const {
 }
 
 // The step behind the last action: its observation is there already.
-void StepWriter::end_row(uint32_t environment, uint32_t steps) {
-  Environment& mine = environments_[environment];
+void StepWriter::mark_last(const Environment& environment, uint32_t step) const {
   for (const TimedField& field : timed_) {
     if (field.role == FieldRole::observation) continue;
-    std::memset(at(field, mine.row, steps), 0, field.step_bytes);
-    if (field.role == FieldRole::last) *at(field, mine.row, steps) = std::byte{1};
+    std::memset(at(field, environment.row, step), 0, field.step_bytes);
+    if (field.role == FieldRole::last) *at(field, environment.row, step) = std::byte{1};
   }
+}
+
+void StepWriter::end_row(uint32_t environment, uint32_t steps) {
+  Environment& mine = environments_[environment];
+  mark_last(mine, steps);
   if (mine.published != 0) {
     put(extend_, environment, steps + 1);
     put(seal_, environment, steps + 1);
@@ -139,6 +154,49 @@ void StepWriter::end_row(uint32_t environment, uint32_t steps) {
                                  reinterpret_cast<const std::byte*>(&mine.sum), 1);
   }
   put(commit_, environment, steps + 1);
+}
+
+// Ends an episode whose row has room for another one.
+void StepWriter::end_episode(uint32_t environment, uint32_t last) {
+  mark_last(environments_[environment], last);
+  put(environments_[environment].published == 0 ? publish_ : extend_, environment, last + 1);
+  joined_.push_back(environment);
+}
+
+// After the call to the store: the next episodes of `joined_` begin behind what is published.
+void StepWriter::go_on_in_rows() {
+  for (const uint32_t e : joined_) {
+    Environment& mine = environments_[e];
+    mine.steps = mine.first = mine.published;
+    mine.between = true;
+  }
+}
+
+// Its first observation, in the row that is there or in a fresh one.
+void StepWriter::begin_episode(uint32_t environment, std::span<const StepColumn> observations, int64_t version) {
+  Environment& mine = environments_[environment];
+  if (mine.row == kNoRow) {
+    open_row(environment, version);
+  } else if (mine.between) {
+    mine.between = false;
+    std::byte* count = store_.block(static_cast<uint32_t>(episodes_field_), mine.row);
+    std::atomic_ref<int32_t>(*reinterpret_cast<int32_t*>(count)).fetch_add(1, kRelaxed);
+  }
+  for (const StepColumn& column : observations) write(column, environment, mine.row, mine.steps);
+  reset_next_[environment] = 0;
+}
+
+// Draws refuse steps that are marked, and without a priority do not find them.
+void StepWriter::forget_marked_steps() {
+  if (joined_.empty() || !store_.per_step()) return;
+  std::vector<uint32_t> rows, generations, steps;
+  for (const uint32_t e : joined_) {
+    rows.push_back(environments_[e].row);
+    generations.push_back(environments_[e].generation);
+    steps.push_back(environments_[e].published - 1);
+  }
+  const std::vector<double> none(rows.size(), 0.0);
+  store_.update_step_priorities(rows, generations, steps, none);
 }
 
 // --- rows ------------------------------------------------------------------------------------------------------
@@ -171,6 +229,10 @@ void StepWriter::open_row(uint32_t environment, int64_t version) {
   mine = {.row = fresh_.back(), .version = version};
   fresh_.pop_back();
   for (const uint32_t f : per_row_) std::memset(store_.block(f, mine.row), 0, store_.fields()[f].block_bytes);
+  if (options_.share_rows) {
+    const int32_t one = 1;
+    std::memcpy(store_.block(static_cast<uint32_t>(episodes_field_), mine.row), &one, sizeof one);
+  }
 }
 
 // The call to the store, one for all groups: it is made whole or, where it throws, not at all. What it takes to know of
@@ -209,6 +271,7 @@ void StepWriter::settle(CompletedRows* completed) {
 void StepWriter::clear_groups() {
   for (Group* group : {&publish_, &commit_, &extend_, &seal_}) group->clear();
   unused_.clear();
+  joined_.clear();
 }
 
 size_t StepWriter::begin(std::span<const StepColumn> observations, std::span<const uint8_t> mask, int64_t version,
@@ -219,15 +282,19 @@ size_t StepWriter::begin(std::span<const StepColumn> observations, std::span<con
   for (uint32_t e = 0; e < options_.environments; ++e) {
     const Environment& mine = environments_[e];
     if (!in_mask(mask, e)) continue;
-    entering += mine.row != kNoRow && mine.steps != 0 && mine.published == 0;
-    fresh += mine.row == kNoRow || mine.steps != 0;
+    entering += mine.has_actions() && mine.published == 0;
+    fresh += mine.row == kNoRow || (mine.has_actions() && !has_room(mine.steps));
   }
   if (entering != 0 && !admitted && store_.control().limiter.enabled.load(kRelaxed) != 0) return entering;
   take_fresh(fresh);
   try {
     for (uint32_t e = 0; e < options_.environments; ++e) {
-      if (in_mask(mask, e) && environments_[e].row != kNoRow && environments_[e].steps != 0) {
-        end_row(e, environments_[e].steps);
+      const Environment& mine = environments_[e];
+      if (!in_mask(mask, e) || !mine.has_actions()) continue;
+      if (has_room(mine.steps)) {
+        end_episode(e, mine.steps);
+      } else {
+        end_row(e, mine.steps);
       }
     }
     settle(completed);
@@ -235,13 +302,13 @@ size_t StepWriter::begin(std::span<const StepColumn> observations, std::span<con
     give_back_fresh();
     throw;
   }
+  go_on_in_rows();
   for (uint32_t e = 0; e < options_.environments; ++e) {
     if (!in_mask(mask, e)) continue;
-    if (environments_[e].row == kNoRow) open_row(e, version);
-    environments_[e].version = version;
-    write_first(observations, e);
-    reset_next_[e] = 0;
+    begin_episode(e, observations, version);
+    if (environments_[e].published == 0) environments_[e].version = version;
   }
+  forget_marked_steps();
   return 0;
 }
 
@@ -265,7 +332,7 @@ size_t StepWriter::step(const StepInput& input, bool admitted, CompletedRows* co
       begun_.push_back(e);
       continue;
     }
-    if (mine.row == kNoRow) {
+    if (!mine.is_in_episode()) {
       fail(ErrorKind::schema, "environment ", e, " is in no episode: give its first observation to reset() first",
            completed_rows_ == 0 ? "" : ", as after every end of an episode without autoreset");
     }
@@ -281,7 +348,10 @@ size_t StepWriter::step(const StepInput& input, bool admitted, CompletedRows* co
          " has ended: with autoreset='same_step' the observation it ended with is needed as well (final_observation)");
   }
   if (entering != 0 && !admitted && store_.control().limiter.enabled.load(kRelaxed) != 0) return entering;
-  take_fresh(full_.size() + begun_.size() + (same_step ? ended_.size() : 0));
+  size_t fresh = full_.size();
+  for (const uint32_t e : begun_) fresh += environments_[e].row == kNoRow;
+  for (const uint32_t e : ended_) fresh += same_step && !has_room(environments_[e].steps + 1);
+  take_fresh(fresh);
   sums_.clear();
   try {
     for (const StepColumn& column : input.values) {
@@ -312,13 +382,21 @@ size_t StepWriter::step(const StepInput& input, bool admitted, CompletedRows* co
     size_t next_fresh = fresh_.size();
     for (const uint32_t e : full_) {  // full_ takes the last of the fresh rows, in this order
       const Environment& mine = environments_[e];
-      const uint32_t to = fresh_[--next_fresh], first = mine.steps + 1 - options_.overlap;
+      const uint32_t to = fresh_[--next_fresh], repeated = std::min(options_.overlap, mine.steps + 1 - mine.first),
+                     first = mine.steps + 1 - repeated;
       end_row(e, mine.steps + 1);
       for (const TimedField& field : timed_) {
-        std::memcpy(at(field, to, 0), at(field, mine.row, first), (options_.overlap + 1) * field.step_bytes);
+        std::memcpy(at(field, to, 0), at(field, mine.row, first), (repeated + 1) * field.step_bytes);
       }
     }
-    for (const uint32_t e : ended_) end_row(e, environments_[e].steps + 1);
+    for (const uint32_t e : ended_) {
+      const uint32_t last = environments_[e].steps + 1;
+      if (has_room(last)) {
+        end_episode(e, last);
+      } else {
+        end_row(e, last);
+      }
+    }
     for (const uint32_t e : stepped_) {
       const Environment& mine = environments_[e];
       const bool closes = input.terminated[e] != 0 || input.truncated[e] != 0 || mine.steps + 2 == max_length;
@@ -332,21 +410,17 @@ size_t StepWriter::step(const StepInput& input, bool admitted, CompletedRows* co
   }
   for (const uint32_t e : stepped_) ++environments_[e].steps;
   for (const uint32_t e : full_) {
+    const uint32_t repeated = std::min(options_.overlap, environments_[e].steps - environments_[e].first);
     open_row(e, input.version);
-    environments_[e].steps = options_.overlap;
+    environments_[e].steps = repeated;
   }
+  go_on_in_rows();
   for (const uint32_t e : ended_) {
-    if (same_step) {
-      open_row(e, input.version);
-      write_first(input.observations, e);
-    }
+    if (same_step) begin_episode(e, input.observations, input.version);
     reset_next_[e] = options_.autoreset == Autoreset::next_step;
   }
-  for (const uint32_t e : begun_) {
-    open_row(e, input.version);
-    write_first(input.observations, e);
-    reset_next_[e] = 0;
-  }
+  for (const uint32_t e : begun_) begin_episode(e, input.observations, input.version);
+  forget_marked_steps();
   return 0;
 }
 
@@ -356,14 +430,16 @@ size_t StepWriter::cut(std::span<const uint8_t> mask, bool admitted, CompletedRo
   size_t entering = 0;
   for (uint32_t e = 0; e < options_.environments; ++e) {
     const Environment& mine = environments_[e];
-    entering += in_mask(mask, e) && mine.row != kNoRow && mine.steps != 0 && mine.published == 0;
+    entering += in_mask(mask, e) && mine.has_actions() && mine.published == 0;
   }
   if (entering != 0 && !admitted && store_.control().limiter.enabled.load(kRelaxed) != 0) return entering;
   for (uint32_t e = 0; e < options_.environments; ++e) {
     const Environment& mine = environments_[e];
     if (!in_mask(mask, e) || mine.row == kNoRow) continue;
-    if (mine.steps != 0) {
+    if (mine.has_actions()) {
       end_row(e, mine.steps);
+    } else if (mine.published != 0) {
+      put(seal_, e, mine.published);  // of the episodes before
     } else {
       unused_.push_back(mine.row);  // nothing was done in it
     }
@@ -372,7 +448,7 @@ size_t StepWriter::cut(std::span<const uint8_t> mask, bool admitted, CompletedRo
   for (uint32_t e = 0; e < options_.environments; ++e) {
     if (!in_mask(mask, e)) continue;
     reset_next_[e] = 0;
-    environments_[e].row = kNoRow;
+    environments_[e] = {};
   }
   return 0;
 }

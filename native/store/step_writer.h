@@ -14,6 +14,15 @@
 //   action   a0   a1   a2    0
 //   last      0    0    0    1
 //
+// With `share_rows` the next episode of an environment goes on in the same row, behind the step that is marked `last`,
+// where it has room for an action. A row is published with the first episode that ends in it, is extended by each
+// further one, and ends where it is full. With priorities of steps those that are marked get 0, as they begin no
+// transition.
+//
+//   step      0    1    2    3    4    5    the row of an episode of two actions, and one of two that goes on
+//   obs      o0   o1   o2   p0   p1   p2
+//   last      0    0    1    0    0    .
+//
 // Steps are written in place, without the lock. The store is called where rows begin, are published or extended, and
 // end: once for all environments of a step, each in a few hundred nanoseconds a row.
 //
@@ -44,7 +53,17 @@ enum class Autoreset : uint8_t {
 };
 
 // What a field of the store is for.
-enum class FieldRole : uint8_t { observation, value, terminated, truncated, last, step_version, episode_return, none };
+enum class FieldRole : uint8_t {
+  observation,
+  value,
+  terminated,
+  truncated,
+  last,
+  step_version,
+  episode_return,
+  none,
+  episodes
+};
 
 struct StepWriterOptions {
   uint32_t environments = 1;
@@ -53,6 +72,7 @@ struct StepWriterOptions {
   double priority = 1.0;
   Autoreset autoreset = Autoreset::next_step;
   std::vector<FieldRole> roles;  // of every field
+  bool share_rows = false;       // an episode goes on in the row of the one before; needs a field of role `episodes`
 };
 
 // A field's values for all environments: those of environment e are at data + e * stride.
@@ -104,16 +124,21 @@ class StepWriter {
   // What steps, or rows, that are published from now on enter with.
   void set_priority(double priority) { priority_ = priority; }
   uint64_t rows() const { return completed_rows_; }
-  bool in_episode(uint32_t environment) const { return environments_[environment].row != kNoRow; }
+  bool in_episode(uint32_t environment) const { return environments_[environment].is_in_episode(); }
 
  private:
   struct Environment {
     uint32_t row = kNoRow;
-    uint32_t steps = 0;      // actions in the row
+    uint32_t steps = 0;      // of the row's, where the next action goes
+    uint32_t first = 0;      // where its episode begins in the row
     uint32_t published = 0;  // steps of it that can be sampled
     uint32_t generation = 0;
     int64_t version = 0;
-    double sum = 0;  // of its rewards
+    double sum = 0;        // of its rewards
+    bool between = false;  // the row's last episode has ended, and the next one goes on in it
+
+    bool is_in_episode() const { return row != kNoRow && !between; }
+    bool has_actions() const { return is_in_episode() && steps != first; }
   };
   struct TimedField {
     uint32_t field;
@@ -139,14 +164,20 @@ class StepWriter {
   void write(const StepColumn& column, uint32_t environment, uint32_t row, uint32_t step) const;
   void write_flag(FieldRole role, uint32_t row, uint32_t step, bool value) const;
   void add_reward(Environment& environment, uint32_t steps) const;
+  void mark_last(const Environment& environment, uint32_t step) const;
   void end_row(uint32_t environment, uint32_t steps);
+  // Whether a row whose episode ends at `last` has room for another one's action.
+  bool has_room(uint32_t last) const { return options_.share_rows && uint64_t{last} + 3 <= max_length_; }
+  void end_episode(uint32_t environment, uint32_t last);
+  void go_on_in_rows();
+  void begin_episode(uint32_t environment, std::span<const StepColumn> observations, int64_t version);
+  void forget_marked_steps();
   void put(Group& group, uint32_t environment, uint32_t length);
   void take_fresh(size_t count);
   void give_back_fresh();
   void open_row(uint32_t environment, int64_t version);
   void settle(CompletedRows* completed);
   void clear_groups();
-  void write_first(std::span<const StepColumn> observations, uint32_t environment) const;
 
   Store& store_;
   const std::shared_ptr<Mapping> mapping_;
@@ -157,13 +188,15 @@ class StepWriter {
   std::vector<TimedField> timed_;
   std::vector<uint32_t> place_;    // of a field in timed_
   std::vector<uint32_t> per_row_;  // fields without time
+  const uint32_t max_length_;
   int32_t return_field_ = -1;
+  int32_t episodes_field_ = -1;
   int32_t reward_field_ = -1;
   std::vector<uint8_t> reset_next_;  // next_step: the next call begins an episode here
   uint64_t completed_rows_ = 0;
 
   // Of one call, kept for their memory.
-  std::vector<uint32_t> stepped_, ended_, full_, begun_, fresh_, unused_;
+  std::vector<uint32_t> stepped_, ended_, full_, begun_, fresh_, unused_, joined_;
   std::vector<double> sums_;
   Group publish_, commit_, extend_, seal_;
 };

@@ -184,6 +184,15 @@ class BatchSampler:
 def importance_weights(
     probability: NDArray[np.float64], count: int, beta: float, lowest: float, /
 ) -> NDArray[np.float64]: ...
+
+class Assigner:
+    def __init__(
+        self, ranks: list[list[int]], local_shards: list[list[list[int]]], shard_ranks: list[list[int]], /
+    ) -> None: ...
+    def assign(
+        self, shard: NDArray[np.int64], sizes: NDArray[np.int64] | None, in_order: bool
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]: ...
+
 def draw_targets(
     seed: int, step: int, distinct: bool, attempt: int, numbers: _U32, strata: int, total: int, /
 ) -> _U64: ...
@@ -205,6 +214,7 @@ class StepWriter:
         roles: list[int],
         names: list[str],
         parts: list[str],
+        share_rows: bool = False,
         /,
     ) -> None: ...
     def step(

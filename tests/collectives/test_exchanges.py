@@ -21,7 +21,8 @@ from torch.distributed import distributed_c10d as c10d  # noqa: E402
 from geartrain.collectives import Group, Reducer  # noqa: E402
 from geartrain.collectives.buffers import reduces  # noqa: E402
 from geartrain.collectives.torch_backend.options import BackendOptions  # noqa: E402
-from geartrain.collectives.torch_backend.process_group import DTYPES, OPS, ProcessGroup  # noqa: E402
+from geartrain.collectives.torch_backend.process_group import ProcessGroup  # noqa: E402
+from geartrain.collectives.torch_backend.tensors import DTYPES, OPS  # noqa: E402
 from geartrain.errors import ArgumentError, RanksDisagreeError  # noqa: E402
 
 ReduceOp = dist.ReduceOp

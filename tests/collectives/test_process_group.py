@@ -18,7 +18,8 @@ dist = pytest.importorskip("torch.distributed")
 
 from geartrain.collectives.buffers import reduces  # noqa: E402
 from geartrain.collectives.torch_backend.options import BackendOptions  # noqa: E402
-from geartrain.collectives.torch_backend.process_group import DTYPES, OPS, ProcessGroup  # noqa: E402
+from geartrain.collectives.torch_backend.process_group import ProcessGroup  # noqa: E402
+from geartrain.collectives.torch_backend.tensors import DTYPES, OPS  # noqa: E402
 from geartrain.collectives.torch_backend.work import Finisher, TorchWork  # noqa: E402
 from geartrain.errors import PeerLostError, WaitTimeoutError  # noqa: E402
 

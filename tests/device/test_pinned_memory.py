@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -151,3 +152,25 @@ def test_a_forked_child_has_no_registrations(stores: list[gt.Store], ledger: Led
     assert os.waitstatus_to_exitcode(os.waitpid(fork(child), 0)[1]) == 0
     assert len(np.asarray(list(device.registered))) == 1
     pin.release()
+
+
+def test_a_release_within_a_registration_comes_after_it(stores: list[gt.Store], ledger: Ledger) -> None:
+    """As of a dropped replay's finaliser, which a collection of garbage may run there."""
+    pins, device = Pins(ledger), SimulatedDevice()
+    first = pins.hold(stores[0], device)
+    register = device.register
+
+    def register_and_collect(memory: np.ndarray) -> None:
+        register(memory)
+        first.release()
+        assert len(device.registered) == 2
+
+    device.register = register_and_collect  # type: ignore[method-assign]
+    ended = []
+    thread = threading.Thread(target=lambda: ended.append(pins.hold(stores[1], device)), daemon=True)
+    thread.start()
+    thread.join(patience(5))
+    assert ended, "it waits for its own lock"
+    assert len(device.registered) == 1
+    ended[0].release()
+    assert not device.registered

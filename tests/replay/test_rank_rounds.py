@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from rank_batches import B, join, same
+from rank_batches import B, insert, join, same
 from recorded_shards import Episodes
 
 import geartrain as gt
@@ -18,7 +18,8 @@ from geartrain.replay.distributed.assembly_host import HostAssembler
 from geartrain.replay.distributed.carrier import Bytes, Message
 from geartrain.replay.distributed.messages import PRIORITY_UPDATE, rank_status
 from geartrain.replay.distributed.rank_group import DIRECT_RANKS
-from geartrain.selection import Fifo, GroupSampling, Prioritized, TopK, Uniform
+from geartrain.selection import Fifo, GroupSampling, Lifo, Prioritized, TopK, Uniform
+from geartrain.selection.shard import SPARE_ROWS
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
 RANKS, BATCHES = 3, 4
@@ -91,8 +92,9 @@ STRATEGIES = {
     "prioritized": (Prioritized(seed=6), (1, 2), (1, 2)),
     "importance weights": (Prioritized(seed=6, beta=0.4), (2, 3), (2, 3)),
     "without replacement": (Uniform(seed=5, replacement=False), (4, 4), (5, 5)),
-    "top-k": (TopK(), (3, 3), (3, 3)),
-    "fifo": (Fifo(), (3, 3), (3, 3)),
+    "top-k": (TopK(), (1, 2), (1, 2)),
+    "fifo": (Fifo(), (1, 1), (1, 1)),
+    "lifo": (Lifo(), (1, 1), (1, 1)),
     "groups": (GroupSampling(by="group", size=4, seed=2), (4, 4), (5, 5)),
 }
 
@@ -108,11 +110,25 @@ def test_a_batch_takes_as_many_rounds_as_the_table_says(
     updates: bool,
 ) -> None:
     for shards, wanted in ((RANKS, own), (1, shared)):
-        for rounds in rounds_of(sharded_stores(shards), selection, monkeypatch, updates):
+        stores = sharded_stores(shards)
+        for store in stores[:-1] if not isinstance(selection, GroupSampling) else ():
+            insert(store, 0, 100)  # so that no shard runs short; groups stay in one shard
+        for rounds in rounds_of(stores, selection, monkeypatch, updates):
             first, *others = [len(each) for each in rounds]
             assert first == wanted[0]  # there was nothing to update yet
             assert others == [wanted[updates]] * (BATCHES - 1)
             assert all(each.messages <= RANKS - 1 for batch in rounds for each in batch)
+
+
+@pytest.mark.parametrize("selection", [Fifo(), TopK(), Prioritized(seed=6)], ids=["fifo", "top-k", "prioritized"])
+def test_ranks_ask_each_other_where_a_shard_may_have_no_row_left_for_a_lost_one(
+    sharded_stores: Callable[..., list[gt.Store]], monkeypatch: pytest.MonkeyPatch, selection: Any
+) -> None:
+    stores = sharded_stores(RANKS)
+    few = stores[0].keys()
+    stores[0].delete(few[SPARE_ROWS - 1 :])  # all of which are drawn by order, and some by priority
+    for rounds in rounds_of(stores, selection, monkeypatch, updates=False):
+        assert rounds[0][1:] == [Round(RANKS - 1, RANKS - 1)]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ process_group_worker.py                        forks ranks as lines on stdin ask
 from __future__ import annotations
 
 import gc
-import hashlib
 import importlib
 import json
 import os
@@ -19,7 +18,6 @@ import sys
 import time
 import traceback
 import warnings
-from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -28,74 +26,15 @@ import torch
 import torch.distributed as dist
 from deadlines import patience
 from preloaded import end
+from process_group_sharded import fsdp, hsdp, zero
+from process_group_training import Net, batch, checksum, counters_of_world, reference, say, train
 from torch import nn
-from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 import geartrain_autoload
-from geartrain.collectives.torch_backend.process_group import ProcessGroup  # which registers the backend
 from geartrain.collectives.torch_backend.recovery import reform
 
 warnings.filterwarnings("ignore", category=FutureWarning)
-
-
-def say(**words: Any) -> None:
-    print(json.dumps(words), flush=True)
-
-
-def checksum(tensors: Any) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-class Net(nn.Module):
-    """Some layers, one of which is used in even steps only."""
-
-    def __init__(self, part: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second, self.third = nn.Linear(20, 700), nn.Linear(700, 300), nn.Linear(300, 5)
-        self.extra = nn.Linear(700, 300)
-        self.norm = nn.BatchNorm1d(700)
-        self.part = part
-        self.step = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.norm(torch.relu(self.first(x)))
-        second = self.second(hidden)
-        if not self.part or self.step % 2:
-            second = second + self.extra(hidden)
-        self.step += 1
-        return self.third(torch.relu(second))
-
-
-def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(16, 20, generator=generator), torch.randn(16, 5, generator=generator)
-
-
-def train(group: Any, steps: int = 4, hook: Any = None, part: bool = False, compile: str = "", **options: Any) -> str:
-    """DDP of a small net; returns the checksum of its weights."""
-    rank = group.rank()
-    net: Any = Net(part)
-    if compile == "module":
-        net = torch.compile(net, backend="aot_eager")
-    buckets_mb = 1.0 if compile else 0.3  # the compiler wants no bucket below the first
-    model: Any = DistributedDataParallel(net, process_group=group, bucket_cap_mb=buckets_mb, **options)
-    parameters = list(model.parameters())
-    if compile == "ddp":
-        model = torch.compile(model, backend="aot_eager")
-    if hook is not None:
-        model.register_comm_hook(group, hook)
-    optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-    for step in range(steps):
-        x, y = batch(step, rank)
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-    return checksum(parameters)
 
 
 def ddp() -> None:
@@ -173,10 +112,6 @@ def hooks() -> None:
     for name in hook_kinds(gloo):
         say(hook=name, gloo=train_by_hook(gloo, name), ours=train_by_hook(dist.group.WORLD, name))
     say(counters=counters_of_world())
-
-
-def counters_of_world() -> dict[str, Any]:
-    return dist.group.WORLD.counters()
 
 
 def everything_else() -> None:
@@ -280,149 +215,6 @@ def mesh() -> None:
     never = dist.new_group([0, 2])  # made, and not used: no connections
     if rank in (0, 2):
         assert never.counters()["groups"] == {}
-
-
-def reference(size: int, steps: int = 4) -> str:
-    """What the ranks should get, in one process: gradients added in the order of ranks, then divided."""
-    models = [Net() for _ in range(size)]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in models]
-    for step in range(steps):
-        for rank, model in enumerate(models):
-            x, y = batch(step, rank)
-            optimizers[rank].zero_grad()
-            nn.functional.mse_loss(model(x), y).backward()
-        for parameters in zip(*(m.parameters() for m in models), strict=True):
-            # DDP divides first, and the group adds.
-            total = parameters[0].grad / size
-            for other in parameters[1:]:
-                total = total + other.grad / size
-            for parameter in parameters:
-                parameter.grad = total.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-        for model in models[1:]:  # DDP broadcasts buffers, which do not enter into the weights here
-            model.load_state_dict({**model.state_dict(), **dict(models[0].named_buffers())})
-    return checksum(models[0].parameters())
-
-
-def hsdp() -> None:
-    """FSDP2 that shards and replicates over geartrain; the same losses as all on Gloo."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    losses = {}
-    for kind in ("gloo", "geartrain"):
-        grid = init_device_mesh(
-            "cpu", (2, 2), mesh_dim_names=("replicate", "shard"), backend_override={"replicate": kind, "shard": kind}
-        )
-        model = Net()
-        for layer in (model.first, model.second, model.third, model):
-            fully_shard(layer, mesh=grid)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        losses[kind] = []
-        for step in range(4):
-            x, y = batch(step, dist.get_rank())
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(x), y)
-            loss.backward()
-            optimizer.step()
-            losses[kind].append(loss.item())
-        counters, shard = (getattr(grid[name].get_group(), "counters", dict)() for name in ("replicate", "shard"))
-        say(kind=kind, losses=losses[kind], counters=counters, shard=shard)
-
-
-def fsdp() -> None:
-    """FSDP2 and a sharded optimizer on both backends, all in one dimension; what geartrain left to Gloo."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    size, results = dist.get_world_size(), {}
-    for kind in ("gloo", "geartrain"):
-        grid = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",), backend_override={"shard": kind})
-        group = grid["shard"].get_group()
-        found: list[float] = []
-        model: Any = Net()
-        for layer in (model.first, model.second, model.extra, model.third, model):
-            fully_shard(layer, mesh=grid)
-        replica = DistributedDataParallel(Net(), process_group=group)
-        optimizers = [
-            torch.optim.Adam(model.parameters(), lr=0.01),
-            ZeroRedundancyOptimizer(replica.parameters(), torch.optim.Adam, process_group=group, lr=0.01),
-        ]
-        for step in range(4):
-            x, y = batch(step, dist.get_rank())
-            for net, optimizer in zip((model, replica), optimizers, strict=True):
-                optimizer.zero_grad()
-                loss = nn.functional.mse_loss(net(x), y)
-                loss.backward()
-                optimizer.step()
-                found.append(loss.item())
-        results[kind] = found
-        dist.barrier(group)
-        say(kind=kind, losses=found, counters=getattr(group, "counters", dict)())
-
-
-def counters_of_all() -> dict[str, dict[str, int]]:
-    """How often each method ran in any group, by whom: DeepSpeed makes groups of its own."""
-    found: dict[str, Counter[str]] = {"ours": Counter(), "inner": Counter()}
-    for group in list(distributed_c10d._world.pg_map):
-        if isinstance(group, ProcessGroup):
-            counters = group.counters()
-            for whose, counted in found.items():
-                counted.update(counters[whose])
-    return {whose: dict(counted) for whose, counted in found.items()}
-
-
-def zero() -> None:
-    """DeepSpeed's ZeRO in its three stages, with DDP's losses beside them; what geartrain left to Gloo."""
-    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(dist.get_rank()))
-    import deepspeed
-
-    def trained(net: Any, step_of: Any) -> list[float]:
-        losses = []
-        for step in range(4):
-            x, y = batch(step, dist.get_rank())
-            losses.append(step_of(net, x, y))
-        return losses
-
-    def layers() -> Any:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(20, 700), nn.ReLU(), nn.Linear(700, 300), nn.ReLU(), nn.Linear(300, 5))
-
-    replica = DistributedDataParallel(layers())
-    optimizer = torch.optim.Adam(replica.parameters(), lr=0.01)
-
-    def plain(net: Any, x: Any, y: Any) -> float:
-        optimizer.zero_grad()
-        (loss := nn.functional.mse_loss(net(x), y)).backward()
-        optimizer.step()
-        return float(loss.item())
-
-    def engines(net: Any, x: Any, y: Any) -> float:
-        net.backward(loss := nn.functional.mse_loss(net(x), y))
-        net.step()
-        return float(loss.item())
-
-    expected = trained(replica, plain)
-    for stage in (1, 2, 3):
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_allow_untested_optimizer": True,
-            "gradient_clipping": 0.0,  # what DDP does
-            "zero_optimization": {
-                "stage": stage,
-                "reduce_bucket_size": 100_000,
-                "stage3_param_persistence_threshold": 0,
-            },
-        }
-        net = layers()
-        before = counters_of_all()
-        engine, *_ = deepspeed.initialize(
-            model=net, optimizer=torch.optim.Adam(net.parameters(), lr=0.01), config=config
-        )
-        losses = trained(engine, engines)
-        say(stage=stage, losses=losses, plain=expected, before=before, counters=counters_of_all())
 
 
 def victim() -> None:

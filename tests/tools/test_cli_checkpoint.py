@@ -94,8 +94,13 @@ def _watch(process: Any, store: gt.Store, series: Path, small: Path, name: str) 
             return found.rows
 
     lines: list[str] = []
-    reader = threading.Thread(target=lambda: lines.extend(process.stderr))
-    reader.start()
+    printed: list[str] = []
+    readers = [
+        threading.Thread(target=to.extend, args=(stream,))
+        for to, stream in ((lines, process.stderr), (printed, process.stdout))
+    ]
+    for reader in readers:
+        reader.start()
     until(lambda: rows() == 4, "the store was not saved")
     (small / "filler").write_bytes(bytes(1_750_000))
     insert(store, 24)
@@ -112,13 +117,16 @@ def _watch(process: Any, store: gt.Store, series: Path, small: Path, name: str) 
         until(lambda: rows() == 10)
     until(lambda: 1 <= len(saved_in(series)) <= 2, "older checkpoints stayed")  # one more while another is saved
     assert before != saved_in(series)
+    until(
+        lambda: any("10 rows" in line for line in printed), "what was saved was not told"
+    )  # it is told when it lies there
     process.send_signal(signal.SIGINT)
     assert process.wait(patience(30)) == 130
-    reader.join()
+    for reader in readers:
+        reader.join()
     assert lines[-1] == "error: stopped by Ctrl-C\n"
     assert all(line.startswith("error: ") for line in lines)
     assert sum("Waiting for it" in line for line in lines) == 1
-    assert "10 rows" in process.stdout.read()
 
 
 @pytest.mark.parametrize("broken", ["full", "pipe"])

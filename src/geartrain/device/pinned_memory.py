@@ -195,7 +195,9 @@ class Pins:
 
     def __init__(self, ledger: Ledger | None = None) -> None:
         self.ledger = ledger or Ledger()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._busy = False  # within the lock
+        self._released: list[int] = []  # meanwhile, by finalisers that a collection of garbage within the lock has run
         self._held: dict[int, _Held] = {}
         self._pid = os.getpid()
 
@@ -207,7 +209,7 @@ class Pins:
         """
         memory = store.native.segment()
         address = memory.ctypes.data
-        with self._lock:
+        with self._at_work():
             if self._pid != os.getpid():  # forked: registrations are the parent's
                 self._held, self._pid = {}, os.getpid()
             held = self._held.get(address)
@@ -231,16 +233,36 @@ class Pins:
     def release(self, address: int) -> None:
         """Removes one user; the last one unregisters the segment."""
         with self._lock:
-            held = self._held.get(address)
-            if held is None or self._pid != os.getpid():
+            if self._busy:
+                self._released.append(address)
                 return
-            held.users -= 1
-            if held.users == 0:
-                del self._held[address]
+            with self._at_work():
+                self._remove_user(address)
+
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        with self._lock:
+            self._busy = True
+            try:
+                yield
+            finally:
                 try:
-                    held.device.unregister(held.memory)
+                    while self._released:
+                        self._remove_user(self._released.pop())
                 finally:
-                    self.ledger.leave(held.note)
+                    self._busy = False
+
+    def _remove_user(self, address: int) -> None:
+        held = self._held.get(address)
+        if held is None or self._pid != os.getpid():
+            return
+        held.users -= 1
+        if held.users == 0:
+            del self._held[address]
+            try:
+                held.device.unregister(held.memory)
+            finally:
+                self.ledger.leave(held.note)
 
 
 @dataclass

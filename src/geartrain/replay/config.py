@@ -22,7 +22,8 @@ from geartrain.selection.arguments import check_number
 from geartrain.selection.declared import MAX_DRAWS
 from geartrain.selection.epochs import Epochs
 from geartrain.selection.mixture import Mixture, Selection, strategies_of, with_seeds
-from geartrain.selection.strategy import Strategy, check_seed
+from geartrain.selection.strategy import Strategy, check_seed, traits_of
+from geartrain.store.recorder import shares_rows
 from geartrain.store.store import Store
 
 if TYPE_CHECKING:
@@ -196,6 +197,8 @@ def make_samplers(stores: Sequence[Store], selection: Selection, config: ReplayC
     samplers: list[StoreSampler] = []
     for store, strategy in zip(stores, strategies_of(selection), strict=True):
         view = config.view
+        if shares_rows(store.fields):
+            _check_shared_rows(store, strategy, view)
         fields = config.fields if view is None else view.fields_of(store, config.fields)
         window = as_windows(config.window if view is None else view.window)
         if window is not None and view is None:
@@ -213,6 +216,21 @@ def make_samplers(stores: Sequence[Store], selection: Selection, config: ReplayC
         else:
             samplers.append(StoreSampler(plan, strategy, least, config.timeout_s, transitions=transitions))
     return samplers
+
+
+def _check_shared_rows(store: Store, strategy: Strategy, view: Transitions | None) -> None:
+    """Raises `ArgumentError` where batches of rows that hold several episodes would cross from one to the next."""
+    if view is None:
+        raise ArgumentError(
+            f"rows of {store.name!r} hold several episodes (it has the field 'episodes'), which windows and whole rows "
+            f"would cross: give view=geartrain.Transitions(...), or record without share_rows"
+        )
+    traits = traits_of(strategy)
+    if isinstance(strategy, Epochs) or not (traits.over_steps or (store.per_step and traits.by_priority)):
+        raise ArgumentError(
+            f"rows of {store.name!r} hold several episodes, so their steps are drawn: by Uniform(over='steps'), or by "
+            f"Prioritized with priority_per='step'; found {strategy!r}"
+        )
 
 
 __all__ = ["ReplayConfig", "ReplayOptions", "checked_state", "make_samplers", "seeded_selection", "stores_of"]

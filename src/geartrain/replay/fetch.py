@@ -23,6 +23,7 @@ from geartrain.core.keys import Keys, check_keys
 from geartrain.errors import ArgumentError, StaleKeyError, StoreClosedError
 from geartrain.replay.batch import Batch
 from geartrain.replay.windows import Windows, as_windows
+from geartrain.store.recorder import shares_rows
 from geartrain.store.store import Store
 
 Pad = Literal["left", "right"]
@@ -103,6 +104,12 @@ def fetch(
         if each.closed:
             raise StoreClosedError(f"the store {each.name!r} was closed")
     windows = _told_windows(window, ends, starts)
+    crossing = [each.name for each in stores if windows is not None and shares_rows(each.fields)]
+    if crossing:
+        raise ArgumentError(
+            f"rows of {crossing[0]!r} hold several episodes, which windows would cross: fetch whole rows, whose field "
+            f"'last' marks the end of each"
+        )
     plans = [FetchPlan.make(each, fields, windows, pad, output, threads) for each in stores]
     plan = plans[0]
     told = ends if starts is None else starts

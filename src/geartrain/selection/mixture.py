@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Sequence
-from fractions import Fraction
 from typing import TypeVar
 
 import numpy as np
@@ -38,6 +37,8 @@ class Mixture:
     """
 
     def __init__(self, shares: Sequence[float], strategies: Sequence[Strategy], seed: int | None = None) -> None:
+        from fractions import Fraction  # decimal comes with it: only mixtures pay for that
+
         check_seed(seed)
         for what, values in (("shares", shares), ("strategies", strategies)):
             is_array = isinstance(values, np.ndarray) and values.ndim == 1
@@ -62,6 +63,8 @@ class Mixture:
 
     def quotas(self, n: int, step: int) -> list[int]:
         """Rows from each store in the batch of a step."""
+        from fractions import Fraction
+
         # Whole parts first. What is left goes to stores by systematic sampling of the fractions: with one random
         # offset, a store gets one more row with exactly the probability of its fraction.
         random = _native.window_ends(self.seed or 0, step, 0, np.zeros(1, np.uint32), _MILLION)

@@ -14,6 +14,9 @@ from geartrain.selection.strategy import Candidates
 # Where a row is unknown: another shard's, or one that changed under the draw and is to be drawn again.
 NO_ROW = np.uint32(0xFFFFFFFF)
 NO_ROWS = np.empty(0, np.uint32)
+# A shard with so many rows beyond those that were drawn is taken to have one left for each that is lost before it is
+# read, without asking.
+SPARE_ROWS = 16
 
 
 class StepPlan(NamedTuple):
@@ -44,6 +47,7 @@ class Shard:
         exact: whether ranks may only read rows that the leader has found: the store limits how often rows are
             sampled, so that they vanish as they are drawn.
         totals: what `total_of` says on the leader of every shard, (count,), where that is known already.
+        offers: what `offer_of` says on the leader of every shard, (count, ...), where that is known already.
         steps: which steps count, where draws are over steps or by their priorities; None where rows are drawn.
         min_length: rows that are shorter are not drawn.
     """
@@ -56,6 +60,7 @@ class Shard:
     tell: Callable[[NDArray[Any]], NDArray[Any]] = lambda array: array
     exact: bool = False
     totals: NDArray[np.uint64] | None = None
+    offers: NDArray[np.uint64] | None = None
     steps: StepPlan | None = None
     min_length: int = 0
 
@@ -74,6 +79,7 @@ class ShardedDraw:
         share: of the total that is this rank's shard's; what a probability within the shard is multiplied with.
         rounds: int64, how often each was drawn again because its row had no sample left; the same on all ranks. None
             where none was.
+        spare: whether every shard that is drawn from has shown `SPARE_ROWS` more rows that could be drawn.
     """
 
     shard: NDArray[np.int64]
@@ -84,6 +90,7 @@ class ShardedDraw:
     share: float = 1.0
     steps: NDArray[np.uint32] | None = None
     rounds: NDArray[np.int64] | None = None
+    spare: bool = False
 
 
 class ShardedStrategy(Protocol):

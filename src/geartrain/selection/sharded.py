@@ -9,7 +9,7 @@ they are cut into shards. Each shard contributes, per batch:
 | `Uniform`, `Prioritized`, stratified or not | the sum of its priorities, or the number of its rows | 8 |
 | the same without replacement | that, and a bit per draw: is the row new? | 16 + n/8, rarely more |
 | `GroupSampling` | its groups: key, number of rows, priority | 16 a group of the largest shard |
-| `TopK`, `Fifo`, `Lifo` | its first n rows: order and key | 16 or 24 a row |
+| `TopK`, `Fifo`, `Lifo` | its first n + 16 rows: order and key | 16 or 24 a row |
 
 With totals in hand a draw is a number below their sum; whose shard it falls into is a search among W numbers, which
 every rank does for itself, and which row it is only that shard's ranks need to find out. (GEAR, section 3.3, gathers
@@ -91,6 +91,11 @@ def is_independent(strategy: Strategy) -> bool:
     return traits_of(strategy).independent and not hasattr(strategy, "select_shards")
 
 
+def begins_with_offers(strategy: Strategy) -> bool:
+    """Whether draws begin with what `offer_of` says of each shard: rows in an order."""
+    return traits_of(strategy).order is not None and not hasattr(strategy, "select_shards")
+
+
 def redraw_shards(
     strategy: Strategy, shard: Shard, draw: ShardedDraw, refused: NDArray[np.intp], round: int, step: int
 ) -> ShardedDraw:
@@ -127,6 +132,7 @@ __all__ = [
     "ShardedDraw",
     "Shard",
     "ShardedStrategy",
+    "begins_with_offers",
     "check_strategy",
     "redraw_shards",
     "is_independent",

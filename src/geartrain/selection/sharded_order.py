@@ -5,30 +5,51 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from geartrain.errors import NotEnoughRowsError
 from geartrain.selection.declared import first_rows
-from geartrain.selection.shard import NO_ROW, NO_ROWS, Shard, ShardedDraw
-from geartrain.selection.strategy import ORDERS, Traits
+from geartrain.selection.shard import NO_ROW, NO_ROWS, SPARE_ROWS, Shard, ShardedDraw
+from geartrain.selection.strategy import ORDERS, Candidates, Traits
+
+
+def offered_after(cursors: Mapping[str, int] | None, number: int, count: int) -> int:
+    """The cursor of a shard: of those that it offers, all rows come after it."""
+    if not cursors:
+        return 0
+    return cursors.get(f"after/{number}", cursors.get("after", 0) if count == 1 else 0)
+
+
+def offer_shape(traits: Traits, n: int) -> tuple[int, int]:
+    """The shape of what each shard offers for n rows."""
+    return n + SPARE_ROWS, 3 if traits.order == ORDERS["highest_priority"] else 2
+
+
+def offer_of(traits: Traits, candidates: Candidates, n: int, after: int) -> NDArray[np.uint64]:
+    """The first rows of a shard, (n + SPARE_ROWS, 2 or 3): sequence number (0: none), key, and for `TopK` priority."""
+    order = traits.order
+    assert order is not None
+    most, width = offer_shape(traits, n)
+    offer = np.zeros((most, width), np.uint64)
+    rows, generations, sequences, priorities = first_rows(candidates, order, most, after, traits.limits, NO_ROWS)
+    offer[: len(rows), 0] = sequences
+    offer[: len(rows), 1] = rows.astype(np.uint64) << np.uint64(32) | generations
+    if width == 3:
+        offer[: len(rows), 2] = priorities
+    return offer
 
 
 def draw_first(traits: Traits, shard: Shard, n: int, cursors: Mapping[str, int] | None) -> ShardedDraw:
     """The first rows of all shards, from the first n of each."""
-    order, after = traits.order, 0
-    assert order is not None
-    if cursors:  # one store's own cursor is that of the only shard
-        after = cursors.get(f"after/{shard.number}", cursors.get("after", 0) if shard.count == 1 else 0)
-    offer = np.zeros((n, 3 if order == ORDERS["highest_priority"] else 2), np.uint64)
-    if shard.leads:
-        rows, generations, sequences, priorities = first_rows(shard.candidates, order, n, after, traits.limits, NO_ROWS)
-        offer[: len(rows), 0] = sequences
-        offer[: len(rows), 1] = rows.astype(np.uint64) << np.uint64(32) | generations
-        if order == ORDERS["highest_priority"]:
-            offer[: len(rows), 2] = priorities
-    offers = shard.gather(offer)
+    order, offers = traits.order, shard.offers
+    if offers is None:
+        offer = np.zeros(offer_shape(traits, n), np.uint64)
+        if shard.leads:
+            offer = offer_of(traits, shard.candidates, n, offered_after(cursors, shard.number, shard.count))
+        offers = shard.gather(offer)
     width = offers.shape[2]
     flat = offers.reshape(-1, width)
-    shards = np.repeat(np.arange(shard.count), n)
+    shards = np.repeat(np.arange(shard.count), offers.shape[1])
     real = np.flatnonzero(flat[:, 0] != 0)  # sequence numbers start at 1
     if len(real) < n:
         raise NotEnoughRowsError(f"{n} rows were asked for, {len(real)} can be chosen")
@@ -41,6 +62,7 @@ def draw_first(traits: Traits, shard: Shard, n: int, cursors: Mapping[str, int] 
         ranking = np.lexsort((owner, sequence))
     taken = ranking[:n]
     owner, key, sequence = owner[taken], key[taken], sequence[taken]
+    left = np.count_nonzero(offers[:, :, 0], axis=1) - (taken_of := np.bincount(owner, minlength=shard.count))
     mine = owner == shard.number
     state: dict[str, int] = {}
     if cursors is not None:
@@ -54,4 +76,5 @@ def draw_first(traits: Traits, shard: Shard, n: int, cursors: Mapping[str, int] 
         np.where(mine, key & np.uint64(0xFFFFFFFF), 0).astype(np.uint32),
         mine.astype(np.float64),
         state,
+        spare=bool((left[taken_of > 0] >= SPARE_ROWS).all()),
     )

@@ -18,6 +18,10 @@ is stored once however many windows, frame stacks and n-step targets use it, and
 
 An episode that is longer than a row continues in the next one, which repeats `overlap` steps, so that stacks and
 targets across the boundary are not lost.
+
+With `share_rows=True` an episode that ends before its row does is followed by the environment's next one in that row,
+so that short episodes take no more memory than long ones. The steps marked `last` tell them apart. Rows of such a store
+are read as `geartrain.Transitions` of drawn steps; windows and draws of rows are refused.
 """
 
 from __future__ import annotations
@@ -58,12 +62,22 @@ _TAKEN = ("final_observation", "mask", "version")
 #: Names of observations, alone or before a dot.
 OBSERVATIONS = ("observation", "obs")
 
+#: Episodes that a row holds; where a store has it, rows may hold several. native/fetch/transitions.h, shares_rows
+EPISODES = "episodes"
+_EPISODES = Field((), "int32", per_row=True)
+
 # native/store/step_writer.h, FieldRole
 _ROLES = {"terminated": 2, "truncated": 3, "last": 4, "step_version": 5, "episode_return": 6}
+_EPISODES_ROLE = 8
 _OBSERVATION, _VALUE, _NONE = 0, 1, 7
 
 
-def recorded_fields(fields: Mapping[str, Field], **extras: Field) -> dict[str, Field]:
+def shares_rows(fields: Mapping[str, Field]) -> bool:
+    """Whether the rows of a store with these fields may hold several episodes."""
+    return fields.get(EPISODES) == _EPISODES and fields.get("last") == Field((), "bool")
+
+
+def recorded_fields(fields: Mapping[str, Field], *, share_rows: bool = False, **extras: Field) -> dict[str, Field]:
     """The fields of a store that a recorder writes to.
 
     Args:
@@ -72,10 +86,12 @@ def recorded_fields(fields: Mapping[str, Field], **extras: Field) -> dict[str, F
             fills if it is there: truncated=Field((), "bool"), step_version=Field((), "int64"),
             episode_return=Field((), "float32", per_row=True), which is written when the row ends, and stays 0 in rows
             that are published before (`publish_every`): they may be read already.
+        share_rows: for a recorder that shares rows: with `episodes`, int32 a row, the number of episodes in it.
     """
     return {
         **fields,
         **{name: Field((), dtype) for name, dtype in REQUIRED_FIELDS.items()},
+        **({EPISODES: _EPISODES} if share_rows else {}),
         **extras,
     }
 
@@ -119,6 +135,7 @@ class StepRecorder:
         overlap: int,
         priority: float,
         autoreset: Any,
+        share_rows: bool,
     ) -> None:
         self.n_envs = check_whole("n_envs", n_envs)
         if self.n_envs < 1:
@@ -131,6 +148,14 @@ class StepRecorder:
         fields = columns.fields
         self.observations = _observations_of(fields, observations)
         _check_automatic(fields, self.observations)
+        if not isinstance(share_rows, bool):
+            raise ArgumentError(f"share_rows is True or False, found {share_rows!r}")
+        if share_rows and (not shares_rows(fields) or "episode_return" in fields):
+            raise FieldError(
+                "share_rows needs a store with the fields of recorded_fields(..., share_rows=True), which has "
+                f"'episodes' and no 'episode_return', as a row has several; the store has {', '.join(fields)}"
+            )
+        self._shares_rows = share_rows
         mode = autoreset_mode(autoreset)
         self._same_step = mode == "same_step"
         self._columns = columns
@@ -147,11 +172,14 @@ class StepRecorder:
             [self._role(name) for name in names],
             names,
             [name.partition(".")[2] or name for name in names],
+            share_rows,
         )
 
     def _role(self, name: str) -> int:
         if name in _ROLES:
             return _ROLES[name]
+        if name == EPISODES and self._shares_rows:
+            return _EPISODES_ROLE
         if self._columns.fields[name].per_row:
             return _NONE
         return _OBSERVATION if name in self.observations else _VALUE
@@ -417,6 +445,7 @@ def _check_version(version: Any) -> int:
 
 __all__ = [
     "AUTORESETS",
+    "EPISODES",
     "OBSERVATIONS",
     "OPTIONAL_FIELDS",
     "REQUIRED_FIELDS",
@@ -424,4 +453,5 @@ __all__ = [
     "StepRecorder",
     "autoreset_mode",
     "recorded_fields",
+    "shares_rows",
 ]

@@ -96,6 +96,7 @@ class WritableStore(StoreHandle):
         overlap: int = 0,
         priority: float = 1.0,
         autoreset: Any = None,
+        share_rows: bool = False,
     ) -> StepRecorder:
         """A recorder of the steps of `n_envs` environments: one native call a step for all of them.
 
@@ -113,6 +114,10 @@ class WritableStore(StoreHandle):
             priority: of new rows.
             autoreset: what happens where an episode ends: "next_step" (Gymnasium's default), "same_step" or
                 "disabled", or `envs.metadata["autoreset_mode"]`.
+            share_rows: the next episode of an environment goes on in the row of the one before, where that has room.
+                A row is published with the first episode that ends in it. Needs the fields of
+                `recorded_fields(..., share_rows=True)` and a store without max_times_sampled; its rows are read as
+                `geartrain.Transitions` of drawn steps.
 
         Raises:
             FieldError: a field that a recorder needs is missing or is something else; ArgumentError, SchemaError:
@@ -126,6 +131,7 @@ class WritableStore(StoreHandle):
             overlap=overlap,
             priority=priority,
             autoreset=autoreset,
+            share_rows=share_rows,
         )
 
     def agent_recorder(self, agents: int, **options: Any) -> AgentRecorder:

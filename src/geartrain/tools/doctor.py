@@ -16,6 +16,7 @@ import geartrain._native as _native
 import geartrain.device.cuda_ipc as cuda_ipc
 import geartrain.device.kernels as kernels
 import geartrain.device.pinned_memory as pinning
+import geartrain.tools.cross_memory as cross_memory
 import geartrain.transport.nixl as nixl
 from geartrain.core.shared_files import segments_directory
 from geartrain.errors import ArgumentError
@@ -66,6 +67,7 @@ def examine() -> list[Finding]:
         _cuda_ipc(),
         _nixl(),
         _gpu_fetch(),
+        collectives_within_host(),
         _gloo(),
         _deepspeed(),
         _hosts(),
@@ -217,6 +219,20 @@ def _gpu_fetch() -> Finding:
         True,
         f"gathered from pinned segments or staged; {known['pinned_bytes'] / 1e9:.1f} GB of this host are pinned, the "
         f"limit is {known['limit_bytes'] / 1e9:.1f} GB ({pinning.LIMIT_VARIABLE})",
+    )
+
+
+def collectives_within_host() -> Finding:
+    """Whether ranks of one host read each other's memory, or rings alone carry their bytes, and why."""
+    what = "collectives within a host"
+    reason = cross_memory.why_not()
+    if reason is not None:
+        return Finding(what, False, f"{reason}; all bytes between ranks of one host go through rings in shared memory")
+    return Finding(
+        what,
+        True,
+        "ranks of one user read what is gathered, exchanged or broadcast from the owner's memory (process_vm_readv); "
+        "what is reduced goes through rings in shared memory, and so does all of it between ranks that are denied it",
     )
 
 

@@ -392,8 +392,34 @@ def _bytes_per_step(plan: Plan, baselines: dict[str, float], result: BenchResult
             store.insert({name: array[:, :length] for name, array in episode.items()}, lengths=[length])
         held = int((store.status(store.keys())["length"] - 1).sum())
         used = store.path.stat().st_blocks * 512 / held
-    for system, found in {"floor": float(data), "geartrain": used, **baselines}.items():
+    shared = _bytes_of_shared_rows(case, plan.bytes_steps, random)
+    found_by = {"floor": float(data), "geartrain": used, "geartrain, shared rows": shared, **baselines}
+    for system, found in found_by.items():
         result.rows.append(Row("SAC, bytes a step", system, metric, "bytes", found, found, found, found, data / found))
+
+
+def _bytes_of_shared_rows(case: Case, steps: int, random: np.random.Generator) -> float:
+    """The same of a recorder whose episodes share rows, with as many rows as it fills."""
+    fields = {**case.fields, "episodes": Field((), "int32", per_row=True)}
+    values = {
+        name: np.zeros((1, *field.shape), field.dtype)
+        for name, field in fields.items()
+        if name not in ("obs", "terminated", "truncated", "last", "episodes")
+    }
+    observation, yes, no = np.zeros((1, *fields["obs"].shape), fields["obs"].dtype), np.ones(1, bool), np.zeros(1, bool)
+    with Store.create(f"bench-{os.getpid()}", fields, max_length=1001, capacity_steps=steps) as store:
+        recorder = store.recorder(1, autoreset="same_step", share_rows=True)
+        recorder.reset(observation)
+        while recorder.rows < store.capacity - 1:  # the last one is being written
+            for left in range(int(random.integers(1, 1001)), 0, -1):
+                ends = yes if left == 1 else no
+                final = observation if left == 1 else None
+                recorder.record(observation, values, ends, no, final)
+        recorder.close()
+        keys = store.keys()
+        last = store.column("last")[keys.row]
+        within = np.arange(store.max_length) < store.status(keys)["length"][:, None]
+        return store.path.stat().st_blocks * 512 / int((within & (last == 0)).sum())
 
 
 __all__ = ["CASES", "FULL", "QUICK", "Case", "Plan", "main", "plot", "run", "setup_of"]

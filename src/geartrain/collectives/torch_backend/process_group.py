@@ -24,7 +24,6 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -33,33 +32,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from geartrain.collectives.buffers import REDUCED_DTYPES, reduces
 from geartrain.collectives.torch_backend.exchanges import FORMS, TensorExchange, begin, timeout_of
 from geartrain.collectives.torch_backend.options import BackendOptions
 from geartrain.collectives.torch_backend.polled_store import PolledStore
 from geartrain.collectives.torch_backend.staging import Staging
+from geartrain.collectives.torch_backend.tensors import DTYPES, as_list, as_options, devices_of, flat_of, op_of
 from geartrain.collectives.torch_backend.work import Finisher, TorchWork, backend_error, uncompiled
-from geartrain.core.dtypes import DTYPES as STORE_DTYPES
-from geartrain.core.dtypes import torch_dtype
 from geartrain.device.device import open_device
 from geartrain.errors import ConnectionClosedError, GeartrainError
 
 BACKEND = "geartrain"
 CLOSE_TIMEOUT_S = 10.0
 
-DTYPES = {torch_dtype(STORE_DTYPES[name]): name for name in REDUCED_DTYPES}
-# A list, compared with == in this order: torch passes a ReduceOp, which equals a RedOpType; a RedOpType does not equal
-# it, so that `op in (ReduceOp.SUM, ...)` is never true.
-OPS = [
-    (dist.ReduceOp.SUM, "sum"),
-    (dist.ReduceOp.AVG, "avg"),
-    (dist.ReduceOp.MIN, "min"),
-    (dist.ReduceOp.MAX, "max"),
-    (dist.ReduceOp.PRODUCT, "product"),
-    (dist.ReduceOp.BAND, "band"),
-    (dist.ReduceOp.BOR, "bor"),
-    (dist.ReduceOp.BXOR, "bxor"),
-]
 # Methods that torch's C++ base of Python groups looks up in Python and, without one, runs itself while it holds the
 # GIL. Gloo's threads take the GIL to drop a tensor while they hold a lock that the call needs: an occasional deadlock.
 # So all are defined in Python, and forwarded to a group without such a base.
@@ -146,16 +130,16 @@ class ProcessGroup(dist.ProcessGroup):
         opts = names.pop("op", opts)
         if names:
             raise TypeError(f"allreduce() got unexpected arguments {sorted(names)}")
-        return self._all_reduce("allreduce", _as_list(tensors), _as_options(opts, timeout, dist.AllreduceOptions))
+        return self._all_reduce("allreduce", as_list(tensors), as_options(opts, timeout, dist.AllreduceOptions))
 
     @uncompiled
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         """Several tensors of one dtype as one operation."""
-        options = _as_options(opts, None, dist.AllreduceCoalescedOptions)
-        return self._all_reduce("allreduce_coalesced", _as_list(tensors), options)
+        options = as_options(opts, None, dist.AllreduceCoalescedOptions)
+        return self._all_reduce("allreduce_coalesced", as_list(tensors), options)
 
     def _all_reduce(self, method: str, tensors: list[torch.Tensor], opts: Any) -> Any:
-        op = _op_of(opts.reduceOp, tensors)
+        op = op_of(opts.reduceOp, tensors)
         if (
             op is None
             or (tensors[0].is_cuda and self.options.cuda != "staged")
@@ -168,7 +152,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._ours[method] += 1
         self._counts["bytes"] += sum(tensor.nbytes for tensor in tensors)
         if self.size() == 1 or not any(tensor.numel() for tensor in tensors):
-            return TorchWork(lambda _: None, lambda: True, tensors, self._finisher, devices=_devices(tensors))
+            return TorchWork(lambda _: None, lambda: True, tensors, self._finisher, devices=devices_of(tensors))
         timeout_s = opts.timeout.total_seconds()
         timeout_s = timeout_s if timeout_s > 0 else self._timeout_s
         if tensors[0].is_cuda:
@@ -176,7 +160,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._on_host(tensors, op, timeout_s)
 
     def _on_host(self, tensors: list[torch.Tensor], op: str, timeout_s: float) -> TorchWork:
-        flat, copy_back = _flat(tensors)
+        flat, copy_back = flat_of(tensors)
         try:
             work = self._start("cpu", flat, op, timeout_s)
         except Exception as error:
@@ -193,7 +177,7 @@ class ProcessGroup(dist.ProcessGroup):
     def _on_device(self, tensors: list[torch.Tensor], op: str, timeout_s: float) -> TorchWork:
         device = tensors[0].device
         staging = self._staging(device)
-        flat, copy_back = _flat(tensors)  # on the caller's stream
+        flat, copy_back = flat_of(tensors)  # on the caller's stream
         if copy_back is not None:
             for tensor in (*tensors, flat):
                 staging.record_streams(tensor)
@@ -231,10 +215,10 @@ class ProcessGroup(dist.ProcessGroup):
         """Forms: tensors and ReduceOptions; tensor, root, op, timeout. An all-reduce; of a copy off the root."""
         tensors = names.pop("tensor", tensors)
         opts = names.pop("root", opts)
-        given = _as_list(tensors)
+        given = as_list(tensors)
         root = int(getattr(opts, "rootRank", opts))
         asked = getattr(opts, "reduceOp", dist.ReduceOp.SUM if op is None else op)
-        name = _op_of(asked if isinstance(asked, dist.ReduceOp) else dist.ReduceOp(asked), given)
+        name = op_of(asked if isinstance(asked, dist.ReduceOp) else dist.ReduceOp(asked), given)
         if name is None or len(given) != 1 or given[0].is_cuda:
             return self._forward("reduce", tensors, opts, *(one for one in (op, timeout) if one is not None))
         self._ours["reduce"] += 1
@@ -295,7 +279,7 @@ class ProcessGroup(dist.ProcessGroup):
                 f"tensors of one collective have one dtype, found {sorted({str(t.dtype) for t in tensors})}"
             )
         if call.collective == "reduce_scatter":
-            op = _op_of(call.op if isinstance(call.op, dist.ReduceOp) else dist.ReduceOp(call.op), tensors)
+            op = op_of(call.op if isinstance(call.op, dist.ReduceOp) else dist.ReduceOp(call.op), tensors)
             return None if op is None else (DTYPES[tensors[0].dtype], op)
         return DTYPES.get(tensors[0].dtype, "uint8"), "sum"
 
@@ -525,53 +509,6 @@ def create(backend_options: Any, options: Any = None) -> ProcessGroup:
         options=chosen,
         nccl_options=of_nccl,
     )
-
-
-def _as_list(tensors: Any) -> list[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-def _as_options(opts: Any, timeout: timedelta | None, kind: type[Any]) -> Any:
-    if not hasattr(opts, "reduceOp"):  # a ReduceOp, or nothing
-        op, opts = opts, kind()
-        if op is not None:
-            opts.reduceOp = op if isinstance(op, dist.ReduceOp) else dist.ReduceOp(op)
-    if timeout is not None:
-        opts.timeout = timeout
-    return opts
-
-
-def _op_of(given: Any, tensors: list[torch.Tensor]) -> str | None:
-    """The name of the operation, if a Group supports it for all of the tensors."""
-    names = [name for op, name in OPS if given == op]
-    first = tensors[0] if tensors else None
-    if not names or first is None or first.dtype not in DTYPES or first.device.type not in ("cpu", "cuda"):
-        return None
-    if not reduces(names[0], DTYPES[first.dtype]):
-        return None
-    same = all(t.dtype == first.dtype and t.device == first.device and t.layout == torch.strided for t in tensors)
-    return names[0] if same else None
-
-
-def _devices(tensors: list[torch.Tensor]) -> list[torch.device]:
-    return [tensors[0].device] if tensors[0].is_cuda else []
-
-
-def _flat(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None] | None]:
-    """The tensors as one contiguous tensor; and, where that is a copy, the function that copies it back."""
-    tensors = [tensor.detach() for tensor in tensors]
-    if len(tensors) == 1 and tensors[0].is_contiguous() and not tensors[0].is_neg() and not tensors[0].is_conj():
-        return tensors[0].view(-1), None
-    flat = torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
-    parts = list(flat.split([tensor.numel() for tensor in tensors]))  # type: ignore[no-untyped-call]
-    for part, tensor in zip(parts, tensors, strict=True):
-        part.view(tensor.shape).copy_(tensor)
-
-    def copy_back() -> None:
-        for part, tensor in zip(parts, tensors, strict=True):
-            tensor.copy_(part.view(tensor.shape))
-
-    return flat, copy_back
 
 
 if BACKEND not in dist.Backend.backend_list:

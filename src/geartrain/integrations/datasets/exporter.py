@@ -29,6 +29,7 @@ from geartrain.integrations.datasets.export_leftovers import at_work, remove, re
 from geartrain.integrations.datasets.stored_rows import METADATA, StoredRows
 from geartrain.integrations.datasets.writer import DatasetWriter
 from geartrain.store.checkpoint_reader import Checkpoint
+from geartrain.store.recorder import shares_rows
 from geartrain.store.store import Store
 
 _log = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ def export_store(
 
     Raises:
         ArgumentError: a format, option or cast that there is not.
-        SourceError: no row, or fields that the format cannot hold.
+        SourceError: no row, rows of several episodes, or fields that the format cannot hold.
         DatasetExistsError: something is there already.
         NoSpaceError: the file system has, or turned out to have, too little space; nothing is left of the attempt.
         OSError: the path cannot be written to.
@@ -146,6 +147,11 @@ def export_store(
     with StoredRows(source, trust=trust) as rows:
         if rows.count == 0:
             raise SourceError(f"{rows.name}: holds no row to export")
+        if shares_rows(rows.fields):
+            raise SourceError(
+                f"{rows.name}: its rows hold several episodes (it has the field 'episodes'), and a dataset's "
+                f"trajectory is a row: record without share_rows what is to be exported"
+            )
         chosen, left_out = _chosen(rows, writer_class, fields, casts, skip_unsupported)
         written = {name: _converted(rows.fields[stored], casts) for name, stored in chosen.items()}
         converted = {

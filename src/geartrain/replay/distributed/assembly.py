@@ -41,7 +41,13 @@ if TYPE_CHECKING:
 
 
 class BatchAssembler(Protocol):
-    """Buffers, exchange and finished batches of one rank. Called on the replay's thread, apart from `close`."""
+    """Buffers, exchange and finished batches of one rank. Called on the replay's thread, apart from `close`.
+
+    Attributes:
+        skips_idle: whether `exchange` wants to know that nothing moves.
+    """
+
+    skips_idle: bool
 
     def enter(self) -> None:
         """Called first on the thread that builds batches."""

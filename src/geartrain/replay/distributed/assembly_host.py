@@ -25,6 +25,8 @@ Incoming = tuple[int, NDArray[np.int64]]
 class HostAssembler:
     """Batches in host memory; see `geartrain.replay.distributed.assembly.BatchAssembler`."""
 
+    skips_idle = False
+
     def enter(self) -> None:
         """See `BatchAssembler`."""
 

@@ -39,6 +39,8 @@ class NcclAssembler(GatherAssembler):
         others: for each set of fields that some rank gets, targets of them, one for each store.
     """
 
+    skips_idle = True
+
     def __init__(
         self,
         session: DeviceSession,

@@ -12,8 +12,9 @@ For every batch all ranks take the same steps, in the same order (GEAR, sections
     7. copies      tensor-parallel peers get a copy of the batch                                       one copy each
 
 No rank requests a row: both ends know what moves. A row that is overwritten between 3 and 5 is redrawn by the rank that
-reads it, from the same shard, so no other rank has to know. A rank that fails aborts the group, and every other one
-raises `PeerLostError`.
+reads it, from the same shard, so no other rank has to know. Where that shard may have no other row the ranks ask each
+other after step 5, and draw the batch again. A rank that fails aborts the group, and every other one raises
+`PeerLostError`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,18 +38,18 @@ from geartrain.replay.config import ReplayConfig
 from geartrain.replay.device import DeviceOptions
 from geartrain.replay.distributed.assembly import BatchAssembler, check_options, open_assembler
 from geartrain.replay.distributed.assembly_host import HostAssembler, Incoming
-from geartrain.replay.distributed.assignment import assign, sizes_of
+from geartrain.replay.distributed.assignment import Assigner, sizes_of
 from geartrain.replay.distributed.draw import CommonError, ShardedSampler
 from geartrain.replay.distributed.fingerprint import describe_job, fingerprint_of
 from geartrain.replay.distributed.members import Consumer, Members
 from geartrain.replay.distributed.messages import flat_bytes
 from geartrain.replay.distributed.priority_updates import check_steps
 from geartrain.replay.distributed.rank_group import Message, RankGroup, run_on_all_ranks
-from geartrain.replay.distributed.read import AssignedDraws, RowBuffer, ShardReader
+from geartrain.replay.distributed.read import AssignedDraws, RowBuffer, RowsLostError, ShardReader
 from geartrain.replay.distributed.topology import MeshPosition
 from geartrain.replay.distributed.transition_rows import TransitionRows
 from geartrain.replay.fetch import FetchPlan
-from geartrain.replay.sampler import StoreSampler
+from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
 from geartrain.selection.mixture import Selection, quotas_of
 from geartrain.selection.sharded import ShardedDraw, check_strategy
 from geartrain.selection.strategy import Draw, importance_of, seed_of
@@ -137,6 +138,9 @@ class DistributedBatchBuilder:
         wanted = {consumer.fields for consumer in self.members.consumers if consumer.fields}
         self._plans = [{names: each.of_fields(names) for names in wanted} for each in plans]
         self._sampler = ShardedSampler(samplers, self.members, fingerprint_of(job))
+        shard_ranks = [ranks for store in self.members.stores for ranks in store.ranks]
+        self._assigner = Assigner(self.members.replicas, shard_ranks)
+        self._layouts: dict[tuple[int, ...], _Layout] = {}
         self._reader = ShardReader(samplers, self.members, self._plans, self._sampler.cursors)
         self.assembler: BatchAssembler = HostAssembler()
 
@@ -234,7 +238,19 @@ class DistributedBatchBuilder:
             if quota and self.members.leads(number):
                 # The shard's rate limiter admits an even share: how many rows it will be drawn for is not known yet.
                 self.samplers[number].admit(-(-quota // len(self.members.stores[number].ranks)))
-        known = self._sampler.gather_totals(step, state, updates)
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            try:
+                built = self._build_once(step, state, updates, quotas, began_s, sent)
+                break
+            except RowsLostError:  # on all ranks, which so draw again from what there is now
+                if attempt == MAX_ATTEMPTS:
+                    raise
+        return built
+
+    def _build_once(
+        self, step: int, state: State, updates: list[PriorityUpdate], quotas: list[int], began_s: float, sent: int
+    ) -> BuiltBatch:
+        known = self._sampler.gather_totals(step, state, updates, quotas)
         drawn = [self._sampler.draw(number, quota, step, known) for number, quota in enumerate(quotas)]
         state = [old if each is None else each.state for old, each in zip(known.state, drawn, strict=True)]
         quotas = self._found(drawn, quotas)
@@ -242,10 +258,13 @@ class DistributedBatchBuilder:
         selected_s = time.perf_counter()
         draws = self._assign(drawn, quotas)
         buffers, mine = self._buffers(draws)
-        lowest = self._reader.read(step, state, drawn, draws, buffers)
+        outcome = self._reader.read(step, state, drawn, draws, buffers)
+        lowest = self._reader.agree(outcome, drawn, known.rows, self._has_importance)
         read_s = time.perf_counter()
         self._exchange(buffers, mine, draws)
-        importance_weights = self._importance_weights(mine, draws, lowest, known.counts, step)
+        importance_weights = None
+        if self._has_importance and mine is not None and lowest is not None:
+            importance_weights = self._importance_weights(mine, draws, lowest, known.counts, step)
         batch, deliver = self._finish(mine, draws, importance_weights, step)
         ended_s = time.perf_counter()
         self.traffic.select_s += selected_s - began_s
@@ -264,21 +283,18 @@ class DistributedBatchBuilder:
 
     def _assign(self, drawn: Sequence[ShardedDraw | None], quotas: Sequence[int]) -> AssignedDraws:
         """Step 4, for the draws of all stores one after the other."""
-        store = np.repeat(np.arange(len(quotas)), quotas)
+        layout = self._layouts.get(tuple(quotas))
+        if layout is None:
+            if len(self._layouts) > 64:  # of mixtures whose shares follow a schedule
+                self._layouts.clear()
+            layout = self._layouts[tuple(quotas)] = _layout_of(self.samplers, quotas, len(self.members.replicas))
         stores = self.members.stores
-        shard = np.concatenate(
-            [each.shard + of.first for each, of in zip(drawn, stores, strict=True) if each is not None]
+        parts = [each.shard + of.first for each, of in zip(drawn, stores, strict=True) if each is not None]
+        shard = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        assigned = self._assigner.assign(shard, self._assignment, layout.atom_sizes)
+        return AssignedDraws(
+            layout.store, shard, assigned.replica, assigned.reader, assigned.place, layout.first, layout.counts
         )
-        sizes = np.repeat([sampler.atom for sampler in self.samplers], quotas)
-        shard_ranks = [ranks for of in stores for ranks in of.ranks]
-        assigned = assign(shard, self.members.replicas, shard_ranks, self._assignment, _atoms(store, sizes))
-        # A replica's rows lie in its batch in the order of draws.
-        order = np.argsort(assigned.replica, kind="stable")
-        place = np.empty(len(store), np.int64)
-        counts = sizes_of(len(store), len(self.members.replicas))
-        place[order] = np.arange(len(store)) - np.repeat(np.cumsum(counts) - counts, counts)
-        first = np.concatenate([[0], np.cumsum(quotas)]).astype(np.int64)
-        return AssignedDraws(store, shard, assigned.replica, assigned.reader, place, first, counts)
 
     def _buffers(self, draws: AssignedDraws) -> tuple[dict[int, RowBuffer], RowBuffer | None]:
         """Buffers for the rows that this rank reads, by the consumer's rank; and the one of its own batch."""
@@ -311,27 +327,23 @@ class DistributedBatchBuilder:
                     self.traffic.local_bytes += mine.nbytes * len(places) // mine.n
                 else:
                     incoming.append((peer, places))
-        idle = not any(
+        idle = self._idle(draws)
+        self.traffic.received_bytes += self.assembler.exchange(self.group, outgoing, mine, incoming, idle)
+
+    def _idle(self, draws: AssignedDraws) -> bool:
+        """Whether no row moves between any two ranks, for assemblers that exchange nothing then."""
+        if not self.assembler.skips_idle:
+            return False
+        return not any(
             (draws.reader[draws.replica == consumer.replica] != consumer.rank).any()
             for consumer in self.members.consumers
             if consumer.fields
         )
-        self.traffic.received_bytes += self.assembler.exchange(self.group, outgoing, mine, incoming, idle)
 
     def _importance_weights(
-        self,
-        mine: RowBuffer | None,
-        draws: AssignedDraws,
-        lowest: Sequence[float],
-        counts: Sequence[int],
-        step: int,
-    ) -> NDArray[np.float64] | None:
+        self, mine: RowBuffer, draws: AssignedDraws, lowest: NDArray[np.float64], counts: Sequence[int], step: int
+    ) -> NDArray[np.float64]:
         """Importance weights of this rank's rows, scaled by the largest of the global batch."""
-        if not self._has_importance:
-            return None
-        lowest_of_all = self.members.all_gather(np.array(lowest)).min(0)
-        if mine is None:
-            return None
         importance_weights = np.ones(mine.n)
         assert self.members.me is not None
         its = np.flatnonzero(draws.replica == self.members.me.replica)
@@ -339,7 +351,7 @@ class DistributedBatchBuilder:
             places = draws.place[its[draws.store[its] == number]]
             if part.traits.importance and len(places):
                 rows = mine.headers[places]
-                lowest_here = float(lowest_of_all[number])
+                lowest_here = float(lowest[number])
                 draw = Draw(rows["row"], rows["generation"], rows["probability"], lowest=lowest_here)
                 importance_weights[places] = importance_of(part.strategy, draw, count, step)
         return importance_weights
@@ -433,13 +445,27 @@ def _rows_of(sampler: StoreSampler) -> FetchPlan:
     return sampler.plan if view is None else TransitionRows(view, sampler.plan, seed_of(sampler.strategy))
 
 
-def _atoms(store: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64] | None:
-    """A number for each draw that it shares with its atom (a group of rows); None where every draw stands alone."""
-    if (sizes == 1).all():
-        return None
-    index = np.arange(len(store)) - np.searchsorted(store, store)
-    atoms: NDArray[np.int64] = np.cumsum(index % sizes == 0) - 1
-    return atoms
+class _Layout(NamedTuple):
+    """The draws of a batch by their stores, each of which has so many.
+
+    `store` (n,), `atom_sizes` (None where every draw stands alone), `first` (stores + 1,) and `counts` (replicas,).
+    """
+
+    store: NDArray[np.int64]
+    atom_sizes: NDArray[np.int64] | None
+    first: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+
+def _layout_of(samplers: Sequence[StoreSampler], quotas: Sequence[int], replicas: int) -> _Layout:
+    atoms = [sampler.atom for sampler in samplers]
+    sizes = None
+    if any(atom > 1 for atom in atoms):
+        whole = [quota // atom for quota, atom in zip(quotas, atoms, strict=True)]
+        sizes = np.repeat(np.array(atoms, np.int64), whole)
+    store = np.repeat(np.arange(len(quotas)), quotas)
+    first = np.concatenate([[0], np.cumsum(quotas)]).astype(np.int64)
+    return _Layout(store, sizes, first, sizes_of(sum(quotas), replicas))
 
 
 __all__ = ["DistributedBatchBuilder", "Traffic"]

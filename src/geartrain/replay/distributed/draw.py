@@ -27,11 +27,14 @@ from geartrain.selection.sharded import (
     NO_ROW,
     Shard,
     ShardedDraw,
+    begins_with_offers,
     is_independent,
     redraw_shards,
     select_shards,
     total_of,
 )
+from geartrain.selection.sharded_order import offer_of, offer_shape, offered_after
+from geartrain.selection.strategy import ORDERS, with_min_length
 
 T = TypeVar("T")
 
@@ -58,11 +61,29 @@ class ShardTotals(NamedTuple):
         counts: selectable rows of each store, over all its shards.
         state: the strategies' state, with the sequence numbers that redraws have used.
         totals: for each store (shards,) uint64, where draws begin with its shards' totals; None elsewhere.
+        offers: for each store the first rows of its shards, where draws begin with these; None elsewhere.
+        rows: for each store (shards,) int64, the selectable rows of its shards.
     """
 
     counts: list[int]
     state: State
     totals: list[NDArray[np.uint64] | None]
+    offers: list[NDArray[np.uint64] | None]
+    rows: list[NDArray[np.int64]]
+
+
+class Agreed(NamedTuple):
+    """What the round that begins a batch tells all ranks.
+
+    Attributes:
+        status: (ranks,) `rank_status`.
+        changed: whether there were priority updates, which are applied by now.
+        offers: for each store the first rows of its shards, (shards, ...), where draws begin with these.
+    """
+
+    status: NDArray[Any]
+    changed: bool
+    offers: list[NDArray[np.uint64] | None]
 
 
 class ShardedSampler:
@@ -85,30 +106,44 @@ class ShardedSampler:
         self._status = rank_status(len(samplers))
         # Stores whose draws begin with their shards' totals.
         self._by_totals = [is_independent(each.strategy) for each in samplers]
+        # Stores whose draws begin with their shards' first rows.
+        self._by_offers = [begins_with_offers(each.strategy) for each in samplers]
         # Rows on their last allowed sample, held until all ranks have read them.
         self._held: list[list[tuple[NDArray[np.uint32], NDArray[np.uint32]]]] = [[] for _ in samplers]
 
     # --- steps 1 and 2 ------------------------------------------------------------------------------------------
 
-    def gather_totals(self, step: int, state: State, updates: list[PriorityUpdate]) -> ShardTotals:
+    def gather_totals(
+        self, step: int, state: State, updates: list[PriorityUpdate], quotas: Sequence[int]
+    ) -> ShardTotals:
         """Steps 1 and 2: no rank draws before all ranks are at this step and all priority updates are applied.
+
+        Args:
+            step, state, updates: of the batch, and before it.
+            quotas: rows that will be drawn from each store.
 
         Raises:
             RanksDisagreeError: a rank has another configuration or is at another step.
             CommonError: a store has fewer than `min_rows` selectable rows.
         """
-        status, changed = self._agree(step, updates)
+        agreed = self._agree(step, updates, quotas, state)
+        status, changed = agreed.status, agreed.changed
+        before = state
         counts: list[int] = []
         totals: list[NDArray[np.uint64] | None] = []
+        offers: list[NDArray[np.uint64] | None] = []
+        rows: list[NDArray[np.int64]] = []
         state = [dict(each) for each in state]
         for number, (sampler, store) in enumerate(zip(self.samplers, self.members.stores, strict=True)):
             shards = status["stores"][:, number]
             if self.members.leads(number):
                 sampler.plan.store.native.advance_sequence(int(shards["next_sequence"].max()))
-            counts.append(int(shards["rows"][store.leaders].sum()))
             leaders = shards[store.leaders]
+            rows.append(leaders["rows"])
+            counts.append(int(rows[-1].sum()))
             known = self._by_totals[number] and not changed
             totals.append(leaders["total"].copy() if known else None)
+            offers.append(self._offers_of(number, agreed, before[number]))
             if sampler.traits.cursor:
                 for rank, used in enumerate(shards["cursor"].tolist()):
                     if used:
@@ -116,33 +151,80 @@ class ShardedSampler:
                         state[number][name] = max(state[number].get(name, 0), used)
         for sampler, count in zip(self.samplers, counts, strict=True):
             common_errors(functools.partial(sampler.check_count, count))
-        return ShardTotals(counts, state, totals)
+        return ShardTotals(counts, state, totals, offers, rows)
+
+    def _offers_of(self, number: int, agreed: Agreed, before: dict[str, int]) -> NDArray[np.uint64] | None:
+        """The first rows of all shards of a store, as their leaders have told them with their status.
+
+        None where that was too early: priorities that rows are ordered by were updated, or a rank that shares a shard
+        has used rows that its leader did not know of.
+        """
+        told, sampler, store = agreed.offers[number], self.samplers[number], self.members.stores[number]
+        if told is None or (agreed.changed and sampler.traits.order == ORDERS["highest_priority"]):
+            return None
+        if sampler.traits.cursor:
+            used = agreed.status["stores"]["cursor"][:, number]
+            for shard, ranks in enumerate(store.ranks):
+                known = max(offered_after(before, shard, len(store.ranks)), int(used[ranks[0]]))
+                if used[ranks].max() > known:
+                    return None
+        return told
 
     def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
         """Steps 1 and 2 without a draw: applies the priority updates of all ranks."""
-        self._agree(step, updates)
+        self._agree(step, updates, [0 for _ in self.samplers], [{} for _ in self.samplers])
 
-    def _agree(self, step: int, updates: list[PriorityUpdate]) -> tuple[NDArray[Any], bool]:
-        """Every rank's status, and whether there were updates, which are applied."""
-        mine, parts = self._status_of(step, updates), parts_of(self.members, updates)
-        if self.members.group.size > DIRECT_RANKS:
-            status = self.members.all_gather(mine)[:, 0]
+    def _agree(
+        self, step: int, updates: list[PriorityUpdate], quotas: Sequence[int], state: Sequence[dict[str, int]]
+    ) -> Agreed:
+        """Every rank's status, with the offers of the shards that it leads, and applies the updates of all ranks."""
+        members = self.members
+        mine, parts = self._status_of(step, updates), parts_of(members, updates)
+        offers: list[NDArray[np.uint64] | None] = [None for _ in self.samplers]
+        if members.group.size > DIRECT_RANKS:
+            status = members.all_gather(mine)[:, 0]
             self._check(status, step)
             if status["updates"].any():
-                parts = send_updates(self.members, parts)
-        else:  # the updates travel with the status
-            head = flat_bytes(mine)
-            received = self.members.group.all_to_all([np.concatenate([head, flat_bytes(part)]) for part in parts])
-            status = np.concatenate([each[: head.size] for each in received]).view(self._status)
+                parts = send_updates(members, parts)
+        else:  # the offers and the updates travel with the status
+            heads = [flat_bytes(mine)]
+            shapes = [
+                offer_shape(sampler.traits, quota) if of and quota else None
+                for sampler, of, quota in zip(self.samplers, self._by_offers, quotas, strict=True)
+            ]
+            for number, shape in enumerate(shapes):
+                if shape is not None and members.leads(number):
+                    heads.append(flat_bytes(self._offer(number, quotas[number], state[number])))
+            received = members.group.all_to_all([np.concatenate([*heads, flat_bytes(part)]) for part in parts])
+            status = np.concatenate([each[: mine.nbytes] for each in received]).view(self._status)
             self._check(status, step)
-            parts = [each[head.size :].view(PRIORITY_UPDATE) for each in received]
+            at = [mine.nbytes for _ in received]
+            for number, shape in enumerate(shapes):
+                if shape is not None:
+                    told = []
+                    for leader in members.stores[number].leaders:
+                        size = 8 * shape[0] * shape[1]
+                        told.append(received[leader][at[leader] : at[leader] + size])
+                        at[leader] += size
+                    offers[number] = np.stack(told).view(np.uint64).reshape(-1, *shape)
+            parts = [each[first:].view(PRIORITY_UPDATE) for each, first in zip(received, at, strict=True)]
         changed = bool(status["updates"].any())
         if changed:
             for number, sampler in enumerate(self.samplers):
-                sampler.follow_alpha(step, apply=self.members.leads(number))
+                sampler.follow_alpha(step, apply=members.leads(number))
             apply_updates(self.samplers, parts)
             updates.clear()  # they are not sent again when this batch fails
-        return status, changed
+        return Agreed(status, changed, offers)
+
+    def _offer(self, number: int, quota: int, state: dict[str, int]) -> NDArray[np.uint64]:
+        """The first rows of this rank's shard of a store."""
+        sampler, store = self.samplers[number], self.members.stores[number]
+        after = 0
+        if sampler.traits.cursor:
+            mine = store.of_rank[self.members.group.rank]
+            after = max(offered_after(state, mine, len(store.ranks)), self.cursors[number])
+        traits = with_min_length(sampler.traits, sampler.min_length)
+        return offer_of(traits, sampler.candidates, quota, after)
 
     def _status_of(self, step: int, updates: Sequence[PriorityUpdate]) -> NDArray[Any]:
         """This rank's status, (1,)."""
@@ -194,6 +276,7 @@ class ShardedSampler:
             functools.partial(self.members.broadcast_in_shard, number),
             sampler.limited,
             known.totals[number],
+            known.offers[number],
             sampler.step_plan,
             sampler.min_length,
         )

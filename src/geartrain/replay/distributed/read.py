@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from geartrain.replay.distributed.messages import ROW_HEADER, RowMessage
 from geartrain.replay.distributed.transition_rows import ReadDraws, TransitionRows
 from geartrain.replay.fetch import FetchPlan
 from geartrain.replay.sampler import StoreSampler
+from geartrain.selection.shard import SPARE_ROWS
 from geartrain.selection.sharded import NO_ROW, ShardedDraw, is_independent
 from geartrain.selection.strategy import Draw, Redraw
 
@@ -51,6 +52,17 @@ class AssignedDraws:
     place: NDArray[np.int64]
     first: NDArray[np.int64]
     sizes: NDArray[np.int64]
+
+
+class RowsLostError(CommonError):
+    """A shard had no other row for one that was lost. All ranks know, and can draw the batch again."""
+
+
+class ReadOutcome(NamedTuple):
+    """What a rank found when it read: the lowest probability of each store; and the error where a shard was empty."""
+
+    lowest: list[float]
+    failed: EmptyStoreError | None
 
 
 @dataclass(frozen=True)
@@ -257,10 +269,9 @@ class ShardReader:
         self.members = members
         self._plans = plans
         self._cursors = cursors
-        # A lost row is always replaced where draws are independent and none is refused: its shard is not empty.
-        self._always_replaced = all(
-            is_independent(each.strategy) and not each.limited and not each.may_refuse for each in samplers
-        )
+        # Draws of these stores can be made again by all ranks: they have used nothing up.
+        self._independent = [is_independent(each.strategy) for each in samplers]
+        self._may_refuse = any(each.limited or each.may_refuse for each in samplers)
 
     def read(
         self,
@@ -269,12 +280,8 @@ class ShardReader:
         drawn: Sequence[ShardedDraw | None],
         draws: AssignedDraws,
         buffers: Mapping[int, RowBuffer],
-    ) -> list[float]:
-        """Reads this rank's rows into the consumers' buffers; returns the lowest probability read of each store.
-
-        Raises:
-            CommonError: a rank lost rows, and its shard has no others.
-        """
+    ) -> ReadOutcome:
+        """Reads this rank's rows into the consumers' buffers."""
         lowest = [np.inf for _ in self.samplers]
         failed: EmptyStoreError | None = None
         for number, each in enumerate(drawn):
@@ -286,19 +293,46 @@ class ShardReader:
                 try:
                     self._read_store(number, rows, here, step, state[number], draws, buffers)
                 except EmptyStoreError as error:
-                    if self._always_replaced:
-                        raise
                     failed = error
                 lowest[number] = float(rows.probability.min())
-        if not self._always_replaced:
-            # Where no other row is left to replace a lost one no rank gets this batch.
-            flags = self.members.all_gather(np.array([failed is not None]))[:, 0]
-            if flags.any():
-                rank = int(np.flatnonzero(flags)[0])
-                raise CommonError(
-                    failed
-                    or NotEnoughRowsError(f"rank {rank} found no other rows in its shard for those that were lost")
-                )
+        return ReadOutcome(lowest, failed)
+
+    def agree(
+        self, outcome: ReadOutcome, drawn: Sequence[ShardedDraw | None], rows: Sequence[NDArray[np.int64]], asks: bool
+    ) -> NDArray[np.float64] | None:
+        """Whether all ranks have their rows; the lowest probability of each store that any of them read.
+
+        They ask each other where draws may be refused, where a shard that is drawn from showed few rows beyond those
+        that were drawn, and where they have something to tell anyway. Otherwise a shard that has lost all its rows
+        since ends the replay.
+
+        Args:
+            outcome: of this rank's `read`.
+            drawn: of each store.
+            rows: of each store's shards, as the batch began.
+            asks: whether lowest probabilities are wanted.
+
+        Returns:
+            (stores,) float64; None where they are not wanted.
+
+        Raises:
+            RowsLostError: a rank lost rows, and its shard has no others; on all ranks, which can make the draws again.
+            CommonError: the same, where they cannot.
+        """
+        spare = map(_has_spare, self._independent, drawn, rows)
+        if not asks and not self._may_refuse and all(spare):
+            if outcome.failed is not None:
+                raise outcome.failed
+            return None
+        failed = outcome.failed is not None
+        every = self.members.all_gather(np.array([failed, *outcome.lowest] if asks else [failed]))
+        if every[:, 0].any():
+            rank = int(np.flatnonzero(every[:, 0])[0])
+            error = outcome.failed or NotEnoughRowsError(
+                f"rank {rank} found no other rows in its shard for those that were lost"
+            )
+            raise RowsLostError(error) if all(self._independent) and not self._may_refuse else CommonError(error)
+        lowest: NDArray[np.float64] | None = every[:, 1:].min(0) if asks else None
         return lowest
 
     def _read_store(
@@ -365,4 +399,23 @@ class ShardReader:
             self._cursors[number] = max(self._cursors[number], redrawn.state["after"])
 
 
-__all__ = ["AssignedDraws", "ReadRequest", "ReadResult", "RowBuffer", "ShardReader", "ShardRows"]
+def _has_spare(independent: bool, drawn: ShardedDraw | None, rows: NDArray[np.int64]) -> bool:
+    """Whether every shard that is drawn from is known to have rows for those that are lost."""
+    if drawn is None or drawn.spare:
+        return True
+    if not independent:
+        return False
+    few = rows < SPARE_ROWS
+    return not few.any() or not few[drawn.shard].any()
+
+
+__all__ = [
+    "AssignedDraws",
+    "ReadOutcome",
+    "ReadRequest",
+    "ReadResult",
+    "RowBuffer",
+    "RowsLostError",
+    "ShardReader",
+    "ShardRows",
+]

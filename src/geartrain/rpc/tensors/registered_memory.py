@@ -20,7 +20,7 @@ class RegisteredMemoryPool:
 
     def __init__(self, max_warm_bytes: int = 2 << 30) -> None:
         self._max_warm_bytes = max_warm_bytes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection of garbage within it may end in `give_back`
         self._warm: dict[int, list[tuple[mmap.mmap, RegisteredRegion]]] = {}
         self._warm_bytes = 0
         self._closed = False

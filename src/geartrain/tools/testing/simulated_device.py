@@ -128,6 +128,7 @@ class SimulatedDevice:
         self._local = threading.local()
         self._blocks: dict[int, _Block] = {}
         self._free: list[_Block] = []
+        self._freed_meanwhile: deque[_Block] = deque()  # while another thread had the lock
         self._reading: dict[int, int] = {}  # segments that launched work reads, by address
 
     # --- memory ------------------------------------------------------------------------------------------------
@@ -152,6 +153,8 @@ class SimulatedDevice:
 
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         with self._lock:
+            while self._freed_meanwhile:
+                self._reuse(self._freed_meanwhile.popleft())
             stream = self.current_stream()
             block = next((b for b in self._free if b.fits(nbytes, stream)), None)
             if block is None:
@@ -166,11 +169,21 @@ class SimulatedDevice:
     def _freed(self, block: _Block) -> None:
         if os.getpid() != self._process:
             return  # the parent's memory, in a forked child: a thread that is not there may have held the lock
-        with self._lock:
-            del self._blocks[block.address]
-            block.busy = [self._mark(stream) for stream in block.streams]
-            block.streams = []
-            self._free.append(block)
+        # The last reference may go in a thread that has locks of its own, of Gloo for one, for which whoever holds ours
+        # may wait: a finaliser waits for no lock.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._reuse(block)
+            finally:
+                self._lock.release()
+        else:
+            self._freed_meanwhile.append(block)
+
+    def _reuse(self, block: _Block) -> None:
+        del self._blocks[block.address]
+        block.busy = [self._mark(stream) for stream in block.streams]
+        block.streams = []
+        self._free.append(block)
 
     def record_stream(self, tensor: Any) -> None:
         """The current stream uses it too."""

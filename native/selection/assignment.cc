@@ -1,0 +1,153 @@
+#include "selection/assignment.h"
+
+#include <algorithm>
+#include <functional>
+#include <numeric>
+
+#include "base/errors.h"
+
+namespace geartrain {
+
+struct Assigner::Atoms {
+  std::vector<int64_t> shard, size;
+  bool alone = false;  // each is one draw
+};
+
+Assigner::Assigner(const std::vector<ReplicaRanks>& replicas, std::vector<std::vector<uint32_t>> shard_ranks)
+    : replicas_(replicas.size()), shard_ranks_(std::move(shard_ranks)), local_(replicas.size()) {
+  if (replicas_ == 0) fail(ErrorKind::schema, "draws are assigned to one replica at least");
+  for (uint32_t number = 0; number < replicas_; ++number) {
+    const ReplicaRanks& one = replicas[number];
+    if (one.ranks.size() != one.local_shards.size()) fail(ErrorKind::schema, "each rank of a replica has its shards");
+    for (size_t preference = 0; preference < one.ranks.size(); ++preference) {
+      if (preference == levels_.size()) levels_.emplace_back(shard_ranks_.size());
+      for (uint32_t shard : one.local_shards[preference]) {
+        if (shard >= shard_ranks_.size()) fail(ErrorKind::schema, "there is no shard ", shard);
+        levels_[preference][shard].push_back(number);
+        local_[number].emplace_back(shard, one.ranks[preference]);
+      }
+    }
+    // Stable, so of several ranks that have a shard the preferred one is found.
+    std::stable_sort(local_[number].begin(), local_[number].end(),
+                     [](const auto& a, const auto& b) { return a.first < b.first; });
+  }
+}
+
+int64_t Assigner::local_rank(int64_t replica, int64_t shard) const {
+  const auto& mine = local_[static_cast<size_t>(replica)];
+  const auto at = std::lower_bound(mine.begin(), mine.end(), shard,
+                                   [](const auto& pair, int64_t wanted) { return pair.first < wanted; });
+  return at != mine.end() && at->first == shard ? int64_t{at->second} : -1;
+}
+
+namespace {
+
+// Gives atoms of one size to replicas in turn, one each, until there is no room or no atom. Returns those left.
+std::span<const uint32_t> in_turn(std::span<const uint32_t> atoms, std::vector<uint32_t> among, int64_t size,
+                                  std::vector<int64_t>& room, std::vector<int64_t>& replica) {
+  while (!atoms.empty()) {
+    std::erase_if(among, [&](uint32_t each) { return room[each] < size; });
+    if (among.empty()) break;
+    for (uint32_t each : among) {
+      if (atoms.empty()) break;
+      replica[atoms.front()] = each;
+      room[each] -= size;
+      atoms = atoms.subspan(1);
+    }
+  }
+  return atoms;
+}
+
+}  // namespace
+
+void Assigner::local_first(const Atoms& atoms, std::vector<int64_t>& room, std::vector<int64_t>& replica) const {
+  std::vector<int64_t> sizes = atoms.size;
+  std::ranges::sort(sizes, std::greater<>());
+  sizes.erase(std::unique(sizes.begin(), sizes.end()), sizes.end());
+  std::vector<uint32_t> everyone(replicas_);
+  std::iota(everyone.begin(), everyone.end(), 0);
+  std::vector<std::vector<uint32_t>> by_shard(shard_ranks_.size());
+  // Where every replica has the only shard all of them take turns, whichever of their ranks has it.
+  const bool any_will_do = shard_ranks_.size() == 1 && atoms.alone &&
+                           std::ranges::all_of(local_, [](const auto& each) { return !each.empty(); });
+  // Large atoms first: what is left of a replica is then a multiple of every smaller size.
+  for (int64_t size : sizes) {
+    for (auto& each : by_shard) each.clear();
+    for (uint32_t atom = 0; atom < atoms.shard.size(); ++atom) {
+      if (atoms.size[atom] == size) by_shard[static_cast<size_t>(atoms.shard[atom])].push_back(atom);
+    }
+    for (const auto& level : levels_) {
+      if (any_will_do) break;
+      for (size_t shard = 0; shard < by_shard.size(); ++shard) {
+        if (by_shard[shard].empty() || level[shard].empty()) continue;
+        const auto left = in_turn(by_shard[shard], level[shard], size, room, replica);
+        by_shard[shard].erase(by_shard[shard].begin(), by_shard[shard].end() - static_cast<ptrdiff_t>(left.size()));
+      }
+    }
+    std::vector<uint32_t> rest;
+    for (const auto& each : by_shard) rest.insert(rest.end(), each.begin(), each.end());
+    std::ranges::sort(rest);  // whatever their shard
+    const auto left = in_turn(rest, everyone, size, room, replica);
+    if (!left.empty()) fail(ErrorKind::schema, left.size(), " draws fit into no replica");
+  }
+}
+
+Assigner::Assigned Assigner::assign(std::span<const int64_t> shard, std::span<const int64_t> sizes,
+                                    bool in_order) const {
+  Atoms atoms;
+  const size_t n = shard.size();
+  if (sizes.empty()) {
+    atoms.shard.assign(shard.begin(), shard.end());
+    atoms.size.assign(n, 1);
+    atoms.alone = true;
+  } else {
+    size_t at = 0;
+    for (int64_t size : sizes) {
+      if (size < 1 || static_cast<size_t>(size) > n - at) fail(ErrorKind::schema, "atoms hold other draws than these");
+      atoms.shard.push_back(shard[at]);
+      at += static_cast<size_t>(size);
+    }
+    if (at != n) fail(ErrorKind::schema, "atoms hold other draws than these");
+    atoms.size.assign(sizes.begin(), sizes.end());
+  }
+  for (int64_t each : atoms.shard) {
+    if (each < 0 || static_cast<size_t>(each) >= shard_ranks_.size())
+      fail(ErrorKind::schema, "there is no shard ", each);
+  }
+
+  std::vector<int64_t> room(replicas_, static_cast<int64_t>(n / replicas_));
+  for (size_t i = 0; i < n % replicas_; ++i) ++room[i];
+  Assigned made;
+  made.replica.reserve(n), made.reader.reserve(n), made.place.reserve(n);
+  std::vector<int64_t> of_atom(atoms.shard.size(), -1);
+  if (in_order || replicas_ == 1) {
+    for (size_t number = 0; number < replicas_; ++number) {
+      made.replica.insert(made.replica.end(), static_cast<size_t>(room[number]), static_cast<int64_t>(number));
+    }
+    size_t at = 0;
+    for (size_t atom = 0; atom < of_atom.size(); at += static_cast<size_t>(atoms.size[atom++])) {
+      of_atom[atom] = made.replica[at];
+    }
+  } else {
+    local_first(atoms, room, of_atom);
+    for (size_t atom = 0; atom < of_atom.size(); ++atom) {
+      made.replica.insert(made.replica.end(), static_cast<size_t>(atoms.size[atom]), of_atom[atom]);
+    }
+  }
+
+  std::vector<size_t> turn(shard_ranks_.size(), 0);
+  for (size_t atom = 0; atom < of_atom.size(); ++atom) {
+    int64_t reader = local_rank(of_atom[atom], atoms.shard[atom]);
+    if (reader < 0) {  // the shard's ranks in turn
+      const auto& ranks = shard_ranks_[static_cast<size_t>(atoms.shard[atom])];
+      if (ranks.empty()) fail(ErrorKind::schema, "no rank has shard ", atoms.shard[atom]);
+      reader = ranks[turn[static_cast<size_t>(atoms.shard[atom])]++ % ranks.size()];
+    }
+    made.reader.insert(made.reader.end(), static_cast<size_t>(atoms.size[atom]), reader);
+  }
+  std::vector<int64_t> next(replicas_, 0);
+  for (int64_t replica : made.replica) made.place.push_back(next[static_cast<size_t>(replica)]++);
+  return made;
+}
+
+}  // namespace geartrain
