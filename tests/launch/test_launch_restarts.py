@@ -60,11 +60,18 @@ def test_a_time_limit_is_an_error_and_nobody_outlives_it(job, tmp_path):
 
 
 def test_who_does_not_listen_is_killed(job, tmp_path, capfd):
-    deaf = launch.learners(["sh", "-c", "trap '' TERM; sleep 100 & while :; do sleep 1; done"])
-    with pytest.raises(JobTimeoutError):
-        run(job(deaf, timeout_s=4, stop_s=1), tmp_path)
+    told = tmp_path / "trapped"  # once the shell no longer listens: a SIGTERM before that would end it
+    deaf = launch.learners(["sh", "-c", f"trap '' TERM; sleep 100 & : > '{told}'; while :; do sleep 1; done"])
+    ends = launch.Role("ends", fail_once_there, args={"path": str(told)})
+    with pytest.raises(ProcessDiedError, match="ends-0 failed"):
+        run(job(deaf, ends, timeout_s=patience(60), stop_s=1), tmp_path)
     assert "learner-0 is killed: it did not end within 1" in capfd.readouterr().out
     wait_for(lambda: nobody_is_left(str(tmp_path)) is None)  # with what it had started, once that is reaped
+
+
+def fail_once_there(context, path):
+    wait_for(Path(path).exists)
+    raise RuntimeError("on purpose")
 
 
 def test_a_process_that_reports_nothing_is_killed_and_started_again(job, tmp_path):

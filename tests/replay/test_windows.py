@@ -7,73 +7,18 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import rank_batches
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from window_reference import MAX, anchors_of, check_batch, make_store, middle, steps_of
 
 import geartrain as gt
 import geartrain._native as _native
 from geartrain.errors import ArgumentError, EmptyStoreError, NotEnoughRowsError
-from geartrain.selection import Epochs, Fifo, GroupSampling, Lifo, Limits, Mixture, Prioritized, TopK, Uniform
+from geartrain.selection import Epochs, Fifo, GroupSampling, Lifo, Limits, Prioritized, TopK, Uniform
 from geartrain.store.recorder import recorded_fields
 
-MAX = 12
 EXAMPLES = {"deadline": None, "suppress_health_check": list(HealthCheck)}
-
-
-def make_store(lengths, **options):
-    """Row i has the values 100 i + step, and 100 i of the row itself."""
-    fields = {"t": gt.Field((), "int64"), "row": gt.Field((), "int64", per_row=True)}
-    store = gt.Store.create(fields, max_length=MAX, capacity=max(len(lengths), 1), **options)
-    numbers = np.arange(len(lengths)) * 100
-    store.insert({"t": numbers[:, None] + np.arange(MAX), "row": numbers}, lengths=lengths)
-    return store
-
-
-def middle(keys, lengths, random):
-    """The anchors of windows of 3 steps, whole where there are so many."""
-    assert len(keys) == len(lengths) == len(random) and (random >= 0).all() and (random < 1).all()
-    return np.minimum(lengths - 1, 2 + (random * np.maximum(lengths - 4, 0)).astype(np.int64))
-
-
-def anchors_of(length, windows):
-    """Slow and obvious: the anchors of a row's windows, in order."""
-    every = range(0, length, windows.stride)
-    if not windows.from_first:
-        every = sorted(length - 1 - t for t in every)
-    return [t for t in every if not windows.whole or len(steps_of(t, length, windows)) == windows.length]
-
-
-def steps_of(anchor, length, windows):
-    """The steps of the window that is told by a step."""
-    first = anchor if windows.from_first else anchor - windows.length + 1
-    return [t for t in range(first, first + windows.length) if 0 <= t < length]
-
-
-def check_batch(batch, lengths, windows, pad, *, anchors=None):
-    """Every window is one that its row may have, and lies in the batch as it should."""
-    for i in range(len(batch)):
-        row = int(batch["row"][i]) // 100
-        length = lengths[row]
-        found = (batch["t"][i][batch.mask[i]] - 100 * row).tolist()
-        if anchors is not None:
-            allowed = [anchors[i]]
-        elif windows.at == "start":
-            allowed = [0]
-        elif windows.at == "end":
-            allowed = [length - 1]
-        else:
-            allowed = anchors_of(length, windows)
-        assert found in [steps_of(anchor, length, windows) for anchor in allowed]
-        assert len(found) == windows.length or not windows.whole
-        assert batch.start[i] == found[0] and batch.length[i] == length
-        missing = windows.length - len(found)
-        at = slice(missing, None) if pad == "left" else slice(0, len(found))
-        expected = np.zeros(windows.length, np.int64)
-        expected[at] = 100 * row + np.array(found)
-        assert batch["t"][i].tolist() == expected.tolist()
-        assert batch.mask[i, at].all() and batch.mask[i].sum() == len(found)
 
 
 windows_of = st.builds(
@@ -317,119 +262,6 @@ def test_whole_windows_of_a_function_are_checked():
             with gt.Replay(store, Uniform(), 1, window=windows, prefetch=0, output="numpy") as replay:
                 with pytest.raises(ArgumentError, match=f"step {bad} of a row that has 9 of whole windows"):
                     replay.sample()
-
-
-CASES = [
-    gt.Windows(4, at="start"),
-    gt.Windows(4, at="end"),
-    gt.Windows(4, anchor="first"),
-    gt.Windows(4, anchor="first", stride=3, whole=True),
-    gt.Windows(4, stride=2, whole=True),
-    gt.Windows(4, at=middle),
-]
-
-
-@pytest.mark.parametrize("windows", CASES, ids=["start", "end", "first", "first-whole-3", "whole-2", "function"])
-def test_global_batches_over_any_number_of_ranks_have_the_same_windows(windows):
-    selection = Prioritized(seed=3, beta=0.5)
-    made = []
-    for cuts in ([0, 240], [0, 90, 240], [0, 20, 120, 240]):
-        stores = []
-        for first, last in itertools.pairwise(cuts):
-            stores.append(gt.Store.create(rank_batches.FIELDS, max_length=rank_batches.STEPS, capacity=240))
-            rank_batches.insert(stores[-1], first, last)
-        made.append(rank_batches.over_ranks(stores, selection, window=windows, prefetch=len(cuts) % 2)[0])
-        for store in stores:
-            store.close()
-    assert rank_batches.same(made[0], made[1]) and rank_batches.same(made[0], made[2])
-    with gt.Store.create(rank_batches.FIELDS, max_length=rank_batches.STEPS, capacity=240) as store:
-        rank_batches.insert(store, 0, 240)
-        lengths = {number * 100: number % rank_batches.STEPS + 1 for number in range(240)}
-        plain = gt.Windows(4, anchor=windows.anchor, stride=windows.stride, whole=windows.whole)
-        for batch in made[0]:  # each window is one that its row has
-            for i, number in enumerate(batch["number"].tolist()):
-                steps = np.flatnonzero(batch["mask"][i]) * 0 + batch["start"][i] + np.arange(batch["mask"][i].sum())
-                length = lengths[number * 100]
-                told = anchors_of(length, plain)
-                if windows.at == "start":
-                    told = [0]
-                elif windows.at == "end":
-                    told = [length - 1]
-                assert steps.tolist() in [steps_of(t, length, windows) for t in told]
-        if not windows.whole:  # limits are drawn under otherwise over ranks (geartrain.selection.sharded)
-            options = {"window": windows, "output": "numpy", "num_batches": 3}
-            with gt.Replay(store, selection, rank_batches.B, **options) as replay:
-                alone = [rank_batches.as_record(batch) for batch in replay]
-            assert rank_batches.same(alone, made[0])
-
-
-def test_ranks_that_disagree_on_windows_are_told():
-    from geartrain.errors import RanksDisagreeError
-    from geartrain.tools.testing import run_ranks
-
-    def body(rank):
-        with make_store([5, 6]) as store:
-            windows = gt.Windows(3, at="start" if rank.rank else "end")
-            with pytest.raises(RanksDisagreeError, match="windows"):
-                gt.Replay(store, Uniform(seed=0), 2, window=windows, group=rank)
-
-    run_ranks(2, body)
-
-
-@pytest.mark.parametrize("windows", CASES, ids=["start", "end", "first", "first-whole-3", "whole-2", "function"])
-def test_batches_on_a_device_have_the_same_windows(windows):
-    pytest.importorskip("torch")
-    pytest.importorskip("triton")
-    from device_batches import check_same
-
-    from geartrain.replay.device import DeviceOptions
-    from geartrain.tools.testing import SimulatedDevice
-
-    with make_store([1, 3, 4, 5, 9, 12, 12, 7]) as store:
-        for packed in (False, True):
-            device = SimulatedDevice(packed)
-            options = DeviceOptions(device, packed=packed)
-            with (
-                gt.Replay(store, Prioritized(seed=1, beta=1.0), 6, window=windows, num_batches=3) as slow,
-                gt.Replay(
-                    store, Prioritized(seed=1, beta=1.0), 6, window=windows, num_batches=3, device=options
-                ) as fast,
-            ):
-                assert fast.describe()[0]["path"] == "staged"
-                for host, landed in zip(slow, fast, strict=True):
-                    device.finish()
-                    check_same_fields(check_same, host, landed, packed)
-        with pytest.raises(ArgumentError, match="path='staged'"):
-            gt.Replay(store, Uniform(), 2, window=windows, device=DeviceOptions(SimulatedDevice(0), path="gather"))
-
-
-def check_same_fields(check_same, host, landed, packed):
-    if not packed:
-        check_same(host, landed, {}, packed)
-        return
-    assert landed.mask is None and host.keys == landed.keys
-    assert landed["t"].cpu().tolist() == host["t"][host.mask].tolist()
-
-
-def test_mixtures_have_windows_of_each_of_their_stores():
-    with make_store([3, 8, 12]) as one, make_store([1, 2, 5, 9]) as other:
-        mixture = Mixture([0.5, 0.5], [Uniform(seed=0), Prioritized(seed=1)])
-        for windows in CASES:
-            with gt.Replay([one, other], mixture, 12, window=windows, output="numpy") as replay:
-                for batch in itertools.islice(replay, 3):
-                    for number, lengths in enumerate(([3, 8, 12], [1, 2, 5, 9])):
-                        here = np.flatnonzero(batch.keys.shard == number)
-                        assert len(here) == 6
-                        plain = windows if windows.function is None else gt.Windows(4)
-                        part = gt.Batch(
-                            {name: batch[name][here] for name in batch},
-                            batch.keys[here],
-                            batch.mask[here],
-                            batch.start[here],
-                            batch.length[here],
-                            batch.version[here],
-                        )
-                        check_batch(part, lengths, plain, "left")
 
 
 @settings(max_examples=20, **EXAMPLES)

@@ -73,6 +73,26 @@ inline void run_ranks(const Crew& crew, const std::function<void(uint32_t rank, 
   for (std::thread& thread : threads) thread.join();
 }
 
+// Shapes that cross every boundary: nothing, one, whole arrays, the first that is divided, odd ends.
+inline std::vector<Shape> shapes(uint64_t seed, size_t n) {
+  std::mt19937_64 random(seed);
+  constexpr uint64_t counts[] = {0, 1, 15, 4096, 4097, 8191, 20'000, 50'001};
+  std::vector<Shape> out;
+  for (size_t i = 0; i < n; ++i) {
+    Shape shape;
+    shape.dtype = static_cast<Dtype>(random() % kDtypes);
+    shape.op = static_cast<Op>(random() % kOps);
+    if (!reduces(shape.op, shape.dtype)) shape.op = Op::sum;
+    shape.wire = shape.dtype;
+    if (shape.dtype == Dtype::float32 && random() % 3 == 0) {
+      shape.wire = random() % 2 == 0 ? Dtype::bfloat16 : Dtype::float16;
+    }
+    shape.count = i < std::size(counts) ? counts[i] : random() % 60'000;
+    out.push_back(shape);
+  }
+  return out;
+}
+
 // Numbers of any type that add up to interesting roundings, and never to a NaN.
 inline Array numbers(uint64_t seed, Dtype dtype, uint64_t count) {
   if (is_complex(dtype)) return numbers(seed, dtype == Dtype::complex64 ? Dtype::float32 : Dtype::float64, 2 * count);

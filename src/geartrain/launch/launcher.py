@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -34,9 +32,10 @@ from geartrain.launch.coordinator import JOIN_S, Coordinator
 from geartrain.launch.display import Display, JobView, make_display
 from geartrain.launch.hosts import HostPosition, own_address
 from geartrain.launch.job import SERVERS, Job
-from geartrain.launch.job_process import RANK_VARIABLES, JobProcess
+from geartrain.launch.job_process import JobProcess
 from geartrain.launch.metrics import COLUMNS, MetricsReader, ProcessMetrics
 from geartrain.launch.placed_role import place
+from geartrain.launch.rank_environment import environment_of, free_port, rank_environment
 from geartrain.launch.summary import Summary
 from geartrain.launch.supervisor import Supervisor
 from geartrain.store.store import Store
@@ -312,35 +311,20 @@ class Launcher:
         slot["pid"] = process.pid or 0
 
     def _environment(self, process: JobProcess) -> dict[str, str]:
-        inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-        inherited |= {"PYTHONUNBUFFERED": "1", "GEARTRAIN_SECRET": self._coordinator.secret}
-        role, position = process.role, self.position
-        if role.threads is not None:
-            inherited.setdefault("OMP_NUM_THREADS", str(role.threads))
-        if role.kind != "learner":
-            return inherited
-        if self._reducers:
-            inherited["GEARTRAIN_REDUCERS"] = ",".join(self._reducer_addresses)
+        if process.role.kind != "learner":
+            return environment_of(process, self._coordinator.secret)
         if self._master[1] == 0:
-            self._master = (self._master[0], _free_port())
-        ours = {
-            "RANK": process.number,
-            "WORLD_SIZE": process.processes,
-            "LOCAL_RANK": process.local,
-            "LOCAL_WORLD_SIZE": role.processes,
-            "GROUP_RANK": self._rank_hosts.index(position.host),
-            "GROUP_WORLD_SIZE": len(self._rank_hosts),
-            "ROLE_RANK": process.number,
-            "ROLE_WORLD_SIZE": process.processes,
-            "ROLE_NAME": role.name,
-            "MASTER_ADDR": self._master[0],
-            "MASTER_PORT": self._master[1],
-            "TORCHELASTIC_RUN_ID": self.job.name,
-            "TORCHELASTIC_RESTART_COUNT": process.restart,
-            "TORCHELASTIC_MAX_RESTARTS": role.max_restarts,
-            "TORCHELASTIC_USE_AGENT_STORE": position.agent_store,
-        }
-        return inherited | {name: str(value) for name, value in ours.items()}
+            self._master = (self._master[0], free_port())
+        return rank_environment(
+            process,
+            self._coordinator.secret,
+            job=self.job.name,
+            master=self._master,
+            group_rank=self._rank_hosts.index(self.position.host),
+            group_size=len(self._rank_hosts),
+            agent_store=self.position.agent_store,
+            reducers=self._reducer_addresses if self._reducers else None,
+        )
 
     def _end_all(self) -> None:
         """SIGTERM to all, servers last; once more after half of `stop_s`; SIGKILL to those left at the end of it."""
@@ -527,12 +511,6 @@ def _figures(launcher: Launcher) -> dict[str, Any]:
             for each in launcher._processes
         ],
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 __all__ = ["Launcher"]

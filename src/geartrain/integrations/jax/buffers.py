@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,27 +12,21 @@ from numpy.typing import NDArray
 from geartrain.core.arguments import check_whole
 from geartrain.core.keys import Keys
 from geartrain.core.schema import MAX_NAME_BYTES, Field
-from geartrain.errors import ArgumentError, MissingDependencyError, SchemaError, StoreClosedError
+from geartrain.errors import ArgumentError, MissingDependencyError
 from geartrain.integrations.jax.streams import Streams, rows_for, steps_of_row
 from geartrain.store.store import Store
 
 try:
     import jax
-    import jax.numpy as jnp
     from jax.experimental import io_callback
+
+    # They import JAX.
+    from geartrain.integrations.jax.buffer_state import BufferContents, BufferState, contents_of
+    from geartrain.integrations.jax.leaves import as_array, dtype_of, is_traced, key_data, key_number, name_of
 except ImportError:
     raise MissingDependencyError("buffers for JAX need jax: pip install 'geartrain[jax]'") from None
 
 _MOST_ADDED = 2**31 - 1
-_forks = 0  # how often this process is a forked child
-
-
-def _count_fork() -> None:
-    global _forks
-    _forks += 1
-
-
-os.register_at_fork(after_in_child=_count_fork)
 
 
 class ExperiencePair(NamedTuple):
@@ -59,62 +51,6 @@ class Sample(NamedTuple):
     probabilities: Any = None
 
 
-class _Contents:
-    """What a state stands for: the store, what reads and writes it, and what a timestep looks like."""
-
-    def __init__(self, store: Store, streams: Streams, tree: Any, fields: list[Field], shared: bool) -> None:
-        self.store, self.streams, self.tree, self.fields, self.shared = store, streams, tree, fields, shared
-        self.forks = _forks
-
-    def check(self) -> None:
-        if self.forks != _forks:
-            raise ArgumentError(
-                "this buffer belongs to the process that this one was forked from, and JAX does not outlive a fork: "
-                "start a process afresh, and join the store by its name (store=...)"
-            )
-        if self.store.closed:
-            raise StoreClosedError("this buffer was closed")
-
-    def close(self) -> None:
-        if self.forks == _forks:
-            self.streams.close()
-        self.store.close()
-
-
-@jax.tree_util.register_pytree_node_class
-class BufferState:
-    """State of a buffer: a pytree of one number, and the store that it stands for.
-
-    The contents are in shared memory and change in place, so a state that was kept is no earlier state of them.
-
-    Attributes:
-        added: int32, timesteps that this process has added.
-    """
-
-    __slots__ = ("_contents", "added")
-
-    def __init__(self, added: Any, contents: _Contents) -> None:
-        self.added = added
-        self._contents = contents
-
-    @property
-    def store(self) -> Store:
-        """The store, for other processes (`name`), `geartrain inspect`, checkpoints and exports."""
-        return self._contents.store
-
-    def tree_flatten(self) -> tuple[tuple[Any], _Contents]:
-        """For JAX."""
-        return (self.added,), self._contents
-
-    @classmethod
-    def tree_unflatten(cls, contents: _Contents, children: tuple[Any]) -> BufferState:
-        """For JAX."""
-        return cls(children[0], contents)
-
-    def __repr__(self) -> str:
-        return f"BufferState(added={self.added}, store={self._contents.store.name!r})"
-
-
 class TrajectoryBuffer:
     """A buffer of streams of timesteps, made by `make_flat_buffer` and its siblings.
 
@@ -128,7 +64,7 @@ class TrajectoryBuffer:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._options = options
-        self._open: list[weakref.ref[_Contents]] = []
+        self._open: list[weakref.ref[BufferContents]] = []
 
     def init(self, timestep: Any) -> BufferState:
         """An empty buffer for timesteps of these shapes and dtypes; its store is made, or joined, now.
@@ -148,10 +84,10 @@ class TrajectoryBuffer:
             raise ArgumentError(f"a timestep is a pytree of arrays, found {timestep!r}")
         fields: dict[str, Field] = {}
         for number, (path, leaf) in enumerate(paths):
-            name = _name(path)
+            name = name_of(path)
             if name in fields or not 0 < len(name.encode()) <= MAX_NAME_BYTES:
                 name = f"leaf.{number}"
-            fields[name] = Field(np.shape(leaf), _dtype(name, leaf))
+            fields[name] = Field(np.shape(leaf), dtype_of(name, leaf))
         streams, sequence, exponent = options["streams"], options["sequence"], options["exponent"]
         timesteps = options["timesteps"]
         limits: dict[str, Any] = {
@@ -172,7 +108,7 @@ class TrajectoryBuffer:
         except BaseException:
             store.close()
             raise
-        contents = _Contents(store, made, tree, list(fields.values()), not made_here)
+        contents = BufferContents(store, made, tree, list(fields.values()), not made_here)
         weakref.finalize(self, contents.close).atexit = False
         self._open = [each for each in self._open if each() is not None] + [weakref.ref(contents)]
         return BufferState(np.int32(0), contents)
@@ -188,7 +124,7 @@ class TrajectoryBuffer:
             ArgumentError: another structure, shape or dtype. StoreClosedError: the buffer was closed.
                 What `Row.publish` raises. (Inside jit: `jax.errors.JaxRuntimeError`, whose text names it.)
         """
-        contents = _checked(state)
+        contents = contents_of(state)
         leaves, steps = self._leaves(contents, timesteps)
         axes = self._missing_axes()
 
@@ -197,7 +133,7 @@ class TrajectoryBuffer:
             contents.streams.add([np.expand_dims(np.asarray(value), axes) for value in values[:-1]])
             return _advanced(values[-1], steps)
 
-        if _traced(state.added, *leaves):
+        if is_traced(state.added, *leaves):
             added = io_callback(append, jax.ShapeDtypeStruct((), np.int32), *leaves, state.added, ordered=True)
         else:
             added = append(*leaves, state.added)
@@ -213,21 +149,21 @@ class TrajectoryBuffer:
             EmptyStoreError: no sequence is whole yet (see `can_sample`). ArgumentError: no key.
             StoreClosedError: the buffer was closed. (Inside jit: `jax.errors.JaxRuntimeError`, whose text names it.)
         """
-        contents = _checked(state)
-        data = _key_data(key)
+        contents = contents_of(state)
+        data = key_data(key)
         batch, sequence = self._options["batch_size"], self._options["sequence"]
         prioritised = self._options["exponent"] is not None
 
         def draw(data: Any, added: Any) -> tuple[Any, ...]:
             contents.check()
-            values, keys, probability = contents.streams.draw(_number(np.asarray(data)))
+            values, keys, probability = contents.streams.draw(key_number(np.asarray(data)))
             if not prioritised:
                 return tuple(values)
             assert keys.step is not None
             indices = np.stack([keys.row, keys.generation, keys.step], 1)
             return (*values, indices, probability.astype(np.float32))
 
-        if _traced(data, state.added):
+        if is_traced(data, state.added):
             kinds = [
                 jax.ShapeDtypeStruct((batch, sequence, *field.shape), field.numpy_dtype) for field in contents.fields
             ]
@@ -242,7 +178,7 @@ class TrajectoryBuffer:
             tree = contents.tree
             experience: Any = ExperiencePair(tree.unflatten(first), tree.unflatten(second))
         else:
-            experience = contents.tree.unflatten([_as_array(each) for each in values])
+            experience = contents.tree.unflatten([as_array(each) for each in values])
         return Sample(experience, *others)
 
     def can_sample(self, state: BufferState) -> Any:
@@ -250,7 +186,7 @@ class TrajectoryBuffer:
 
         Of a buffer with a store of its own: those that were added. Of a shared one: sequences of all processes.
         """
-        contents, least = _checked(state), self._options["least"]
+        contents, least = contents_of(state), self._options["least"]
         if not contents.shared:
             return state.added >= least
 
@@ -258,7 +194,7 @@ class TrajectoryBuffer:
             contents.check()
             return np.asarray(contents.streams.sequences() >= max(1, least - 1))
 
-        if _traced(state.added):
+        if is_traced(state.added):
             return io_callback(enough, jax.ShapeDtypeStruct((), np.bool_), state.added, ordered=True)
         return enough(state.added)
 
@@ -275,7 +211,7 @@ class TrajectoryBuffer:
         Raises:
             ArgumentError: a priority that is not finite; shapes that do not fit; a buffer without priorities.
         """
-        contents = _checked(state)
+        contents = contents_of(state)
         if self._options["exponent"] is None:
             raise ArgumentError("this buffer has no priorities: make_prioritised_flat_buffer has")
         if np.shape(indices)[1:] != (3,) or np.shape(priorities) != np.shape(indices)[:1]:
@@ -291,7 +227,7 @@ class TrajectoryBuffer:
             contents.streams.update(keys, np.asarray(priorities, np.float64))
             return np.asarray(added)
 
-        if _traced(indices, priorities, state.added):
+        if is_traced(indices, priorities, state.added):
             kind = jax.ShapeDtypeStruct((), np.int32)
             added = io_callback(update, kind, indices, priorities, state.added, ordered=True)
         else:
@@ -319,7 +255,7 @@ class TrajectoryBuffer:
             axis for axis, given in enumerate((self._options["batched"], self._options["sequences"])) if not given
         )
 
-    def _leaves(self, contents: _Contents, timesteps: Any) -> tuple[list[Any], int]:
+    def _leaves(self, contents: BufferContents, timesteps: Any) -> tuple[list[Any], int]:
         """The arrays of some timesteps, checked, and how many timesteps they are, of all streams."""
         leaves, tree = jax.tree_util.tree_flatten(timesteps)
         if tree != contents.tree:
@@ -338,7 +274,7 @@ class TrajectoryBuffer:
             ):
                 raise ArgumentError(f"timesteps have arrays of shape {wanted} and one time, found {shape}")
             steps = time
-            found = _dtype("timesteps", leaf)
+            found = dtype_of("timesteps", leaf)
             if found != field.numpy_dtype:
                 raise ArgumentError(f"an array of timesteps is {field.dtype} as in init, found {found}")
             if not isinstance(leaf, jax.Array):
@@ -489,56 +425,8 @@ def _made(
     )
 
 
-def _checked(state: Any) -> _Contents:
-    if not isinstance(state, BufferState):
-        raise ArgumentError(f"a buffer's state is what init returned, found {type(state).__name__}")
-    contents = state._contents
-    contents.check()
-    return contents
-
-
-def _traced(*values: Any) -> bool:
-    return any(isinstance(value, jax.core.Tracer) for value in values)
-
-
 def _advanced(added: Any, steps: int) -> NDArray[np.int32]:
     return np.asarray(min(int(added) + steps, _MOST_ADDED), np.int32)
-
-
-def _dtype(name: str, leaf: Any) -> np.dtype[Any]:
-    """The dtype that JAX gives an array: of 32 bits where 64 are not enabled."""
-    found = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-    if jax.dtypes.issubdtype(found, jax.dtypes.prng_key):
-        raise SchemaError(f"{name!r} is a random key; store jax.random.key_data of it")
-    if np.dtype(found).kind in "OSUVMm" and np.dtype(found).isbuiltin == 1:
-        raise SchemaError(f"{name!r} is {found}, no numbers")
-    canonical: Callable[[Any], np.dtype[Any]] = jax.dtypes.canonicalize_dtype
-    return np.dtype(canonical(found))
-
-
-def _name(path: Any) -> str:
-    """A leaf's place in its pytree, with dots: "obs.camera", "action.0"."""
-    parts = []
-    for key in path:
-        part = next((getattr(key, what) for what in ("key", "name", "idx") if hasattr(key, what)), "")
-        parts.append(str(part))
-    return ".".join(parts) or "timestep"
-
-
-def _key_data(key: Any) -> Any:
-    """The words of a random key, of the old kind or the new."""
-    found = getattr(key, "dtype", None)
-    if found is not None and jax.dtypes.issubdtype(found, jax.dtypes.prng_key):
-        key = jax.random.key_data(key)
-    if getattr(key, "dtype", None) != np.uint32 or np.ndim(key) != 1 or np.shape(key)[0] < 2:
-        raise ArgumentError(f"a sample is drawn by one random key, jax.random.key(seed), found {key!r}")
-    return key
-
-
-def _number(words: NDArray[np.uint32]) -> int:
-    """A key's words as one number of 64 bits; of longer keys their exclusive or, two by two."""
-    padded = words if len(words) % 2 == 0 else np.append(words, np.uint32(0))
-    return int(np.bitwise_xor.reduce(np.ascontiguousarray(padded).view(np.uint64)))
 
 
 def _pairs(values: Any, others: Any) -> Any:
@@ -548,15 +436,6 @@ def _pairs(values: Any, others: Any) -> Any:
 
 # One program for all of them: JAX takes longer to begin a slice than to make it.
 _compiled_pairs: Any = jax.jit(_pairs)
-
-
-def _as_array(values: Any) -> Any:
-    """An array over the same memory; a copy of types that NumPy does not exchange."""
-    if isinstance(values, jax.core.Tracer):
-        return values
-    if values.dtype.isbuiltin != 1:
-        return jnp.asarray(values)
-    return jax.dlpack.from_dlpack(np.ascontiguousarray(values))
 
 
 __all__ = [

@@ -1,0 +1,97 @@
+"""State of a replay buffer for JAX: a pytree of one number, which stands for a store."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+
+from geartrain.core.schema import Field
+from geartrain.errors import ArgumentError, StoreClosedError
+from geartrain.integrations.jax.streams import Streams
+from geartrain.store.store import Store
+
+_forks = 0  # how often this process is a forked child
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+class BufferContents:
+    """What a state stands for: the store, what reads and writes it, and what a timestep looks like."""
+
+    def __init__(self, store: Store, streams: Streams, tree: Any, fields: list[Field], shared: bool) -> None:
+        self.store, self.streams, self.tree, self.fields, self.shared = store, streams, tree, fields, shared
+        self.forks = _forks
+
+    def check(self) -> None:
+        """Raises ArgumentError in a forked child, StoreClosedError once it was closed."""
+        if self.forks != _forks:
+            raise ArgumentError(
+                "this buffer belongs to the process that this one was forked from, and JAX does not outlive a fork: "
+                "start a process afresh, and join the store by its name (store=...)"
+            )
+        if self.store.closed:
+            raise StoreClosedError("this buffer was closed")
+
+    def close(self) -> None:
+        """Closes the store; in the process that made it what writes and draws as well."""
+        if self.forks == _forks:
+            self.streams.close()
+        self.store.close()
+
+
+@jax.tree_util.register_pytree_node_class
+class BufferState:
+    """State of a buffer: a pytree of one number, and the store that it stands for.
+
+    The contents are in shared memory and change in place, so a state that was kept is no earlier state of them.
+
+    Attributes:
+        added: int32, timesteps that this process has added.
+    """
+
+    __slots__ = ("_contents", "added")
+
+    def __init__(self, added: Any, contents: BufferContents) -> None:
+        self.added = added
+        self._contents = contents
+
+    @property
+    def store(self) -> Store:
+        """The store, for other processes (`name`), `geartrain inspect`, checkpoints and exports."""
+        return self._contents.store
+
+    def tree_flatten(self) -> tuple[tuple[Any], BufferContents]:
+        """For JAX."""
+        return (self.added,), self._contents
+
+    @classmethod
+    def tree_unflatten(cls, contents: BufferContents, children: tuple[Any]) -> BufferState:
+        """For JAX."""
+        return cls(children[0], contents)
+
+    def __repr__(self) -> str:
+        return f"BufferState(added={self.added}, store={self._contents.store.name!r})"
+
+
+def contents_of(state: Any) -> BufferContents:
+    """What a state stands for.
+
+    Raises:
+        ArgumentError: no state, or one of the process that this one was forked from. StoreClosedError: it was closed.
+    """
+    if not isinstance(state, BufferState):
+        raise ArgumentError(f"a buffer's state is what init returned, found {type(state).__name__}")
+    contents = state._contents
+    contents.check()
+    return contents
+
+
+__all__ = ["BufferState", "BufferContents", "contents_of"]
