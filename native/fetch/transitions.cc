@@ -505,7 +505,7 @@ void TransitionView::check(const Store& store, std::span<const uint32_t> fields)
 }
 
 bool shares_rows(const Store& store) {
-  const FieldRecord *last = field_called(store, "last"), *episodes = field_called(store, "episodes");
+  const FieldRecord *last = field_called(store, "last"), *episodes = field_called(store, "geartrain.episodes");
   return last != nullptr && last->timed != 0 && last->dtype == kBool && last->ndim == 1 && episodes != nullptr &&
          episodes->timed == 0 && episodes->dtype == kInt32 && episodes->ndim == 0;
 }

@@ -96,7 +96,8 @@ struct TransitionRequest {
   std::span<int64_t> versions;
 };
 
-// Whether the rows of a store may hold several episodes: it has `last`, a bool a step, and `episodes`, an int32 a row.
+// Whether the rows of a store may hold several episodes: it has `last`, a bool a step, and the reserved
+// `geartrain.episodes`, an int32 a row (src/geartrain/store/recorder.py).
 bool shares_rows(const Store& store);
 
 // Throws schema when rows, places or fields are out of range.

@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <memory>
 #include <string_view>
 #include <utility>
@@ -533,7 +534,12 @@ nb::tuple gathered_transitions(const Store& store, const TransitionView& view_of
     for (size_t i = 0; i < n; ++i) made[i] = from[request.places[i]];
     return to_numpy(std::move(made));
   };
-  return nb::make_tuple(picked(torn), picked(starts), picked(lengths), picked(versions));
+  std::vector<int32_t> frames(room);  // an episode may begin behind its row's first step
+  for (size_t i = 0; i < n; ++i) {
+    const auto first = mask.begin() + static_cast<std::ptrdiff_t>(size_t{request.places[i]} * view_of.frame_stack);
+    frames[request.places[i]] = static_cast<int32_t>(std::count(first, first + view_of.frame_stack, uint8_t{1}));
+  }
+  return nb::make_tuple(picked(torn), picked(starts), picked(lengths), picked(frames), picked(versions));
 }
 
 nb::object weights_of(const In<double>& probability, uint64_t count, double beta, double lowest) {

@@ -73,6 +73,18 @@ void Store::clear_steps(Sums& sums, uint32_t row, uint32_t generation) {
   }
 }
 
+void Store::clear_last_steps(Sums& sums, std::span<const uint32_t> rows) {
+  for (const uint32_t row : rows) {
+    const uint64_t word = words()[row].load(kRelaxed);
+    const uint32_t length = status()[row].length.load(kRelaxed);
+    if (!is_committed(word) || length == 0) continue;
+    sums.begin(row);
+    const uint64_t leaf = leaf_of(row, length - 1);
+    const uint64_t old = step_tree_.leaves()[leaf].exchange(make_word(generation_of(word), 0), kRelaxed);
+    sums.steps.add(leaf, uint64_t{0} - priority_of(old));
+  }
+}
+
 // --- the calls ------------------------------------------------------------------------------------------------
 
 void Store::check_per_step() const {

@@ -161,6 +161,7 @@ void StepWriter::end_episode(uint32_t environment, uint32_t last) {
   mark_last(environments_[environment], last);
   put(environments_[environment].published == 0 ? publish_ : extend_, environment, last + 1);
   joined_.push_back(environment);
+  marked_.push_back(environments_[environment].row);
 }
 
 // After the call to the store: the next episodes of `joined_` begin behind what is published.
@@ -184,19 +185,6 @@ void StepWriter::begin_episode(uint32_t environment, std::span<const StepColumn>
   }
   for (const StepColumn& column : observations) write(column, environment, mine.row, mine.steps);
   reset_next_[environment] = 0;
-}
-
-// Draws refuse steps that are marked, and without a priority do not find them.
-void StepWriter::forget_marked_steps() {
-  if (joined_.empty() || !store_.per_step()) return;
-  std::vector<uint32_t> rows, generations, steps;
-  for (const uint32_t e : joined_) {
-    rows.push_back(environments_[e].row);
-    generations.push_back(environments_[e].generation);
-    steps.push_back(environments_[e].published - 1);
-  }
-  const std::vector<double> none(rows.size(), 0.0);
-  store_.update_step_priorities(rows, generations, steps, none);
 }
 
 // --- rows ------------------------------------------------------------------------------------------------------
@@ -251,7 +239,8 @@ void StepWriter::settle(CompletedRows* completed) {
        .lengths = extend_.lengths,
        .seal = seal_.rows,
        .abandon = unused_,
-       .extend_priorities = extend_.priorities});
+       .extend_priorities = extend_.priorities,
+       .marked = marked_});  // draws refuse these steps, and without a priority do not find them
   for (size_t i = 0; i < publish_.rows.size(); ++i) {
     Environment& mine = environments_[publish_.environments[i]];
     mine.published = publish_.lengths[i];
@@ -272,6 +261,7 @@ void StepWriter::clear_groups() {
   for (Group* group : {&publish_, &commit_, &extend_, &seal_}) group->clear();
   unused_.clear();
   joined_.clear();
+  marked_.clear();
 }
 
 size_t StepWriter::begin(std::span<const StepColumn> observations, std::span<const uint8_t> mask, int64_t version,
@@ -308,7 +298,6 @@ size_t StepWriter::begin(std::span<const StepColumn> observations, std::span<con
     begin_episode(e, observations, version);
     if (environments_[e].published == 0) environments_[e].version = version;
   }
-  forget_marked_steps();
   return 0;
 }
 
@@ -420,7 +409,6 @@ size_t StepWriter::step(const StepInput& input, bool admitted, CompletedRows* co
     reset_next_[e] = options_.autoreset == Autoreset::next_step;
   }
   for (const uint32_t e : begun_) begin_episode(e, input.observations, input.version);
-  forget_marked_steps();
   return 0;
 }
 

@@ -171,7 +171,6 @@ class StepWriter {
   void end_episode(uint32_t environment, uint32_t last);
   void go_on_in_rows();
   void begin_episode(uint32_t environment, std::span<const StepColumn> observations, int64_t version);
-  void forget_marked_steps();
   void put(Group& group, uint32_t environment, uint32_t length);
   void take_fresh(size_t count);
   void give_back_fresh();
@@ -196,7 +195,7 @@ class StepWriter {
   uint64_t completed_rows_ = 0;
 
   // Of one call, kept for their memory.
-  std::vector<uint32_t> stepped_, ended_, full_, begun_, fresh_, unused_, joined_;
+  std::vector<uint32_t> stepped_, ended_, full_, begun_, fresh_, unused_, joined_, marked_;
   std::vector<double> sums_;
   Group publish_, commit_, extend_, seal_;
 };

@@ -113,6 +113,8 @@ struct RowChanges {
   Entering publish = {}, commit = {};
   std::span<const uint32_t> extend = {}, lengths = {}, seal = {}, abandon = {};
   std::span<const double> extend_priorities = {};  // of the new steps, where steps have priorities
+  // Of the rows above that stay open: those whose last step is none of a transition, and gets priority 0.
+  std::span<const uint32_t> marked = {};
 };
 
 // Steps of one field for several rows: row i's are at data + i * row_bytes.
@@ -434,6 +436,7 @@ class Store final : public OpenStore {
   void check_per_step() const;
   void add_steps(Sums& sums, uint32_t row, uint32_t generation, uint32_t from, uint32_t to, uint32_t priority);
   void clear_steps(Sums& sums, uint32_t row, uint32_t generation);  // after begin(row)
+  void clear_last_steps(Sums& sums, std::span<const uint32_t> rows);
   void raise_step_priorities(double power);
   // What dead processes had noted in their journals.
   struct StepsInDoubt {

@@ -88,7 +88,7 @@ void Store::apply(const RowChanges& changes) {
 }
 
 void Store::apply_now(const RowChanges& changes) {
-  const auto& [publish, commit, extend, lengths, seal, abandon, extend_priorities] = changes;
+  const auto& [publish, commit, extend, lengths, seal, abandon, extend_priorities, marked] = changes;
   check_values(publish.rows.size(), publish.values);
   check_values(commit.rows.size(), commit.values);
   if (!extend_priorities.empty() && extend_priorities.size() != extend.size()) {
@@ -123,6 +123,7 @@ void Store::apply_now(const RowChanges& changes) {
     }
     s.length.store(lengths[i], std::memory_order_release);  // after the steps
   }
+  if (per_step()) clear_last_steps(sums, marked);
   const uint64_t now_ns = seal.empty() ? 0 : commit_time();
   for (const uint32_t row : seal) seal_locked(row, now_ns);
   for (const uint32_t row : abandon) {

@@ -69,7 +69,7 @@ def gather_transitions(
     threads: int,
     room: int,
     out: Sequence[Any],
-) -> tuple[NDArray[np.uint8], _I32, _I32, NDArray[np.int64]]: ...
+) -> tuple[NDArray[np.uint8], _I32, _I32, _I32, NDArray[np.int64]]: ...
 def fetch(
     store: Store,
     rows: _U32,

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import geartrain as gt
-from geartrain.errors import ArgumentError, FieldError, SchemaError
+from geartrain.errors import ArgumentError, FieldError, SchemaError, SourceError
+from geartrain.integrations import export_store
 from geartrain.selection import Epochs, Prioritized, Uniform
 from geartrain.store.recorder import recorded_fields
 
@@ -131,7 +132,7 @@ def test_transitions_are_those_of_a_slow_reference(mode, n_step, stack):
         episodes = record(store, mode, 120, seed=n_step, publish_every=(None, 2)[stack > 1])
         assert len(episodes) > 25
         assert len(store) < len(episodes) / 2
-        assert int(store.column("episodes").max()) > 2
+        assert int(store.column("geartrain.episodes").max()) > 2
         known, seen = by_observation(episodes), set()
         view = gt.Transitions(n_step=n_step, gamma=GAMMA, frame_stack=stack)
         with gt.Replay(store, Uniform(seed=0, over="steps"), 512, view=view, output="numpy") as replay:
@@ -158,6 +159,14 @@ def test_steps_that_end_an_episode_have_no_priority():
         assert store.audit() == []
 
 
+def test_a_step_is_one_call_to_the_store_marks_included():
+    """A call after the one that records could fail, and the step would be there although it raised."""
+    with make_store(priority_per="step", max_length=40) as store:
+        record(store, "same_step", 100)
+        assert store.stats()["priorities_updated"] == 0
+        assert store.audit() == []
+
+
 @pytest.mark.parametrize("strategy", ["future", "final", "episode"])
 def test_goals_are_of_the_same_episode(strategy):
     with make_store(GOALS) as store:
@@ -175,6 +184,48 @@ def test_goals_are_of_the_same_episode(strategy):
             assert {"future": t < at <= last, "final": at == last, "episode": 0 < at <= last}[strategy]
             taken += 1
         assert taken > 700
+
+
+def test_fields_of_a_user_are_not_taken_for_it(tmp_path):
+    mine = {"episodes": gt.Field((), "int32", per_row=True)}
+    with gt.Store.create(recorded_fields({**OBS, **SCALARS, **mine}), max_length=9, capacity=9) as store:
+        rows = {name: np.zeros((4, 9, *field.shape), field.dtype) for name, field in store.fields.items()}
+        rows["episodes"] = np.arange(4, dtype=np.int32)
+        rows["last"][:, ::4] = True  # which means what the user likes
+        keys = store.insert(rows)
+        assert gt.fetch(store, keys, window=3, ends=np.full(4, 5))["obs"].shape == (4, 3, 2)
+        with gt.Replay(store, Uniform(seed=0), 8, window=4, output="numpy") as replay:
+            assert set(replay.sample()["episodes"].tolist()) <= {0, 1, 2, 3}
+        with gt.Replay(store, Uniform(seed=0, over="steps"), 64, view=gt.Transitions(), output="numpy") as replay:
+            assert {0, 4} < set(replay.sample().start.tolist())
+            assert replay.stats()["redrawn"] == 0
+        assert export_store(store, tmp_path / "rows.npz", progress=False).rows == 4
+    both = recorded_fields({**OBS, **SCALARS, **mine}, share_rows=True)
+    assert recorded_fields(both, share_rows=True) == both
+    assert {"episodes", "geartrain.episodes"} < set(both)
+    with pytest.raises(FieldError, match="another name"):
+        recorded_fields(both)
+    with pytest.raises(FieldError, match="another name"):
+        recorded_fields({"geartrain.episodes": gt.Field((), "int64")}, share_rows=True)
+
+
+def test_exports_and_windows_are_refused(tmp_path):
+    with make_store() as store:
+        record(store, "next_step", 60)
+        keys = store.keys()
+        for format in ("npz", "npy", "parquet"):
+            with pytest.raises(SourceError, match="several episodes"):
+                export_store(store, tmp_path / f"out-{format}", format=format, progress=False)
+        for window in (1, gt.Windows(3)):
+            with pytest.raises(ArgumentError, match="windows would cross"):
+                gt.fetch(store, keys, window=window, ends=np.zeros(len(keys)))
+        whole = gt.fetch(store, keys, output="numpy")
+        without_actions = whole["geartrain.episodes"] - whole["last"].sum(1)  # of which the recorder's end left nothing
+        assert set(without_actions.tolist()) <= {0, 1}
+        store.save(tmp_path / "kept")
+    with pytest.raises(SourceError, match="several episodes"):
+        export_store(tmp_path / "kept", tmp_path / "out.npz", progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
 def test_short_episodes_fill_their_rows():
@@ -210,7 +261,7 @@ def test_what_would_cross_episodes_is_refused():
         with pytest.raises(ArgumentError, match="share_rows is"):
             store.recorder(1, share_rows=1)
     with gt.Store.create(recorded_fields({**OBS, **SCALARS}), max_length=9, capacity=9) as store:
-        with pytest.raises(FieldError, match="episodes"):
+        with pytest.raises(FieldError, match=r"geartrain\.episodes"):
             store.recorder(1, share_rows=True)
     with make_store(max_times_sampled=1) as store, pytest.raises(SchemaError, match="share_rows"):
         store.recorder(1, share_rows=True)

@@ -23,7 +23,7 @@ from geartrain.selection.declared import MAX_DRAWS
 from geartrain.selection.epochs import Epochs
 from geartrain.selection.mixture import Mixture, Selection, strategies_of, with_seeds
 from geartrain.selection.strategy import Strategy, check_seed, traits_of
-from geartrain.store.recorder import shares_rows
+from geartrain.store.recorder import EPISODES, shares_rows
 from geartrain.store.store import Store
 
 if TYPE_CHECKING:
@@ -192,13 +192,15 @@ def seeded_selection(stores: Sequence[Store], selection: Selection, seed: int) -
     return with_seeds(selection, seed)
 
 
-def make_samplers(stores: Sequence[Store], selection: Selection, config: ReplayConfig) -> list[StoreSampler]:
-    """A sampler for each store. Raises `FieldError` or `ArgumentError` where the fields do not fit."""
+def make_samplers(
+    stores: Sequence[Store], selection: Selection, config: ReplayConfig, ranks: int = 1
+) -> list[StoreSampler]:
+    """A sampler for each store, over so many ranks. Raises `FieldError` or `ArgumentError` where fields do not fit."""
     samplers: list[StoreSampler] = []
     for store, strategy in zip(stores, strategies_of(selection), strict=True):
         view = config.view
         if shares_rows(store.fields):
-            _check_shared_rows(store, strategy, view)
+            _check_shared_rows(store, strategy, view, ranks)
         fields = config.fields if view is None else view.fields_of(store, config.fields)
         window = as_windows(config.window if view is None else view.window)
         if window is not None and view is None:
@@ -218,18 +220,25 @@ def make_samplers(stores: Sequence[Store], selection: Selection, config: ReplayC
     return samplers
 
 
-def _check_shared_rows(store: Store, strategy: Strategy, view: Transitions | None) -> None:
-    """Raises `ArgumentError` where batches of rows that hold several episodes would cross from one to the next."""
+def _check_shared_rows(store: Store, strategy: Strategy, view: Transitions | None, ranks: int) -> None:
+    """Raises `ArgumentError` where batches of rows that hold several episodes would cross from one to the next, or
+    would favour the steps of one shard."""
     if view is None:
         raise ArgumentError(
-            f"rows of {store.name!r} hold several episodes (it has the field 'episodes'), which windows and whole rows "
-            f"would cross: give view=geartrain.Transitions(...), or record without share_rows"
+            f"rows of {store.name!r} hold several episodes (it has the field {EPISODES!r}), which windows and whole "
+            f"rows would cross: give view=geartrain.Transitions(...), or record without share_rows"
         )
     traits = traits_of(strategy)
     if isinstance(strategy, Epochs) or not (traits.over_steps or (store.per_step and traits.by_priority)):
         raise ArgumentError(
             f"rows of {store.name!r} hold several episodes, so their steps are drawn: by Uniform(over='steps'), or by "
             f"Prioritized with priority_per='step'; found {strategy!r}"
+        )
+    if ranks > 1 and not traits.by_priority:
+        # A rank draws again within its shard: steps beside many ends of episodes would come more often.
+        raise ArgumentError(
+            f"rows of {store.name!r} hold several episodes, and {ranks} ranks draw their steps alike often by "
+            f"Prioritized alone, with priority_per='step', where ends of episodes have priority 0; found {strategy!r}"
         )
 
 

@@ -62,8 +62,9 @@ _TAKEN = ("final_observation", "mask", "version")
 #: Names of observations, alone or before a dot.
 OBSERVATIONS = ("observation", "obs")
 
-#: Episodes that a row holds; where a store has it, rows may hold several. native/fetch/transitions.h, shares_rows
-EPISODES = "episodes"
+#: Episodes that a row holds; where a store has it, rows may hold several. Field names that begin with "geartrain." are
+#: reserved, so that no field of a user is taken for it. native/fetch/transitions.h, shares_rows
+EPISODES = "geartrain.episodes"
 _EPISODES = Field((), "int32", per_row=True)
 
 # native/store/step_writer.h, FieldRole
@@ -86,8 +87,15 @@ def recorded_fields(fields: Mapping[str, Field], *, share_rows: bool = False, **
             fills if it is there: truncated=Field((), "bool"), step_version=Field((), "int64"),
             episode_return=Field((), "float32", per_row=True), which is written when the row ends, and stays 0 in rows
             that are published before (`publish_every`): they may be read already.
-        share_rows: for a recorder that shares rows: with `episodes`, int32 a row, the number of episodes in it.
+        share_rows: for a recorder that shares rows: with `geartrain.episodes`, int32 a row, the number of episodes in
+            it. The name is reserved for this.
+
+    Raises:
+        FieldError: a field that is called `geartrain.episodes` and is another one.
     """
+    for given in (fields, extras):
+        if given.get(EPISODES, _EPISODES) != _EPISODES or (EPISODES in given and not share_rows):
+            raise FieldError(f"{EPISODES!r} is the field of recorded_fields(share_rows=True): give yours another name")
     return {
         **fields,
         **{name: Field((), dtype) for name, dtype in REQUIRED_FIELDS.items()},
@@ -153,7 +161,7 @@ class StepRecorder:
         if share_rows and (not shares_rows(fields) or "episode_return" in fields):
             raise FieldError(
                 "share_rows needs a store with the fields of recorded_fields(..., share_rows=True), which has "
-                f"'episodes' and no 'episode_return', as a row has several; the store has {', '.join(fields)}"
+                f"{EPISODES!r} and no 'episode_return', as a row has several; the store has {', '.join(fields)}"
             )
         self._shares_rows = share_rows
         mode = autoreset_mode(autoreset)

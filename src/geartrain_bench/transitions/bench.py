@@ -40,7 +40,7 @@ from geartrain.errors import ReplayError
 from geartrain.replay.replay import Replay
 from geartrain.replay.transitions import Transitions
 from geartrain.selection import Uniform
-from geartrain.store.recorder import recorded_fields
+from geartrain.store.recorder import EPISODES, recorded_fields
 from geartrain.store.store import Store
 from geartrain.tools.plots import import_pyplot
 from geartrain_bench.harness.child_process import AnsweringProcess, BaselineError
@@ -400,11 +400,11 @@ def _bytes_per_step(plan: Plan, baselines: dict[str, float], result: BenchResult
 
 def _bytes_of_shared_rows(case: Case, steps: int, random: np.random.Generator) -> float:
     """The same of a recorder whose episodes share rows, with as many rows as it fills."""
-    fields = {**case.fields, "episodes": Field((), "int32", per_row=True)}
+    fields = {**case.fields, EPISODES: Field((), "int32", per_row=True)}
     values = {
         name: np.zeros((1, *field.shape), field.dtype)
         for name, field in fields.items()
-        if name not in ("obs", "terminated", "truncated", "last", "episodes")
+        if name not in ("obs", "terminated", "truncated", "last", EPISODES)
     }
     observation, yes, no = np.zeros((1, *fields["obs"].shape), fields["obs"].dtype), np.ones(1, bool), np.zeros(1, bool)
     with Store.create(f"bench-{os.getpid()}", fields, max_length=1001, capacity_steps=steps) as store:

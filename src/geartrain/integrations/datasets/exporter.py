@@ -29,7 +29,7 @@ from geartrain.integrations.datasets.export_leftovers import at_work, remove, re
 from geartrain.integrations.datasets.stored_rows import METADATA, StoredRows
 from geartrain.integrations.datasets.writer import DatasetWriter
 from geartrain.store.checkpoint_reader import Checkpoint
-from geartrain.store.recorder import shares_rows
+from geartrain.store.recorder import EPISODES, shares_rows
 from geartrain.store.store import Store
 
 _log = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ def export_store(
             raise SourceError(f"{rows.name}: holds no row to export")
         if shares_rows(rows.fields):
             raise SourceError(
-                f"{rows.name}: its rows hold several episodes (it has the field 'episodes'), and a dataset's "
+                f"{rows.name}: its rows hold several episodes (it has the field {EPISODES!r}), and a dataset's "
                 f"trajectory is a row: record without share_rows what is to be exported"
             )
         chosen, left_out = _chosen(rows, writer_class, fields, casts, skip_unsupported)

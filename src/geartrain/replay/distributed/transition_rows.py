@@ -107,7 +107,7 @@ class TransitionRows(FetchPlan):
         Returns:
             For each row: whether it is torn, its length, the transition's step, real frames, and its version.
         """
-        torn, starts, lengths, versions = _native.gather_transitions(
+        torn, starts, lengths, frames, versions = _native.gather_transitions(
             self.store.native,
             self._view.native,
             self.numbers,
@@ -123,7 +123,7 @@ class TransitionRows(FetchPlan):
             room,
             out,
         )
-        return torn, lengths, starts, np.minimum(starts + 1, self._view.frame_stack), versions
+        return torn, lengths, starts, frames, versions
 
     def batch(
         self,
