@@ -206,6 +206,68 @@ def test_native_files_form_no_circle() -> None:
     assert circles(edges) == []
 
 
+_NO_CODE = re.compile(
+    r"""//[^\n]*|/\*.*?\*/|R"(\w*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"|(?<!\w)'(?:\\.|[^'\\\n])+'"""
+    r"""|^[ \t]*\#(?:[^\n]*\\\n)*[^\n]*""",
+    re.DOTALL | re.MULTILINE,
+)
+_CLASS = re.compile(
+    r"\b(?:struct|class|union|enum)\s+(?:(?:class|struct)\s+)?(?:alignas\([^)]*\)\s*|\[\[.*?\]\]\s*)*"
+    r"(\w[\w:]*)(?:\s+final)?\s*(?::[^:].*)?$",
+    re.DOTALL,
+)
+
+
+def native_classes(code: str) -> list[str]:
+    """Classes and enums that C++ code defines in named namespaces, qualified: those that other files may clash with."""
+    found = []
+    scopes: list[str] = []  # names of namespaces; "" for what hides its classes: classes, functions, `namespace {`
+    head = ""
+    for token in re.split(r"([{};])", _NO_CODE.sub(" ", code)):
+        if token == "{":
+            namespace = re.search(r"\bnamespace\s*([\w:]*)\s*$", head)
+            defined = _CLASS.search(head)
+            if defined and all(scopes):
+                found.append("::".join([*scopes, defined.group(1)]))
+            scopes.append(namespace.group(1) if namespace else "")
+        elif token == "}":
+            scopes.pop()
+        head = token
+    assert not scopes, "braces do not match"
+    return found
+
+
+# The module and the native tests are programs of their own: tests have no bindings.
+@pytest.mark.parametrize("left_out", ["tests", "python"])
+def test_a_native_class_stands_once_in_a_program(left_out: str) -> None:
+    """Two definitions of one name are undefined behaviour that no linker tells: either may stand for both."""
+    places: dict[str, list[str]] = {}
+    for path in sorted(NATIVE.rglob("*")):
+        inside = path.relative_to(NATIVE)
+        if path.suffix in (".cc", ".h") and inside.parts[0] != left_out:
+            for name in native_classes(path.read_text()):
+                places.setdefault(name, []).append(str(inside))
+    assert len(places) > 150, "most classes were overlooked"
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+def test_a_native_class_that_stands_twice_would_be_found() -> None:
+    code = """
+    #define OPEN {
+    namespace a::b {
+    struct Declared;
+    /* struct Said { */ // struct Told {
+    template <typename T> class First final : public Base<T> { struct Inner { char brace = '{'; }; };
+    enum class Second : uint8_t { one = 1'000 };
+    struct alignas(64) Third { const char* text = "struct Quoted {"; } third;
+    struct Third* returned(struct Given given) { struct Local {}; return nullptr; }
+    namespace { struct Hidden {}; }
+    }
+    union Fourth {};
+    """
+    assert native_classes(code) == ["a::b::First", "a::b::Second", "a::b::Third", "Fourth"]
+
+
 def test_every_native_file_is_compiled() -> None:
     cmake = (ROOT / "CMakeLists.txt").read_text()
     for path in NATIVE_FILES:

@@ -12,6 +12,10 @@ namespace geartrain {
 
 namespace nb = nanobind;
 
+// Exports an object's memory by the buffer protocol, to be released. Throws ArgumentError, with the exporter's reason,
+// for what has no memory, is not C-contiguous, or is read-only and to be written.
+void export_memory(nb::handle exporter, Py_buffer* view, bool writable);
+
 // A received message, for as long as Python has it or an array over it.
 struct Arrived {
   Message message;
@@ -35,10 +39,10 @@ class Payload {
     buffers_.push_back({static_cast<const std::byte*>(data), bytes});
     owners_.push_back(std::move(owner));
   }
-  // Anything with the buffer protocol, in C order. Throws the exporter's error.
+  // Anything with the buffer protocol, in C order. Throws ArgumentError.
   void add(nb::handle exporter) {
     Py_buffer view;
-    if (PyObject_GetBuffer(exporter.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
+    export_memory(exporter, &view, false);
     views_.push_back(view);
     buffers_.push_back({static_cast<const std::byte*>(view.buf), static_cast<size_t>(view.len)});
   }

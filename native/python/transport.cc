@@ -94,14 +94,10 @@ Arrived* receive(Connection& connection, double timeout_s) {
   return arrived.release();
 }
 
-// An object's memory, pinned by its buffer export. Throws the exporter's error.
+// An object's memory, pinned by its buffer export. Throws ArgumentError.
 class Held {
  public:
-  Held(nb::handle exporter, bool writable) {
-    if (PyObject_GetBuffer(exporter.ptr(), &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0) {
-      throw nb::python_error();
-    }
-  }
+  Held(nb::handle exporter, bool writable) { export_memory(exporter, &view_, writable); }
   Held(const Held&) = delete;
   Held& operator=(const Held&) = delete;
   ~Held() { PyBuffer_Release(&view_); }
@@ -214,6 +210,19 @@ Arrived* call(PendingCalls& calls, uint32_t kind, const Payload& payload, double
 }
 
 }  // namespace
+
+void export_memory(nb::handle exporter, Py_buffer* view, bool writable) {
+  if (PyObject_GetBuffer(exporter.ptr(), view, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) == 0) return;
+  const nb::python_error reason;
+  if (!reason.matches(PyExc_TypeError) && !reason.matches(PyExc_ValueError) && !reason.matches(PyExc_BufferError)) {
+    throw reason;
+  }
+  const nb::object refusal = nb::module_::import_("geartrain.errors").attr("ArgumentError");
+  const nb::str said = nb::str("memory is anything {}C-contiguous with the buffer protocol, found a {}: {}")
+                           .format(writable ? "writable and " : "", exporter.type().attr("__name__"), reason.value());
+  PyErr_SetObject(refusal.ptr(), said.ptr());
+  throw nb::python_error();
+}
 
 void bind_transport(nb::module_& module) {
   nb::class_<Connection>(module, "Connection")

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from deadlines import patience
 
+import geartrain.transport.codec as codec
 import geartrain.transport.connection as transport
 from geartrain.errors import ArgumentError, ListenerGoneError, TransportError, WaitTimeoutError
 from geartrain.transport.connection import Connection, Listener, MessageLimits
 
-NONE = [float("nan"), float("inf"), -1.0, "1", None]
+NONE = [float("nan"), float("inf"), -1.0, "1", None, np.array([1.0])]
 
 
 @pytest.fixture
@@ -86,6 +87,63 @@ def test_memory_of_python_objects_is_neither_sent_nor_exposed_nor_written(ends) 
                 with pytest.raises(ArgumentError, match="Python objects"):
                     call()
     assert type(objects[0]) is object
+
+
+SENDS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "header-dict": (({"a": 1},), {}, "header is bytes, or a value that .*codec.encode has encoded; found a dict"),
+    "header-text": (("text",), {}, "found a str"),
+    "header-none": ((None,), {}, "found a NoneType"),
+    "header-array": ((np.zeros(3),), {}, "found a ndarray"),
+    "buffers-array": ((b"", np.zeros(3)), {}, "buffers are a sequence of them, found one ndarray"),
+    "buffers-bytes": ((b"", b"abc"), {}, "buffers are a sequence of them, found one bytes"),
+    "buffers-none": ((b"", None), {}, "buffers are a sequence of them, found a NoneType"),
+    "buffer-text": ((b"", ["text"]), {}, "C-contiguous with the buffer protocol, found a str"),
+    "buffer-strided": ((b"", [b"", np.zeros((2, 2)).T]), {}, "C-contiguous with the buffer protocol, found a ndarray"),
+    "buffers-lost": ((codec.encode(1), [b"more"]), {}, "an encoded value has its own buffers and takes no others"),
+    "buffer-none": ((b"", [None]), {}, "C-contiguous with the buffer protocol, found None"),
+    "tag--1": ((b"",), {"tag": -1}, "tag must be from 0"),
+    "tag-64": ((b"",), {"tag": 2**64}, "tag must be from 0"),
+    "tag-text": ((b"",), {"tag": "1"}, "tag must be a whole number"),
+    "kind-32": ((b"",), {"kind": 2**32}, "kind must be from 0"),
+    "kind-1.5": ((b"",), {"kind": 1.5}, "kind must be a whole number"),
+}
+
+
+@pytest.mark.parametrize("name", SENDS)
+def test_what_is_no_message_is_not_sent(ends, name: str) -> None:
+    _, mine, theirs = ends
+    positional, named, why = SENDS[name]
+    with pytest.raises(ArgumentError, match=why):
+        mine.send(*positional, **named)
+    mine.send(b"next", iter([np.arange(3), bytearray(2)]), tag=2**64 - 1, kind=np.uint32(7))  # type: ignore[arg-type]
+    message = theirs.receive(timeout_s=patience(10))
+    assert (message.header, message.tag, message.kind) == (b"next", 2**64 - 1, 7)
+    assert [each.nbytes for each in message.buffers] == [24, 2]
+
+
+def test_memory_that_cannot_be_exposed_read_or_written_is_refused(ends) -> None:
+    _, mine, theirs = ends
+    array = np.zeros(4)
+    with theirs.expose(array, writable=True) as region:
+        calls: dict[str, Callable[[], object]] = {
+            "writable is True or False": lambda: mine.expose(array, writable="no"),  # type: ignore[arg-type]
+            "found a list": lambda: mine.expose([1, 2]),
+            "found a ndarray": lambda: mine.expose(np.zeros((2, 2)).T),
+            "memory is anything writable and C-contiguous.*found a bytes": lambda: mine.expose(b"x", writable=True),
+            "found a MemoryRegion; give its `handle`": lambda: mine.read(region, array),  # type: ignore[arg-type]
+            "handle is bytes, found a str": lambda: mine.write("handle", array),  # type: ignore[arg-type]
+            "not a region's handle": lambda: mine.read(b"handle", array),
+            "found a bytes": lambda: mine.read(region.handle, b"read-only"),
+            "found a float": lambda: mine.read(region.handle, 1.5),
+            "found None": lambda: mine.write(region.handle, None),
+            "offset must be from 0": lambda: mine.read(region.handle, array, offset=-1),
+            "offset must be a whole number": lambda: mine.write(region.handle, array, offset=1.5),  # type: ignore[arg-type]
+        }
+        for why, call in calls.items():
+            with pytest.raises(ArgumentError, match=why):
+                call()
+        mine.write(region.handle, np.datetime64(7, "s").reshape(1), offset=np.int64(8))  # type: ignore[arg-type]
+        assert array.view(np.int64).tolist() == [0, 7, 0, 0]
 
 
 class InterruptionError(Exception):

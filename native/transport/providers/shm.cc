@@ -48,7 +48,7 @@ constexpr uint32_t kMostViews = kSlots / 2;             // the others stay free 
 
 // A message's lease of the peer's segment.
 struct Lease {
-  std::shared_ptr<Control> control;
+  std::shared_ptr<ShmControl> control;
   std::shared_ptr<Memory> segment;
   std::shared_ptr<void> header;
   std::shared_ptr<std::atomic<uint64_t>> viewed_bytes, views;
@@ -67,7 +67,7 @@ struct Lease {
 
 class ShmConnection final : public Connection {
  public:
-  ShmConnection(Descriptor socket, std::shared_ptr<Control> control, Descriptor wake, Descriptor sideband,
+  ShmConnection(Descriptor socket, std::shared_ptr<ShmControl> control, Descriptor wake, Descriptor sideband,
                 const Session& session, const Options& options)
       : Connection(options, session.name(), session.authenticated),
         socket_(std::move(socket)),
@@ -334,7 +334,7 @@ class ShmConnection final : public Connection {
   }
 
   const Descriptor socket_;
-  const std::shared_ptr<Control> control_;
+  const std::shared_ptr<ShmControl> control_;
   Direction& out_;
   Direction& in_;
 
@@ -385,7 +385,7 @@ std::shared_ptr<Connection> dial_once(const Address& address, const Options& opt
   Descriptor socket = connect_unix(address.shm, deadline);
   const Session session = greet(socket.get(), Intent::shm, address, options, deadline);
 
-  auto control = std::make_shared<Control>();
+  auto control = std::make_shared<ShmControl>();
   const Descriptor memory = make_memory("geartrain connection", kControlBytes);
   control->memory = Memory(memory.get(), kControlBytes, true);
   control->dialer = true;
@@ -437,7 +437,7 @@ std::shared_ptr<Connection> take_shm(Descriptor socket, const ShmOffer& offer, s
       offer.segment_bytes != kControlBytes) {
     fail(ErrorKind::not_viable, "the offer is not what this version expects");
   }
-  auto control = std::make_shared<Control>();
+  auto control = std::make_shared<ShmControl>();
   control->memory = open_memory(fds[0], kControlBytes);
   ControlHeader& header = control->header();
   if (std::memcmp(header.magic, kControlMagic, sizeof header.magic) != 0 || header.version != kControlVersion ||

@@ -57,7 +57,7 @@ inline void ring_bell(const Descriptor& eventfd) {
 }
 
 // The control segment as one side sees it. Messages that view a segment keep it, so it may outlive the connection.
-struct Control {
+struct ShmControl {
   Memory memory;
   bool dialer = false;
   Descriptor peer_wake;

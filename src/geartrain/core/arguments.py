@@ -107,7 +107,7 @@ def timeout(timeout_s: float, name: str = "timeout_s") -> float:
 def is_timeout(timeout_s: object) -> bool:
     """Whether `timeout` takes it."""
     try:
-        return bool(0 <= timeout_s <= 1e9)  # type: ignore[operator]
+        return getattr(timeout_s, "ndim", 0) == 0 and bool(0 <= timeout_s <= 1e9)  # type: ignore[operator]
     except (TypeError, ValueError, RuntimeError):  # of another type, or an array
         return False
 

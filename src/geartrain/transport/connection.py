@@ -75,19 +75,24 @@ class Connection:
         """Sends one message. When this returns, the caller may change its memory.
 
         Args:
-            header: a few bytes; or an encoded value (`codec.encode`), which has its own buffers.
+            header: a few bytes; or an encoded value (`codec.encode`), which has its own buffers and takes no others.
             buffers: anything with the buffer protocol, C-contiguous; not copied more often than the transport needs.
             tag: a number below 2**64 and
             kind: one below 2**32, which are part of the message.
             timeout_s: how long to wait for a peer that does not receive.
 
         Raises:
+            ArgumentError: one of these is of another type, or out of its range; nothing was sent.
             MessageError: a limit is exceeded; nothing was sent.
             WaitTimeoutError: the peer received too slowly. A message sent in part ends the connection.
             PeerLostError, ConnectionClosedError: the connection has ended.
         """
-        payload = header if isinstance(header, Payload) else Payload(header, [_plain(each) for each in buffers])
-        self.native.send(tag, kind, payload, timeout(timeout_s))
+        self.native.send(
+            whole_number("tag", tag, 2**64 - 1),
+            whole_number("kind", kind, 2**32 - 1),
+            _payload(header, buffers),
+            timeout(timeout_s),
+        )
 
     def receive(self, *, timeout_s: float = 30.0) -> Message:
         """The next message; its buffers are writable NumPy views that keep its memory alive.
@@ -111,7 +116,7 @@ class Connection:
 
         Raises:
             ConnectionClosedError: this end is closed.
-            BufferError, ValueError: the memory is read-only, or not contiguous.
+            ArgumentError: this is no memory; or it is not contiguous, or read-only and to be written.
 
         Example:
             >>> import numpy as np
@@ -124,6 +129,8 @@ class Connection:
             >>> into
             array([2, 3])
         """
+        if not isinstance(writable, bool):
+            raise ArgumentError(f"writable is True or False, found {writable!r}")
         return MemoryRegion(self.native.expose(_plain(array), writable))
 
     def read(self, handle: bytes, into: Any, *, offset: int = 0, timeout_s: float = 30.0) -> None:
@@ -141,10 +148,11 @@ class Connection:
 
         Raises:
             RegionError: the region is closed, or too small.
-            ArgumentError: this is not a handle.
+            ArgumentError: this is not a handle; `into` is read-only, not contiguous or no memory.
             WaitTimeoutError, PeerLostError, ConnectionClosedError: the contents of `into` are undefined.
         """
-        self.native.read(handle, _plain(into), offset, timeout(timeout_s))
+        offset = whole_number("offset", offset, 2**64 - 1)
+        self.native.read(_handle(handle), _plain(into), offset, timeout(timeout_s))
 
     def write(self, handle: bytes, array: Any, *, offset: int = 0, timeout_s: float = 30.0) -> None:
         """One-sided write into memory that the peer exposed with `writable=True`; complete when this returns.
@@ -152,7 +160,8 @@ class Connection:
         The peer's side-channel thread copies from this process's memory ("cma"), or receives the bytes ("served").
         Arguments and errors as for `read`; after an error the written part of the region is undefined.
         """
-        self.native.write(handle, _plain(array), offset, timeout(timeout_s))
+        offset = whole_number("offset", offset, 2**64 - 1)
+        self.native.write(_handle(handle), _plain(array), offset, timeout(timeout_s))
 
     @property
     def one_sided(self) -> str:
@@ -384,9 +393,38 @@ def options_of(
     }
 
 
+def _payload(header: bytes | Payload, buffers: Iterable[Any]) -> Payload:
+    """What `send` was given, as one payload."""
+    if isinstance(buffers, (str, bytes, bytearray, memoryview)) or hasattr(buffers, "dtype"):
+        raise ArgumentError(f"a message's buffers are a sequence of them, found one {type(buffers).__name__}")
+    try:
+        each = [_plain(memory) for memory in buffers]
+    except TypeError:
+        raise ArgumentError(f"a message's buffers are a sequence of them, found a {type(buffers).__name__}") from None
+    if isinstance(header, Payload):
+        if each:
+            raise ArgumentError(f"an encoded value has its own buffers and takes no others, found {len(each)}")
+        return header
+    if not isinstance(header, bytes):
+        raise ArgumentError(
+            "a message's header is bytes, or a value that geartrain.transport.codec.encode has encoded; "
+            f"found a {type(header).__name__}"
+        )
+    return Payload(header, each)
+
+
+def _handle(handle: bytes) -> bytes:
+    if not isinstance(handle, bytes):
+        hint = "; give its `handle`" if isinstance(handle, MemoryRegion) else ""
+        raise ArgumentError(f"a region's handle is bytes, found a {type(handle).__name__}{hint}")
+    return handle
+
+
 def _plain(memory: Any) -> Any:
     """The same memory, unless it holds Python's objects: their addresses mean nothing elsewhere, and a peer that writes
     there would end this process."""
+    if memory is None:
+        raise ArgumentError("memory is anything C-contiguous with the buffer protocol, found None")
     dtype = getattr(memory, "dtype", None)
     if getattr(dtype, "hasobject", False) or (isinstance(memory, memoryview) and "O" in memory.format):
         raise ArgumentError(f"memory of Python objects is not sent or exposed: found a {type(memory).__name__} of them")
