@@ -16,7 +16,7 @@ import geartrain.replay.distributed.read_agreement as read_agreement
 from geartrain.errors import EmptyStoreError
 from geartrain.replay.distributed.rank_group import DIRECT_RANKS
 from geartrain.replay.distributed.read import ShardReader
-from geartrain.selection import Fifo, Lifo, Prioritized, TopK, Uniform
+from geartrain.selection import Fifo, GroupSampling, Lifo, Prioritized, TopK, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
 STRATEGIES = {
@@ -135,9 +135,10 @@ def test_the_last_row_of_all_shards_is_the_same_error_on_all_ranks_and_not_the_e
     ("selection", "limits"),
     [
         (Uniform(seed=1, replacement=False), {}),
+        (GroupSampling(by="group", size=4, seed=1), {}),
         (Uniform(seed=1), {"max_times_sampled": 100}),
     ],
-    ids=["without replacement", "limited"],
+    ids=["without replacement", "groups", "limited"],
 )
 def test_draws_that_cannot_be_made_again_are_the_same_error_on_all_ranks_for_one_batch(
     sharded_stores: Callable[..., list[gt.Store]],
@@ -146,7 +147,8 @@ def test_draws_that_cannot_be_made_again_are_the_same_error_on_all_ranks_for_one
     limits: dict[str, Any],
 ) -> None:
     stores = sharded_stores(2, **limits)
-    lost = lose_rows(monkeypatch, stores[1], step=1)
+    count = len(stores[0])  # most of them
+    lost = lose_rows(monkeypatch, stores[0], step=1)
 
     def body(rank: ThreadRankGroup) -> None:
         with gt.Replay(stores[rank.rank], selection, B, group=rank, prefetch=0, output="numpy") as replay:
@@ -154,8 +156,8 @@ def test_draws_that_cannot_be_made_again_are_the_same_error_on_all_ranks_for_one
             with pytest.raises(EmptyStoreError):
                 replay.sample()
             assert lost.is_set() and replay.step == 1
-            if rank.rank == 1:
-                stores[1].insert(rows(0, N))
+            if rank.rank == 0:
+                stores[0].insert(rows(0, count))
             assert len(replay.sample()["number"]) == B // 2
 
     run_ranks(2, body)
