@@ -7,12 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from rank_batches import B, as_record, join, same
+from rank_batches import B, N, as_record, insert, join, rows, same
 
 import geartrain as gt
+import geartrain.replay.distributed.draw as draw
+import geartrain.replay.distributed.members as members
+import geartrain.replay.distributed.read_agreement as read_agreement
 from geartrain.errors import EmptyStoreError
+from geartrain.replay.distributed.rank_group import DIRECT_RANKS
 from geartrain.replay.distributed.read import ShardReader
-from geartrain.selection import Prioritized, Uniform
+from geartrain.selection import Fifo, GroupSampling, Lifo, Prioritized, TopK, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
 STRATEGIES = {
@@ -23,14 +27,16 @@ STRATEGIES = {
 }
 
 
-def lose_rows(monkeypatch: pytest.MonkeyPatch, store: gt.Store, step: int) -> threading.Event:
-    """Removes all rows of a store once, after they were drawn for a step and before they are read."""
+def lose_rows(
+    monkeypatch: pytest.MonkeyPatch, store: gt.Store, step: int, which: slice = slice(None)
+) -> threading.Event:
+    """Removes rows of a store once, after they were drawn for a step and before they are read."""
     read, lost = ShardReader.read, threading.Event()
 
     def loses_rows(self: ShardReader, at: int, *rest: Any) -> Any:
         if at == step and self.samplers[0].plan.store is store and not lost.is_set():
             lost.set()
-            store.delete(store.keys())
+            store.delete(store.keys()[which])
         return read(self, at, *rest)
 
     monkeypatch.setattr(ShardReader, "read", loses_rows)
@@ -38,14 +44,18 @@ def lose_rows(monkeypatch: pytest.MonkeyPatch, store: gt.Store, step: int) -> th
 
 
 @pytest.mark.parametrize("selection", STRATEGIES.values(), ids=STRATEGIES.keys())
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_batch_is_drawn_again_where_a_shard_loses_its_only_row(
-    sharded_stores: Callable[..., list[gt.Store]], monkeypatch: pytest.MonkeyPatch, selection: Any, ranks: int
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 1), (4, 1), (2, 40)])
+def test_a_batch_is_drawn_again_where_a_shard_loses_all_its_rows(
+    sharded_stores: Callable[..., list[gt.Store]],
+    monkeypatch: pytest.MonkeyPatch,
+    selection: Any,
+    ranks: int,
+    rows: int,
 ) -> None:
     first, last = stores = sharded_stores(2)
     first.delete(first.keys()[8:])
-    last.delete(last.keys()[1:])
-    last.update_priorities(last.keys(), [5.0])
+    last.delete(last.keys()[rows:])
+    last.update_priorities(last.keys(), [5.0] * rows)
     lost = lose_rows(monkeypatch, last, step=1)
     settings: dict[str, Any] = {"window": 4, "output": "numpy", "num_batches": 3, "prefetch": 0}
 
@@ -60,6 +70,44 @@ def test_a_batch_is_drawn_again_where_a_shard_loses_its_only_row(
     with gt.Replay(first, selection, B, **settings) as replay:  # one process that never had that row
         expected = [as_record(batch) for batch in replay]
     assert same(made[1:], expected[1:])
+
+
+@pytest.mark.parametrize("selection", [Fifo(), Lifo(), TopK()], ids=["fifo", "lifo", "top-k"])
+@pytest.mark.parametrize("direct", [DIRECT_RANKS, 1], ids=["", "relayed"])
+def test_rows_in_order_are_drawn_again_and_none_is_left_out(
+    sharded_stores: Callable[..., list[gt.Store]], monkeypatch: pytest.MonkeyPatch, selection: Any, direct: int
+) -> None:
+    for module in (draw, members, read_agreement):
+        monkeypatch.setattr(module, "DIRECT_RANKS", direct)
+    first, last = stores = sharded_stores(2)
+    first.delete(first.keys())
+    last.delete(last.keys())
+    for number in range(0, N, 2):  # in turn, so that every batch has rows of both
+        for at, store in enumerate(stores):
+            store.native.advance_sequence(2 * N + number + at)
+            insert(store, number + at, number + at + 1)
+    for store in stores:
+        store.update_priorities(store.keys(), [5.0] * len(store))
+    lost = lose_rows(monkeypatch, last, step=1)
+    # Rank 0 redraws some rows of its shard for the batch that is then given up: none of them may be left out later.
+    few = slice(B // 2, B // 2 + 4)
+    lost_too = lose_rows(monkeypatch, first, 1, few)
+
+    def body(rank: ThreadRankGroup) -> list[gt.Batch]:
+        with gt.Replay(stores[rank.rank], selection, B, group=rank, output="numpy", prefetch=0) as replay:
+            return [replay.sample(), replay.sample()]
+
+    parts = run_ranks(2, body)
+    assert lost.is_set() and lost_too.is_set()
+    before, after = (join([part[step] for part in parts])["number"].tolist() for step in range(2))
+    every, left = list(range(N)), [*range(0, N, 2)]
+    del left[few]
+    if isinstance(selection, Lifo):
+        assert (before, after) == (every[: -B - 1 : -1], left[: -B - 1 : -1])
+    else:
+        assert before == every[:B]
+        used = before if isinstance(selection, Fifo) else []
+        assert after == [number for number in left if number not in used][:B]
 
 
 @pytest.mark.parametrize("selection", STRATEGIES.values(), ids=STRATEGIES.keys())
@@ -79,5 +127,37 @@ def test_the_last_row_of_all_shards_is_the_same_error_on_all_ranks_and_not_the_e
                 with pytest.raises(EmptyStoreError):
                     replay.sample()
             assert lost.is_set() and replay.step == 1
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("selection", "limits"),
+    [
+        (Uniform(seed=1, replacement=False), {}),
+        (GroupSampling(by="group", size=4, seed=1), {}),
+        (Uniform(seed=1), {"max_times_sampled": 100}),
+    ],
+    ids=["without replacement", "groups", "limited"],
+)
+def test_draws_that_cannot_be_made_again_are_the_same_error_on_all_ranks_for_one_batch(
+    sharded_stores: Callable[..., list[gt.Store]],
+    monkeypatch: pytest.MonkeyPatch,
+    selection: Any,
+    limits: dict[str, Any],
+) -> None:
+    stores = sharded_stores(2, **limits)
+    count = len(stores[0])  # most of them
+    lost = lose_rows(monkeypatch, stores[0], step=1)
+
+    def body(rank: ThreadRankGroup) -> None:
+        with gt.Replay(stores[rank.rank], selection, B, group=rank, prefetch=0, output="numpy") as replay:
+            replay.sample()
+            with pytest.raises(EmptyStoreError):
+                replay.sample()
+            assert lost.is_set() and replay.step == 1
+            if rank.rank == 0:
+                stores[0].insert(rows(0, count))
+            assert len(replay.sample()["number"]) == B // 2
 
     run_ranks(2, body)

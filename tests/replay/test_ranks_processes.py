@@ -129,6 +129,8 @@ def test_ranks_share_memory_within_a_host_and_use_tcp_across(store_name: Callabl
         processes[1].wait(patience(10))
         for host, ranks in ((0, (0, 1)), (1, (2,))):  # what ranks share between them goes with them
             left = hosts.run(host, ["ls", "/dev/shm"]).split()
+            # A worker ends at once, by `os._exit`: where it has lived long enough to write a report, that stays.
+            left = [name for name in left if not name.startswith("geartrain-report-")]
             assert left == [f"geartrain.{names[-1]}-{rank}" for rank in ranks]
 
 

@@ -14,9 +14,6 @@ from geartrain.selection.strategy import Candidates
 # Where a row is unknown: another shard's, or one that changed under the draw and is to be drawn again.
 NO_ROW = np.uint32(0xFFFFFFFF)
 NO_ROWS = np.empty(0, np.uint32)
-# A shard with so many rows beyond those that were drawn is taken to have one left for each that is lost before it is
-# read, without asking.
-SPARE_ROWS = 16
 
 
 class StepPlan(NamedTuple):
@@ -79,7 +76,6 @@ class ShardedDraw:
         share: of the total that is this rank's shard's; what a probability within the shard is multiplied with.
         rounds: int64, how often each was drawn again because its row had no sample left; the same on all ranks. None
             where none was.
-        spare: whether every shard that is drawn from has shown `SPARE_ROWS` more rows that could be drawn.
     """
 
     shard: NDArray[np.int64]
@@ -90,7 +86,6 @@ class ShardedDraw:
     share: float = 1.0
     steps: NDArray[np.uint32] | None = None
     rounds: NDArray[np.int64] | None = None
-    spare: bool = False
 
 
 class ShardedStrategy(Protocol):

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from geartrain.errors import NotEnoughRowsError
 from geartrain.selection.declared import first_rows
-from geartrain.selection.shard import NO_ROW, NO_ROWS, SPARE_ROWS, Shard, ShardedDraw
+from geartrain.selection.shard import NO_ROW, NO_ROWS, Shard, ShardedDraw
 from geartrain.selection.strategy import ORDERS, Candidates, Traits
 
 
@@ -22,19 +22,18 @@ def offered_after(cursors: Mapping[str, int] | None, number: int, count: int) ->
 
 def offer_shape(traits: Traits, n: int) -> tuple[int, int]:
     """The shape of what each shard offers for n rows."""
-    return n + SPARE_ROWS, 3 if traits.order == ORDERS["highest_priority"] else 2
+    return n, 3 if traits.order == ORDERS["highest_priority"] else 2
 
 
 def offer_of(traits: Traits, candidates: Candidates, n: int, after: int) -> NDArray[np.uint64]:
-    """The first rows of a shard, (n + SPARE_ROWS, 2 or 3): sequence number (0: none), key, and for `TopK` priority."""
+    """The first rows of a shard, (n, 2 or 3): sequence number (0: none), key, and for `TopK` priority."""
     order = traits.order
     assert order is not None
-    most, width = offer_shape(traits, n)
-    offer = np.zeros((most, width), np.uint64)
-    rows, generations, sequences, priorities = first_rows(candidates, order, most, after, traits.limits, NO_ROWS)
+    offer = np.zeros(offer_shape(traits, n), np.uint64)
+    rows, generations, sequences, priorities = first_rows(candidates, order, n, after, traits.limits, NO_ROWS)
     offer[: len(rows), 0] = sequences
     offer[: len(rows), 1] = rows.astype(np.uint64) << np.uint64(32) | generations
-    if width == 3:
+    if offer.shape[1] == 3:
         offer[: len(rows), 2] = priorities
     return offer
 
@@ -62,7 +61,6 @@ def draw_first(traits: Traits, shard: Shard, n: int, cursors: Mapping[str, int] 
         ranking = np.lexsort((owner, sequence))
     taken = ranking[:n]
     owner, key, sequence = owner[taken], key[taken], sequence[taken]
-    left = np.count_nonzero(offers[:, :, 0], axis=1) - (taken_of := np.bincount(owner, minlength=shard.count))
     mine = owner == shard.number
     state: dict[str, int] = {}
     if cursors is not None:
@@ -76,5 +74,4 @@ def draw_first(traits: Traits, shard: Shard, n: int, cursors: Mapping[str, int] 
         np.where(mine, key & np.uint64(0xFFFFFFFF), 0).astype(np.uint32),
         mine.astype(np.float64),
         state,
-        spare=bool((left[taken_of > 0] >= SPARE_ROWS).all()),
     )

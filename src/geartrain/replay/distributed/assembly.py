@@ -31,8 +31,8 @@ from geartrain.replay.device.options import Path
 from geartrain.replay.distributed.assembly_device import DeviceAssembler, GatherAssembler, StagedAssembler
 from geartrain.replay.distributed.assembly_host import Incoming
 from geartrain.replay.distributed.assembly_nccl import NcclAssembler
-from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.replay.distributed.read import RowBuffer
+from geartrain.replay.distributed.read_agreement import ReadAgreement
 from geartrain.replay.fetch import FetchPlan
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class BatchAssembler(Protocol):
 
     def exchange(
         self,
-        group: RankGroup,
+        agreement: ReadAgreement,
         outgoing: Mapping[int, RowBuffer],
         mine: RowBuffer | None,
         incoming: Sequence[Incoming],
@@ -76,7 +76,7 @@ class BatchAssembler(Protocol):
         """Sends outgoing rows and puts incoming rows into this rank's batch. Collective.
 
         Args:
-            group: the rank group.
+            agreement: exchanges messages; raises where a rank has lost rows.
             outgoing: buffers of `message_buffers`, by the consumer's rank.
             mine: the buffer of this rank's batch; None where it gets no fields.
             incoming: ranks that read rows for this one, and the rows' places.

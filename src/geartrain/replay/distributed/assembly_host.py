@@ -14,8 +14,9 @@ from geartrain.core.keys import Keys
 from geartrain.replay.batch import Batch
 from geartrain.replay.builder import nothing
 from geartrain.replay.distributed.messages import RowMessage
-from geartrain.replay.distributed.rank_group import Bytes, Message, RankGroup
+from geartrain.replay.distributed.rank_group import Bytes, Message
 from geartrain.replay.distributed.read import RowBuffer
+from geartrain.replay.distributed.read_agreement import ReadAgreement
 from geartrain.replay.fetch import FetchedRows, FetchPlan
 
 # A rank that reads rows for this one, and their places in this rank's batch.
@@ -45,7 +46,7 @@ class HostAssembler:
 
     def exchange(
         self,
-        group: RankGroup,
+        agreement: ReadAgreement,
         outgoing: Mapping[int, RowBuffer],
         mine: RowBuffer | None,
         incoming: Sequence[Incoming],
@@ -57,12 +58,12 @@ class HostAssembler:
             assert buffer.message is not None
             sends.append((peer, buffer.message.data))
         if mine is None or not incoming:
-            group.exchange(sends, [])
+            agreement.exchange(sends, [])
             return 0
         counts = [len(places) for _, places in incoming]
         memory = self._message_memory(mine.plan, counts)
         messages = [RowMessage(mine.plan, n, data) for n, data in zip(counts, memory, strict=True)]
-        group.exchange(sends, [(peer, each.data) for (peer, _), each in zip(incoming, messages, strict=True)])
+        agreement.exchange(sends, [(peer, each.data) for (peer, _), each in zip(incoming, messages, strict=True)])
         received = [(each, places) for each, (_, places) in zip(messages, incoming, strict=True)]
         for message, places in received:
             mine.headers[places] = message.headers

@@ -17,8 +17,8 @@ from geartrain.replay.device.layout import scatter_lines
 from geartrain.replay.distributed.assembly_device import DeviceRowBuffer, GatherAssembler
 from geartrain.replay.distributed.assembly_host import Incoming
 from geartrain.replay.distributed.messages import ROW_HEADER, flat_bytes
-from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.replay.distributed.read import RowBuffer
+from geartrain.replay.distributed.read_agreement import ReadAgreement
 from geartrain.replay.fetch import FetchPlan
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class NcclAssembler(GatherAssembler):
 
     def exchange(
         self,
-        group: RankGroup,
+        agreement: ReadAgreement,
         outgoing: Mapping[int, RowBuffer],
         mine: RowBuffer | None,
         incoming: Sequence[Incoming],
@@ -85,7 +85,7 @@ class NcclAssembler(GatherAssembler):
         assert outbox is not None
         assert mine is None or isinstance(mine, DeviceRowBuffer)
         received = {peer: np.empty(len(places), ROW_HEADER) for peer, places in incoming}
-        group.exchange(
+        agreement.exchange(
             [(peer, flat_bytes(buffer.headers)) for peer, buffer in sorted(outgoing.items())],
             [(peer, flat_bytes(headers)) for peer, headers in received.items()],
         )

@@ -12,8 +12,8 @@ For every batch all ranks take the same steps, in the same order (GEAR, sections
     7. copies      tensor-parallel peers get a copy of the batch                                       one copy each
 
 No rank requests a row: both ends know what moves. A row that is overwritten between 3 and 5 is redrawn by the rank that
-reads it, from the same shard, so no other rank has to know. Where that shard may have no other row the ranks ask each
-other after step 5, and draw the batch again. A rank that fails aborts the group, and every other one raises
+reads it, from the same shard, so no other rank has to know. Where that shard has no other row all ranks learn it in
+step 6, and draw the batch again (read_agreement.py). A rank that fails aborts the group, and every other one raises
 `PeerLostError`.
 """
 
@@ -45,7 +45,8 @@ from geartrain.replay.distributed.members import Consumer, Members
 from geartrain.replay.distributed.messages import flat_bytes
 from geartrain.replay.distributed.priority_updates import check_steps
 from geartrain.replay.distributed.rank_group import Message, RankGroup, run_on_all_ranks
-from geartrain.replay.distributed.read import AssignedDraws, RowBuffer, RowsLostError, ShardReader
+from geartrain.replay.distributed.read import AssignedDraws, RowBuffer, ShardReader
+from geartrain.replay.distributed.read_agreement import ReadAgreement, RowsLostError
 from geartrain.replay.distributed.topology import MeshPosition
 from geartrain.replay.distributed.transition_rows import TransitionRows
 from geartrain.replay.fetch import FetchPlan
@@ -238,13 +239,15 @@ class DistributedBatchBuilder:
             if quota and self.members.leads(number):
                 # The shard's rate limiter admits an even share: how many rows it will be drawn for is not known yet.
                 self.samplers[number].admit(-(-quota // len(self.members.stores[number].ranks)))
+        used = list(self._sampler.cursors)
         for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
                 built = self._build_once(step, state, updates, quotas, began_s, sent)
                 break
-            except RowsLostError:  # on all ranks, which so draw again from what there is now
-                if attempt == MAX_ATTEMPTS:
-                    raise
+            except CommonError as error:
+                self._sampler.cursors[:] = used  # no one has got what was redrawn for this batch
+                if attempt == MAX_ATTEMPTS or not isinstance(error, RowsLostError):
+                    raise  # on all ranks; otherwise all of them draw again from what there is now
         return built
 
     def _build_once(
@@ -259,12 +262,12 @@ class DistributedBatchBuilder:
         draws = self._assign(drawn, quotas)
         buffers, mine = self._buffers(draws)
         outcome = self._reader.read(step, state, drawn, draws, buffers)
-        lowest = self._reader.agree(outcome, drawn, known.rows, self._has_importance)
         read_s = time.perf_counter()
-        self._exchange(buffers, mine, draws)
+        agreement = self._reader.agreement(outcome, with_lowest=self._has_importance)
+        self._exchange(agreement, buffers, mine, draws)
         importance_weights = None
-        if self._has_importance and mine is not None and lowest is not None:
-            importance_weights = self._importance_weights(mine, draws, lowest, known.counts, step)
+        if mine is not None and agreement.lowest is not None:
+            importance_weights = self._importance_weights(mine, draws, agreement.lowest, known.counts, step)
         batch, deliver = self._finish(mine, draws, importance_weights, step)
         ended_s = time.perf_counter()
         self.traffic.select_s += selected_s - began_s
@@ -313,8 +316,14 @@ class DistributedBatchBuilder:
         buffers = self.assembler.message_buffers(outgoing)
         return (buffers if mine is None else {rank: mine, **buffers}), mine
 
-    def _exchange(self, buffers: Mapping[int, RowBuffer], mine: RowBuffer | None, draws: AssignedDraws) -> None:
-        """Step 6: one message per pair of ranks, and its rows to their places."""
+    def _exchange(
+        self,
+        agreement: ReadAgreement,
+        buffers: Mapping[int, RowBuffer],
+        mine: RowBuffer | None,
+        draws: AssignedDraws,
+    ) -> None:
+        """Step 6: one message per pair of ranks, and its rows to their places, where no rank has lost any for good."""
         rank = self.group.rank
         outgoing = {peer: buffer for peer, buffer in buffers.items() if peer != rank}
         self.traffic.sent_bytes += sum(buffer.nbytes for buffer in outgoing.values())
@@ -328,7 +337,7 @@ class DistributedBatchBuilder:
                 else:
                     incoming.append((peer, places))
         idle = self._idle(draws)
-        self.traffic.received_bytes += self.assembler.exchange(self.group, outgoing, mine, incoming, idle)
+        self.traffic.received_bytes += self.assembler.exchange(agreement, outgoing, mine, incoming, idle)
 
     def _idle(self, draws: AssignedDraws) -> bool:
         """Whether no row moves between any two ranks, for assemblers that exchange nothing then."""

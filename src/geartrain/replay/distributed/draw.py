@@ -62,14 +62,12 @@ class ShardTotals(NamedTuple):
         state: the strategies' state, with the sequence numbers that redraws have used.
         totals: for each store (shards,) uint64, where draws begin with its shards' totals; None elsewhere.
         offers: for each store the first rows of its shards, where draws begin with these; None elsewhere.
-        rows: for each store (shards,) int64, the selectable rows of its shards.
     """
 
     counts: list[int]
     state: State
     totals: list[NDArray[np.uint64] | None]
     offers: list[NDArray[np.uint64] | None]
-    rows: list[NDArray[np.int64]]
 
 
 class Agreed(NamedTuple):
@@ -132,15 +130,13 @@ class ShardedSampler:
         counts: list[int] = []
         totals: list[NDArray[np.uint64] | None] = []
         offers: list[NDArray[np.uint64] | None] = []
-        rows: list[NDArray[np.int64]] = []
         state = [dict(each) for each in state]
         for number, (sampler, store) in enumerate(zip(self.samplers, self.members.stores, strict=True)):
             shards = status["stores"][:, number]
             if self.members.leads(number):
                 sampler.plan.store.native.advance_sequence(int(shards["next_sequence"].max()))
             leaders = shards[store.leaders]
-            rows.append(leaders["rows"])
-            counts.append(int(rows[-1].sum()))
+            counts.append(int(leaders["rows"].sum()))
             known = self._by_totals[number] and not changed
             totals.append(leaders["total"].copy() if known else None)
             offers.append(self._offers_of(number, agreed, before[number]))
@@ -151,7 +147,7 @@ class ShardedSampler:
                         state[number][name] = max(state[number].get(name, 0), used)
         for sampler, count in zip(self.samplers, counts, strict=True):
             common_errors(functools.partial(sampler.check_count, count))
-        return ShardTotals(counts, state, totals, offers, rows)
+        return ShardTotals(counts, state, totals, offers)
 
     def _offers_of(self, number: int, agreed: Agreed, before: dict[str, int]) -> NDArray[np.uint64] | None:
         """The first rows of all shards of a store, as their leaders have told them with their status.

@@ -13,21 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.errors import EmptyStoreError, NotEnoughRowsError
+from geartrain.errors import EmptyStoreError
 from geartrain.replay.builder import State
-from geartrain.replay.distributed.draw import CommonError
 from geartrain.replay.distributed.members import Consumer, Members
 from geartrain.replay.distributed.messages import ROW_HEADER, RowMessage
+from geartrain.replay.distributed.read_agreement import ReadAgreement, ReadOutcome
 from geartrain.replay.distributed.transition_rows import ReadDraws, TransitionRows
 from geartrain.replay.fetch import FetchPlan
 from geartrain.replay.sampler import StoreSampler
-from geartrain.selection.shard import SPARE_ROWS
-from geartrain.selection.sharded import NO_ROW, ShardedDraw, is_independent
+from geartrain.selection.sharded import NO_ROW, ShardedDraw, begins_with_offers, is_independent
 from geartrain.selection.strategy import Draw, Redraw
 
 
@@ -52,17 +51,6 @@ class AssignedDraws:
     place: NDArray[np.int64]
     first: NDArray[np.int64]
     sizes: NDArray[np.int64]
-
-
-class RowsLostError(CommonError):
-    """A shard had no other row for one that was lost. All ranks know, and can draw the batch again."""
-
-
-class ReadOutcome(NamedTuple):
-    """What a rank found when it read: the lowest probability of each store; and the error where a shard was empty."""
-
-    lowest: list[float]
-    failed: EmptyStoreError | None
 
 
 @dataclass(frozen=True)
@@ -269,9 +257,12 @@ class ShardReader:
         self.members = members
         self._plans = plans
         self._cursors = cursors
-        # Draws of these stores can be made again by all ranks: they have used nothing up.
-        self._independent = [is_independent(each.strategy) for each in samplers]
-        self._may_refuse = any(each.limited or each.may_refuse for each in samplers)
+        # Whether a batch can be drawn again by all ranks: draws that are independent or in an order use nothing up.
+        self._can_redraw = all(
+            (is_independent(each.strategy) or begins_with_offers(each.strategy))
+            and not (each.limited or each.may_refuse)
+            for each in samplers
+        )
 
     def read(
         self,
@@ -297,43 +288,14 @@ class ShardReader:
                 lowest[number] = float(rows.probability.min())
         return ReadOutcome(lowest, failed)
 
-    def agree(
-        self, outcome: ReadOutcome, drawn: Sequence[ShardedDraw | None], rows: Sequence[NDArray[np.int64]], asks: bool
-    ) -> NDArray[np.float64] | None:
-        """Whether all ranks have their rows; the lowest probability of each store that any of them read.
-
-        They ask each other where draws may be refused, where a shard that is drawn from showed few rows beyond those
-        that were drawn, and where they have something to tell anyway. Otherwise a shard that has lost all its rows
-        since ends the replay.
+    def agreement(self, outcome: ReadOutcome, *, with_lowest: bool) -> ReadAgreement:
+        """The exchange of what was read, which tells all ranks of lost rows.
 
         Args:
-            outcome: of this rank's `read`.
-            drawn: of each store.
-            rows: of each store's shards, as the batch began.
-            asks: whether lowest probabilities are wanted.
-
-        Returns:
-            (stores,) float64; None where they are not wanted.
-
-        Raises:
-            RowsLostError: a rank lost rows, and its shard has no others; on all ranks, which can make the draws again.
-            CommonError: the same, where they cannot.
+            outcome: of `read`.
+            with_lowest: whether lowest probabilities are wanted.
         """
-        spare = map(_has_spare, self._independent, drawn, rows)
-        if not asks and not self._may_refuse and all(spare):
-            if outcome.failed is not None:
-                raise outcome.failed
-            return None
-        failed = outcome.failed is not None
-        every = self.members.all_gather(np.array([failed, *outcome.lowest] if asks else [failed]))
-        if every[:, 0].any():
-            rank = int(np.flatnonzero(every[:, 0])[0])
-            error = outcome.failed or NotEnoughRowsError(
-                f"rank {rank} found no other rows in its shard for those that were lost"
-            )
-            raise RowsLostError(error) if all(self._independent) and not self._may_refuse else CommonError(error)
-        lowest: NDArray[np.float64] | None = every[:, 1:].min(0) if asks else None
-        return lowest
+        return ReadAgreement(self.members, outcome, with_lowest=with_lowest, can_redraw=self._can_redraw)
 
     def _read_store(
         self,
@@ -399,23 +361,11 @@ class ShardReader:
             self._cursors[number] = max(self._cursors[number], redrawn.state["after"])
 
 
-def _has_spare(independent: bool, drawn: ShardedDraw | None, rows: NDArray[np.int64]) -> bool:
-    """Whether every shard that is drawn from is known to have rows for those that are lost."""
-    if drawn is None or drawn.spare:
-        return True
-    if not independent:
-        return False
-    few = rows < SPARE_ROWS
-    return not few.any() or not few[drawn.shard].any()
-
-
 __all__ = [
     "AssignedDraws",
-    "ReadOutcome",
     "ReadRequest",
     "ReadResult",
     "RowBuffer",
-    "RowsLostError",
     "ShardReader",
     "ShardRows",
 ]

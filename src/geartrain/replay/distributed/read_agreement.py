@@ -1,0 +1,89 @@
+"""Agreement on a read: every rank tells all others, with the rows that it sends, whether it has lost some for good.
+
+No rank finishes a batch before it knows that all of them have their rows: a shard may be emptied between the draw and
+the read. As this travels with the rows (step 6) it takes no round of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geartrain.errors import EmptyStoreError, NotEnoughRowsError
+from geartrain.replay.distributed.draw import CommonError
+from geartrain.replay.distributed.members import Members
+from geartrain.replay.distributed.messages import flat_bytes
+from geartrain.replay.distributed.rank_group import DIRECT_RANKS, Message
+
+
+class RowsLostError(CommonError):
+    """A shard had no other row for one that was lost. All ranks know, and can draw the batch again."""
+
+
+class ReadOutcome(NamedTuple):
+    """What a rank found when it read: the lowest probability of each store; and the error where a shard was empty."""
+
+    lowest: list[float]
+    failed: EmptyStoreError | None
+
+
+class ReadAgreement:
+    """The exchange of the rows of one batch, with what every rank found when it read.
+
+    Args:
+        members: the ranks.
+        outcome: of this rank's read.
+        with_lowest: whether the lowest probabilities of all ranks are wanted.
+        can_redraw: whether all ranks can make the draws again: they have used nothing up.
+
+    Attributes:
+        lowest: after the exchange, (stores,) float64: of each store the lowest probability that any rank read; None
+            where it is not wanted.
+    """
+
+    def __init__(self, members: Members, outcome: ReadOutcome, *, with_lowest: bool, can_redraw: bool) -> None:
+        self.members = members
+        self.lowest: NDArray[np.float64] | None = None
+        self._outcome = outcome
+        self._with_lowest = with_lowest
+        self._can_redraw = can_redraw
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Sends and receives rows as `RankGroup.exchange` does. Collective.
+
+        Raises:
+            RowsLostError: a rank lost rows, and its shard has no others; on all ranks, which can make the draws again.
+            CommonError: the same, where they cannot.
+        """
+        group, outcome = self.members.group, self._outcome
+        failed = outcome.failed is not None
+        mine = np.array([failed, *outcome.lowest] if self._with_lowest else [failed])
+        if group.size > DIRECT_RANKS:  # to tell each of the others would take longer than the rounds of an all-gather
+            self._check(self.members.all_gather(mine))
+            group.exchange(sends, receives)
+            return
+        others = [peer for peer in range(group.size) if peer != group.rank]
+        every = np.empty((group.size, mine.size), mine.dtype)
+        every[group.rank] = mine
+        told = flat_bytes(mine)
+        group.exchange(
+            [*((peer, told) for peer in others), *sends],
+            [*((peer, flat_bytes(every[peer])) for peer in others), *receives],
+        )
+        self._check(every)
+
+    def _check(self, every: NDArray[Any]) -> None:
+        if every[:, 0].any():
+            rank = int(np.flatnonzero(every[:, 0])[0])
+            error = self._outcome.failed or NotEnoughRowsError(
+                f"rank {rank} found no other rows in its shard for those that were lost"
+            )
+            raise RowsLostError(error) if self._can_redraw else CommonError(error)
+        if self._with_lowest:
+            self.lowest = every[:, 1:].min(0)
+
+
+__all__ = ["ReadAgreement", "ReadOutcome", "RowsLostError"]

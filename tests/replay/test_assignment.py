@@ -1,0 +1,122 @@
+"""Draws are assigned to replicas and readers as a slow reference in Python says, for any job and any batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from geartrain.errors import ArgumentError
+from geartrain.replay.distributed.assignment import Assigned, Assigner, Replica
+
+Job = tuple[list[Replica], list[list[int]]]
+
+
+def reference(job: Job, shards: list[int], sizes: list[int], in_order: bool) -> list[tuple[int, int, int]]:
+    """For each draw its replica, reader and place, by search."""
+    replicas, shard_ranks = job
+    n, starts = len(shards), [sum(sizes[:at]) for at in range(len(sizes))]
+    room = {each: n // len(replicas) + (each < n % len(replicas)) for each in range(len(replicas))}
+    of_draw = [each for each in room for _ in range(room[each])]
+    of_atom = {at: of_draw[start] for at, start in enumerate(starts)} if in_order else {}
+
+    def has(replica: int, shard: int, preference: int) -> bool:
+        local = replicas[replica].local_shards
+        return preference < len(local) and shard in local[preference]
+
+    def deal(atoms: list[int], among: list[int]) -> None:
+        """One atom to each replica in turn, while there is room."""
+        turn = 0
+        for atom in atoms:
+            if turn == 0:
+                takers = [each for each in among if room[each] >= sizes[atom]]
+            if not takers:
+                return
+            of_atom[atom] = takers[turn]
+            room[takers[turn]] -= sizes[atom]
+            turn = (turn + 1) % len(takers)
+
+    together = len(shard_ranks) == 1 and set(sizes) <= {1} and all(any(each.local_shards) for each in replicas)
+    for size in () if in_order else sorted(set(sizes), reverse=True):
+        for preference in () if together else range(max(len(each.ranks) for each in replicas)):
+            for shard in range(len(shard_ranks)):
+                left = [at for at, start in enumerate(starts) if shards[start] == shard and sizes[at] == size]
+                among = [each for each in room if has(each, shard, preference)]
+                deal([at for at in left if at not in of_atom], among)
+        deal([at for at in range(len(sizes)) if sizes[at] == size and at not in of_atom], list(room))
+
+    found: list[tuple[int, int, int]] = []
+    turns = dict.fromkeys(range(len(shard_ranks)), 0)
+    for at, start in enumerate(starts):
+        shard, owner = shards[start], replicas[of_atom[at]]
+        own = [rank for rank, local in zip(owner.ranks, owner.local_shards, strict=True) if shard in local]
+        if not own:
+            own = [shard_ranks[shard][turns[shard] % len(shard_ranks[shard])]]
+            turns[shard] += 1
+        for draw in range(start, start + sizes[at]):
+            replica = of_draw[draw] if in_order else of_atom[at]
+            found.append((replica, own[0], sum(other == replica for other, _, _ in found)))
+    return found
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    """Replicas of one to three ranks, on hosts with one shard or more, or with none in reach."""
+    hosts = draw(st.integers(1, 4))
+    shard_hosts = draw(st.lists(st.integers(0, hosts - 1), min_size=1, max_size=5))
+    counts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=6))
+    rank_hosts = draw(st.lists(st.integers(0, hosts - 1), min_size=sum(counts), max_size=sum(counts)))
+    ranks = iter(range(sum(counts)))
+    replicas = []
+    for count in counts:
+        mine = tuple(next(ranks) for _ in range(count))
+        local = (frozenset(at for at, of in enumerate(shard_hosts) if of == rank_hosts[rank]) for rank in mine)
+        replicas.append(Replica(mine, tuple(local)))
+    # A shard that no replica's rank has is read by ranks beyond them.
+    shard_ranks = [[rank for rank, of in enumerate(rank_hosts) if of == host] or [90, 91] for host in shard_hosts]
+    return replicas, shard_ranks
+
+
+def as_tuples(assigned: Assigned) -> list[tuple[int, int, int]]:
+    arrays = assigned.replica, assigned.reader, assigned.place
+    return list(zip(*(array.tolist() for array in arrays), strict=True))
+
+
+@settings(deadline=None)
+@given(jobs(), st.data(), st.booleans())
+def test_single_draws_go_where_the_reference_says(job: Job, data: st.DataObject, in_order: bool) -> None:
+    shards = data.draw(st.lists(st.integers(0, len(job[1]) - 1), max_size=40))
+    found = Assigner(*job).assign(np.array(shards, np.int64), "ordered" if in_order else "local_first")
+    assert as_tuples(found) == reference(job, shards, [1] * len(shards), in_order or len(job[0]) == 1)
+
+
+@settings(deadline=None, max_examples=40)
+@given(jobs(), st.data(), st.booleans())
+def test_groups_of_draws_go_where_the_reference_says(job: Job, data: st.DataObject, in_order: bool) -> None:
+    n = 4 * len(job[0]) * data.draw(st.integers(1, 3))
+    sizes: list[int] = []
+    while sum(sizes) < n:
+        sizes.append(data.draw(st.sampled_from([size for size in (1, 2, 4) if size <= n - sum(sizes)])))
+    of_atom = data.draw(st.lists(st.integers(0, len(job[1]) - 1), min_size=len(sizes), max_size=len(sizes)))
+    shards = np.repeat(np.array(of_atom, np.int64), sizes)
+    found = Assigner(*job).assign(shards, "ordered" if in_order else "local_first", np.array(sizes, np.int64))
+    assert as_tuples(found) == reference(job, shards.tolist(), sizes, in_order or len(job[0]) == 1)
+
+
+@pytest.mark.parametrize(
+    ("shards", "sizes", "complaint"),
+    [
+        ([0, 2], None, "there is no shard 2"),
+        ([0, -1], None, "there is no shard -1"),
+        ([0, 1], [3], "atoms hold other draws"),
+        ([0, 1], [1], "atoms hold other draws"),
+        ([0, 1], [2, 0], "atoms hold other draws"),
+        ([0, 0], [2], "fit into no replica"),
+    ],
+)
+def test_draws_that_cannot_be_assigned_are_refused(shards: list[int], sizes: list[int] | None, complaint: str) -> None:
+    replicas = [Replica((rank,), (frozenset({rank}),)) for rank in range(2)]
+    of_atoms = None if sizes is None else np.array(sizes, np.int64)
+    with pytest.raises(ArgumentError, match=complaint):
+        Assigner(replicas, [[0], [1]]).assign(np.array(shards, np.int64), "local_first", of_atoms)
