@@ -453,7 +453,7 @@ def test_native_calls_with_arrays_that_do_not_fit_are_refused() -> None:
             plan = TransitionRows(sampler.transitions, sampler.plan, 0)
             arrays, view = plan.empty(2), sampler.transitions.native
             good = [rows.native, view, plan.numbers, one, one, one, one, one, 0, 0, 0, 1, 2, arrays]
-            assert len(_native.gather_transitions(*good)) == 4
+            assert len(_native.gather_transitions(*good)) == 5
             bad: list[tuple[int, Any]] = [
                 (2, plan.numbers[1:]), (2, [99] * len(plan.numbers)), (3, none), (3, one + 99), (4, none), (5, none),
                 (6, one + 2), (7, none), (12, 3), (12, 2**60), (13, arrays[1:]), (13, [*arrays, arrays[0]]),

@@ -17,9 +17,9 @@ OBS = {"obs": gt.Field((2,), "float32")}
 GOALS = {f"obs.{name}": gt.Field((1,), "float32") for name in ("achieved_goal", "desired_goal")}
 
 
-def make_store(fields=OBS, *, max_length=17, capacity=400, **options):
+def make_store(fields=OBS, *, name=(), max_length=17, capacity=400, **options):
     made = recorded_fields({**fields, **SCALARS}, share_rows=True, truncated=gt.Field((), "bool"))
-    return gt.Store.create(made, max_length=max_length, capacity=capacity, **options)
+    return gt.Store.create(*name, made, max_length=max_length, capacity=capacity, **options)
 
 
 def record(store, mode, steps, n_envs=3, seed=0, publish_every=None, overlap=4):
@@ -193,7 +193,7 @@ def test_fields_of_a_user_are_not_taken_for_it(tmp_path):
         rows["episodes"] = np.arange(4, dtype=np.int32)
         rows["last"][:, ::4] = True  # which means what the user likes
         keys = store.insert(rows)
-        assert gt.fetch(store, keys, window=3, ends=np.full(4, 5))["obs"].shape == (4, 3, 2)
+        assert gt.fetch(store, keys, window=3, ends=np.full(4, 5), output="numpy")["obs"].shape == (4, 3, 2)
         with gt.Replay(store, Uniform(seed=0), 8, window=4, output="numpy") as replay:
             assert set(replay.sample()["episodes"].tolist()) <= {0, 1, 2, 3}
         with gt.Replay(store, Uniform(seed=0, over="steps"), 64, view=gt.Transitions(), output="numpy") as replay:
@@ -247,6 +247,34 @@ def test_a_checkpoint_keeps_the_episodes(tmp_path):
         view = gt.Transitions(n_step=3, gamma=GAMMA)
         with gt.Replay(store, Uniform(seed=0, over="steps"), 256, view=view, output="numpy") as replay:
             check_batch(replay.sample(), known, 3, 1, store.max_length)
+
+
+def test_a_journal_keeps_the_episodes(tmp_path, store_name):
+    kept = {"name": [store_name()], "journal": tmp_path / "journal"}
+    with make_store(**kept) as store:
+        known = by_observation(record(store, "next_step", 200))
+        store.sync_journal()
+        rows = len(store)
+    with make_store(**kept) as store:
+        assert len(store) == rows
+        view = gt.Transitions(n_step=3, gamma=GAMMA)
+        with gt.Replay(store, Uniform(seed=0, over="steps"), 256, view=view, output="numpy") as replay:
+            check_batch(replay.sample(), known, 3, 1, store.max_length)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["next_step", "same_step"])
+def test_thousands_of_episodes_are_those_of_a_slow_reference(mode):
+    with make_store(max_length=31, capacity=4000) as store:
+        episodes = record(store, mode, 4000)
+        assert len(episodes) > 1500
+        known = by_observation(episodes)
+        for n_step, stack in ((1, 1), (4, 3)):
+            view = gt.Transitions(n_step=n_step, gamma=GAMMA, frame_stack=stack)
+            with gt.Replay(store, Uniform(seed=1, over="steps"), 512, view=view, output="numpy") as replay:
+                for _ in range(20):
+                    check_batch(replay.sample(), known, n_step, stack, store.max_length)
+        assert store.audit() == []
 
 
 def test_what_would_cross_episodes_is_refused():
