@@ -169,9 +169,9 @@ def test_a_command_that_ends_by_a_schedulers_sigterm_before_its_launcher_has_it_
     more = '[role.watch]\nrun = "launched:linger"'
     launcher = started(toml(tmp_path, name, more, 'run = ["sleep", "1000"]'), tmp_path)
     wait_for(lambda: f"launch-{name}" in counters.names() and counters.describe(f"launch-{name}").totals["steps"] == 1)
-    pids = counters.SharedCounters.open(f"launch-{name}").column("pid")
-    wait_for(lambda: pids.min() > 1)  # 0, before it is written, would be this process's whole group
-    for pid in pids:  # the command ends by it; the function sees that the job stops
+    slots = counters.SharedCounters.open(f"launch-{name}")
+    wait_for(lambda: slots.column("pid").min() > 1)  # 0, before it is written, would be this process's whole group
+    for pid in slots.column("pid"):  # the command ends by it; the function sees that the job stops
         os.kill(int(pid), signal.SIGTERM)
     launcher.send_signal(signal.SIGTERM)
     _, error = launcher.communicate(timeout=patience(30))
