@@ -112,6 +112,8 @@ class StoreModel(RuleBasedStateMachine):
 
     def may_allocate(self, n: int) -> bool:
         """Makes room for n blocks as the store does; False when it must refuse."""
+        if n > self.capacity:  # at the door, before anything is removed
+            return False
         self.grow_old()
         free = self.capacity - self.blocks_held() - len(self.rows)
         if free + len(self.rows) < n:
