@@ -23,6 +23,8 @@ Item = TypeVar("Item")
 #: Handing an item to another thread and waking it costs both of them together about this much CPU time.
 HAND_OVER_S = 50e-6
 _LOOKED_AT = 8
+# A signal that comes just before a wait does not end it: its handler runs when the wait looks again.
+_SLICE_S = 0.5
 
 
 class BuildPlacement:
@@ -91,10 +93,14 @@ class Prefetcher(Generic[Item]):
 
     def get(self, timeout_s: float) -> Item:
         """The next item. Raises what `make` raised, and `StillBuildingError` when there is none in time."""
-        try:
-            item = self._ready.get(timeout=timeout_s)
-        except queue.Empty:
-            raise StillBuildingError(f"no item was ready within {timeout_s:g} s") from None
+        until_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                item = self._ready.get(timeout=max(0.0, min(timeout_s, _SLICE_S, until_s - time.monotonic())))
+                break
+            except queue.Empty:
+                if time.monotonic() >= until_s:
+                    raise StillBuildingError(f"no item was ready within {timeout_s:g} s") from None
         if isinstance(item, BaseException):
             raise item
         return item
