@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
-from geartrain.errors import ArgumentError
 from geartrain.replay.distributed.rank_group import TorchRankGroup
 from geartrain.transport.connection import Connection, connect, listen
+from geartrain_bench.distributed_replay.two_processes import run
 
 CARRIERS = ("gloo", "auto", "tcp")
 ROUNDS = 100
@@ -83,21 +80,10 @@ def _connected(rank: int, store: object) -> Connection:
 
 def main(arguments: list[str]) -> None:
     """Prints a table; raises `ArgumentError` for a number of blocks that is none."""
-    if len(arguments) == 3:  # the other rank
-        measure(int(arguments[0]), arguments[1], int(arguments[2]))
+    measured = run(__spec__.name, measure, arguments, 20)
+    if measured is None:  # the other rank
         return
-    if len(arguments) > 1 or not all(each.isdigit() and int(each) > 0 for each in arguments):
-        raise ArgumentError(f"usage: python -m {__spec__.name} [BLOCKS], found {arguments}")
-    blocks = int(arguments[0]) if arguments else 20
-    with tempfile.TemporaryDirectory() as folder:
-        meeting = str(Path(folder) / "meeting")
-        other = subprocess.Popen([sys.executable, "-m", __spec__.name, "1", meeting, str(blocks)])
-        try:
-            found = measure(0, meeting, blocks)
-            other.wait(60)
-        finally:
-            other.kill()
-            other.wait()
+    found, blocks = measured
     names = {"connection": "bare connection, shared memory", "auto": "shared memory", "tcp": "TCP", "gloo": "Gloo"}
     print(f"one round of 2 ranks, {NBYTES} bytes each, {blocks} blocks of {ROUNDS}, load {os.getloadavg()[0]:.1f}")
     for name, (median_us, p90_us, cpu_us) in found.items():

@@ -15,22 +15,19 @@ from __future__ import annotations
 
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 import uuid
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from geartrain.core.schema import Field
-from geartrain.errors import ArgumentError
 from geartrain.replay.distributed.rank_group import SingleRank
 from geartrain.replay.replay import Replay
 from geartrain.selection.random import Prioritized
 from geartrain.store.store import Store
+from geartrain_bench.distributed_replay.two_processes import run
 
 ROWS = 32
 BATCHES = 100
@@ -93,21 +90,10 @@ def _measure_replays(store: Store, learns: bool, blocks: int) -> dict[str, float
 
 def main(arguments: list[str]) -> None:
     """Prints a table; raises `ArgumentError` for a number of blocks that is none."""
-    if len(arguments) == 3:  # the other rank
-        measure(int(arguments[0]), arguments[1], int(arguments[2]))
+    measured = run(__spec__.name, measure, arguments, 10)
+    if measured is None:  # the other rank
         return
-    if len(arguments) > 1 or not all(each.isdigit() and int(each) > 0 for each in arguments):
-        raise ArgumentError(f"usage: python -m {__spec__.name} [BLOCKS], found {arguments}")
-    blocks = int(arguments[0]) if arguments else 10
-    with tempfile.TemporaryDirectory() as folder:
-        meeting = str(Path(folder) / "meeting")
-        other = subprocess.Popen([sys.executable, "-m", __spec__.name, "1", meeting, str(blocks)])
-        try:
-            found = measure(0, meeting, blocks)
-            other.wait(60)
-        finally:
-            other.kill()
-            other.wait()
+    found, blocks = measured
     print(f"us of processor time a batch of {ROWS} rows, {blocks} blocks of {BATCHES}, load {os.getloadavg()[0]:.1f}")
     print(f"{'rows':28} {'alone':>9} {'group of 1':>11} {'each of 2':>10} {'1 / alone':>10} {'sum of 2':>9}")
     for (row_bytes, learns), each in found.items():
