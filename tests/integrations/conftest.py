@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import exported
+import imports
 import numpy as np
 import pytest
+
+from geartrain.store.store import Store
 
 
 @pytest.fixture
@@ -59,3 +63,22 @@ def no_stock_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     samplers = pytest.importorskip("torchrl.data.replay_buffers.samplers")
     classes = [samplers.SliceSampler, samplers.PrioritizedSliceSampler, samplers.PrioritizedSampler]
     refuse(monkeypatch, classes, ("__init__", "sample", "_get_stop_and_length", "_get_index", "_finalize_index"))
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    """A store of a dozen ragged rows of random bits, to be exported."""
+    with Store.create(imports.store_name(), exported.FIELDS, max_length=7, capacity=20) as made:
+        exported.fill(made, 12)
+        yield made
+
+
+@pytest.fixture
+def run_command() -> Callable[..., Any]:
+    """Runs the command line with these words, in this process."""
+    pytest.importorskip("typer")
+    import typer.testing
+
+    from geartrain.tools.cli import app
+
+    return lambda *words: typer.testing.CliRunner().invoke(app, list(words))
