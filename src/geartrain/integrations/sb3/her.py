@@ -15,10 +15,10 @@ from stable_baselines3.her.goal_selection_strategy import KEY_TO_GOAL_STRATEGY, 
 
 from geartrain.core.arguments import check_whole
 from geartrain.errors import ArgumentError
-from geartrain.integrations.sb3.draws import DrawnWindows
-from geartrain.integrations.sb3.layout import INFO, REWARD, count_of, environment_of, writer_of
 from geartrain.integrations.sb3.replay_buffer import DictReplayBuffer
-from geartrain.integrations.sb3.writer import unpacked_infos
+from geartrain.integrations.transitions.draws import DrawnWindows
+from geartrain.integrations.transitions.layout import INFO, REWARD, count_of, environment_of, writer_of
+from geartrain.integrations.transitions.writer import unpacked_infos
 from geartrain.replay.fetch import fetch
 
 _ACHIEVED, _DESIRED = "achieved_goal", "desired_goal"

@@ -11,9 +11,9 @@ from stable_baselines3.common.type_aliases import ReplayBufferSamples
 
 from geartrain.core.arguments import check_whole
 from geartrain.errors import ArgumentError
-from geartrain.integrations.sb3.draws import DrawnWindows
-from geartrain.integrations.sb3.layout import DONE, FLAGS, REWARD, TIMEOUT, TRANSITION
 from geartrain.integrations.sb3.replay_buffer import ReplayBuffer
+from geartrain.integrations.transitions.draws import DrawnWindows
+from geartrain.integrations.transitions.layout import DONE, FLAGS, REWARD, TIMEOUT, TRANSITION
 from geartrain.selection.arguments import check_number
 
 

@@ -11,9 +11,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, EmptyStoreError, NotEnoughRowsError
-from geartrain.integrations.sb3.draws import DrawnWindows, TransitionDraws
 from geartrain.integrations.sb3.n_step import NStepReplayBuffer
 from geartrain.integrations.sb3.replay_buffer import ReplayBuffer
+from geartrain.integrations.transitions.draws import DrawnWindows, TransitionDraws
 from geartrain.replay.replay import Replay
 from geartrain.selection.arguments import check_number
 from geartrain.selection.random import Prioritized, checked_beta

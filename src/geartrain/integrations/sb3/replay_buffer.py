@@ -18,11 +18,11 @@ from stable_baselines3.common.type_aliases import DictReplayBufferSamples, Repla
 from geartrain.core.arguments import check_whole
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, IncompatibleStoreError, NotEnoughRowsError, SchemaError
-from geartrain.integrations.sb3.contents import Contents, FlagArray, Positions
-from geartrain.integrations.sb3.draws import DrawnWindows, TransitionDraws
-from geartrain.integrations.sb3.index import TransitionIndex
 from geartrain.integrations.sb3.joined import joined
-from geartrain.integrations.sb3.layout import (
+from geartrain.integrations.transitions.contents import Contents, FlagArray, Positions
+from geartrain.integrations.transitions.draws import DrawnWindows, TransitionDraws
+from geartrain.integrations.transitions.index import TransitionIndex
+from geartrain.integrations.transitions.layout import (
     ACTION,
     DONE,
     FLAGS,
@@ -36,8 +36,7 @@ from geartrain.integrations.sb3.layout import (
     row_steps,
     rows_needed,
 )
-from geartrain.integrations.sb3.writer import TransitionWriter, packed_infos
-from geartrain.replay.fetch import fetch
+from geartrain.integrations.transitions.writer import TransitionWriter, packed_infos
 from geartrain.store.segment import PriorityPer
 from geartrain.store.store import Store
 
@@ -74,7 +73,7 @@ class ReplayBuffer(stock.ReplayBuffer):
 
     Attributes:
         pos, full: of what this process has added, as in Stable-Baselines3.
-        store: the store. Its fields are those of `geartrain.integrations.sb3.layout`.
+        store: the store. Its fields are those of `geartrain.integrations.transitions.layout`.
         observations, next_observations, actions, rewards: what this process has added, by position and environment:
             copies, made when they are asked for, of the whole buffer's size.
         dones, timeouts: the same; they can be set, `buffer.dones[position] = True`, which writes rows anew.
@@ -279,16 +278,12 @@ class ReplayBuffer(stock.ReplayBuffer):
     def _drawn_by_number(self, batch_size: int) -> DrawnWindows:
         """A batch where there may be too few transitions to draw whole windows."""
         self.index.refresh()
-        runs = self.index.runs()
-        total = np.cumsum(runs.length)
-        if not len(total):
+        count = self.index.count()
+        if not count:
             if self.full:
                 return DrawnWindows.zeros(self.store, self.drawn_fields(), batch_size, self.reach)
             raise NotEnoughRowsError("the replay buffer is empty: nothing was added yet")
-        drawn = np.random.randint(0, total[-1], size=batch_size)
-        place = np.searchsorted(total, drawn, "right")
-        number = runs.number[place] + drawn - (total[place] - runs.length[place])
-        return self.windows_of(number)
+        return self.windows_of(self.index.at(np.random.randint(0, count, size=batch_size)))
 
     def _get_samples(self, batch_inds: NDArray[Any], env: Any = None) -> ReplayBufferSamples:
         """The transitions at positions of this process, each of an environment drawn for it."""
@@ -303,11 +298,7 @@ class ReplayBuffer(stock.ReplayBuffer):
 
     def windows_at(self, keys: Keys, step: NDArray[np.int64], fields: Sequence[str]) -> DrawnWindows:
         """Some fields of the windows whose transitions are at these steps of rows."""
-        last = ends = step + self.reach - 1
-        if self.reach > 1:
-            ends = np.minimum(last, self.store.status(keys)["length"].astype(np.int64) - 1)
-        batch: Any = fetch(self.store, keys, fields=fields, window=self.reach + 1, ends=ends, output="numpy")
-        return DrawnWindows.aligned({name: batch[name] for name in fields}, last - ends)
+        return DrawnWindows.at(self.store, keys, step, fields, self.reach)
 
     def samples_of(self, windows: DrawnWindows, env: Any) -> ReplayBufferSamples:
         """What Stable-Baselines3 trains on."""

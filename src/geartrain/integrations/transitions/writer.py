@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.errors import ArgumentError
-from geartrain.integrations.sb3.layout import ACTION, FLAGS, INFO, MOST_WRITERS, NUMBER, REWARD, numbers
+from geartrain.integrations.transitions.layout import MOST_WRITERS, NUMBER, numbers
+from geartrain.store.recorder import REQUIRED_FIELDS
 from geartrain.store.store import Store
 
 #: Entries of an info that are not stored: it is the transition's next observation.
@@ -59,8 +60,8 @@ class TransitionWriter:
         self._no: Any = False if n_envs == 1 else np.zeros(n_envs, np.bool_)
         self._nothing: dict[str, Any] = {
             name: np.zeros((n_envs, *fields[name].shape), fields[name].numpy_dtype)
-            for name in (ACTION, REWARD, FLAGS, INFO)
-            if name in fields
+            for name in fields
+            if name not in (*observations, NUMBER, *REQUIRED_FIELDS)
         }
 
     def add(self, observations: Mapping[str, Any], step: dict[str, Any]) -> None:

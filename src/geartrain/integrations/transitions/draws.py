@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.integrations.sb3.layout import FLAGS, TRANSITION
+from geartrain.core.keys import Keys
+from geartrain.integrations.transitions.layout import FLAGS, TRANSITION
+from geartrain.replay.fetch import fetch
 from geartrain.replay.replay import Replay
 from geartrain.selection.random import Uniform
 from geartrain.selection.strategy import Strategy
@@ -28,6 +30,15 @@ class DrawnWindows(NamedTuple):
     are of the same environment, and a step without TRANSITION ends what belongs to the transition."""
 
     fields: dict[str, NDArray[Any]]  # (B, reach + 1, ...)
+
+    @staticmethod
+    def at(store: Store, keys: Keys, step: NDArray[np.int64], fields: Sequence[str], reach: int) -> DrawnWindows:
+        """Some fields of the windows whose first transitions are at these steps of rows."""
+        last = ends = step + reach - 1
+        if reach > 1:
+            ends = np.minimum(last, store.status(keys)["length"].astype(np.int64) - 1)
+        batch: Any = fetch(store, keys, fields=fields, window=reach + 1, ends=ends, output="numpy")
+        return DrawnWindows.aligned({name: batch[name] for name in fields}, last - ends)
 
     @staticmethod
     def aligned(fields: dict[str, NDArray[Any]], missing: NDArray[np.int64]) -> DrawnWindows:
@@ -51,17 +62,26 @@ class DrawnWindows(NamedTuple):
         )
 
 
+def seed_of_numpy() -> int:
+    """A seed from NumPy's global generator."""
+    return int(np.random.randint(0, 2**31))
+
+
 class TransitionDraws:
-    """Draws batches from a store; seeded from NumPy's global generator with the first.
+    """Draws batches from a store.
 
     Args:
         store: with the fields of `layout.fields_of`.
         fields: that are gathered, FLAGS among them.
         reach: steps behind the first of a window.
+        seed: gives a seed, and is called before the first batch of each size.
     """
 
-    def __init__(self, store: Store, fields: Sequence[str], reach: int) -> None:
+    def __init__(
+        self, store: Store, fields: Sequence[str], reach: int, seed: Callable[[], int] = seed_of_numpy
+    ) -> None:
         self._store = store
+        self._seed = seed
         self._fields = list(fields)
         self._reach = reach
         self._replays: dict[int, Replay] = {}
@@ -108,7 +128,7 @@ class TransitionDraws:
     def _made(self, n: int) -> Replay:
         return Replay(
             self._store,
-            self._strategy(int(np.random.randint(0, 2**31))),
+            self._strategy(self._seed()),
             n + max(4, n // _SPARE),
             fields=[*self._fields, _LAST] if self._reach > 1 else self._fields,
             window=self._reach + 1,
@@ -135,4 +155,4 @@ def _take_spare(
             array[to] = given[place]
 
 
-__all__ = ["DrawnWindows", "TransitionDraws"]
+__all__ = ["DrawnWindows", "TransitionDraws", "seed_of_numpy"]

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError
-from geartrain.integrations.sb3.index import TransitionIndex
-from geartrain.integrations.sb3.layout import FLAGS, count_of, environment_of, numbers, writer_of
-from geartrain.integrations.sb3.writer import TransitionWriter
+from geartrain.integrations.transitions.index import TransitionIndex
+from geartrain.integrations.transitions.layout import FLAGS, count_of, environment_of, numbers, writer_of
+from geartrain.integrations.transitions.writer import TransitionWriter
 from geartrain.replay.fetch import fetch
 from geartrain.store.store import Store
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from geartrain.core.keys import Keys
 from geartrain.errors import StaleKeyError
-from geartrain.integrations.sb3.layout import DONE, FLAGS, NUMBER, TIMEOUT, TRANSITION, count_of
+from geartrain.integrations.transitions.layout import DONE, FLAGS, NUMBER, TIMEOUT, TRANSITION, count_of
 from geartrain.replay.fetch import fetch
 from geartrain.store.handle import ROW_STATES
 from geartrain.store.store import Store
@@ -107,6 +107,7 @@ class TransitionIndex:
         self._rows = b""  # the rows that are there, and which of them are being written
         self._lengths = b""
         self._whole: Runs | None = None
+        self._sums: NDArray[np.int64] | None = None  # of the lengths of all runs
         self._episodes: Episodes | None = None
         self._ended = b""
 
@@ -123,7 +124,7 @@ class TransitionIndex:
             self._take_complete(keys[np.flatnonzero(~is_open)])
             self._episodes = None
         self._growing_runs = Runs.joined(list(self._read(keys[np.flatnonzero(is_open)]).values()))
-        self._rows, self._lengths, self._whole = rows, lengths, None
+        self._rows, self._lengths, self._whole, self._sums = rows, lengths, None, None
 
     def _take_complete(self, keys: Keys) -> None:
         known, complete, unread = self._complete, {}, []
@@ -157,6 +158,22 @@ class TransitionIndex:
         if self._whole is None:
             self._whole = Runs.joined([self._complete_runs, self._growing_runs])
         return self._whole
+
+    def count(self) -> int:
+        """Transitions, as of the last `refresh`."""
+        return int(self._totals()[-1]) if len(self.runs().number) else 0
+
+    def at(self, place: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Numbers of transitions by place, from 0 to `count()` - 1."""
+        runs, totals = self.runs(), self._totals()
+        run = np.searchsorted(totals, place, "right")
+        numbers: NDArray[np.int64] = runs.number[run] + place - (totals[run] - runs.length[run])
+        return numbers
+
+    def _totals(self) -> NDArray[np.int64]:
+        if self._sums is None:
+            self._sums = np.cumsum(self.runs().length)
+        return self._sums
 
     def find(self, number: NDArray[np.int64]) -> tuple[Keys, NDArray[np.int64]]:
         """Row and step of transitions; of those that several rows hold, where most follow.
