@@ -11,7 +11,7 @@ from geartrain.selection.arguments import check_number
 from geartrain.selection.strategy import check_seed
 
 
-def checked_state(state: object, seed: int, identities: Mapping[str, list[str]], stores: int) -> dict[str, Any]:
+def checked_state(state: object, seed: int | None, identities: Mapping[str, list[str]], stores: int) -> dict[str, Any]:
     """A replay's state, for one with this seed and these stores.
 
     Args:
