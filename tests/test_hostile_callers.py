@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import deadlines
 import hostile.jobs
+import hostile.lerobot
 import hostile.peers
 import hostile.public as public
 import hostile.sb3
@@ -48,7 +49,8 @@ def sb3_server() -> Iterator[Server]:
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest, subject: str) -> Server:
-    wanted = "sb3_server" if FACTORIES[subject].make.__module__ == "hostile.sb3" else "plain_server"
+    with_torch = FACTORIES[subject].make.__module__ in ("hostile.sb3", "hostile.lerobot")
+    wanted = "sb3_server" if with_torch else "plain_server"
     found: Server = request.getfixturevalue(wanted)
     return found
 

@@ -83,6 +83,10 @@ class NotEnoughRowsError(EmptyStoreError, ValueError):
     """More rows were asked for than are selectable."""
 
 
+class EmptyBufferError(NotEnoughRowsError, RuntimeError):
+    """A replay buffer that nothing was added to; a `RuntimeError` too, as its project raises there."""
+
+
 class SplitGroupError(ReplayError, ValueError):
     """Over several ranks: the rows of a group that is to be drawn as a whole are in more than one shard."""
 

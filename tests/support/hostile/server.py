@@ -74,6 +74,7 @@ class Server:
 def serve() -> dict[str, Any] | None:
     """Forks a process an order; returns the order in that process, and None at the end."""
     import hostile.jobs
+    import hostile.lerobot
     import hostile.peers
     import hostile.sb3
     import hostile.scenarios

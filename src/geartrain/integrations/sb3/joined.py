@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.integrations.transitions.contents import Contents
+from geartrain.integrations.sb3.contents import Contents
 from geartrain.integrations.transitions.layout import (
     DONE,
     FLAGS,

@@ -18,8 +18,8 @@ from stable_baselines3.common.type_aliases import DictReplayBufferSamples, Repla
 from geartrain.core.arguments import check_whole
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, IncompatibleStoreError, NotEnoughRowsError, SchemaError
+from geartrain.integrations.sb3.contents import Contents, FlagArray, Positions
 from geartrain.integrations.sb3.joined import joined
-from geartrain.integrations.transitions.contents import Contents, FlagArray, Positions
 from geartrain.integrations.transitions.draws import DrawnWindows, TransitionDraws
 from geartrain.integrations.transitions.index import TransitionIndex
 from geartrain.integrations.transitions.layout import (

@@ -1,0 +1,143 @@
+"""Entries of transitions: which field of the store a tensor goes to, in which shape and dtype.
+
+LeRobot stores everything as float32. Here uint8, int8, bool and float16, of which every value is a float32 too, stay as
+they are in the store, and batches are float32 all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from geartrain.core.schema import Field
+from geartrain.errors import ArgumentError, IncompatibleStoreError, SchemaError
+from geartrain.integrations.transitions.layout import ACTION, INFO, fields_of, observation_field
+
+_KEPT = {
+    torch.uint8: np.dtype(np.uint8),
+    torch.int8: np.dtype(np.int8),
+    torch.bool: np.dtype(np.bool_),
+    torch.float16: np.dtype(np.float16),
+}
+_FLOAT32 = np.dtype(np.float32)
+_STATE_PREFIX, _INFO_PREFIX = observation_field(""), f"{INFO}."
+
+
+class Entry(NamedTuple):
+    """One tensor of a transition: its field, and its shape and dtype there."""
+
+    field: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @staticmethod
+    def of(field: str, what: str, value: Any) -> Entry:
+        """Of a value; an axis of length 1 in front is that of a batch of one.
+
+        Raises:
+            ArgumentError: it is neither a tensor nor a number.
+        """
+        if isinstance(value, torch.Tensor):
+            shape = tuple(value.shape)
+            return Entry(field, shape[1:] if shape[:1] == (1,) else shape, _KEPT.get(value.dtype, _FLOAT32))
+        if isinstance(value, (int, float)):
+            return Entry(field, (), _FLOAT32)
+        raise ArgumentError(f"Unsupported type {type(value)} for {what}: transitions hold tensors and numbers")
+
+    def array(self, what: str, value: Any) -> NDArray[Any]:
+        """A value of a transition, as the field has it; not a copy where it is so already.
+
+        Raises:
+            ArgumentError: it is neither a tensor nor a number. SchemaError: its shape differs from the field's, or
+                its dtype does and the field's does not hold all of its values.
+        """
+        if isinstance(value, torch.Tensor):
+            array: NDArray[Any]
+            try:
+                array = value.numpy()
+            except (RuntimeError, TypeError):  # needs a gradient, is elsewhere, or NumPy lacks its dtype
+                plain = value.detach().cpu()
+                array = (plain if plain.dtype in _KEPT else plain.float()).numpy()
+        elif isinstance(value, (int, float)):
+            array = np.array(value, np.float32)
+        else:
+            raise ArgumentError(f"Unsupported type {type(value)} for {what}: transitions hold tensors and numbers")
+        if array.shape != self.shape:
+            if array.shape != (1, *self.shape):
+                raise SchemaError(
+                    f"{what} has shape {array.shape}; the first transition's had {self.shape}, and so has the buffer"
+                )
+            array = array[0]
+        if array.dtype != self.dtype:
+            if self.dtype != _FLOAT32:
+                raise SchemaError(
+                    f"{what} is {array.dtype}; the first transition's was {self.dtype}, and so is the buffer"
+                )
+            array = array.astype(np.float32)
+        return array if array.flags.c_contiguous else array.copy()
+
+
+class Entries:
+    """The entries of a buffer's transitions: those of states, the action, those of infos.
+
+    Attributes:
+        states: by key.
+        action: the action's.
+        infos: by key; None: transitions have no infos.
+    """
+
+    def __init__(self, states: dict[str, Entry], action: Entry, infos: dict[str, Entry] | None) -> None:
+        self.states, self.action, self.infos = states, action, infos
+
+    @staticmethod
+    def of_transition(state: Any, action: Any, infos: Mapping[str, Any] | None) -> Entries:
+        """Those of a buffer whose first transition this is.
+
+        Raises:
+            ArgumentError: a state is no dict or empty, or there is something else than tensors and numbers.
+        """
+        if not isinstance(state, Mapping) or not state:
+            raise ArgumentError(f"a state is a dict of tensors by key, found {state!r}")
+        return Entries(
+            {key: Entry.of(_STATE_PREFIX + key, f"state[{key}]", value) for key, value in state.items()},
+            Entry.of(ACTION, "action", action),
+            None
+            if infos is None
+            else {
+                key: Entry.of(_INFO_PREFIX + key, f"complementary_info[{key}]", value) for key, value in infos.items()
+            },
+        )
+
+    @staticmethod
+    def of_fields(name: str, fields: Mapping[str, Field]) -> Entries:
+        """Those of a store that another process has made.
+
+        Raises:
+            IncompatibleStoreError: it is not of a replay buffer of LeRobot's.
+        """
+        found = {each: Entry(each, field.shape, field.numpy_dtype) for each, field in fields.items()}
+        states = {each.removeprefix(_STATE_PREFIX): found[each] for each in found if each.startswith(_STATE_PREFIX)}
+        infos = {each.removeprefix(_INFO_PREFIX): found[each] for each in found if each.startswith(_INFO_PREFIX)}
+        if ACTION not in found or not states:
+            raise IncompatibleStoreError(f"the store {name!r} is not of a replay buffer of LeRobot's: {list(fields)}")
+        entries = Entries(states, found[ACTION], infos or None)
+        if entries.fields() != dict(fields):
+            raise IncompatibleStoreError(f"the store {name!r} is not of a replay buffer of LeRobot's: {list(fields)}")
+        return entries
+
+    def fields(self) -> dict[str, Field]:
+        """The fields of the buffer's store."""
+        observations = {entry.field: (entry.shape, entry.dtype) for entry in self.states.values()}
+        infos = {each.field: Field(each.shape, each.dtype.name) for each in (self.infos or {}).values()}
+        return fields_of(observations, (self.action.shape, self.action.dtype), 0) | infos
+
+    def drawn(self) -> list[str]:
+        """The fields of states, actions and infos."""
+        return [each.field for each in (*self.states.values(), self.action, *(self.infos or {}).values())]
+
+
+__all__ = ["Entries", "Entry"]

@@ -1,0 +1,555 @@
+"""LeRobot's replay buffer, with its transitions in a store: `LeRobotReplayBuffer`."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from geartrain.core.arguments import check_whole, refuse_copies
+from geartrain.errors import (
+    ArgumentError,
+    EmptyBufferError,
+    IncompatibleStoreError,
+    SchemaError,
+    StoreClosedError,
+    StoreMissingError,
+)
+from geartrain.integrations.lerobot.augmentation import random_shift
+from geartrain.integrations.lerobot.batches import BatchTransition
+from geartrain.integrations.lerobot.datasets import StoredRuns, transitions_of, written
+from geartrain.integrations.lerobot.entries import Entries, Entry
+from geartrain.integrations.lerobot.positions import PositionColumn
+from geartrain.integrations.lerobot.prefetch import BatchPrefetch
+from geartrain.integrations.transitions.draws import DrawnWindows, TransitionDraws
+from geartrain.integrations.transitions.index import TransitionIndex
+from geartrain.integrations.transitions.layout import (
+    ACTION,
+    DONE,
+    FLAGS,
+    REWARD,
+    TIMEOUT,
+    TRANSITION,
+    row_steps,
+    rows_needed,
+)
+from geartrain.integrations.transitions.writer import TransitionWriter
+from geartrain.store.store import Store
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+#: States that are augmented with `use_drq`: those whose keys begin so.
+IMAGE_PREFIX = "observation.image"
+_REACH = 1
+# By flags, whether a transition was terminal, and whether it was the last one before a truncation.
+_DONES, _TRUNCATEDS = (np.array([(flags & bit) != 0 for flags in range(256)], np.float32) for bit in (DONE, TIMEOUT))
+
+
+class LeRobotReplayBuffer:
+    """`lerobot.rl.buffer.ReplayBuffer` over a store in shared memory.
+
+    Observations are stored once, with `optimize_memory` or without, and the next state of a transition is the one that
+    was added, also where an episode was cut off. Batches are float32 tensors drawn by geartrain: every transition is
+    equally likely, and what draws them is seeded from torch's global generator. All methods may be called by several
+    threads.
+
+    The store is made with the first transition, whose entries, shapes and dtypes all others must have. Values are kept
+    as float32, and uint8, int8, bool and float16 as they are.
+
+    Args:
+        capacity: transitions.
+        device: where batches are.
+        state_keys: of the states that are taken from a dataset (`from_lerobot_dataset`). `add` takes all that a state
+            has.
+        image_augmentation_function: takes images (N, C, H, W) and returns as many; `random_shift` by default. It is
+            called once for each image of a state, with states and next states.
+        use_drq: augment states whose keys begin with "observation.image" when they are sampled.
+        storage_device: "cpu", where shared memory is.
+        optimize_memory: accepted, and changes nothing.
+        store: the name of a store that several processes share, which the first of them that adds creates; or an open
+            `geartrain.Store` of another buffer (`buffer.store`). Without it the buffer has a store of its own.
+        writers: processes that add to it, for which there is room.
+        reserve: allocate the memory with the first transition, so that a lack of it is an error there. With False it is
+            when it is first written to, and the process dies of SIGBUS once /dev/shm is full.
+
+    Attributes:
+        capacity, device, storage_device, state_keys, image_augmentation_function, use_drq, optimize_memory: as given.
+
+    Raises:
+        ArgumentError: arguments that make no buffer. From the first `add`, NoSpaceError: /dev/shm is too small, and
+            IncompatibleStoreError: the store of that name is of another kind of buffer, or of another capacity.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        device: str | torch.device = "cuda:0",
+        state_keys: Sequence[str] | None = None,
+        image_augmentation_function: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        use_drq: bool = True,
+        storage_device: str | torch.device = "cpu",
+        optimize_memory: bool = False,
+        *,
+        store: str | Store | None = None,
+        writers: int = 1,
+        reserve: bool = True,
+    ) -> None:
+        if check_whole("capacity", capacity) <= 0:
+            raise ArgumentError(f"Capacity must be greater than 0, found {capacity}")
+        if check_whole("writers", writers) < 1:
+            raise ArgumentError(f"writers must be at least 1, found {writers}")
+        if torch.device(storage_device).type != "cpu":
+            raise ArgumentError(f"transitions lie in shared memory: storage_device is 'cpu', found {storage_device!r}")
+        self.capacity = capacity
+        self.device = device
+        self.storage_device = storage_device
+        self.optimize_memory = optimize_memory
+        self.state_keys = [] if state_keys is None else list(state_keys)
+        self.image_augmentation_function = image_augmentation_function or random_shift
+        self.use_drq = use_drq
+        self._given, self._writers, self._reserve = store, writers, reserve
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._closed = False
+        self._store: Store | None = None
+        self._entries: Entries
+        self._told: set[str] = set()  # keys that are not kept, which was said
+        self._enough = 0  # transitions that are there at least
+        if isinstance(store, Store):
+            self._use(store, Entries.of_fields(store.name, store.fields))
+
+    # --- the store --------------------------------------------------------------------------------------------
+
+    @property
+    def store(self) -> Store | None:
+        """The store; None before the first transition."""
+        return self._store
+
+    @property
+    def initialized(self) -> bool:
+        """Whether there is a store."""
+        return self._store is not None
+
+    def _create(self, entries: Entries) -> Store:
+        """Makes the store, or joins the one of that name."""
+        steps = row_steps(self.capacity, _REACH)
+        rows = rows_needed(self.capacity, 1, steps, _REACH, self._writers)
+        fields, reserve = entries.fields(), self._reserve
+        if self._given is None:
+            return Store.create(fields, max_length=steps, capacity=rows, reserve=reserve)
+        name = str(self._given)
+        return Store.open(name, fields, max_length=steps, create="missing", capacity=rows, reserve=reserve)
+
+    def _use(self, store: Store, entries: Entries) -> None:
+        if store.max_length != row_steps(self.capacity, _REACH) or store.per_step:
+            raise IncompatibleStoreError(
+                f"the store {store.name!r} is of a buffer of another capacity: its rows have {store.max_length} steps, "
+                f"those of {self.capacity} transitions {row_steps(self.capacity, _REACH)}"
+            )
+        if store is not self._given:
+            weakref.finalize(self, store.close).atexit = False
+        self._entries = entries
+        self._attach(store)
+        self._store = store
+
+    def _attach(self, store: Store) -> None:
+        fields = [*self._entries.drawn(), REWARD, FLAGS]
+        observations = [entry.field for entry in self._entries.states.values()]
+        self._writer = TransitionWriter(store, observations, 1, _REACH)
+        self._draws = TransitionDraws(store, fields, _REACH, _seed)
+        self._index = TransitionIndex(store)
+
+    def _join(self) -> Store | None:
+        """The store, also if another process has made it meanwhile; None where there is none yet.
+
+        Raises:
+            StoreClosedError: the buffer was closed.
+        """
+        if self._closed:
+            raise StoreClosedError("the replay buffer was closed")
+        if self._store is None and isinstance(self._given, str):
+            try:
+                store = Store.open(self._given)
+            except StoreMissingError:
+                return None
+            try:
+                self._use(store, Entries.of_fields(store.name, store.fields))
+            except IncompatibleStoreError:
+                store.close()
+                raise
+        return self._store
+
+    def _locked(self) -> threading.Lock:
+        """The lock; a forked child makes its own, and what it adds is its own too."""
+        if self._pid != os.getpid():
+            self._lock, self._pid = threading.Lock(), os.getpid()
+            if self._store is not None:
+                self._attach(self._store)
+        return self._lock
+
+    def close(self) -> None:
+        """Closes the buffer's store, unless it was given an open one; what is called then raises `StoreClosedError`."""
+        self._closed = True
+        if self._store is not None and self._store is not self._given:
+            self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        refuse_copies(self, "share it by the name of its store, or write it with to_lerobot_dataset")
+
+    # --- adding -----------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        state: Mapping[str, torch.Tensor],
+        action: torch.Tensor,
+        reward: float | torch.Tensor,
+        next_state: Mapping[str, torch.Tensor] | None,
+        done: bool | torch.Tensor,
+        truncated: bool | torch.Tensor,
+        complementary_info: Mapping[str, torch.Tensor | float] | None = None,
+    ) -> None:
+        """Appends one transition. Tensors may have an axis of length 1 in front.
+
+        Args:
+            state, next_state: tensors by key. `next_state` may be None where `done` is set: it is the state then.
+            action: a tensor.
+            reward, done, truncated: of one transition.
+            complementary_info: tensors and numbers by key. Entries that this one lacks are zeros; those that the first
+                transition did not have are not kept, which is warned of once.
+
+        Raises:
+            ArgumentError: an entry that is neither a tensor nor a number, or no next state.
+            SchemaError: an entry is missing, or has another shape or dtype than the first transition's; nothing is
+                added.
+        """
+        with self._locked():
+            store = self._join()
+            entries = self._entries if store else Entries.of_transition(state, action, complementary_info)
+            if complementary_info is not None and not isinstance(complementary_info, Mapping):
+                raise ArgumentError(f"complementary_info is a dict or None, found {type(complementary_info).__name__}")
+            reward, over, late = _one("reward", reward), bool(_one("done", done)), bool(_one("truncated", truncated))
+            if next_state is None:
+                if not over:
+                    raise ArgumentError("next_state may be None only where done is set: what it was is not known")
+                next_state = state
+            states = self._arrays("state", entries.states, state)
+            step: dict[str, Any] = self._arrays("next_state", entries.states, next_state)
+            step[ACTION] = entries.action.array("action", action)
+            step[REWARD] = reward
+            step[FLAGS] = TRANSITION | (DONE if over else 0) | (TIMEOUT if late else 0)
+            if entries.infos:
+                step.update(self._infos(entries.infos, complementary_info or {}))
+            elif complementary_info:
+                self._tell_of("complementary_info", complementary_info, {})
+            if store is None:
+                made = self._create(entries)
+                try:
+                    self._use(made, entries)
+                    self._join()  # raises where the buffer was closed meanwhile
+                except BaseException:
+                    made.close()
+                    raise
+            self._writer.add(states, step)
+            self._enough = max(self._enough, min(self._writer.count, self.capacity))
+
+    def _arrays(self, what: str, entries: dict[str, Entry], given: Any) -> dict[str, Any]:
+        """A state's entries by field."""
+        if not isinstance(given, Mapping):
+            raise ArgumentError(f"{what} is a dict of tensors by key, found {type(given).__name__}")
+        if len(given) > len(entries):
+            self._tell_of(what, given, entries)
+        try:
+            return {entry.field: entry.array(key, given[key]) for key, entry in entries.items()}
+        except KeyError as missing:
+            raise SchemaError(f"{what} lacks {missing}, which the first transition had") from None
+
+    def _infos(self, entries: dict[str, Entry], given: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+        if len(given) > len(entries) or not given.keys() <= entries.keys():
+            self._tell_of("complementary_info", given, entries)
+        return {
+            entry.field: entry.array(key, given[key]) if key in given else np.zeros(entry.shape, entry.dtype)
+            for key, entry in entries.items()
+        }
+
+    def _tell_of(self, what: str, given: Mapping[str, Any], entries: Mapping[str, Entry]) -> None:
+        """Warns of entries that are not kept, once."""
+        new = {f"{what}[{key}]" for key in given if key not in entries} - self._told
+        if new:
+            self._told |= new
+            warnings.warn(f"not kept, as the first transition had none: {', '.join(sorted(new))}", stacklevel=4)
+
+    # --- sampling ---------------------------------------------------------------------------------------------
+
+    def sample(self, batch_size: int) -> BatchTransition:
+        """A batch of transitions drawn uniformly, with replacement; of as many as there are if those are fewer.
+
+        States and next states are views of one tensor, of which every other entry is theirs.
+
+        Raises:
+            EmptyBufferError: nothing was added yet; a `RuntimeError` too.
+        """
+        if check_whole("batch_size", batch_size) < 1:
+            raise ArgumentError(f"batch_size must be at least 1, found {batch_size}")
+        with self._locked():
+            if self._join() is None:
+                raise EmptyBufferError("Cannot sample from an empty buffer. Add transitions first.")
+            if batch_size > self._enough:
+                self._enough = self._count()
+            count = min(batch_size, self._enough)
+            # Batches of every smaller size come while a buffer fills: drawing them by number keeps nothing for each.
+            windows = self._draws.sample(count) if count == batch_size else None
+            if windows is None:
+                windows = self._drawn_by_number(count)
+            entries = self._entries
+        return self._batch(windows.fields, entries)
+
+    def _drawn_by_number(self, count: int) -> DrawnWindows:
+        """A batch where there may be too few transitions to draw whole windows."""
+        there = self._count()
+        if not there:
+            raise EmptyBufferError("Cannot sample from an empty buffer. Add transitions first.")
+        number = self._index.at(torch.randint(self._index.count(), (count,)).numpy())
+        keys, step = self._index.find(number)
+        assert self._store is not None
+        return DrawnWindows.at(self._store, keys, step, [*self._entries.drawn(), REWARD, FLAGS], _REACH)
+
+    def _batch(self, fields: dict[str, NDArray[Any]], entries: Entries) -> BatchTransition:
+        state, next_state = {}, {}
+        for key, entry in entries.states.items():
+            both = self._tensor(fields[entry.field])  # (B, 2, ...)
+            if self.use_drq and key.startswith(IMAGE_PREFIX):
+                augmented = self.image_augmentation_function(both.flatten(0, 1))
+                both = augmented.reshape(-1, 2, *augmented.shape[1:])
+            state[key], next_state[key] = both[:, 0], both[:, 1]
+        flags = fields[FLAGS][:, 1]
+        infos = entries.infos
+        return BatchTransition(
+            state=state,
+            action=self._tensor(fields[ACTION][:, 1]),
+            reward=self._tensor(fields[REWARD][:, 1]),
+            next_state=next_state,
+            done=self._tensor(_DONES.take(flags)),
+            truncated=self._tensor(_TRUNCATEDS.take(flags)),
+            complementary_info=None
+            if infos is None
+            else {key: self._tensor(fields[entry.field][:, 1]) for key, entry in infos.items()},
+        )
+
+    def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
+        """float32 on `device`; over the batch's memory where it is so already, which is the batch's alone."""
+        return torch.from_numpy(array).to(self.device).float()
+
+    def get_iterator(
+        self, batch_size: int, async_prefetch: bool = True, queue_size: int = 2
+    ) -> Iterator[BatchTransition]:
+        """Batches without end.
+
+        Args:
+            batch_size: transitions of each.
+            async_prefetch: a thread samples them ahead; closing or dropping the iterator ends it. Otherwise a batch is
+                sampled when it is asked for.
+            queue_size: batches that the thread keeps ready.
+
+        Raises:
+            EmptyBufferError: when the first batch is asked for and nothing was added yet.
+        """
+        if async_prefetch:
+            return BatchPrefetch(lambda: self.sample(batch_size), queue_size)
+        return iter(lambda: self.sample(batch_size), None)
+
+    # --- what is there ----------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Transitions that were added, by all processes: `capacity` at most."""
+        with self._locked():
+            return 0 if self._join() is None else self._count()
+
+    def _count(self) -> int:
+        self._index.refresh()
+        return min(self._index.count(), self.capacity)
+
+    @property
+    def size(self) -> int:
+        """`len(buffer)`."""
+        return len(self)
+
+    @property
+    def position(self) -> int:
+        """Position that this process's next transition gets."""
+        with self._locked():
+            return 0 if self._store is None else self._writer.count % self.capacity
+
+    @property
+    def states(self) -> dict[str, PositionColumn]:
+        """States by key and position: what this process has added. Read when they are indexed."""
+        return self._columns(0)
+
+    @property
+    def next_states(self) -> dict[str, PositionColumn]:
+        """Next states, as `states`."""
+        return self._columns(1)
+
+    @property
+    def actions(self) -> PositionColumn:
+        """Actions by position, as `states`."""
+        return self._column(ACTION)
+
+    @property
+    def rewards(self) -> PositionColumn:
+        """Rewards by position, as `states`."""
+        return self._column(REWARD)
+
+    @property
+    def dones(self) -> PositionColumn:
+        """bool by position: whether transitions were terminal."""
+        return self._column(FLAGS, as_tensor=lambda flags: torch.from_numpy((flags & DONE) != 0))
+
+    @property
+    def truncateds(self) -> PositionColumn:
+        """bool by position: whether episodes were cut off after them."""
+        return self._column(FLAGS, as_tensor=lambda flags: torch.from_numpy((flags & TIMEOUT) != 0))
+
+    @property
+    def has_complementary_info(self) -> bool:
+        """Whether transitions have infos."""
+        return self._store is not None and self._entries.infos is not None
+
+    @property
+    def complementary_info_keys(self) -> list[str]:
+        """Keys of infos."""
+        return list(self._entries.infos or ()) if self._store is not None else []
+
+    @property
+    def complementary_info(self) -> dict[str, PositionColumn]:
+        """Infos by key and position, as `states`."""
+        infos = (self._entries.infos or {}) if self._store is not None else {}
+        return {key: self._column(entry.field) for key, entry in infos.items()}
+
+    def _columns(self, step: int) -> dict[str, PositionColumn]:
+        states = self._entries.states if self._store is not None else {}
+        return {key: self._column(entry.field, step) for key, entry in states.items()}
+
+    def _column(
+        self, field: str, step: int = 1, as_tensor: Callable[[NDArray[Any]], torch.Tensor] | None = None
+    ) -> PositionColumn:
+        with self._locked():
+            store = self._join()
+            if store is None:
+                raise EmptyBufferError("nothing was added to the replay buffer yet")
+            index, writer = self._index, self._writer
+        return PositionColumn(store, index, writer, self._locked, field, step, self.capacity, as_tensor or _float)
+
+    # --- datasets ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_lerobot_dataset(
+        cls,
+        lerobot_dataset: Any,
+        device: str | torch.device = "cuda:0",
+        state_keys: Sequence[str] | None = None,
+        capacity: int | None = None,
+        image_augmentation_function: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        use_drq: bool = True,
+        storage_device: str | torch.device = "cpu",
+        optimize_memory: bool = False,
+        **options: Any,
+    ) -> LeRobotReplayBuffer:
+        """A buffer with the transitions of a `LeRobotDataset`, read frame by frame, each once.
+
+        The next state of an episode's last frame is its state. Where the dataset has "next.done" and it is not set
+        there, the transition is truncated; without "next.done" the last frame is done.
+
+        Args:
+            lerobot_dataset: with "action", "next.reward", "episode_index" and the states in each frame.
+            state_keys: entries of frames that are states.
+            capacity: the dataset's length by default, and at least.
+            device, image_augmentation_function, use_drq, storage_device, optimize_memory: as of the class.
+            options: `store`, `writers`, `reserve` of the class.
+
+        Raises:
+            ArgumentError: no `state_keys`, a smaller capacity, or an empty dataset without a capacity.
+            SchemaError: a frame lacks an entry.
+        """
+        if state_keys is None:
+            raise ArgumentError("State keys must be provided when converting LeRobotDataset to Transitions.")
+        frames = len(lerobot_dataset)
+        if capacity is None:
+            capacity = frames
+        if capacity < frames:
+            raise ArgumentError(
+                "The capacity of the ReplayBuffer must be greater than or equal to the length of the LeRobotDataset: "
+                f"found {capacity}, and {frames} frames"
+            )
+        buffer = cls(
+            capacity,
+            device,
+            state_keys,
+            image_augmentation_function,
+            use_drq,
+            storage_device,
+            optimize_memory,
+            **options,
+        )
+        try:
+            for transition in transitions_of(lerobot_dataset, list(state_keys)):
+                buffer.add(**transition)
+        except BaseException:
+            buffer.close()
+            raise
+        return buffer
+
+    def to_lerobot_dataset(
+        self, repo_id: str, fps: int = 1, root: Any = None, task_name: str = "from_replay_buffer"
+    ) -> Any:
+        """Writes the transitions of all processes as a `LeRobotDataset`: the newest `capacity`, process by process.
+
+        Episodes end where transitions are done or truncated, and where a process's transitions do. Transitions that
+        are evicted while this runs are left out, which is warned of.
+
+        Args:
+            repo_id, fps, root: as of `LeRobotDataset.create`.
+            task_name: of all episodes.
+
+        Raises:
+            EmptyBufferError: nothing was added yet; a `ValueError` too. MissingDependencyError: LeRobot is not there.
+        """
+        with self._locked():
+            store = self._join()
+            if store is None or not self._count():
+                raise EmptyBufferError("The replay buffer is empty. Cannot convert to a dataset.")
+            runs = StoredRuns.newest(store, self._index, self.capacity)
+            entries = self._entries
+        return written(runs, store, entries, repo_id=repo_id, fps=fps, root=root, task_name=task_name)
+
+
+def _one(what: str, value: Any) -> float:
+    """A number, or a tensor or array of one."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ArgumentError(f"{what} is a number, or a tensor of one, found {value!r}") from None
+
+
+def _seed() -> int:
+    return int(torch.randint(2**31 - 1, ()))
+
+
+def _float(array: NDArray[Any]) -> torch.Tensor:
+    return torch.from_numpy(array).float()
+
+
+__all__ = ["IMAGE_PREFIX", "LeRobotReplayBuffer"]
