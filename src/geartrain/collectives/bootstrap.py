@@ -12,6 +12,7 @@ from typing import Any
 import geartrain.errors as errors
 from geartrain.collectives.faults import renumbered
 from geartrain.collectives.host_map import host_identity
+from geartrain.core.arguments import check_secret, check_text
 from geartrain.errors import (
     CollectiveClosedError,
     GeartrainError,
@@ -33,6 +34,13 @@ def store_from(init_method: str, rank: int, world_size: int, timeout_s: float) -
     assert found_rank is not None
     assert found_size is not None
     return store, found_rank, found_size
+
+
+def secret_of(given: bytes | str | None) -> bytes:
+    """The cluster's secret in bytes; none of it is b""."""
+    if isinstance(given, str):
+        return check_text("a secret", given, empty=True).encode()
+    return b"" if given is None else check_secret(given)
 
 
 class Bootstrap:

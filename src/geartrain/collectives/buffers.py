@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import geartrain._native as _native
+from geartrain.core.arguments import check_choice, shown
 from geartrain.core.dtypes import DTYPES
 from geartrain.errors import ArgumentError
 
@@ -57,8 +58,7 @@ def reduces(op: str, dtype: str) -> bool:
 
 def check_reduction(op: str, dtype: str) -> None:
     """Raises `ArgumentError` for an operation or a dtype that there is not, or not together."""
-    if op not in OPS:
-        raise ArgumentError(f"op is one of {', '.join(OPS)}, found {op!r}")
+    check_choice("op", op, tuple(OPS))
     _reduced_dtype(dtype)
     if not reduces(op, dtype):
         raise ArgumentError(f"there is no {op} of {dtype}")
@@ -121,6 +121,6 @@ def _buffer_of_tensor(tensor: Any) -> HostBuffer:
 
 
 def _reduced_dtype(name: str) -> str:
-    if name not in DTYPE_CODES:
-        raise ArgumentError(f"arrays of {name} are not reduced; there are {', '.join(REDUCED_DTYPES)}")
+    if not isinstance(name, str) or name not in DTYPE_CODES:
+        raise ArgumentError(f"arrays of {shown(name)} are not reduced; there are {', '.join(REDUCED_DTYPES)}")
     return name

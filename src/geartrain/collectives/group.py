@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 import geartrain.core.trace as trace
-from geartrain.collectives.bootstrap import Bootstrap, store_from
+from geartrain.collectives.bootstrap import Bootstrap, secret_of, store_from
 from geartrain.collectives.buffers import buffer_of, check_reduction
 from geartrain.collectives.exchange import Exchange, exchange_of
 from geartrain.collectives.faults import Fault
@@ -23,7 +23,17 @@ from geartrain.collectives.host_map import RingOrder
 from geartrain.collectives.session import GroupConfig, Session, next_session
 from geartrain.collectives.shares import Owners, pick_shares
 from geartrain.collectives.work import FaultNaming, Work
-from geartrain.core.arguments import check_whole, timeout, whole_number
+from geartrain.core.arguments import (
+    check_choice,
+    check_flag,
+    check_store,
+    check_text,
+    check_texts,
+    check_whole,
+    shown,
+    timeout,
+    whole_number,
+)
 from geartrain.core.process_report import register
 from geartrain.errors import ArgumentError, CollectiveClosedError, ConnectionClosedError, GeartrainError
 
@@ -111,24 +121,28 @@ class Group:
         """
         rank, world_size = check_whole("rank", rank), check_whole("world_size", world_size)
         timeout(timeout_s)
-        whole_number("epoch", epoch, 2**63)
-        if isinstance(reducers, str) or not all(isinstance(each, str) for each in reducers):
-            raise ArgumentError(f"reducers is a sequence of host:port, found {reducers!r}")
-        if algorithm not in ALGORITHMS:
-            raise ArgumentError(f"algorithm is one of {ALGORITHMS}, found {algorithm!r}")
-        if transport not in TRANSPORTS:
-            raise ArgumentError(f"transport is one of {TRANSPORTS}, found {transport!r}")
+        whole_number("epoch", epoch, 2**63 - 1)
+        check_text("a group's name", name)
+        reducers = check_texts("reducers", reducers)
+        check_choice("algorithm", algorithm, ALGORITHMS)
+        check_choice("transport", transport, TRANSPORTS)
+        check_choice("on_reducer_loss", on_reducer_loss, ("reform", "raise"))
+        check_flag("hierarchical", hierarchical)
+        secret = secret_of(secret)
+        if host is not None:
+            check_text("host", host)
+        if window_bytes is not None:
+            whole_number("window_bytes", window_bytes, 2**63 - 1)
+        check_store(store)
         if store is None and init_method is not None:
             store, rank, world_size = store_from(init_method, rank, world_size, timeout_s)
         if not 0 <= rank < world_size:
             raise ArgumentError(f"rank is from 0 to world_size - 1, found rank={rank} of {world_size}")
         if store is None and world_size > 1:
             raise ArgumentError("a group of more than one rank needs a store or an init_method")
-        if on_reducer_loss not in ("reform", "raise"):
-            raise ArgumentError(f'on_reducer_loss is "reform" or "raise", found {on_reducer_loss!r}')
-        if hosts is not None and (not hierarchical or isinstance(hosts, str) or len(hosts) != world_size):
+        if hosts is not None and not (hierarchical and _are_names(hosts) and len(hosts) == world_size):
             raise ArgumentError(
-                f"hosts is a name for each of {world_size} ranks of a hierarchical group, found {hosts!r}"
+                f"hosts is a name for each of {world_size} ranks of a hierarchical group, found {shown(hosts)}"
             )
         if hierarchical and on_reducer_loss == "reform":
             raise ArgumentError('a hierarchical group does not go on without a reducer: on_reducer_loss="raise"')
@@ -141,7 +155,7 @@ class Group:
             "rank": rank,
             "world_size": world_size,
             "ring": algorithm == "ring",
-            "secret": secret.encode() if isinstance(secret, str) else secret or b"",
+            "secret": secret,
             "shm": transport != "tcp",
             "host": host if host is not None else "127.0.0.1" if world_size == 1 else "0.0.0.0",
             "max_window_bytes": 16 << 20,
@@ -231,7 +245,7 @@ class Group:
 
         `keep` is held, and returned by `Work.wait`: whatever owns the memory.
         """
-        for name in (dtype, wire_dtype or dtype):
+        for name in (dtype, dtype if wire_dtype is None else wire_dtype):
             check_reduction(op, name)
         self._check_process()
         timeout_s = self.timeout_s if timeout_s is None else timeout(timeout_s)
@@ -447,7 +461,7 @@ class Group:
         self._check_process()
         if isinstance(self._session, HierarchicalSession):
             raise ArgumentError("a hierarchical group is not re-formed: make another one, of the next epoch")
-        unknown = set(without) - set(self.reducers)
+        unknown = set(check_texts("without", without)) - set(self.reducers)
         if unknown:
             raise ArgumentError(f"no such reducers: {sorted(unknown)}; there are {list(self.reducers)}")
         with self._lock:
@@ -459,7 +473,7 @@ class Group:
     def abort(self, reason: str) -> None:
         """Ends the group on all ranks: their operations raise `CollectiveClosedError` with this reason."""
         self._check_process()
-        self._session.native.abort(reason)
+        self._session.native.abort(check_text("the reason", reason))
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Leaves the group, after sending what other members still need, for up to `timeout_s`.
@@ -494,6 +508,11 @@ class Group:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close(0.0 if kind else 10.0)
+
+
+def _are_names(hosts: object) -> bool:
+    """Whether these can be names of hosts: a sequence, of what has a hash."""
+    return isinstance(hosts, Sequence) and not isinstance(hosts, str) and all(isinstance(h, Hashable) for h in hosts)
 
 
 def _figures(group: Group) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from types import TracebackType
 from typing import Any
 
 import geartrain._native as _native
-from geartrain.core.arguments import timeout, whole_number
+from geartrain.collectives.bootstrap import secret_of
+from geartrain.core.arguments import check_choice, check_text, shown, timeout, whole_number
 from geartrain.core.process_report import register
 from geartrain.errors import ArgumentError
 
@@ -43,17 +44,18 @@ class Reducer:
             UntrustedPeerError: no secret, and not loopback.
             GeartrainError: the port is taken, or the host is not this one.
         """
-        host, colon, port = bind.rpartition(":")
-        if not colon or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-            raise ArgumentError(f"bind is host:port, found {bind!r}")
+        check_choice("transport", transport, ("auto", "tcp"))
+        host, colon, port = check_text("bind", bind).rpartition(":")
+        if not colon or not (port.isascii() and port.isdigit() and len(port) <= 5) or int(port) > 65535:
+            raise ArgumentError(f"bind is host:port, found {shown(bind)}")
         self._native = _native.CollectiveReducer.make(
             {
                 "host": host.strip("[]"),
                 "port": int(port),
-                "secret": secret.encode() if isinstance(secret, str) else secret or b"",
+                "secret": secret_of(secret),
                 "shm": transport != "tcp",
-                "max_window_bytes": whole_number("max_window_bytes", max_window_bytes, 2**63),
-                "max_groups": whole_number("max_groups", max_groups, 2**63),
+                "max_window_bytes": whole_number("max_window_bytes", max_window_bytes, 2**63 - 1),
+                "max_groups": whole_number("max_groups", max_groups, 2**63 - 1),
             }
         )
         register(self, "reducer", lambda reducer: {"name": reducer.address, **reducer.metrics()})

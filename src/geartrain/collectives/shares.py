@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import geartrain._native as _native
+from geartrain.core.arguments import check_real, shown
 from geartrain.errors import ArgumentError
 
 
@@ -41,6 +42,13 @@ class Owners:
         return Owners(reducers, tuple(share / total for share in shares))
 
 
+def _numbers(what: str, values: Sequence[float]) -> list[float]:
+    try:
+        return [check_real(f"each of {what}", value) for value in values]
+    except TypeError:
+        raise ArgumentError(f"{what} is a sequence of numbers, found {shown(values)}") from None
+
+
 def pick_shares(
     shares: str | Sequence[float], world_size: int, reducers: int, rates: Sequence[float] | None, algorithm: str
 ) -> tuple[float, ...]:
@@ -53,17 +61,17 @@ def pick_shares(
         raise ArgumentError("a ring has neither reducers nor shares")
     if isinstance(shares, str):
         if shares not in ("auto", "equal"):
-            raise ArgumentError(f'shares is "auto", "equal" or a sequence of numbers, found {shares!r}')
+            raise ArgumentError(f'shares is "auto", "equal" or a sequence of numbers, found {shown(shares)}')
         if shares == "equal" or algorithm == "ring":
             return (*(1.0 / world_size,) * world_size, *(0.0,) * reducers)
-        given_rates = [1e9] * (world_size + reducers) if rates is None else [float(rate) for rate in rates]
+        given_rates = [1e9] * (world_size + reducers) if rates is None else _numbers("rates", rates)
         if len(given_rates) != world_size + reducers:
             raise ArgumentError(
                 f"{world_size} ranks and {reducers} reducers have so many rates, found {len(given_rates)}"
             )
         # The size of the array changes the time, not the shares.
         return tuple(_native.plan_shares(given_rates[:world_size], given_rates[world_size:], 1e9)[0])
-    given = tuple(float(share) for share in shares)
+    given = tuple(_numbers("shares", shares))
     if len(given) != world_size + reducers:
         raise ArgumentError(f"shares are of {world_size} ranks and {reducers} reducers, found {len(given)}")
     return given

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -65,7 +67,7 @@ def whole_number(what: str, value: Any, most: int) -> int:
     """The value as an int from 0 to `most`; fractions and infinities are refused, not cut."""
     number = check_whole(what, value)
     if not 0 <= number <= most:
-        raise ArgumentError(f"{what} must be from 0 to {most}, found {number}")
+        raise ArgumentError(f"{what} must be from 0 to {most}, found {shown(number)}")
     return number
 
 
@@ -76,18 +78,95 @@ def check_whole(what: str, value: Any) -> int:
             raise TypeError
         return int(operator.index(value))
     except TypeError:
-        raise ArgumentError(f"{what} must be a whole number, found {value!r}") from None
+        raise ArgumentError(f"{what} must be a whole number, found {shown(value)}") from None
 
 
 def check_real(what: str, value: Any, wanted: str = "a finite number") -> float:
     """The value as a finite float; text, booleans and arrays are refused."""
     number = float("nan")
     with contextlib.suppress(TypeError, ValueError, OverflowError):
-        if not isinstance(value, (bool, np.bool_, str, bytes)):
+        if not isinstance(value, (bool, np.bool_, str, bytes, bytearray)):  # float(b"1") is a number
             number = float(value)
     if not -float("inf") < number < float("inf"):
-        raise ArgumentError(f"{what} is {wanted}, found {str(value)[:80]}")
+        raise ArgumentError(f"{what} is {wanted}, found {shown(value)}")
     return number
+
+
+def check_flag(what: str, value: Any) -> bool:
+    """The value as a bool; only True and False are taken, NumPy's too."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ArgumentError(f"{what} is True or False, found {shown(value)}")
+    return bool(value)
+
+
+def check_text(what: str, value: Any, *, empty: bool = False) -> str:
+    """The value as text that has an encoding and no zero byte, which would end it elsewhere."""
+    if not isinstance(value, str) or not (value or empty) or "\0" in value:
+        raise ArgumentError(f"{what} is text{'' if empty else ', and not empty'}, found {shown(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ArgumentError(f"{what} is text, found characters without an encoding: {ascii(value)[:80]}") from None
+    return value
+
+
+def check_choice(what: str, value: Any, choices: Sequence[str]) -> str:
+    """The value, once it is one of the choices."""
+    if not isinstance(value, str) or value not in choices:
+        raise ArgumentError(f"{what} is one of {', '.join(map(repr, choices))}, found {shown(value)}")
+    return value
+
+
+def check_texts(what: str, values: Any) -> list[str]:
+    """Several texts as a list; one text is refused, which would be taken for its characters."""
+    if isinstance(values, (str, bytes)):
+        raise ArgumentError(f"{what} is a list of texts, found {shown(values)}")
+    try:
+        return [check_text(f"each of {what}", value) for value in values]
+    except TypeError:
+        raise ArgumentError(f"{what} is a list of texts, found {shown(values)}") from None
+
+
+def check_path(what: str, value: Any) -> Path:
+    """The value as a path."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise ArgumentError(f"{what} is a path, found {shown(value)}")
+    try:
+        text = os.fsdecode(value)
+        longest = max(len(part) for part in os.fsencode(text).split(b"/"))
+    except (TypeError, UnicodeError):  # a PathLike that is none; characters without an encoding
+        text, longest = "", 0
+    if not text or "\0" in text or longest > 255:  # what no file system on Linux has
+        raise ArgumentError(f"{what} is a path, found {shown(value)}")
+    return Path(text)
+
+
+def check_function(what: str, value: Any) -> None:
+    """Raises unless the value can be called."""
+    if not callable(value):
+        raise ArgumentError(f"{what} is a function, found {shown(value)}")
+
+
+def check_secret(value: Any) -> bytes:
+    """A cluster's secret as bytes; a number would become so many zeros."""
+    if not isinstance(value, (bytes, bytearray, memoryview)):
+        raise ArgumentError(f"a secret is bytes, found a {type(value).__name__}")
+    return bytes(value)
+
+
+def check_store(store: Any) -> None:
+    """Raises unless the value is a rendezvous store, or None."""
+    if store is not None and not all(callable(getattr(store, call, None)) for call in ("set", "get", "check")):
+        raise ArgumentError(f"a store has set, get and check, as torch.distributed's have; found {shown(store)}")
+
+
+def shown(value: object) -> str:
+    """A value in an error's message: what is too long to be read is cut, and whole numbers of any size are shown."""
+    try:
+        text = repr(value)
+    except ValueError:  # an int of more digits than Python converts
+        return f"a number of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+    return text if len(text) <= 100 else f"{text[:80]}... ({len(text)} characters)"
 
 
 def nanoseconds(what: str, seconds: float) -> int:
@@ -99,17 +178,10 @@ def nanoseconds(what: str, seconds: float) -> int:
 
 def timeout(timeout_s: float, name: str = "timeout_s") -> float:
     """The longest wait, in seconds: from 0, which does not wait, to 1e9. There is no wait without an end."""
-    if not is_timeout(timeout_s):
-        raise ArgumentError(f"{name} must be from 0 to 1e9 seconds, found {timeout_s!r}")
-    return timeout_s
-
-
-def is_timeout(timeout_s: object) -> bool:
-    """Whether `timeout` takes it."""
-    try:
-        return getattr(timeout_s, "ndim", 0) == 0 and bool(0 <= timeout_s <= 1e9)  # type: ignore[operator]
-    except (TypeError, ValueError, RuntimeError):  # of another type, or an array
-        return False
+    real = isinstance(timeout_s, (int, float, np.integer, np.floating)) and not isinstance(timeout_s, bool)
+    if not real or not 0 <= timeout_s <= 1e9:
+        raise ArgumentError(f"{name} must be from 0 to 1e9 seconds, found {shown(timeout_s)}")
+    return float(timeout_s)
 
 
 def schema_difference(wanted: dict[str, Field], found: dict[str, Field]) -> str:

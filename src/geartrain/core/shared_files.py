@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 import geartrain._native as _native
+from geartrain.core.arguments import shown
 from geartrain.errors import ArgumentError
 
 #: Who may write to a shared file. New files get the mode 0600, 0660 or 0666 by it.
@@ -19,8 +20,8 @@ Trust = Literal["user", "group", "any"]
 
 def check_trust(trust: str) -> Trust:
     """The value, once it is one. Raises `ArgumentError`."""
-    if trust not in ("user", "group", "any"):
-        raise ArgumentError(f"trust is 'user', 'group' or 'any', found {trust!r}")
+    if not isinstance(trust, str) or trust not in ("user", "group", "any"):
+        raise ArgumentError(f"trust is 'user', 'group' or 'any', found {shown(trust)}")
     return cast(Trust, trust)
 
 

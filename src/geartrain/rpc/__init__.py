@@ -35,7 +35,7 @@ from typing import Any
 
 import geartrain.rpc.probe  # every node answers it
 import geartrain.rpc.tensors.calls  # noqa: F401  # and these
-from geartrain.core.arguments import timeout
+from geartrain.core.arguments import check_store, timeout, whole_number
 from geartrain.errors import GeartrainError, PeerLostError
 from geartrain.rpc.caller import Caller
 from geartrain.rpc.future import Future
@@ -83,6 +83,10 @@ def init(
     if _node is not None:
         raise GeartrainError(f"this process has joined as {_node.name!r} already; rpc.shutdown() first, or make a Node")
     timeout(timeout_s)
+    check_store(store)
+    for what, number in (("rank", rank), ("world_size", world_size)):
+        if number is not None:
+            whole_number(what, number, 2**31 - 1)
     if store is None and init_method is not None:
         store, rank, world_size = store_of(init_method, rank, world_size, timeout_s)
     if secret is None:

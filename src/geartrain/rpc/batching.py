@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
+from geartrain.core.arguments import check_flag, check_function, check_real, check_whole
 from geartrain.errors import ArgumentError, BusyError, MessageError
 from geartrain.rpc.stats import BatchDone, BatchStats
 
@@ -82,7 +83,12 @@ class Batcher:
         stack: bool,
         on_batch: Callable[[BatchDone], object] | None = None,
     ) -> None:
-        waits = max_wait_us is None or 0 <= max_wait_us <= 1e15
+        waits = max_wait_us is None or 0 <= check_real("max_wait_us", max_wait_us) <= 1e15
+        check_whole("max_size", max_size)
+        check_whole("max_queued", max_queued)
+        check_flag("stack", stack)
+        if on_batch is not None:
+            check_function("on_batch", on_batch)
         if max_size < 1 or max_queued < max_size or not waits:
             raise ArgumentError(
                 f"a batch has at least one call, and the queue room for one batch; found max_size={max_size}, "

@@ -6,13 +6,15 @@ import builtins
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import geartrain._native as _native
 import geartrain.core.trace as trace
 import geartrain.errors as errors
+from geartrain.core.arguments import shown
 from geartrain.errors import (
+    ArgumentError,
     GeartrainError,
     MessageError,
     PeerLostError,
@@ -74,7 +76,12 @@ class Client:
         self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
     ) -> tuple[int, Any]:
         """A call's kind and its encoded value. Tensors that are transferred out of band are sent by then, or queued."""
-        name = function if type(function) is str else names.get(function)  # type: ignore[arg-type]
+        if type(function) is str:
+            name: str | None = function
+        elif callable(function):
+            name = names.get(function) if isinstance(function, Hashable) else None
+        else:
+            raise ArgumentError(f"a function, or the name of one, is called; found {shown(function)}")
         if name is not None:
             out_of_band, payload = self.tensors.encode((name, args, kwargs), self.pickle, timeout_s)
             return CALL | out_of_band, payload

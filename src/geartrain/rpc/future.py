@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 import geartrain._native as _native
-from geartrain.core.arguments import timeout
+from geartrain.core.arguments import check_function, timeout
 from geartrain.errors import CallCancelledError, ConnectionClosedError, GeartrainError, WaitTimeoutError
 from geartrain.rpc.running import about_to_wait
 
@@ -185,6 +185,7 @@ class Future:
     def add_done_callback(self, callback: Callable[[Future], object]) -> None:
         """Calls back with this future when it is done: from a thread of geartrain's, or one that waits for it, or at
         once. What the callback raises is printed."""
+        check_function("what is called back", callback)
         self._check_process()
         with self._lock:
             if not self._finished:

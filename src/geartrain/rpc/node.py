@@ -9,13 +9,21 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 import geartrain._native as _native
 import geartrain.core.trace as trace
-from geartrain.core.arguments import check_whole, timeout, whole_number
+from geartrain.core.arguments import (
+    check_flag,
+    check_function,
+    check_store,
+    check_text,
+    shown,
+    timeout,
+    whole_number,
+)
 from geartrain.core.process_report import register
 from geartrain.device.device import DeviceRuntime
 from geartrain.errors import (
@@ -41,7 +49,7 @@ from geartrain.rpc.tensors.device_map import DeviceMap, of_peer
 from geartrain.rpc.tensors.endpoint import CHANNELS, DeviceTensors
 from geartrain.rpc.threads import ThreadGroup
 from geartrain.transport.codec import native_codec
-from geartrain.transport.connection import TRANSPORTS, Listener, MessageLimits, options_of
+from geartrain.transport.connection import TRANSPORTS, Listener, MessageLimits, native_listener, options_of
 from geartrain.transport.rendezvous import Directory
 from geartrain.transport.tls import TLS
 
@@ -124,19 +132,19 @@ class Node:
             ArgumentError: an argument that cannot be used.
         """
         numbers = {"max_threads": max_threads, "max_running": max_running, "max_open": max_open}
-        if any(check_whole(what, number) < 1 for what, number in numbers.items()):
+        if any(whole_number(what, number, 2**31 - 1) < 1 for what, number in numbers.items()):
             raise ArgumentError(
                 f"a node runs at least one function, and has one call open; found max_threads={max_threads}, "
                 f"max_running={max_running}, max_open={max_open}"
             )
-        if not isinstance(name, str) or not name:
-            raise ArgumentError(f"a node's name is text, and not empty, found {name!r}")
-        if store is not None and not all(hasattr(store, call) for call in ("set", "get", "check")):
-            raise ArgumentError(f"a store has set, get and check, as torch.distributed's have; found {store!r}")
+        check_text("a node's name", name)
+        pickle = check_flag("pickle", pickle)
+        check_store(store)
+        if peers is not None and not isinstance(peers, Mapping):
+            raise ArgumentError(f"peers are addresses by name, found {shown(peers)}")
         for peer, address in (peers or {}).items():
-            if not isinstance(peer, str) or not isinstance(address, str):
-                raise ArgumentError(f"peers are addresses by name, both text; found {peer!r}: {address!r}")
-        whole_number("port", port, 65535)
+            check_text("the name of a peer", peer)
+            check_text(f"the address of peer {peer!r}", address)
         self.name, self.pickle, self.timeout_s, self.max_open = name, pickle, timeout(timeout_s), max_open
         self._options = options_of(secret, limits, spin_us, views, peer_timeout_s, tls)
         self.devices = DeviceTensors(device_map, transport, driver, (limits or MessageLimits()).max_segment_bytes)
@@ -152,11 +160,12 @@ class Node:
         self._pid = os.getpid()
         options = dict(self._options)
         if transport is not None and self.devices.forced is None:
-            if transport not in TRANSPORTS:
-                raise ArgumentError(f"transport is one of {', '.join((*TRANSPORTS, *CHANNELS))}, found {transport!r}")
+            if not isinstance(transport, str) or transport not in TRANSPORTS:
+                raise ArgumentError(
+                    f"transport is one of {', '.join((*TRANSPORTS, *CHANNELS))}, found {shown(transport)}"
+                )
             self._options["transport"] = transport
-        native = _native.Listener.make(options, host or "", port, list(advertise), True)
-        listener = Listener(native)
+        listener = Listener(native_listener(options, host, port, advertise))
         self.address = listener.address
         self.topics = Topics(self)
         self._threads = ThreadGroup(name)
@@ -172,7 +181,7 @@ class Node:
             max_running=max_running,
             max_open=max_open,
             max_queued_bytes=(limits or MessageLimits()).max_queued_bytes,
-            spin_us=spin_us,
+            spin_us=self._options["spin_us"],
             lost=self._lost,
         )
         _nodes.add(self)
@@ -186,6 +195,7 @@ class Node:
 
     def why_not_gone(self, address: str) -> str | None:
         """Why it is not proven that nobody is at a node's address any more; None where it is."""
+        check_text("an address", address)
         try:
             _native.connect(address, {**self._options, "transport": ""}, min(self.timeout_s, _PROBE_S)).close()
         except (ListenerGoneError, PeerLostError):
@@ -244,6 +254,8 @@ class Node:
 
     def remote(self, peer: str, cls: str | type, *args: Any, **kwargs: Any) -> Remote:
         """An object of a registered class, made and kept by the peer until closed, or until this node is lost."""
+        if not isinstance(cls, (str, type)):
+            raise ArgumentError(f"a peer makes objects of a class or of its name, found {shown(cls)}")
         name = cls if isinstance(cls, str) else names.get(cls, cls.__name__)
         return Remote(self, peer, self.call(peer, MAKE, name, args, kwargs))
 
@@ -269,6 +281,7 @@ class Node:
 
     def hang_up(self, name: str) -> None:
         """Closes the connections with a peer, in both directions; later calls connect again."""
+        check_text("a peer's name", name)
         with self._lock:
             client = self._clients.pop(name, None)
         if client is not None:
@@ -277,11 +290,12 @@ class Node:
 
     def connected(self, name: str) -> bool:
         """Whether both this node's connection to a peer and one of the peer's to this node are open."""
-        client = self._clients.get(name)
+        client = self._clients.get(check_text("a peer's name", name))
         return client is not None and not client.connection.lost and self.server.has_client(name)
 
     def on_peer_lost(self, callback: Callable[[str, str], object]) -> None:
         """Calls back with the name of a peer that is lost, and why."""
+        check_function("what is called back", callback)
         self._on_lost.append(callback)
 
     def connections(self) -> dict[str, str]:
@@ -308,6 +322,7 @@ class Node:
 
     def device_map(self, peer: str) -> DeviceMap:
         """Which of its GPUs tensors go to."""
+        check_text("a peer's name", peer)
         ranks = []
         for key in self.devices.maps:
             if key.isdigit() and key != peer:
@@ -324,6 +339,8 @@ class Node:
         """Until peers of these names have joined. Raises `UnknownPeerError`."""
         limit_s = self._limit(timeout_s)
         until_s = time.monotonic() + limit_s
+        for name in names:
+            check_text("a peer's name", name)
         for name in names:
             self._unless_closed(partial(self._address, name, until_s))
 
@@ -361,9 +378,13 @@ class Node:
     def _client(self, name: str, timeout_s: float) -> Client:
         if self._pid != os.getpid():
             self._check_open()
-        client = self._clients.get(name)
+        try:
+            client = self._clients.get(name)
+        except (TypeError, ValueError):  # no name: it has no hash, or an array's comparison
+            client = None
         if client is not None and not client.connection.lost:
             return client
+        check_text("a peer's name", name)
         with self._lock:
             dialling = self._dialling.setdefault(name, threading.Lock())
         until_s = time.monotonic() + timeout_s

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from geartrain.core.arguments import timeout
+from geartrain.core.arguments import check_function, check_text, timeout, whole_number
 from geartrain.errors import ArgumentError, GeartrainError
 from geartrain.rpc.registry import function
 from geartrain.transport.rendezvous import Directory
@@ -48,9 +48,8 @@ class Topic:
     """
 
     def __init__(self, node: Publishes, name: str, history: int = 1, timeout_s: float = 5.0) -> None:
-        if history < 0:
-            raise ArgumentError(f"a topic keeps 0 values or more, found history={history}")
-        self.name = name
+        history = whole_number("history", history, 2**31 - 1)
+        self.name = check_text("a topic's name", name)
         self._node = node
         self._timeout_s = timeout(timeout_s)
         self._lock = threading.Lock()
@@ -136,6 +135,9 @@ class Topics:
 
     def subscribe(self, peer: str, name: str, callback: Callable[[int, Any], object]) -> None:
         """Subscribes to a peer's topic; the callback is set before the first value arrives."""
+        check_text("a peer's name", peer)
+        check_text("a topic's name", name)
+        check_function("what is called back", callback)
         token = secrets.token_hex(8)
         with self._lock:
             before = self._callbacks.get((peer, name))
@@ -152,6 +154,8 @@ class Topics:
 
     def unsubscribe(self, peer: str, name: str) -> None:
         """The callback is not called any more."""
+        check_text("a peer's name", peer)
+        check_text("a topic's name", name)
         with self._lock:
             self._callbacks.pop((peer, name), None)
         self._node.call(peer, UNSUBSCRIBE, name, self._node.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
+from geartrain.core.arguments import check_flag, check_function, check_text, shown
 from geartrain.errors import GeartrainError
 from geartrain.rpc.batching import Batcher
 from geartrain.rpc.stats import BatchDone, BatchStats
@@ -34,7 +35,13 @@ def function(
             `.authenticated`), and which node of this process is called (`.node`).
     """
 
+    if name is not None:
+        check_text("the name of a function", name)
+    check_flag("concurrent", concurrent)
+    check_flag("with_caller", with_caller)
+
     def decorate(function: F) -> F:
+        check_function("what is registered", function)
         register(name or function.__name__, function)
         if concurrent:
             concurrent_functions.add(function)
@@ -81,6 +88,7 @@ def batched(
     """
 
     def make(function: F) -> F:
+        check_function("what is batched", function)
         register(function.__name__, function, Batcher(function, max_size, max_wait_us, max_queued, stack, on_batch))
         return function
 
@@ -103,7 +111,9 @@ def batch_stats(function: str | Callable[..., Any]) -> BatchStats:
         >>> batch_stats(negated).calls
         0
     """
-    name = function if isinstance(function, str) else names.get(function, repr(function))
+    if not isinstance(function, str):
+        check_function("a function, or the name of one,", function)
+    name = function if isinstance(function, str) else names.get(function, shown(function))
     found = functions.get(name)
     if not isinstance(found, Batcher):
         raise LookupError(f"no batched function {name!r} is registered in this process")

@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from geartrain.core.arguments import check_real
+from geartrain.errors import ArgumentError
+
 #: Buckets in each doubling of the duration: a quantile is right within 9 %.
 _PER_OCTAVE = 8
 
@@ -47,7 +50,9 @@ class Histogram:
         self.most_s = max(self.most_s, seconds)
 
     def quantile(self, q: float) -> float:
-        """The quantile `q` in seconds; 0 while there are no durations."""
+        """The quantile `q`, from 0 to 1, in seconds; 0 while there are no durations."""
+        if not 0 <= check_real("a quantile", q) <= 1:
+            raise ArgumentError(f"a quantile is from 0 to 1, found {q}")
         missing = q * self.count
         for bucket in sorted(self._buckets):
             missing -= self._buckets[bucket]

@@ -22,7 +22,16 @@ from types import TracebackType
 from typing import Any, Literal
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_real, timeout, whole_number
+from geartrain.core.arguments import (
+    check_flag,
+    check_real,
+    check_secret,
+    check_text,
+    check_texts,
+    shown,
+    timeout,
+    whole_number,
+)
 from geartrain.errors import ArgumentError, TransportError
 from geartrain.transport.tls import TLS
 
@@ -129,9 +138,7 @@ class Connection:
             >>> into
             array([2, 3])
         """
-        if not isinstance(writable, bool):
-            raise ArgumentError(f"writable is True or False, found {writable!r}")
-        return MemoryRegion(self.native.expose(_plain(array), writable))
+        return MemoryRegion(self.native.expose(_plain(array), check_flag("writable", writable)))
 
     def read(self, handle: bytes, into: Any, *, offset: int = 0, timeout_s: float = 30.0) -> None:
         """One-sided read: fills `into` from memory that the peer exposed, without involving its program.
@@ -318,8 +325,7 @@ def listen(
         GeartrainError: the port is in use, or the host is not this one.
     """
     options = options_of(secret, limits, spin_us, views, peer_timeout_s, tls)
-    whole_number("port", port, 65535)
-    return Listener(_native.Listener.make(options, host or "", port, list(advertise), shm))
+    return Listener(native_listener(options, host, port, advertise, check_flag("shm", shm)))
 
 
 def connect(
@@ -355,13 +361,23 @@ def connect(
         WaitTimeoutError: the peer did not reply in time.
     """
     options = options_of(secret, limits, spin_us, views, peer_timeout_s, tls)
-    options["cross_memory"] = cross_memory
+    options["cross_memory"] = check_flag("cross_memory", cross_memory)
     if transport is not None:
-        if transport not in TRANSPORTS:
-            raise TransportError(f"there is no transport {transport!r}; there are {', '.join(TRANSPORTS)}")
+        if check_text("transport", transport) not in TRANSPORTS:
+            raise TransportError(f"there is no transport {shown(transport)}; there are {', '.join(TRANSPORTS)}")
         options["transport"] = transport
     options["lanes"] = whole_number("lanes", lanes, 2**32 - 1)
-    return Connection(_native.connect(address, options, timeout(timeout_s)))
+    return Connection(_native.connect(check_text("address", address), options, timeout(timeout_s)))
+
+
+def native_listener(
+    options: dict[str, Any], host: str | None, port: int, advertise: Iterable[str], shm: bool = True
+) -> _native.Listener:
+    """The native listener of `listen`, with `options_of`. Raises `ArgumentError` for what is no host or port."""
+    bound = "" if host is None else check_text("host", host, empty=True)
+    return _native.Listener.make(
+        options, bound, whole_number("port", port, 65535), check_texts("advertise", advertise), shm
+    )
 
 
 def options_of(
@@ -373,22 +389,23 @@ def options_of(
     tls: TLS | Literal[False] | None = None,
 ) -> dict[str, Any]:
     """Options of the native layer. Raises `ArgumentError` for numbers that are none, or too large."""
+    if limits is not None and not isinstance(limits, MessageLimits):
+        raise ArgumentError(f"limits are geartrain.transport.MessageLimits, found {shown(limits)}")
     options: dict[str, Any] = {} if limits is None else asdict(limits)
     for name, value in options.items():
-        if name.endswith("_s"):
-            timeout(value, name)
-        else:
-            whole_number(name, value, 2**64 - 1)
-    shown = TLS.of_environment() if tls is None else tls
-    if shown:
-        options |= shown.options()
+        options[name] = float(timeout(value, name)) if name.endswith("_s") else whole_number(name, value, 2**64 - 1)
+    certificates = TLS.of_environment() if tls is None else tls
+    if isinstance(certificates, TLS):
+        options |= certificates.options()
+    elif certificates is not None and certificates is not False:
+        raise ArgumentError(f"tls is geartrain.transport.TLS, False or None, found {shown(certificates)}")
     spin_us = check_real("spin_us", spin_us)
     if spin_us < 0:
         raise ArgumentError(f"spin_us is 0 or more, found {spin_us}")
     return options | {
-        "secret": bytes(secret),
+        "secret": check_secret(secret),
         "spin_us": spin_us,
-        "views": views,
+        "views": check_flag("views", views),
         "peer_timeout_s": float(timeout(peer_timeout_s, "peer_timeout_s")),
     }
 

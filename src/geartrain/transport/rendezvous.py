@@ -11,9 +11,10 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import urlparse
 
+from geartrain.core.arguments import check_text, shown
 from geartrain.errors import (
+    ArgumentError,
     ConnectionClosedError,
-    GeartrainError,
     NameTakenError,
     PeerLostError,
     UnknownPeerError,
@@ -22,6 +23,7 @@ from geartrain.errors import (
 
 #: Longest single wait for a name: the store's own threads print a line about each that times out.
 _SLICE_S = 10.0
+_FORMS = "tcp://host:port, env:// (MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE) or file:///path"
 
 
 class Directory:
@@ -170,20 +172,30 @@ def store_of(
     """The store of an init_method, with rank and world size."""
     from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 
-    url = urlparse(init_method)
+    try:
+        url = urlparse(check_text("init_method", init_method))
+        host, port = url.hostname, url.port
+    except ValueError as error:  # a port, or an IPv6 address, that is none
+        raise ArgumentError(f"init_method is {_FORMS}, found {shown(init_method)}: {error}") from None
     if url.scheme == "file":
         return FileStore(url.path, world_size or -1), rank, world_size
-    host, port = url.hostname, url.port
     if url.scheme == "env":
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        rank = int(os.environ["RANK"]) if rank is None else rank
-        world_size = int(os.environ["WORLD_SIZE"]) if world_size is None else world_size
-    elif url.scheme != "tcp" or host is None or port is None:
-        raise GeartrainError(f"init_method is tcp://host:port, env:// or file:///path, found {init_method!r}")
+        host, port = os.environ.get("MASTER_ADDR", ""), _number_of("MASTER_PORT")
+        rank = _number_of("RANK") if rank is None else rank
+        world_size = _number_of("WORLD_SIZE") if world_size is None else world_size
+    if url.scheme not in ("tcp", "env") or not host or port is None:
+        raise ArgumentError(f"init_method is {_FORMS}, found {shown(init_method)}")
     store = TCPStore(
         host, port, is_master=rank == 0, timeout=timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=True
     )
     return store, rank, world_size
+
+
+def _number_of(variable: str) -> int:
+    text = os.environ.get(variable, "")
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise ArgumentError(f"init_method env:// reads whole numbers, and {variable} is {shown(text)}")
+    return int(text)
 
 
 def address_towards(host: str) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
+from geartrain.core.arguments import check_path, check_text
 from geartrain.errors import ArgumentError
 
 #: Environment variables of `TLS`, in the order of its fields; the last one is optional.
@@ -47,10 +47,10 @@ class TLS:
         return TLS(*values)
 
     def options(self) -> dict[str, str]:
-        """Options of the native layer."""
+        """Options of the native layer. Raises `ArgumentError` for what is no path, or no name."""
         return {
-            "tls_certificate": str(Path(self.certificate)),
-            "tls_key": str(Path(self.key)),
-            "tls_ca": str(Path(self.ca)),
-            "tls_name": self.name,
+            "tls_certificate": str(check_path("the certificate of TLS", self.certificate)),
+            "tls_key": str(check_path("the key of TLS", self.key)),
+            "tls_ca": str(check_path("the authority of TLS", self.ca)),
+            "tls_name": check_text("the name of TLS", self.name, empty=True),
         }

@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from geartrain.core.arguments import check_path, check_text, shown
 from geartrain.core.shared_files import segments_directory
 from geartrain.errors import ArgumentError
 
@@ -103,13 +104,14 @@ class Head(NamedTuple):
 
 def directory_of(directory: str | Path | None) -> Path:
     """The directory that was asked for, or that of all segments (GEARTRAIN_DIR, or /dev/shm)."""
-    return segments_directory() if directory is None else Path(directory)
+    return segments_directory() if directory is None else check_path("directory", directory)
 
 
 def path_of(name: str, directory: Path) -> Path:
     """Path of the weights of that name. Raises `ArgumentError` for a name that cannot be one."""
-    if not 0 < len(name) <= 200 or "/" in name or "\0" in name:
-        raise ArgumentError(f"the name of weights has 1 to 200 characters and no slash, found {name[:210]!r}")
+    check_text("the name of weights", name)
+    if len(name.encode()) > 200 or "/" in name:
+        raise ArgumentError(f"the name of weights has 1 to 200 bytes and no slash, found {shown(name)}")
     return directory / f"{PREFIX}{name}"
 
 

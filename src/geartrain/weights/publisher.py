@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import operator
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from geartrain.core.arguments import timeout
+from geartrain.core.arguments import check_whole, timeout
 from geartrain.core.shared_files import Trust, check_trust
 from geartrain.errors import ArgumentError
 from geartrain.weights.format import directory_of
 from geartrain.weights.layout import Schema, leaves_of
-from geartrain.weights.server import serve, stop_serving
+from geartrain.weights.server import check_node, serve, stop_serving
 from geartrain.weights.writer import Writer
 
 if TYPE_CHECKING:
@@ -67,6 +66,8 @@ class Publisher:
             IncompatibleStoreError: the file of that name is something else.
             UntrustedStoreError: others than `trust` says may write to it, or it is a symbolic link.
         """
+        if node is not None:
+            check_node(node)
         self.name, self.timeout_s = name, timeout(timeout_s)
         self._writer = Writer(name, buffers, directory_of(directory), check_trust(trust))
         self._version: int | None = None
@@ -95,7 +96,7 @@ class Publisher:
             NoSpaceError: /dev/shm, or GEARTRAIN_DIR, is full.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout(timeout_s)
-        number = operator.index(version)
+        number = check_whole("version", version)
         if not 0 <= number < 2**63:
             raise ArgumentError(f"versions are numbers from 0 to 2**63 - 1, found {number}")
         leaves = leaves_of(weights)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from geartrain.core.arguments import timeout
+from geartrain.core.arguments import check_text, check_whole, timeout
 from geartrain.core.process_report import register
 from geartrain.core.shared_files import Trust, check_trust
 from geartrain.errors import ArgumentError, CorruptStoreError, GeartrainError, StoreClosedError, WaitTimeoutError
@@ -24,6 +24,7 @@ from geartrain.weights.format import Head, directory_of
 from geartrain.weights.layout import Schema, nested
 from geartrain.weights.relay import Follower
 from geartrain.weights.segment import WeightsSegment
+from geartrain.weights.server import check_node
 
 if TYPE_CHECKING:
     from geartrain.rpc import Node
@@ -95,6 +96,9 @@ class Reader:
         """
         if (node is None) != (source is None):
             raise ArgumentError("to follow a publisher on another host a reader needs both, node= and source=")
+        if node is not None:
+            check_node(node)
+            check_text("source", source)
         self.name, self.timeout_s = name, timeout(timeout_s)
         self._directory = directory_of(directory)
         self._trust = check_trust(trust)
@@ -121,6 +125,8 @@ class Reader:
             WaitTimeoutError: not published in time; says which version is there, and whether a publisher is alive.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout(timeout_s)
+        if at_least is not None:
+            at_least = check_whole("at_least", at_least)
         until_s = time.monotonic() + limit_s
         while True:
             with self._lock:

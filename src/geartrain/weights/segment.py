@@ -17,7 +17,7 @@ import numpy as np
 
 import geartrain.core.futex as futex
 import geartrain.core.locks as locks
-from geartrain.core.shared_files import Trust, open_shared, share_with
+from geartrain.core.shared_files import Trust, check_trust, open_shared, share_with
 from geartrain.errors import (
     CorruptStoreError,
     GeartrainError,
@@ -125,6 +125,8 @@ class WeightsSegment:
         """A new file without a name."""
         try:
             fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except (FileNotFoundError, NotADirectoryError):
+            raise StoreMissingError(f"weights live in a directory that is there: {path.parent} is none") from None
         except OSError as error:
             raise _no_space(path, SCHEMA_AT, error) from error
         try:
@@ -404,7 +406,7 @@ def describe(name: str, directory: str | Path | None = None, *, trust: Trust = "
     """
     path = path_of(name, directory_of(directory))
     try:
-        fd = open_shared(path, trust=trust)
+        fd = open_shared(path, trust=check_trust(trust))
     except FileNotFoundError:
         raise StoreMissingError(f"there are no weights {name!r} on this host: {path} is missing") from None
     try:

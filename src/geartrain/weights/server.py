@@ -19,6 +19,8 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from geartrain.core.arguments import shown
+from geartrain.errors import ArgumentError
 from geartrain.rpc import function
 from geartrain.weights.format import Head
 from geartrain.weights.segment import WeightsSegment
@@ -28,6 +30,12 @@ if TYPE_CHECKING:
     from geartrain.rpc import Caller, Node
 
 PIN_S = 30.0
+
+
+def check_node(node: object) -> None:
+    """Raises `ArgumentError` unless it can be asked, and answer, as a node does."""
+    if not hasattr(node, "call_async") or not hasattr(node, "directory"):
+        raise ArgumentError(f"node is a geartrain.rpc.Node, found {shown(node)}")
 
 
 class _Pin(NamedTuple):

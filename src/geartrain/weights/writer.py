@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from geartrain.core.arguments import check_whole
 from geartrain.core.shared_files import Trust
 from geartrain.errors import ArgumentError, BuffersHeldError, GeartrainError, StoreClosedError, WaitTimeoutError
 from geartrain.weights.format import MAX_BUFFERS
@@ -31,7 +32,7 @@ class Writer:
 
     def __init__(self, name: str, buffers: int, directory: Path, trust: Trust = "user") -> None:
         """Raises `GeartrainError` when another one is alive."""
-        if not 2 <= buffers <= MAX_BUFFERS:
+        if not 2 <= check_whole("buffers", buffers) <= MAX_BUFFERS:
             raise ArgumentError(
                 f"weights have 2 to {MAX_BUFFERS} buffers, to read one and write another; found buffers={buffers}"
             )

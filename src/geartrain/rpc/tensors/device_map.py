@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from geartrain.core.arguments import shown
 from geartrain.errors import DeviceError
 
 #: In the place of a GPU's index.
@@ -86,6 +87,8 @@ def maps_of(given: str | Mapping[Any, Any] | None, local_count: int) -> Maps:
         >>> maps_of({"learner": {"cuda:0": 1}}, 1)
         {'learner': {0: 1}}
     """
+    if given is not None and not isinstance(given, (str, Mapping)):
+        raise DeviceError(f"a device map is text, or GPUs by GPU by peer; found {shown(given)}")
     maps = parse(given) if isinstance(given, str) else {} if given is None else _from_mapping(given)
     for peer, pairs in maps.items():
         for here, there in pairs.items():
@@ -106,7 +109,9 @@ def parse(text: str) -> Maps:
     for entry in filter(None, (part.strip() for part in text.split(","))):
         parts = entry.rsplit("_", 2)
         if len(parts) != 3 or not parts[0] or not (_is_index(parts[1]) and _is_index(parts[2])):
-            raise DeviceError(f"a device map is <peer>_<local GPU>_<peer's GPU>,... such as 1_0_0; found {entry!r}")
+            raise DeviceError(
+                f"a device map is <peer>_<local GPU>_<peer's GPU>,... such as 1_0_0; found {shown(entry)}"
+            )
         _add(maps, parts[0], int(parts[1]), int(parts[2]))
     return maps
 

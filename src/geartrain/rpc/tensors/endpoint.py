@@ -19,9 +19,10 @@ from collections.abc import Callable
 from typing import Any
 
 import geartrain.transport.nixl as nixl
+from geartrain.core.arguments import shown
 from geartrain.device.cuda_runtime import CudaRuntime
 from geartrain.device.device import DeviceRuntime
-from geartrain.errors import MessageError, TransportError
+from geartrain.errors import ArgumentError, MessageError, TransportError
 from geartrain.rpc.tensors.bundles import NIXL_BYTES, is_big
 from geartrain.rpc.tensors.channels import TensorChannels
 from geartrain.rpc.tensors.device_map import Maps, maps_of
@@ -42,9 +43,11 @@ class DeviceTensors:
     def __init__(
         self, device_map: Any, transport: str | None, driver: DeviceRuntime | None, max_leased_bytes: int
     ) -> None:
-        self.driver = driver or CudaRuntime()
+        if driver is not None and not all(callable(getattr(driver, call, None)) for call in ("count", "why_no_ipc")):
+            raise ArgumentError(f"a driver is a geartrain.device.device.DeviceRuntime, found {shown(driver)}")
+        self.driver = CudaRuntime() if driver is None else driver
         self.maps: Maps = maps_of(device_map, _count_for(self.driver, device_map))
-        self.forced = transport if transport in CHANNELS else None
+        self.forced = transport if isinstance(transport, str) and transport in CHANNELS else None
         why = None
         if self.forced == "nixl":
             why = nixl.why_not()
@@ -95,6 +98,6 @@ class DeviceTensors:
 
 
 def _count_for(driver: DeviceRuntime, device_map: Any) -> int:
-    if device_map:
+    if device_map is not None:
         driver.why_no_ipc()  # imports torch, without which there are no devices to count
     return driver.count()

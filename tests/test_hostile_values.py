@@ -1,0 +1,32 @@
+"""Values of wrong types and ranges at the public calls: taken, or refused by an error of geartrain's, and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import deadlines
+import hostile.doors_peers  # noqa: F401  # registers them
+import pytest
+from hostile.subject import Tools
+from hostile.values import DOORS, sweep
+
+# `make test` tries those that reach sockets; the others are for `make test-all`.
+SHORT = ("transport.", "Connection.", "Listener.")
+
+
+@pytest.fixture
+def tools(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tools]:
+    monkeypatch.chdir(tmp_path)  # a value that is taken for a path may be written to
+    one = Tools("hostile-values", deadlines.factor())
+    yield one
+    one.clean()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name.startswith(SHORT) else [pytest.mark.slow]) for name in DOORS]
+)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_every_parameter_takes_a_value_or_refuses_it_by_an_error_of_geartrains(tools: Tools, name: str) -> None:
+    found = sweep(tools, name)
+    assert not found, "\n".join(found[:20])
