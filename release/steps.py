@@ -58,6 +58,15 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
 
 
+def run(*command: str | Path, **options: object) -> None:
+    """Runs a command. Raises `StepError` where it fails."""
+    line = [str(part) for part in command]
+    print("$", " ".join(line), flush=True)
+    done = subprocess.run(line, check=False, **options)  # type: ignore[call-overload]
+    if done.returncode != 0:
+        raise StepError(f"{Path(line[0]).name} {' '.join(line[1:4])} ... failed with {done.returncode}")
+
+
 @contextmanager
 def locked(path: Path, shared: bool = False) -> Iterator[None]:
     """A lock between processes, which ends with its holder. Raises `StepError` after an hour."""

