@@ -542,7 +542,7 @@ def test_what_means_nothing_is_refused_and_nothing_is_added():
 
 @pytest.mark.slow
 def test_the_example_runs():
-    script = Path(__file__).parents[2] / "examples" / "lerobot_sac_replay.py"
-    done = preloaded.run([sys.executable, str(script), "--steps", "60"], timeout=patience(100))
+    script = Path(__file__).parents[2] / "examples" / "lerobot_replay.py"
+    done = preloaded.run([sys.executable, str(script), "--steps", "130"], timeout=patience(100))
     assert done.returncode == 0, done.stderr
     assert "mean reward" in done.stdout

@@ -13,6 +13,7 @@ class Project:
     folder: of its Python package, in a checkout and in the sdist.
     tests: files (globs) that use what is substituted.
     plugin: module of tests/upstream/plugins.
+    sources: folder of a checkout that holds the package's; "": the checkout itself.
     installed: the tests run over the installed package, whose version the checkout's may not be exactly.
     extension: sources in the package's folder of the extension module `_FOLDER`, which is compiled for the installed
         torch where the wheel's does not load.
@@ -25,6 +26,7 @@ class Project:
     folder: str
     tests: tuple[str, ...]
     plugin: str
+    sources: str = ""
     installed: bool = False
     extension: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
@@ -80,6 +82,18 @@ PROJECTS = {
             "samplers of torchrl's own, which ask for its own storages": (
                 "Could not get a tensordict out of the",
                 "ConsumingSampler only supports",
+            ),
+        },
+    ),
+    "lerobot": Project(
+        "lerobot",
+        "lerobot",
+        ("tests/utils/test_replay_buffer.py", "tests/rl/test_data_mixer.py"),
+        "lerobot_buffers",
+        sources="src",
+        apart={
+            "memory that optimize_memory saves: next states are stored once without it too": (
+                "test_memory_optimization",
             ),
         },
     ),

@@ -135,6 +135,8 @@ def use_installed(project: Project, tree: Path) -> None:
 
 def download(project: Project, folder: Path) -> Path:
     """The sdist of the installed version."""
+    if project.sources:
+        sys.exit(f"{project.package} has no sdist with tests: give a checkout's folder as SOURCE")
     version = importlib.metadata.version(project.package)
     if project.installed:
         sys.exit(f"{project.package} has no sdist: give a checkout's folder near {version} as SOURCE")
@@ -165,10 +167,11 @@ def unpacked(source: Path, project: Project, into: Path) -> Path:
             archive.extractall(into, filter="data")
     else:
         sys.exit(f"{source} is no sdist, wheel or folder")
-    found = sorted(into.rglob(f"{project.folder}/__init__.py"), key=lambda path: len(path.parts))
+    inside = Path(project.sources) / project.folder
+    found = sorted(into.rglob(f"{inside}/__init__.py"), key=lambda path: len(path.parts))
     if not found:
-        sys.exit(f"{source} holds no package {project.folder}")
-    return found[0].parent.parent
+        sys.exit(f"{source} holds no package {inside}")
+    return found[0].parents[len(inside.parts)]
 
 
 def revision(source: Path, tree: Path, project: Project) -> str:
@@ -178,7 +181,7 @@ def revision(source: Path, tree: Path, project: Project) -> str:
         commit = subprocess.run(command, capture_output=True, text=True, check=False)
         if commit.returncode == 0:
             return commit.stdout.strip()
-    written = tree / project.folder / "version.txt"
+    written = tree / project.sources / project.folder / "version.txt"
     version = written.read_text().strip() if written.exists() else importlib.metadata.version(project.package)
     return version if source.is_dir() else f"{version} ({source.name}, sha256 {digest(source)})"
 
@@ -198,7 +201,7 @@ def run(
     """Outcomes by test, what failures said, and how many objects of geartrain's each has made, if the plug-in tells."""
     written = tree.parent / f"{side}.xml"
     plugin = ["-p", project.plugin] if side == "geartrain" else []
-    paths = [str(tree), str(HERE / "plugins"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(tree / project.sources), str(tree), str(HERE / "plugins"), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from geartrain.core.keys import Keys
 from geartrain.errors import MissingDependencyError, SchemaError, StaleKeyError
-from geartrain.integrations.lerobot.entries import Entries, Entry
+from geartrain.integrations.lerobot.entries import TransitionEntries, TransitionEntry
 from geartrain.integrations.transitions.draws import DrawnWindows
 from geartrain.integrations.transitions.index import Runs, TransitionIndex
 from geartrain.integrations.transitions.layout import DONE, FLAGS, REWARD, TIMEOUT
@@ -97,7 +97,7 @@ class StoredRuns(NamedTuple):
 
 
 def written(
-    stored: StoredRuns, store: Store, entries: Entries, *, repo_id: str, fps: int, root: Any, task_name: str
+    stored: StoredRuns, store: Store, entries: TransitionEntries, *, repo_id: str, fps: int, root: Any, task_name: str
 ) -> Any:
     """A `LeRobotDataset` of these transitions, in bounded memory.
 
@@ -147,14 +147,14 @@ def written(
     return dataset
 
 
-def _feature(entry: Entry) -> dict[str, Any]:
+def _feature(entry: TransitionEntry) -> dict[str, Any]:
     """How LeRobot calls it: an image is what has one or three channels in front."""
     shape = entry.shape or (1,)
     is_image = len(shape) == 3 and shape[0] in _IMAGE_CHANNELS
     return {"dtype": "image" if is_image else "float32", "shape": shape}
 
 
-def _written(entry: Entry, value: NDArray[Any]) -> NDArray[Any]:
+def _written(entry: TransitionEntry, value: NDArray[Any]) -> NDArray[Any]:
     """A value as LeRobot writes it: uint8 images with three channels are bytes, everything else is float32."""
     if value.dtype == np.uint8 and len(entry.shape) == 3 and entry.shape[0] == 3:
         return value

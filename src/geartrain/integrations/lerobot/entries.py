@@ -6,6 +6,7 @@ they are in the store, and batches are float32 all the same.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ _FLOAT32 = np.dtype(np.float32)
 _STATE_PREFIX, _INFO_PREFIX = observation_field(""), f"{INFO}."
 
 
-class Entry(NamedTuple):
+class TransitionEntry(NamedTuple):
     """One tensor of a transition: its field, and its shape and dtype there."""
 
     field: str
@@ -35,7 +36,7 @@ class Entry(NamedTuple):
     dtype: np.dtype[Any]
 
     @staticmethod
-    def of(field: str, what: str, value: Any) -> Entry:
+    def of(field: str, what: str, value: Any) -> TransitionEntry:
         """Of a value; an axis of length 1 in front is that of a batch of one.
 
         Raises:
@@ -43,9 +44,9 @@ class Entry(NamedTuple):
         """
         if isinstance(value, torch.Tensor):
             shape = tuple(value.shape)
-            return Entry(field, shape[1:] if shape[:1] == (1,) else shape, _KEPT.get(value.dtype, _FLOAT32))
+            return TransitionEntry(field, shape[1:] if shape[:1] == (1,) else shape, _KEPT.get(value.dtype, _FLOAT32))
         if isinstance(value, (int, float)):
-            return Entry(field, (), _FLOAT32)
+            return TransitionEntry(field, (), _FLOAT32)
         raise ArgumentError(f"Unsupported type {type(value)} for {what}: transitions hold tensors and numbers")
 
     def array(self, what: str, value: Any) -> NDArray[Any]:
@@ -81,7 +82,7 @@ class Entry(NamedTuple):
         return array if array.flags.c_contiguous else array.copy()
 
 
-class Entries:
+class TransitionEntries:
     """The entries of a buffer's transitions: those of states, the action, those of infos.
 
     Attributes:
@@ -90,11 +91,14 @@ class Entries:
         infos: by key; None: transitions have no infos.
     """
 
-    def __init__(self, states: dict[str, Entry], action: Entry, infos: dict[str, Entry] | None) -> None:
+    def __init__(
+        self, states: dict[str, TransitionEntry], action: TransitionEntry, infos: dict[str, TransitionEntry] | None
+    ) -> None:
         self.states, self.action, self.infos = states, action, infos
+        self._told: set[str] = set()  # what is not kept, which was said
 
     @staticmethod
-    def of_transition(state: Any, action: Any, infos: Mapping[str, Any] | None) -> Entries:
+    def of_transition(state: Any, action: Any, infos: Mapping[str, Any] | None) -> TransitionEntries:
         """Those of a buffer whose first transition this is.
 
         Raises:
@@ -102,29 +106,26 @@ class Entries:
         """
         if not isinstance(state, Mapping) or not state:
             raise ArgumentError(f"a state is a dict of tensors by key, found {state!r}")
-        return Entries(
-            {key: Entry.of(_STATE_PREFIX + key, f"state[{key}]", value) for key, value in state.items()},
-            Entry.of(ACTION, "action", action),
-            None
-            if infos is None
-            else {
-                key: Entry.of(_INFO_PREFIX + key, f"complementary_info[{key}]", value) for key, value in infos.items()
-            },
-        )
+        made = TransitionEntry.of
+        states = {key: made(_STATE_PREFIX + key, f"state[{key}]", value) for key, value in state.items()}
+        kept = None
+        if infos is not None:
+            kept = {key: made(_INFO_PREFIX + key, f"complementary_info[{key}]", value) for key, value in infos.items()}
+        return TransitionEntries(states, made(ACTION, "action", action), kept)
 
     @staticmethod
-    def of_fields(name: str, fields: Mapping[str, Field]) -> Entries:
+    def of_fields(name: str, fields: Mapping[str, Field]) -> TransitionEntries:
         """Those of a store that another process has made.
 
         Raises:
             IncompatibleStoreError: it is not of a replay buffer of LeRobot's.
         """
-        found = {each: Entry(each, field.shape, field.numpy_dtype) for each, field in fields.items()}
+        found = {each: TransitionEntry(each, field.shape, field.numpy_dtype) for each, field in fields.items()}
         states = {each.removeprefix(_STATE_PREFIX): found[each] for each in found if each.startswith(_STATE_PREFIX)}
         infos = {each.removeprefix(_INFO_PREFIX): found[each] for each in found if each.startswith(_INFO_PREFIX)}
         if ACTION not in found or not states:
             raise IncompatibleStoreError(f"the store {name!r} is not of a replay buffer of LeRobot's: {list(fields)}")
-        entries = Entries(states, found[ACTION], infos or None)
+        entries = TransitionEntries(states, found[ACTION], infos or None)
         if entries.fields() != dict(fields):
             raise IncompatibleStoreError(f"the store {name!r} is not of a replay buffer of LeRobot's: {list(fields)}")
         return entries
@@ -135,9 +136,41 @@ class Entries:
         infos = {each.field: Field(each.shape, each.dtype.name) for each in (self.infos or {}).values()}
         return fields_of(observations, (self.action.shape, self.action.dtype), 0) | infos
 
+    def state_arrays(self, what: str, given: Any) -> dict[str, NDArray[Any]]:
+        """A state's entries by field.
+
+        Raises:
+            ArgumentError: it is no dict. SchemaError: one is missing, or does not fit.
+        """
+        if not isinstance(given, Mapping):
+            raise ArgumentError(f"{what} is a dict of tensors by key, found {type(given).__name__}")
+        if len(given) > len(self.states):
+            self._tell_of(what, given, self.states)
+        missing = self.states.keys() - given.keys()
+        if missing:
+            raise SchemaError(f"{what} lacks {', '.join(sorted(missing))}, which the first transition had")
+        return {entry.field: entry.array(key, given[key]) for key, entry in self.states.items()}
+
+    def info_arrays(self, given: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+        """Infos by field; zeros where they lack one."""
+        infos = self.infos or {}
+        if not given.keys() <= infos.keys():
+            self._tell_of("complementary_info", given, infos)
+        return {
+            entry.field: entry.array(key, given[key]) if key in given else np.zeros(entry.shape, entry.dtype)
+            for key, entry in infos.items()
+        }
+
+    def _tell_of(self, what: str, given: Mapping[str, Any], kept: Mapping[str, TransitionEntry]) -> None:
+        """Warns of entries that are not kept, once."""
+        new = {f"{what}[{key}]" for key in given if key not in kept} - self._told
+        if new:
+            self._told |= new
+            warnings.warn(f"not kept, as the first transition had none: {', '.join(sorted(new))}", stacklevel=4)
+
     def drawn(self) -> list[str]:
         """The fields of states, actions and infos."""
         return [each.field for each in (*self.states.values(), self.action, *(self.infos or {}).values())]
 
 
-__all__ = ["Entries", "Entry"]
+__all__ = ["TransitionEntries", "TransitionEntry"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,14 +17,13 @@ from geartrain.errors import (
     ArgumentError,
     EmptyBufferError,
     IncompatibleStoreError,
-    SchemaError,
     StoreClosedError,
     StoreMissingError,
 )
 from geartrain.integrations.lerobot.augmentation import random_shift
 from geartrain.integrations.lerobot.batches import BatchTransition
 from geartrain.integrations.lerobot.datasets import StoredRuns, transitions_of, written
-from geartrain.integrations.lerobot.entries import Entries, Entry
+from geartrain.integrations.lerobot.entries import TransitionEntries
 from geartrain.integrations.lerobot.positions import PositionColumn
 from geartrain.integrations.lerobot.prefetch import BatchPrefetch
 from geartrain.integrations.transitions.draws import DrawnWindows, TransitionDraws
@@ -120,11 +118,10 @@ class LeRobotReplayBuffer:
         self._pid = os.getpid()
         self._closed = False
         self._store: Store | None = None
-        self._entries: Entries
-        self._told: set[str] = set()  # keys that are not kept, which was said
+        self._entries: TransitionEntries
         self._enough = 0  # transitions that are there at least
         if isinstance(store, Store):
-            self._use(store, Entries.of_fields(store.name, store.fields))
+            self._use(store, TransitionEntries.of_fields(store.name, store.fields))
 
     # --- the store --------------------------------------------------------------------------------------------
 
@@ -138,7 +135,7 @@ class LeRobotReplayBuffer:
         """Whether there is a store."""
         return self._store is not None
 
-    def _create(self, entries: Entries) -> Store:
+    def _create(self, entries: TransitionEntries) -> Store:
         """Makes the store, or joins the one of that name."""
         steps = row_steps(self.capacity, _REACH)
         rows = rows_needed(self.capacity, 1, steps, _REACH, self._writers)
@@ -148,7 +145,7 @@ class LeRobotReplayBuffer:
         name = str(self._given)
         return Store.open(name, fields, max_length=steps, create="missing", capacity=rows, reserve=reserve)
 
-    def _use(self, store: Store, entries: Entries) -> None:
+    def _use(self, store: Store, entries: TransitionEntries) -> None:
         if store.max_length != row_steps(self.capacity, _REACH) or store.per_step:
             raise IncompatibleStoreError(
                 f"the store {store.name!r} is of a buffer of another capacity: its rows have {store.max_length} steps, "
@@ -181,7 +178,7 @@ class LeRobotReplayBuffer:
             except StoreMissingError:
                 return None
             try:
-                self._use(store, Entries.of_fields(store.name, store.fields))
+                self._use(store, TransitionEntries.of_fields(store.name, store.fields))
             except IncompatibleStoreError:
                 store.close()
                 raise
@@ -238,7 +235,7 @@ class LeRobotReplayBuffer:
         """
         with self._locked():
             store = self._join()
-            entries = self._entries if store else Entries.of_transition(state, action, complementary_info)
+            entries = self._entries if store else TransitionEntries.of_transition(state, action, complementary_info)
             if complementary_info is not None and not isinstance(complementary_info, Mapping):
                 raise ArgumentError(f"complementary_info is a dict or None, found {type(complementary_info).__name__}")
             reward, over, late = _one("reward", reward), bool(_one("done", done)), bool(_one("truncated", truncated))
@@ -246,15 +243,12 @@ class LeRobotReplayBuffer:
                 if not over:
                     raise ArgumentError("next_state may be None only where done is set: what it was is not known")
                 next_state = state
-            states = self._arrays("state", entries.states, state)
-            step: dict[str, Any] = self._arrays("next_state", entries.states, next_state)
+            states = entries.state_arrays("state", state)
+            step: dict[str, Any] = entries.state_arrays("next_state", next_state)
             step[ACTION] = entries.action.array("action", action)
             step[REWARD] = reward
             step[FLAGS] = TRANSITION | (DONE if over else 0) | (TIMEOUT if late else 0)
-            if entries.infos:
-                step.update(self._infos(entries.infos, complementary_info or {}))
-            elif complementary_info:
-                self._tell_of("complementary_info", complementary_info, {})
+            step.update(entries.info_arrays(complementary_info or {}))
             if store is None:
                 made = self._create(entries)
                 try:
@@ -265,32 +259,6 @@ class LeRobotReplayBuffer:
                     raise
             self._writer.add(states, step)
             self._enough = max(self._enough, min(self._writer.count, self.capacity))
-
-    def _arrays(self, what: str, entries: dict[str, Entry], given: Any) -> dict[str, Any]:
-        """A state's entries by field."""
-        if not isinstance(given, Mapping):
-            raise ArgumentError(f"{what} is a dict of tensors by key, found {type(given).__name__}")
-        if len(given) > len(entries):
-            self._tell_of(what, given, entries)
-        try:
-            return {entry.field: entry.array(key, given[key]) for key, entry in entries.items()}
-        except KeyError as missing:
-            raise SchemaError(f"{what} lacks {missing}, which the first transition had") from None
-
-    def _infos(self, entries: dict[str, Entry], given: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-        if len(given) > len(entries) or not given.keys() <= entries.keys():
-            self._tell_of("complementary_info", given, entries)
-        return {
-            entry.field: entry.array(key, given[key]) if key in given else np.zeros(entry.shape, entry.dtype)
-            for key, entry in entries.items()
-        }
-
-    def _tell_of(self, what: str, given: Mapping[str, Any], entries: Mapping[str, Entry]) -> None:
-        """Warns of entries that are not kept, once."""
-        new = {f"{what}[{key}]" for key in given if key not in entries} - self._told
-        if new:
-            self._told |= new
-            warnings.warn(f"not kept, as the first transition had none: {', '.join(sorted(new))}", stacklevel=4)
 
     # --- sampling ---------------------------------------------------------------------------------------------
 
@@ -327,7 +295,7 @@ class LeRobotReplayBuffer:
         assert self._store is not None
         return DrawnWindows.at(self._store, keys, step, [*self._entries.drawn(), REWARD, FLAGS], _REACH)
 
-    def _batch(self, fields: dict[str, NDArray[Any]], entries: Entries) -> BatchTransition:
+    def _batch(self, fields: dict[str, NDArray[Any]], entries: TransitionEntries) -> BatchTransition:
         state, next_state = {}, {}
         for key, entry in entries.states.items():
             both = self._tensor(fields[entry.field])  # (B, 2, ...)
@@ -351,7 +319,10 @@ class LeRobotReplayBuffer:
 
     def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
         """float32 on `device`; over the batch's memory where it is so already, which is the batch's alone."""
-        return torch.from_numpy(array).to(self.device).float()
+        tensor = torch.from_numpy(array)
+        if self.device != "cpu":
+            tensor = tensor.to(self.device)
+        return tensor if tensor.dtype is torch.float32 else tensor.float()
 
     def get_iterator(
         self, batch_size: int, async_prefetch: bool = True, queue_size: int = 2
