@@ -180,8 +180,7 @@ void StepWriter::begin_episode(uint32_t environment, std::span<const StepColumn>
     open_row(environment, version);
   } else if (mine.between) {
     mine.between = false;
-    std::byte* count = store_.block(static_cast<uint32_t>(episodes_field_), mine.row);
-    std::atomic_ref<int32_t>(*reinterpret_cast<int32_t*>(count)).fetch_add(1, kRelaxed);
+    ++mine.episodes;
   }
   for (const StepColumn& column : observations) write(column, environment, mine.row, mine.steps);
   reset_next_[environment] = 0;
@@ -191,6 +190,10 @@ void StepWriter::begin_episode(uint32_t environment, std::span<const StepColumn>
 
 void StepWriter::put(Group& group, uint32_t environment, uint32_t length) {
   const Environment& mine = environments_[environment];
+  if (&group == &extend_ && options_.share_rows) {  // the first steps of its episode may become readable
+    std::byte* count = store_.block(static_cast<uint32_t>(episodes_field_), mine.row);
+    std::atomic_ref<int32_t>(*reinterpret_cast<int32_t*>(count)).store(static_cast<int32_t>(mine.episodes), kRelaxed);
+  }
   group.environments.push_back(environment);
   group.rows.push_back(mine.row);
   group.lengths.push_back(length);

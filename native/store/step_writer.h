@@ -16,7 +16,8 @@
 //
 // With `share_rows` the next episode of an environment goes on in the same row, behind the step that is marked `last`,
 // where it has room for an action. A row is published with the first episode that ends in it, is extended by each
-// further one, and ends where it is full. With priorities of steps those that are marked get 0, as they begin no
+// further one, and ends where it is full. Its field `episodes` counts those that have published steps; where a process
+// died within a call, it may count one more. With priorities of steps those that are marked get 0, as they begin no
 // transition.
 //
 //   step      0    1    2    3    4    5    the row of an episode of two actions, and one of two that goes on
@@ -133,6 +134,7 @@ class StepWriter {
     uint32_t first = 0;      // where its episode begins in the row
     uint32_t published = 0;  // steps of it that can be sampled
     uint32_t generation = 0;
+    uint32_t episodes = 1;  // in its row, the present one included
     int64_t version = 0;
     double sum = 0;        // of its rewards
     bool between = false;  // the row's last episode has ended, and the next one goes on in it

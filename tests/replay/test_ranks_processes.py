@@ -243,3 +243,30 @@ def test_a_rank_killed_or_stopped_is_a_named_error_within_the_deadline(
             process.wait()
         for rank in range(3):
             Path(f"/dev/shm/geartrain.{name}-{rank}").unlink(missing_ok=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize(
+    ("direct", "where"),
+    [("1", "before"), ("1", "told one"), ("1", "after"), ("0", "before"), ("0", "between"), ("0", "after")],
+)
+def test_a_rank_that_ends_or_stops_in_the_exchange_of_a_read_is_named_by_all_others(
+    store_name: Callable[[], str], tmp_path: Path, how: str, direct: str, where: str
+) -> None:
+    name = store_name()
+    processes = start("dies_in_the_agreement", name, 3, tmp_path, HOW=how, DIRECT=direct, WHERE=where)
+    try:
+        for rank in (0, 2):
+            said, then = lines(processes[rank])
+            for error in (said["error"], then["again"]):
+                assert "rank 1 was lost" in error or "rank 1 did not answer within 3" in error
+            assert said["waited_s"] < patience(1.5 if how == "kill" else 6)
+            assert then["closed_s"] < patience(1)
+    finally:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                process.kill()
+            process.wait()
+        for rank in range(3):
+            Path(f"/dev/shm/geartrain.{name}-{rank}").unlink(missing_ok=True)

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import geartrain as gt
+import geartrain.replay.distributed.read_agreement as read_agreement
 from geartrain.errors import ArgumentError, PeerLostError
+from geartrain.replay.distributed.messages import flat_bytes
 from geartrain.replay.distributed.rank_group import TorchRankGroup
 from geartrain.selection import Prioritized, Uniform
 
@@ -196,10 +198,60 @@ def killed(name: str) -> None:
     os._exit(0)
 
 
+def dies_in_the_agreement(name: str) -> None:
+    """Rank 1 ends or stops at a place of the exchange of a read; the others say what they see, and when.
+
+    WHERE: "before" it; "told one": rank 0 has what it tells, rank 2 has not; "between" the all-gather and the rows,
+    where there are both; "after" it. DIRECT=0 for groups so large that what is told goes by an all-gather.
+    """
+    rank, how, where = dist.get_rank(), os.environ["HOW"], os.environ["WHERE"]
+    if os.environ["DIRECT"] == "0":
+        read_agreement.DIRECT_RANKS = 0
+    exchange, calls = read_agreement.ReadAgreement.exchange, 0
+
+    def end() -> None:
+        os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+
+    def exchange_and_end(self: Any, sends: Any, receives: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls < 4:
+            exchange(self, sends, receives)
+            return
+        told = np.zeros(1, bool)
+        if where == "told one":
+            self.members.group.exchange([(0, flat_bytes(told)), *(each for each in sends if each[0] == 0)], [])
+        elif where == "between":
+            self.members.all_gather(told)
+        elif where == "after":
+            exchange(self, sends, receives)
+        end()
+
+    if rank == 1:
+        read_agreement.ReadAgreement.exchange = exchange_and_end
+    store = store_of(f"{name}-{rank}", N * rank // 3, N * (rank + 1) // 3)
+    replay = gt.Replay(store, Uniform(seed=1), B, group=dist.group.WORLD, prefetch=0, timeout_s=3)
+    seen = []
+    for step in range(1000):
+        began_s = time.monotonic()
+        try:
+            replay.sample()
+        except PeerLostError as error:
+            seen.append(str(error))
+            if len(seen) == 2:  # it stays an error
+                break
+            say(rank=rank, step=step, error=str(error), waited_s=time.monotonic() - began_s)
+    began_s = time.monotonic()
+    replay.close()
+    store.close()
+    say(again=seen[1], closed_s=time.monotonic() - began_s)
+    os._exit(0)  # torch's own shutdown would wait for the dead rank
+
+
 if __name__ == "__main__":
     scenario, name = sys.argv[1:]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", os.environ["MEET"], timedelta(seconds=30), size, rank)
-    scenarios = (batches, steps, mesh, killed, again, leaves, interrupted, forks, opens)
+    scenarios = (batches, steps, mesh, killed, again, leaves, interrupted, forks, opens, dies_in_the_agreement)
     {each.__name__: each for each in scenarios}[scenario](name)
     dist.destroy_process_group()

@@ -19,6 +19,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import traceback
 from contextlib import suppress
 from typing import Any
 
@@ -27,6 +29,7 @@ from geartrain.errors import ProcessDiedError, WaitTimeoutError
 #: Longest wait for the child to take a message, and for its answer: a group of rows, or what an import takes.
 ANSWER_S = 600.0
 _PARENT_CHECK_S = 5.0
+_END_S = 10.0
 _PROGRAM = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[2]); "
     "from geartrain.integrations.datasets.writer_process import serve; serve(int(sys.argv[1]))"
@@ -40,16 +43,22 @@ class WriterProcess:
         kind: its class, as "module:Class".
         arguments: of its constructor, by keyword.
         what: what it writes, for messages.
+        answer_s: longest wait for the child to take a message, and for its answer.
+
+    Attributes:
+        answer_s: of later calls; can be set.
 
     Raises:
         ProcessDiedError: the child died; also of `call`. What its constructor or method raises is raised here.
+        WaitTimeoutError: it did not answer in time, and was killed: a late answer would be taken for that of the next
+            call.
     """
 
-    def __init__(self, kind: str, arguments: dict[str, Any], what: str) -> None:
-        self._what = what
+    def __init__(self, kind: str, arguments: dict[str, Any], what: str, *, answer_s: float = ANSWER_S) -> None:
+        self._what, self.answer_s = what, answer_s
+        self._closing = threading.Lock()
         self._said = os.memfd_create("writer-stderr", os.MFD_CLOEXEC)
         self._socket, theirs = socket.socketpair()
-        self._socket.settimeout(ANSWER_S)
         try:
             with theirs:
                 command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), json.dumps(sys.path)]
@@ -81,14 +90,18 @@ class WriterProcess:
         return self._asked((method, arguments))
 
     def _asked(self, message: Any) -> Any:
+        if self._said < 0:
+            raise ProcessDiedError(f"the process that writes {self._what} was ended")
         try:
+            self._socket.settimeout(self.answer_s)
             _send(self._socket, message)
             answer = _receive(self._socket)
         except TimeoutError:
+            self.close()
             raise WaitTimeoutError(
-                f"the process that writes {self._what} has not answered in {ANSWER_S:.0f} s"
+                f"the process that writes {self._what} has not answered in {self.answer_s:g} s, and was killed"
             ) from None
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):
             raise ProcessDiedError(f"the process that writes {self._what} {self._cause()}") from None
         good, value = answer
         if not good:
@@ -104,22 +117,40 @@ class WriterProcess:
         if code < 0:
             with suppress(ValueError):
                 ended = f"died of {signal.Signals(-code).name}"
-        lines = os.pread(self._said, 1 << 16, 0).decode(errors="replace").strip().splitlines()
+        with self._closing:
+            if self._said < 0:
+                return "was ended"
+            lines = os.pread(self._said, 1 << 16, 0).decode(errors="replace").strip().splitlines()
         return f"{ended}: {lines[-1][:300]}" if lines else ended
 
     def close(self) -> None:
-        """Kills the child if it is there, and waits for its end."""
-        if self._said < 0:
-            return
-        self._socket.close()
-        self._process.kill()
-        self._process.wait()
-        os.close(self._said)
-        self._said = -1
+        """Kills the child if it is there, and waits for its end. May be called again, by any thread."""
+        with self._closing:
+            if self._said < 0:
+                return
+            said, self._said = self._said, -1
+            with suppress(OSError):  # the child is gone
+                self._socket.shutdown(socket.SHUT_RDWR)  # a thread that waits for an answer has its end
+            self._process.kill()
+            with suppress(subprocess.TimeoutExpired):  # in a call to a disk that does not answer: it ends with that
+                self._process.wait(timeout=_END_S)
+            self._socket.close()
+            os.close(said)
 
 
 def serve(descriptor: int) -> None:
     """The child: makes the object, calls its methods, and ends without what libraries do at exit."""
+    try:
+        _serve(descriptor)
+    except (EOFError, OSError):  # the parent has died in the middle of a message, or before it took the answer
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _serve(descriptor: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     parent, made = os.getppid(), None
     with socket.socket(fileno=descriptor) as to:
