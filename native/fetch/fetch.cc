@@ -105,6 +105,7 @@ class Gather {
         const uint64_t step = field_steps_[f], bytes = step != 0 ? window.count * step : fields_[field].block_bytes;
         const std::byte* const from = store_.block(field, row) + window.start * step;
         touch(from);
+        touch_pages(from, bytes);
         if (bytes <= kFewBytes) few[count++] = {from, bytes};
       }
     }
