@@ -2,18 +2,30 @@
 
 #include <string_view>
 
-#include "fetch/transitions.h"
+#include "base/convert.h"
 
 namespace geartrain {
+namespace {
+
+// nullptr: the store has none of that name.
+const FieldRecord* field_called(const Store& store, std::string_view name) {
+  const FieldRecord* const fields = store.fields();
+  for (uint32_t f = 0; f < store.header().field_count; ++f) {
+    if (name == fields[f].name) return &fields[f];
+  }
+  return nullptr;
+}
+
+}  // namespace
 
 EpisodeMarks episode_marks(const Store& store) {
-  if (!shares_rows(store)) return {};
-  const FieldRecord* const fields = store.fields();
-  for (uint32_t field = 0; field < store.header().field_count; ++field) {
-    if (std::string_view(fields[field].name) != "last") continue;
-    return {store.block(field, 0), fields[field].stride, store.header().max_length};
+  const FieldRecord *last = field_called(store, "last"), *episodes = field_called(store, "geartrain.episodes");
+  if (last == nullptr || last->timed == 0 || last->dtype != kBool || last->ndim != 1 || last->itemsize != 1 ||
+      episodes == nullptr || episodes->timed != 0 || episodes->dtype != kInt32 || episodes->ndim != 0) {
+    return {};
   }
-  return {};
+  const std::byte* const column = store.block(static_cast<uint32_t>(last - store.fields()), 0);
+  return {column, last->stride, store.header().max_length};
 }
 
 Population population_of(const Store& store, bool steps) {

@@ -1,4 +1,5 @@
-// Episodes of a store whose rows may hold several (shares_rows, transitions.h).
+// Episodes of a store whose rows may hold several: it has `last`, a bool a step, and the reserved `geartrain.episodes`,
+// an int32 a row (src/geartrain/store/recorder.py).
 #pragma once
 
 #include "selection/episode_marks.h"

@@ -2,67 +2,26 @@
 
 #include <algorithm>
 #include <atomic>
-#include <bit>
-#include <cmath>
 #include <cstring>
-#include <string_view>
+#include <vector>
 
-#include "base/convert.h"
 #include "base/copy.h"
 #include "base/errors.h"
+#include "fetch/episodes.h"
 #include "fetch/lines.h"
 #include "fetch/pieces.h"
+#include "fetch/reward_sum.h"
 #include "selection/selection.h"
 #include "store/row_copy.h"
 
 namespace geartrain {
 namespace {
 
-constexpr uint8_t kBool = 1, kHalf = 10, kInt32 = 7, kFloat = 12, kDouble = 13;  // codes of geartrain/core/dtypes.py
 // Rows whose misses overlap.
 constexpr size_t kInFlightRows = 64;
 // Rows that are copied field by field between two looks at their words.
 constexpr size_t kTogether = 16;
-constexpr size_t kFewRewards = 8;
-constexpr size_t kRewardBytes = 1024;
 constexpr uint32_t kOwnGoal = UINT32_MAX;  // no step of a row
-
-uint64_t timed_step_bytes(const FieldRecord& field) {
-  return field.block_bytes / field.shape[0];
-}
-
-double from_half(uint16_t bits) {
-  const int exponent = bits >> 10 & 31;
-  const double mantissa = bits & 1023;
-  double value;
-  if (exponent == 31) {
-    value = mantissa != 0 ? std::numeric_limits<double>::quiet_NaN() : std::numeric_limits<double>::infinity();
-  } else {
-    value = exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(mantissa + 1024, exponent - 25);
-  }
-  return bits >> 15 != 0 ? -value : value;
-}
-
-void halves_to_doubles(std::byte* to, const std::byte* from, size_t count) {
-  for (size_t i = 0; i < count; ++i) {
-    uint16_t bits;
-    std::memcpy(&bits, from + i * sizeof bits, sizeof bits);
-    const double value = from_half(bits);
-    std::memcpy(to + i * sizeof value, &value, sizeof value);
-  }
-}
-
-Conversion to_doubles(uint8_t code) {
-  return code == kHalf ? &halves_to_doubles : conversion(code, kDouble);
-}
-
-const FieldRecord* field_called(const Store& store, std::string_view name) {
-  const FieldRecord* const fields = store.fields();
-  for (uint32_t f = 0; f < store.header().field_count; ++f) {
-    if (name == fields[f].name) return &fields[f];
-  }
-  return nullptr;
-}
 
 class TransitionGather {
  public:
@@ -70,31 +29,19 @@ class TransitionGather {
       : store_(store),
         view_(view),
         request_(request),
-        numbers_(request.numbers.empty() ? request.places : request.numbers) {
+        numbers_(request.numbers.empty() ? request.places : request.numbers),
+        marks_(episode_marks(store)) {
     uint64_t row_bytes = 0;
     for (size_t i = 0; i < request.fields.size(); ++i) {
       const FieldRecord& record = store.fields()[request.fields[i].field];
       const TransitionRole role = view.roles[i];
-      Part part{request.fields[i],
-                role,
-                record.timed != 0 ? timed_step_bytes(record) : record.block_bytes,
-                record.timed != 0,
-                store.block(request.fields[i].field, 0),
-                record.stride};
+      Part part{
+          request.fields[i], role, bytes_per_step(record), record.timed != 0, store.block(request.fields[i].field, 0),
+          record.stride};
       part.stride = view.row_bytes(record, role);
       row_bytes += part.stride * (role == TransitionRole::observation && !view.shares_window() ? 2 : 1);
-      if (role == TransitionRole::reward) {
-        elements_ = part.step_bytes / record.itemsize;
-        itemsize_ = record.itemsize;
-        is_float_ = record.dtype == kFloat;
-        to_doubles_ = to_doubles(record.dtype);
-      }
+      if (role == TransitionRole::reward) rewards_ = RewardSum(record, view.powers);
       parts_.push_back(part);
-    }
-    if (shares_rows(store)) {
-      const FieldRecord* last = field_called(store, "last");
-      marks_ = store.block(static_cast<uint32_t>(last - store.fields()), 0);
-      marks_stride_ = last->stride;
     }
     bytes_ = row_bytes * request.rows.size();
     stream_ = bytes_ >= stream_from();
@@ -175,7 +122,7 @@ class TransitionGather {
     if (out.step >= steps) return;
     out.first = 0;
     out.end = steps;
-    if (marks_ != nullptr && !find_episode(out)) {
+    if (marks_ && !find_episode(out)) {
       refused_.fetch_add(1, std::memory_order_relaxed);
       return;
     }
@@ -186,7 +133,7 @@ class TransitionGather {
 
   // Finds where the episode of a step begins and ends, no further than is asked for. False: it is the last one of it.
   bool find_episode(Placed& one) const {
-    const std::byte* const marks = marks_ + one.row * marks_stride_;
+    const std::byte* const marks = marks_.column + one.row * marks_.stride;
     if (read_byte(marks + one.step) != 0) return false;
     const bool all = view_.goals.strategy != GoalStrategy::none;
     const uint32_t until = all ? one.end : std::min(one.end, one.step + view_.n_step);
@@ -300,7 +247,7 @@ class TransitionGather {
           break;
         case TransitionRole::reward:
           for (size_t i = first; i < last; ++i) {
-            sum_rewards(part.to.out + placed[i].to * part.stride, from[i], placed[i].count, block.rewards);
+            rewards_(part.to.out + placed[i].to * part.stride, from[i], placed[i].count, block.rewards);
           }
           break;
         case TransitionRole::terminated:
@@ -388,127 +335,19 @@ class TransitionGather {
     copy(to + missing, block + (last + 1 - real) * part.step_bytes, real * part.step_bytes);
   }
 
-  void sum_rewards(std::byte* to, const std::byte* from, uint32_t count, std::vector<double>& scratch) const {
-    // A copy first: the row may be written meanwhile.
-    const size_t numbers = count * elements_;
-    if (numbers == 1 && itemsize_ == sizeof(float) && is_float_) {
-      copy_few(to, from, sizeof(float));
-      return;
-    }
-    if (numbers <= kFewRewards && elements_ == 1 && is_float_ && itemsize_ == sizeof(float)) {
-      float few[kFewRewards];
-      copy_few(reinterpret_cast<std::byte*>(few), from, numbers * sizeof(float));
-      double sum = 0;
-      for (size_t k = 0; k < numbers; ++k) sum += view_.powers[k] * static_cast<double>(few[k]);
-      const auto rounded = static_cast<float>(sum);
-      std::memcpy(to, &rounded, sizeof rounded);
-      return;
-    }
-    alignas(double) std::byte here[kRewardBytes];
-    double few[kRewardBytes / sizeof(double)];
-    std::vector<std::byte> many;
-    std::byte* raw = here;
-    double* values = few;
-    if (numbers * itemsize_ > sizeof here || numbers > std::size(few)) {
-      many.resize(numbers * itemsize_);
-      scratch.resize(numbers);
-      raw = many.data();
-      values = scratch.data();
-    }
-    copy(raw, from, numbers * itemsize_);
-    to_doubles_(reinterpret_cast<std::byte*>(values), raw, numbers);
-    for (size_t element = 0; element < elements_; ++element) {
-      double sum = 0;
-      for (size_t k = 0; k < count; ++k) sum += view_.powers[k] * values[k * elements_ + element];
-      const auto rounded = static_cast<float>(sum);
-      std::memcpy(to + element * sizeof rounded, &rounded, sizeof rounded);
-    }
-  }
-
   const Store& store_;
   const TransitionView& view_;
   const TransitionRequest& request_;
   std::span<const uint32_t> numbers_;
+  const EpisodeMarks marks_;
   std::vector<Part> parts_;
-  Conversion to_doubles_ = nullptr;
-  const std::byte* marks_ = nullptr;  // of all rows; nullptr: a row is one episode
-  uint64_t marks_stride_ = 0;
+  RewardSum rewards_;
   mutable std::atomic<uint64_t> refused_{0};
-  size_t elements_ = 0, itemsize_ = 0;
   uint64_t bytes_ = 0;
-  bool is_float_ = false, stream_ = false;
+  bool stream_ = false;
 };
 
 }  // namespace
-
-uint64_t TransitionView::row_bytes(const FieldRecord& field, TransitionRole role) const {
-  const uint64_t step = field.timed != 0 ? timed_step_bytes(field) : field.block_bytes;
-  switch (role) {
-    case TransitionRole::observation:
-      return step * window_frames();
-    case TransitionRole::reward:
-      return step / field.itemsize * sizeof(float);
-    case TransitionRole::step:
-      return step;
-    default:
-      return 0;
-  }
-}
-
-void TransitionView::check(const Store& store, std::span<const uint32_t> fields) const {
-  if (n_step == 0 || n_step > (1U << 30) || frame_stack == 0 || frame_stack > (1U << 30) ||
-      powers.size() != size_t{n_step} + 1 || roles.size() != fields.size()) {
-    fail(ErrorKind::schema, "transitions of ", n_step, " steps and ", frame_stack, " frames were given ", powers.size(),
-         " powers of gamma and ", roles.size(), " roles for ", fields.size(), " fields");
-  }
-  size_t rewards = 0, flags = 0;
-  for (size_t i = 0; i < fields.size(); ++i) {
-    if (fields[i] >= store.header().field_count) fail(ErrorKind::schema, "no field number ", fields[i]);
-    const FieldRecord& record = store.fields()[fields[i]];
-    bool fits = true;
-    switch (roles[i]) {
-      case TransitionRole::observation:
-        fits = record.timed != 0;
-        break;
-      case TransitionRole::reward:
-        fits = record.timed != 0 && to_doubles(record.dtype) != nullptr && ++rewards == 1;
-        break;
-      case TransitionRole::terminated:
-        ++flags;
-        [[fallthrough]];
-      case TransitionRole::truncated:
-      case TransitionRole::last:
-        fits = record.timed != 0 && record.dtype == kBool && record.ndim == 1 && record.itemsize == 1;
-        break;
-      case TransitionRole::step:
-        break;
-      default:
-        fits = false;
-    }
-    if (!fits) {
-      fail(ErrorKind::schema, "the field '", record.name, "' cannot have role ", static_cast<int>(roles[i]),
-           " in a transition");
-    }
-  }
-  if (goals.strategy != GoalStrategy::none) {
-    const auto observation = [&](uint32_t place) {
-      return place < fields.size() && roles[place] == TransitionRole::observation ? &store.fields()[fields[place]]
-                                                                                  : nullptr;
-    };
-    const FieldRecord *achieved = observation(goals.achieved), *desired = observation(goals.desired);
-    if (goals.strategy > GoalStrategy::episode || n_step != 1 || achieved == nullptr || desired == nullptr ||
-        achieved == desired || timed_step_bytes(*achieved) != timed_step_bytes(*desired)) {
-      fail(ErrorKind::schema, "hindsight needs two observations of one size, and n_step 1");
-    }
-  }
-  if (rewards != 1 || flags != 1) fail(ErrorKind::schema, "transitions need one field of rewards and one `terminated`");
-}
-
-bool shares_rows(const Store& store) {
-  const FieldRecord *last = field_called(store, "last"), *episodes = field_called(store, "geartrain.episodes");
-  return last != nullptr && last->timed != 0 && last->dtype == kBool && last->ndim == 1 && episodes != nullptr &&
-         episodes->timed == 0 && episodes->dtype == kInt32 && episodes->ndim == 0;
-}
 
 void gather_transitions(const Store& store, const TransitionView& view, const TransitionRequest& request) {
   const size_t n = request.rows.size(), size = request.torn.size();

@@ -18,7 +18,7 @@
 //
 // Reward, discount and terminated stay those of the row, for the caller to change.
 //
-// In rows of several episodes (`shares_rows`) every step that is marked `last` ends one. Then `length - 1` above is the
+// In rows of several episodes (episodes.h) every step that is marked `last` ends one. Then `length - 1` above is the
 // first marked step from t on, and step 0 the one behind the last marked step before t. A marked step is no transition:
 // it is reported as a row that was lost is, and drawn again.
 //
@@ -28,45 +28,12 @@
 
 #include <cstdint>
 #include <span>
-#include <vector>
 
 #include "base/random.h"
 #include "fetch/fetch.h"
+#include "fetch/transition_view.h"
 
 namespace geartrain {
-
-enum class TransitionRole : uint8_t { step, observation, reward, terminated, truncated, last };
-
-enum class GoalStrategy : uint8_t { none, future, final, episode };
-
-// Hindsight: k in k + 1 transitions get another goal. Places of the two observations among a batch's fields.
-struct GoalView {
-  GoalStrategy strategy = GoalStrategy::none;
-  uint32_t k = 0;
-  uint32_t achieved = 0, desired = 0;
-
-  bool operator==(const GoalView&) const = default;
-};
-
-// What a batch of transitions is made of. `roles` and the fields of a batch are in the same order.
-struct TransitionView {
-  uint32_t n_step = 1;
-  uint32_t frame_stack = 1;
-  std::vector<double> powers;  // gamma ** 0 .. gamma ** n_step
-  std::vector<TransitionRole> roles;
-  GoalView goals = {};
-
-  bool operator==(const TransitionView&) const = default;
-
-  // With n_step 1 a stack and the next one are parts of one window of frame_stack + 1 frames; else each is an array of
-  // its own, since a row that ends early brings them closer together.
-  bool shares_window() const { return n_step == 1 && frame_stack > 1; }
-  uint32_t window_frames() const { return shares_window() ? frame_stack + 1 : frame_stack; }
-  // Bytes from one row to the next in a field's output; of rewards, float32. Observations: in each of the two.
-  uint64_t row_bytes(const FieldRecord& field, TransitionRole role) const;
-  // Throws schema unless the store's fields can have these roles: one reward and one terminated, ...
-  void check(const Store& store, std::span<const uint32_t> fields) const;
-};
 
 // Where one field of a batch of transitions goes; nothing for those of the outputs below, which have a place of their
 // own. `next`: of observations; where the two share a window, one frame behind `out`.
@@ -95,10 +62,6 @@ struct TransitionRequest {
   std::span<int32_t> lengths;
   std::span<int64_t> versions;
 };
-
-// Whether the rows of a store may hold several episodes: it has `last`, a bool a step, and the reserved
-// `geartrain.episodes`, an int32 a row (src/geartrain/store/recorder.py).
-bool shares_rows(const Store& store);
 
 // Throws schema when rows, places or fields are out of range.
 void gather_transitions(const Store& store, const TransitionView& view, const TransitionRequest& request);

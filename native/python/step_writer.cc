@@ -12,14 +12,13 @@
 #include <string>
 #include <vector>
 
+#include "base/convert.h"
 #include "base/errors.h"
 #include "python/bind.h"
 #include "python/host_array.h"
 
 namespace geartrain {
 namespace {
-
-constexpr uint8_t kBool = 1, kUint64 = 8, kInt64 = 9, kFloat64 = 13;
 
 // What a call answers: None when all is done and no row was completed; the keys of completed rows as bytes
 // (rows, then generations, uint32); the number of rows that the rate limiter has to admit first; or the name
@@ -174,7 +173,7 @@ class Recorder {
 
   bool column_of(uint32_t field, PyObject* value, StepColumn* column) {
     const FieldRecord& record = store_.fields()[field];
-    const uint64_t count = record.block_bytes / record.shape[0] / record.itemsize;
+    const uint64_t count = bytes_per_step(record) / record.itemsize;
     uint8_t code = 0;
     column->field = field;
     if (n_ == 1 && count == 1 && scalar(value, record, &code, &column->data)) {
@@ -219,7 +218,7 @@ class Recorder {
       int overflow = 0;
       const long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
       // Whether it is in the range of a smaller type is for the caller to check.
-      const bool any = record.dtype == kInt64 || record.dtype == kFloat64 || record.dtype == 12;
+      const bool any = record.dtype == kInt64 || record.dtype == kFloat64 || record.dtype == kFloat32;
       if (overflow != 0 || !(any || (number >= 0 && number < 128))) return false;
       std::memcpy(&place, &number, sizeof place);
       *code = any ? kInt64 : kUint64;

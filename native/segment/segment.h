@@ -170,6 +170,11 @@ struct FieldRecord {
 };
 static_assert(sizeof(FieldRecord) == 128);
 
+// Of a field without time: of its row.
+inline uint64_t bytes_per_step(const FieldRecord& field) {
+  return field.timed != 0 ? field.block_bytes / field.shape[0] : field.block_bytes;
+}
+
 // An attached process. `in_use`, `pid` and `held` change under the lock.
 struct alignas(64) Client {
   uint32_t in_use;

@@ -6,7 +6,7 @@
 //
 // The ends of the lists are checked when a process joins. Links between rows change all the time, under the lock of
 // processes that may write to the segment and are therefore trusted; a link that leads out of the table is an error
-// where it is followed (StatusTable in store/store.h), never a wild access, and the next call rebuilds the lists from
+// where it is followed (store/status_table.h), never a wild access, and the next call rebuilds the lists from
 // the rows.
 #pragma once
 

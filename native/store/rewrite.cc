@@ -39,7 +39,7 @@ uint64_t Store::rewrite(std::span<const uint32_t> rows, std::span<const uint32_t
   for (const FieldSource& source : sources) {
     if (source.field >= header().field_count) fail(ErrorKind::schema, "no field number ", source.field);
     const FieldRecord& field = fields()[source.field];
-    const uint64_t step = field.timed != 0 ? field.block_bytes / field.shape[0] : field.block_bytes;
+    const uint64_t step = bytes_per_step(field);
     if (source.row_bytes % step != 0 || source.row_bytes == 0 || source.row_bytes > field.block_bytes) {
       fail(ErrorKind::schema, "a row of field '", field.name, "' has ", source.row_bytes, " bytes, in steps of ", step);
     }
@@ -81,7 +81,7 @@ uint64_t Store::rewrite(std::span<const uint32_t> rows, std::span<const uint32_t
           copy_block(block(source.field, row), from, field.block_bytes, false);
           continue;
         }
-        const uint64_t step = field.block_bytes / field.shape[0];
+        const uint64_t step = bytes_per_step(field);
         copy_block(block(source.field, row) + start * step, from, steps * step, false);
       }
       s.inserted_at_ns.store(number + 1, std::memory_order_release);

@@ -76,7 +76,7 @@ StepWriter::StepWriter(Store& store, const StepWriterOptions& options)
     }
     if (std::string_view(record.name) == "reward") reward_field_ = static_cast<int32_t>(f);
     place_[f] = static_cast<uint32_t>(timed_.size());
-    const uint64_t step_bytes = record.block_bytes / record.shape[0];
+    const uint64_t step_bytes = bytes_per_step(record);
     timed_.push_back({f, options.roles[f], record.dtype, store.block(f, 0), record.stride, step_bytes,
                       step_bytes / record.itemsize});
   }

@@ -16,6 +16,7 @@ from reductions import in_order
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 
+from process_groups import ranks, right  # noqa: E402
 from torch.distributed import distributed_c10d as c10d  # noqa: E402
 
 from geartrain.collectives import Group, Reducer  # noqa: E402
@@ -28,29 +29,6 @@ from geartrain.errors import ArgumentError, RanksDisagreeError  # noqa: E402
 ReduceOp = dist.ReduceOp
 WHOLE = [dtype for dtype in DTYPES if not dtype.is_floating_point and not dtype.is_complex]
 MOVED = [*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2]
-
-
-def ranks(size: int, body: Callable[[ProcessGroup, int], Any], options: BackendOptions | None = None) -> list[Any]:
-    """Runs `body(group, rank)` on each rank; returns what each returned or raised."""
-    store = dist.HashStore()
-
-    def run(rank: int) -> Any:
-        group = ProcessGroup(store, rank, size, timedelta(seconds=patience(20)), name="test", options=options)
-        try:
-            return body(group, rank)
-        except Exception as error:
-            return error
-        finally:
-            group.shutdown()
-
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(run, range(size)))
-
-
-def right(found: list[Any]) -> None:
-    for one in found:
-        if isinstance(one, Exception):
-            raise one
 
 
 def made(seed: int, dtype: Any, count: int) -> Any:

@@ -16,6 +16,8 @@ from reductions import in_order
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 
+from process_groups import ranks, right  # noqa: E402
+
 from geartrain.collectives.buffers import reduces  # noqa: E402
 from geartrain.collectives.torch_backend.options import BackendOptions  # noqa: E402
 from geartrain.collectives.torch_backend.process_group import ProcessGroup  # noqa: E402
@@ -24,31 +26,6 @@ from geartrain.collectives.torch_backend.work import Finisher, TorchWork  # noqa
 from geartrain.errors import PeerLostError, WaitTimeoutError  # noqa: E402
 
 ReduceOp = dist.ReduceOp
-
-
-def ranks(
-    size: int, body: Callable[[ProcessGroup, int], Any], options: BackendOptions | None = None, timeout_s: float = 20
-) -> list[Any]:
-    """Runs `body(group, rank)` on each rank; returns what each returned or raised."""
-    store = dist.HashStore()
-
-    def run(rank: int) -> Any:
-        group = ProcessGroup(store, rank, size, timedelta(seconds=timeout_s), name="test", options=options)
-        try:
-            return body(group, rank)
-        except Exception as error:
-            return error
-        finally:
-            group.shutdown()
-
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(run, range(size)))
-
-
-def right(found: list[Any]) -> None:
-    for one in found:
-        if isinstance(one, Exception):
-            raise one
 
 
 def made(rank: int, dtype: Any, size: int = 1000) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +18,7 @@ torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 
 import simulated_cuda  # noqa: E402
+from process_groups import ranks, right  # noqa: E402
 
 import geartrain.collectives.torch_backend.staging as staging  # noqa: E402
 from geartrain.collectives.torch_backend.options import BackendOptions  # noqa: E402
@@ -39,7 +39,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging.Staging.__init__, "__kwdefaults__", defaults)
 
 
-def ranks(
+def run_on(
     monkeypatch: pytest.MonkeyPatch,
     devices: list[SimulatedDevice],
     body: Body,
@@ -48,27 +48,8 @@ def ranks(
 ) -> list[Any]:
     """What `body` returned or raised on each rank; rank r has the device "cuda:r"."""
     simulated_cuda.simulate(monkeypatch, devices)
-    store, size = dist.HashStore(), len(devices)
     options = BackendOptions.from_environment(environment or {"GEARTRAIN_ALLREDUCE_CUDA": "staged"})
-
-    def run(rank: int) -> Any:
-        group = ProcessGroup(store, rank, size, timedelta(seconds=timeout_s), name="test", options=options)
-        try:
-            return body(group, rank, devices[rank])
-        except Exception as error:
-            return error
-        finally:
-            group.shutdown()
-
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(run, range(size)))
-
-
-def right(found: list[Any]) -> list[Any]:
-    for one in found:
-        if isinstance(one, Exception):
-            raise one
-    return found
+    return ranks(len(devices), lambda group, rank: body(group, rank, devices[rank]), options, timeout_s)
 
 
 def made(rank: int, size: int) -> Any:
@@ -117,14 +98,14 @@ def test_results_are_those_of_rank_order_to_the_bit_however_the_devices_lag(
         assert counters["groups"]["cuda/0"]["operations"] == 1 + 1 + -(-SIZES[2] * 4 // (64 << 10))
         return found
 
-    for found in right(ranks(monkeypatch, devices, body)):
+    for found in right(run_on(monkeypatch, devices, body)):
         for got, size in zip(found, SIZES, strict=True):
             assert torch.equal(got, in_rank_order(2, size))
 
 
 def test_a_device_that_is_slow_has_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = [SimulatedDevice(0, delay_s=0.002), SimulatedDevice(1, chance=0.0)]
-    found = right(ranks(monkeypatch, devices, lambda group, rank, device: train(group, rank, device, "waits")))
+    found = right(run_on(monkeypatch, devices, lambda group, rank, device: train(group, rank, device, "waits")))
     for of_rank in found:
         assert all(torch.equal(got, in_rank_order(2, size)) for got, size in zip(of_rank, SIZES, strict=True))
     assert not devices[0].failures
@@ -148,13 +129,13 @@ def test_a_later_chunk_is_copied_out_while_an_earlier_one_is_on_the_network(monk
         group.allreduce([tensor]).wait()
         return simulated_cuda.read(device, tensor)
 
-    assert all((found == 2).all() for found in right(ranks(monkeypatch, devices, body)))
+    assert all((found == 2).all() for found in right(run_on(monkeypatch, devices, body)))
 
 
 def test_hosts_and_devices_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = [SimulatedDevice(rank, chance=0.4) for rank in range(3)]
     environment = {"GEARTRAIN_ALLREDUCE_CUDA": "staged", "GEARTRAIN_ALLREDUCE_HIERARCHICAL": "1"}
-    found = ranks(monkeypatch, devices, lambda group, rank, device: train(group, rank, device, "waits"), environment)
+    found = run_on(monkeypatch, devices, lambda group, rank, device: train(group, rank, device, "waits"), environment)
     for of_rank in right(found):  # one host: rank order
         assert all(torch.equal(got, in_rank_order(3, size)) for got, size in zip(of_rank, SIZES, strict=True))
 
@@ -170,7 +151,7 @@ def test_left_to_nccl_nothing_is_staged(monkeypatch: pytest.MonkeyPatch) -> None
         assert counters["inner"] == {"allreduce": 1} and counters["ours"] == {"allreduce": 1}
         assert list(counters["groups"]) == ["cpu"]
 
-    right(ranks(monkeypatch, [SimulatedDevice(rank) for rank in range(2)], body, {"GEARTRAIN_ALLREDUCE_CUDA": "nccl"}))
+    right(run_on(monkeypatch, [SimulatedDevice(rank) for rank in range(2)], body, {"GEARTRAIN_ALLREDUCE_CUDA": "nccl"}))
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -199,7 +180,7 @@ def test_a_copy_that_fails_is_an_error_of_every_rank_that_names_this_one(
             assert work.is_completed() and not work.is_success() and work.exception() is caught.value
         return errors
 
-    here, there = ranks(monkeypatch, devices, body)[::-1]
+    here, there = run_on(monkeypatch, devices, body)[::-1]
     assert all("illegal memory access" in text for text in here), here
     assert all("rank 1 aborted: RuntimeError" in text and "illegal memory access" in text for text in there), there
 
@@ -227,7 +208,7 @@ def test_an_event_that_is_never_signalled_is_an_error_at_the_deadline(
         assert time.monotonic() - began < patience(30)
         return str(caught.value)
 
-    here, there = ranks(monkeypatch, devices, body)
+    here, there = run_on(monkeypatch, devices, body)
     assert "simulated:0 did not reach an event within" in here, here
     assert "rank 0 aborted: WaitTimeoutError: simulated:0 did not reach an event" in there, there
 
@@ -246,7 +227,7 @@ def test_a_rank_that_is_lost_is_named_on_the_others(monkeypatch: pytest.MonkeyPa
             group.allreduce([simulated_cuda.SimulatedCudaTensor.of(torch.ones(100_003), rank)]).wait()
         return str(caught.value)
 
-    found = ranks(monkeypatch, devices, body)
+    found = run_on(monkeypatch, devices, body)
     assert "rank 2" in found[0] and "rank 2" in found[1], found
 
 

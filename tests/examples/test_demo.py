@@ -20,6 +20,7 @@ pytest.importorskip("rich", reason="the demo draws its progress bars with rich")
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "offline_gato_hopper.py"
 STEPS = 60
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +29,6 @@ def demo():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ pytest.importorskip("matplotlib", reason="the examples draw their curves with ma
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -34,14 +35,6 @@ def mat():
 @pytest.fixture
 def sac():
     return importlib.import_module("online_sac_fetch")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run(example, tmp_path, *options, timeout_s=110):

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-pytestmark = pytest.mark.usefixtures("preloaded_children")
+pytestmark = pytest.mark.usefixtures("preloaded_children", "one_thread")
 
 
 def run(command, tmp_path, timeout_s=110):
@@ -42,14 +42,6 @@ def run(command, tmp_path, timeout_s=110):
     made = [re.search(r"(?:atari|grpo|gato)-(\d+)", name) for name in new]  # by examples, other tests' included
     assert not [found.string for found in made if found and not Path(f"/proc/{found[1]}").exists()]
     return json.loads(curve.read_text())
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # --- GRPO ---------------------------------------------------------------------------------------------------------

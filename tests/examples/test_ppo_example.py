@@ -24,13 +24,7 @@ sys.path.insert(0, str(EXAMPLES))
 
 import online_ppo_mujoco as ppo  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Rows(dict):

@@ -1,16 +1,12 @@
-"""torchrl's replay buffer over a storage in shared memory: items, cursor and priorities are those of all processes."""
+"""torchrl's replay buffer over a storage in shared memory: items of any shape, in place, saved and loaded."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import pickle
 import re
-import secrets
 import sys
-import threading
 import tracemalloc
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,58 +17,22 @@ import torch
 from deadlines import patience
 from tensordict import TensorDict, tensorclass
 from torch.utils._pytree import tree_flatten
-from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
-from torchrl.data.replay_buffers import samplers as stock_samplers
-from torchrl.data.replay_buffers import storages as stock_storages
-from torchrl.data.replay_buffers import writers as stock_writers
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl_buffers import items, make
 
-import geartrain.integrations.torchrl.storage as storage_module
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, IncompatibleStoreError, SchemaError, StoreClosedError
-from geartrain.integrations.torchrl import PrioritizedSampler, RoundRobinWriter, SharedStorage, UniformSampler
+from geartrain.integrations.torchrl import PrioritizedSampler, RoundRobinWriter, SharedStorage
 from geartrain.replay.fetch import fetch
 from geartrain.replay.replay import Replay
 from geartrain.selection.random import Prioritized
 from geartrain.store.store import Store
 
 pytestmark = [
+    pytest.mark.usefixtures("no_stock_torchrl_code"),
     pytest.mark.filterwarnings("ignore:Got conflicting batch_sizes"),
     pytest.mark.filterwarnings("ignore:Using `add"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def no_stock_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torchrl's own storages, samplers and writers add and sample with raises."""
-
-    def refused(*_: Any, **__: Any) -> None:
-        raise AssertionError("code of the stock class ran")
-
-    for cls in (stock_storages.TensorStorage, stock_storages.LazyTensorStorage, stock_storages.StoreStorage):
-        for name in ("__init__", "_init", "set", "get", "_get_new_len", "__len__", "_empty"):
-            if name in vars(cls):
-                monkeypatch.setattr(cls, name, refused)
-    for cls in (stock_samplers.RandomSampler, stock_samplers.PrioritizedSampler):
-        for name in ("__init__", "sample", "update_priority", "add", "extend"):
-            if name in vars(cls):
-                monkeypatch.setattr(cls, name, refused)
-    for cls in (stock_writers.RoundRobinWriter, stock_writers.TensorDictRoundRobinWriter):
-        for name in ("__init__", "add", "extend"):
-            monkeypatch.setattr(cls, name, refused)
-
-
-def items(first: int, n: int) -> TensorDict:
-    t = torch.arange(first, first + n)
-    return TensorDict({"obs": t[:, None].repeat(1, 3).float(), "next": {"reward": t, "done": t % 7 == 6}}, [n])
-
-
-def make(size: int = 1000, sampler: Any = None, batch_size: int = 64, **options: Any) -> ReplayBuffer:
-    return ReplayBuffer(
-        storage=SharedStorage(size, **options),
-        sampler=UniformSampler() if sampler is None else sampler,
-        writer=RoundRobinWriter(),
-        batch_size=batch_size,
-    )
 
 
 def test_items_are_those_that_were_added_and_the_oldest_go_first():
@@ -106,213 +66,6 @@ def test_items_are_those_that_were_added_and_the_oldest_go_first():
     with pytest.raises(RuntimeError, match="empty"):
         buffer.sample()
     assert buffer.extend(items(0, 3)).tolist() == [0, 1, 2]
-
-
-def test_every_item_is_equally_likely_and_a_generator_decides():
-    buffer = make(100)
-    buffer.extend(items(0, 50))
-    counts = np.bincount(buffer.sample(20_000)["next", "reward"].numpy(), minlength=50)
-    assert ((counts - 400) ** 2 / 400).sum() < 50 + 5 * 10
-    drawn = []
-    for _ in range(2):
-        buffer.set_rng(torch.Generator().manual_seed(3))
-        drawn.append(buffer.sample()["next", "reward"])
-    assert torch.equal(*drawn)
-
-
-def test_items_are_drawn_in_proportion_to_their_priorities():
-    buffer = make(1000, PrioritizedSampler(alpha=0.5, beta=0.7, eps=1e-3), batch_size=1000)
-    buffer.extend(items(0, 600))
-    index = torch.arange(600)
-    priority = ((index % 10) ** 2).float()
-    buffer.update_priority(index, priority)
-    counts = np.zeros(600)
-    for _ in range(40):
-        batch, info = buffer.sample(return_info=True)
-        assert torch.equal(batch["next", "reward"], info["index"])
-        counts += np.bincount(info["index"].numpy(), minlength=600)
-    share = (priority.numpy() + 1e-3) ** 0.5
-    expected = 40_000 * share / share.sum()
-    assert ((counts - expected) ** 2 / expected).sum() < 600 + 5 * 1200**0.5
-    weights = share[info["index"].numpy()] ** -0.7
-    assert np.allclose(info["priority_weight"].numpy(), weights / weights.max(), rtol=1e-2)
-
-
-def test_new_items_have_the_highest_priority():
-    buffer = make(1000, PrioritizedSampler(alpha=1.0, beta=1.0), batch_size=2000)
-    buffer.extend(items(0, 500))
-    buffer.update_priority(torch.arange(500), 1e-3)
-    buffer.update_priority(torch.tensor([7, -1]), torch.tensor([50.0, 900.0]))
-    buffer.extend(items(500, 2))
-    counts = np.bincount(buffer.sample()["next", "reward"].numpy(), minlength=502)
-    assert counts[[7, 500, 501]].sum() > 1950
-    assert counts[[7, 500, 501]].min() > 500
-    assert not buffer.storage.store.audit()
-    again = ReplayBuffer(
-        storage=buffer.storage, sampler=PrioritizedSampler(alpha=1.0), writer=RoundRobinWriter(), batch_size=2000
-    )
-    counts = np.bincount(again.sample()["next", "reward"].numpy(), minlength=502)
-    assert counts[[7, 500, 501]].sum() > 1950, "a buffer over a storage has undone its priorities"
-
-
-def test_a_tensordict_buffer_reads_priorities_from_its_batches():
-    buffer = TensorDictReplayBuffer(
-        storage=SharedStorage(100),
-        sampler=PrioritizedSampler(alpha=1.0),
-        writer=RoundRobinWriter(),
-        batch_size=500,
-        priority_key="td_error",
-    )
-    given = items(0, 40)
-    buffer.extend(given)
-    buffer.extend(given)  # in which torchrl has put the index
-    assert "index" not in buffer.storage.names
-    for _ in range(3):
-        batch = buffer.sample()
-        batch["td_error"] = torch.where(batch["index"] == 33, 100.0, 1e-4)
-        buffer.update_tensordict_priority(batch)
-    assert (buffer.sample()["index"] == 33).sum() > 450
-
-
-def test_an_update_that_comes_after_the_storage_was_emptied_makes_no_item():
-    buffer = make(20, PrioritizedSampler(alpha=1.0), batch_size=50)
-    buffer.update_priority(torch.tensor([3]), torch.tensor([50.0]))  # before the first item
-    buffer.extend(items(0, 20))
-    late = buffer.sample(return_info=True)[1]["index"]
-    buffer.empty()
-    buffer.update_priority(late, 50.0)
-    with pytest.raises(RuntimeError, match="empty"):
-        buffer.sample()
-    buffer.extend(items(100, 2))
-    buffer.update_priority(torch.tensor([1, 2, 19]), torch.tensor([1e-3, 50.0, 50.0]))
-    found = buffer.sample()["next", "reward"]
-    assert set(found.tolist()) <= {100, 101}
-    assert (found == 100).sum() > 45
-    assert buffer.storage.highest == pytest.approx(1)
-    # What torchrl does over a storage that another process writes to meanwhile: it asks twice how long that is.
-    none = torch.full((5,), buffer.sampler.default_priority)
-    buffer.sampler.update_priority(torch.arange(2), none, storage=buffer.storage)
-    assert buffer.storage.highest == pytest.approx(1)
-
-
-def in_child(work: Any) -> int:
-    """The exit status of a forked child that does this."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def test_another_process_writes_draws_and_sets_priorities():
-    name = f"torchrl-{os.getpid()}-{secrets.token_hex(4)}"
-    buffer = make(300, PrioritizedSampler(alpha=1.0), batch_size=500, store=name)
-
-    def other() -> None:
-        joined = make(300, PrioritizedSampler(alpha=1.0), batch_size=400, store=name)
-        assert len(joined) == 200
-        batch, info = joined.sample(return_info=True)
-        assert torch.equal(batch["next", "reward"], info["index"])
-        assert info["index"].max() < 200
-        joined.update_priority(torch.arange(200), 1e-3)
-        joined.update_priority(torch.tensor([17]), torch.tensor([1000.0]))
-        index = joined.extend(items(200, 50))
-        assert index.tolist() == list(range(200, 250))
-        joined.update_priority(index, 1e-3)
-
-    try:
-        buffer.extend(items(0, 200))
-        assert in_child(other) == 0
-        assert len(buffer) == 250
-        assert buffer[:]["next", "reward"].tolist() == list(range(250))
-        assert (buffer.sample()["next", "reward"] == 17).sum() > 450
-        assert buffer.add(items(250, 1)[0]) == 250
-        with pytest.raises(IncompatibleStoreError):
-            len(SharedStorage(301, store=name))
-    finally:
-        buffer.storage.close()
-    assert not buffer.storage.store.path.exists()
-
-
-def test_a_storage_that_was_shared_empty_and_without_a_name_says_so():
-    buffer = make(300)
-
-    def write() -> None:
-        with pytest.raises(ArgumentError, match="share"):
-            buffer.add(items(0, 1)[0])
-
-    assert in_child(write) == 0
-
-
-def test_who_joins_while_another_makes_the_storage_finds_it_empty_until_it_is_whole(monkeypatch):
-    name = f"torchrl-{os.getpid()}-{secrets.token_hex(4)}"
-    maker, joined = make(3000, store=name), make(3000, store=name)
-    insert, seen = Store.insert, []
-
-    def watched(store: Store, *given: Any, **options: Any) -> Any:
-        keys = insert(store, *given, **options)
-        seen.append((len(store), len(joined)))
-        return keys
-
-    monkeypatch.setattr(storage_module, "_BYTES_AT_ONCE", 1)
-    monkeypatch.setattr(Store, "insert", watched)
-    try:
-        maker.extend(items(0, 10))
-        assert seen == [(rows, 0) for rows in range(1, 7)]
-        assert joined[:]["next", "reward"].tolist() == list(range(10))
-    finally:
-        joined.storage.close()
-        maker.storage.close()
-
-
-def test_threads_that_look_while_another_makes_the_storage_find_it_empty_or_whole():
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for _ in range(4):
-            storage, made = SharedStorage(600), threading.Event()
-
-            def look(storage: SharedStorage = storage, made: threading.Event = made) -> set[int]:
-                seen = {len(storage)}
-                while not made.is_set():
-                    seen.add(len(storage))
-                return seen
-
-            with ThreadPoolExecutor(2) as threads:
-                looks = [threads.submit(look) for _ in range(2)]
-                try:
-                    storage.set(torch.arange(10), items(0, 10))
-                finally:
-                    made.set()
-                assert set().union(*(each.result(patience(30)) for each in looks)) <= {0, 10}
-            storage.close()
-    finally:
-        sys.setswitchinterval(interval)
-
-
-def test_forked_writers_get_places_of_their_own():
-    buffer = make(2000)
-    buffer.extend(items(0, 10))
-    children = []
-    for child in range(2):  # at the same time
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                for turn in range(20):
-                    buffer.extend(items(1000 * (child + 1) + 10 * turn, 10))
-                code = 0
-            finally:
-                os._exit(code)
-        children.append(pid)
-    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0, 0]
-    assert len(buffer) == 410
-    found = sorted(buffer[:]["next", "reward"].tolist())
-    assert found == [*range(10), *range(1000, 1200), *range(2000, 2200)]
 
 
 def test_no_array_of_the_buffers_size_is_outside_the_store():
@@ -448,17 +201,6 @@ def test_items_may_be_trees_of_tensors():
     for wrong in ([torch.zeros(2), torch.zeros(3)], [(torch.zeros(1),), [torch.zeros(1)]]):
         with pytest.raises(RuntimeError, match="Stacking"):
             pairs.extend(wrong)
-
-
-def test_a_storage_that_holds_nothing_yet_is_shared_by_its_pickle():
-    buffer = make(100)
-    twin = pickle.loads(pickle.dumps(buffer.storage))
-    assert len(twin) == 0
-    other = ReplayBuffer(storage=twin, sampler=UniformSampler(), writer=RoundRobinWriter())
-    other.extend(items(0, 30))
-    assert len(buffer) == 30
-    buffer.extend(items(30, 5))
-    assert other[:]["next", "reward"].tolist() == list(range(35))
 
 
 def test_a_checkpoint_takes_the_place_of_what_is_there(tmp_path):

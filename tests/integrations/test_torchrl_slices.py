@@ -10,24 +10,12 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
-from torchrl.data.replay_buffers import samplers as stock_samplers
 
 import geartrain.integrations.torchrl.trajectories as trajectories_module
 from geartrain.errors import ArgumentError, SchemaError
 from geartrain.integrations.torchrl import PrioritizedSliceSampler, RoundRobinWriter, SharedStorage, SliceSampler
 
-
-@pytest.fixture(autouse=True)
-def no_stock_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torchrl's own slice samplers sample with raises."""
-
-    def refused(*_: Any, **__: Any) -> None:
-        raise AssertionError("code of the stock class ran")
-
-    for cls in (stock_samplers.SliceSampler, stock_samplers.PrioritizedSliceSampler, stock_samplers.PrioritizedSampler):
-        for name in ("__init__", "sample", "_get_stop_and_length", "_get_index", "_finalize_index"):
-            if name in vars(cls):
-                monkeypatch.setattr(cls, name, refused)
+pytestmark = pytest.mark.usefixtures("no_stock_slices")
 
 
 class Episodes:

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 from deadlines import patience
+from launch_jobs import GROUP
 
 from geartrain.tools.testing.cluster import Hosts
 
@@ -30,19 +31,6 @@ hosts = "{agents}"
 [actor]
 environments = "launched:environments"
 policy = "launched:remote_policy"
-"""
-
-GROUP = """
-name = "over-hosts"
-timeout_s = {limit_s}
-stop_s = 5
-directory = "{tests}"
-[learner]
-run = "launched:learn_tagged"
-args = {{ steps = {steps} }}
-[role.inserter]
-run = "launched:insert"
-args = {{ pause_s = 0.002 }}
 """
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from deadlines import patience
+from launch_jobs import processes_of
 from ray_cluster import RayCluster, why_not
 
 from geartrain import launch
@@ -121,16 +122,7 @@ def started(cluster, tmp_path, *words):
 
 def pids(tmp_path):
     """Of the job's learners: (their own, their launcher's), by rank."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            told = dict(entry.partition("=")[::2] for entry in path.read_text().split("\0"))
-        except OSError:
-            continue
-        spec = json.loads(told.get("GEARTRAIN_PROCESS", "{}"))
-        if spec.get("folder", "").startswith(str(tmp_path)):
-            found[spec["number"]] = (int(path.parent.name), spec["parent"])
-    return found
+    return {number: found for (_, number), found in processes_of(tmp_path).items()}
 
 
 def handles_sigterm(pid):

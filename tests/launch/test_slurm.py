@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from deadlines import patience
+from launch_jobs import GROUP, processes_of
 from slurm_cluster import SlurmCluster, why_not
 
 from geartrain import launch
@@ -138,19 +139,7 @@ def clustered(test):
     return test
 
 
-TOML = """
-name = "under-slurm"
-timeout_s = {limit_s}
-stop_s = 8
-directory = "{tests}"
-[learner]
-run = "launched:learn_tagged"
-args = {{ steps = {steps} }}
-[role.inserter]
-run = "launched:insert"
-args = {{ pause_s = 0.002 }}
-cpus = 2
-"""
+TOML = GROUP + "cpus = 2\n"
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +157,7 @@ def submit(cluster, tmp_path, steps, *words):
     text = subprocess.run(argv, cwd=tmp_path, env=env, check=True, capture_output=True, text=True).stdout
     (tmp_path / "job.sbatch").write_text(text)
     number = cluster.run("sbatch", "--parsable", str(tmp_path / "job.sbatch"), *words).strip()
-    return number, tmp_path / f"under-slurm-{number}.out"
+    return number, tmp_path / f"over-hosts-{number}.out"
 
 
 def wait_for(path, what, cluster):
@@ -176,18 +165,6 @@ def wait_for(path, what, cluster):
     while not path.exists() or what not in path.read_text():
         assert time.monotonic() < until_s, (path.read_text() if path.exists() else "no output", cluster.logs())
         time.sleep(0.1)
-
-
-def pid_of(role, number, tmp_path):
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            told = dict(entry.partition("=")[::2] for entry in path.read_text().split("\0"))
-        except OSError:
-            continue
-        spec = json.loads(told.get("GEARTRAIN_PROCESS", "{}"))
-        if spec and (spec["role"], spec["number"]) == (role, number) and spec["folder"].startswith(str(tmp_path)):
-            return int(path.parent.name)
-    raise AssertionError(f"no {role}-{number}")
 
 
 def summaries(tmp_path):
@@ -226,7 +203,7 @@ def test_scancel_ends_the_job_as_ctrl_c_does(cluster, tmp_path):
 def test_a_rank_that_dies_is_named_on_both_nodes_and_the_job_has_failed(cluster, tmp_path):
     number, output = submit(cluster, tmp_path, 10**9, "--every-s", "0.2")
     wait_for(output, "samples/s", cluster)
-    os.kill(pid_of("learner", 1, tmp_path), signal.SIGKILL)
+    os.kill(processes_of(tmp_path)["learner", 1][0], signal.SIGKILL)
     ended = cluster.wait_for_job(number)
     assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "1:0")
     said = output.read_text()

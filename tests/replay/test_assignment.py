@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geartrain.errors import ArgumentError
-from geartrain.replay.distributed.assignment import Assigned, Assigner, Replica
+from geartrain.replay.distributed.assignment import Assigned, Assigner, Replica, assign
 
 Job = tuple[list[Replica], list[list[int]]]
 
@@ -120,3 +120,13 @@ def test_draws_that_cannot_be_assigned_are_refused(shards: list[int], sizes: lis
     of_atoms = None if sizes is None else np.array(sizes, np.int64)
     with pytest.raises(ArgumentError, match=complaint):
         Assigner(replicas, [[0], [1]]).assign(np.array(shards, np.int64), "local_first", of_atoms)
+
+
+@pytest.mark.parametrize(("draws", "replicas"), [(1, 1), (2, 3), (16, 4), (17, 4), (48, 5)])
+def test_draws_of_one_shard_go_to_replicas_as_those_of_many_do(draws: int, replicas: int) -> None:
+    stages = [Replica((2 * r, 2 * r + 1), (frozenset(), frozenset({0}))) for r in range(replicas)]
+    shard, ranks = np.zeros(draws, np.int64), [[1, 2]]
+    taken_turns = assign(shard, stages, ranks, "local_first")
+    by_size = assign(shard, stages, ranks, "local_first", np.arange(draws))  # atoms of one draw each
+    assert taken_turns.replica.tolist() == by_size.replica.tolist()
+    assert taken_turns.reader.tolist() == by_size.reader.tolist()

@@ -14,7 +14,6 @@ from rank_batches import FIELDS, STEPS, B, N, as_record, check, insert, join, ov
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, NotEnoughRowsError
-from geartrain.replay.distributed.assignment import Replica, assign
 from geartrain.replay.distributed.topology import MeshPosition
 from geartrain.selection import Fifo, GroupSampling, Lifo, Limits, Linear, Mixture, Prioritized, TopK, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
@@ -113,155 +112,6 @@ def test_local_first_moves_the_surplus_and_ordered_nearly_all(store_name: Callab
             store.close()
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_updated_priorities_change_the_next_batches_alike_on_any_number_of_ranks(
-    sharded_stores: Callable[..., list[gt.Store]], prefetch: int
-) -> None:
-    selection = Prioritized(seed=2, alpha=0.6, beta=0.4)
-
-    def run(shards: int, ranks: int) -> list[dict[str, np.ndarray]]:
-        stores = sharded_stores(shards)
-
-        def body(rank: ThreadRankGroup) -> list[gt.Batch]:
-            options = {"window": 4, "output": "numpy", "num_batches": 8, "prefetch": prefetch, "group": rank}
-            with gt.Replay(stores[rank.rank % shards], selection, B, **options) as replay:
-                made = []
-                for batch in replay:
-                    replay.update_priorities(batch.keys, batch["number"] % 13 + batch.step)
-                    made.append(batch)
-                return made
-
-        results = run_ranks(ranks, body)
-        return [join([result[step] for result in results]) for step in range(8)]
-
-    expected = run(1, 1)
-    priorities = np.unique(np.round(expected[-1]["probability"], 12))
-    assert len(priorities) > 5
-    for shards, ranks in ((2, 2), (3, 3), (1, 2), (2, 4), (4, 8)):
-        assert same(run(shards, ranks), expected), (shards, ranks)
-    if prefetch == 0:  # and as a single process draws that sets priorities at once
-        (store,) = sharded_stores(1)
-        with gt.Replay(store, selection, B, window=4, output="numpy", num_batches=8, prefetch=0) as replay:
-            alone = []
-            for batch in replay:
-                replay.update_priorities(batch.keys, batch["number"] % 13 + batch.step)
-                alone.append(as_record(batch))
-        assert same(alone, expected)
-
-
-def test_an_exponent_that_follows_a_schedule_is_applied_once_a_shard(
-    sharded_stores: Callable[..., list[gt.Store]],
-) -> None:
-    selection = Prioritized(seed=2, alpha=Linear(0.5, 1.0, 6))
-    runs = []
-    for shards, ranks in ((1, 1), (2, 4), (3, 3)):
-        stores = sharded_stores(shards)
-        runs.append(over_ranks(stores, selection, batches=8, ranks=ranks)[0])
-    assert all(same(run, runs[0]) for run in runs)
-
-
-def test_an_exponent_follows_its_schedule_with_updates_of_no_rows(
-    sharded_stores: Callable[..., list[gt.Store]],
-) -> None:
-    selection = Prioritized(seed=2, alpha=Linear(0.5, 1.0, 6))
-
-    def loop(replay: gt.Replay) -> list[gt.Batch]:
-        made = []
-        for _ in range(6):
-            made.append(replay.sample())
-            replay.update_priorities(made[-1].keys[np.zeros(len(made[-1].keys), bool)], np.zeros(0))
-        return made
-
-    with gt.Replay(sharded_stores(1)[0], selection, B, output="numpy", prefetch=0) as replay:
-        alone = [as_record(batch) for batch in loop(replay)]
-    for ranks in (1, 2, 3):
-        stores = sharded_stores(ranks)
-
-        def body(rank: ThreadRankGroup, stores: Any = stores) -> list[gt.Batch]:
-            with gt.Replay(stores[rank.rank], selection, B, output="numpy", prefetch=0, group=rank) as replay:
-                return loop(replay)
-
-        parts = run_ranks(ranks, body)
-        assert same([join([each[step] for each in parts]) for step in range(6)], alone)
-
-
-def test_a_resumed_run_goes_on_with_the_batches_it_would_have_drawn(
-    sharded_stores: Callable[..., list[gt.Store]],
-) -> None:
-    stores = sharded_stores(3)
-    states: dict[int, Any] = {}
-
-    def body(rank: ThreadRankGroup) -> None:
-        options = {"window": 4, "output": "numpy", "group": rank}
-        with gt.Replay(stores[rank.rank], Fifo(), 24, **options) as replay:
-            for _ in range(3):
-                replay.sample()
-            states[rank.rank] = state = replay.state_dict()
-            expected = [as_record(replay.sample()) for _ in range(3)]
-            replay.load_state_dict(state)
-            assert same([as_record(replay.sample()) for _ in range(3)], expected)
-
-    run_ranks(3, body)
-    assert states[0] == states[1] == states[2]
-
-
-def test_a_settled_run_is_the_run_that_is_resumed_from_it(sharded_stores: Callable[..., list[gt.Store]]) -> None:
-    selection = Prioritized(seed=5, alpha=Linear(0.5, 1.0, 12), beta=0.4)
-    for prefetch in (0, 2):
-        stores = sharded_stores(2)
-        saved: dict[int, Any] = {}
-
-        def run(
-            rank: ThreadRankGroup, resume: bool, stores: Any = stores, prefetch: int = prefetch, saved: Any = saved
-        ) -> Any:
-            options = {"window": 4, "output": "numpy", "group": rank, "prefetch": prefetch}
-            store = stores[rank.rank]
-            with gt.Replay(store, selection, B, **options) as replay:
-                if resume:
-                    state, keys, priorities = saved[rank.rank]
-                    store.update_priorities(keys, priorities)
-                    replay.load_state_dict(state)
-                made = []
-                for step in range(replay.step, 9):
-                    batch = replay.sample()
-                    # Windows of a row that was drawn twice are different: the later draw's priority holds.
-                    replay.update_priorities(batch.keys, batch["action"][:, -1] % 13 + batch.start)
-                    made.append(as_record(batch))
-                    if step == 4 and not resume:
-                        replay.settle()
-                        keys = store.keys()
-                        saved[rank.rank] = (replay.state_dict(), keys, store.status(keys)["priority"])
-                return made
-
-        first = run_ranks(2, lambda rank: run(rank, False))
-        again = run_ranks(2, lambda rank: run(rank, True))
-        for one, other in zip(first, again, strict=True):
-            assert same(one[5:], other)
-
-
-def test_priorities_of_a_row_drawn_twice_are_set_in_the_order_of_draws(
-    sharded_stores: Callable[..., list[gt.Store]],
-) -> None:
-    def run(shards: int, ranks: int) -> list[dict[str, np.ndarray]]:
-        stores = sharded_stores(shards)
-
-        def body(rank: ThreadRankGroup) -> list[gt.Batch]:
-            options = {"window": 4, "output": "numpy", "num_batches": 6, "group": rank}
-            with gt.Replay(stores[rank.rank % shards], Prioritized(seed=3), B, **options) as replay:
-                made = []
-                for batch in replay:
-                    replay.update_priorities(batch.keys, 1.0 + batch.draw % 5)
-                    made.append(batch)
-                return made
-
-        results = run_ranks(ranks, body)
-        return [join([result[step] for result in results]) for step in range(6)]
-
-    expected = run(1, 1)
-    for shards, ranks in ((2, 2), (3, 3), (4, 8)):
-        assert same(run(shards, ranks), expected)
-
-
 def test_rows_with_a_limit_on_samples_are_all_used_and_never_more_often(store_name: Callable[[], str]) -> None:
     for shards, ranks in ((1, 1), (1, 2), (2, 2), (4, 4)):
         stores = []
@@ -288,31 +138,6 @@ def test_rows_with_a_limit_on_samples_are_all_used_and_never_more_often(store_na
             store.close()
 
 
-def test_limits_hold_their_promise_with_updates_and_shared_shards(
-    sharded_stores: Callable[..., list[gt.Store]],
-) -> None:
-    for selection in (
-        Prioritized(seed=1, limits=Limits(min_version=lambda: 100)),
-        Prioritized(seed=2, replacement=False),
-    ):
-        runs = []
-        for shards, ranks in ((1, 1), (1, 3), (2, 4)):
-            stores = sharded_stores(shards)
-
-            def body(rank: ThreadRankGroup, stores: Any = stores, selection: Any = selection) -> list[gt.Batch]:
-                options = {"window": 4, "output": "numpy", "num_batches": 5, "group": rank}
-                with gt.Replay(stores[rank.rank % len(stores)], selection, B, **options) as replay:
-                    made = []
-                    for batch in replay:
-                        replay.update_priorities(batch.keys, batch["number"] % 11 + 1)
-                        made.append(batch)
-                    return made
-
-            results = run_ranks(ranks, body)
-            runs.append([join([result[step] for result in results]) for step in range(5)])
-        assert all(same(run, runs[0]) for run in runs)
-
-
 def test_a_mixture_with_groups_fills_replicas_with_whole_groups(sharded_stores: Callable[..., list[gt.Store]]) -> None:
     selection = Mixture([0.5, 0.5], [Uniform(seed=1), GroupSampling(by="group", size=4, seed=2)], seed=3)
     for ranks in (1, 2, 3):
@@ -335,39 +160,6 @@ def test_a_mixture_with_groups_fills_replicas_with_whole_groups(sharded_stores: 
             gt.Replay(stores[rank.rank], selection, 24, group=rank, assignment="ordered")
 
     run_ranks(2, refused)
-
-
-def test_one_process_and_a_group_take_up_each_others_state(sharded_stores: Callable[..., list[gt.Store]]) -> None:
-    (store,) = sharded_stores(1)
-    with gt.Replay(store, Fifo(), 24, output="numpy", prefetch=0) as replay:
-        replay.sample()
-        state, expected = replay.state_dict(), replay.sample().keys.row
-    (rank,) = ThreadRankGroup.make(1)
-    with gt.Replay(store, Fifo(), 24, output="numpy", prefetch=0, group=rank) as replay:
-        replay.load_state_dict(state)
-        assert np.array_equal(replay.sample().keys.row, expected)
-        state, expected = replay.state_dict(), replay.sample().keys.row
-    with gt.Replay(store, Fifo(), 24, output="numpy", prefetch=0) as replay:
-        replay.load_state_dict(state)
-        assert np.array_equal(replay.sample().keys.row, expected)
-
-
-def test_priorities_given_before_an_error_all_agree_on_are_not_lost(
-    sharded_stores: Callable[..., list[gt.Store]],
-) -> None:
-    stores = sharded_stores(2)
-
-    def body(rank: ThreadRankGroup) -> None:
-        with gt.Replay(stores[rank.rank], Fifo(), 120, output="numpy", group=rank) as replay:
-            batches = [replay.sample(), replay.sample()]
-            replay.update_priorities(batches[1].keys, 900.0)
-            with pytest.raises(NotEnoughRowsError):
-                replay.sample()
-            replay.settle()
-
-    run_ranks(2, body)
-    priorities = np.concatenate([store.status()["priority"] for store in stores])
-    assert (priorities == 900.0).sum() == 120
 
 
 # --- pipelines and tensor parallelism ---------------------------------------------------------------------------
@@ -524,13 +316,3 @@ def test_rows_that_join_a_shard_are_drawn_from_the_next_batch_on(sharded_stores:
             return set(replay.sample()["number"].tolist())
 
     assert set.union(*run_ranks(3, body)) == set(range(500, 512))
-
-
-@pytest.mark.parametrize(("draws", "replicas"), [(1, 1), (2, 3), (16, 4), (17, 4), (48, 5)])
-def test_draws_of_one_shard_go_to_replicas_as_those_of_many_do(draws: int, replicas: int) -> None:
-    stages = [Replica((2 * r, 2 * r + 1), (frozenset(), frozenset({0}))) for r in range(replicas)]
-    shard, ranks = np.zeros(draws, np.int64), [[1, 2]]
-    taken_turns = assign(shard, stages, ranks, "local_first")
-    by_size = assign(shard, stages, ranks, "local_first", np.arange(draws))  # atoms of one draw each
-    assert taken_turns.replica.tolist() == by_size.replica.tolist()
-    assert taken_turns.reader.tolist() == by_size.reader.tolist()

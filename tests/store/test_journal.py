@@ -29,6 +29,7 @@ from geartrain.errors import (
 )
 from geartrain.store.checkpoint_reader import Checkpoint
 from geartrain.store.journal_directory import JournalDirectory
+from geartrain.store.journaled import begin_journal
 
 # --- restored ---------------------------------------------------------------------------------------------------
 
@@ -354,7 +355,7 @@ def test_loading_that_is_killed_while_its_journal_begins_starts_anew(tmp_path: P
             options = journal_module.JournalOptions(path, 0.0, "wait", KillingDisk(operation))
             with Checkpoint(tmp_path / "checkpoint") as checkpoint:
                 store = gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=CAPACITY)
-                store._begin_journal(options, checkpoint)
+                begin_journal(store, options, checkpoint)
             store.close()
 
         if wait_for(fork(load)) == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -11,6 +12,20 @@ from deadlines import patience
 from geartrain import launch
 
 TESTS = Path(__file__).parents[1] / "support"
+
+#: Ranks of several hosts draw one batch while others insert: `limit_s`, `tests` and `steps` are filled in.
+GROUP = """
+name = "over-hosts"
+timeout_s = {limit_s}
+stop_s = 8
+directory = "{tests}"
+[learner]
+run = "launched:learn_tagged"
+args = {{ steps = {steps} }}
+[role.inserter]
+run = "launched:insert"
+args = {{ pause_s = 0.002 }}
+"""
 
 LINGER = launch.Role("linger", launched.linger)
 
@@ -33,6 +48,20 @@ def nobody_is_left(folder):
         except OSError:
             continue
     return None
+
+
+def processes_of(folder):
+    """The job's processes that have their logs below this folder: {(role, number): (their pid, their launcher's)}."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            told = dict(entry.partition("=")[::2] for entry in path.read_text().split("\0"))
+        except OSError:
+            continue
+        spec = json.loads(told.get("GEARTRAIN_PROCESS", "{}"))
+        if spec.get("folder", "").startswith(str(folder)):
+            found[spec["role"], spec["number"]] = (int(path.parent.name), spec["parent"])
+    return found
 
 
 def wait_for(condition, timeout_s=60.0):

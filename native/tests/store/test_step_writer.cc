@@ -18,7 +18,6 @@
 namespace geartrain {
 namespace {
 
-constexpr uint8_t kBool = 1, kInt64 = 9;
 constexpr uint32_t kLength = 8;  // steps of a row: seven actions
 
 // An observation is (episode, step within it), an action repeats it: every step can be checked by itself.

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 import geartrain._native as _native
-from geartrain.core.keys import Keys
+from geartrain.core.keys import Keys, check_keys
 from geartrain.errors import ArgumentError
 from geartrain.replay.batch import Batch
 from geartrain.replay.native_batch import BatchPlan, native_batch
@@ -32,6 +32,29 @@ class PriorityUpdate:
 
     keys: Keys
     priorities: NDArray[np.float64]
+
+
+def given_priorities(rows: Keys, priorities: ArrayLike) -> PriorityUpdate:
+    """The update of rows (n,) by an array, a tensor on any device or a list of (n,) numbers, copied; or by one number.
+
+    Raises:
+        ArgumentError: these are no keys, no numbers, or not as many.
+    """
+    check_keys(rows)
+    given: Any = priorities
+    if hasattr(given, "detach"):
+        given = given.detach().cpu()
+        if given.dtype.itemsize >= 4:
+            given = given.numpy()  # sooner done than what NumPy asks of a tensor; it lacks some of the small types
+    try:
+        values = np.array(given, np.float64)
+    except (TypeError, ValueError, OverflowError):
+        raise ArgumentError(f"priorities are numbers, found {type(given).__name__}") from None
+    if values.ndim == 0:
+        values = np.full(len(rows), values)
+    if values.shape != (len(rows),):
+        raise ArgumentError(f"{len(rows)} rows were given with priorities of shape {values.shape}")
+    return PriorityUpdate(rows, values)
 
 
 def nothing() -> None:
@@ -302,6 +325,7 @@ __all__ = [
     "apply_updates",
     "build_stats",
     "check_priorities",
+    "given_priorities",
     "join_importance",
     "nothing",
     "raised",

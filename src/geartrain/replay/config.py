@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -148,36 +148,6 @@ def stores_of(store: object) -> list[Store]:
     return list(store)
 
 
-def checked_state(state: object) -> dict[str, Any]:
-    """A replay's state; raises `ArgumentError` for what is none."""
-    if not isinstance(state, Mapping):
-        raise ArgumentError(f"a replay's state is the dict that `state_dict` returned, found {type(state).__name__}")
-    found = dict(state)
-    if missing := [name for name in ("seed", "step", "state", "exponents") if name not in found]:
-        raise ArgumentError(f"this is no state of a replay: it has no {', '.join(missing)}")
-    check_seed(found["seed"])
-    if not 0 <= check_whole("the state's step", found["step"]) < 2**63:
-        raise ArgumentError(f"the state's step is at least 0, found {found['step']}")
-    for name in ("state", "exponents", "stores", "names"):
-        if not isinstance(found.get(name, []), (list, tuple)):
-            raise ArgumentError(f"the state's {name!r} has an entry for each store, found {found[name]!r}")
-    if len(found["state"]) != len(found["exponents"]):
-        raise ArgumentError(f"{len(found['state'])} states came with {len(found['exponents'])} exponents")
-    for each in found["state"]:
-        if not isinstance(each, Mapping):
-            raise ArgumentError(f"a strategy's state is a dict of numbers, found {each!r}")
-        for name, value in each.items():
-            least = 0 if isinstance(name, str) and name.partition("/")[0] == "after" else -(2**63)  # a cursor
-            if not isinstance(name, str) or not least <= check_whole(f"the state's {name!r}", value) < 2**64:
-                raise ArgumentError(f"a strategy's state is whole numbers of 64 bits by name, found {name!r}: {value}")
-    for alpha in found["exponents"]:
-        check_number("an exponent of the state", alpha, "a finite number above zero", least=0, above=True)
-    for each in [*found.get("stores", []), *found.get("names", [])]:
-        if not isinstance(each, str):
-            raise ArgumentError(f"the state's stores and names are texts, found {each!r}")
-    return found
-
-
 def seeded_selection(stores: Sequence[Store], selection: Selection, seed: int) -> Selection:
     """The selection with all its seeds. Raises `ArgumentError` unless it fits the stores."""
     check_whole("seed", seed)
@@ -240,4 +210,4 @@ def _check_shared_rows(store: Store, strategy: Strategy, windows: Windows | None
         raise ArgumentError(f"{several}, which are told apart in host memory: leave out device, and use batch.to()")
 
 
-__all__ = ["ReplayConfig", "ReplayOptions", "checked_state", "make_samplers", "seeded_selection", "stores_of"]
+__all__ = ["ReplayConfig", "ReplayOptions", "make_samplers", "seeded_selection", "stores_of"]

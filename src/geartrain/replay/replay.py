@@ -13,28 +13,29 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, overload
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 import geartrain.core.trace as trace
 from geartrain.core.arguments import refuse_copies
-from geartrain.core.keys import Keys, check_keys
+from geartrain.core.keys import Keys
 from geartrain.core.process_report import register
-from geartrain.errors import ArgumentError, CallCancelledError, ReplayError, StoreClosedError
+from geartrain.errors import CallCancelledError, ReplayError, StoreClosedError
 from geartrain.replay.batch import Batch
 from geartrain.replay.batch_loader import BatchLoader
-from geartrain.replay.builder import PriorityUpdate
+from geartrain.replay.builder import given_priorities
 from geartrain.replay.builder_choice import open_builder
-from geartrain.replay.config import ReplayConfig, ReplayOptions, checked_state, seeded_selection, stores_of
+from geartrain.replay.config import ReplayConfig, ReplayOptions, seeded_selection, stores_of
 from geartrain.replay.device import DeviceOptions
 from geartrain.replay.distributed.assignment import Assignment
 from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.replay.distributed.topology import Mesh
 from geartrain.replay.fetch import As, Pad
+from geartrain.replay.figures import ConsumerFigures, figures_of_passes
+from geartrain.replay.state import checked_state
 from geartrain.replay.transitions import Transitions
 from geartrain.replay.windows import Windows, as_windows, with_room_for
 from geartrain.selection.epochs import Epochs
-from geartrain.selection.mixture import Mixture, Selection, strategies_of
+from geartrain.selection.mixture import Mixture, Selection
 from geartrain.selection.strategy import Strategy
 from geartrain.store.store import Store
 
@@ -193,13 +194,8 @@ class Replay:
         self._iteration = 0
         self._closed = False  # from the beginning of `close` on
         self._released = False  # at its end
-        self._batches = 0
-        self._bytes = 0
-        self._short = 0  # rows that last batches of passes had less than others
+        self._consumed = ConsumerFigures()
         self._passes_end = isinstance(self.selection, Epochs) and not self.selection.drop_last
-        self._wait_s = 0.0
-        self._started_s: float | None = None
-        self._asked_s = self._last_s = 0.0
         _replays.add(self)
         register(self, "replay", _figures)
 
@@ -287,21 +283,20 @@ class Replay:
                 raise
 
     def _sample(self) -> Batch:
-        self._asked_s = asked_s = time.perf_counter()
-        if self._started_s is None:
-            self._started_s = asked_s
+        consumed = self._consumed
+        consumed.asked_s = asked_s = time.perf_counter()
+        if consumed.started_s is None:
+            consumed.started_s = asked_s
         built = self._loader.next()
         batch = built.batch
-        self._last_s = time.perf_counter()
-        self._wait_s += self._last_s - asked_s
-        self._batches += 1
+        consumed.last_s = last_s = time.perf_counter()
+        consumed.wait_s += last_s - asked_s
+        consumed.batches += 1
         if self._passes_end:
-            self._short += self._builder.rows - len(batch)
-        self._bytes += batch.nbytes
+            consumed.short += self._builder.rows - len(batch)
+        consumed.nbytes += batch.nbytes
         if trace.on:
-            trace.slice_of(
-                "batch", "replay", asked_s, self._last_s, flow_in=built.flow, step=self.step - 1, rows=len(batch)
-            )
+            trace.slice_of("batch", "replay", asked_s, last_s, flow_in=built.flow, step=self.step - 1, rows=len(batch))
         if built.transformed is not None:
             made: Batch = built.transformed[0]
             return made
@@ -332,13 +327,7 @@ class Replay:
                 priorities is set.
         """
         self._check_open()
-        check_keys(rows)
-        values = _as_priorities(priorities)
-        if values.ndim == 0:
-            values = np.full(len(rows), values)
-        if values.shape != (len(rows),):
-            raise ArgumentError(f"{len(rows)} rows were given with priorities of shape {values.shape}")
-        return self._loader.submit_updates(PriorityUpdate(rows, values))
+        return self._loader.submit_updates(given_priorities(rows, priorities))
 
     # --- state and figures ----------------------------------------------------------------------------------
 
@@ -391,17 +380,7 @@ class Replay:
             ArgumentError: the strategy has another seed; there are more or fewer stores, or the same ones in another
                 order; or this is no state.
         """
-        state = checked_state(state)
-        if state["seed"] != self.selection.seed:
-            raise ArgumentError(
-                f"the state was taken with seed {state['seed']}, the strategy has {self.selection.seed}"
-            )
-        if len(state["state"]) != len(self.stores):
-            raise ArgumentError(f"the state was taken with {len(state['state'])} stores, there are {len(self.stores)}")
-        for what, now in self._identities().items():  # cursors and alphas are by place
-            then = list(state.get(what, now))
-            if then != now and sorted(then) == sorted(now):
-                raise ArgumentError(f"the state was taken with the same stores in another order: {then}, found {now}")
+        state = checked_state(state, self.selection.seed, self._identities(), len(self.stores))
         with self._turn:
             self._check_open()
             self._loader.restart()
@@ -428,34 +407,14 @@ class Replay:
         to agree on batches), select_s, fetch_s, exchange_s; peers_by_shm, peers_by_tcp or peers_by_gloo (ranks that
         this one exchanges messages with, by what moves them).
         """
-        elapsed_s = 0.0 if self._started_s is None else self._last_s - self._started_s
         more = self._builder.stats()
         built, make_s, redrawn = more.pop("built"), more.pop("make_s"), more.pop("redrawn")
-        rows = self._builder.rows
-        bytes_per_batch = self._bytes / self._batches if self._batches else 0.0
         return {
-            "batches": self._batches,
-            "rows": self._batches * rows - self._short,
-            "bytes": self._bytes,
-            "wait_s": self._wait_s,
-            "elapsed_s": elapsed_s,
-            "wait_share": self._wait_s / elapsed_s if elapsed_s else 0.0,
-            "make_s": make_s,
-            "gb_per_s": built * bytes_per_batch / make_s / 1e9 if make_s else 0.0,
-            "samples_per_s": built * rows / make_s if make_s else 0.0,
+            **self._consumed.summary(self._builder.rows, built, make_s),
             "redrawn": redrawn,
-            **self._passes(),
+            **figures_of_passes(self.selection, self._loader.state),
             **more,
         }
-
-    def _passes(self) -> dict[str, int | list[int]]:
-        strategies, states = strategies_of(self.selection), self._loader.state
-        if not any(isinstance(each, Epochs) for each in strategies):
-            return {}
-        names = ("epoch", "skipped", "dropped")
-        if isinstance(self.selection, Mixture):
-            return {name: [state.get(name, 0) for state in states] for name in names}
-        return {name: states[0].get(name, 0) for name in names}
 
     def describe(self) -> list[dict[str, Any]]:
         """For each store, how its rows come to the device: path and why, where rows are chosen, pinned bytes.
@@ -507,28 +466,15 @@ class Replay:
         return f"Replay({stores!r}, {self.selection!r}, batch_size={self.batch_size}, step={self.step})"
 
 
-def _as_priorities(given: Any) -> NDArray[np.float64]:
-    """The numbers of an array, a tensor on any device or a list, copied."""
-    if hasattr(given, "detach"):
-        given = given.detach().cpu()
-        if given.dtype.itemsize >= 4:
-            given = given.numpy()  # sooner done than what NumPy asks of a tensor; it lacks some of the small types
-    try:
-        return np.array(given, np.float64)
-    except (TypeError, ValueError, OverflowError):
-        raise ArgumentError(f"priorities are numbers, found {type(given).__name__}") from None
-
-
 def _figures(replay: Replay) -> dict[str, Any]:
     """For the process's report; `waiting_s`: how long its consumer has waited for a batch by now, 0 if it does not."""
     replay._check_open()
-    waiting_s = time.perf_counter() - replay._asked_s if replay._asked_s > replay._last_s else 0.0
     return {
         "name": ", ".join(store.name for store in replay.stores),
         "stores": [store.name for store in replay.stores],
         "selection": type(replay.selection).__name__,
         "batch_size": replay.batch_size,
-        "waiting_s": waiting_s,
+        "waiting_s": replay._consumed.waiting_s(),
         **replay.stats(),
     }
 

@@ -63,7 +63,7 @@ _TAKEN = ("final_observation", "mask", "version")
 OBSERVATIONS = ("observation", "obs")
 
 #: Episodes that a row holds; where a store has it, rows may hold several. Field names that begin with "geartrain." are
-#: reserved, so that no field of a user is taken for it. native/fetch/transitions.h, shares_rows
+#: reserved, so that no field of a user is taken for it. native/fetch/episodes.h
 EPISODES = "geartrain.episodes"
 _EPISODES = Field((), "int32", per_row=True)
 

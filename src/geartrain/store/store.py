@@ -7,7 +7,6 @@ fields by name, NumPy and torch views, context managers and named errors.
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -20,12 +19,11 @@ from geartrain.errors import (
     ArgumentError,
     CheckpointError,
     IncompatibleStoreError,
-    JournalError,
     StaleStoreError,
     StoreExistsError,
     StoreMissingError,
-    WaitTimeoutError,
 )
+from geartrain.store.journaled import JournaledStore, begin_journal, join_journal, journal_asked_for
 from geartrain.store.segment import (
     CreateOptions,
     JournalFull,
@@ -36,19 +34,17 @@ from geartrain.store.segment import (
     remove_journaled,
     remove_unused,
 )
-from geartrain.store.writable import WritableStore
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from geartrain.store.checkpoint_reader import Checkpoint
     from geartrain.store.checkpoint_writer import Saved
-    from geartrain.store.journal import Journal, JournalOptions, JournalStatus
 
 Create = Literal["never", "missing", "replace"]
 
 
-class Store(WritableStore):
+class Store(JournaledStore):
     """A table of trajectories shared by every process of this host.
 
     Create one with `Store.create`, join one with `Store.open`, restore one with `Store.load`. A store is a
@@ -75,7 +71,6 @@ class Store(WritableStore):
         1
     """
 
-    _journal: Journal | None = None
     _peeks = False  # opened by `peek`: without locks
 
     # --- creating and joining ---------------------------------------------------------------------------------
@@ -171,11 +166,7 @@ class Store(WritableStore):
             if fields is not None:
                 raise ArgumentError("the fields were given twice; a store is created by (name, fields) or (fields)")
             name, fields = None, name
-        wanted = None
-        if journal is not None:
-            from geartrain.store.journal import JournalOptions
-
-            wanted = JournalOptions(journal, journal_sync_s, journal_full)
+        wanted = journal_asked_for(journal, journal_sync_s, journal_full)
         if fields is None:
             raise ArgumentError("give the fields of the store: a mapping of names to geartrain.Field")
         if name is None:
@@ -207,7 +198,7 @@ class Store(WritableStore):
         store = cls(native, name, trust)
         if wanted is not None:
             try:
-                store._begin_journal(wanted)
+                begin_journal(store, wanted)
             except BaseException:
                 store.unlink()
                 store.close()
@@ -294,11 +285,7 @@ class Store(WritableStore):
         except IncompatibleStoreError:
             store.close()
             raise
-        if store.native.journal_state() is not None:
-            from geartrain.store.journal import join
-
-            store._journal = join(store.native, store.fields, store.max_length)
-            store._end_journal_with_it()
+        join_journal(store)
         return store
 
     @classmethod
@@ -364,11 +351,7 @@ class Store(WritableStore):
         unknown = set(options) - {"persist", "reserve", "trust", "timeout_s"}
         if unknown:
             raise CheckpointError(f"limits come from the checkpoint; {', '.join(sorted(unknown))} cannot be set")
-        wanted = None
-        if journal is not None:
-            from geartrain.store.journal import JournalOptions
-
-            wanted = JournalOptions(journal, journal_sync_s, journal_full)
+        wanted = journal_asked_for(journal, journal_sync_s, journal_full)
         trust = check_trust(options.get("trust", "user"))
         if create == "replace":
             remove_unused(os.fspath(name), trust)
@@ -380,7 +363,7 @@ class Store(WritableStore):
             if wanted is None:
                 found.fill(store.native, progress=progress)
             else:
-                store._begin_journal(wanted, found, progress)
+                begin_journal(store, wanted, found, progress)
         except BaseException:
             store.unlink()
             store.close()
@@ -439,54 +422,6 @@ class Store(WritableStore):
         if self.native.journal_state() is not None and not self._peeks:
             self.native.request_journal_priorities()
         return saved
-
-    # --- the journal ----------------------------------------------------------------------------------------
-
-    @property
-    def journal(self) -> JournalStatus | None:
-        """Figures of the journal that the store was created with; None where it has none. Raises `StoreClosedError`."""
-        return None if self._journal is None else self._journal.status()
-
-    def sync_journal(self, timeout_s: float = 10.0) -> None:
-        """Waits until everything that was committed and removed before, by any process, is on the journal's disk.
-
-        Raises:
-            ArgumentError: the store has no journal.
-            WaitTimeoutError: it is not within `timeout_s`, or the disk is full; says why.
-        """
-        if self._journal is None:
-            raise ArgumentError(f"the store {self.name!r} has no journal; give Store.create one")
-        if not self._journal.sync(timeout(timeout_s)):
-            why = self._journal.status().error or "the disk is slow, or the process that writes it is stopped"
-            raise WaitTimeoutError(f"the journal {self._journal.path} is not on its disk after {timeout_s} s: {why}")
-
-    def close(self, *, keep: bool = False) -> None:
-        """As of every handle; what is committed goes to the journal first, where there is one.
-
-        Raises:
-            ArgumentError, LockTimeoutError: as of every handle.
-            JournalError: the journal's disk did not take everything. The handle is closed.
-        """
-        self.check_may_keep(keep)
-        journal = self._journal
-        done = journal is None or self.native.closed or journal.finish()
-        super().close(keep=keep)
-        if not done and journal is not None:
-            raise JournalError(
-                f"the store {self.name!r} was closed, but its journal {journal.path} may lack what was committed last"
-            )
-
-    def _begin_journal(
-        self, wanted: JournalOptions, checkpoint: Checkpoint | None = None, progress: bool = False
-    ) -> None:
-        starts = wanted.attach(self.native, self.fields, self.max_length, self.options, checkpoint, progress)
-        self._journal = starts()
-        self._end_journal_with_it()
-
-    def _end_journal_with_it(self) -> None:
-        """A store that is dropped without being closed ends its journal's thread, which holds the native store."""
-        assert self._journal is not None
-        weakref.finalize(self.columns, self._journal.stop).atexit = False
 
     # --- pickling -------------------------------------------------------------------------------------------
 

@@ -135,12 +135,7 @@ def main(
     said = "".join(f" --part {part}" for part in parts) * (parts != (QUICK_PARTS if quick else PARTS))
     result.command += " --full" * full + said
     result.command += "".join(f" --baidu {mpi}=/path/to/library" for mpi in baidu)
-    report.print_table(result)
-    allreduce_report.print_cases(result)
-    if json_path is not None:
-        report.write_json(result, json_path)
-    if plot_path is not None:
-        allreduce_plot.plot(result, plot_path)
+    report.report(result, json_path, plot_path, overview=allreduce_report.print_cases, draw=allreduce_plot.plot)
     return result
 
 

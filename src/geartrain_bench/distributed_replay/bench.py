@@ -127,12 +127,13 @@ def main(
         plan = replace(plan, links=replace(plan.links, train_ms=tuple(train_ms)))
     result = run(plan, {**report.parse_baselines([]), **(baselines or {})}, quick=quick)
     result.command += " --full" * full + "".join(f" --train-ms {ms:g}" for ms in train_ms or ())
-    report.print_table(result)
-    ranks_report.print_cases(result.cases)
-    if json_path is not None:
-        report.write_json(result, json_path)
-    if plot_path is not None:
-        ranks_report.plot(result, result.cases, plot_path)
+    report.report(
+        result,
+        json_path,
+        plot_path,
+        overview=lambda measured: ranks_report.print_cases(measured.cases),
+        draw=ranks_report.plot_result,
+    )
     return result
 
 

@@ -61,11 +61,7 @@ def main(
             result.rows.append(_share_row(case, system, seconds, floor_s))
     result.notes.append(f"a link of {RATE_MBIT:g} Mbit/s between two hosts on this machine; {megabytes:g} MB a lap")
     harness.finish(result, began_s)
-    report.print_table(result)
-    if json_path is not None:
-        report.write_json(result, json_path)
-    if plot_path is not None:
-        report.plot(result, plot_path)
+    report.report(result, json_path, plot_path)
     return result
 
 

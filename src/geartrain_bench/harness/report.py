@@ -6,25 +6,41 @@ import argparse
 import json
 import os
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from geartrain.errors import ArgumentError, MissingDependencyError
 from geartrain.tools.plots import import_pyplot
 from geartrain_bench.harness.timing import BenchResult, Row
 
+Result = TypeVar("Result", bound=BenchResult)
+
 #: GEARTRAIN_BASELINE_PYTHON_TORCHRL=/path/to/python is equivalent to --baseline-python torchrl=/path/to/python.
 BASELINE_PREFIX = "GEARTRAIN_BASELINE_PYTHON_"
 
 
-def report(result: BenchResult, json_path: Path | None = None, plot_path: Path | None = None) -> None:
-    """Prints the table and writes the requested files."""
+def report(
+    result: Result,
+    json_path: Path | None = None,
+    plot_path: Path | None = None,
+    *,
+    overview: Callable[[Result], object] | None = None,
+    draw: Callable[[Result, Path], object] | None = None,
+) -> None:
+    """Prints the table and writes the requested files.
+
+    Args:
+        overview: prints what a benchmark has beside the table.
+        draw: makes the plot, in place of `plot`.
+    """
     print_table(result)
+    if overview is not None:
+        overview(result)
     if json_path is not None:
         write_json(result, json_path)
     if plot_path is not None:
-        plot(result, plot_path)
+        (draw or plot)(result, plot_path)
 
 
 def print_table(result: BenchResult) -> None:

@@ -65,12 +65,7 @@ def print_overview(result: BenchResult) -> None:
 
 def show(result: BenchResult, json_path: Path | None, plot_path: Path | None) -> None:
     """Prints the tables and writes the requested files."""
-    report.print_table(result)
-    print_overview(result)
-    if json_path is not None:
-        report.write_json(result, json_path)
-    if plot_path is not None:
-        plot(result, plot_path)
+    report.report(result, json_path, plot_path, overview=print_overview, draw=plot)
 
 
 def plot(result: BenchResult, path: Path) -> None:

@@ -107,11 +107,7 @@ def main(
         if json_path is not None:  # figures measured so far are kept, however the run ends
             report.write_json(result, json_path)
     harness.finish(result, began_s)
-    report.print_table(result)
-    if json_path is not None:
-        report.write_json(result, json_path)
-    if plot_path is not None:
-        plot(result, plot_path)
+    report.report(result, json_path, plot_path, draw=plot)
     return result
 
 

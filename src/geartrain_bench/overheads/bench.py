@@ -75,11 +75,7 @@ def main(
                     seconds = [lap[place] for lap in laps[system, case]]
                     result.rows.append(time_row(text, system, metric, "us", seconds, floor_s))
     harness.finish(result, began_s)
-    report.print_table(result)
-    if json_path is not None:
-        report.write_json(result, json_path)
-    if plot_path is not None:
-        report.plot(result, plot_path)
+    report.report(result, json_path, plot_path)
     return result
 
 

@@ -87,11 +87,7 @@ def main(
         show(written)
         with report_path(settings, backend).open("w") as file:
             json.dump(written, file)
-    report.print_table(result)
-    if json_path is not None:
-        report.write_json(result, json_path)
-    if plot_path is not None:
-        plot(result, plot_path)
+    report.report(result, json_path, plot_path, draw=plot)
     return result
 
 

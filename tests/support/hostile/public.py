@@ -51,7 +51,7 @@ NO_LIFETIME = {
     "PrioritizedSliceSampler": "draws from its buffer's storage",
     "RoundRobinWriter": "writes to its buffer's storage",
     # torchrl imports triton, whose leaks at exit hide those that this is to find.
-    "SharedStorage": "holds a `Store`, which is tried; closing and forking is in tests/integrations/test_torchrl.py",
+    "SharedStorage": "holds a `Store`, which is tried; closing and forking is in tests/integrations/test_torchrl*.py",
     "SliceSampler": "draws from its buffer's storage",
     "ExperiencePair": "two pytrees of arrays",
     "Sample": "pytrees of arrays",

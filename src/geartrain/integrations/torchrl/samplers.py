@@ -20,27 +20,22 @@ _EMPTY = "Cannot sample from an empty storage."
 _NONE = float("-inf")
 
 
-class UniformSampler(Sampler):  # type: ignore[misc]
-    """Draws every item with the same probability, with replacement; seeded by the buffer's generator."""
+class StatelessSampler(Sampler):  # type: ignore[misc]
+    """Base of the samplers that draw by the storage and the buffer's generator alone, and know no alpha.
 
-    def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Indices (batch_size,), and no more information.
+    Attributes:
+        with_alpha: the sampler to use instead where priorities are set.
+    """
 
-        Raises:
-            RuntimeError: the storage is empty.
-        """
-        n = len(storage)
-        if n == 0:
-            raise RuntimeError(_EMPTY)
-        return torch.randint(0, n, (batch_size,), generator=self._rng), {}
+    with_alpha = "PrioritizedSampler"
 
     def update_priority(self, index: Any, priority: Any, *, storage: Any = None) -> None:
-        """Sets the priorities of items, for the prioritized samplers of other processes.
+        """Sets nothing.
 
         Raises:
-            ArgumentError: always; a `PrioritizedSampler` knows alpha.
+            ArgumentError: always; the class that `with_alpha` names knows alpha.
         """
-        raise ArgumentError("a UniformSampler has no alpha to store priorities with: use a PrioritizedSampler")
+        raise ArgumentError(f"a {type(self).__name__} has no alpha to store priorities with: use a {self.with_alpha}")
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing."""
@@ -57,6 +52,21 @@ class UniformSampler(Sampler):  # type: ignore[misc]
 
     def loads(self, path: Any) -> None:
         """Nothing."""
+
+
+class UniformSampler(StatelessSampler):
+    """Draws every item with the same probability, with replacement; seeded by the buffer's generator."""
+
+    def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Indices (batch_size,), and no more information.
+
+        Raises:
+            RuntimeError: the storage is empty.
+        """
+        n = len(storage)
+        if n == 0:
+            raise RuntimeError(_EMPTY)
+        return torch.randint(0, n, (batch_size,), generator=self._rng), {}
 
 
 class PrioritizedSampler(stock.PrioritizedSampler):  # type: ignore[misc]  # as TensorDictReplayBuffer asks for

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torchrl.data.replay_buffers.samplers import Sampler
 
 from geartrain.core.arguments import check_whole
 from geartrain.errors import ArgumentError, EmptyStoreError
-from geartrain.integrations.torchrl.samplers import PrioritizedSampler
+from geartrain.integrations.torchrl.samplers import PrioritizedSampler, StatelessSampler
 from geartrain.integrations.torchrl.storage import SharedStorage
 from geartrain.integrations.torchrl.trajectories import Held, Trajectories
 
@@ -25,7 +24,7 @@ Key = str | tuple[str, ...]
 Span = bool | int | tuple[bool | int, bool | int]
 
 
-class SliceSampler(Sampler):  # type: ignore[misc]
+class SliceSampler(StatelessSampler):
     """Draws slices of trajectories: every trajectory equally likely, and in it every place where a slice fits.
 
     No slice runs over the end of a trajectory, or from the newest item to the oldest. A batch costs as much as it has
@@ -51,6 +50,8 @@ class SliceSampler(Sampler):  # type: ignore[misc]
     Raises:
         ArgumentError: arguments that do not fit. TypeError: not exactly one of `num_slices` and `slice_len`.
     """
+
+    with_alpha = "PrioritizedSliceSampler"
 
     def __init__(
         self,
@@ -92,32 +93,8 @@ class SliceSampler(Sampler):  # type: ignore[misc]
         index, info = slices.marked(storage, window, begin + offset, end - offset)
         return (index,), info
 
-    def update_priority(self, index: Any, priority: Any, *, storage: Any = None) -> None:
-        """Sets nothing.
-
-        Raises:
-            ArgumentError: always; a `PrioritizedSliceSampler` knows alpha.
-        """
-        raise ArgumentError("a SliceSampler has no alpha to store priorities with: use a PrioritizedSliceSampler")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing."""
-
-    def _empty(self) -> None:
-        pass
-
-    def dumps(self, path: Any) -> None:
-        """Nothing."""
-
-    def loads(self, path: Any) -> None:
-        """Nothing."""
-
     def __getstate__(self) -> dict[str, Any]:
-        return dict(Sampler.__getstate__(self)) | {"_slices": self._slices.afresh()}
+        return dict(super().__getstate__()) | {"_slices": self._slices.afresh()}
 
     def __repr__(self) -> str:
         return f"SliceSampler({self._slices})"

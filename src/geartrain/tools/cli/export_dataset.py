@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from geartrain.core.shared_files import check_trust
 from geartrain.tools.cli.app import app, die, out
-from geartrain.tools.cli.import_dataset import key_values
+from geartrain.tools.cli.dataset_options import Casts, FormatOptions, Quiet, key_values
 from geartrain.tools.cli.inspect_remove import TRUST_HELP
 
 
@@ -52,7 +52,7 @@ def export(
         list[str] | None,
         typer.Option(help="Field to export, or written=stored; repeat for several. All by default."),
     ] = None,
-    cast: Annotated[list[str] | None, typer.Option(help="Convert dtypes, e.g. bfloat16=float32. Repeatable.")] = None,
+    cast: Casts = None,
     skip_unsupported: Annotated[
         bool, typer.Option(help="Leave out fields that the format cannot hold instead of refusing.")
     ] = False,
@@ -60,12 +60,9 @@ def export(
         bool, typer.Option(help="Write versions, priorities and the like of rows too (npz, npy, parquet).")
     ] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace a dataset of this format that is there.")] = False,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(help="An option of the format as key=value, e.g. fps=30. Repeatable."),
-    ] = None,
+    option: FormatOptions = None,
     trust: Annotated[str, typer.Option(help=TRUST_HELP)] = "user",
-    quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Export all rows of a store or checkpoint, an episode a row.
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 
-from geartrain.errors import ArgumentError
 from geartrain.store.store import Store
 from geartrain.tools.cli.app import app, out
+from geartrain.tools.cli.dataset_options import Casts, FormatOptions, Quiet, key_values
 
 
 @app.command("import")
@@ -21,7 +21,7 @@ def import_(
         list[str] | None,
         typer.Option(help="Field to import, or stored=found; repeat for several. All usual ones by default."),
     ] = None,
-    cast: Annotated[list[str] | None, typer.Option(help="Convert dtypes, e.g. float64=float32. Repeatable.")] = None,
+    cast: Casts = None,
     capacity: Annotated[
         int | None, typer.Option(min=1, help="Rows of the store; as many as episodes by default.")
     ] = None,
@@ -30,11 +30,8 @@ def import_(
     skip_unsupported: Annotated[
         bool, typer.Option(help="Leave out text and video fields instead of refusing.")
     ] = False,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(help="An option of the format as key=value, e.g. split=train. Repeatable."),
-    ] = None,
-    quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
+    option: FormatOptions = None,
+    quiet: Quiet = False,
 ) -> None:
     """Import a dataset, an episode a row.
 
@@ -61,20 +58,6 @@ def import_(
     )
     out.print(_summary(store))
     store.close()
-
-
-def key_values(pairs: list[str]) -> dict[str, Any]:
-    """Options of a format, from key=value: whole numbers and true or false as such, the rest as text."""
-    values: dict[str, Any] = {}
-    for pair in pairs:
-        key, found, value = pair.partition("=")
-        if not found or not key.isidentifier():
-            raise ArgumentError(f"--option takes key=value, found {pair!r}")
-        if key in values:
-            raise ArgumentError(f"--option {key} is given twice")
-        whole = value.isascii() and value.isdigit()
-        values[key] = {"true": True, "false": False}.get(value, int(value) if whole else value)
-    return values
 
 
 def _summary(store: Store) -> str:

@@ -1,0 +1,115 @@
+// Sampled batch: one native object over one recycled buffer, whose arrays and tensors are made when they are asked for.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "base/errors.h"
+#include "fetch/batch_sampler.h"
+#include "python/batch_layout.h"
+#include "python/bind.h"
+
+namespace geartrain {
+
+// A batch of n rows: fields in recycled memory, or in arrays of the caller's; metadata in recycled memory.
+class SampledBatch {
+ public:
+  explicit SampledBatch(std::shared_ptr<const BatchLayout> layout, std::optional<std::vector<AnyArray>> out = {})
+      : layout_(std::move(layout)),
+        memory_(layout_->buffer_bytes()),
+        out_(std::move(out)),
+        arrays_(layout_->arrays(memory_.base(), out_ ? &*out_ : nullptr)),
+        importance_(layout_->importance(memory_.base())),
+        shards_(layout_->shards(memory_.base())) {}
+
+  size_t size() const { return layout_->size(); }
+  uint64_t nbytes() const { return layout_->nbytes(); }
+  const BatchLayout& layout() const { return *layout_; }
+  const BatchArrays& arrays() const { return arrays_; }
+
+  nb::object field(size_t i) const {
+    const BatchLayout::Field& field = checked_field(i);
+    if (out_) return nb::cast((*out_)[i]);
+    return memory_.array(memory_.base() + field.at, field.shape, field.dtype, field.row_elements);
+  }
+  // What `from_dlpack` makes of a field.
+  nb::object tensor(size_t i, nb::handle from_dlpack) const {
+    const BatchLayout::Field& field = checked_field(i);
+    if (out_) fail(ErrorKind::schema, "the fields of this batch are in the caller's own arrays");
+    return made_by(from_dlpack,
+                   memory_.exported(memory_.base() + field.at, field.shape, field.dtype, field.row_elements));
+  }
+  // The same of metadata, by the name of what gives it as an array; None where the batch has none.
+  nb::object metadata_tensor(std::string_view name, nb::handle from_dlpack) const {
+    const auto of = [&]<typename T>(std::span<T> values, nb::dlpack::dtype dtype, std::vector<size_t> shape) {
+      return made_by(from_dlpack, memory_.exported(reinterpret_cast<std::byte*>(values.data()), shape, dtype));
+    };
+    if (name == "importance_weights") {
+      return weighed_ ? of(importance_, nb::dtype<double>(), {size()}) : nb::none();
+    }
+    if (name == "mask") return of(arrays_.mask, nb::dtype<bool>(), {size(), layout_->steps()});
+    if (name == "start") return of(arrays_.starts, nb::dtype<int32_t>(), {size()});
+    if (name == "length") return of(arrays_.lengths, nb::dtype<int32_t>(), {size()});
+    if (name == "version") return of(arrays_.versions, nb::dtype<int64_t>(), {size()});
+    if (name == "probability") return of(arrays_.probability, nb::dtype<double>(), {size()});
+    fail(ErrorKind::schema, "a batch has no metadata '", name, "'");
+  }
+  template <typename T>
+  nb::object array(std::span<T> values) const {
+    return memory_.array(values, {size()});
+  }
+  nb::object mask() const {
+    return memory_.array(reinterpret_cast<std::byte*>(arrays_.mask.data()), {size(), layout_->steps()},
+                         nb::dtype<bool>());
+  }
+  // None where no part of the batch has any.
+  nb::object importance_array() const { return weighed_ ? array(importance_) : nb::none(); }
+  nb::object shard_array() const { return shards_.empty() ? nb::none() : array(shards_); }
+
+  void check_part(size_t first, size_t n) const {
+    if (first > size() || n > size() - first) {
+      fail(ErrorKind::schema, "rows ", first, " to ", first + n, " are no part of a batch of ", size());
+    }
+  }
+  void set_shard(size_t first, size_t n, uint16_t shard) {
+    check_part(first, n);
+    if (!shards_.empty()) std::fill_n(shards_.begin() + static_cast<ptrdiff_t>(first), n, shard);
+  }
+  // The importance weights of a part, to be filled; where parts have none they are 1.
+  std::span<double> weights(size_t first, size_t n) {
+    check_part(first, n);
+    if (!std::exchange(weighed_, true) && n != size()) std::fill(importance_.begin(), importance_.end(), 1.0);
+    return importance_.subspan(first, n);
+  }
+  void set_importance(size_t first, const In<double>& given) {
+    const std::span<double> to = weights(first, given.size());
+    std::copy_n(given.data(), given.size(), to.begin());
+  }
+
+ private:
+  static nb::object made_by(nb::handle from_dlpack, const nb::object& capsule) {
+    PyObject* made = PyObject_CallFunctionObjArgs(from_dlpack.ptr(), capsule.ptr(), nullptr);
+    if (made == nullptr) throw nb::python_error();
+    return nb::steal(made);
+  }
+  const BatchLayout::Field& checked_field(size_t i) const {
+    const auto& fields = layout_->fields();
+    if (i >= fields.size()) fail(ErrorKind::schema, "the batch has ", fields.size(), " fields, not a number ", i);
+    return fields[i];
+  }
+
+  std::shared_ptr<const BatchLayout> layout_;
+  PooledMemory memory_;
+  std::optional<std::vector<AnyArray>> out_;
+  BatchArrays arrays_;
+  std::span<double> importance_;
+  bool weighed_ = false;
+  std::span<uint16_t> shards_;
+};
+
+}  // namespace geartrain

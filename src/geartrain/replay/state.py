@@ -1,0 +1,61 @@
+"""State of a replay: the few numbers from which it goes on with the same batches, checked before they are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from geartrain.core.arguments import check_whole
+from geartrain.errors import ArgumentError
+from geartrain.selection.arguments import check_number
+from geartrain.selection.strategy import check_seed
+
+
+def checked_state(state: object, seed: int | None, identities: Mapping[str, list[str]], stores: int) -> dict[str, Any]:
+    """A replay's state, for one with this seed and these stores.
+
+    Args:
+        identities: what the stores are known by, in their order, as the state has it under the same names.
+        stores: how many there are.
+
+    Raises:
+        ArgumentError: this is no state; it was taken with another seed, with more or fewer stores, or with the same
+            ones in another order.
+    """
+    if not isinstance(state, Mapping):
+        raise ArgumentError(f"a replay's state is the dict that `state_dict` returned, found {type(state).__name__}")
+    found = dict(state)
+    if missing := [name for name in ("seed", "step", "state", "exponents") if name not in found]:
+        raise ArgumentError(f"this is no state of a replay: it has no {', '.join(missing)}")
+    check_seed(found["seed"])
+    if not 0 <= check_whole("the state's step", found["step"]) < 2**63:
+        raise ArgumentError(f"the state's step is at least 0, found {found['step']}")
+    for name in ("state", "exponents", "stores", "names"):
+        if not isinstance(found.get(name, []), (list, tuple)):
+            raise ArgumentError(f"the state's {name!r} has an entry for each store, found {found[name]!r}")
+    if len(found["state"]) != len(found["exponents"]):
+        raise ArgumentError(f"{len(found['state'])} states came with {len(found['exponents'])} exponents")
+    for each in found["state"]:
+        if not isinstance(each, Mapping):
+            raise ArgumentError(f"a strategy's state is a dict of numbers, found {each!r}")
+        for name, value in each.items():
+            least = 0 if isinstance(name, str) and name.partition("/")[0] == "after" else -(2**63)  # a cursor
+            if not isinstance(name, str) or not least <= check_whole(f"the state's {name!r}", value) < 2**64:
+                raise ArgumentError(f"a strategy's state is whole numbers of 64 bits by name, found {name!r}: {value}")
+    for alpha in found["exponents"]:
+        check_number("an exponent of the state", alpha, "a finite number above zero", least=0, above=True)
+    for each in [*found.get("stores", []), *found.get("names", [])]:
+        if not isinstance(each, str):
+            raise ArgumentError(f"the state's stores and names are texts, found {each!r}")
+    if found["seed"] != seed:
+        raise ArgumentError(f"the state was taken with seed {found['seed']}, the strategy has {seed}")
+    if len(found["state"]) != stores:
+        raise ArgumentError(f"the state was taken with {len(found['state'])} stores, there are {stores}")
+    for what, now in identities.items():  # cursors and alphas are by place
+        then = list(found.get(what, now))
+        if then != now and sorted(then) == sorted(now):
+            raise ArgumentError(f"the state was taken with the same stores in another order: {then}, found {now}")
+    return found
+
+
+__all__ = ["checked_state"]

@@ -1,0 +1,93 @@
+"""Stores with a journal on disk: the handle's part of it, from its beginning to the handle's end."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import TYPE_CHECKING
+
+from geartrain.core.arguments import timeout
+from geartrain.errors import ArgumentError, JournalError, WaitTimeoutError
+from geartrain.store.segment import JournalFull
+from geartrain.store.writable import WritableStore
+
+if TYPE_CHECKING:
+    from geartrain.store.checkpoint_reader import Checkpoint
+    from geartrain.store.journal import Journal, JournalOptions, JournalStatus
+
+
+class JournaledStore(WritableStore):
+    """A handle whose store may have a journal. `Store` is the one that users have: it adds the segment."""
+
+    _journal: Journal | None = None
+
+    @property
+    def journal(self) -> JournalStatus | None:
+        """Figures of the journal that the store was created with; None where it has none. Raises `StoreClosedError`."""
+        return None if self._journal is None else self._journal.status()
+
+    def sync_journal(self, timeout_s: float = 10.0) -> None:
+        """Waits until everything that was committed and removed before, by any process, is on the journal's disk.
+
+        Raises:
+            ArgumentError: the store has no journal.
+            WaitTimeoutError: it is not within `timeout_s`, or the disk is full; says why.
+        """
+        if self._journal is None:
+            raise ArgumentError(f"the store {self.name!r} has no journal; give Store.create one")
+        if not self._journal.sync(timeout(timeout_s)):
+            why = self._journal.status().error or "the disk is slow, or the process that writes it is stopped"
+            raise WaitTimeoutError(f"the journal {self._journal.path} is not on its disk after {timeout_s} s: {why}")
+
+    def close(self, *, keep: bool = False) -> None:
+        """As of every handle; what is committed goes to the journal first, where there is one.
+
+        Raises:
+            ArgumentError, LockTimeoutError: as of every handle.
+            JournalError: the journal's disk did not take everything. The handle is closed.
+        """
+        self.check_may_keep(keep)
+        journal = self._journal
+        done = journal is None or self.native.closed or journal.finish()
+        super().close(keep=keep)
+        if not done and journal is not None:
+            raise JournalError(
+                f"the store {self.name!r} was closed, but its journal {journal.path} may lack what was committed last"
+            )
+
+
+def journal_asked_for(path: str | os.PathLike[str] | None, sync_s: float, full: JournalFull) -> JournalOptions | None:
+    """The arguments of `Store.create`, checked; None where no journal was asked for."""
+    if path is None:
+        return None
+    from geartrain.store.journal import JournalOptions
+
+    return JournalOptions(path, sync_s, full)
+
+
+def begin_journal(
+    store: JournaledStore, asked_for: JournalOptions, checkpoint: Checkpoint | None = None, progress: bool = False
+) -> None:
+    """Restores what the journal holds into a new store and journals it from there on; see `JournalOptions.attach`."""
+    starts = asked_for.attach(store.native, store.fields, store.max_length, store.options, checkpoint, progress)
+    store._journal = starts()
+    _end_with(store, store._journal)
+
+
+def join_journal(store: JournaledStore) -> None:
+    """This process's part of the journal of a store that was joined, where it has one."""
+    if store.native.journal_state() is None:
+        return
+    from geartrain.store.journal import join
+
+    store._journal = join(store.native, store.fields, store.max_length)
+    if store._journal is not None:
+        _end_with(store, store._journal)
+
+
+def _end_with(store: JournaledStore, journal: Journal) -> None:
+    """A store that is dropped without being closed ends its journal's thread, which holds the native store."""
+    weakref.finalize(store.columns, journal.stop).atexit = False
+
+
+__all__ = ["JournaledStore", "begin_journal", "join_journal", "journal_asked_for"]
