@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "base/errors.h"
+#include "fetch/episodes.h"
 
 namespace geartrain {
 namespace {
@@ -63,16 +64,16 @@ BatchArrays BatchArrays::part(const Store& store, uint32_t window, const Transit
 }
 
 BatchSampler::BatchSampler(Store& store, const Settings& settings)
-    : store_(store),
-      settings_(settings),
-      from_{store.priority_tree(), store.bit_tree(), store.words(), store.status().data()} {
+    : store_(store), settings_(settings), from_(population_of(store, false)) {
   check(settings.window);
+  if (from_.marks && settings.over_steps && settings.window.stride != 1) {
+    fail(ErrorKind::schema, "rows hold several episodes: windows of drawn steps have a stride of 1");
+  }
   if (!store.per_step() || settings.form != Form::random || settings.by != By::priority) return;
   if (!settings.replacement || (settings.window.length == 0 && !settings.transitions)) {
     fail(ErrorKind::schema, "the store has priorities of steps: draws by priority need replacement, and a window");
   }
-  from_ = {store.step_tree(), store.bit_tree(), store.step_tree().leaves(), store.status().data(),
-           store.header().max_length};
+  from_ = population_of(store, true);
 }
 
 BatchSampler::Result BatchSampler::sample(const BatchArrays& out, const Step& step) const {
@@ -131,7 +132,7 @@ DrawPlan BatchSampler::plan(const Step& step, uint32_t round, size_t rows) const
   if (settings_.over_steps || draws_steps()) {
     // The last step has none after it; a whole window needs as many as it is long.
     const uint32_t need = settings_.transitions ? 1 : settings_.window.need();
-    const bool before = draws_steps() && !settings_.transitions && !settings_.window.from_first;
+    const bool before = from_.row_steps != 0 && !settings_.transitions && !settings_.window.from_first;
     (before ? plan.skip : plan.need) = need;
     if (settings_.over_steps && !settings_.transitions) plan.stride = settings_.window.stride;
   }
@@ -160,12 +161,17 @@ uint64_t BatchSampler::draw_round(const BatchArrays& out, const Step& step, uint
     return 0;
   }
   uint64_t failed = draw(from_, plan, numbers, draws);
-  if (failed == 0) return 0;
-  store_.reap();  // sums at odds with their leaves: somebody died in the middle of an update
-  failed = draw(from_, plan, numbers, draws);
-  if (failed == 0) return 0;
-  store_.rebuild();  // or somebody living is in the middle of one: this waits for them
-  failed = draw(from_, plan, numbers, draws);
+  if (failed != 0) {
+    store_.reap();  // sums at odds with their leaves: somebody died in the middle of an update
+    failed = draw(from_, plan, numbers, draws);
+  }
+  if (failed != 0) {
+    store_.rebuild();  // or somebody living is in the middle of one: this waits for them
+    failed = draw(from_, plan, numbers, draws);
+  }
+  if (plan.finds_steps(from_) && !settings_.transitions && !settings_.window.from_first) {
+    for (uint32_t& step : draws.steps.first(numbers.size())) step += plan.need;  // the last step of what was drawn
+  }
   if (failed != 0) fail(ErrorKind::corrupt, failed, " draws found no row; store.audit() tells what is wrong");
   return 0;
 }
@@ -242,6 +248,7 @@ uint64_t BatchSampler::gather(const BatchArrays& out, const DrawnRows& drawn, ui
   request.pad_left = settings_.pad_left;
   request.ends = ends;
   request.from_first = settings_.window.from_first;
+  request.within_episodes = true;
   request.threads = settings_.threads;
   const size_t steps = out.mask.size() / std::max<size_t>(1, out.rows.size());
   std::vector<uint8_t> torn(whole ? 0 : n), mask(whole ? 0 : n * steps);

@@ -88,7 +88,7 @@ class BatchSampler {
   BatchSampler(Store& store, const Settings& settings);
 
   // Whether steps are drawn and not rows: windows then end at them, or are placed around them.
-  bool draws_steps() const { return from_.row_steps != 0; }
+  bool draws_steps() const { return from_.row_steps != 0 || (settings_.over_steps && from_.marks); }
 
   // How independent draws of a step are made: which steps count, and which rows.
   DrawPlan plan(const Step& step, uint32_t round, size_t rows) const;

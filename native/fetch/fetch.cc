@@ -7,6 +7,7 @@
 
 #include "base/copy.h"
 #include "base/errors.h"
+#include "fetch/episodes.h"
 #include "fetch/lines.h"
 #include "fetch/pieces.h"
 #include "store/row_copy.h"
@@ -37,6 +38,7 @@ class Gather {
         fields_(store.fields()),
         steps_(request.window != 0 ? request.window : store.header().max_length),
         stream_(batch_bytes(store, request) >= stream_from()) {
+    if (request.within_episodes && request.window != 0) marks_ = episode_marks(store);
     for (const FetchField& field : request.fields) {
       const FieldRecord& record = fields_[field.field];
       field_steps_.push_back(record.timed != 0 ? step_bytes(record) : 0);
@@ -69,12 +71,14 @@ class Gather {
       if (!request_.ends.empty()) {
         start = std::min(length - 1, static_cast<uint32_t>(std::max(0, request_.ends[i])));
       }
-      const uint32_t count = std::min(steps_, length - start);
+      uint32_t count = std::min(steps_, length - start);
+      if (marks_) count = marks_.end(request_.rows[i], start, start + count - 1) + 1 - start;
       return {start, count, request_.pad_left ? steps_ - count : 0};
     }
     uint32_t end = length - 1;
     if (!request_.ends.empty()) end = std::min(end, static_cast<uint32_t>(std::max(0, request_.ends[i])));
-    const uint32_t count = std::min(steps_, end + 1);
+    uint32_t count = std::min(steps_, end + 1);
+    if (marks_) count = end + 1 - marks_.begin(request_.rows[i], end + 1 - count, end);
     return {end + 1 - count, count, request_.pad_left ? steps_ - count : 0};
   }
 
@@ -105,6 +109,7 @@ class Gather {
         const uint64_t step = field_steps_[f], bytes = step != 0 ? window.count * step : fields_[field].block_bytes;
         const std::byte* const from = store_.block(field, row) + window.start * step;
         touch(from);
+        touch_pages(from, bytes);
         if (bytes <= kFewBytes) few[count++] = {from, bytes};
       }
     }
@@ -153,6 +158,7 @@ class Gather {
   const FieldRecord* fields_;
   const uint32_t steps_;
   const bool stream_;
+  EpisodeMarks marks_;
   std::vector<uint64_t> field_steps_;  // bytes of a step; 0: without time
 };
 

@@ -6,7 +6,8 @@
 //
 // Windows. A window of W steps that ends at step t holds steps max(0, t - W + 1) .. t and nothing later; what is
 // missing is zero, before the steps (pad_left) or after them, and false in the mask. One that is told by its first step
-// t (from_first) holds steps t .. min(t + W, length) - 1 (windows.h).
+// t (from_first) holds steps t .. min(t + W, length) - 1 (windows.h). With `within_episodes` it holds of them, where
+// rows hold several episodes, those of step t's.
 #pragma once
 
 #include <cstdint>
@@ -30,6 +31,7 @@ struct FetchRequest {
   bool pad_left = true;
   std::span<const int32_t> ends;  // last step of each window; empty: the row's last step
   bool from_first = false;        // `ends` are first steps; empty: the row's first step
+  bool within_episodes = false;
   // Where in the fields' outputs each row goes, in rows; empty: one after the other. `torn` and the other metadata
   // below are in the order of `rows` all the same.
   std::span<const uint32_t> places;

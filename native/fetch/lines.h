@@ -14,6 +14,9 @@ constexpr size_t kLine = 64;
 // Lines of one field that are asked for; a processor fetches further ones by itself.
 constexpr uint64_t kLinesAhead = 8;
 constexpr uint64_t kFewBytes = 256;
+constexpr uint64_t kPage = 4096;
+// Pages of one field that are asked for: with 64 rows in flight a third of what a second-level TLB holds.
+constexpr uint64_t kPagesAhead = 16;
 
 #if defined(__SANITIZE_THREAD__)
 // Readers race with writers by design, which only copy_block hides from ThreadSanitizer.
@@ -63,8 +66,17 @@ inline void touch(const std::byte* at) {
 }
 #endif
 
+// The pages behind the first, which was touched: as many as a processor still knows when the piece is copied. Of 32
+// pieces of 35 KB in shared memory of 4 KB pages, a copy takes 62 us with this and 70 without, as long as one out of
+// huge pages (64).
+inline void touch_pages(const std::byte* from, uint64_t bytes) {
+  const uint64_t near = std::min(bytes, kPagesAhead * kPage);
+  for (uint64_t at = kPage; at < near; at += kPage) touch(from + at);
+}
+
 // The lines behind the first, which was touched.
 inline void prefetch_lines(const std::byte* from, uint64_t bytes) {
+  touch_pages(from, bytes);
   const uint64_t near = std::min(bytes, kLinesAhead * kLine);
   for (uint64_t at = kLine; at < near; at += kLine) __builtin_prefetch(from + at);
   if (bytes > 1) __builtin_prefetch(from + bytes - 1);

@@ -76,18 +76,4 @@ void TransitionView::check(const Store& store, std::span<const uint32_t> fields)
   if (rewards != 1 || flags != 1) fail(ErrorKind::schema, "transitions need one field of rewards and one `terminated`");
 }
 
-const FieldRecord* field_called(const Store& store, std::string_view name) {
-  const FieldRecord* const fields = store.fields();
-  for (uint32_t f = 0; f < store.header().field_count; ++f) {
-    if (name == fields[f].name) return &fields[f];
-  }
-  return nullptr;
-}
-
-bool shares_rows(const Store& store) {
-  const FieldRecord *last = field_called(store, "last"), *episodes = field_called(store, "geartrain.episodes");
-  return last != nullptr && is_flag(*last) && episodes != nullptr && episodes->timed == 0 &&
-         episodes->dtype == kInt32 && episodes->ndim == 0;
-}
-
 }  // namespace geartrain

@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <span>
-#include <string_view>
 #include <vector>
 
 #include "store/store.h"
@@ -42,11 +41,5 @@ struct TransitionView {
   // Throws schema unless the store's fields can have these roles: one reward and one terminated, ...
   void check(const Store& store, std::span<const uint32_t> fields) const;
 };
-
-// Whether the rows of a store may hold several episodes: it has `last`, a bool a step, and the reserved
-// `geartrain.episodes`, an int32 a row (src/geartrain/store/recorder.py).
-bool shares_rows(const Store& store);
-// nullptr: the store has none of that name.
-const FieldRecord* field_called(const Store& store, std::string_view name);
 
 }  // namespace geartrain

@@ -7,6 +7,7 @@
 
 #include "base/copy.h"
 #include "base/errors.h"
+#include "fetch/episodes.h"
 #include "fetch/lines.h"
 #include "fetch/pieces.h"
 #include "fetch/reward_sum.h"
@@ -28,7 +29,8 @@ class TransitionGather {
       : store_(store),
         view_(view),
         request_(request),
-        numbers_(request.numbers.empty() ? request.places : request.numbers) {
+        numbers_(request.numbers.empty() ? request.places : request.numbers),
+        marks_(episode_marks(store)) {
     uint64_t row_bytes = 0;
     for (size_t i = 0; i < request.fields.size(); ++i) {
       const FieldRecord& record = store.fields()[request.fields[i].field];
@@ -40,11 +42,6 @@ class TransitionGather {
       row_bytes += part.stride * (role == TransitionRole::observation && !view.shares_window() ? 2 : 1);
       if (role == TransitionRole::reward) rewards_ = RewardSum(record, view.powers);
       parts_.push_back(part);
-    }
-    if (shares_rows(store)) {
-      const FieldRecord* last = field_called(store, "last");
-      marks_ = store.block(static_cast<uint32_t>(last - store.fields()), 0);
-      marks_stride_ = last->stride;
     }
     bytes_ = row_bytes * request.rows.size();
     stream_ = bytes_ >= stream_from();
@@ -125,7 +122,7 @@ class TransitionGather {
     if (out.step >= steps) return;
     out.first = 0;
     out.end = steps;
-    if (marks_ != nullptr && !find_episode(out)) {
+    if (marks_ && !find_episode(out)) {
       refused_.fetch_add(1, std::memory_order_relaxed);
       return;
     }
@@ -136,7 +133,7 @@ class TransitionGather {
 
   // Finds where the episode of a step begins and ends, no further than is asked for. False: it is the last one of it.
   bool find_episode(Placed& one) const {
-    const std::byte* const marks = marks_ + one.row * marks_stride_;
+    const std::byte* const marks = marks_.column + one.row * marks_.stride;
     if (read_byte(marks + one.step) != 0) return false;
     const bool all = view_.goals.strategy != GoalStrategy::none;
     const uint32_t until = all ? one.end : std::min(one.end, one.step + view_.n_step);
@@ -342,10 +339,9 @@ class TransitionGather {
   const TransitionView& view_;
   const TransitionRequest& request_;
   std::span<const uint32_t> numbers_;
+  const EpisodeMarks marks_;
   std::vector<Part> parts_;
   RewardSum rewards_;
-  const std::byte* marks_ = nullptr;  // of all rows; nullptr: a row is one episode
-  uint64_t marks_stride_ = 0;
   mutable std::atomic<uint64_t> refused_{0};
   uint64_t bytes_ = 0;
   bool stream_ = false;

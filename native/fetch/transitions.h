@@ -18,7 +18,7 @@
 //
 // Reward, discount and terminated stay those of the row, for the caller to change.
 //
-// In rows of several episodes (`shares_rows`) every step that is marked `last` ends one. Then `length - 1` above is the
+// In rows of several episodes (episodes.h) every step that is marked `last` ends one. Then `length - 1` above is the
 // first marked step from t on, and step 0 the one behind the last marked step before t. A marked step is no transition:
 // it is reported as a row that was lost is, and drawn again.
 //

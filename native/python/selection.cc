@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "base/errors.h"
+#include "fetch/episodes.h"
 #include "python/bind.h"
 #include "segment/segment.h"
 #include "selection/allowed_rows.h"
@@ -20,11 +21,8 @@ namespace {
 // meet a close(), or sums that a dead process left half changed: at_work().
 class Candidates {
  public:
-  explicit Candidates(Store& store)
-      : store_(&store), from_{store.priority_tree(), store.bit_tree(), store.words(), store.status().data()} {
-    if (!store.per_step()) return;
-    steps_.emplace(Population{store.step_tree(), store.bit_tree(), store.step_tree().leaves(), store.status().data(),
-                              store.header().max_length});
+  explicit Candidates(Store& store) : store_(&store), from_(population_of(store, false)) {
+    if (store.per_step()) steps_.emplace(population_of(store, true));
   }
 
   // A copy of fixed-point priorities; every row is selectable and has generation 1.
@@ -96,6 +94,13 @@ Limits limits_of(const Candidates& from, const std::optional<LimitTuple>& limits
   return {std::get<0>(*limits), std::get<1>(*limits), std::get<2>(*limits)};
 }
 
+void check_stride(const Candidates& from, uint32_t stride) {
+  if (stride == 0) fail(ErrorKind::schema, "a stride is at least 1");
+  if (stride != 1 && from.population().marks) {
+    fail(ErrorKind::schema, "rows hold several episodes, whose steps have a stride of 1");
+  }
+}
+
 // Which steps count: max_steps, need, skip and stride of a DrawPlan.
 using StepTuple = std::tuple<uint32_t, uint32_t, uint32_t, uint32_t>;
 
@@ -105,7 +110,7 @@ DrawPlan plan_of(const Candidates& from, bool by_priority, const DrawKey& key, c
   if (!steps) return plan;
   if (from.is_array()) fail(ErrorKind::schema, "bare arrays have no steps to count");
   std::tie(plan.max_steps, plan.need, plan.skip, plan.stride) = *steps;
-  if (plan.stride == 0) fail(ErrorKind::schema, "a stride is at least 1");
+  check_stride(from, plan.stride);
   return plan;
 }
 
@@ -273,13 +278,14 @@ class AllowedRows {
   std::optional<Allowed> allowed_;
 };
 
-// The steps that count of the rows that limits allow, of a store with priorities of steps.
+// The steps that count of the rows that limits allow: of a store with priorities of steps, or over steps.
 class StepSums {
  public:
-  StepSums(const Candidates& from, const std::optional<LimitTuple>& limits, const StepTuple& steps) : from_(from) {
-    const Population& population = from.drawn(true);
-    if (population.row_steps == 0) fail(ErrorKind::schema, "the store keeps no priorities of steps");
-    const DrawPlan plan = plan_of(from, true, {}, limits, steps);
+  StepSums(const Candidates& from, const std::optional<LimitTuple>& limits, const StepTuple& steps)
+      : from_(from), by_priority_(std::get<0>(steps) == 0) {
+    const Population& population = from.drawn(by_priority_);
+    if (by_priority_ && population.row_steps == 0) fail(ErrorKind::schema, "the store keeps no priorities of steps");
+    const DrawPlan plan = plan_of(from, by_priority_, {}, limits, steps);
     from.at_work([&] { allowed_.emplace(population, plan); });
   }
   uint64_t total() const { return allowed_->total(); }
@@ -291,7 +297,8 @@ class StepSums {
     from_.at_work([&] {
       for (size_t i = 0; i < n; ++i) {
         const auto found = allowed_->find(targets.data()[i]);
-        rows[i] = found.row, generations[i] = generation_of(found.word), priorities[i] = priority_of(found.word);
+        rows[i] = found.row, generations[i] = generation_of(found.word);
+        priorities[i] = from_.drawn(by_priority_).row_steps != 0 ? priority_of(found.word) : found.row != kNoRow;
         steps[i] = found.step;
       }
       return 0;
@@ -302,6 +309,7 @@ class StepSums {
 
  private:
   const Candidates& from_;
+  const bool by_priority_;
   std::optional<AllowedSteps> allowed_;
 };
 
@@ -346,7 +354,7 @@ nb::object window_ends(uint64_t seed, uint64_t step, uint32_t round, const In<ui
 
 // Sequence and number of elements of a pass that begins now.
 nb::tuple begin_pass(const Candidates& from, uint32_t row_steps, uint32_t need, uint32_t stride) {
-  if (stride == 0) fail(ErrorKind::schema, "a stride is at least 1");
+  check_stride(from, stride);
   const EpochPlan plan{.row_steps = row_steps, .need = need, .stride = stride};
   const EpochStart start = from.at_work([&] { return start_epoch(from.population(), plan); });
   return nb::make_tuple(start.upto, start.count);
@@ -356,7 +364,7 @@ nb::tuple begin_pass(const Candidates& from, uint32_t row_steps, uint32_t need, 
 nb::tuple find_in_pass(const Candidates& from, uint64_t seed, uint64_t pass, bool shuffle, uint64_t first,
                        uint64_t total, uint64_t upto, uint32_t row_steps, uint32_t need, uint64_t position, size_t n,
                        uint32_t stride) {
-  if (stride == 0) fail(ErrorKind::schema, "a stride is at least 1");
+  check_stride(from, stride);
   if (n > (size_t{1} << 31)) fail(ErrorKind::schema, n, " positions are more than one call looks at");
   const EpochPlan plan{seed, pass, shuffle, first, total, upto, row_steps, need, stride};
   std::vector<uint8_t> taken(n);
@@ -379,6 +387,7 @@ void bind_selection(nb::module_& module) {
            [](const Candidates& c) { return c.at_work([&] { return c.drawn(true).priorities.total(); }); })
       .def("count", [](const Candidates& c) { return c.at_work([&] { return c.population().bits.total(); }); })
       .def("rows", [](const Candidates& c) { return c.population().rows(); })
+      .def_prop_ro("shares_rows", [](const Candidates& c) { return static_cast<bool>(c.population().marks); })
       .def("begin_pass", &begin_pass, nb::arg("row_steps"), nb::arg("need"), nb::arg("stride") = 1)
       .def("find_in_pass", &find_in_pass, nb::arg("seed"), nb::arg("number"), nb::arg("shuffle"), nb::arg("first"),
            nb::arg("total"), nb::arg("upto"), nb::arg("row_steps"), nb::arg("need"), nb::arg("position"), nb::arg("n"),

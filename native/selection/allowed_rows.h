@@ -12,8 +12,8 @@ namespace geartrain {
 
 [[noreturn]] void fail_empty(const DrawPlan& plan);
 
-// Where steps are the unit: draws the numbers whose row is kNoRow from the steps that count of the rows that the limits
-// allow. Returns how many failed for good, because the steps changed meanwhile.
+// Where steps are the unit, or found over steps: draws the numbers whose row is kNoRow from the steps that count of the
+// rows that the limits allow. Returns how many failed for good, because the steps changed meanwhile.
 uint64_t draw_from_allowed_steps(const Population& from, const DrawPlan& plan, std::span<const uint32_t> numbers,
                                  const Draws& out);
 
@@ -55,8 +55,8 @@ class Allowed {
   PriorityTree tree_;
 };
 
-// Where steps are the unit: the steps that count of the rows that the limits allow, in their order, with sums of a row
-// each. Follows priorities that change under it: a target may then fall into none.
+// Where steps are the unit, or found over steps: those that count of the rows that the limits allow, in their order,
+// with sums of a row each. Follows priorities that change under it: a target may then fall into none.
 class AllowedSteps {
  public:
   AllowedSteps(const Population& from, const DrawPlan& plan);
@@ -76,9 +76,10 @@ class AllowedSteps {
     uint32_t row, steps;
   };
   uint64_t word_of(uint32_t row, uint32_t step) const;
+  uint32_t share_of(uint64_t word, uint32_t row, uint32_t step) const;
 
   const Population& from_;
-  uint32_t skip_;
+  const DrawPlan plan_;
   uint64_t total_ = 0;
   std::vector<RowSum> sums_;
 };

@@ -149,6 +149,7 @@ struct Refusals {
         plan(drawn_by),
         per_row(kPlain ? 0 : kind.from.row_steps),
         over_steps(!kPlain && plan.max_steps != 0),
+        finds_steps(!kPlain && plan.finds_steps(kind.from)),
         limited(!kPlain && (!plan.limits.none() || over_steps || (per_row != 0 && (plan.need | plan.skip) != 0))),
         most_counted(over_steps ? plan.counted(plan.max_steps) : 0) {}
 
@@ -177,10 +178,16 @@ struct Refusals {
     out.step = per_row != 0 ? leaf % per_row : 0;
     bool allowed = kind.has(out.word) && (!limited || plan.limits.allow(from.status[row]));
     if (allowed && limited && per_row != 0) {
-      allowed = out.step >= plan.skip && out.step + uint64_t{plan.need} < length_of(from, row);
+      allowed = out.step >= plan.skip && out.step + uint64_t{plan.need} < length_of(from, row) &&
+                !plan.crosses(from, row, out.step);
     }
     if (allowed && over_steps) {
-      allowed = below({high[i], low[i]}, most_counted) < plan.steps_of(from.status[row]);
+      const uint64_t number = below({high[i], low[i]}, most_counted);
+      allowed = number < plan.steps_of(from.status[row]);
+      if (allowed && finds_steps) {
+        allowed = !plan.crosses(from, row, number);
+        out.step = static_cast<uint32_t>(number);
+      }
     }
     if (allowed) out.row = row;
     return out;
@@ -189,7 +196,7 @@ struct Refusals {
   const Kind& kind;
   const DrawPlan& plan;
   const uint32_t per_row;
-  const bool over_steps, limited;
+  const bool over_steps, finds_steps, limited;
   const uint32_t most_counted;
   uint64_t high[kInFlight], low[kInFlight];  // bits that decide about steps
 };
@@ -220,7 +227,7 @@ uint64_t draw_by(const Kind& kind, uint64_t first_total, const DrawPlan& plan, s
         continue;
       }
       out.rows[index[i]] = taken.row;
-      if (refusals.per_row != 0) out.steps[index[i]] = taken.step;
+      if (refusals.per_row != 0 || refusals.finds_steps) out.steps[index[i]] = taken.step;
       out.generations[index[i]] = generation_of(taken.word);
       out.probability[index[i]] = refusals.over_steps ? std::numeric_limits<double>::quiet_NaN()
                                                       : kind.share(taken.word) / static_cast<double>(total);
@@ -280,7 +287,9 @@ uint64_t draw(const Population& from, const DrawPlan& plan, std::span<const uint
   const uint64_t failed = plan.by == By::priority ? draw_by<ByPriority>(from, from.priorities, plan, numbers, out)
                                                   : draw_by<ByRow>(from, from.bits, plan, numbers, out);
   if (failed == 0) return 0;
-  if (from.row_steps != 0) return plan.refuses() ? draw_from_allowed_steps(from, plan, numbers, out) : failed;
+  if (from.row_steps != 0 || plan.finds_steps(from)) {
+    return plan.refuses() ? draw_from_allowed_steps(from, plan, numbers, out) : failed;
+  }
   if (plan.limits.none() && plan.max_steps == 0) return failed;
   // Limits that allow few rows: the remaining draws are made from a copy of just these rows.
   const Allowed allowed(from, plan, {});

@@ -11,25 +11,33 @@ namespace {
 
 // Steps of a row that count, with the first `skip`, which do not: all but the last `need`.
 uint32_t counted_steps(const Population& from, const DrawPlan& plan, uint32_t row) {
-  const uint32_t length = std::min(from.status[row].length.load(std::memory_order_relaxed), from.row_steps);
+  const uint32_t most = from.row_steps != 0 ? from.row_steps : plan.max_steps;
+  const uint32_t length = std::min(from.status[row].length.load(std::memory_order_relaxed), most);
   return length > plan.need ? length - plan.need : 0;
 }
 
 }  // namespace
 
-AllowedSteps::AllowedSteps(const Population& from, const DrawPlan& plan) : from_(from), skip_(plan.skip) {
+AllowedSteps::AllowedSteps(const Population& from, const DrawPlan& plan) : from_(from), plan_(plan) {
   for_each_selectable(from, plan.limits, [&](uint32_t row) {
-    if (uint64_t{row} * from.row_steps >= from.rows()) return;  // a bit behind the last row, in a damaged segment
+    // A bit behind the last row, in a damaged segment.
+    if (uint64_t{row} * std::max(from.row_steps, 1U) >= from.rows()) return;
     RowSum sum{0, row, counted_steps(from, plan, row)};
     const uint64_t before = total_;
-    for (uint32_t step = skip_; step < sum.steps; ++step) total_ += priority_of(word_of(row, step));
+    for (uint32_t step = plan_.skip; step < sum.steps; ++step) total_ += share_of(word_of(row, step), row, step);
     sum.until = total_;
     if (total_ != before) sums_.push_back(sum);
   });
 }
 
 uint64_t AllowedSteps::word_of(uint32_t row, uint32_t step) const {
-  return from_.words[uint64_t{row} * from_.row_steps + step].load(std::memory_order_acquire);
+  const uint64_t leaf = from_.row_steps != 0 ? uint64_t{row} * from_.row_steps + step : row;
+  return from_.words[leaf].load(std::memory_order_acquire);
+}
+
+uint32_t AllowedSteps::share_of(uint64_t word, uint32_t row, uint32_t step) const {
+  if (plan_.crosses(from_, row, step)) return 0;
+  return from_.row_steps != 0 ? priority_of(word) : is_committed(word) ? 1 : 0;
 }
 
 AllowedSteps::Step AllowedSteps::find(uint64_t target) const {
@@ -37,10 +45,11 @@ AllowedSteps::Step AllowedSteps::find(uint64_t target) const {
                                     [](uint64_t value, const RowSum& some) { return value < some.until; });
   if (sum == sums_.end()) return {};
   uint64_t left = target - (sum == sums_.begin() ? 0 : (sum - 1)->until);
-  for (uint32_t step = skip_; step < sum->steps; ++step) {
+  for (uint32_t step = plan_.skip; step < sum->steps; ++step) {
     const uint64_t word = word_of(sum->row, step);
-    if (left < priority_of(word)) return {word, sum->row, step};
-    left -= priority_of(word);
+    const uint32_t share = share_of(word, sum->row, step);
+    if (left < share) return {word, sum->row, step};
+    left -= share;
   }
   return {};  // priorities were lowered meanwhile
 }
@@ -62,7 +71,8 @@ uint64_t draw_from_allowed_steps(const Population& from, const DrawPlan& plan, s
     out.rows[i] = step.row;
     out.steps[i] = step.step;
     out.generations[i] = generation_of(step.word);
-    out.probability[i] = priority_of(step.word) / static_cast<double>(whole);
+    out.probability[i] = plan.max_steps != 0 ? std::numeric_limits<double>::quiet_NaN()
+                                             : priority_of(step.word) / static_cast<double>(whole);
   }
   return failed;
 }

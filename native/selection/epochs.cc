@@ -38,6 +38,13 @@ uint64_t steps_of(const Population& from, const EpochPlan& plan, uint64_t row) {
   return bounded > plan.need ? (bounded - plan.need - 1) / plan.stride + 1 : 0;
 }
 
+// The same where the row holds several episodes.
+uint64_t unmarked_steps_of(const Population& from, const EpochPlan& plan, uint64_t row) {
+  const uint64_t steps = steps_of(from, plan, row);
+  if (!from.marks || plan.need == 0) return steps;
+  return from.marks.unmarked(static_cast<uint32_t>(row), steps, plan.need);
+}
+
 bool has_steps(const Population& from, const EpochPlan& plan, uint64_t row) {
   return from.status == nullptr || plan.need == 0 || steps_of(from, plan, row) != 0;
 }
@@ -114,6 +121,10 @@ void find_epoch(const Population& from, const EpochPlan& plan, uint64_t position
       // Its state before its sequence number: a row that is completed in between is found with the new one.
       if (in_progress(from, row) || sequence_of(from, row) > plan.upto) continue;
       if (plan.row_steps != 0 ? step >= steps_of(from, plan, row) : !has_steps(from, plan, row)) continue;
+      if (plan.row_steps != 0 && plan.need != 0 && from.marks &&
+          from.marks.any(static_cast<uint32_t>(row), step, plan.need)) {
+        continue;
+      }
       taken[first + i] = 1;
       out.rows[first + i] = static_cast<uint32_t>(row);
       out.generations[first + i] = generation_of(word);
@@ -129,7 +140,7 @@ EpochStart start_epoch(const Population& from, const EpochPlan& plan) {
     if (row >= from.rows() || !is_committed(from.words[row].load(std::memory_order_acquire))) return;
     if (in_progress(from, row)) return;
     start.upto = std::max(start.upto, sequence_of(from, row));
-    start.count += plan.row_steps != 0 ? steps_of(from, plan, row) : has_steps(from, plan, row);
+    start.count += plan.row_steps != 0 ? unmarked_steps_of(from, plan, row) : has_steps(from, plan, row);
   });
   return start;
 }

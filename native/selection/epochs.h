@@ -51,6 +51,9 @@ struct EpochPlan {
   uint32_t need = 0;       // a row's last steps that do not count
   uint32_t stride = 1;     // of steps: a row has one element for every so many; `step` is then its number
 
+  // Of rows of several episodes (Population::marks) steps count that `need` more of their episode follow; their stride
+  // is 1.
+
   uint64_t elements(const Population& from) const {
     return from.rows() * (row_steps == 0 ? uint64_t{1} : uint64_t{row_steps});
   }

@@ -30,6 +30,11 @@
 // refused draw is made again like one that limits refuse, in the end from a copy in which rows weigh length - need. No
 // sum of lengths is kept, so the probability of a draw is not known.
 //
+// Rows of several episodes (`marks`): what is drawn with a step must be of its episode. A step drawn by priority is
+// refused where one of the `skip` steps before it ends an episode, or it does, or one of the `need - 1` behind it. Over
+// steps the number that decides, below(x), is the drawn step itself, and is refused likewise: so steps come alike often
+// whatever stands beside them, and the copy that is drawn from in the end is one of steps.
+//
 // Cost: one cache miss per level of the tree, 64 draws in flight; no locks. By row, where few runs of rows are missing,
 // none but the row's own (missing_rows.h). The copies cost a pass over the population.
 #pragma once
@@ -42,6 +47,7 @@
 #include "base/random.h"
 #include "segment/segment.h"
 #include "segment/sum_tree.h"
+#include "selection/episode_marks.h"
 
 namespace geartrain {
 
@@ -55,6 +61,7 @@ struct Population {
   // Steps as the unit: leaves of `priorities`, with `words` of their own, that belong to a row; 0: rows are. `bits` and
   // `status` are of the rows.
   uint32_t row_steps = 0;
+  EpisodeMarks marks = {};  // of rows that hold several episodes
 
   uint64_t rows() const { return priorities.shape().leaves; }
 };
@@ -81,7 +88,7 @@ struct Draws {
   std::span<uint32_t> rows;
   std::span<uint32_t> generations;
   std::span<double> probability;   // of this row or step in one plain draw, regardless of limits
-  std::span<uint32_t> steps = {};  // where steps are the unit
+  std::span<uint32_t> steps = {};  // where steps are the unit, or found over steps
 };
 
 struct DrawPlan {
@@ -102,6 +109,12 @@ struct DrawPlan {
   uint32_t counted(uint32_t length) const {
     if (length <= need) return 0;
     return stride == 1 ? length - need : (length - need - 1) / stride + 1;
+  }
+  // Whether draws over steps of these find the step, and not its row alone.
+  bool finds_steps(const Population& from) const { return max_steps != 0 && from.marks; }
+  // Whether [step - skip, step + need] crosses from one episode of a row to the next.
+  bool crosses(const Population& from, uint32_t row, uint64_t step) const {
+    return from.marks && (skip | need) != 0 && from.marks.any(row, step - skip, uint64_t{skip} + need);
   }
   // Whether a row or step that a draw finds may be refused.
   bool refuses() const { return !limits.none() || max_steps != 0 || (need | skip) != 0; }

@@ -209,23 +209,56 @@ def test_fields_of_a_user_are_not_taken_for_it(tmp_path):
         recorded_fields({"geartrain.episodes": gt.Field((), "int64")}, share_rows=True)
 
 
-def test_exports_and_windows_are_refused(tmp_path):
+def pieces_of(rows, lengths):
+    """Every episode of rows, or what of a longer one is in its row: field by field, slow and obvious."""
+    found = []
+    for row, length in enumerate(lengths.tolist()):
+        first = 0
+        for step in range(length):
+            if rows["last"][row, step] or step == length - 1:
+                piece = {name: values[row, first : step + 1] for name, values in rows.items() if values.ndim > 1}
+                found.append({**piece, "row": row})
+                first = step + 1
+    return found
+
+
+def test_exports_part_rows_where_episodes_end(tmp_path):
     with make_store() as store:
-        record(store, "next_step", 60)
+        episodes = record(store, "next_step", 60, overlap=0)
         keys = store.keys()
-        for format in ("npz", "npy", "parquet"):
-            with pytest.raises(SourceError, match="several episodes"):
-                export_store(store, tmp_path / f"out-{format}", format=format, progress=False)
-        for window in (1, gt.Windows(3)):
-            with pytest.raises(ArgumentError, match="windows would cross"):
-                gt.fetch(store, keys, window=window, ends=np.zeros(len(keys)))
-        whole = gt.fetch(store, keys, output="numpy")
-        without_actions = whole["geartrain.episodes"] - whole["last"].sum(1)  # of which the recorder's end left nothing
-        assert set(without_actions.tolist()) <= {0, 1}
+        rows, lengths = gt.fetch(store, keys, output="numpy"), store.status(keys)["length"]
+        pieces = pieces_of(rows.fields, lengths)
+        assert len(keys) < len(pieces)
+        whole = rows["geartrain.episodes"] - rows["last"].sum(1)  # of which the recorder's end left nothing
+        assert set(whole.tolist()) <= {0, 1}
         store.save(tmp_path / "kept")
-    with pytest.raises(SourceError, match="several episodes"):
-        export_store(tmp_path / "kept", tmp_path / "out.npz", progress=False)
-    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+        live = export_store(store, tmp_path / "live.npz", metadata=True, progress=False)
+        folder = export_store(store, tmp_path / "folder", format="npy", progress=False)
+        parquet = export_store(store, tmp_path / "rows.parquet", progress=False)
+        sequences = store.status(keys)["sequence"]
+    saved = export_store(tmp_path / "kept", tmp_path / "saved.npz", progress=False)
+    for report in (live, folder, parquet, saved):
+        assert (report.rows, report.steps) == (len(pieces), int(lengths.sum()))
+        assert report.left_out == {"geartrain.episodes": "each episode is a trajectory"}
+    for name in ("live", "saved"):
+        with np.load(tmp_path / f"{name}.npz") as found:
+            assert found["ends"].tolist() == np.cumsum([len(piece["obs"]) for piece in pieces]).tolist()
+            for field in ("obs", "action", "reward", "last", "terminated", "truncated"):
+                np.testing.assert_array_equal(found[field], np.concatenate([piece[field] for piece in pieces]))
+            if name == "live":
+                assert found["row.sequence"].tolist() == [sequences[piece["row"]] for piece in pieces]
+    known, seen = by_observation(episodes), []
+    for piece in pieces:
+        for t in range(len(piece["obs"]) - 1):
+            episode, at = known[piece["obs"][t, 0]]
+            assert piece["action"][t] == episode["action"][at]
+            np.testing.assert_array_equal(piece["obs"][t + 1], episode["obs"][at + 1])
+            seen.append(piece["obs"][t, 0])
+    assert sorted(seen) == sorted(known)
+    with make_store(capacity=2) as store:
+        record(store, "same_step", 5, n_envs=1)
+        with pytest.raises(SourceError, match=r"geartrain\.episodes"):
+            export_store(store, tmp_path / "out.npz", fields=["geartrain.episodes"], progress=False)
 
 
 def test_short_episodes_fill_their_rows():
@@ -280,10 +313,9 @@ def test_thousands_of_episodes_are_those_of_a_slow_reference(mode):
 def test_what_would_cross_episodes_is_refused():
     with make_store() as store:
         record(store, "next_step", 50)
-        for options in ({}, {"window": 4}, {"window": gt.Windows(4, whole=True)}):
-            with pytest.raises(ArgumentError, match="several episodes"):
-                gt.Replay(store, Uniform(over="steps") if options else Uniform(), 4, **options)
-        for strategy in (Uniform(), Prioritized(), Epochs(over="steps")):
+        with pytest.raises(ArgumentError, match="several episodes"):
+            gt.Replay(store, Uniform(), 4)
+        for strategy in (Uniform(), Prioritized(), Epochs()):
             with pytest.raises(ArgumentError, match="several episodes"):
                 gt.Replay(store, strategy, 4, view=gt.Transitions())
         with pytest.raises(ArgumentError, match="share_rows is"):

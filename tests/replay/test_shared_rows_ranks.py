@@ -13,7 +13,6 @@ from recorded_shards import alone, over_ranks, same
 from test_shared_rows import GAMMA, by_observation, check_batch, make_store, record
 
 import geartrain as gt
-from geartrain.errors import ArgumentError
 from geartrain.selection import Prioritized, Uniform
 
 B = 48
@@ -67,13 +66,16 @@ def test_ranks_draw_by_priority_what_one_process_draws():
 
 
 @pytest.mark.parametrize("per", ["row", "step"])
-def test_uniform_draws_of_several_ranks_are_refused(per):
-    rows, lengths, _ = recorded(steps=40)
-    view, selection = gt.Transitions(n_step=2, gamma=GAMMA), Uniform(seed=1, over="steps")
-    with shards(2, rows, lengths, per) as stores:
-        with pytest.raises(ArgumentError, match="2 ranks draw"):
-            over_ranks(stores, selection, B, 1, view=view)
-        expected = alone(stores[0], selection, B, 2, view=view)
-        one, figures = over_ranks(stores[:1], selection, B, 2, view=view)
-        assert all(map(same, one, expected))
-        assert figures[0]["redrawn"] > 0  # the marked ones
+def test_ranks_draw_steps_alike_often_as_one_process_does(per):
+    rows, lengths, episodes = recorded(steps=120)
+    known, view = by_observation(episodes), gt.Transitions(n_step=2, gamma=GAMMA)
+    selection = Uniform(seed=1, over="steps")
+    with shards(1, rows, lengths, per) as (store,):
+        expected = alone(store, selection, B, 3, view=view)
+        with gt.Replay(store, selection, B, view=view, output="numpy") as replay:
+            check_batch(replay.sample(), known, 2, 1, store.max_length)
+    for n in (1, 2, 3):
+        with shards(n, rows, lengths, per) as stores:
+            batches, figures = over_ranks(stores, selection, B, 3, view=view)
+            assert all(map(same, batches, expected)), f"{n} ranks"
+            assert sum(each["redrawn"] for each in figures) == 0  # marked steps are refused by the draws

@@ -59,7 +59,7 @@ def open_builder(
     ranks = as_rank_group(group, topology.members, config.timeout_s)
     members = None if ranks is group else topology.members
     try:
-        samplers = run_on_all_ranks(ranks, functools.partial(make, ranks=ranks.size))
+        samplers = run_on_all_ranks(ranks, make)
         if ranks.size == 1 and is_one_call(samplers, selection, config):
             return SingleRankBuilder(samplers, selection, config, ranks), None
         builder = DistributedBatchBuilder(samplers, selection, config, ranks, topology.position, members)

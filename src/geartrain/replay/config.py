@@ -162,19 +162,17 @@ def seeded_selection(stores: Sequence[Store], selection: Selection, seed: int) -
     return with_seeds(selection, seed)
 
 
-def make_samplers(
-    stores: Sequence[Store], selection: Selection, config: ReplayConfig, ranks: int = 1
-) -> list[StoreSampler]:
-    """A sampler for each store, over so many ranks. Raises `FieldError` or `ArgumentError` where fields do not fit."""
+def make_samplers(stores: Sequence[Store], selection: Selection, config: ReplayConfig) -> list[StoreSampler]:
+    """A sampler for each store. Raises `FieldError` or `ArgumentError` where fields do not fit."""
     samplers: list[StoreSampler] = []
     for store, strategy in zip(stores, strategies_of(selection), strict=True):
         view = config.view
-        if shares_rows(store.fields):
-            _check_shared_rows(store, strategy, view, ranks)
         fields = config.fields if view is None else view.fields_of(store, config.fields)
         window = as_windows(config.window if view is None else view.window)
         if window is not None and view is None:
             check_windows(window, store, strategy)
+        if shares_rows(store.fields):
+            _check_shared_rows(store, strategy, window, on_device=config.device is not None)
         plan = FetchPlan.make(store, fields, window, config.pad, config.output, config.threads)
         if samplers:
             check_same_schema([samplers[0].plan, plan])
@@ -190,26 +188,26 @@ def make_samplers(
     return samplers
 
 
-def _check_shared_rows(store: Store, strategy: Strategy, view: Transitions | None, ranks: int) -> None:
+def _check_shared_rows(store: Store, strategy: Strategy, windows: Windows | None, *, on_device: bool) -> None:
     """Raises `ArgumentError` where batches of rows that hold several episodes would cross from one to the next, or
-    would favour the steps of one shard."""
-    if view is None:
+    would have some steps more often than others."""
+    several = f"rows of {store.name!r} hold several episodes (it has the field {EPISODES!r})"
+    if windows is None:
         raise ArgumentError(
-            f"rows of {store.name!r} hold several episodes (it has the field {EPISODES!r}), which windows and whole "
-            f"rows would cross: give view=geartrain.Transitions(...), or record without share_rows"
+            f"{several}, so that whole rows are none: give window= or view=geartrain.Transitions(...), or record "
+            f"without share_rows"
         )
     traits = traits_of(strategy)
-    if isinstance(strategy, Epochs) or not (traits.over_steps or (store.per_step and traits.by_priority)):
+    passes = isinstance(strategy, Epochs) and strategy.over == "steps"
+    if not (passes or traits.over_steps or (store.per_step and traits.by_priority)):
         raise ArgumentError(
-            f"rows of {store.name!r} hold several episodes, so their steps are drawn: by Uniform(over='steps'), or by "
-            f"Prioritized with priority_per='step'; found {strategy!r}"
+            f"{several}, so their steps are drawn: by Uniform(over='steps'), Epochs(over='steps'), or Prioritized with "
+            f"priority_per='step'; found {strategy!r}"
         )
-    if ranks > 1 and not traits.by_priority:
-        # A rank draws again within its shard: steps beside many ends of episodes would come more often.
-        raise ArgumentError(
-            f"rows of {store.name!r} hold several episodes, and {ranks} ranks draw their steps alike often by "
-            f"Prioritized alone, with priority_per='step', where ends of episodes have priority 0; found {strategy!r}"
-        )
+    if windows.stride != 1:
+        raise ArgumentError(f"{several}, which have windows told by every step: leave out stride={windows.stride}")
+    if on_device:
+        raise ArgumentError(f"{several}, which are told apart in host memory: leave out device, and use batch.to()")
 
 
 __all__ = ["ReplayConfig", "ReplayOptions", "make_samplers", "seeded_selection", "stores_of"]

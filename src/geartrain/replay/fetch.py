@@ -23,7 +23,6 @@ from geartrain.core.keys import Keys, check_keys
 from geartrain.errors import ArgumentError, StaleKeyError, StoreClosedError
 from geartrain.replay.batch import Batch
 from geartrain.replay.windows import Windows, as_windows
-from geartrain.store.recorder import shares_rows
 from geartrain.store.store import Store
 
 Pad = Literal["left", "right"]
@@ -73,7 +72,7 @@ def fetch(
         window: steps per row, or `geartrain.Windows`; whole rows by default.
         ends: (n,) last step of each window; by default the step that its key names, or else the row's last one.
             A window holds the `window` steps up to and including that step, fewer at the start of the row, and nothing
-            later.
+            later; of a row of several episodes (`recorder(share_rows=True)`) no step of another one than that step's.
         starts: (n,) first step of each window, instead: it holds the `window` steps from there on, fewer at the end of
             the row. `Windows(anchor="first")` begins where keys say, or else at the row's first step.
         pad: where missing steps go: "left" (before the real ones) or "right". They are zero, and False in
@@ -104,12 +103,6 @@ def fetch(
         if each.closed:
             raise StoreClosedError(f"the store {each.name!r} was closed")
     windows = _told_windows(window, ends, starts)
-    crossing = [each.name for each in stores if windows is not None and shares_rows(each.fields)]
-    if crossing:
-        raise ArgumentError(
-            f"rows of {crossing[0]!r} hold several episodes, which windows would cross: fetch whole rows, whose field "
-            f"'last' marks the end of each"
-        )
     plans = [FetchPlan.make(each, fields, windows, pad, output, threads) for each in stores]
     plan = plans[0]
     told = ends if starts is None else starts
@@ -386,6 +379,7 @@ class FetchPlan:
                 out,
                 places,
                 self.windows is not None and self.windows.from_first,
+                True,
             )
         )
 

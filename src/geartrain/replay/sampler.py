@@ -448,8 +448,8 @@ class StoreSampler:
         Of transitions, theirs.
 
         With `steps`, which were drawn with the rows, it is theirs: steps drawn by their priorities, or the numbers that
-        a pass has for the windows of its rows. A row that was replaced since it was drawn may be told one that it does
-        not have; whoever reads it finds it torn.
+        windows have within their rows, of a pass or of a draw over steps of rows of several episodes. A row that was
+        replaced since it was drawn may be told one that it does not have; whoever reads it finds it torn.
         """
         windows = self.plan.windows
         if windows is None:
@@ -458,7 +458,7 @@ class StoreSampler:
         if steps is not None:
             if self.transitions is not None:
                 return steps.astype(np.int32)
-            if self.step_plan is not None:
+            if self.step_plan is not None and not self.traits.over_steps:
                 there: NDArray[np.int32] = np.minimum(steps.astype(np.int32), np.maximum(lengths - 1, 0))
                 return there
             return windows.anchors_of(lengths, steps).astype(np.int32)

@@ -187,7 +187,8 @@ def _draw_random(
         rows, generations, probability, found, failed = native.draw_steps(
             traits.by_priority, seed, step, attempt, numbers, strata, limits, steps
         )
-        return Draw(rows, generations, probability, failed=failed, steps=found if traits.by_priority else None)
+        known = traits.by_priority or native.shares_rows
+        return Draw(rows, generations, probability, failed=failed, steps=found if known else None)
     if traits.replacement:
         rows, generations, probability, failed = native.draw(
             traits.by_priority, seed, step, attempt, numbers, strata, limits

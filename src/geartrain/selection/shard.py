@@ -71,8 +71,9 @@ class ShardedDraw:
         rows, generations: uint32; of this rank's shard only, NO_ROW elsewhere.
         probability: float64, of the row in one draw with replacement; of this rank's shard only, 0 elsewhere.
         state: what the strategy has to know at its next step; the same on all ranks.
-        steps: uint32, the step that was drawn, where steps are drawn by their priorities; where a pass is over steps,
-            which element of its row each is. Of this rank's shard only; None where rows are drawn.
+        steps: uint32, the step that was drawn, where steps are drawn by their priorities, or over the steps of rows of
+            several episodes; where a pass is over steps, which element of its row each is. Of this rank's shard only;
+            None where rows are drawn.
         share: of the total that is this rank's shard's; what a probability within the shard is multiplied with.
         rounds: int64, how often each was drawn again because its row had no sample left; the same on all ranks. None
             where none was.

@@ -53,9 +53,9 @@ class RowSums:
             self.nothing = "no store of the group has a selectable row"
 
     @property
-    def by_step(self) -> bool:
-        """Whether steps are drawn by their priorities, and not rows."""
-        return self._steps is not None and self._by_priority
+    def finds_steps(self) -> bool:
+        """Whether steps are drawn, and not rows: by priority, or over steps where rows hold several episodes."""
+        return self._steps is not None and (self._by_priority or self._candidates.shares_rows)
 
     def total(self) -> int:
         """What numbers of draws are below, and probabilities are of; no matter what is refused."""
@@ -76,7 +76,7 @@ class RowSums:
 
     def left(self) -> tuple[int, Callable[[NDArray[np.uint64]], Found]]:
         """The total of what is not refused, and what finds it by numbers below that. A pass over the rows."""
-        if self.by_step:
+        if self.finds_steps:
             assert self._steps is not None
             steps = _native.AllowedSteps(self._candidates, self._limits, self._steps)
             return steps.total(), steps.find
@@ -172,7 +172,7 @@ def chosen(rows: RowSums, owner: NDArray[np.int64], found: Found, totals: list[i
     whole = sum(totals)
     probability = np.full(len(owner), np.nan) if rows.over_steps else priorities / whole
     share = totals[shard.number] / whole
-    return ShardedDraw(owner, which, generations, probability, share=share, steps=steps if rows.by_step else None)
+    return ShardedDraw(owner, which, generations, probability, share=share, steps=steps if rows.finds_steps else None)
 
 
 def draw_distinct(rows: RowSums, shard: Shard, n: int) -> ShardedDraw:

@@ -258,7 +258,8 @@ class Draw:
         state: what the strategy has to know at its next step (a cursor), as a few numbers.
         lowest: the lowest probability of the whole batch, where these rows are a part of it, as on one of several
             ranks; None where they are all of it.
-        steps: uint32, the steps that were drawn, where these are drawn by their priorities; None where rows are.
+        steps: uint32, the steps that were drawn: where these are drawn by their priorities, or over the steps of rows
+            that hold several episodes (then counted from a row's first that can be drawn); None where rows are.
     """
 
     rows: NDArray[np.uint32]

@@ -20,8 +20,8 @@ An episode that is longer than a row continues in the next one, which repeats `o
 targets across the boundary are not lost.
 
 With `share_rows=True` an episode that ends before its row does is followed by the environment's next one in that row,
-so that short episodes take no more memory than long ones. The steps marked `last` tell them apart. Rows of such a store
-are read as `geartrain.Transitions` of drawn steps; windows and draws of rows are refused.
+so that short episodes take no more memory than long ones. The steps marked `last` tell them apart. Of such a store
+steps are drawn, for `geartrain.Transitions` or windows, which stay within their episodes; draws of rows are refused.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _TAKEN = ("final_observation", "mask", "version")
 OBSERVATIONS = ("observation", "obs")
 
 #: Episodes that a row holds; where a store has it, rows may hold several. Field names that begin with "geartrain." are
-#: reserved, so that no field of a user is taken for it. native/fetch/transitions.h, shares_rows
+#: reserved, so that no field of a user is taken for it. native/fetch/episodes.h
 EPISODES = "geartrain.episodes"
 _EPISODES = Field((), "int32", per_row=True)
 

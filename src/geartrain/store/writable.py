@@ -116,8 +116,8 @@ class WritableStore(StoreHandle):
                 "disabled", or `envs.metadata["autoreset_mode"]`.
             share_rows: the next episode of an environment goes on in the row of the one before, where that has room.
                 A row is published with the first episode that ends in it. Needs the fields of
-                `recorded_fields(..., share_rows=True)` and a store without max_times_sampled; its rows are read as
-                `geartrain.Transitions` of drawn steps.
+                `recorded_fields(..., share_rows=True)` and a store without max_times_sampled; of its rows steps are
+                drawn, for `geartrain.Transitions` or windows.
 
         Raises:
             FieldError: a field that a recorder needs is missing or is something else; ArgumentError, SchemaError:

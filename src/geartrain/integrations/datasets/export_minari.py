@@ -229,9 +229,9 @@ class MinariFile:
         self._dataset.update_episodes(self._episodes(group))
 
     def _episodes(self, group: RowGroup) -> Iterator[Any]:
-        for index, length in enumerate(group.lengths.tolist()):
+        for index in range(len(group.lengths)):
             row = {
-                name: values[index] if self._fields[name].per_row else values[index, :length]
+                name: values[index] if self._fields[name].per_row else group.trajectory(name, index)
                 for name, values in group.values.items()
             }
             observations = {

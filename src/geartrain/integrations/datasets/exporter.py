@@ -29,7 +29,7 @@ from geartrain.integrations.datasets.export_leftovers import at_work, remove, re
 from geartrain.integrations.datasets.stored_rows import METADATA, StoredRows
 from geartrain.integrations.datasets.writer import DatasetWriter
 from geartrain.store.checkpoint_reader import Checkpoint
-from geartrain.store.recorder import EPISODES, shares_rows
+from geartrain.store.recorder import EPISODES
 from geartrain.store.store import Store
 
 _log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class ExportReport:
     """Result of an export.
 
     Attributes:
-        rows: written.
+        rows: written; of a store whose rows hold several episodes, these.
         steps: of all of them.
         nbytes: of their values.
         overwritten: rows that were overwritten or removed before they were read, and are left out.
@@ -95,7 +95,8 @@ def export_store(
     trust: Trust = "user",
     **options: Any,
 ) -> ExportReport:
-    """Writes all rows of a store as a dataset of another format, an episode a row, oldest first.
+    """Writes all rows of a store as a dataset of another format, an episode a row, oldest first. Rows that hold several
+    episodes (`recorder(share_rows=True)`) are parted where these end.
 
     The dataset appears in one step, complete and flushed to its disk, or not at all. The store may be in use: it is
     only looked at, and what is overwritten meanwhile is left out and counted.
@@ -118,7 +119,7 @@ def export_store(
 
     Raises:
         ArgumentError: a format, option or cast that there is not.
-        SourceError: no row, rows of several episodes, or fields that the format cannot hold.
+        SourceError: no row, or fields that the format cannot hold.
         DatasetExistsError: something is there already.
         NoSpaceError: the file system has, or turned out to have, too little space; nothing is left of the attempt.
         OSError: the path cannot be written to.
@@ -147,11 +148,6 @@ def export_store(
     with StoredRows(source, trust=trust) as rows:
         if rows.count == 0:
             raise SourceError(f"{rows.name}: holds no row to export")
-        if shares_rows(rows.fields):
-            raise SourceError(
-                f"{rows.name}: its rows hold several episodes (it has the field {EPISODES!r}), and a dataset's "
-                f"trajectory is a row: record without share_rows what is to be exported"
-            )
         chosen, left_out = _chosen(rows, writer_class, fields, casts, skip_unsupported)
         written = {name: _converted(rows.fields[stored], casts) for name, stored in chosen.items()}
         converted = {
@@ -174,7 +170,7 @@ def export_store(
             ):
                 rows.verify()
                 for group in rows.groups(chosen, converted, metadata=metadata):
-                    bar.advance(to.write(group), len(group.lengths))
+                    bar.advance(to.write(group), group.rows)
                     done += len(group.lengths)
                     steps += int(group.lengths.sum())
                 if done == 0:
@@ -211,7 +207,8 @@ def _chosen(
     if not chosen:
         raise SourceError(f"{rows.name}: no field is left to export; it has {', '.join(rows.fields)}")
     unasked = {name: "not asked for" for name in rows.fields if name not in asked.values()}
-    return chosen, {**unasked, **refused}
+    parted = {EPISODES: "each episode is a trajectory"} if rows.parted else {}
+    return chosen, {**parted, **unasked, **refused}
 
 
 def _converted(field: Field, casts: Mapping[str, str]) -> Field:

@@ -1,9 +1,12 @@
-"""Rows of a store or checkpoint for export: read group by group, in the order of their commits, in bounded memory."""
+"""Rows of a store or checkpoint for export: read group by group, in the order of their commits, in bounded memory.
+
+Rows that hold several episodes are parted: each episode is a trajectory of its own, as in a store whose rows are one.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +21,7 @@ from geartrain.integrations.datasets.episode import Array
 from geartrain.replay.fetch import fetch
 from geartrain.store.checkpoint_reader import Checkpoint
 from geartrain.store.handle import OPEN
+from geartrain.store.recorder import EPISODES, shares_rows
 from geartrain.store.store import Store
 
 #: Bytes of all fields in one group of rows, unless one row is larger.
@@ -36,24 +40,37 @@ METADATA = {
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Some rows, whole.
+    """Some trajectories, whole: rows, or of rows that hold several episodes each of these.
 
     Attributes:
-        first: number of the first of them among the rows that are read.
+        first: number of the first of them among all that are read.
         lengths: (n,) steps of each.
-        values: by field, (n, max_length, *shape), or (n, *shape) for what a row has once. Good until the next group.
+        values: by field, (rows, max_length, *shape), or (n, *shape) for what a row has once. Good until the next group.
+        parts: the row of each, (n,), its first step there, (n,), and the lengths of the rows, (rows,); None where each
+            is a row.
     """
 
     first: int
     lengths: Array
     values: Mapping[str, Array]
+    parts: tuple[Array, Array, Array] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows that they are of."""
+        return len(self.lengths if self.parts is None else self.parts[2])
 
     def steps(self, name: str) -> Array:
-        """A timed field's steps of all rows behind each other, (sum of lengths, *shape)."""
-        values = self.values[name]
-        if len(self.lengths) and (self.lengths == values.shape[1]).all():
+        """A timed field's steps of all trajectories behind each other, (sum of lengths, *shape)."""
+        values, lengths = self.values[name], self.lengths if self.parts is None else self.parts[2]
+        if len(lengths) and (lengths == values.shape[1]).all():
             return values.reshape(-1, *values.shape[2:])
-        return values[np.arange(values.shape[1]) < self.lengths[:, None]]
+        return values[np.arange(values.shape[1]) < lengths[:, None]]
+
+    def trajectory(self, name: str, index: int) -> Array:
+        """A timed field's steps of one of them, (length, *shape)."""
+        row, first = (index, 0) if self.parts is None else (self.parts[0][index], self.parts[1][index])
+        return self.values[name][row, first : first + self.lengths[index]]
 
 
 class StoredRows:
@@ -68,7 +85,8 @@ class StoredRows:
 
     Attributes:
         name: for messages.
-        fields, max_length: of the store.
+        fields, max_length: of the store; where its rows hold several episodes, without the number of these.
+        parted: whether they do, and each is a trajectory of its own.
         count: rows.
         overwritten: rows of the last iteration that are left out.
         still_open: rows of it that their writers were extending: the steps they had are in.
@@ -91,7 +109,8 @@ class StoredRows:
             self.name = str(source.directory)
         else:
             raise ArgumentError(f"rows come from a Store, a checkpoint or the name of either, found {source!r}")
-        self.fields = source.fields
+        self.parted = shares_rows(source.fields)
+        self.fields = {name: field for name, field in source.fields.items() if not (self.parted and name == EPISODES)}
         self.max_length = source.max_length
         self.overwritten = self.still_open = 0
         self._source = source
@@ -139,14 +158,19 @@ class StoredRows:
         first = 0
         for at in range(0, self.count, size):
             read = self._from_store if isinstance(self._source, Store) else self._from_checkpoint
-            lengths, found, about = read(at, min(at + size, self.count), [*dict.fromkeys(chosen.values())])
+            names = [*dict.fromkeys([*chosen.values(), *(["last"] if self.parted else [])])]
+            lengths, found, about = read(at, min(at + size, self.count), names)
             values = {name: found[stored] for name, stored in chosen.items()}
             for name, dtype in dtypes.items():
                 values[name] = values[name].astype(Field((), dtype).numpy_dtype)
             if metadata:
                 values |= {f"row.{name}": about[name] for name in (each.removeprefix("row.") for each in METADATA)}
-            yield RowGroup(first, lengths.astype(np.int64), values)
-            first += len(lengths)
+            group = RowGroup(first, lengths.astype(np.int64), values)
+            if self.parted:
+                once = {name for name, stored in chosen.items() if self.fields[stored].per_row} | METADATA.keys()
+                group = _parted(group, found["last"], once)
+            yield group
+            first += len(group.lengths)
 
     def _from_store(self, first: int, last: int, names: list[str]) -> tuple[Array, dict[str, Array], Mapping[str, Any]]:
         store, keys = self._source, self._keys[first:last]
@@ -189,6 +213,18 @@ class StoredRows:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _parted(group: RowGroup, marks: Array, once: Set[str]) -> RowGroup:
+    """The episodes of some rows, which marked steps end and a row's last one; `once` are fields without time."""
+    ends = np.not_equal(marks, 0) & (np.arange(marks.shape[1]) < group.lengths[:, None])
+    rows = np.flatnonzero(group.lengths)
+    ends[rows, group.lengths[rows] - 1] = True
+    row, last = np.nonzero(ends)
+    begins = np.append(True, row[1:] != row[:-1])[: len(row)]
+    first = np.where(begins, 0, np.append(0, last[:-1] + 1)[: len(row)])
+    values = {name: array[row] if name in once else array for name, array in group.values.items()}
+    return RowGroup(group.first, last + 1 - first, values, (row, first, group.lengths))
 
 
 def _opened(name: str, trust: Trust) -> Store | Checkpoint:
