@@ -105,7 +105,7 @@ class Group::Body final : public Peer::Side {
         members_(options_, loop_, *this,
                  {.ended = [this] { operations_.finish_all(); },
                   .welcome = [this](uint64_t most) { operations_.limit_windows(most); }}),
-        operations_(options_, members_),
+        operations_(options_, members_, loop_),
         deadlines_(options_, members_, operations_),
         loop_("geartrain group", [this](const std::exception& error) { members_.failed(error); }) {
     members_.open();

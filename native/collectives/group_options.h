@@ -18,6 +18,9 @@ struct GroupOptions {
   std::vector<std::string> advertise;
   double reducer_patience_s = 0;  // how long connect() tries a reducer again that does not answer; 0: to its deadline
   bool shm = true;                // between members of one host
+  bool cross_memory = true;       // there: memory is read from the process that it belongs to, where that works
+  // Of an array that is reduced whose numbers are read so, and not sent through rings; never, unless it is asked for.
+  uint64_t least_exposed_bytes = ~uint64_t{0};
   uint64_t max_window_bytes = uint64_t{16} << 20;
   uint64_t fixed_window_bytes = 0;  // 0: it adapts
 };
@@ -28,6 +31,7 @@ struct GroupCounts {
   uint64_t reduced_bytes = 0;                                               // as an owner
   uint64_t window_bytes = 0, least_delay_ns = 0;
   uint64_t links_tcp = 0, links_shm = 0, refused = 0;
+  uint64_t read_bytes = 0;   // out of other processes' memory: inputs as an owner, and results
   uint64_t read_denied = 0;  // links whose peer's memory could be read, until the kernel did not allow it any more
 };
 

@@ -97,9 +97,7 @@ class RingLink final : public Link {
     in_ = dialer ? second : first;
     std::array<uint8_t, sizeof(uint64_t)> random;
     random_bytes(random);
-    std::memcpy(&out_->stamp, random.data(), sizeof out_->stamp);
-    stamp_.store(out_->stamp, std::memory_order_relaxed);
-    out_->stamp_at.store(reinterpret_cast<uintptr_t>(&stamp_), std::memory_order_release);
+    std::memcpy(&own_stamp_, random.data(), sizeof own_stamp_);
     struct ucred who{};
     socklen_t size = sizeof who;
     if (::getsockopt(socket_.get(), SOL_SOCKET, SO_PEERCRED, &who, &size) == 0) peer_ = who.pid;
@@ -157,7 +155,15 @@ class RingLink final : public Link {
     out_->writer_sleeps.store(0, std::memory_order_relaxed);
   }
 
+  void allow_reading() override {
+    allowed_ = true;
+    out_->stamp = own_stamp_;
+    stamp_.store(own_stamp_, std::memory_order_relaxed);
+    out_->stamp_at.store(reinterpret_cast<uintptr_t>(&stamp_), std::memory_order_release);
+  }
+
   bool reads_peer() override {
+    if (!allowed_) return false;
     if (readable_ == Readable::unknown) {
       const uint64_t at = in_->stamp_at.load(std::memory_order_acquire);
       if (at == 0) return false;  // it is still being set up: the next operation asks again
@@ -173,7 +179,14 @@ class RingLink final : public Link {
   ReadExposed read_exposed(uint64_t address, std::span<std::byte> into) override {
     if (read_denied()) return ReadExposed::denied;
     if (!reads_peer()) return Link::read_exposed(address, into);
-    const int error = peek(peer_, address, into);
+    // In this order: the stamp is what it was when the bytes have been read.
+    uint64_t found = 0;
+    const auto at = [](uint64_t where) { return reinterpret_cast<void*>(static_cast<uintptr_t>(where)); };
+    const struct iovec mine[2] = {{into.data(), into.size()}, {&found, sizeof found}};
+    const struct iovec theirs[2] = {{at(address), into.size()}, {at(stamp_at_), sizeof found}};
+    const ssize_t got = ::process_vm_readv(peer_, mine, 2, theirs, 2, 0);
+    if (got == static_cast<ssize_t>(into.size() + sizeof found) && found == their_stamp_) return ReadExposed::read;
+    const int error = got == static_cast<ssize_t>(into.size() + sizeof found) ? 0 : got < 0 ? errno : EFAULT;
     const ReadExposed after = still_exposes();
     return after == ReadExposed::read && error != 0 ? ReadExposed::denied : after;
   }
@@ -216,7 +229,8 @@ class RingLink final : public Link {
   const Descriptor wake_;
   std::atomic<uint64_t> stamp_{0};
   pid_t peer_ = 0;
-  uint64_t stamp_at_ = 0, their_stamp_ = 0;
+  uint64_t stamp_at_ = 0, their_stamp_ = 0, own_stamp_ = 0;
+  bool allowed_ = false;
   enum class Readable : uint8_t { unknown, yes, no, lost } readable_ = Readable::unknown;
   SharedRing *out_, *in_;
   uint64_t written_ = 0, taken_ = 0;  // never read back from memory that the peer can write

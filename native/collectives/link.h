@@ -18,9 +18,10 @@
 //
 // What a peer exposes is read right from its memory (process_vm_readv), which is never written. Whether the kernel
 // allows that is found by trying, at a number that the writer of a ring keeps, the stamp; the ring says where, and
-// which. The stamp is read again behind those bytes: it is gone when the peer does not expose its memory any more. The
-// kernel may also take the right away later (other credentials, ptrace_scope, seccomp), or deny one address (memory of
-// a device). That is not the peer's doing: it sends through the ring then.
+// which, once the group allows it (allow_reading). The stamp is read again behind those bytes, in the same call: it is
+// gone when the peer does not expose its memory any more. The kernel may also take the right away later (other
+// credentials, ptrace_scope, seccomp), or deny one address (memory of a device). That is not the peer's doing: it sends
+// through the ring then.
 //
 // One thread, the loop's.
 #pragma once
@@ -62,6 +63,8 @@ class Link {
   // The socket: for epoll. `polled`: the bytes do not come through it, only the end does.
   int socket() const { return socket_.get(); }
   virtual bool polled() const { return false; }
+  // From now on either side may read what the other exposes; a side that does not say so neither reads nor is read.
+  virtual void allow_reading() {}
   // Whether the peer's memory can be read by its addresses.
   virtual bool reads_peer() { return false; }
   // Whether it has been able to, and the kernel does not allow it any more.

@@ -231,6 +231,7 @@ Acceptor::Host::Verdict Membership::judge(const Join& join, std::string* refusal
 
 void Membership::add_peer(uint32_t member, std::unique_ptr<Link> link) {
   if (peers_[member] != nullptr || over()) return;
+  if (options_.cross_memory) link->allow_reading();
   peers_[member] = std::make_unique<Peer>(loop_, std::move(link), member, side_);
   peers_[member]->kick();
   std::lock_guard lock(mutex_);

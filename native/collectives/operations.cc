@@ -13,9 +13,10 @@ constexpr uint64_t kLeastDirect = 96 << 10;
 
 }  // namespace
 
-Operations::Operations(const GroupOptions& options, Membership& members)
+Operations::Operations(const GroupOptions& options, Membership& members, EventLoop& loop)
     : options_(options),
       members_(members),
+      loop_(loop),
       direct_(std::max(kLeastDirect, uint64_t{2} * chunk_bytes(members.owners()) * (options.world - 1)),
               options.max_window_bytes),
       owner_(blocks_, *this, options.world, options.rank, chunk_bytes(members.owners()), options.max_window_bytes),
@@ -34,7 +35,8 @@ void Operations::add(const std::shared_ptr<Work>& work) {
 
 void Operations::start(const std::shared_ptr<Work>& work) {
   if (options_.ring) return ring_.begin(work);
-  const ShardedAllreduce::Own own = shares_.begin(work);
+  const bool exposed = exposes(work->shape);
+  const ShardedAllreduce::Own own = shares_.begin(work, exposed);
   if (!own.used) {
     if (options_.shares[options_.rank] > 0) owner_.owns_none(work->number, work->shape);
   } else if (work->shape.direct()) {
@@ -43,9 +45,45 @@ void Operations::start(const std::shared_ptr<Work>& work) {
                       shares_.completed());
     if (work->shape.collective == Collective::one_host_broadcast) announce(*work);
   } else {
-    owner_.open_local(work->number, work->shape, own.bytes, own.numbers, shares_.completed());
+    owner_.open_local(work->number, work->shape, own.bytes, own.numbers, shares_.completed(),
+                      exposed ? own.result : nullptr);
   }
   if (!members_.over()) shares_.start();
+}
+
+// Where all links are rings, so that nobody has to wait for a result that is in the caller's memory and on a slow link.
+bool Operations::exposes(const Shape& shape) const {
+  return members_.one_host() && options_.world > 1 && options_.reducers.empty() && options_.cross_memory &&
+         (shape.collective == Collective::all_reduce || shape.collective == Collective::reduce_scatter) &&
+         shape.wire == shape.dtype && shape.wire_bytes() >= options_.least_exposed_bytes;
+}
+
+bool Operations::exposes_to(uint32_t owner) {
+  const Peer* const peer = members_.peer(owner);
+  return peer != nullptr && peer->reads_peer();
+}
+
+ReadExposed Operations::read(uint32_t rank, uint64_t address, std::span<std::byte> into) {
+  const Peer* const peer = members_.peer(rank);
+  if (peer == nullptr) return ReadExposed::withdrawn;
+  if (!peer->reads_peer()) return ReadExposed::denied;
+  read_bytes_ += into.size();
+  return peer->read_exposed(address, into);
+}
+
+void Operations::unreadable_part(uint32_t rank, uint64_t operation, uint64_t from) {
+  Peer* const peer = members_.peer(rank);
+  if (peer == nullptr) return;
+  peer->send_control(FrameKind::unreadable_part, operation, from);
+  peer->kick();
+}
+
+void Operations::go_on() {
+  if (going_on_) return;
+  going_on_ = loop_.post([this] {
+    going_on_ = false;
+    if (!members_.over()) owner_.go_on();
+  });
 }
 
 void Operations::finish_all() noexcept {
@@ -108,6 +146,8 @@ void Operations::took(const Peer& peer, const WireHeader& header, std::span<std:
     case FrameKind::taken:
       if (peer.member() >= options_.world) fail(ErrorKind::frame, "it took what no reducer gets");
       return owner_.took_taken(peer.member(), header);
+    case FrameKind::unreadable_part:
+      return shares_.took_unreadable_part(peer.member(), header);
     case FrameKind::unreadable:
       if (peer.member() >= options_.world) fail(ErrorKind::frame, "it took what no reducer gets");
       return owner_.took_unreadable(peer.member(), header);
@@ -124,7 +164,8 @@ bool Operations::next(const Peer& peer, OutFrame* frame) {
 
 // Who broadcasts opens at all others too, which else would not notice that they wait for another root.
 void Operations::announce(const Work& work) {
-  const Open what = open_of(work.shape, work.shape.wire_bytes(), shares_.completed());
+  Open what = open_of(work.shape, work.shape.wire_bytes(), shares_.completed());
+  what.reads = 1;
   for (uint32_t rank = 0; rank < options_.world; ++rank) {
     if (rank == options_.rank || members_.over() || members_.peer(rank) == nullptr) continue;
     open(rank, work.number, what);
@@ -142,18 +183,19 @@ void Operations::took_exposed(const Peer& peer, const WireHeader& header, std::s
   if (before == ReadExposed::denied) return shares_.decline(peer.member(), header);
   if (exposed.bytes > kExposedBytes)
     fail(ErrorKind::frame, "it exposes ", exposed.bytes, " bytes, the limit is ", kExposedBytes);
-  const WireHeader result =
-      frame_of(FrameKind::result, header.operation, header.offset, static_cast<uint32_t>(exposed.bytes));
+  WireHeader result = frame_of(FrameKind::result, header.operation, header.offset, exposed.bytes);
+  result.settled = header.settled;
   const std::span<std::byte> into = shares_.exposed_room(peer.member(), result);
   const ReadExposed found = peer.read_exposed(exposed.address, into);
-  if (found == ReadExposed::read) shares_.took(peer.member(), result, into);
+  read_bytes_ += into.size();
+  if (found == ReadExposed::read) shares_.took(peer.member(), result, into, true);
   if (found == ReadExposed::denied) shares_.decline(peer.member(), header);
 }
 
 void Operations::open(uint32_t owner, uint64_t operation, const Open& open) {
   Open asked = open;
   Peer& peer = *members_.peer(owner);
-  asked.reads = is_direct(static_cast<Collective>(open.collective)) && peer.reads_peer();
+  asked.reads = open.reads != 0 && peer.reads_peer();
   peer.send_control(FrameKind::open, operation, 0, std::as_bytes(std::span(&asked, 1)));
 }
 
@@ -186,6 +228,7 @@ void Operations::count(GroupCounts* out) {
   out->elements = elements_;
   out->array_bytes = array_bytes_;
   out->reduced_bytes = owner_.reduced_bytes();
+  out->read_bytes = read_bytes_;
   out->window_bytes = shares_.window().bytes();
   out->least_delay_ns = shares_.window().least_delay_ns();
 }

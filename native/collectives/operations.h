@@ -22,7 +22,7 @@ namespace geartrain {
 
 class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host, public RingAllreduce::Host {
  public:
-  Operations(const GroupOptions& options, Membership& members);
+  Operations(const GroupOptions& options, Membership& members, EventLoop& loop);
 
   // Gives it its number. Then start(), unless the group ended over it.
   void add(const std::shared_ptr<Work>& work);
@@ -50,12 +50,17 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   void count(GroupCounts* out);
 
  private:
+  bool exposes(const Shape& shape) const;
   void open(uint32_t owner, uint64_t operation, const Open& open) override;
   void parts_for(uint32_t owner) override { members_.kick(owner); }
   void results_for(uint32_t rank) override { members_.kick(rank); }
   void deliver(uint64_t operation, uint64_t offset, std::span<const std::byte> result) override {
     shares_.deliver(operation, offset, result);
   }
+  bool exposes_to(uint32_t owner) override;
+  ReadExposed read(uint32_t rank, uint64_t address, std::span<std::byte> into) override;
+  void unreadable_part(uint32_t rank, uint64_t operation, uint64_t from) override;
+  void go_on() override;
   void taken(uint32_t owner, uint64_t operation, uint64_t bytes) override;
   void unreadable(uint32_t owner, uint64_t operation, uint64_t from) override;
   CongestionWindow* window() override { return &direct_; }
@@ -73,6 +78,8 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
 
   const GroupOptions& options_;
   Membership& members_;
+  EventLoop& loop_;
+  bool going_on_ = false;  // it was posted
   ChunkBufferPool blocks_;
   CongestionWindow direct_;  // of what is sent from the caller's memory
   ShareOwner owner_;
@@ -80,7 +87,7 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   RingAllreduce ring_;
   std::vector<std::shared_ptr<Work>> works_;
   uint64_t next_number_ = 0;
-  uint64_t done_ = 0, elements_ = 0, array_bytes_ = 0;
+  uint64_t done_ = 0, elements_ = 0, array_bytes_ = 0, read_bytes_ = 0;
   std::atomic<uint32_t> settled_{0};
 };
 

@@ -120,6 +120,10 @@ Shape shape_from(const Open& open) {
   if (shape.wire != shape.dtype && (shape.dtype != Dtype::float32 || !convertible(shape.dtype, shape.wire))) {
     fail(ErrorKind::frame, "it opened an operation whose types do not convert");
   }
+  const bool reduced = shape.collective == Collective::all_reduce || shape.collective == Collective::reduce_scatter;
+  if (open.address != 0 && (!reduced || shape.wire != shape.dtype || open.share_bytes == 0)) {
+    fail(ErrorKind::frame, "it exposes numbers of an operation that has to be sent");
+  }
   if (!reduces(shape.op, shape.dtype)) {
     fail(ErrorKind::frame, "it asks for the ", name_of(shape.op), " of ", name_of(shape.dtype));
   }
@@ -142,6 +146,7 @@ Open open_of(const Shape& shape, uint64_t share_bytes, uint64_t completed) {
           shape.root,
           whole.count,
           whole.world,
+          0,
           0};
 }
 

@@ -19,6 +19,7 @@
 //   taken   rank -> owner    of results that are no answer to parts: the rank has them up to `offset`
 //   expose  owner -> rank    instead of results: where they are in the owner's memory (ExposedShare), to be read
 //   unreadable  rank -> owner    it cannot read what is exposed from `offset` on: results instead
+//   unreadable_part  owner -> rank    it cannot read the rank's numbers from `offset` on: parts instead
 //   ring    rank -> next     a piece of the stream that goes around the ring (ring_allreduce.h)
 //   query   which ranks does this one wait for?     status   the answer: Members, the least advanced
 //   fault   the group is over, with the reason (Fault): forwarded to all, unchanged
@@ -27,6 +28,9 @@
 // With an open a rank reports how many operations are complete there, from the first one on without a gap; with every
 // result an owner reports how many are complete on all ranks, as far as it knows (`settled`, zero in all other frames).
 // Results kept for a rank that lost its reducer can then be released.
+//
+// A rank whose owner may read its memory says in the open where its numbers are, and sends no parts: they stay as they
+// are until the result for the same place, or the credit for all of them, has come. Results are exposed to such a rank.
 //
 // Which ranks send parts of a share, and which get results, depends on the collective (Collective). A rank that does
 // not send opens all the same: its open is what allows the owner to send.
@@ -59,7 +63,7 @@ constexpr uint64_t kGrain = 16;  // elements: no vector of them lies in two shar
 static_assert(std::endian::native == std::endian::little);
 
 constexpr uint32_t kCollectiveMagic = 0x31435447;  // "GTC1"
-constexpr uint32_t kCollectiveVersion = 4;
+constexpr uint32_t kCollectiveVersion = 5;
 constexpr uint32_t kMostMembers = 4096;       // ranks and reducers of a group
 constexpr uint32_t kMostControlBytes = 4096;  // of a payload that is not data
 constexpr uint32_t kChunkBytes = 16 << 10;    // what is reduced at once, and the most that one frame carries
@@ -79,7 +83,8 @@ enum class FrameKind : uint16_t {
   credit,
   taken,
   expose,
-  unreadable
+  unreadable,
+  unreadable_part
 };
 
 struct WireHeader {
@@ -167,14 +172,15 @@ struct Open {
   uint8_t dtype, wire, op, algorithm;
   uint32_t completed;
   uint8_t collective;
-  uint8_t reads;  // 1: the sender can read the owner's memory
+  uint8_t reads;  // 1: the sender can read the owner's memory, and results may be exposed to it
   uint8_t whole_op, whole_wire;
   uint32_t root;
   uint64_t whole_count;
   uint32_t whole_world;  // 0: not a stage of another operation
   uint32_t reserved;
+  uint64_t address;  // of the sender's numbers of this share, in its memory; 0: they come in parts
 };
-static_assert(sizeof(Open) == 48);
+static_assert(sizeof(Open) == 56 && offsetof(Open, address) == 48);
 
 // `bytes` at an address of the owner, which keeps them until the rank has reported that it took them; none: it has
 // taken them back, and the reason follows.
@@ -234,9 +240,11 @@ inline WireHeader frame_of(FrameKind kind, uint64_t operation, uint64_t offset, 
 // Throws frame when this cannot be the beginning of a frame.
 inline void check(const WireHeader& header) {
   const auto kind = static_cast<FrameKind>(header.kind);
-  if (header.magic != kCollectiveMagic || header.reserved != 0 || (header.settled != 0 && kind != FrameKind::result) ||
-      kind < FrameKind::open || kind > FrameKind::unreadable ||
-      ((kind == FrameKind::credit || kind == FrameKind::taken || kind == FrameKind::unreadable) && header.bytes != 0)) {
+  const bool settles = kind == FrameKind::result || kind == FrameKind::expose;
+  const bool empty = kind == FrameKind::credit || kind == FrameKind::taken || kind == FrameKind::unreadable ||
+                     kind == FrameKind::unreadable_part;
+  if (header.magic != kCollectiveMagic || header.reserved != 0 || (header.settled != 0 && !settles) ||
+      kind < FrameKind::open || kind > FrameKind::unreadable_part || (empty && header.bytes != 0)) {
     fail(ErrorKind::frame, "it sent what is not a frame");
   }
   const bool data = kind == FrameKind::part || kind == FrameKind::result || kind == FrameKind::ring;

@@ -62,11 +62,12 @@ ShardedAllreduce::ShardedAllreduce(ChunkBufferPool& blocks, Host& host, std::vec
   }
 }
 
-ShardedAllreduce::Own ShardedAllreduce::begin(const std::shared_ptr<Work>& work) {
+ShardedAllreduce::Own ShardedAllreduce::begin(const std::shared_ptr<Work>& work, bool exposed) {
   const Shape& shape = work->shape;
   Operation& operation = operations_.emplace_back();
   operation.work = work;
   operation.number = work->number;
+  operation.exposed = exposed;
   begun_ = work->number + 1;
   operation.base = stream_;
   operation.parts.resize(shares_.size());
@@ -105,7 +106,9 @@ ShardedAllreduce::Own ShardedAllreduce::begin(const std::shared_ptr<Work>& work)
   for (const Part& part : operation.parts) operation.left += part.used;
   if (self_ >= shares_.size() || !operation.parts[self_].used) return {};
   const Part& own = operation.parts[self_];
-  return {true, own.from, std::max(own.bytes, own.back)};
+  operation.serving = exposed && shape.collective == Collective::all_reduce && own.bytes != 0;
+  operation.left += operation.serving;
+  return {true, own.from, own.to, std::max(own.bytes, own.back)};
 }
 
 // The shares of an array that has one place on every rank.
@@ -189,9 +192,16 @@ bool ShardedAllreduce::next(uint32_t owner, OutFrame* frame) {
         sample_.held_up = true;
         return false;
       }
-      host_.open(owner, operation.number, open_of(shape, std::max(part.bytes, part.back), completed()));
+      Open what = open_of(shape, std::max(part.bytes, part.back), completed());
+      what.reads = shape.direct() || operation.exposed;
+      part.exposed = operation.exposed && part.bytes != 0 && host_.exposes_to(owner);
+      if (part.exposed) {
+        what.address = reinterpret_cast<uintptr_t>(part.from);
+        part.sent = part.bytes;
+      }
+      host_.open(owner, operation.number, what);
       part.opened = true;
-      if (part.bytes == 0) continue;
+      if (part.sent == part.bytes) continue;
     }
     if (part.sent >= allowed) {
       sample_.held_up = true;
@@ -244,7 +254,7 @@ std::span<std::byte> ShardedAllreduce::room(uint32_t owner, const WireHeader& re
 
 std::span<std::byte> ShardedAllreduce::exposed_room(uint32_t owner, const WireHeader& result) {
   const Operation* const operation = find(result.operation);
-  if (operation == nullptr || !operation->work->shape.direct()) {
+  if (operation == nullptr || (!operation->work->shape.direct() && !operation->exposed)) {
     fail(ErrorKind::frame, "it exposes a result of operation ", result.operation, ", which it has to send");
   }
   return room(owner, result);
@@ -252,8 +262,9 @@ std::span<std::byte> ShardedAllreduce::exposed_room(uint32_t owner, const WireHe
 
 void ShardedAllreduce::decline(uint32_t owner, const WireHeader& exposed) {
   Operation* const operation = find(exposed.operation);
-  if (operation == nullptr || !operation->work->shape.direct() || !operation->parts[owner].opened ||
-      operation->parts[owner].done || exposed.offset != operation->parts[owner].got) {
+  if (operation == nullptr || (!operation->work->shape.direct() && !operation->exposed) ||
+      !operation->parts[owner].opened || operation->parts[owner].done ||
+      exposed.offset != operation->parts[owner].got) {
     fail(ErrorKind::frame, "it exposes a result of operation ", exposed.operation, ", which is not expected");
   }
   operation->parts[owner].declined = true;
@@ -265,7 +276,7 @@ bool ShardedAllreduce::declined(uint32_t owner, uint64_t number) {
   return operation != nullptr && operation->parts[owner].declined;
 }
 
-void ShardedAllreduce::took(uint32_t owner, const WireHeader& result, std::span<std::byte> payload) {
+void ShardedAllreduce::took(uint32_t owner, const WireHeader& result, std::span<std::byte> payload, bool exposed) {
   Operation& operation = *find(result.operation);
   const Shape& shape = operation.work->shape;
   if (shape.wire != shape.dtype) {
@@ -273,7 +284,8 @@ void ShardedAllreduce::took(uint32_t owner, const WireHeader& result, std::span<
     convert(shape.wire, payload.data(), shape.dtype, to, payload.size() / bytes_of(shape.wire));
   }
   settled_ = std::max(settled_, result.settled);
-  if (shape.direct() && !payload.empty()) host_.taken(owner, result.operation, result.offset + payload.size());
+  if ((shape.direct() || exposed) && !payload.empty())
+    host_.taken(owner, result.operation, result.offset + payload.size());
   gained(operation, owner, payload.size());
 }
 
@@ -283,6 +295,21 @@ void ShardedAllreduce::deliver(uint64_t number, uint64_t offset, std::span<const
   std::byte* const to = operation.parts[self_].to + offset / bytes_of(shape.wire) * bytes_of(shape.dtype);
   convert(shape.wire, result.data(), shape.dtype, to, result.size() / bytes_of(shape.wire));
   gained(operation, self_, result.size());
+}
+
+void ShardedAllreduce::took_unreadable_part(uint32_t owner, const WireHeader& unreadable) {
+  Operation* const operation = find(unreadable.operation);
+  Part* const part = operation == nullptr || owner >= operation->parts.size() ? nullptr : &operation->parts[owner];
+  // Results may be on the way for what is before.
+  if (part == nullptr || !part->exposed || part->done || unreadable.offset < part->got ||
+      unreadable.offset >= part->bytes || unreadable.offset % chunk_ != 0) {
+    fail(ErrorKind::frame, "it cannot read operation ", unreadable.operation, " from ", unreadable.offset,
+         " on, which was not exposed to it");
+  }
+  part->exposed = false;
+  part->sent = unreadable.offset;
+  unsent_[owner] = std::min<size_t>(unsent_[owner], operation->number);
+  host_.parts_for(owner);
 }
 
 void ShardedAllreduce::took_credit(uint32_t owner, const WireHeader& credit) {
@@ -297,7 +324,9 @@ void ShardedAllreduce::took_credit(uint32_t owner, const WireHeader& credit) {
 
 void ShardedAllreduce::served(uint64_t number) {
   Operation& operation = *find(number);
-  done(operation, operation.parts[self_]);
+  if (operation.work->shape.direct()) return done(operation, operation.parts[self_]);
+  operation.serving = false;
+  release(operation);
 }
 
 void ShardedAllreduce::gained(Operation& operation, uint32_t owner, uint64_t bytes) {
@@ -311,6 +340,10 @@ void ShardedAllreduce::gained(Operation& operation, uint32_t owner, uint64_t byt
 
 void ShardedAllreduce::done(Operation& operation, Part& part) {
   part.done = true;
+  release(operation);
+}
+
+void ShardedAllreduce::release(Operation& operation) {
   if (--operation.left != 0) return;
   const std::shared_ptr<Work> work = std::move(operation.work);
   while (!operations_.empty() && operations_.front().left == 0) operations_.pop_front();
@@ -322,7 +355,8 @@ std::vector<uint32_t> ShardedAllreduce::incomplete(uint64_t number) const {
   for (const Operation& operation : operations_) {
     if (operation.number != number) continue;
     for (uint32_t owner = 0; owner < shares_.size(); ++owner) {
-      if (operation.parts[owner].used && !operation.parts[owner].done) owners.push_back(owner);
+      const bool serving = owner == self_ && operation.serving;
+      if (operation.parts[owner].used && (serving || !operation.parts[owner].done)) owners.push_back(owner);
     }
   }
   return owners;

@@ -45,6 +45,8 @@ class ShardedAllreduce {
     virtual ~Host() = default;
     // Announces the operation to an owner.
     virtual void open(uint32_t owner, uint64_t operation, const Open& open) = 0;
+    // Whether an owner can probably read this rank's memory. One that cannot says so (took_unreadable_part).
+    virtual bool exposes_to([[maybe_unused]] uint32_t owner) { return false; }
     virtual void parts_for(uint32_t owner) = 0;                                  // next() may have something for it
     virtual void taken(uint32_t owner, uint64_t operation, uint64_t bytes) = 0;  // reports what has come
     // What comes behind that cannot be read.
@@ -59,15 +61,18 @@ class ShardedAllreduce {
   struct Own {
     bool used = false;
     const std::byte* numbers = nullptr;
+    std::byte* result = nullptr;
     uint64_t bytes = 0;  // on the wire
   };
-  Own begin(const std::shared_ptr<Work>& work);
+  // `exposed`: owners read this rank's numbers and expose results, where they can.
+  Own begin(const std::shared_ptr<Work>& work, bool exposed = false);
   // Announces it to the other owners; after the caller's own share was passed on.
   void start();
   bool next(uint32_t owner, OutFrame* frame);
   // The destination of a result. Throws frame when it is not the expected one.
   std::span<std::byte> room(uint32_t owner, const WireHeader& result);
-  void took(uint32_t owner, const WireHeader& result, std::span<std::byte> payload);
+  // `exposed`: this rank has read it.
+  void took(uint32_t owner, const WireHeader& result, std::span<std::byte> payload, bool exposed = false);
   // room() for a result that the owner exposes, which no other kind of operation has.
   std::span<std::byte> exposed_room(uint32_t owner, const WireHeader& result);
   // This rank cannot read what an owner exposes there: it asks for results from there on, and ignores what else was
@@ -75,6 +80,8 @@ class ShardedAllreduce {
   void decline(uint32_t owner, const WireHeader& exposed);
   bool declined(uint32_t owner, uint64_t operation);
   void deliver(uint64_t operation, uint64_t offset, std::span<const std::byte> result);  // of this rank's own share
+  // An owner cannot read this rank's numbers from there on. Throws frame.
+  void took_unreadable_part(uint32_t owner, const WireHeader& unreadable);
   // An owner is done with a share up to there, and this rank gets no result of it. Throws frame.
   void took_credit(uint32_t owner, const WireHeader& credit);
   void served(uint64_t operation);  // all ranks have what they get from this one's memory
@@ -95,19 +102,22 @@ class ShardedAllreduce {
     std::byte* to = nullptr;
     uint64_t bytes = 0, back = 0;  // on the wire: to be sent, and of results
     uint64_t sent = 0, got = 0;    // of results, or else credits
-    bool used = false, opened = false, done = false, declined = false;
+    bool used = false, opened = false, done = false, declined = false, exposed = false;
   };
   struct Operation {
     std::shared_ptr<Work> work;
     uint64_t number = 0;
     uint64_t base = 0, bytes = 0;  // in the stream of all that is sent
     std::vector<Part> parts;       // by owner
-    uint32_t left = 0;             // parts that are not done
+    uint32_t left = 0;             // parts that are not done, and one while `serving`
+    bool exposed = false;
+    bool serving = false;  // other ranks still read or are sent results from this one's array
   };
 
   void divide(Operation* operation) const;
   Operation* find(uint64_t number);
   void done(Operation& operation, Part& part);
+  void release(Operation& operation);
   uint64_t returned() const;
   uint64_t limit(const Operation& operation, const Part& part) const;
   void gained(Operation& operation, uint32_t owner, uint64_t bytes);

@@ -12,6 +12,12 @@ namespace {
 
 constexpr size_t kMostOperations = 65536;  // begun by some rank and not over
 constexpr size_t kNotOwned = 1024;         // shapes kept of what others may still open here by mistake
+// Of numbers that are read from other ranks: of one of them at once, of all together, which should stay in the second
+// level of the cache, and what is reduced before it is another's turn.
+constexpr uint64_t kReadBytes = 128 << 10;
+constexpr uint64_t kReadTogether = 512 << 10;
+constexpr uint64_t kTurnBytes = 1 << 20;
+constexpr uint64_t kLeastShown = 256 << 10;  // of results, before others are told of them; or all of them
 
 }  // namespace
 
@@ -39,6 +45,8 @@ ShareOwner::Place ShareOwner::find_or_make(uint32_t rank, uint64_t number, const
     operation.opened.resize(world_);
     operation.received.resize(world_);
     operation.inputs.resize(world_);
+    operation.addresses.resize(world_);
+    operation.reads.resize(world_);
     operation.sent.resize(world_);
     operation.ended.resize(world_);
   } else if (operation.shape != shape ||
@@ -69,26 +77,47 @@ void ShareOwner::open(uint32_t rank, uint64_t number, const Open& open) {
   if (const Shape* const mine = not_owned(number); mine != nullptr) {
     return disagree(number, rank, shape, self_, *mine);
   }
+  if (open.address != 0 && self_ == kNoRank) fail(ErrorKind::frame, "it exposes its numbers to a reducer");
   const Place place = find_or_make(rank, number, shape, open.share_bytes);
   if (place == operations_.end()) return;
-  if (!shape.direct()) return advance(place);
+  place->second.reads[rank] = open.reads != 0;
+  if (!shape.direct()) {
+    place->second.addresses[rank] = open.address;
+    if (open.address != 0) place->second.received[rank] = open.share_bytes;
+    return advance(place);
+  }
   place->second.wanted.resize(world_);
   place->second.wanted[rank] = open.share_bytes;
-  place->second.reads.resize(world_);
-  place->second.reads[rank] = open.reads != 0;
   if (place->second.opened[self_] && agrees(number, place->second, rank)) host_.results_for(rank);
 }
 
 void ShareOwner::open_local(uint64_t number, const Shape& shape, uint64_t share_bytes, const std::byte* numbers,
-                            uint64_t completed) {
+                            uint64_t completed, std::byte* exposed) {
   completed_[self_] = static_cast<uint32_t>(completed);
   next_own_ = number + 1;
   if (differs_from_root(number, shape)) return;
   const Place place = find_or_make(self_, number, shape, share_bytes);
   if (place == operations_.end()) return;
-  place->second.local = numbers;
-  place->second.received[self_] = share_bytes;
+  Operation& operation = place->second;
+  operation.local = numbers;
+  operation.exposed = share_bytes == 0 ? nullptr : exposed;
+  operation.received[self_] = share_bytes;
+  if (operation.exposed == nullptr) return advance(place);
+  operation.taken.resize(world_);
+  // The others are told of it before the work begins.
+  operation.waits = true;
+  host_.go_on();
+}
+
+void ShareOwner::go_on() {
+  const auto place =
+      std::find_if(operations_.begin(), operations_.end(), [](const auto& one) { return one.second.waits; });
+  if (place == operations_.end()) return;
+  const auto next = std::find_if(std::next(place), operations_.end(), [](const auto& one) { return one.second.waits; });
+  const bool more = next != operations_.end();
+  place->second.waits = false;
   advance(place);
+  if (more) host_.go_on();
 }
 
 void ShareOwner::send_local(uint64_t number, const Shape& shape, std::vector<Segment> sends, uint64_t completed) {
@@ -100,7 +129,6 @@ void ShareOwner::send_local(uint64_t number, const Shape& shape, std::vector<Seg
   Operation& operation = place->second;
   operation.sends = std::move(sends);
   operation.wanted.resize(world_);
-  operation.reads.resize(world_);
   std::vector<uint32_t> waiting;
   for (uint32_t rank = 0; rank < world_; ++rank) {
     if (rank == self_ || !operation.opened[rank]) continue;
@@ -221,9 +249,18 @@ void ShareOwner::advance(Place place) {
   if (relayed ? !operation.opened[self_] || !operation.opened[root] : operation.open_count < world_) return;
   const uint64_t there =
       relayed ? operation.received[root] : *std::min_element(operation.received.begin(), operation.received.end());
+  if (operation.waits) return;
   bool any = false;
-  while (operation.reduced < size && there >= std::min(size, operation.reduced + chunk_)) {
-    reduce_chunk(number, operation, std::min(chunk_, size - operation.reduced));
+  for (uint64_t turn = 0; operation.reduced < size;) {
+    const uint64_t bytes = std::min(piece(operation), size - operation.reduced);
+    if (there < operation.reduced + bytes) break;
+    if (turn >= kTurnBytes && bytes > chunk_) {
+      operation.waits = true;
+      host_.go_on();
+      break;
+    }
+    if (!reduce_chunk(number, operation, bytes)) break;
+    turn += bytes * world_;
     any = true;
   }
   if (size == 0 && !operation.empty_done) {
@@ -250,17 +287,51 @@ void ShareOwner::advance(Place place) {
   }
 }
 
-void ShareOwner::reduce_chunk(uint64_t number, Operation& operation, uint64_t bytes) {
+// What is reduced at once: chunks where some are sent.
+uint64_t ShareOwner::piece(const Operation& operation) const {
+  if (operation.exposed == nullptr) return chunk_;
+  for (uint32_t rank = 0; rank < world_; ++rank) {
+    if (rank != self_ && operation.addresses[rank] == 0) return chunk_;
+  }
+  return std::max(chunk_, std::min(kReadBytes, kReadTogether / (world_ - 1)) / chunk_ * chunk_);
+}
+
+// Numbers that ranks expose, and where they are. False: not all can be read, or not any more.
+bool ShareOwner::read_inputs(uint64_t number, Operation& operation, uint64_t bytes,
+                             std::vector<const std::byte*>* inputs) {
+  bool all = true;
+  uint64_t used = 0;
+  for (uint32_t rank = 0; rank < world_; ++rank) {
+    if (operation.addresses[rank] == 0) continue;
+    read_.resize(std::max(read_.size(), bytes * (world_ - 1)));
+    const std::span<std::byte> into = std::span(read_).subspan(used, bytes);
+    used += bytes;
+    const ReadExposed found = host_.read(rank, operation.addresses[rank] + operation.reduced, into);
+    (*inputs)[rank] = into.data();
+    all &= found == ReadExposed::read;
+    if (found != ReadExposed::denied) continue;  // what is withdrawn comes with its reason
+    operation.addresses[rank] = 0;
+    operation.received[rank] = operation.reduced;
+    host_.unreadable_part(rank, number, operation.reduced);
+  }
+  return all;
+}
+
+bool ShareOwner::reduce_chunk(uint64_t number, Operation& operation, uint64_t bytes) {
   const Shape& shape = operation.shape;
   const uint64_t at = operation.reduced, count = bytes / bytes_of(shape.wire);
   ChunkBufferRef result;
+  std::byte* into = nullptr;
   if (shape.collective == Collective::broadcast) {
     result = std::move(operation.inputs[shape.root].front());
+    into = result.data();
     operation.inputs[shape.root].pop_front();
   } else {
     ChunkBufferRef own;
     std::vector<const std::byte*> inputs(world_);
+    if (!read_inputs(number, operation, bytes, &inputs)) return false;
     for (uint32_t rank = 0; rank < world_; ++rank) {
+      if (inputs[rank] != nullptr) continue;
       if (rank != self_) {
         inputs[rank] = operation.inputs[rank].front().data();
         continue;
@@ -271,24 +342,27 @@ void ShareOwner::reduce_chunk(uint64_t number, Operation& operation, uint64_t by
       convert(shape.dtype, inputs[rank], shape.wire, own.data(), count);
       inputs[rank] = own.data();
     }
-    result = ChunkBufferRef(blocks_);
-    reduce(shape.op, shape.wire, inputs, result.data(), count, shape.whole ? shape.whole->world : 0);
+    if (operation.exposed == nullptr) result = ChunkBufferRef(blocks_);
+    into = operation.exposed == nullptr ? result.data() : operation.exposed + at;
+    reduce(shape.op, shape.wire, inputs, into, count, shape.whole ? shape.whole->world : 0);
     for (uint32_t rank = 0; rank < world_; ++rank) {
-      if (rank == self_) continue;
+      if (rank == self_ || operation.addresses[rank] != 0) continue;
       operation.inputs[rank].pop_front();
       held_[rank] -= bytes;
     }
     reduced_bytes_ += bytes * world_;
   }
   operation.reduced += bytes;
-  if (shape.collective != Collective::reduce_scatter && (world_ > 1 || self_ == kNoRank)) {
+  if (operation.exposed == nullptr && shape.collective != Collective::reduce_scatter &&
+      (world_ > 1 || self_ == kNoRank)) {
     operation.results.push_back(result);
   } else {
     operation.results_from += chunk_;
   }
   if (shape.collective == Collective::broadcast) forget_sent(operation);  // there may be no recipients
   // Last: the receiver may request the next piece at once.
-  if (self_ != kNoRank) host_.deliver(number, at, {result.data(), bytes});
+  if (self_ != kNoRank) host_.deliver(number, at, {into, bytes});
+  return true;
 }
 
 // --- sending --------------------------------------------------------------------------------------------------------
@@ -312,12 +386,17 @@ bool ShareOwner::next(uint32_t rank, OutFrame* frame) {
     if (gets_credit(operation, rank)) {
       const uint64_t now = credit(operation);
       if (now == at || !operation.opened[rank]) continue;
+      if (operation.addresses[rank] != 0 && now != operation.share_bytes) continue;  // it sends nothing
       *frame = {frame_of(FrameKind::credit, place->first, now, 0), nullptr, {}};
       operation.sent[rank] = now;
       if (now == operation.share_bytes) end(place, rank);
       return true;
     }
     if (at == operation.reduced || !operation.opened[rank]) continue;
+    if (operation.exposed != nullptr) {
+      if (next_exposed(place, rank, frame)) return true;
+      continue;
+    }
     const uint64_t bytes = std::min(chunk_, operation.share_bytes - at);
     ChunkBufferRef& block = operation.results[(at - operation.results_from) / chunk_];
     *frame = {frame_of(FrameKind::result, place->first, at, bytes), block.data(), block};
@@ -345,7 +424,7 @@ bool ShareOwner::next_local(Place place, uint32_t rank, OutFrame* frame) {
   }
   if (at == all) return false;
   if (operation.reads[rank]) {
-    expose(place, rank, frame);
+    expose(place->first, operation, rank, operation.sends[rank].at + at, std::min(kExposedBytes, all - at), frame);
     return true;
   }
   if (!may_send(operation, rank)) {
@@ -361,11 +440,32 @@ bool ShareOwner::next_local(Place place, uint32_t rank, OutFrame* frame) {
   return true;
 }
 
-void ShareOwner::expose(Place place, uint32_t rank, OutFrame* frame) {
+// A result that is in the caller's memory. It is copied for a rank that cannot read it: what is on the way to that one
+// does not keep the array from the caller.
+bool ShareOwner::next_exposed(Place place, uint32_t rank, OutFrame* frame) {
   Operation& operation = place->second;
-  const uint64_t at = operation.sent[rank], bytes = std::min(kExposedBytes, operation.wanted[rank] - at);
-  const ExposedShare exposed{reinterpret_cast<uintptr_t>(operation.sends[rank].at) + at, bytes};
-  frame->header = frame_of(FrameKind::expose, place->first, at, sizeof exposed);
+  const uint64_t at = operation.sent[rank], there = operation.reduced - at;
+  if (operation.reads[rank]) {
+    if (there < kLeastShown && operation.reduced != operation.share_bytes) return false;
+    expose(place->first, operation, rank, operation.exposed + at, std::min(kExposedBytes, there), frame);
+    frame->header.settled = settled();
+    return true;
+  }
+  const uint64_t bytes = std::min(chunk_, there);
+  frame->header = frame_of(FrameKind::result, place->first, at, bytes);
+  frame->header.settled = settled();
+  frame->hold = ChunkBufferRef(blocks_);
+  std::memcpy(frame->hold.data(), operation.exposed + at, bytes);
+  frame->data = frame->hold.data();
+  operation.sent[rank] += bytes;
+  if (operation.sent[rank] == operation.share_bytes) end(place, rank);
+  return true;
+}
+
+void ShareOwner::expose(uint64_t number, Operation& operation, uint32_t rank, const std::byte* from, uint64_t bytes,
+                        OutFrame* frame) {
+  const ExposedShare exposed{reinterpret_cast<uintptr_t>(from), bytes};
+  frame->header = frame_of(FrameKind::expose, number, operation.sent[rank], sizeof exposed);
   frame->hold = ChunkBufferRef(blocks_);
   std::memcpy(frame->hold.data(), &exposed, sizeof exposed);
   frame->data = frame->hold.data();
@@ -390,6 +490,12 @@ bool ShareOwner::may_send(const Operation& operation, uint32_t rank) const {
 
 void ShareOwner::took_taken(uint32_t rank, const WireHeader& taken) {
   const auto place = operations_.find(taken.operation);
+  if (place != operations_.end() && shows_results(place->second) && place->second.reads[rank] &&
+      taken.offset > place->second.taken[rank] && taken.offset <= place->second.sent[rank]) {
+    place->second.taken[rank] = taken.offset;
+    if (taken.offset == place->second.share_bytes) end(place, rank);
+    return;
+  }
   if (place == operations_.end() || !place->second.shape.direct() || taken.offset <= place->second.received[rank] ||
       taken.offset > place->second.sent[rank]) {
     fail(ErrorKind::frame, "it took ", taken.offset, " bytes of operation ", taken.operation, ", which were not sent");
@@ -415,15 +521,22 @@ void ShareOwner::took_taken(uint32_t rank, const WireHeader& taken) {
 
 void ShareOwner::took_unreadable(uint32_t rank, const WireHeader& unreadable) {
   const auto place = operations_.find(unreadable.operation);
-  if (place == operations_.end() || !place->second.shape.direct() || !place->second.reads[rank] ||
-      unreadable.offset != place->second.received[rank] || unreadable.offset >= place->second.sent[rank]) {
+  const bool direct = place != operations_.end() && place->second.shape.direct();
+  const bool known = direct || (place != operations_.end() && shows_results(place->second));
+  if (!known || !place->second.reads[rank] || unreadable.offset >= place->second.sent[rank] ||
+      unreadable.offset != (direct ? place->second.received : place->second.taken)[rank]) {
     fail(ErrorKind::frame, "it cannot read operation ", unreadable.operation, " from ", unreadable.offset,
          " on, which was not exposed");
   }
   Operation& operation = place->second;
   operation.reads[rank] = false;
-  operation.sent[rank] = operation.received[rank];
+  operation.sent[rank] = unreadable.offset;
   host_.results_for(rank);
+}
+
+// Whether results are read, or copied from, where they were made.
+bool ShareOwner::shows_results(const Operation& operation) {
+  return operation.exposed != nullptr && operation.shape.collective == Collective::all_reduce;
 }
 
 bool ShareOwner::gets_credit(const Operation& operation, uint32_t rank) const {
@@ -465,12 +578,12 @@ void ShareOwner::end(Place place, uint32_t rank) {
   Operation& operation = place->second;
   operation.ended[rank] = true;
   ++operation.end_count;
-  const bool direct = operation.shape.direct();
+  const bool direct = operation.shape.direct(), served = direct || shows_results(operation);
   if (operation.end_count + direct < world_) return;
   ++done_;
   const uint64_t number = place->first;
   operations_.erase(place);
-  if (direct) host_.served(number);
+  if (served) host_.served(number);
 }
 
 // --- diagnosis ------------------------------------------------------------------------------------------------------
@@ -487,6 +600,9 @@ uint64_t ShareOwner::missing(const Operation& operation, uint32_t rank) const {
   }
   if (operation.shape.collective == Collective::broadcast && rank != operation.shape.root) {
     return rank == self_ ? 0 : operation.reduced - operation.sent[rank];
+  }
+  if (shows_results(operation) && operation.reduced == operation.share_bytes) {
+    return operation.ended[rank] ? 0 : operation.share_bytes - operation.taken[rank];
   }
   return operation.share_bytes - operation.received[rank];
 }

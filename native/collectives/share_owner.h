@@ -15,6 +15,11 @@
 // than the group's window ahead of what these have taken, and to all at one pace. A rank of the same host that can read
 // that memory is told where it is instead: one copy where a ring takes two, and none of them here.
 //
+// Ranks on one host may expose their numbers instead of sending them (Open::address). They are then read from there,
+// piece by piece into memory that stays in the cache, and reduced right into the place of this rank's result, which the
+// others read in turn. A few pieces at a time: what arrives meanwhile is not kept waiting (Host::go_on). This rank's
+// array is its caller's again when all have what they need of it (served).
+//
 // One thread, the loop's.
 #pragma once
 
@@ -40,8 +45,13 @@ class ShareOwner {
     virtual void results_for(uint32_t rank) = 0;  // next() has something for it
     virtual void deliver(uint64_t operation, uint64_t offset,
                          std::span<const std::byte> result) = 0;  // to this rank itself
-    virtual void served([[maybe_unused]] uint64_t operation) {}   // all ranks have what send_local() was given
-    virtual CongestionWindow* window() { return nullptr; }        // of a rank
+    // All ranks have what send_local() was given, or the results that are exposed.
+    virtual void served([[maybe_unused]] uint64_t operation) {}
+    // What a rank exposes, from its memory.
+    virtual ReadExposed read(uint32_t, uint64_t, std::span<std::byte>) { return ReadExposed::denied; }
+    virtual void unreadable_part(uint32_t, uint64_t, uint64_t) {}  // a rank's numbers from there on: it sends them
+    virtual void go_on() {}                                        // calls go_on() soon, and not from here
+    virtual CongestionWindow* window() { return nullptr; }         // of a rank
     virtual void disagree(const std::string& text, std::vector<uint32_t> ranks) = 0;
   };
   // `self` is the owner's own rank, or kNoRank. `window_bytes` is what a rank may have here and not yet reduced.
@@ -52,9 +62,12 @@ class ShareOwner {
   void open(uint32_t rank, uint64_t operation, const Open& open);
   std::span<std::byte> room(uint32_t rank, const WireHeader& part);
   void took(uint32_t rank, const WireHeader& part);
-  // This rank's own numbers, of type shape.dtype, which stay unchanged until the last result was delivered.
+  // This rank's own numbers, of type shape.dtype, which stay unchanged until the last result was delivered. Results
+  // are made in `exposed` where that is not null, which may be `numbers`: they stay there until they were served.
   void open_local(uint64_t operation, const Shape& shape, uint64_t share_bytes, const std::byte* numbers,
-                  uint64_t completed);
+                  uint64_t completed, std::byte* exposed = nullptr);
+  // Reduces more of what was left when Host::go_on() was called.
+  void go_on();
 
   // This rank has begun an operation and owns no share of it: who opens it here is mistaken, unless it announces itself
   // as the root of the same broadcast.
@@ -91,11 +104,15 @@ class ShareOwner {
     uint32_t open_count = 0;
     std::vector<uint64_t> received;  // by rank: bytes, from the start of the share; or those that it took
     std::vector<std::deque<ChunkBufferRef>> inputs;  // by rank: chunks from `reduced` on
+    std::vector<uint64_t> addresses;                 // by rank: of its numbers, where they are not sent
     const std::byte* local = nullptr;
+    std::byte* exposed = nullptr;  // where the results are, instead of `results`
     std::vector<Segment> sends;    // by rank, where the shape is direct
     std::vector<uint64_t> wanted;  // by rank: bytes that it expects, where the shape is direct
-    std::vector<bool> reads;       // by rank: whether it reads them from here by itself, likewise
+    std::vector<bool> reads;       // by rank: whether it reads them, or results, from here by itself
+    std::vector<uint64_t> taken;   // by rank: bytes of exposed results that it has read
     uint64_t reduced = 0;
+    bool waits = false;                  // for go_on()
     bool empty_done = false;             // an empty share: every rank has opened it
     std::deque<ChunkBufferRef> results;  // chunks from `results_from` on
     uint64_t results_from = 0;
@@ -107,14 +124,19 @@ class ShareOwner {
 
   Place find_or_make(uint32_t rank, uint64_t operation, const Shape& shape, uint64_t share_bytes);
   void advance(Place place);
-  void reduce_chunk(uint64_t number, Operation& operation, uint64_t bytes);
+  bool reduce_chunk(uint64_t number, Operation& operation, uint64_t bytes);
+  uint64_t piece(const Operation& operation) const;
+  bool read_inputs(uint64_t number, Operation& operation, uint64_t bytes, std::vector<const std::byte*>* inputs);
   void end(Place place, uint32_t rank);
   bool forget_sent(Operation& operation);
+  static bool shows_results(const Operation& operation);
   bool gets_credit(const Operation& operation, uint32_t rank) const;
   uint64_t credit(const Operation& operation) const;
   bool may_send(const Operation& operation, uint32_t rank) const;
   bool next_local(Place place, uint32_t rank, OutFrame* frame);
-  void expose(Place place, uint32_t rank, OutFrame* frame);
+  bool next_exposed(Place place, uint32_t rank, OutFrame* frame);
+  void expose(uint64_t number, Operation& operation, uint32_t rank, const std::byte* at, uint64_t bytes,
+              OutFrame* frame);
   bool agrees(uint64_t number, const Operation& operation, uint32_t rank);
   void disagree(uint64_t number, uint32_t rank, const Shape& shape, uint32_t other, const Shape& others);
   const Shape* not_owned(uint64_t number) const;  // null when it is none of those, or not kept any more
@@ -131,6 +153,7 @@ class ShareOwner {
   std::vector<uint64_t> next_open_;  // by rank: no operation below this may be opened by it any more
   std::vector<uint32_t> completed_;  // by rank: as last reported
   std::vector<uint64_t> held_;       // by rank: bytes here and not yet reduced, or relayed
+  std::vector<std::byte> read_;      // where numbers are read that ranks expose
   uint64_t reduced_bytes_ = 0, done_ = 0;
   uint64_t next_own_ = 0;  // one beyond the last operation that this rank has begun
   // What owns_none() was told of: broadcasts on one host whose root is still to come, and the last of all others.

@@ -103,6 +103,8 @@ std::unique_ptr<PythonGroup> make_group(const nb::dict& given) {
   options.host = item(given, "host", options.host);
   options.advertise = item(given, "advertise", options.advertise);
   options.shm = item(given, "shm", options.shm);
+  options.cross_memory = item(given, "cross_memory", options.cross_memory);
+  options.least_exposed_bytes = item(given, "least_exposed_bytes", options.least_exposed_bytes);
   options.max_window_bytes = item(given, "max_window_bytes", options.max_window_bytes);
   options.fixed_window_bytes = item(given, "fixed_window_bytes", options.fixed_window_bytes);
   const Unlocked unlocked;
@@ -209,6 +211,7 @@ nb::dict group_counts(PythonGroup& group) {
   out["window_bytes"] = found.window_bytes;
   out["least_delay_us"] = found.least_delay_ns == ~uint64_t{0} ? 0.0 : static_cast<double>(found.least_delay_ns) / 1e3;
   out["refused"] = found.refused;
+  out["read_bytes"] = found.read_bytes;
   out["read_denied"] = found.read_denied;
   return out;
 }

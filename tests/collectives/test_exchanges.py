@@ -307,6 +307,35 @@ def test_a_group_exchanges_numpy_arrays() -> None:
         list(pool.map(run, range(3)))
 
 
+def test_arrays_are_reduced_out_of_the_ranks_memory_by_request_with_the_same_bits() -> None:
+    store, parts = dist.HashStore(), [made(rank, torch.float32, 100_000).numpy() for rank in range(3)]
+    expected = parts[0] + parts[1] + parts[2]
+    connected = threading.Barrier(3)
+
+    def run(rank: int) -> list[int]:
+        read = []
+        for name, asked in (
+            ("read", {"least_read_bytes": 1}),
+            ("larger only", {"least_read_bytes": 10**9}),
+            ("not asked for", {}),
+            ("not at all", {"least_read_bytes": 1, "cross_memory": False}),
+        ):
+            with Group(rank, 3, store=store, name=name, timeout_s=patience(20), **asked) as group:
+                connected.wait(patience(60))
+                assert (group.all_reduce(parts[rank].copy()) == expected).all()
+                assert (group.reduce_scatter([parts[rank]] * 3, np.empty_like(expected)) == expected).all()
+                read.append(group.counters()["read_bytes"])
+        with pytest.raises(ArgumentError, match="least_read_bytes"):
+            Group(rank, 3, store=store, least_read_bytes=-1)
+        return read
+
+    with ThreadPoolExecutor(3) as pool:
+        for all_reads in pool.map(run, range(3)):
+            # Of an all-reduce two others' thirds and the two other shares, of a reduce-scatter two whole arrays.
+            assert all_reads[0] == pytest.approx(4 * 100_000 * (4 / 3 + 2), rel=0.01)
+            assert all_reads[1:] == [0, 0, 0]
+
+
 @pytest.mark.parametrize("crew", [{"algorithm": "ring"}, {"shares": (1.0, 0.0)}, {"on_reducer_loss": "reform"}])
 def test_groups_that_cannot_exchange_say_so(crew: dict[str, Any]) -> None:
     store = dist.HashStore()

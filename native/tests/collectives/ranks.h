@@ -21,6 +21,7 @@ struct Crew {
   std::vector<double> shares;
   bool ring = false, shm = false;
   uint64_t fixed_window = 0;
+  std::function<void(uint32_t rank, GroupOptions* options)> options = nullptr;  // further ones
 };
 
 inline GroupOptions options_of(const Crew& crew, uint32_t rank, const std::vector<std::string>& reducers) {
@@ -32,6 +33,7 @@ inline GroupOptions options_of(const Crew& crew, uint32_t rank, const std::vecto
   options.ring = crew.ring;
   options.shm = crew.shm;
   options.fixed_window_bytes = crew.fixed_window;
+  if (crew.options) crew.options(rank, &options);
   return options;
 }
 

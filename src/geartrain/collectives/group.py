@@ -78,6 +78,8 @@ class Group:
         secret: bytes | str | None = None,
         epoch: int = 0,
         transport: str = "auto",
+        cross_memory: bool = True,
+        least_read_bytes: int | None = None,
         host: str | None = None,
         window_bytes: int | None = None,
         on_reducer_loss: str = "raise",
@@ -102,6 +104,12 @@ class Group:
                 in the store, and reducers must have no secret.
             epoch: number of this incarnation of the group.
             transport: "auto" shares memory between members of one host and uses TCP between hosts; "tcp" always.
+            cross_memory: whether ranks of one host read arrays out of each other's memory, where the kernel allows it;
+                False copies everything through rings. Ranks may differ.
+            least_read_bytes: all-reduces and reduce-scatters of so many bytes or more, among ranks of one host and
+                without reducers or a `wire_dtype`, are read from the ranks' memory too, where cross_memory allows it;
+                never when not given. Whether that is faster depends on the kernel (docs/decisions/065). Results are
+                the same. Ranks may differ.
             host: to listen on; every interface when not given, or loopback for a group of one.
             window_bytes: how far a rank may run ahead of its results; adapts to the network when not given.
             on_reducer_loss: "raise", or "reform": continue without a reducer that died or does not answer. All ranks
@@ -131,6 +139,9 @@ class Group:
         secret = secret_of(secret)
         if host is not None:
             check_text("host", host)
+        check_flag("cross_memory", cross_memory)
+        if least_read_bytes is not None:
+            least_read_bytes = whole_number("least_read_bytes", least_read_bytes, 2**63 - 1)
         if window_bytes is not None:
             whole_number("window_bytes", window_bytes, 2**63 - 1)
         check_store(store)
@@ -157,6 +168,8 @@ class Group:
             "ring": algorithm == "ring",
             "secret": secret,
             "shm": transport != "tcp",
+            "cross_memory": cross_memory,
+            "least_exposed_bytes": 2**64 - 1 if least_read_bytes is None else least_read_bytes,
             "host": host if host is not None else "127.0.0.1" if world_size == 1 else "0.0.0.0",
             "max_window_bytes": 16 << 20,
         }
@@ -388,8 +401,9 @@ class Group:
         """Counters of this session.
 
         operations, elements, array_bytes; bytes_sent and bytes_received by path ("tcp", "shm"), headers and all;
-        reduced_bytes as an owner; links by path; window_bytes and least_delay_us of the flow control; refused
-        connections; read_denied: links whose peer's memory could be read, until the kernel denied it. Of a ring also
+        reduced_bytes as an owner; read_bytes out of other ranks' memory, which are not sent; links by path;
+        window_bytes and least_delay_us of the flow control; refused connections; read_denied: links whose peer's
+        memory could be read, until the kernel denied it. Of a ring also
         `ring`: how many of its hops lead from host to host (`crossings`), and the fewest that another order of the
         ranks would have (`least_crossings`).
         """
