@@ -13,6 +13,7 @@
 
 #include "base/errors.h"
 #include "fetch/batch_sampler.h"
+#include "python/batch_memory.h"
 #include "python/batch_shapes.h"
 #include "python/bind.h"
 #include "selection/importance_weights.h"
@@ -238,6 +239,7 @@ class SampledBatch {
   uint64_t nbytes() const { return layout_->nbytes(); }
   const BatchLayout& layout() const { return *layout_; }
   const BatchArrays& arrays() const { return arrays_; }
+  std::span<uint16_t> shards() const { return shards_; }
 
   nb::object field(size_t i) const {
     const BatchLayout::Field& field = checked_field(i);
@@ -318,6 +320,20 @@ class SampledBatch {
   bool weighed_ = false;
   std::span<uint16_t> shards_;
 };
+
+}  // namespace
+
+BatchMemory memory_of(nb::handle batch) {
+  const auto& made = nb::cast<const SampledBatch&>(batch);
+  return {made.arrays(), made.shards()};
+}
+
+std::span<double> weights_to_fill(nb::handle batch) {
+  auto& made = nb::cast<SampledBatch&>(batch);
+  return made.weights(0, made.size());
+}
+
+namespace {
 
 // A store's sampler; the store outlives it.
 class Sampler {
