@@ -10,6 +10,7 @@ import pytest
 from rank_batches import B, as_record, join, over_ranks, same
 
 import geartrain as gt
+from geartrain.replay.distributed.messages import rank_status
 from geartrain.replay.distributed.native_read import NativeReader
 from geartrain.selection import Prioritized, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
@@ -37,6 +38,24 @@ def test_rows_of_the_same_host_are_read_in_place_and_the_batches_are_those_of_me
     for each in read:
         assert each["sent_bytes"] == each["received_bytes"] == 0 and each["local_share"] == 1
         assert each["local_bytes"] == each["bytes"] > 0
+
+
+@pytest.mark.parametrize(("beta", "told"), [(0.0, 1), (0.4, 16)], ids=["", "importance weights"])
+def test_a_batch_on_one_host_is_a_status_and_whether_rows_were_lost(
+    sharded_stores: Stores, beta: float, told: int
+) -> None:
+    stores, status = sharded_stores(3), rank_status(1).itemsize
+    selection = Prioritized(seed=6, beta=beta) if beta else Prioritized(seed=6)
+
+    def body(rank: ThreadRankGroup) -> None:
+        with gt.Replay(stores[rank.rank], selection, B, group=rank, output="numpy", prefetch=0) as replay:
+            for _ in range(3):
+                before = rank.sent_messages, rank.sent_bytes
+                replay.sample()
+                sent = rank.sent_messages - before[0], rank.sent_bytes - before[1]
+                assert sent == (2 * 2, 2 * (status + told))
+
+    run_ranks(ThreadRankGroup.make(3, one_host=True), body)
 
 
 def test_samples_of_rows_are_counted_whoever_reads_them(sharded_stores: Stores) -> None:

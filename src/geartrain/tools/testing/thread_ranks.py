@@ -33,12 +33,12 @@ class ThreadRankGroup:
 
     Args:
         die_at: number of the exchange at which this rank is lost, as a killed process would be.
+
+    Attributes:
         one_host: all ranks are of one host, and may read each other's shards; else each stands for a host.
     """
 
-    def __init__(
-        self, wire: _Wire, rank: int, timeout_s: float, die_at: int | None = None, one_host: bool = False
-    ) -> None:
+    def __init__(self, wire: _Wire, rank: int, timeout_s: float, die_at: int | None = None) -> None:
         self._wire = wire
         self.rank = rank
         self.size = wire.size
@@ -47,13 +47,16 @@ class ThreadRankGroup:
         self._timeout_s = timeout_s
         self._exchanges = 0
         self.die_at = die_at
-        self.one_host = one_host
+        self.one_host = False
 
     @classmethod
     def make(cls, size: int, timeout_s: float = 20.0, *, one_host: bool = False) -> list[Self]:
         """All ranks of a new group."""
         wire = _Wire(size)
-        return [cls(wire, rank, timeout_s, one_host=one_host) for rank in range(size)]
+        made = [cls(wire, rank, timeout_s) for rank in range(size)]
+        for each in made:
+            each.one_host = one_host
+        return made
 
     def all_gather(self, mine: Bytes) -> Bytes:
         """See `RankGroup`."""
