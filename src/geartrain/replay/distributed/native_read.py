@@ -107,6 +107,7 @@ class NativeReader:
         self._n = config.batch_size
         self._rows = config.batch_size // len(members.replicas)
         own = shards.of_rank[rank]
+        self._idle = all(len({shards.of_rank[other], *each}) == len(shards.ranks) for other, each in enumerate(reached))
         assigner = Assigner(members.replicas, shards.ranks, {at: set(each) for at, each in enumerate(reached)})
         views: list[tuple[_native.Store | None, list[int], bool, int, int, list[int]]] = []
         for shard, ranks in enumerate(shards.ranks):
@@ -161,7 +162,7 @@ class NativeReader:
 
     def exchange(self, agreement: ReadAgreement, batch: _native.SampledBatch, read: _native.RankRead) -> None:
         """Sends and receives rows of shards that a rank does not have open. Collective; raises what that raises."""
-        agreement.exchange(read.sends, read.receives)
+        agreement.exchange(read.sends, read.receives, idle=self._idle)
         if read.received_rows:
             self._native.place(batch, read)
         self.local_rows += read.local_rows
