@@ -64,10 +64,11 @@ class BatchLoader:
         self._stores = stores
         self._prefetch = config.prefetch
         self._finish = _finish_with(builder, config.transform)
-        self._finishes_at_once = config.transform is None and isinstance(builder, HostBatchBuilder) and not trace.on
+        at_once = isinstance(builder, HostBatchBuilder | SingleRankBuilder)
+        self._finishes_at_once = config.transform is None and at_once and not trace.on
         # One rank of a group of one asks nobody else, and keeps updates for the next request all the same.
-        self._keeps_updates = isinstance(builder, SingleRankBuilder)
-        self._never_ahead = config.prefetch == 0 and (not builder.collective or self._keeps_updates)
+        alone = isinstance(builder, SingleRankBuilder)
+        self._never_ahead = config.prefetch == 0 and (not builder.collective or alone)
         self._timeout_s = config.timeout_s
         # Over ranks and on devices batches are always built on the prefetch thread.
         local = config.prefetch > 0 and isinstance(builder, HostBatchBuilder)
@@ -112,7 +113,7 @@ class BatchLoader:
         """
         placement = self._placement
         if self._builds_here():
-            updates = self.take_updates() if self._keeps_updates else _NO_UPDATES
+            updates = self.take_updates() if self._updates else _NO_UPDATES  # only what keeps them has any
             built: BuiltBatch = self._builder.start(self.step, self.state, updates)
             if not self._finishes_at_once:
                 built = self._finish(built)

@@ -191,9 +191,13 @@ class HostBatchBuilder:
             self._transitions.settle(native)
         batch = native_batch(native, self._shown, step, self.store_ids)
         make_s = time.perf_counter() - began_s
+        self.note(make_s)
+        return BuiltBatch(batch, after, make_s=make_s)
+
+    def note(self, make_s: float) -> None:
+        """Counts a batch that took so long to make."""
         self._make_s += make_s
         self._built += 1
-        return BuiltBatch(batch, after, make_s=make_s)
 
     def finish(self, started: BuiltBatch) -> BuiltBatch:
         """See `BatchBuilder`."""

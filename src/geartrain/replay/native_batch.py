@@ -5,6 +5,7 @@ A consumer that reads two of ten fields pays for two; what a batch costs in Pyth
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -122,11 +123,6 @@ class NativeBatch(Batch):
         """See `Batch`."""
         return self._rows.nbytes
 
-    def as_global(self, step: int) -> GlobalNativeBatch:
-        """The same batch, of this step, as the global batch of a group of one rank."""
-        made: GlobalNativeBatch = object.__new__(GlobalNativeBatch)
-        return _filled(made, self._rows, self._plan, step, self._store_ids)
-
     def __reduce__(self) -> tuple[Any, ...]:
         metadata = [getattr(self, name) for name in _METADATA]
         return Batch, (self.fields, self.keys, *metadata, self.step)
@@ -140,13 +136,38 @@ class GlobalNativeBatch(NativeBatch):
     def __getattr__(self, name: str) -> Any:
         if name not in ("draw", "keys"):
             return super().__getattr__(name)
-        numbers = np.arange(len(self))
         value: Any
         if name == "draw":
-            value = self._plan.as_output(numbers)
+            value = self._plan.as_output(np.arange(len(self)))
         else:
-            rows, shard = self._rows, np.zeros(len(self), np.uint16)
-            value = Keys.of_rows(rows.rows(), rows.generations(), self._store_ids[0], shard=shard, draw=numbers)
+            rows, (draw, shard) = self._rows, numbers_of(len(self))
+            value = Keys.of_rows(rows.rows(), rows.generations(), self._store_ids[0], shard=shard, draw=draw)
+        object.__setattr__(self, name, value)
+        return value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        made, values = super().__reduce__()
+        return made, (*values, self.draw)
+
+
+class RankNativeBatch(NativeBatch):
+    """A native batch that is one rank's part of a global one."""
+
+    __slots__ = ("_draws",)
+    _draws: NDArray[np.int64]
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("draw", "keys"):
+            return super().__getattr__(name)
+        value: Any
+        if name == "draw":
+            value = self._plan.as_output(self._draws)
+        else:
+            rows = self._rows
+            shard = rows.shard()
+            assert shard is not None
+            stores = np.asarray(self._store_ids)[shard]
+            value = Keys.of_rows(rows.rows(), rows.generations(), stores, shard=shard, draw=self._draws)
         object.__setattr__(self, name, value)
         return value
 
@@ -158,6 +179,14 @@ class GlobalNativeBatch(NativeBatch):
 _put_rows, _put_plan, _put_shown, _put_store_ids, _put_step = (
     getattr(NativeBatch, name).__set__ for name in ("_rows", "_plan", "_shown", "_store_ids", "step")
 )
+
+
+@functools.lru_cache(8)
+def numbers_of(n: int) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
+    """The numbers of the n rows of a global batch of one rank, and their shard, for keys: shared, so not writeable."""
+    draw, shard = np.arange(n), np.zeros(n, np.uint16)
+    draw.flags.writeable = shard.flags.writeable = False
+    return draw, shard
 
 
 def native_batch(rows: _native.SampledBatch, plan: BatchPlan, step: int, store_ids: Sequence[int]) -> NativeBatch:
@@ -173,7 +202,32 @@ def native_batch(rows: _native.SampledBatch, plan: BatchPlan, step: int, store_i
     return _filled(made, rows, plan, step, store_ids)
 
 
-def _filled(made: Made, rows: _native.SampledBatch, plan: BatchPlan, step: int, store_ids: Sequence[int]) -> Made:
+def global_batch(rows: _native.SampledBatch, plan: BatchPlan, step: int, store_ids: Sequence[int]) -> GlobalNativeBatch:
+    """The same as the global batch of a group of one rank."""
+    made: GlobalNativeBatch = object.__new__(GlobalNativeBatch)
+    return _filled(made, rows, plan, step, store_ids)
+
+
+def rank_batch(
+    rows: _native.SampledBatch,
+    plan: BatchPlan,
+    step: int,
+    shard_ids: NDArray[np.uint64],
+    draws: NDArray[np.int64],
+) -> RankNativeBatch:
+    """The same of a rank's part of a global batch.
+
+    Args:
+        rows, plan, step: see `native_batch`.
+        shard_ids: (shards,) of all shards, by the numbers that the rows have.
+        draws: (n,) the rows' numbers in the global batch.
+    """
+    made: RankNativeBatch = object.__new__(RankNativeBatch)
+    object.__setattr__(made, "_draws", draws)
+    return _filled(made, rows, plan, step, shard_ids)
+
+
+def _filled(made: Made, rows: _native.SampledBatch, plan: BatchPlan, step: int, store_ids: Any) -> Made:
     # The dataclass is frozen, so by the slots themselves; other attributes are set when they are first asked for.
     _put_rows(made, rows)
     _put_plan(made, plan)
@@ -191,4 +245,14 @@ def keys_of(rows: _native.SampledBatch, store_ids: Sequence[int], per_step: bool
     return Keys.of_rows(rows.rows(), rows.generations(), store, shard=shard, step=steps)
 
 
-__all__ = ["BatchPlan", "GlobalNativeBatch", "NativeBatch", "keys_of", "native_batch"]
+__all__ = [
+    "BatchPlan",
+    "GlobalNativeBatch",
+    "NativeBatch",
+    "RankNativeBatch",
+    "global_batch",
+    "keys_of",
+    "native_batch",
+    "numbers_of",
+    "rank_batch",
+]

@@ -211,7 +211,7 @@ class Replay:
     def _check_open(self) -> None:
         if self._closed:
             raise StoreClosedError("this replay was closed")
-        if self._foreign:
+        if self._one_process and self._pid != os.getpid():  # `_foreign`, which this is too often called to call
             raise ReplayError(
                 "this replay belongs to the process that this one was forked from: one over several ranks, or with a "
                 "device, is not shared by a fork; make one here"

@@ -7,23 +7,26 @@ devices, views, fields for some stages only) a group of one takes the steps of a
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from geartrain.core.keys import Keys
+from geartrain.errors import SchemaError
 from geartrain.replay.builder import (
     BuiltBatch,
     HostBatchBuilder,
     PriorityUpdate,
     State,
-    apply_updates,
     check_priorities,
+    raised,
 )
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.priority_updates import check_steps
 from geartrain.replay.distributed.rank_group import RankGroup
-from geartrain.replay.native_batch import NativeBatch
+from geartrain.replay.native_batch import global_batch, numbers_of
 from geartrain.replay.pass_sampler import PassSampler
 from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.mixture import Selection
@@ -68,10 +71,13 @@ class SingleRankBuilder:
     def __init__(
         self, samplers: list[StoreSampler], selection: Selection, config: ReplayConfig, group: RankGroup
     ) -> None:
-        self._host = HostBatchBuilder(samplers, selection, config.batch_size)
+        self._host = HostBatchBuilder(samplers, selection, config.batch_size)  # whose figures these are
         self._group = group
-        self._bytes = 0
+        self._sampler = samplers[0]
+        self._plan = samplers[0].plan
         self._store = samplers[0].plan.store
+        self._draw, _ = numbers_of(config.batch_size)
+        self._row_bytes = sum(self._plan.row_bytes(name) for name in self._plan.names)
         samplers[0].waits = False  # as in any group, whose ranks could not agree how long
         self.samplers = samplers
         self.rows = config.batch_size
@@ -84,12 +90,11 @@ class SingleRankBuilder:
         """See `BatchBuilder`. The batch is finished when this returns."""
         if updates:
             self.settle(step, updates)
-        built = self._host.start(step, state, updates)
-        batch = built.batch
-        assert isinstance(batch, NativeBatch)
-        self._bytes += batch.nbytes
-        built.batch = batch.as_global(step)
-        return built
+        began_s = time.perf_counter()
+        rows, after = self._sampler.sample(self.rows, step, state[0])
+        batch = global_batch(rows, self._plan, step, self.store_ids)
+        self._host.note(time.perf_counter() - began_s)
+        return BuiltBatch(batch, [after])
 
     def finish(self, started: BuiltBatch) -> BuiltBatch:
         """See `BatchBuilder`."""
@@ -98,33 +103,35 @@ class SingleRankBuilder:
     def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
         """See `BatchBuilder`. They are applied with the next batch."""
         check_priorities(update.priorities)
-        check_steps(self._store.per_step, update.keys)
-        store = update.keys.store
-        if len(update.keys) and (type(store) is not int or store != self._store.id):
-            update.keys.places_among(np.array(self.store_ids, np.uint64), "shards of this replay")
+        keys = update.keys
+        if keys.draw is self._draw and keys.store == self._store.id and keys.step is None:
+            return None  # of a batch, all of it
+        check_steps(self._store.per_step, keys)
+        store = keys.store
+        if len(keys) and (type(store) is not int or store != self._store.id):
+            keys.places_among(np.array(self.store_ids, np.uint64), "shards of this replay")
         return None
 
     def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
         """See `BatchBuilder`."""
         for update in updates:
-            apply_updates(self.samplers, self._ordered(update), step)
+            self._sampler.follow_alpha(step)
+            keys, priorities = update.keys, update.priorities
+            draw = keys.draw
+            # Of a row that was drawn twice the later draw's priority holds. A batch has them in that order.
+            if draw is not self._draw and draw is not None and (draw[1:] < draw[:-1]).any():
+                order = np.argsort(draw, kind="stable")
+                keys, priorities = keys[order], priorities[order]
+            try:
+                self._set(keys, priorities)
+            except SchemaError:  # the key of a row that the store does not have, which is counted as stale
+                there = keys.row < self._store.capacity
+                rows, generations = np.where(there, keys.row, 0), np.where(there, keys.generation, 0)
+                self._set(Keys(rows, generations), priorities)
         updates.clear()
 
-    def _ordered(self, update: PriorityUpdate) -> PriorityUpdate:
-        """The update in the order of draws: of a row that was drawn twice the later draw's priority holds.
-
-        The key of a row that the store does not have is counted as stale.
-        """
-        keys, priorities = update.keys, update.priorities
-        if len(keys) and int(keys.row.max()) >= self._store.capacity:
-            there = keys.row < self._store.capacity
-            rows, generations = np.where(there, keys.row, 0), np.where(there, keys.generation, 0)
-            keys = Keys(rows, generations, draw=keys.draw, store=self._store.id)
-        draw = keys.draw
-        if draw is not None and (draw[1:] < draw[:-1]).any():
-            order = np.argsort(draw, kind="stable")
-            keys, priorities = keys[order], priorities[order]
-        return PriorityUpdate(keys, priorities)
+    def _set(self, keys: Keys, priorities: NDArray[np.float64]) -> None:
+        self._store.native.update_priorities(keys.row, keys.generation, raised(priorities, self._sampler.alpha))
 
     def rewind(self) -> None:
         """See `BatchBuilder`. Nothing is kept but the state."""
@@ -132,8 +139,9 @@ class SingleRankBuilder:
     def stats(self) -> dict[str, Any]:
         """See `BatchBuilder`: with the figures that there are over several ranks."""
         mine = self._host.stats()
+        local_bytes = mine["built"] * self.rows * self._row_bytes
         nothing = dict.fromkeys(("sent_bytes", "received_bytes", "selection_bytes", "select_s", "exchange_s"), 0)
-        return {**mine, **nothing, "local_bytes": self._bytes, "local_share": 1.0, "fetch_s": mine["make_s"]}
+        return {**mine, **nothing, "local_bytes": local_bytes, "local_share": 1.0, "fetch_s": mine["make_s"]}
 
     def describe(self) -> list[dict[str, Any]]:
         """See `BatchBuilder`."""
