@@ -12,12 +12,24 @@
 
 #include "base/errors.h"
 #include "fetch/batch_sampler.h"
+#include "python/batch_memory.h"
 #include "python/batch_shapes.h"
 #include "python/bind.h"
 #include "python/sampled_batch.h"
 #include "selection/importance_weights.h"
 
 namespace geartrain {
+
+BatchMemory memory_of(nb::handle batch) {
+  const auto& made = nb::cast<const SampledBatch&>(batch);
+  return {made.arrays(), made.shards()};
+}
+
+std::span<double> weights_to_fill(nb::handle batch) {
+  auto& made = nb::cast<SampledBatch&>(batch);
+  return made.weights(0, made.size());
+}
+
 namespace {
 
 using LimitTuple = std::tuple<int64_t, uint64_t, uint32_t>;  // min_version, inserted_from_ns, min_length

@@ -66,6 +66,7 @@ NB_MODULE(_native, module) {
   bind_store(module);
   bind_fetch(module);
   bind_batch(module);
+  bind_rank_reader(module);
   bind_inserter(module);
   bind_step_writer(module);
   bind_selection(module);

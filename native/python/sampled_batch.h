@@ -31,6 +31,7 @@ class SampledBatch {
   uint64_t nbytes() const { return layout_->nbytes(); }
   const BatchLayout& layout() const { return *layout_; }
   const BatchArrays& arrays() const { return arrays_; }
+  std::span<uint16_t> shards() const { return shards_; }
 
   nb::object field(size_t i) const {
     const BatchLayout::Field& field = checked_field(i);

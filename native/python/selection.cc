@@ -433,15 +433,20 @@ void bind_selection(nb::module_& module) {
       .def("find", &StepSums::find);
   using Numbers = std::vector<std::vector<uint32_t>>;
   nb::class_<Assigner>(module, "Assigner")
-      .def("__init__",
-           [](Assigner* made, const Numbers& ranks, const std::vector<Numbers>& local_shards,
-              const Numbers& shard_ranks) {
-             if (ranks.size() != local_shards.size())
-               fail(ErrorKind::schema, "each replica has ranks and their shards");
-             std::vector<ReplicaRanks> replicas;
-             for (size_t i = 0; i < ranks.size(); ++i) replicas.push_back({ranks[i], local_shards[i]});
-             new (made) Assigner(replicas, shard_ranks);
-           })
+      .def(
+          "__init__",
+          [](Assigner* made, const Numbers& ranks, const std::vector<Numbers>& local_shards, const Numbers& shard_ranks,
+             const std::vector<Numbers>& near_shards) {
+            if (ranks.size() != local_shards.size() || (!near_shards.empty() && near_shards.size() != ranks.size()))
+              fail(ErrorKind::schema, "each replica has ranks and their shards");
+            std::vector<ReplicaRanks> replicas;
+            for (size_t i = 0; i < ranks.size(); ++i) {
+              replicas.push_back({ranks[i], local_shards[i], near_shards.empty() ? Numbers{} : near_shards[i]});
+            }
+            new (made) Assigner(replicas, shard_ranks);
+          },
+          nb::arg("ranks"), nb::arg("local_shards"), nb::arg("shard_ranks"),
+          nb::arg("near_shards") = std::vector<Numbers>{})
       // (replica, reader, place) of each draw
       .def(
           "assign",

@@ -27,6 +27,14 @@ Assigner::Assigner(const std::vector<ReplicaRanks>& replicas, std::vector<std::v
         local_[number].emplace_back(shard, one.ranks[preference]);
       }
     }
+    for (size_t preference = 0; preference < one.near_shards.size(); ++preference) {
+      for (uint32_t shard : one.near_shards[preference]) {
+        if (preference >= one.ranks.size() || shard >= shard_ranks_.size()) {
+          fail(ErrorKind::schema, "there is no shard ", shard, " near a rank");
+        }
+        local_[number].emplace_back(shard, one.ranks[preference]);
+      }
+    }
     // Stable, so of several ranks that have a shard the preferred one is found.
     std::stable_sort(local_[number].begin(), local_[number].end(),
                      [](const auto& a, const auto& b) { return a.first < b.first; });
@@ -61,32 +69,54 @@ std::span<const uint32_t> in_turn(std::span<const uint32_t> atoms, std::vector<u
 }  // namespace
 
 void Assigner::local_first(const Atoms& atoms, std::vector<int64_t>& room, std::vector<int64_t>& replica) const {
-  std::vector<int64_t> sizes = atoms.size;
-  std::ranges::sort(sizes, std::greater<>());
-  sizes.erase(std::unique(sizes.begin(), sizes.end()), sizes.end());
+  std::vector<int64_t> sizes{1};
+  if (!atoms.alone) {
+    sizes = atoms.size;
+    std::ranges::sort(sizes, std::greater<>());
+    sizes.erase(std::unique(sizes.begin(), sizes.end()), sizes.end());
+  }
   std::vector<uint32_t> everyone(replicas_);
   std::iota(everyone.begin(), everyone.end(), 0);
-  std::vector<std::vector<uint32_t>> by_shard(shard_ranks_.size());
   // Where every replica has the only shard all of them take turns, whichever of their ranks has it.
   const bool any_will_do = shard_ranks_.size() == 1 && atoms.alone &&
                            std::ranges::all_of(local_, [](const auto& each) { return !each.empty(); });
   // Large atoms first: what is left of a replica is then a multiple of every smaller size.
+  const size_t count = atoms.shard.size(), shards = shard_ranks_.size();
+  std::vector<uint32_t> sorted(count), rest;
   for (int64_t size : sizes) {
-    for (auto& each : by_shard) each.clear();
-    for (uint32_t atom = 0; atom < atoms.shard.size(); ++atom) {
-      if (atoms.size[atom] == size) by_shard[static_cast<size_t>(atoms.shard[atom])].push_back(atom);
+    // The atoms of shard s, in order, are sorted[next[s]] to sorted[ends[s] - 1].
+    std::vector<uint32_t> ends(shards + 1, 0);
+    for (size_t atom = 0; atom < count; ++atom) {
+      if (atoms.size[atom] == size) ++ends[static_cast<size_t>(atoms.shard[atom]) + 1];
     }
+    std::partial_sum(ends.begin(), ends.end(), ends.begin());
+    std::vector<uint32_t> next(ends.begin(), ends.end() - 1);
+    for (uint32_t atom = 0; atom < count; ++atom) {
+      if (atoms.size[atom] == size) sorted[next[static_cast<size_t>(atoms.shard[atom])]++] = atom;
+    }
+    std::copy(ends.begin(), ends.end() - 1, next.begin());
     for (const auto& level : levels_) {
       if (any_will_do) break;
-      for (size_t shard = 0; shard < by_shard.size(); ++shard) {
-        if (by_shard[shard].empty() || level[shard].empty()) continue;
-        const auto left = in_turn(by_shard[shard], level[shard], size, room, replica);
-        by_shard[shard].erase(by_shard[shard].begin(), by_shard[shard].end() - static_cast<ptrdiff_t>(left.size()));
+      for (size_t shard = 0; shard < shards; ++shard) {
+        const std::span<const uint32_t> mine(sorted.data() + next[shard], ends[shard + 1] - next[shard]);
+        if (mine.empty() || level[shard].empty()) continue;
+        size_t given = 0;
+        if (level[shard].size() == 1) {  // most shards are of one replica, whose turn it always is
+          const uint32_t only = level[shard].front();
+          while (given < mine.size() && room[only] >= size) {
+            replica[mine[given++]] = only;
+            room[only] -= size;
+          }
+        } else {
+          given = mine.size() - in_turn(mine, level[shard], size, room, replica).size();
+        }
+        next[shard] += static_cast<uint32_t>(given);
       }
     }
-    std::vector<uint32_t> rest;
-    for (const auto& each : by_shard) rest.insert(rest.end(), each.begin(), each.end());
-    std::ranges::sort(rest);  // whatever their shard
+    rest.clear();
+    for (uint32_t atom = 0; atom < count; ++atom) {  // whatever their shard
+      if (replica[atom] < 0 && atoms.size[atom] == size) rest.push_back(atom);
+    }
     const auto left = in_turn(rest, everyone, size, room, replica);
     if (!left.empty()) fail(ErrorKind::schema, left.size(), " draws fit into no replica");
   }
@@ -130,8 +160,12 @@ Assigner::Assigned Assigner::assign(std::span<const int64_t> shard, std::span<co
     }
   } else {
     local_first(atoms, room, of_atom);
-    for (size_t atom = 0; atom < of_atom.size(); ++atom) {
-      made.replica.insert(made.replica.end(), static_cast<size_t>(atoms.size[atom]), of_atom[atom]);
+    if (atoms.alone) {
+      made.replica = of_atom;
+    } else {
+      for (size_t atom = 0; atom < of_atom.size(); ++atom) {
+        made.replica.insert(made.replica.end(), static_cast<size_t>(atoms.size[atom]), of_atom[atom]);
+      }
     }
   }
 
@@ -143,7 +177,11 @@ Assigner::Assigned Assigner::assign(std::span<const int64_t> shard, std::span<co
       if (ranks.empty()) fail(ErrorKind::schema, "no rank has shard ", atoms.shard[atom]);
       reader = ranks[turn[static_cast<size_t>(atoms.shard[atom])]++ % ranks.size()];
     }
-    made.reader.insert(made.reader.end(), static_cast<size_t>(atoms.size[atom]), reader);
+    if (atoms.alone) {
+      made.reader.push_back(reader);
+    } else {
+      made.reader.insert(made.reader.end(), static_cast<size_t>(atoms.size[atom]), reader);
+    }
   }
   std::vector<int64_t> next(replicas_, 0);
   for (int64_t replica : made.replica) made.place.push_back(next[static_cast<size_t>(replica)]++);

@@ -14,6 +14,9 @@ namespace geartrain {
 struct ReplicaRanks {
   std::vector<uint32_t> ranks;
   std::vector<std::vector<uint32_t>> local_shards;
+  // For each rank the shards that it can read besides: it does so where it gets their rows, which it gets no sooner for
+  // that. Empty: none.
+  std::vector<std::vector<uint32_t>> near_shards = {};
 };
 
 class Assigner {

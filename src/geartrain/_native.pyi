@@ -186,9 +186,55 @@ def importance_weights(
     probability: NDArray[np.float64], count: int, beta: float, lowest: float, /
 ) -> NDArray[np.float64]: ...
 
+class RankRead:
+    @property
+    def sends(self) -> list[tuple[int, NDArray[np.uint8]]]: ...
+    @property
+    def receives(self) -> list[tuple[int, NDArray[np.uint8]]]: ...
+    @property
+    def received_rows(self) -> int: ...
+    @property
+    def sent_rows(self) -> int: ...
+    @property
+    def local_rows(self) -> int: ...
+    @property
+    def lowest(self) -> float: ...
+    @property
+    def redrawn(self) -> int: ...
+    @property
+    def failed(self) -> str | None: ...
+    def draws(self) -> NDArray[np.int64]: ...
+
+class RankReader:
+    def __init__(
+        self,
+        rank: int,
+        consumers: Sequence[int],
+        shards: Sequence[tuple[Store | None, list[int], bool, int, int, list[int]]],
+        assigner: Assigner,
+        window: int,
+        pad_left: bool,
+        threads: int,
+        seed: int,
+        by_priority: bool,
+        stratified: bool,
+        in_order: bool,
+        windows: tuple[int, bool, bool, int] | None,
+    ) -> None: ...
+    def read(self, batch: SampledBatch, step: int, n: int, totals: NDArray[np.uint64]) -> RankRead: ...
+    def place(self, batch: SampledBatch, read: RankRead) -> None: ...
+    @property
+    def row_bytes(self) -> int: ...
+    @staticmethod
+    def weigh(batch: SampledBatch, count: int, beta: float, lowest: float) -> None: ...
+
 class Assigner:
     def __init__(
-        self, ranks: list[list[int]], local_shards: list[list[list[int]]], shard_ranks: list[list[int]], /
+        self,
+        ranks: list[list[int]],
+        local_shards: list[list[list[int]]],
+        shard_ranks: list[list[int]],
+        near_shards: list[list[list[int]]] = ...,
     ) -> None: ...
     def assign(
         self, shard: NDArray[np.int64], sizes: NDArray[np.int64] | None, in_order: bool

@@ -15,10 +15,10 @@ import geartrain as gt
 import geartrain.replay.distributed.draw as draw
 import geartrain.replay.distributed.members as members
 import geartrain.replay.distributed.read_agreement as read_agreement
-from geartrain.replay.distributed.assembly_host import HostAssembler
 from geartrain.replay.distributed.carrier import Bytes, Message
 from geartrain.replay.distributed.messages import PRIORITY_UPDATE, rank_status
 from geartrain.replay.distributed.rank_group import DIRECT_RANKS
+from geartrain.replay.distributed.read_agreement import ReadAgreement
 from geartrain.selection import Fifo, GroupSampling, Lifo, Prioritized, TopK, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
@@ -58,17 +58,17 @@ def rounds_of(
     **options: Any,
 ) -> list[list[list[Round]]]:
     """For every rank and batch, the rounds of its agreement."""
-    original = HostAssembler.exchange
+    original = ReadAgreement.exchange
 
-    def exchange(self: HostAssembler, agreement: Any, *rest: Any) -> int:
-        group = agreement.members.group
+    def exchange(self: ReadAgreement, *messages: Any) -> None:
+        group: Any = self.members.group
         group.moves_rows = True
         try:
-            return original(self, agreement, *rest)
+            original(self, *messages)
         finally:
             group.moves_rows = False
 
-    monkeypatch.setattr(HostAssembler, "exchange", exchange)
+    monkeypatch.setattr(ReadAgreement, "exchange", exchange)
 
     def body(rank: Any) -> list[list[Round]]:
         store, found = stores[rank.rank % len(stores)], []

@@ -14,6 +14,7 @@ import geartrain.replay.distributed.draw as draw
 import geartrain.replay.distributed.members as members
 import geartrain.replay.distributed.read_agreement as read_agreement
 from geartrain.errors import EmptyStoreError
+from geartrain.replay.distributed.native_read import NativeReader
 from geartrain.replay.distributed.rank_group import DIRECT_RANKS
 from geartrain.replay.distributed.read import ShardReader
 from geartrain.selection import Fifo, GroupSampling, Lifo, Prioritized, TopK, Uniform
@@ -31,15 +32,19 @@ def lose_rows(
     monkeypatch: pytest.MonkeyPatch, store: gt.Store, step: int, which: slice = slice(None)
 ) -> threading.Event:
     """Removes rows of a store once, after they were drawn for a step and before they are read."""
-    read, lost = ShardReader.read, threading.Event()
+    lost = threading.Event()
 
-    def loses_rows(self: ShardReader, at: int, *rest: Any) -> Any:
-        if at == step and self.samplers[0].plan.store is store and not lost.is_set():
-            lost.set()
-            store.delete(store.keys()[which])
-        return read(self, at, *rest)
+    def before(read: Callable[..., Any]) -> Callable[..., Any]:
+        def loses_rows(self: Any, at: int, *rest: Any) -> Any:
+            if at == step and self.samplers[0].plan.store is store and not lost.is_set():
+                lost.set()
+                store.delete(store.keys()[which])
+            return read(self, at, *rest)
 
-    monkeypatch.setattr(ShardReader, "read", loses_rows)
+        return loses_rows
+
+    for reader in (ShardReader, NativeReader):
+        monkeypatch.setattr(reader, "read", before(reader.read))
     return lost
 
 

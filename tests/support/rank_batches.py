@@ -70,10 +70,15 @@ def join(parts: list[gt.Batch]) -> dict[str, np.ndarray]:
 
 
 def over_ranks(
-    stores: list[gt.Store], selection: Any, batches: int = 3, ranks: int | None = None, **options: Any
+    stores: list[gt.Store],
+    selection: Any,
+    batches: int = 3,
+    ranks: int | None = None,
+    one_host: bool = False,
+    **options: Any,
 ) -> tuple[list[dict[str, np.ndarray]], list[dict[str, float]]]:
-    """Global batches and every rank's figures; rank r has store r % len(stores)."""
-    size = ranks or len(stores)
+    """Global batches and every rank's figures; rank r has store r % len(stores), on a host of its own or on the one."""
+    group = ThreadRankGroup.make(ranks or len(stores), one_host=one_host)
     settings = {"window": 4, "output": "numpy", "num_batches": batches, **options}
 
     def body(rank: ThreadRankGroup) -> tuple[list[gt.Batch], dict[str, float]]:
@@ -85,7 +90,7 @@ def over_ranks(
                 made.append(batch)
             return made, replay.stats()
 
-    results = run_ranks(size, body)
+    results = run_ranks(group, body)
     return [join([result[0][step] for result in results]) for step in range(batches)], [r[1] for r in results]
 
 

@@ -139,7 +139,7 @@ class Group:
         secret = secret_of(secret)
         if host is not None:
             check_text("host", host)
-        check_flag("cross_memory", cross_memory)
+        cross_memory = check_flag("cross_memory", cross_memory)
         if least_read_bytes is not None:
             least_read_bytes = whole_number("least_read_bytes", least_read_bytes, 2**63 - 1)
         if window_bytes is not None:

@@ -150,6 +150,32 @@ class GlobalNativeBatch(NativeBatch):
         return made, (*values, self.draw)
 
 
+class RankNativeBatch(NativeBatch):
+    """A native batch that is one rank's part of a global one."""
+
+    __slots__ = ("_draws",)
+    _draws: NDArray[np.int64]
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("draw", "keys"):
+            return super().__getattr__(name)
+        value: Any
+        if name == "draw":
+            value = self._plan.as_output(self._draws)
+        else:
+            rows = self._rows
+            shard = rows.shard()
+            assert shard is not None
+            stores = np.asarray(self._store_ids)[shard]
+            value = Keys.of_rows(rows.rows(), rows.generations(), stores, shard=shard, draw=self._draws)
+        object.__setattr__(self, name, value)
+        return value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        made, values = super().__reduce__()
+        return made, (*values, self.draw)
+
+
 _put_rows, _put_plan, _put_shown, _put_store_ids, _put_step = (
     getattr(NativeBatch, name).__set__ for name in ("_rows", "_plan", "_shown", "_store_ids", "step")
 )
@@ -182,7 +208,26 @@ def global_batch(rows: _native.SampledBatch, plan: BatchPlan, step: int, store_i
     return _filled(made, rows, plan, step, store_ids)
 
 
-def _filled(made: Made, rows: _native.SampledBatch, plan: BatchPlan, step: int, store_ids: Sequence[int]) -> Made:
+def rank_batch(
+    rows: _native.SampledBatch,
+    plan: BatchPlan,
+    step: int,
+    shard_ids: NDArray[np.uint64],
+    draws: NDArray[np.int64],
+) -> RankNativeBatch:
+    """The same of a rank's part of a global batch.
+
+    Args:
+        rows, plan, step: see `native_batch`.
+        shard_ids: (shards,) of all shards, by the numbers that the rows have.
+        draws: (n,) the rows' numbers in the global batch.
+    """
+    made: RankNativeBatch = object.__new__(RankNativeBatch)
+    object.__setattr__(made, "_draws", draws)
+    return _filled(made, rows, plan, step, shard_ids)
+
+
+def _filled(made: Made, rows: _native.SampledBatch, plan: BatchPlan, step: int, store_ids: Any) -> Made:
     # The dataclass is frozen, so by the slots themselves; other attributes are set when they are first asked for.
     _put_rows(made, rows)
     _put_plan(made, plan)
@@ -204,8 +249,10 @@ __all__ = [
     "BatchPlan",
     "GlobalNativeBatch",
     "NativeBatch",
+    "RankNativeBatch",
     "global_batch",
     "keys_of",
     "native_batch",
     "numbers_of",
+    "rank_batch",
 ]

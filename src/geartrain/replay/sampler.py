@@ -193,9 +193,7 @@ class StoreSampler:
     def _drawn(self, call: Callable[..., Any], into: tuple[Any, ...], n: int, step: int, cursor: int) -> Any:
         """What the native call returns, once it has the rows and the rate limiter's leave that it needs."""
         limits = self._limits if self._limits_at is None else self._limits_at()
-        beta = self._fixed_beta
-        if beta is None and self._beta is not None:
-            beta = checked_beta(at_step(self._beta, step))
+        beta = self.beta_at(step)
         self.stage = "drawing and copying rows"
         result = call(*into, n, step, limits, cursor, False, beta)
         if result is None:  # rows, or the rate limiter, have to be waited for
@@ -211,6 +209,12 @@ class StoreSampler:
                 raise
         self.stage = "idle"
         return result
+
+    def beta_at(self, step: int) -> float | None:
+        """The exponent of importance weights at a step; None where the strategy has none, or code of its own."""
+        if self._fixed_beta is None and self._beta is not None:
+            return checked_beta(at_step(self._beta, step))
+        return self._fixed_beta
 
     def _after(
         self, batch: _native.SampledBatch, first: int, n: int, step: int, cursor: int, redrawn: int, count: int

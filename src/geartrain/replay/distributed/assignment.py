@@ -8,7 +8,7 @@ multinomial draw over its mean. `ordered` gives replica i the i-th slice of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,13 +52,24 @@ class Assigner:
     Args:
         replicas: the consumers.
         shard_ranks: for each shard, the ranks that have it in their host's memory.
+        near: by rank, other shards that it can read: it reads rows of these that it gets, which it gets no sooner.
+
+    Attributes:
+        native: the native assigner, for those that draw natively.
     """
 
-    def __init__(self, replicas: Sequence[Replica], shard_ranks: Sequence[Sequence[int]]) -> None:
-        self._native = _native.Assigner(
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        shard_ranks: Sequence[Sequence[int]],
+        near: Mapping[int, Collection[int]] | None = None,
+    ) -> None:
+        near = near or {}
+        self.native = _native.Assigner(
             [list(each.ranks) for each in replicas],
             [[sorted(shards) for shards in each.local_shards] for each in replicas],
             [list(ranks) for ranks in shard_ranks],
+            [[sorted(near.get(rank, ())) for rank in each.ranks] for each in replicas],
         )
 
     def assign(
@@ -77,7 +88,7 @@ class Assigner:
 
         Cost: a few passes over the draws, about 20 ns a draw.
         """
-        return Assigned(*self._native.assign(shard, atom_sizes, assignment == "ordered"))
+        return Assigned(*self.native.assign(shard, atom_sizes, assignment == "ordered"))
 
 
 def assign(

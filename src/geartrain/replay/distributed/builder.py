@@ -11,6 +11,8 @@ For every batch all ranks take the same steps, in the same order (GEAR, sections
                    (assembly.py: into host memory, into a GPU's through it, or from GPU to GPU)
     7. copies      tensor-parallel peers get a copy of the batch                                       one copy each
 
+Where draws are independent, of one store and in host memory, steps 3 to 5 are one native call (native_read.py).
+
 No rank requests a row: both ends know what moves. A row that is overwritten between 3 and 5 is redrawn by the rank that
 reads it, from the same shard, so no other rank has to know. Where that shard has no other row all ranks learn it in
 step 6, and draw the batch again (read_agreement.py). A rank that fails aborts the group, and every other one raises
@@ -39,10 +41,11 @@ from geartrain.replay.device import DeviceOptions
 from geartrain.replay.distributed.assembly import BatchAssembler, check_options, open_assembler
 from geartrain.replay.distributed.assembly_host import HostAssembler, Incoming
 from geartrain.replay.distributed.assignment import Assigner, sizes_of
-from geartrain.replay.distributed.draw import CommonError, ShardedSampler
+from geartrain.replay.distributed.draw import CommonError, ShardedSampler, ShardTotals
 from geartrain.replay.distributed.fingerprint import describe_job, fingerprint_of
 from geartrain.replay.distributed.members import Consumer, Members
 from geartrain.replay.distributed.messages import flat_bytes
+from geartrain.replay.distributed.native_read import NativeReader, open_native_reader
 from geartrain.replay.distributed.priority_updates import check_steps
 from geartrain.replay.distributed.rank_group import Message, RankGroup, run_on_all_ranks
 from geartrain.replay.distributed.read import AssignedDraws, RowBuffer, ShardReader
@@ -150,6 +153,7 @@ class DistributedBatchBuilder:
 
         try:
             run_on_all_ranks(group, open_mine)
+            self._native = open_native_reader(samplers, selection, config, self.members)
         except BaseException:
             self.assembler.close()
             raise
@@ -254,6 +258,8 @@ class DistributedBatchBuilder:
         self, step: int, state: State, updates: list[PriorityUpdate], quotas: list[int], began_s: float, sent: int
     ) -> BuiltBatch:
         known = self._sampler.gather_totals(step, state, updates, quotas)
+        if self._native is not None:
+            return self._build_natively(self._native, step, known, began_s, sent)
         drawn = [self._sampler.draw(number, quota, step, known) for number, quota in enumerate(quotas)]
         state = [old if each is None else each.state for old, each in zip(known.state, drawn, strict=True)]
         quotas = self._found(drawn, quotas)
@@ -274,6 +280,28 @@ class DistributedBatchBuilder:
         self.traffic.fetch_s += read_s - selected_s
         self.traffic.exchange_s += ended_s - read_s
         return BuiltBatch(batch, state, deliver)
+
+    def _build_natively(
+        self, native: NativeReader, step: int, known: ShardTotals, began_s: float, sent: int
+    ) -> BuiltBatch:
+        """Steps 3 to 6 where draws and reads are one native call."""
+        totals = native.totals(known.totals[0])
+        self.traffic.selection_bytes += self.group.sent_bytes - sent
+        selected_s = time.perf_counter()
+        rows, read, outcome = native.read(step, totals)
+        read_s = time.perf_counter()
+        agreement = self._reader.agreement(outcome, with_lowest=self._has_importance)
+        native.exchange(agreement, rows, read)
+        lowest = None if agreement.lowest is None else float(agreement.lowest[0])
+        batch = native.finish(rows, read, lowest, known.counts[0], step)
+        traffic, ended_s = self.traffic, time.perf_counter()
+        traffic.local_bytes, traffic.sent_bytes, traffic.received_bytes = (
+            count * native.row_bytes for count in (native.local_rows, native.sent_rows, native.received_rows)
+        )
+        traffic.select_s += selected_s - began_s
+        traffic.fetch_s += read_s - selected_s
+        traffic.exchange_s += ended_s - read_s
+        return BuiltBatch(batch, known.state)
 
     def _found(self, drawn: Sequence[ShardedDraw | None], quotas: Sequence[int]) -> list[int]:
         """Rows of each store in the batch: fewer than were asked for where a pass ends."""
@@ -444,6 +472,8 @@ class DistributedBatchBuilder:
     def close(self) -> None:
         """Leaves the group."""
         self._sampler.close()
+        if self._native is not None:
+            self._native.close()
         self.assembler.close()
         self.group.close()
 

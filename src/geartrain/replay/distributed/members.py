@@ -8,6 +8,7 @@ tables.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -124,7 +125,22 @@ class Members:
 
     def shard_of(self, keys: Keys) -> NDArray[np.int64]:
         """(n,) the shard of each key, among those of all stores. Raises `ArgumentError` for keys of other stores."""
+        shard, store, ids = keys.shard, keys.store, self.shard_ids
+        if shard is not None and type(store) is np.ndarray and len(keys) and int(shard.max()) < len(ids):
+            there = ids[shard] == store
+            if there.all():  # as in the keys of a batch
+                return shard.astype(np.int64)
         return keys.places_among(self.shard_ids, "shards of this replay")
+
+    @functools.cached_property
+    def store_of_shard(self) -> NDArray[np.int64]:
+        """(shards,) the number of each shard's store."""
+        return np.repeat(np.arange(len(self.stores)), [len(store.ranks) for store in self.stores])
+
+    @functools.cached_property
+    def leader_of_shard(self) -> NDArray[np.int64]:
+        """(shards,) the rank that leads each shard."""
+        return np.concatenate([store.leaders for store in self.stores]).astype(np.int64)
 
     def leads(self, store: int) -> bool:
         """Whether this rank is the leader of its shard of a store."""

@@ -23,7 +23,7 @@ from geartrain.replay.distributed.rank_group import Bytes
 from geartrain.replay.fetch import FetchPlan
 
 #: Version of the messages between ranks; ranks of different versions refuse each other.
-PROTOCOL = 5
+PROTOCOL = 6
 
 # Metadata of a row of a batch.
 ROW_HEADER = np.dtype(

@@ -24,8 +24,7 @@ def parts_of(members: Members, updates: Sequence[PriorityUpdate]) -> list[NDArra
         return [np.empty(0, PRIORITY_UPDATE)] * size
     shards = [members.shard_of(update.keys) for update in updates]
     records = _pack(members, updates, shards)
-    leader_of = np.concatenate([store.leaders for store in members.stores])
-    leader = leader_of[np.concatenate(shards)]
+    leader = members.leader_of_shard[np.concatenate(shards)]
     return [np.ascontiguousarray(records[leader == to]) for to in range(size)]
 
 
@@ -37,12 +36,13 @@ def send_updates(members: Members, parts: Sequence[NDArray[Any]]) -> list[NDArra
 
 def apply_updates(samplers: Sequence[StoreSampler], parts: Sequence[NDArray[Any]]) -> None:
     """Applies what all ranks have sent to this one, in the order of calls and draws."""
-    received = np.concatenate(parts)
+    # As bytes: to find the common type of records takes longer than to copy them.
+    received = np.concatenate([flat_bytes(part) for part in parts]).view(PRIORITY_UPDATE)
     if not len(received):
         return
     received = received[np.lexsort((received["draw"], received["call"]))]
     for number, sampler in enumerate(samplers):
-        mine = received[received["store"] == number]
+        mine = received if len(samplers) == 1 else received[received["store"] == number]
         if len(mine):
             _apply(sampler, mine)
 
@@ -65,8 +65,12 @@ def _apply(sampler: StoreSampler, updates: NDArray[Any]) -> None:
     there = updates["row"] < store.capacity
     if store.per_step:
         there &= updates["step"] < store.max_length
-    rows, generations, steps = (np.where(there, updates[name], 0) for name in ("row", "generation", "step"))
-    priorities = raised(updates["priority"], sampler.alpha)
+    if not there.all():
+        updates = updates.copy()
+        for name in ("row", "generation", "step"):
+            updates[name][~there] = 0
+    rows, generations, steps = (np.ascontiguousarray(updates[name]) for name in ("row", "generation", "step"))
+    priorities = raised(np.ascontiguousarray(updates["priority"]), sampler.alpha)
     if store.per_step:
         store.native.update_step_priorities(rows, generations, steps, priorities)
     else:
@@ -76,14 +80,16 @@ def _apply(sampler: StoreSampler, updates: NDArray[Any]) -> None:
 def _pack(members: Members, updates: Sequence[PriorityUpdate], shards: Sequence[NDArray[np.int64]]) -> NDArray[Any]:
     """The updates as records, in the order they were given."""
     records = np.zeros(sum(len(update.keys) for update in updates), PRIORITY_UPDATE)
-    store_of = np.repeat(np.arange(len(members.stores)), [len(store.ranks) for store in members.stores])
-    at = 0
+    store_of, at = members.store_of_shard, 0
     for call, (update, shard) in enumerate(zip(updates, shards, strict=True)):
         keys = update.keys
         into = records[at : at + len(keys)]
         into["store"], into["row"], into["generation"] = store_of[shard], keys.row, keys.generation
-        into["step"] = 0 if keys.step is None else keys.step
-        into["draw"] = 0 if keys.draw is None else np.clip(keys.draw, 0, 2**32 - 1)
+        if keys.step is not None:
+            into["step"] = keys.step
+        if keys.draw is not None:
+            large = (keys.draw >> 32).any()  # or negative, of keys made by hand
+            into["draw"] = np.clip(keys.draw, 0, 2**32 - 1) if large else keys.draw
         into["call"], into["priority"] = call, update.priorities
         at += len(keys)
     return records

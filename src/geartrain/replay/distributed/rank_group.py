@@ -72,6 +72,10 @@ class RankGroup(Protocol):
         """Number of ranks that this one has exchanged messages with, by what moves them: "shm", "tcp", "gloo"."""
         ...
 
+    def shm_peers(self) -> set[int]:
+        """Ranks that are known to be of this one's host: their messages come through shared memory."""
+        ...
+
     def all_gather(self, mine: Bytes) -> Bytes:
         """All-gather of bytes: (n,) uint8, the same n on every rank, to (size, n)."""
         ...
@@ -111,6 +115,10 @@ class SingleRank:
     def peers(self) -> dict[str, int]:
         """See `RankGroup`."""
         return {}
+
+    def shm_peers(self) -> set[int]:
+        """See `RankGroup`."""
+        return set()
 
     def all_gather(self, mine: Bytes) -> Bytes:
         """See `RankGroup`."""
@@ -365,6 +373,10 @@ class TorchRankGroup:
     def peers(self) -> dict[str, int]:
         """See `RankGroup`."""
         return {} if self._carrier is None else self._carrier.peers()
+
+    def shm_peers(self) -> set[int]:
+        """See `RankGroup`: of those that it is connected with by now."""
+        return set() if self._transports is None else self._transports.shm_peers()
 
     def abort(self, reason: str) -> None:
         """See `RankGroup`."""

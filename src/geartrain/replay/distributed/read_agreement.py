@@ -16,7 +16,7 @@ from geartrain.errors import EmptyStoreError, NotEnoughRowsError
 from geartrain.replay.distributed.draw import CommonError
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import flat_bytes
-from geartrain.replay.distributed.rank_group import DIRECT_RANKS, Message
+from geartrain.replay.distributed.rank_group import DIRECT_RANKS, RADIX, Message
 
 
 class RowsLostError(CommonError):
@@ -51,8 +51,12 @@ class ReadAgreement:
         self._with_lowest = with_lowest
         self._can_redraw = can_redraw
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], *, idle: bool = False) -> None:
         """Sends and receives rows as `RankGroup.exchange` does. Collective.
+
+        Args:
+            sends, receives: the rows.
+            idle: no row moves between any two ranks, which all of them know.
 
         Raises:
             RowsLostError: a rank lost rows, and its shard has no others; on all ranks, which can make the draws again.
@@ -61,7 +65,8 @@ class ReadAgreement:
         group, outcome = self.members.group, self._outcome
         failed = outcome.failed is not None
         mine = np.array([failed, *outcome.lowest] if self._with_lowest else [failed])
-        if group.size > DIRECT_RANKS:  # to tell each of the others would take longer than the rounds of an all-gather
+        # To tell each of the others would take longer than the rounds of an all-gather; or is one, of one round.
+        if group.size > DIRECT_RANKS or (idle and group.size <= RADIX):
             self._check(self.members.all_gather(mine))
             group.exchange(sends, receives)
             return

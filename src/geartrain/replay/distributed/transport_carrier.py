@@ -174,6 +174,11 @@ class TransportCarrier:
             found[connection.transport] = found.get(connection.transport, 0) + 1
         return found
 
+    def shm_peers(self) -> set[int]:
+        """The peers that are connected through shared memory."""
+        with self._lock:
+            return {peer for peer, each in self._connections.items() if each.transport == "shm"}
+
     def close(self, reason: str = "") -> None:
         """See `Carrier`. The reason is told to all that are connected: the store may go before they ask it."""
         with self._lock:

@@ -33,6 +33,9 @@ class ThreadRankGroup:
 
     Args:
         die_at: number of the exchange at which this rank is lost, as a killed process would be.
+
+    Attributes:
+        one_host: all ranks are of one host, and may read each other's shards; else each stands for a host.
     """
 
     def __init__(self, wire: _Wire, rank: int, timeout_s: float, die_at: int | None = None) -> None:
@@ -44,12 +47,16 @@ class ThreadRankGroup:
         self._timeout_s = timeout_s
         self._exchanges = 0
         self.die_at = die_at
+        self.one_host = False
 
     @classmethod
-    def make(cls, size: int, timeout_s: float = 20.0) -> list[Self]:
+    def make(cls, size: int, timeout_s: float = 20.0, *, one_host: bool = False) -> list[Self]:
         """All ranks of a new group."""
         wire = _Wire(size)
-        return [cls(wire, rank, timeout_s) for rank in range(size)]
+        made = [cls(wire, rank, timeout_s) for rank in range(size)]
+        for each in made:
+            each.one_host = one_host
+        return made
 
     def all_gather(self, mine: Bytes) -> Bytes:
         """See `RankGroup`."""
@@ -91,6 +98,10 @@ class ThreadRankGroup:
     def peers(self) -> dict[str, int]:
         """See `RankGroup`: all by queues of this process."""
         return {"threads": self.size - 1}
+
+    def shm_peers(self) -> set[int]:
+        """See `RankGroup`: all others, or none."""
+        return set(range(self.size)) - {self.rank} if self.one_host else set()
 
     def abort(self, reason: str) -> None:
         """See `RankGroup`."""

@@ -1,0 +1,21 @@
+// Memory of a batch that Python holds (sampled_batch.h), for other bindings that fill it.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "fetch/batch_sampler.h"
+#include "python/bind.h"
+
+namespace geartrain {
+
+struct BatchMemory {
+  BatchArrays arrays;
+  std::span<uint16_t> shards;  // empty where it was made without
+};
+// Throws nb::cast_error for anything else than a SampledBatch.
+BatchMemory memory_of(nb::handle batch);
+// The importance weights of all its rows, to be filled; the batch has some from here on.
+std::span<double> weights_to_fill(nb::handle batch);
+
+}  // namespace geartrain
