@@ -60,11 +60,11 @@ def rounds_of(
     """For every rank and batch, the rounds of its agreement."""
     original = ReadAgreement.exchange
 
-    def exchange(self: ReadAgreement, *messages: Any) -> None:
+    def exchange(self: ReadAgreement, *messages: Any, **options: Any) -> None:
         group: Any = self.members.group
         group.moves_rows = True
         try:
-            original(self, *messages)
+            original(self, *messages, **options)
         finally:
             group.moves_rows = False
 
