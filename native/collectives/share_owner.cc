@@ -287,12 +287,19 @@ void ShareOwner::advance(Place place) {
   }
 }
 
+// Whether no rank's window waits for reports of this share: else each chunk is reported at once, since ranks that send
+// go no further than the share that is furthest behind, of any owner.
+bool ShareOwner::only_reads(const Operation& operation) const {
+  if (operation.exposed == nullptr) return false;
+  for (uint32_t rank = 0; rank < world_; ++rank) {
+    if (rank != self_ && operation.addresses[rank] == 0) return false;
+  }
+  return true;
+}
+
 // What is reduced at once: chunks where some are sent.
 uint64_t ShareOwner::piece(const Operation& operation) const {
-  if (operation.exposed == nullptr) return chunk_;
-  for (uint32_t rank = 0; rank < world_; ++rank) {
-    if (rank != self_ && operation.addresses[rank] == 0) return chunk_;
-  }
+  if (!only_reads(operation)) return chunk_;
   return std::max(chunk_, std::min(kReadBytes, kReadTogether / (world_ - 1)) / chunk_ * chunk_);
 }
 
@@ -386,7 +393,7 @@ bool ShareOwner::next(uint32_t rank, OutFrame* frame) {
     if (gets_credit(operation, rank)) {
       const uint64_t now = credit(operation);
       if (now == at || !operation.opened[rank]) continue;
-      if (operation.addresses[rank] != 0 && now != operation.share_bytes) continue;  // it sends nothing
+      if (only_reads(operation) && now != operation.share_bytes) continue;
       *frame = {frame_of(FrameKind::credit, place->first, now, 0), nullptr, {}};
       operation.sent[rank] = now;
       if (now == operation.share_bytes) end(place, rank);
@@ -446,7 +453,7 @@ bool ShareOwner::next_exposed(Place place, uint32_t rank, OutFrame* frame) {
   Operation& operation = place->second;
   const uint64_t at = operation.sent[rank], there = operation.reduced - at;
   if (operation.reads[rank]) {
-    if (there < kLeastShown && operation.reduced != operation.share_bytes) return false;
+    if (only_reads(operation) && there < kLeastShown && operation.reduced != operation.share_bytes) return false;
     expose(place->first, operation, rank, operation.exposed + at, std::min(kExposedBytes, there), frame);
     frame->header.settled = settled();
     return true;

@@ -125,6 +125,7 @@ class ShareOwner {
   Place find_or_make(uint32_t rank, uint64_t operation, const Shape& shape, uint64_t share_bytes);
   void advance(Place place);
   bool reduce_chunk(uint64_t number, Operation& operation, uint64_t bytes);
+  bool only_reads(const Operation& operation) const;
   uint64_t piece(const Operation& operation) const;
   bool read_inputs(uint64_t number, Operation& operation, uint64_t bytes, std::vector<const std::byte*>* inputs);
   void end(Place place, uint32_t rank);

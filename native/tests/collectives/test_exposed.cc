@@ -309,7 +309,8 @@ TEST(ranks_that_do_not_read_get_and_give_the_same_through_rings) {
     CHECK((group.counts().read_bytes == 0) == (rank == 1));
   });
   run_readers(4, {.unequal_least = true}, right(4));
-  run_readers(3, {}, right(3), {0.6, 0.4, 0});
+  // Reduce-scatter is for ranks that all own a share.
+  run_readers(3, {}, [](uint32_t rank, Group& group) { check_sums(rank, group, 3, 99, 10); }, {0.6, 0.4, 0});
 }
 
 TEST(a_rank_that_does_not_come_is_named_and_the_numbers_are_the_callers_again) {

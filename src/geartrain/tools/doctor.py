@@ -232,7 +232,7 @@ def collectives_within_host() -> Finding:
         what,
         True,
         "ranks of one user read what is gathered, exchanged or broadcast from the owner's memory (process_vm_readv); "
-        "what is reduced goes through rings in shared memory (but with Group(least_read_bytes=)), and so does all of it "
+        "what is reduced goes through rings in shared memory (unless by Group(least_read_bytes=)), as does all of it "
         "between ranks that are denied it",
     )
 
