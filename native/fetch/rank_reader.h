@@ -103,6 +103,7 @@ class RankReader {
   // Puts the rows of a message to their places in the batch. Throws frame for rows of no shard.
   void place(const Batch& batch, std::span<const uint32_t> places, const std::byte* message) const;
 
+  uint32_t window() const { return settings_.window.length; }
   size_t steps() const { return steps_; }  // of a row of the mask
   const std::vector<uint64_t>& row_bytes() const { return row_bytes_; }
 

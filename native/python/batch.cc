@@ -20,8 +20,11 @@
 
 namespace geartrain {
 
-BatchMemory memory_of(nb::handle batch) {
+BatchMemory memory_of(nb::handle batch, uint32_t window, size_t steps, const std::vector<uint64_t>& row_bytes) {
   const auto& made = nb::cast<const SampledBatch&>(batch);
+  if (!made.layout().fits(window, steps, row_bytes, nullptr)) {
+    fail(ErrorKind::schema, "the batch was made for other fields or windows");
+  }
   return {made.arrays(), made.shards()};
 }
 

@@ -124,11 +124,9 @@ class BoundRankReader {
   }
 
   RankReader::Batch checked(const nb::object& batch) const {
-    BatchMemory memory = memory_of(batch);
-    const size_t n = memory.arrays.rows.size();
-    if (memory.shards.size() != n || memory.arrays.fields.size() != reader_->row_bytes().size() ||
-        memory.arrays.mask.size() != n * reader_->steps()) {
-      fail(ErrorKind::schema, "the batch was made for other fields or windows");
+    BatchMemory memory = memory_of(batch, reader_->window(), reader_->steps(), reader_->row_bytes());
+    if (memory.shards.size() != memory.arrays.rows.size()) {
+      fail(ErrorKind::schema, "the batch was made without shards");
     }
     return {std::move(memory.arrays), memory.shards};
   }
