@@ -262,7 +262,10 @@ def worker(*arguments: str) -> Iterator[str]:
     )
     assert process.stdout is not None
     try:
-        yield process.stdout.readline().strip()
+        line = process.stdout.readline().strip()
+        if not line:
+            raise RuntimeError(f"the process of {' '.join(arguments)} ended at its start: {process.wait()}")
+        yield line
     finally:
         process.kill()
         process.communicate()

@@ -123,6 +123,7 @@ def _rpc(gpus: Gpus) -> Iterator[Callable[[Any], Any]]:
     import geartrain.rpc as rpc
 
     way = gpus.transport
+    rpc.Node("client", transport=way, device_map=gpus.map).close()  # says why where the channel is not viable here
     with p2p.worker("rpc", way, "0", "views") as address:
         peers = {"server": address}
         with rpc.Node("client", peers=peers, transport=way, device_map=gpus.map, timeout_s=120) as node:
