@@ -20,12 +20,15 @@
 
 namespace geartrain {
 
-BatchMemory memory_of(nb::handle batch, uint32_t window, size_t steps, const std::vector<uint64_t>& row_bytes) {
+BatchMemory memory_of(nb::handle batch) {
   const auto& made = nb::cast<const SampledBatch&>(batch);
-  if (!made.layout().fits(window, steps, row_bytes, nullptr)) {
+  return {made.arrays(), made.shards()};
+}
+
+void check_made_for(nb::handle batch, uint32_t window, size_t steps, const std::vector<uint64_t>& row_bytes) {
+  if (!nb::cast<const SampledBatch&>(batch).layout().fits(window, steps, row_bytes, nullptr)) {
     fail(ErrorKind::schema, "the batch was made for other fields or windows");
   }
-  return {made.arrays(), made.shards()};
 }
 
 std::span<double> weights_to_fill(nb::handle batch) {

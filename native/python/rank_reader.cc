@@ -124,7 +124,8 @@ class BoundRankReader {
   }
 
   RankReader::Batch checked(const nb::object& batch) const {
-    BatchMemory memory = memory_of(batch, reader_->window(), reader_->steps(), reader_->row_bytes());
+    check_made_for(batch, reader_->window(), reader_->steps(), reader_->row_bytes());
+    BatchMemory memory = memory_of(batch);
     if (memory.shards.size() != memory.arrays.rows.size()) {
       fail(ErrorKind::schema, "the batch was made without shards");
     }
