@@ -182,7 +182,7 @@ def test_few_steps_that_can_be_drawn_are_drawn_alike():
 @pytest.mark.parametrize("few", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ranks_draw_what_one_process_draws(selection, options, few):
     lengths = np.where(np.arange(24) % 8, 2, 5) if few else np.random.default_rng(0).integers(2, MAX + 1, 24)
-    store, _, _ = marked_store(24, seed=9, lengths=lengths)
+    store, _, marks = marked_store(24, seed=9, lengths=lengths)
     with store:
         expected = alone(store, selection, B, 3, **options)
         values = {name: store.column(name)[store.keys().row] for name in store.fields}
@@ -196,7 +196,13 @@ def test_ranks_draw_what_one_process_draws(selection, options, few):
                 some = {name: array[first:last] for name, array in values.items()}
                 made.insert(some, lengths=lengths[first:last])
             batches, figures = over_ranks(stores, selection, B, 3, **options)
-            if not isinstance(selection, Epochs):  # whose order is one of places, which capacities shift
+            if isinstance(selection, Epochs):  # whose order is one of places, which capacities shift
+                seen = [each for batch in batches for each in batch["t"][:, -1].tolist()]
+                known = windows_of(lengths, marks, options["window"])
+                passes = [seen[at : at + len(known)] for at in range(0, len(seen), len(known))]
+                assert sorted(passes[0]) == sorted(known)
+                assert all(len(set(each)) == len(each) and set(each) <= set(known) for each in passes)
+            else:
                 assert all(map(same, batches, expected)), f"{len(stores)} ranks"
             assert sum(each["redrawn"] for each in figures) == 0
         finally:

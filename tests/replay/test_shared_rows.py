@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, FieldError, SchemaError, SourceError
 from geartrain.integrations import export_store
+from geartrain.integrations.datasets.stored_rows import StoredRows
 from geartrain.selection import Epochs, Prioritized, Uniform
 from geartrain.store.recorder import recorded_fields
 
@@ -236,6 +239,8 @@ def test_exports_part_rows_where_episodes_end(tmp_path):
         folder = export_store(store, tmp_path / "folder", format="npy", progress=False)
         parquet = export_store(store, tmp_path / "rows.parquet", progress=False)
         sequences = store.status(keys)["sequence"]
+        with contextlib.closing(StoredRows(store)) as stored, contextlib.closing(StoredRows(tmp_path / "kept")) as kept:
+            assert stored.episodes() == kept.episodes() == rows["geartrain.episodes"].sum()
     saved = export_store(tmp_path / "kept", tmp_path / "saved.npz", progress=False)
     for report in (live, folder, parquet, saved):
         assert (report.rows, report.steps) == (len(pieces), int(lengths.sum()))

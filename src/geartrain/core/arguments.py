@@ -149,6 +149,8 @@ def check_function(what: str, value: Any) -> None:
 
 def check_secret(value: Any) -> bytes:
     """A cluster's secret as bytes; a number would become so many zeros."""
+    if isinstance(value, np.ndarray) and value.dtype == np.uint8:
+        return value.tobytes()
     if not isinstance(value, (bytes, bytearray, memoryview)):
         raise ArgumentError(f"a secret is bytes, found a {type(value).__name__}")
     return bytes(value)
@@ -164,7 +166,7 @@ def shown(value: object) -> str:
     """A value in an error's message: what is too long to be read is cut, and whole numbers of any size are shown."""
     try:
         text = repr(value)
-    except ValueError:  # an int of more digits than Python converts
+    except Exception:  # an int of more digits than Python converts, or a repr of the caller's that raises
         return f"a number of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
     return text if len(text) <= 100 else f"{text[:80]}... ({len(text)} characters)"
 

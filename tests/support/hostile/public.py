@@ -56,9 +56,9 @@ NO_LIFETIME = {
     "ExperiencePair": "two pytrees of arrays",
     "Sample": "pytrees of arrays",
     "BufferState": "one number, and its buffer's store",
-    # JAX's threads at the interpreter's end, and in forks, are not ours to judge.
     "PositionColumn": "reads from its buffer's store",
     "BatchTransition": "a dict of tensors",
+    # JAX's threads at the interpreter's end, and in forks, are not ours to judge.
     "TrajectoryBuffer": "holds a `Store`, which is tried; the rest is in tests/integrations/test_jax_buffers.py",
     "UniformSampler": "numbers below the length of its buffer's storage",
 }

@@ -96,7 +96,7 @@ def export_store(
     **options: Any,
 ) -> ExportReport:
     """Writes all rows of a store as a dataset of another format, an episode a row, oldest first. Rows that hold several
-    episodes (`recorder(share_rows=True)`) are parted where these end.
+    episodes (`recorder(share_rows=True)`) are split where these end.
 
     The dataset appears in one step, complete and flushed to its disk, or not at all. The store may be in use: it is
     only looked at, and what is overwritten meanwhile is left out and counted.
@@ -158,7 +158,7 @@ def export_store(
             if taken:
                 raise SourceError(f"{rows.name}: has fields that metadata=True would write: {', '.join(taken)}")
             written |= METADATA
-        _check_space(target, writer_class.needed_bytes(written, rows.count, rows.steps()[0]))
+        _check_space(target, writer_class.needed_bytes(written, rows.episodes(), rows.steps()[0]))
         done = steps = 0
         with (
             _beside(target) as fresh,
@@ -207,8 +207,8 @@ def _chosen(
     if not chosen:
         raise SourceError(f"{rows.name}: no field is left to export; it has {', '.join(rows.fields)}")
     unasked = {name: "not asked for" for name in rows.fields if name not in asked.values()}
-    parted = {EPISODES: "each episode is a trajectory"} if rows.parted else {}
-    return chosen, {**parted, **unasked, **refused}
+    split = {EPISODES: "each episode is a trajectory"} if rows.split else {}
+    return chosen, {**split, **unasked, **refused}
 
 
 def _converted(field: Field, casts: Mapping[str, str]) -> Field:

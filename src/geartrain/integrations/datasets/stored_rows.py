@@ -1,6 +1,6 @@
 """Rows of a store or checkpoint for export: read group by group, in the order of their commits, in bounded memory.
 
-Rows that hold several episodes are parted: each episode is a trajectory of its own, as in a store whose rows are one.
+Rows that hold several episodes are split: each episode is a trajectory of its own, as in a store whose rows are one.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class StoredRows:
     Attributes:
         name: for messages.
         fields, max_length: of the store; where its rows hold several episodes, without the number of these.
-        parted: whether they do, and each is a trajectory of its own.
+        split: whether they do, and each is a trajectory of its own.
         count: rows.
         overwritten: rows of the last iteration that are left out.
         still_open: rows of it that their writers were extending: the steps they had are in.
@@ -109,8 +109,8 @@ class StoredRows:
             self.name = str(source.directory)
         else:
             raise ArgumentError(f"rows come from a Store, a checkpoint or the name of either, found {source!r}")
-        self.parted = shares_rows(source.fields)
-        self.fields = {name: field for name, field in source.fields.items() if not (self.parted and name == EPISODES)}
+        self.split = shares_rows(source.fields)
+        self.fields = {name: field for name, field in source.fields.items() if not (self.split and name == EPISODES)}
         self.max_length = source.max_length
         self.overwritten = self.still_open = 0
         self._source = source
@@ -139,6 +139,17 @@ class StoredRows:
             longest = max(longest, int(lengths.max(initial=0)))
         return total, longest
 
+    def episodes(self) -> int:
+        """Trajectories that there are: rows, and where they hold several episodes, these."""
+        if not self.split:
+            return self.count
+        read = self._from_store if isinstance(self._source, Store) else self._from_checkpoint
+        total = 0
+        for at in range(0, self.count, _ROWS_AT_ONCE):
+            _, found, _ = read(at, min(at + _ROWS_AT_ONCE, self.count), [EPISODES])
+            total += int(found[EPISODES].sum(dtype=np.uint64))
+        return max(total, self.count)  # rows that were inserted whole may have no number
+
     def verify(self) -> None:
         """Compares a checkpoint with its checksums. Raises `CheckpointError`: the file and its first bad block."""
         if isinstance(self._source, Checkpoint):
@@ -158,7 +169,7 @@ class StoredRows:
         first = 0
         for at in range(0, self.count, size):
             read = self._from_store if isinstance(self._source, Store) else self._from_checkpoint
-            names = [*dict.fromkeys([*chosen.values(), *(["last"] if self.parted else [])])]
+            names = [*dict.fromkeys([*chosen.values(), *(["last"] if self.split else [])])]
             lengths, found, about = read(at, min(at + size, self.count), names)
             values = {name: found[stored] for name, stored in chosen.items()}
             for name, dtype in dtypes.items():
@@ -166,9 +177,9 @@ class StoredRows:
             if metadata:
                 values |= {f"row.{name}": about[name] for name in (each.removeprefix("row.") for each in METADATA)}
             group = RowGroup(first, lengths.astype(np.int64), values)
-            if self.parted:
+            if self.split:
                 once = {name for name, stored in chosen.items() if self.fields[stored].per_row} | METADATA.keys()
-                group = _parted(group, found["last"], once)
+                group = _split(group, found["last"], once)
             yield group
             first += len(group.lengths)
 
@@ -191,7 +202,7 @@ class StoredRows:
         assert isinstance(checkpoint, Checkpoint)
         found = {}
         for name in names:
-            field = self.fields[name]
+            field = checkpoint.fields[name]
             blocks = checkpoint.row_blocks(self._records, first, last, name)
             found[name] = (
                 blocks.reshape(-1).view(field.numpy_dtype).reshape(last - first, *field.block_shape(self.max_length))
@@ -215,7 +226,7 @@ class StoredRows:
         self.close()
 
 
-def _parted(group: RowGroup, marks: Array, once: Set[str]) -> RowGroup:
+def _split(group: RowGroup, marks: Array, once: Set[str]) -> RowGroup:
     """The episodes of some rows, which marked steps end and a row's last one; `once` are fields without time."""
     ends = np.not_equal(marks, 0) & (np.arange(marks.shape[1]) < group.lengths[:, None])
     rows = np.flatnonzero(group.lengths)
