@@ -42,7 +42,6 @@ GIVEN = {
         {"done": 0.5},
         {"truncated": np.array([])},
     ],
-    ids=str,
 )
 def test_a_first_transition_that_means_nothing_makes_no_store(change):
     with make() as buffer:

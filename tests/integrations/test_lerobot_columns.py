@@ -75,7 +75,7 @@ def test_an_index_gives_what_a_tensor_gives(column, whole, index):
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("index", ["x", 1.5, object(), [1.5], [[1], [2, 3]], (0, "x"), (slice(None), 1.5)], ids=repr)
+@pytest.mark.parametrize("index", ["x", 1.5, [1.5], [[1], [2, 3]], (0, "x"), (slice(None), 1.5)], ids=repr)
 def test_what_is_no_index_is_refused(column, index):
     with pytest.raises((ArgumentError, IndexError)):
         column[index]
