@@ -7,20 +7,19 @@ import sys
 import threading
 import tracemalloc
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import preloaded
 import pytest
 import torch
 from deadlines import patience
+from lerobot_transitions import IMAGE, STATE, check, fill, make, state
 
 from geartrain.errors import (
     ArgumentError,
     EmptyBufferError,
     GeartrainError,
     IncompatibleStoreError,
-    MissingDependencyError,
     SchemaError,
     StaleKeyError,
     StoreClosedError,
@@ -32,42 +31,11 @@ from geartrain.integrations.lerobot import (
     random_shift,
 )
 
-STATE, IMAGE = "observation.state", "observation.image"
-
 
 @pytest.fixture(autouse=True)
 def seeded_torch() -> None:
     """Draws are seeded from torch's global generator."""
     torch.manual_seed(0)
-
-
-def state(t: float) -> dict[str, torch.Tensor]:
-    return {STATE: torch.tensor([[t, -t]]), IMAGE: torch.full((1, 3, 4, 4), t % 200 / 255)}
-
-
-def fill(buffer: Any, steps: int, length: int = 7, first: int = 0, cut: bool = False, **infos: Any) -> None:
-    """Adds steps whose numbers follow each other; after an episode's end they go on 50 further."""
-    t = float(first)
-    for step in range(steps):
-        over = step % length == length - 1
-        buffer.add(
-            state(t), torch.tensor([[t, 1.0]]), t / 2, state(t + 1), over and not cut, over and cut, infos or None
-        )
-        t += 50 if over else 1
-
-
-def check(batch: Any) -> torch.Tensor:
-    """Every part of a transition is of the same one. Returns their numbers."""
-    t = batch["state"][STATE][:, 0]
-    assert torch.equal(batch["state"][STATE][:, 1], -t)
-    assert torch.equal(batch["next_state"][STATE], batch["state"][STATE] + torch.tensor([1.0, -1.0]))
-    assert torch.equal(batch["action"], torch.stack([t, torch.ones_like(t)], 1))
-    assert torch.equal(batch["reward"], t / 2)
-    return t
-
-
-def make(capacity: int = 300, **options: Any) -> ReplayBuffer:
-    return ReplayBuffer(capacity, "cpu", [STATE, IMAGE], **{"use_drq": False, **options})
 
 
 @pytest.mark.parametrize("optimize_memory", [False, True])
@@ -337,10 +305,15 @@ def test_iterators_go_on_for_ever_and_their_threads_end():
         iterator.close()
         with pytest.raises(StopIteration):
             next(iterator)
-        del waiting
+        dropped = waiting._thread
+        del waiting  # which waits for nothing
+        dropped.join(patience(20))
         assert threading.active_count() == before
         plain = buffer.get_iterator(8, async_prefetch=False)
         assert sum(len(check(next(plain))) for _ in range(3)) == 24
+        plain.close()
+        with pytest.raises(StopIteration):
+            next(plain)
         last = buffer.get_iterator(8)
     with pytest.raises(StoreClosedError):
         for _ in range(5):
@@ -359,122 +332,6 @@ def test_threads_add_and_sample_at_once():
                 check(next(iterator))
         for iterator in iterators:
             iterator.close()
-
-
-class Frames(list):
-    """A dataset as LeRobot's is read: frames by number."""
-
-
-def frames(ends: bool) -> Frames:
-    found = Frames()
-    for episode in range(3):
-        for step in range(5):
-            t = float(episode * 100 + step)
-            frame = {STATE: torch.tensor([t]), "action": torch.tensor([t]), "next.reward": torch.tensor([t])}
-            frame |= {"episode_index": torch.tensor(episode), "complementary_info.p": torch.tensor([2 * t])}
-            if ends:
-                frame["next.done"] = torch.tensor([step == 4 and episode != 1])
-            found.append(frame)
-    return found
-
-
-@pytest.mark.parametrize("ends", [True, False])
-def test_a_dataset_becomes_a_buffer(ends):
-    with ReplayBuffer.from_lerobot_dataset(frames(ends), "cpu", [STATE], capacity=40) as buffer:
-        t = torch.tensor([episode * 100 + step for episode in range(3) for step in range(5)], dtype=torch.float32)
-        last = t % 100 == 4
-        second = last & (t == 104) if ends else torch.zeros(15, dtype=torch.bool)  # cut off
-        assert torch.equal(buffer.states[STATE][:15, 0], t)
-        assert torch.equal(buffer.next_states[STATE][:15, 0], t + 1 - last.float())
-        assert torch.equal(buffer.actions[:15, 0], t)
-        assert torch.equal(buffer.complementary_info["p"][:15, 0], 2 * t)
-        assert torch.equal(buffer.dones[:15], last & ~second)
-        assert torch.equal(buffer.truncateds[:15], second)
-    with pytest.raises(ValueError, match="capacity"):
-        ReplayBuffer.from_lerobot_dataset(frames(ends), "cpu", [STATE], capacity=3)
-    with pytest.raises(ValueError, match="State keys"):
-        ReplayBuffer.from_lerobot_dataset(frames(ends), "cpu")
-    with pytest.raises(SchemaError, match="frame 0 of the dataset lacks 'other'"):
-        ReplayBuffer.from_lerobot_dataset(frames(ends), "cpu", ["other"])
-
-
-class Written:
-    """What LeRobot's dataset is asked for while it is written."""
-
-    def __init__(self, **options: Any) -> None:
-        self.options, self.writer = options, self
-        self.episodes: list[list[dict[str, Any]]] = []
-        self.pending: list[dict[str, Any]] = []
-        self.finalized = self.stopped = False
-
-    create = classmethod(lambda cls, **options: cls(**options))
-
-    def start_image_writer(self, num_processes: int, num_threads: int) -> None:
-        assert num_threads
-
-    def stop_image_writer(self) -> None:
-        self.stopped = True
-
-    def add_frame(self, frame: dict[str, Any]) -> None:
-        self.pending.append(frame)
-
-    def has_pending_frames(self) -> bool:
-        return bool(self.pending)
-
-    def save_episode(self) -> None:
-        self.episodes.append(self.pending)
-        self.pending = []
-
-    def finalize(self) -> None:
-        self.finalized = True
-
-
-@pytest.fixture
-def written_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LeRobot's dataset class as far as it is written: the real one is in `make upstream`."""
-    lerobot, datasets = type(sys)("lerobot"), type(sys)("lerobot.datasets")
-    datasets.LeRobotDataset = Written
-    monkeypatch.setitem(sys.modules, "lerobot", lerobot)
-    monkeypatch.setitem(sys.modules, "lerobot.datasets", datasets)
-
-
-def test_the_newest_transitions_become_a_dataset(written_datasets):
-    with make(64) as buffer:
-        with pytest.raises(ValueError, match="The replay buffer is empty"):
-            buffer.to_lerobot_dataset("a/b")
-        fill(buffer, 205, length=10, cut=True, p=torch.tensor([1.5]))
-        dataset = buffer.to_lerobot_dataset("a/b", fps=5, root="somewhere")
-        assert (dataset.options["repo_id"], dataset.options["fps"]) == ("a/b", 5)
-        assert dataset.options["features"][IMAGE] == {"dtype": "image", "shape": (3, 4, 4)}
-        assert dataset.options["features"]["complementary_info.p"] == {"dtype": "float32", "shape": (1,)}
-        assert dataset.finalized
-        assert dataset.stopped
-        assert [len(each) for each in dataset.episodes] == [9, 10, 10, 10, 10, 10, 5]
-        steps = [frame for episode in dataset.episodes for frame in episode]
-        expected = [float(at // 10 * 59 + at % 10) for at in range(141, 205)]
-        assert [float(frame[STATE][0]) for frame in steps] == expected
-        assert [float(frame["next.reward"][0]) for frame in steps] == [each / 2 for each in expected]
-        assert not any(frame["next.done"][0] for frame in steps)
-        assert {tuple(frame["complementary_info.p"].tolist()) for frame in steps} == {(1.5,)}
-
-
-def test_a_dataset_has_the_episodes_of_each_process_apart(written_datasets):
-    with make(200, writers=2) as first, make(200, store=None) as _:
-        fill(first, 12, length=1000)
-        with make(200, store=first.store, writers=2) as second:
-            fill(second, 8, length=1000, first=500)
-            fill(first, 3, length=1000, first=12)
-            dataset = second.to_lerobot_dataset("a/b")
-        found = sorted([int(frame[STATE][0]) for frame in episode] for episode in dataset.episodes)
-        assert found == [list(range(15)), list(range(500, 508))]
-
-
-def test_without_lerobot_a_dataset_cannot_be_written(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lerobot.datasets", None)
-    with make() as buffer:
-        fill(buffer, 3)
-        with pytest.raises(MissingDependencyError, match="LeRobot"):
-            buffer.to_lerobot_dataset("a/b")
 
 
 def test_batches_are_appended_in_place():

@@ -219,6 +219,23 @@ def test_two_processes_add_to_one_buffer_and_read_the_same_transitions(tmp_path,
     assert not buffer.store.path.exists()
 
 
+def test_a_store_of_another_size_is_not_joined(tmp_path):
+    name = f"sb3-size-{tmp_path.name}-{id(tmp_path)}"
+    buffer = ReplayBuffer(20_000, OBS, ACT, store=name, reserve=False)
+    for size, options in ((100_000, {}), (10_000, {}), (20_000, {"writers": 3}), (400, {})):
+        with pytest.raises(IncompatibleStoreError):
+            ReplayBuffer(size, OBS, ACT, store=name, **options)
+        with pytest.raises(IncompatibleStoreError, match="another capacity"):
+            ReplayBuffer(size, OBS, ACT, store=buffer.store, **options)
+    beside = ReplayBuffer(20_000, OBS, ACT, store=name)
+    assert beside.store.id == buffer.store.id
+    beside.close()
+    buffer.close()
+    several = ReplayBuffer(400, OBS, ACT, n_envs=2, writers=4)
+    ReplayBuffer(400, OBS, ACT, n_envs=2, store=several.store)
+    several.close()
+
+
 @pytest.mark.slow
 def test_the_example_runs():
     script = Path(__file__).parents[2] / "examples" / "sb3_sac.py"

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.core.arguments import check_whole
 from geartrain.core.keys import Keys
-from geartrain.errors import MissingDependencyError, SchemaError, StaleKeyError
+from geartrain.errors import ArgumentError, MissingDependencyError, SchemaError, StaleKeyError
 from geartrain.integrations.lerobot.entries import TransitionEntries, TransitionEntry
 from geartrain.integrations.transitions.draws import DrawnWindows
 from geartrain.integrations.transitions.index import Runs, TransitionIndex
@@ -49,6 +50,26 @@ def transitions_of(dataset: Any, state_keys: Sequence[str]) -> Iterator[dict[str
             raise SchemaError(f"frame {at} of the dataset lacks {missing}; it has {', '.join(frame)}") from None
         infos = {key.removeprefix(_INFO_PREFIX): _of_one(frame[key]) for key in frame if key.startswith(_INFO_PREFIX)}
         yield {**transition, "complementary_info": infos or None}
+
+
+def capacity_for(dataset: Any, capacity: int | None) -> int:
+    """The capacity of a buffer for a dataset: its length where none is given.
+
+    Raises:
+        ArgumentError: it is smaller, or no whole number; or the dataset has no length.
+    """
+    try:
+        frames = len(dataset)
+    except TypeError:
+        raise ArgumentError(f"a dataset has a length and frames by number, found {type(dataset).__name__}") from None
+    if capacity is None:
+        return frames
+    if check_whole("capacity", capacity) < frames:
+        raise ArgumentError(
+            "The capacity of the ReplayBuffer must be greater than or equal to the length of the LeRobotDataset: "
+            f"found {capacity}, and {frames} frames"
+        )
+    return capacity
 
 
 def _of_one(value: Any) -> Any:
@@ -161,4 +182,4 @@ def _written(entry: TransitionEntry, value: NDArray[Any]) -> NDArray[Any]:
     return value.astype(np.float32).reshape(entry.shape or (1,))
 
 
-__all__ = ["StoredRuns", "transitions_of", "written"]
+__all__ = ["StoredRuns", "capacity_for", "transitions_of", "written"]

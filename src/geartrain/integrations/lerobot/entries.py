@@ -6,6 +6,7 @@ they are in the store, and batches are float32 all the same.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from geartrain.core.arguments import check_text, shown
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, IncompatibleStoreError, SchemaError
 from geartrain.integrations.transitions.layout import ACTION, INFO, fields_of, observation_field
@@ -64,7 +66,7 @@ class TransitionEntry(NamedTuple):
                 plain = value.detach().cpu()
                 array = (plain if plain.dtype in _KEPT else plain.float()).numpy()
         elif isinstance(value, (int, float)):
-            array = np.array(value, np.float32)
+            array = self._number(what, value)
         else:
             raise ArgumentError(f"Unsupported type {type(value)} for {what}: transitions hold tensors and numbers")
         if array.shape != self.shape:
@@ -80,6 +82,17 @@ class TransitionEntry(NamedTuple):
                 )
             array = array.astype(np.float32)
         return array if array.flags.c_contiguous else array.copy()
+
+    def _number(self, what: str, value: float) -> NDArray[Any]:
+        """A number of Python's in the field's dtype, which holds it exactly unless it is float32."""
+        try:
+            with np.errstate(over="ignore", invalid="ignore"):
+                array = np.array(float(value)).astype(self.dtype)
+        except OverflowError:  # no float is so large
+            raise ArgumentError(f"{what} is a number that float32 holds, found {shown(value)}") from None
+        if self.dtype != _FLOAT32 and float(array) != value and not np.isnan(array):
+            raise SchemaError(f"{what} is {value}; the first transition's was {self.dtype}, which does not hold it")
+        return array
 
 
 class TransitionEntries:
@@ -102,10 +115,16 @@ class TransitionEntries:
         """Those of a buffer whose first transition this is.
 
         Raises:
-            ArgumentError: a state is no dict or empty, or there is something else than tensors and numbers.
+            ArgumentError: a state is no dict or empty, infos are no dict, a key is no text, or there is something else
+                than tensors and numbers.
         """
         if not isinstance(state, Mapping) or not state:
             raise ArgumentError(f"a state is a dict of tensors by key, found {state!r}")
+        if infos is not None and not isinstance(infos, Mapping):
+            raise ArgumentError(f"complementary_info is a dict or None, found {type(infos).__name__}")
+        for what, given in (("state", state), ("complementary_info", infos or {})):
+            for key in given:
+                check_text(f"a key of {what}", key)
         made = TransitionEntry.of
         states = {key: made(_STATE_PREFIX + key, f"state[{key}]", value) for key, value in state.items()}
         kept = None
@@ -118,7 +137,8 @@ class TransitionEntries:
         """Those of a store that another process has made.
 
         Raises:
-            IncompatibleStoreError: it is not of a replay buffer of LeRobot's.
+            IncompatibleStoreError: it has other fields than a replay buffer of LeRobot's. One of Stable-Baselines3
+                whose observations are dicts has no others where its dtypes are among those that are kept here.
         """
         found = {each: TransitionEntry(each, field.shape, field.numpy_dtype) for each, field in fields.items()}
         states = {each.removeprefix(_STATE_PREFIX): found[each] for each in found if each.startswith(_STATE_PREFIX)}
@@ -126,7 +146,8 @@ class TransitionEntries:
         if ACTION not in found or not states:
             raise IncompatibleStoreError(f"the store {name!r} is not of a replay buffer of LeRobot's: {list(fields)}")
         entries = TransitionEntries(states, found[ACTION], infos or None)
-        if entries.fields() != dict(fields):
+        kept = {*_KEPT.values(), _FLOAT32}
+        if entries.fields() != dict(fields) or any(found[each].dtype not in kept for each in entries.drawn()):
             raise IncompatibleStoreError(f"the store {name!r} is not of a replay buffer of LeRobot's: {list(fields)}")
         return entries
 
@@ -152,7 +173,13 @@ class TransitionEntries:
         return {entry.field: entry.array(key, given[key]) for key, entry in self.states.items()}
 
     def info_arrays(self, given: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-        """Infos by field; zeros where they lack one."""
+        """Infos by field; zeros where they lack one.
+
+        Raises:
+            ArgumentError: they are no dict. SchemaError: one does not fit.
+        """
+        if not isinstance(given, Mapping):
+            raise ArgumentError(f"complementary_info is a dict or None, found {type(given).__name__}")
         infos = self.infos or {}
         if not given.keys() <= infos.keys():
             self._tell_of("complementary_info", given, infos)
@@ -163,7 +190,7 @@ class TransitionEntries:
 
     def _tell_of(self, what: str, given: Mapping[str, Any], kept: Mapping[str, TransitionEntry]) -> None:
         """Warns of entries that are not kept, once."""
-        new = {f"{what}[{key}]" for key in given if key not in kept} - self._told
+        new = {f"{what}[{check_text(f'a key of {what}', key)}]" for key in given if key not in kept} - self._told
         if new:
             self._told |= new
             warnings.warn(f"not kept, as the first transition had none: {', '.join(sorted(new))}", stacklevel=4)
@@ -173,4 +200,33 @@ class TransitionEntries:
         return [each.field for each in (*self.states.values(), self.action, *(self.infos or {}).values())]
 
 
-__all__ = ["TransitionEntries", "TransitionEntry"]
+def number_of(what: str, value: Any) -> float:
+    """A number, or the one that a tensor or array holds.
+
+    Raises:
+        ArgumentError: it is none: text, or more than one element.
+    """
+    if type(value) is float:
+        return value
+    one = value
+    if isinstance(value, (torch.Tensor, np.ndarray)) and value.shape.count(1) == len(value.shape):
+        one = value.item()
+    if isinstance(one, (int, float, np.number, np.bool_)):
+        with contextlib.suppress(OverflowError):
+            return float(one)
+    raise ArgumentError(f"{what} is a number, or a tensor or array of one, found {shown(value)}")
+
+
+def flag_of(what: str, value: Any) -> bool:
+    """A bool, or a number that is 0 or 1, as `number_of` takes it.
+
+    Raises:
+        ArgumentError: it is neither.
+    """
+    number = number_of(what, value)
+    if number not in (0, 1):
+        raise ArgumentError(f"{what} is True or False, 0 or 1, found {shown(value)}")
+    return bool(number)
+
+
+__all__ = ["TransitionEntries", "TransitionEntry", "flag_of", "number_of"]

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from geartrain.errors import ArgumentError
 from geartrain.integrations.transitions.draws import DrawnWindows
 from geartrain.integrations.transitions.index import TransitionIndex
 from geartrain.integrations.transitions.layout import numbers
@@ -23,10 +24,13 @@ _BYTES_AT_ONCE = 16 << 20
 class PositionColumn:
     """One field of the newest `capacity` transitions that this process has added; indexed as a tensor (capacity, ...).
 
-    `column[3]`, `column[:100]` and `column[positions]` are tensors: copies, of what was asked for alone. Positions that
-    nothing was added to yet are zeros.
+    `column[3]`, `column[:100]` and `column[positions]` are tensors: copies, of the positions that were asked for alone.
+    The whole column is read where an index begins with `...` or None, or is a mask of several axes; and by `==`, which
+    compares with a tensor, an array, a number or another column. Positions that nothing was added to yet are zeros.
 
     Raises:
+        ArgumentError: an index that a tensor does not take, or a comparison with something else. IndexError: a position
+            that there is not.
         StaleKeyError: when it is indexed, and what was added there is gone: it was evicted by what others added, or
             episodes of fewer than eight steps fill the store earlier.
     """
@@ -55,14 +59,22 @@ class PositionColumn:
         return torch.Size((self._capacity, *self._store.fields[self._field].shape))
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        rest: tuple[Any, ...] = ()
-        if isinstance(index, tuple):
-            index, rest = (index[0], index[1:]) if index else (..., ())
-        if isinstance(index, torch.Tensor):
-            index = index.cpu().numpy()
-        positions = np.asarray(np.arange(self._capacity)[index])
-        found = self._as_tensor(self._read(positions.reshape(-1))).reshape((*positions.shape, *self.shape[1:]))
-        return found[(slice(None),) * positions.ndim + rest] if rest else found
+        first, *rest = (index or (...,)) if isinstance(index, tuple) else (index,)
+        rest = [each.cpu() if isinstance(each, torch.Tensor) else each for each in rest]
+        if isinstance(first, slice):
+            found = self._at(np.arange(self._capacity)[first])
+            return _indexed(found, (slice(None), *rest)) if rest else found
+        positions = _positions(first, self._capacity)
+        if positions is None:  # other axes than the first one may be meant
+            return _indexed(self._at(np.arange(self._capacity)), (first, *rest))
+        if not rest:
+            return self._at(positions)
+        read, place = np.unique(positions, return_inverse=True)
+        return _indexed(self._at(read), (torch.from_numpy(place.reshape(positions.shape)), *rest))
+
+    def _at(self, positions: NDArray[np.int64]) -> torch.Tensor:
+        """What is at positions of any shape, (*positions.shape, ...)."""
+        return self._as_tensor(self._read(positions.reshape(-1))).reshape((*positions.shape, *self.shape[1:]))
 
     def _read(self, positions: NDArray[np.int64]) -> NDArray[Any]:
         schema = self._store.fields[self._field]
@@ -83,8 +95,60 @@ class PositionColumn:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         return np.asarray(self[:].numpy(), dtype)
 
+    def __eq__(self, other: object) -> torch.Tensor:  # type: ignore[override]
+        """bool (capacity, ...), as of tensors; reads the whole column."""
+        found: torch.Tensor = self[:] == _compared(other)
+        return found
+
+    def __ne__(self, other: object) -> torch.Tensor:  # type: ignore[override]
+        """bool (capacity, ...), as of tensors; reads the whole column."""
+        found: torch.Tensor = self[:] != _compared(other)
+        return found
+
+    __hash__ = None  # type: ignore[assignment]
+
     def __repr__(self) -> str:
         return f"PositionColumn({self._field!r}, {tuple(self.shape)})"
+
+
+def _positions(index: Any, capacity: int) -> NDArray[np.int64] | None:
+    """Positions along the first axis that an index other than a slice means; None: not of this axis alone."""
+    if index is None or index is ... or isinstance(index, (bool, np.bool_)):
+        return None
+    try:
+        array = np.asarray(index.detach().cpu() if isinstance(index, torch.Tensor) else index)
+    except (TypeError, ValueError, RuntimeError):
+        raise ArgumentError(f"a column is indexed as a tensor is, found {type(index).__name__}") from None
+    if array.size == 0 and not isinstance(index, (torch.Tensor, np.ndarray)):
+        array = array.astype(np.int64)
+    if array.dtype == np.uint8:
+        array = array.astype(np.bool_)  # which torch takes for a mask
+    if array.dtype == np.bool_ and array.ndim != 1:
+        return None
+    if array.dtype.kind not in "iub":
+        raise ArgumentError(f"a column is indexed as a tensor is, found {type(index).__name__} of {array.dtype}")
+    return np.asarray(np.arange(capacity)[array])
+
+
+def _indexed(tensor: torch.Tensor, index: tuple[Any, ...]) -> torch.Tensor:
+    try:
+        return tensor[index]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(f"a column is indexed as a tensor is: {error}") from None
+
+
+def _compared(other: Any) -> Any:
+    if isinstance(other, PositionColumn):
+        return other[:]
+    if isinstance(other, torch.Tensor):
+        return other.cpu()
+    if isinstance(other, (np.ndarray, np.generic)):
+        return torch.as_tensor(other)
+    if isinstance(other, (bool, int, float)):
+        return other
+    raise ArgumentError(
+        f"a column is compared with a tensor, an array, a number or a column, found {type(other).__name__}"
+    )
 
 
 __all__ = ["PositionColumn"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
+import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from geartrain.core.arguments import check_whole
@@ -17,39 +19,87 @@ _LOOK_S = 0.5
 _JOIN_S = 5.0
 
 
+class _Error:
+    """What sampling raised, in the place of a batch."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
 class _Queue:
-    """What the thread and its reader share; it does not know the reader, which may so be collected."""
+    """What the thread and its reader share; it does not know the reader, which may so be collected.
+
+    The garbage collector may end it in any thread and in the middle of any call, which may hold the very locks that
+    sampling waits for. So `stop` waits for none: a `SimpleQueue` may be put to from there.
+    """
+
+    _END: Any = object()
 
     def __init__(self, sample: Callable[[], Any], size: int) -> None:
         self.sample = sample
-        self.size = size
-        self.batches: deque[Any] = deque()
-        self.changed = threading.Condition()
+        self.batches: SimpleQueue[Any] = SimpleQueue()
         self.stopped = False
-        self.error: BaseException | None = None
+        self._room = size  # batches that may be made before one is taken; the thread's alone
+        self._taken: SimpleQueue[None] = SimpleQueue()  # an entry for each that was taken
 
     def run(self) -> None:
         """The thread: samples until it is stopped or sampling fails."""
-        while True:
-            with self.changed:
-                while len(self.batches) >= self.size and not self.stopped:
-                    self.changed.wait()
+        try:
+            while True:
+                if self._room:
+                    self._room -= 1
+                else:
+                    self._taken.get()
                 if self.stopped:
                     return
-            try:
-                batch = self.sample()
-            except BaseException as error:  # it is raised where batches are asked for
-                with self.changed:
-                    self.error = error
-                    self.changed.notify_all()
-                return
-            with self.changed:
-                self.batches.append(batch)
-                self.changed.notify_all()
+                try:
+                    batch = self.sample()
+                except BaseException as error:  # it is raised where batches are asked for
+                    self.batches.put(_Error(error))
+                    return
+                self.batches.put(batch)
+        finally:
+            _running.pop(self, None)
+
+    def take(self) -> Any:
+        """The next batch; raises `queue.Empty` where none has come for a while."""
+        batch = self.batches.get(timeout=_LOOK_S)
+        if batch is self._END:
+            self.batches.put(batch)
+            raise StopIteration
+        if isinstance(batch, _Error):
+            self.batches.put(batch)  # for whoever asks next
+            raise batch.error
+        self._taken.put(None)
+        return batch
+
+    def stop(self) -> None:
+        """Lets the thread end after the batch that it is making, and readers. Waits for nothing."""
+        self.stopped = True
+        self._taken.put(None)
+        self.batches.put(self._END)
+
+
+#: Threads that were not ended yet.
+_running: dict[_Queue, threading.Thread] = {}
+
+
+@atexit.register
+def _end_all() -> None:
+    """At the interpreter's end, before threads are cut off in the middle of a batch."""
+    running = list(_running.copy().items())
+    for queue, _ in running:
+        queue.stop()
+    until = time.monotonic() + _JOIN_S
+    for _, thread in running:
+        if thread.is_alive():  # not in a forked child
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 class BatchPrefetch:
     """An endless iterator of batches that a thread of its own has sampled; `close` ends the thread.
+
+    Dropping the iterator ends the thread as well, after the batch that it is making, and does not wait for that.
 
     Args:
         sample: makes a batch.
@@ -66,44 +116,39 @@ class BatchPrefetch:
         self._queue = _Queue(sample, size)
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._queue.run, name="geartrain-lerobot-prefetch", daemon=True)
-        # Also at the interpreter's end, before threads are cut off in the middle of a batch.
-        self._end = weakref.finalize(self, _end, self._queue, self._thread)
-        self._thread.start()
+        weakref.finalize(self, self._queue.stop).atexit = False
+        _running[self._queue] = self._thread
+        try:
+            self._thread.start()
+        except BaseException:
+            _running.pop(self._queue, None)
+            raise
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         queue = self._queue
-        if os.getpid() != self._pid:  # the lock may be held by a thread that is not here
+        if os.getpid() != self._pid:  # what the thread was about to put is not here
             raise GeartrainError("the thread that samples is not in this process, which was forked from its own")
-        with queue.changed:
-            while not queue.batches:
-                if queue.error is not None:
-                    raise queue.error
-                if queue.stopped:
-                    raise StopIteration
-                if not self._thread.is_alive():
-                    raise GeartrainError("the thread that samples is gone")
-                queue.changed.wait(_LOOK_S)
-            batch = queue.batches.popleft()
-            queue.changed.notify_all()
-            return batch
+        while not queue.stopped:
+            alive = self._thread.is_alive()  # asked before: it may end with a last batch
+            try:
+                return queue.take()
+            except Empty:
+                if not alive:
+                    raise GeartrainError("the thread that samples is gone") from None
+        raise StopIteration
 
     def close(self) -> None:
-        """Ends the thread, after the batch that it is making."""
-        self._end()
-
-
-def _end(queue: _Queue, thread: threading.Thread) -> None:
-    if not thread.is_alive():  # in a forked child its lock may be held for ever
-        return
-    with queue.changed:
-        queue.stopped = True
-        queue.batches.clear()
-        queue.changed.notify_all()
-    if thread is not threading.current_thread():
-        thread.join(_JOIN_S)
+        """Ends the thread, after the batch that it is making; waits for it, five seconds at most."""
+        queue = self._queue
+        if queue.stopped or os.getpid() != self._pid:
+            return
+        queue.stop()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_S)
+        queue.batches = SimpleQueue()  # those that nobody takes any more
 
 
 __all__ = ["BatchPrefetch"]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from geartrain.core.arguments import check_whole, refuse_copies
+from geartrain.core.arguments import check_function, check_text, check_texts, check_whole, refuse_copies
 from geartrain.errors import (
     ArgumentError,
     EmptyBufferError,
@@ -21,9 +20,9 @@ from geartrain.errors import (
     StoreMissingError,
 )
 from geartrain.integrations.lerobot.augmentation import random_shift
-from geartrain.integrations.lerobot.batches import BatchTransition
-from geartrain.integrations.lerobot.datasets import StoredRuns, transitions_of, written
-from geartrain.integrations.lerobot.entries import TransitionEntries
+from geartrain.integrations.lerobot.batches import BatchTransition, batch_of
+from geartrain.integrations.lerobot.datasets import StoredRuns, capacity_for, transitions_of, written
+from geartrain.integrations.lerobot.entries import TransitionEntries, TransitionEntry, flag_of, number_of
 from geartrain.integrations.lerobot.positions import PositionColumn
 from geartrain.integrations.lerobot.prefetch import BatchPrefetch
 from geartrain.integrations.transitions.draws import DrawnWindows, TransitionDraws
@@ -35,6 +34,7 @@ from geartrain.integrations.transitions.layout import (
     REWARD,
     TIMEOUT,
     TRANSITION,
+    check_capacity,
     row_steps,
     rows_needed,
 )
@@ -44,11 +44,7 @@ from geartrain.store.store import Store
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: States that are augmented with `use_drq`: those whose keys begin so.
-IMAGE_PREFIX = "observation.image"
 _REACH = 1
-# By flags, whether a transition was terminal, and whether it was the last one before a truncation.
-_DONES, _TRUNCATEDS = (np.array([(flags & bit) != 0 for flags in range(256)], np.float32) for bit in (DONE, TIMEOUT))
 
 
 class LeRobotReplayBuffer:
@@ -74,7 +70,7 @@ class LeRobotReplayBuffer:
         optimize_memory: accepted, and changes nothing.
         store: the name of a store that several processes share, which the first of them that adds creates; or an open
             `geartrain.Store` of another buffer (`buffer.store`). Without it the buffer has a store of its own.
-        writers: processes that add to it, for which there is room.
+        writers: processes that add to it, for which there is room; the same in all of them.
         reserve: allocate the memory with the first transition, so that a lack of it is an error there. With False it is
             when it is first written to, and the process dies of SIGBUS once /dev/shm is full.
 
@@ -83,7 +79,9 @@ class LeRobotReplayBuffer:
 
     Raises:
         ArgumentError: arguments that make no buffer. From the first `add`, NoSpaceError: /dev/shm is too small, and
-            IncompatibleStoreError: the store of that name is of another kind of buffer, or of another capacity.
+            IncompatibleStoreError: the store of that name has fields of another kind of buffer, or was made for another
+            capacity or for fewer writers; so does whatever joins it first. A `DictReplayBuffer`'s of Stable-Baselines3
+            of this capacity is not told apart where its dtypes are among those above: its transitions are read.
     """
 
     def __init__(
@@ -96,7 +94,7 @@ class LeRobotReplayBuffer:
         storage_device: str | torch.device = "cpu",
         optimize_memory: bool = False,
         *,
-        store: str | Store | None = None,
+        store: str | os.PathLike[str] | Store | None = None,
         writers: int = 1,
         reserve: bool = True,
     ) -> None:
@@ -110,10 +108,12 @@ class LeRobotReplayBuffer:
         self.device = device
         self.storage_device = storage_device
         self.optimize_memory = optimize_memory
-        self.state_keys = [] if state_keys is None else list(state_keys)
+        self.state_keys = [] if state_keys is None else check_texts("state_keys", state_keys)
+        if image_augmentation_function is not None:
+            check_function("image_augmentation_function", image_augmentation_function)
         self.image_augmentation_function = image_augmentation_function or random_shift
         self.use_drq = use_drq
-        self._given, self._writers, self._reserve = store, writers, reserve
+        self._given, self._writers, self._reserve = _store_or_name(store), writers, reserve
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._closed = False
@@ -142,15 +142,13 @@ class LeRobotReplayBuffer:
         fields, reserve = entries.fields(), self._reserve
         if self._given is None:
             return Store.create(fields, max_length=steps, capacity=rows, reserve=reserve)
-        name = str(self._given)
-        return Store.open(name, fields, max_length=steps, create="missing", capacity=rows, reserve=reserve)
+        assert isinstance(self._given, str)
+        return Store.open(self._given, fields, max_length=steps, create="missing", capacity=rows, reserve=reserve)
 
     def _use(self, store: Store, entries: TransitionEntries) -> None:
-        if store.max_length != row_steps(self.capacity, _REACH) or store.per_step:
-            raise IncompatibleStoreError(
-                f"the store {store.name!r} is of a buffer of another capacity: its rows have {store.max_length} steps, "
-                f"those of {self.capacity} transitions {row_steps(self.capacity, _REACH)}"
-            )
+        if store.per_step:
+            raise IncompatibleStoreError(f"the store {store.name!r} is of a buffer with priorities of transitions")
+        check_capacity(store, self.capacity, 1, _REACH, self._writers)
         if store is not self._given:
             weakref.finalize(self, store.close).atexit = False
         self._entries = entries
@@ -224,21 +222,20 @@ class LeRobotReplayBuffer:
         Args:
             state, next_state: tensors by key. `next_state` may be None where `done` is set: it is the state then.
             action: a tensor.
-            reward, done, truncated: of one transition.
+            reward: a number, or a tensor or array of one.
+            done, truncated: True or False, 0 or 1, or a tensor or array of one.
             complementary_info: tensors and numbers by key. Entries that this one lacks are zeros; those that the first
                 transition did not have are not kept, which is warned of once.
 
         Raises:
-            ArgumentError: an entry that is neither a tensor nor a number, or no next state.
-            SchemaError: an entry is missing, or has another shape or dtype than the first transition's; nothing is
-                added.
+            ArgumentError: an entry that is neither a tensor nor a number, a key that is no text, or no next state.
+            SchemaError: an entry is missing, or has another shape or dtype than the first transition's, or is a number
+                that its dtype does not hold. Nothing is added.
         """
         with self._locked():
             store = self._join()
             entries = self._entries if store else TransitionEntries.of_transition(state, action, complementary_info)
-            if complementary_info is not None and not isinstance(complementary_info, Mapping):
-                raise ArgumentError(f"complementary_info is a dict or None, found {type(complementary_info).__name__}")
-            reward, over, late = _one("reward", reward), bool(_one("done", done)), bool(_one("truncated", truncated))
+            reward, over, late = number_of("reward", reward), flag_of("done", done), flag_of("truncated", truncated)
             if next_state is None:
                 if not over:
                     raise ArgumentError("next_state may be None only where done is set: what it was is not known")
@@ -248,7 +245,7 @@ class LeRobotReplayBuffer:
             step[ACTION] = entries.action.array("action", action)
             step[REWARD] = reward
             step[FLAGS] = TRANSITION | (DONE if over else 0) | (TIMEOUT if late else 0)
-            step.update(entries.info_arrays(complementary_info or {}))
+            step.update(entries.info_arrays({} if complementary_info is None else complementary_info))
             if store is None:
                 made = self._create(entries)
                 try:
@@ -283,7 +280,8 @@ class LeRobotReplayBuffer:
             if windows is None:
                 windows = self._drawn_by_number(count)
             entries = self._entries
-        return self._batch(windows.fields, entries)
+        augmented = self.image_augmentation_function if self.use_drq else None
+        return batch_of(windows.fields, entries, self.device, augmented)
 
     def _drawn_by_number(self, count: int) -> DrawnWindows:
         """A batch where there may be too few transitions to draw whole windows."""
@@ -295,35 +293,6 @@ class LeRobotReplayBuffer:
         assert self._store is not None
         return DrawnWindows.at(self._store, keys, step, [*self._entries.drawn(), REWARD, FLAGS], _REACH)
 
-    def _batch(self, fields: dict[str, NDArray[Any]], entries: TransitionEntries) -> BatchTransition:
-        state, next_state = {}, {}
-        for key, entry in entries.states.items():
-            both = self._tensor(fields[entry.field])  # (B, 2, ...)
-            if self.use_drq and key.startswith(IMAGE_PREFIX):
-                augmented = self.image_augmentation_function(both.flatten(0, 1))
-                both = augmented.reshape(-1, 2, *augmented.shape[1:])
-            state[key], next_state[key] = both[:, 0], both[:, 1]
-        flags = fields[FLAGS][:, 1]
-        infos = entries.infos
-        return BatchTransition(
-            state=state,
-            action=self._tensor(fields[ACTION][:, 1]),
-            reward=self._tensor(fields[REWARD][:, 1]),
-            next_state=next_state,
-            done=self._tensor(_DONES.take(flags)),
-            truncated=self._tensor(_TRUNCATEDS.take(flags)),
-            complementary_info=None
-            if infos is None
-            else {key: self._tensor(fields[entry.field][:, 1]) for key, entry in infos.items()},
-        )
-
-    def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
-        """float32 on `device`; over the batch's memory where it is so already, which is the batch's alone."""
-        tensor = torch.from_numpy(array)
-        if self.device != "cpu":
-            tensor = tensor.to(self.device)
-        return tensor if tensor.dtype is torch.float32 else tensor.float()
-
     def get_iterator(
         self, batch_size: int, async_prefetch: bool = True, queue_size: int = 2
     ) -> Iterator[BatchTransition]:
@@ -331,8 +300,8 @@ class LeRobotReplayBuffer:
 
         Args:
             batch_size: transitions of each.
-            async_prefetch: a thread samples them ahead; closing or dropping the iterator ends it. Otherwise a batch is
-                sampled when it is asked for.
+            async_prefetch: a thread samples them ahead; closing the iterator ends it, and dropping it lets it end.
+                Otherwise a batch is sampled when it is asked for, by a generator.
             queue_size: batches that the thread keeps ready.
 
         Raises:
@@ -340,7 +309,11 @@ class LeRobotReplayBuffer:
         """
         if async_prefetch:
             return BatchPrefetch(lambda: self.sample(batch_size), queue_size)
-        return iter(lambda: self.sample(batch_size), None)
+        return self._sampled(batch_size)
+
+    def _sampled(self, batch_size: int) -> Generator[BatchTransition, None, None]:
+        while True:
+            yield self.sample(batch_size)
 
     # --- what is there ----------------------------------------------------------------------------------------
 
@@ -397,21 +370,31 @@ class LeRobotReplayBuffer:
     @property
     def has_complementary_info(self) -> bool:
         """Whether transitions have infos."""
-        return self._store is not None and self._entries.infos is not None
+        entries = self._known()
+        return entries is not None and entries.infos is not None
 
     @property
     def complementary_info_keys(self) -> list[str]:
         """Keys of infos."""
-        return list(self._entries.infos or ()) if self._store is not None else []
+        return list(self._infos())
 
     @property
     def complementary_info(self) -> dict[str, PositionColumn]:
         """Infos by key and position, as `states`."""
-        infos = (self._entries.infos or {}) if self._store is not None else {}
-        return {key: self._column(entry.field) for key, entry in infos.items()}
+        return {key: self._column(entry.field) for key, entry in self._infos().items()}
+
+    def _known(self) -> TransitionEntries | None:
+        """Entries of transitions; None where no process has added any."""
+        with self._locked():
+            return None if self._join() is None else self._entries
+
+    def _infos(self) -> dict[str, TransitionEntry]:
+        entries = self._known()
+        return {} if entries is None or entries.infos is None else entries.infos
 
     def _columns(self, step: int) -> dict[str, PositionColumn]:
-        states = self._entries.states if self._store is not None else {}
+        entries = self._known()
+        states = {} if entries is None else entries.states
         return {key: self._column(entry.field, step) for key, entry in states.items()}
 
     def _column(
@@ -457,14 +440,7 @@ class LeRobotReplayBuffer:
         """
         if state_keys is None:
             raise ArgumentError("State keys must be provided when converting LeRobotDataset to Transitions.")
-        frames = len(lerobot_dataset)
-        if capacity is None:
-            capacity = frames
-        if capacity < frames:
-            raise ArgumentError(
-                "The capacity of the ReplayBuffer must be greater than or equal to the length of the LeRobotDataset: "
-                f"found {capacity}, and {frames} frames"
-            )
+        capacity = capacity_for(lerobot_dataset, capacity)
         buffer = cls(
             capacity,
             device,
@@ -476,7 +452,7 @@ class LeRobotReplayBuffer:
             **options,
         )
         try:
-            for transition in transitions_of(lerobot_dataset, list(state_keys)):
+            for transition in transitions_of(lerobot_dataset, buffer.state_keys):
                 buffer.add(**transition)
         except BaseException:
             buffer.close()
@@ -507,12 +483,11 @@ class LeRobotReplayBuffer:
         return written(runs, store, entries, repo_id=repo_id, fps=fps, root=root, task_name=task_name)
 
 
-def _one(what: str, value: Any) -> float:
-    """A number, or a tensor or array of one."""
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise ArgumentError(f"{what} is a number, or a tensor of one, found {value!r}") from None
+def _store_or_name(store: Any) -> str | Store | None:
+    """A store, or its name as text."""
+    if store is None or isinstance(store, Store):
+        return store
+    return check_text("store", os.fspath(store) if isinstance(store, os.PathLike) else store)
 
 
 def _seed() -> int:
@@ -523,4 +498,4 @@ def _float(array: NDArray[Any]) -> torch.Tensor:
     return torch.from_numpy(array).float()
 
 
-__all__ = ["IMAGE_PREFIX", "LeRobotReplayBuffer"]
+__all__ = ["LeRobotReplayBuffer"]

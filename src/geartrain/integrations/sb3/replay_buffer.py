@@ -30,6 +30,7 @@ from geartrain.integrations.transitions.layout import (
     REWARD,
     TIMEOUT,
     TRANSITION,
+    check_capacity,
     fields_of,
     numbers,
     observation_field,
@@ -80,7 +81,7 @@ class ReplayBuffer(stock.ReplayBuffer):
 
     Raises:
         NoSpaceError: /dev/shm is too small. IncompatibleStoreError: the store of that name has other fields,
-            or is of a buffer of the other kind, with or without priorities.
+            or is of a buffer of another size, or of the other kind, with or without priorities.
     """
 
     pos: int
@@ -145,6 +146,7 @@ class ReplayBuffer(stock.ReplayBuffer):
         if isinstance(store, Store):
             if store.fields != fields:
                 raise ArgumentError(f"the store {store.name!r} has other fields than this buffer: {list(store.fields)}")
+            check_capacity(store, self.buffer_size, self.n_envs, overlap, self._writers)
             self.store = store
         else:
             options: dict[str, Any] = {"capacity": rows, "reserve": self._reserve, "priority_per": self.priority_per}
@@ -161,6 +163,12 @@ class ReplayBuffer(stock.ReplayBuffer):
                 f"the store {self.store.name!r} is of a buffer {'with' if self.store.per_step else 'without'} "
                 f"priorities of transitions, and this one is a {type(self).__name__}"
             )
+        if self._owned:
+            try:
+                check_capacity(self.store, self.buffer_size, self.n_envs, overlap, self._writers)
+            except IncompatibleStoreError:
+                self.close()
+                raise
         self._attach(None, 0)
 
     def _attach(self, writer: int | None, count: int) -> None:

@@ -22,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.core.schema import Field
-from geartrain.errors import ArgumentError
+from geartrain.errors import ArgumentError, IncompatibleStoreError
 from geartrain.store.recorder import recorded_fields
+from geartrain.store.store import Store
 
 #: Bits of the field `flags`: the step is a transition's; its episode is over; and not by the rules of the environment.
 TRANSITION, DONE, TIMEOUT = 1, 2, 4
@@ -34,6 +35,8 @@ OBSERVATION = "obs"
 
 # A transition's number: whose it is (20 bits), its environment (12), and how many that environment had before (31).
 _COUNT_BITS, _ENVIRONMENT_BITS, _WRITER_BITS = 31, 12, 20
+_ROWS_OF_WRITER = 2  # that each of its environments writes, or has just begun
+_MORE_WRITERS = 8
 MOST_ENVIRONMENTS = 2**_ENVIRONMENT_BITS
 MOST_WRITERS = 2**_WRITER_BITS
 
@@ -68,7 +71,31 @@ def rows_needed(buffer_size: int, n_envs: int, steps: int, overlap: int, writers
     """Rows for `buffer_size` transitions of each environment, an eighth of other steps, and rows that are written."""
     fresh = steps - 1 - overlap
     whole = -(-(buffer_size * 9 // 8 + 1) // fresh)
-    return (whole + 2 * max(1, writers)) * n_envs
+    return (whole + _ROWS_OF_WRITER * max(1, writers)) * n_envs
+
+
+def check_capacity(store: Store, buffer_size: int, n_envs: int, overlap: int, writers: int) -> None:
+    """Raises unless a store that is joined is one for `buffer_size` transitions of each environment.
+
+    It may have been made for more writers than this process knows of: for eight of them, or an eighth of its rows.
+
+    Raises:
+        IncompatibleStoreError: it holds fewer, or clearly more; or its rows are of another length.
+    """
+    steps = row_steps(buffer_size, overlap)
+    least = rows_needed(buffer_size, n_envs, steps, overlap, writers)
+    more, odd = divmod(store.capacity - least, _ROWS_OF_WRITER * n_envs)
+    if (
+        store.max_length == steps
+        and not odd
+        and 0 <= more <= max(_MORE_WRITERS, least // (8 * _ROWS_OF_WRITER * n_envs))
+    ):
+        return
+    raise IncompatibleStoreError(
+        f"the store {store.name!r} is of a buffer of another capacity: it has {store.capacity} rows of "
+        f"{store.max_length} steps, and {buffer_size} transitions{f' of {n_envs} environments' * (n_envs > 1)} need "
+        f"{least} of {steps} with writers={writers}. All who join give the same capacity and writers"
+    )
 
 
 def numbers(writer: int, n_envs: int, count: int) -> NDArray[np.int64]:
@@ -108,6 +135,7 @@ __all__ = [
     "REWARD",
     "TIMEOUT",
     "TRANSITION",
+    "check_capacity",
     "count_of",
     "environment_of",
     "fields_of",
