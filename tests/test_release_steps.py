@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -151,7 +154,9 @@ class Tree:
     """A copy of release/ with a wheel, whose commands are noted instead of run."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        import compiled
         import installed
+        import wheels
         from steps import StepError
 
         self.folder, self.failing = folder, ""
@@ -176,8 +181,9 @@ class Tree:
             if self.failing and self.failing in line:
                 raise StepError("it failed")
 
-        for name, value in (("ROOT", folder), ("WORK", self.work), ("run", run)):
-            monkeypatch.setattr(installed, name, value)
+        for module in (compiled, installed, wheels):
+            for name, value in (("ROOT", folder), ("WORK", self.work), ("run", run)):
+                monkeypatch.setattr(module, name, value)
 
     def update_python(self, version: str) -> None:
         """An interpreter of another version in the same place."""
@@ -237,3 +243,84 @@ def test_an_installed_wheel_is_tested_again_where_the_test_or_its_interpreter_ch
     tree.update_python("Python 3.11.9")
     seen.append(made_of())
     assert len(set(seen)) == 5
+
+
+def test_a_wheel_is_built_again_where_its_recipe_or_an_interpreter_changed(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from compiled import build_wheel
+    from steps import Steps
+
+    seen = []
+
+    class Noted(Steps):
+        def once(self, name: str, made_of: str, *_: object, **_options: object) -> None:
+            seen.append(made_of)
+
+    packages = tree.folder / "build" / "lib" / "python3.11" / "site-packages"
+    (packages / "nanobind-1.dist-info").mkdir(parents=True)
+    inside = tree.folder / "build" / "bin" / "python"
+    inside.parent.mkdir()
+    inside.symlink_to(tree.python)
+    (tree.folder / "source").mkdir()
+
+    def look() -> None:
+        build_wheel(Noted(tree.work, []), tree.folder / "source", tree.python, "x86_64", "3.11", inside)
+
+    look()
+    look()
+    assert len(set(seen)) == 1
+    for name in ("release/compiled.py", "release/zig.cmake", "release/checks.py", "source/a.cc"):
+        tree.change(name)
+        look()
+    tree.update_python("Python 3.11.9")
+    look()
+    (packages / "nanobind-1.dist-info").rename(packages / "nanobind-2.dist-info")
+    look()
+    monkeypatch.setenv("CXXFLAGS", "-O1")
+    look()
+    monkeypatch.setenv("CMAKE_BUILD_PARALLEL_LEVEL", "1")  # which makes no other code
+    look()
+    assert len(seen) == 10 and len(set(seen)) == 8
+
+
+def test_suites_run_while_a_build_of_other_sources_unpacks_them(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    import platform
+
+    import wheels
+    from steps import Made, locked
+
+    source, ran = tree.work / "steps" / "source.lock", []
+
+    def build(*_: object) -> Path:
+        with pytest.raises(BlockingIOError), source.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which is held
+        return tree.wheel
+
+    class Tested:
+        made_of = "a"
+
+        def __init__(self, *_: object) -> None: ...
+
+        def smoke_test(self) -> Made:
+            return Made()
+
+        def suite(self) -> Made:
+            with locked(source):
+                ran.append("suite")
+            return Made()
+
+    @contextmanager
+    def unpacked(_sdist: Path) -> Iterator[Path]:
+        with locked(source, shared=True):
+            yield tree.folder
+
+    for name, value in (
+        ("unpacked", unpacked), ("build_wheel", build), ("Installed", Tested), ("build_sdist", lambda _: tree.wheel),
+        ("interpreter", lambda _: tree.python), ("environment", lambda *_: tree.python), ("NEWER", ()),
+    ):  # fmt: skip
+        monkeypatch.setattr(wheels, name, value)
+    monkeypatch.setattr("steps.LOCK_TIMEOUT_S", 0.0)
+    release = wheels.Release(["3.11"], [platform.machine()], tests=True)
+    release.make()
+    assert ran == ["suite"] and release.steps.failed == []
