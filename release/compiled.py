@@ -13,6 +13,7 @@ from installed import ROOT, WORK
 from steps import Made, Steps, digest, run, version_of
 
 DIST = ROOT / "dist"
+REQUIREMENTS = WORK / "requirements"  # of the build, for all versions of CPython
 # Functions of libgcc_s, as the C++ ABI has them on every processor.
 UNWINDER = (
     "Backtrace", "DeleteException", "FindEnclosingFunction", "ForcedUnwind", "GetCFA", "GetDataRelBase", "GetGR",
@@ -21,9 +22,11 @@ UNWINDER = (
 )  # fmt: skip
 
 
-def distributions(inside: Path) -> list[str]:
-    """The distributions of an environment, with their versions."""
-    return sorted(path.name for path in inside.parent.parent.glob("lib/python*/site-packages/*.dist-info"))
+def distributions(folder: Path) -> list[str]:
+    """The distributions in a folder or a virtual environment, with their versions."""
+    return sorted(
+        path.name for where in ("", "lib/python*/site-packages/") for path in folder.glob(f"{where}*.dist-info")
+    )
 
 
 def ambient() -> list[str]:
@@ -80,7 +83,7 @@ def build_wheel(steps: Steps, source: Path, tools: Path, arch: str, version: str
     """A repaired and checked wheel in dist/, built from the unpacked sdist; None where it failed."""
     compilers = digest(
         *(ROOT / "release" / name for name in ("zig.cmake", "compiled.py")), compiler(tools, arch), *ambient(),
-        *distributions(tools), *distributions(inside),
+        *distributions(tools.parent.parent), *distributions(REQUIREMENTS),
     )  # fmt: skip
     raw, native = WORK / f"raw-{arch}-{version}", WORK / f"native-{arch}"
 

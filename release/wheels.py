@@ -26,9 +26,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import checks
-from compiled import DIST, build_wheel
+from compiled import DIST, REQUIREMENTS, build_wheel
 from installed import EMULATED_SUITE, ROOT, WORK, Installed, InstalledElsewhere
-from steps import Made, StepError, Steps, digest, files_of, locked, run
+from steps import Made, StepError, Steps, digest, files_of, locked, run, version_of
 
 ARCHES = ("x86_64", "aarch64")
 # The interpreter that builds each ABI; the newest also builds for those after it.
@@ -55,19 +55,46 @@ def interpreter(version: str) -> Path | None:
 
 
 def environment(steps: Steps, name: str, python: Path, *packages: str) -> Path:
-    """The interpreter of a virtual environment with these packages, made where it is missing or of others."""
+    """The interpreter of a virtual environment, made where it is missing or of others.
+
+    `packages`: what is installed there (default: nothing, but the build's requirements are found in their folder).
+    """
     folder = WORK / name
     inside = folder / "bin" / "python"
 
     def make() -> Made:
         shutil.rmtree(folder, ignore_errors=True)
         run(python, "-m", "venv", folder)
-        run(inside, "-m", "pip", "install", "-q", *packages)
+        if packages:
+            run(inside, "-m", "pip", "install", "-q", *packages)
+        else:
+            (site,) = folder.glob("lib/python*/site-packages")
+            (site / "requirements.pth").write_text(f"{REQUIREMENTS}\n")
+            (inside.parent / "ninja").symlink_to(REQUIREMENTS / "bin" / "ninja")  # ninja's module looks for it there
         return Made((inside,))
 
-    if steps.once(f"environment {name}", digest(str(python), *packages), make) is None:
+    if steps.once(f"environment {name}", digest(str(python), *(packages or (str(REQUIREMENTS),))), make) is None:
         raise StepError(f"no environment {name}")
     return inside
+
+
+def install_requirements(steps: Steps, inside: Path) -> None:
+    """What a build needs, in one folder for all versions of CPython: none of it is compiled for one.
+
+    scikit-build-core clears a build's folder when its own path is another, and what the versions share, most of
+    the code, would be compiled for each. `inside`: of the oldest version, for which the most is required.
+    """
+
+    def make() -> Made:
+        shutil.rmtree(REQUIREMENTS, ignore_errors=True)
+        run(
+            inside, "-m", "pip", "install", "-q", "--only-binary", ":all:", "--target", REQUIREMENTS,
+            *build_requirements(),
+        )  # fmt: skip
+        return Made((REQUIREMENTS / "bin" / "ninja",))
+
+    if steps.once("build requirements", digest(version_of(inside), str(inside), *build_requirements()), make) is None:
+        raise StepError("no requirements of the build")
 
 
 def build_requirements() -> list[str]:
@@ -148,7 +175,8 @@ class Release:
         if not self._here:
             raise StepError(f"none of CPython {', '.join(PYTHONS)} is on this machine")
         self._newest = list(self._here)[-1]  # which makes the sdist
-        self._builders = [version for version in self._here if version in versions or version == self._newest]
+        self._oldest = next(iter(self._here))  # which installs what all of them build with
+        self._builders = [version for version in self._here if version in (*versions, self._oldest, self._newest)]
         self._wheels = [(arch, version) for version in versions for arch in arches]
         self._tests = [(a, v, on) for a, v in self._wheels for on in (tested_on(a, v) if tests else ())]
         first = [
@@ -159,6 +187,7 @@ class Release:
             WORK / "steps",
             [
                 *(f"environment {name}" for name in ("tools", *(f"build-{version}" for version in self._builders))),
+                "build requirements",
                 *first,
                 *(_name("suite", *test) for test in self._tests),
             ],
@@ -173,9 +202,9 @@ class Release:
         """All of it. Raises `StepError` where nothing can be built."""
         tools = environment(self.steps, "tools", Path(sys.executable), *TOOLS)
         inside = {
-            version: environment(self.steps, f"build-{version}", self._here[version], *build_requirements())
-            for version in self._builders
+            version: environment(self.steps, f"build-{version}", self._here[version]) for version in self._builders
         }
+        install_requirements(self.steps, inside[self._oldest])
         there = []
         with unpacked(build_sdist(inside[self._newest])) as source:  # for which a build of other sources waits
             for arch, version in self._wheels:

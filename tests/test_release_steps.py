@@ -257,15 +257,13 @@ def test_a_wheel_is_built_again_where_its_recipe_or_an_interpreter_changed(
         def once(self, name: str, made_of: str, *_: object, **_options: object) -> None:
             seen.append(made_of)
 
-    packages = tree.folder / "build" / "lib" / "python3.11" / "site-packages"
+    packages = tree.work / "requirements"
     (packages / "nanobind-1.dist-info").mkdir(parents=True)
-    inside = tree.folder / "build" / "bin" / "python"
-    inside.parent.mkdir()
-    inside.symlink_to(tree.python)
+    monkeypatch.setattr("compiled.REQUIREMENTS", packages)
     (tree.folder / "source").mkdir()
 
     def look() -> None:
-        build_wheel(Noted(tree.work, []), tree.folder / "source", tree.python, "x86_64", "3.11", inside)
+        build_wheel(Noted(tree.work, []), tree.folder / "source", tree.python, "x86_64", "3.11", tree.python)
 
     look()
     look()
@@ -282,6 +280,30 @@ def test_a_wheel_is_built_again_where_its_recipe_or_an_interpreter_changed(
     monkeypatch.setenv("CMAKE_BUILD_PARALLEL_LEVEL", "1")  # which makes no other code
     look()
     assert len(seen) == 10 and len(set(seen)) == 8
+
+
+def test_versions_share_what_is_compiled_until_the_recipe_changes(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    from compiled import build_wheel
+    from steps import Steps
+
+    source, kept = tree.folder / "source", tree.work / "native-x86_64" / "rows.o"
+    source.mkdir()
+    monkeypatch.setattr("compiled.unwinder", lambda *_: tree.folder)
+    monkeypatch.setattr("compiled.REQUIREMENTS", tree.folder / "requirements")
+    tree.failing = "pip wheel"  # after the folder was looked at
+
+    def keeps(version: str) -> bool:
+        kept.parent.mkdir(exist_ok=True)
+        kept.write_text("")
+        tree.update_python(f"Python {version}.1")
+        steps = Steps(tree.work / "steps", [f"wheel x86_64 {version}"])
+        assert build_wheel(steps, source, tree.python, "x86_64", version, tree.python) is None
+        assert steps.failed == [f"wheel x86_64 {version}: it failed"]
+        return kept.exists()
+
+    assert [keeps(version) for version in ("3.10", "3.11", "3.12", "3.10")] == [False, True, True, True]
+    tree.change("release/zig.cmake")
+    assert [keeps(version) for version in ("3.10", "3.11")] == [False, True]
 
 
 def test_suites_run_while_a_build_of_other_sources_unpacks_them(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,6 +340,7 @@ def test_suites_run_while_a_build_of_other_sources_unpacks_them(tree: Tree, monk
     for name, value in (
         ("unpacked", unpacked), ("build_wheel", build), ("Installed", Tested), ("build_sdist", lambda _: tree.wheel),
         ("interpreter", lambda _: tree.python), ("environment", lambda *_: tree.python), ("NEWER", ()),
+        ("install_requirements", lambda *_: None),
     ):  # fmt: skip
         monkeypatch.setattr(wheels, name, value)
     monkeypatch.setattr("steps.LOCK_TIMEOUT_S", 0.0)
