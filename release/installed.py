@@ -8,7 +8,7 @@ from pathlib import Path
 
 import checks
 from emulated import Emulated, UnavailableError
-from steps import LeftOutError, Made, digest, run
+from steps import LeftOutError, Made, StepError, digest, run, version_of
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "wheels"
@@ -16,12 +16,30 @@ WORK = ROOT / "build" / "wheels"
 EMULATED_SUITE = ("selection/test_selection.py", "selection/test_selection_conformance.py", "selection/test_sharded.py")
 
 
+def _scripts(*names: str) -> list[Path]:
+    return [ROOT / "release" / name for name in names]
+
+
 def suite_outside(folder: Path) -> Path:
-    """A copy of the tests that no import finds the tree from."""
+    """A copy of the tests that no import finds the tree from, in the place of an earlier one."""
     outside = folder / "suite"
+    if outside.exists():  # of a suite that failed or was interrupted, or of other tests
+        shutil.rmtree(outside)
     shutil.copytree(ROOT / "tests", outside / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     (outside / "pytest.ini").write_text(checks.pytest_settings(ROOT / "pyproject.toml"))
     return outside
+
+
+class _Wheel:
+    """A file in dist/, which a build of other sources replaces."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.contents = path, digest(path)
+
+    def check(self) -> None:
+        """Raises `StepError` where it is another by now."""
+        if digest(self.path) != self.contents:
+            raise StepError(f"another build has replaced {self.path.name} meanwhile")
 
 
 class Installed:
@@ -29,11 +47,11 @@ class Installed:
 
     def __init__(self, wheel: Path, version: str, python: Path) -> None:
         """`python`: the interpreter of that version."""
-        self._wheel, self._python = wheel, python
+        self._wheel, self._python = _Wheel(wheel), python
         self._folder = WORK / f"empty-{version}"
         self._inside = self._folder / "bin" / "python"
         self._stamp = self._folder / "wheel.sha256"
-        self.made_of = digest(wheel, str(python), ROOT / "release" / "smoke.py")
+        self.made_of = digest(wheel, str(python), version_of(python), *_scripts("smoke.py", "installed.py"))
         # no compiler, no cmake, no tree
         self._nothing = {"PATH": str(self._folder / "bin"), "HOME": str(self._folder), "LANG": "C.UTF-8"}
 
@@ -41,7 +59,8 @@ class Installed:
         """Installs it, and NumPy by it."""
         shutil.rmtree(self._folder, ignore_errors=True)
         run(self._python, "-m", "venv", self._folder)
-        run(self._inside, "-m", "pip", "install", "-q", "--only-binary", ":all:", self._wheel)
+        run(self._inside, "-m", "pip", "install", "-q", "--only-binary", ":all:", self._wheel.path)
+        self._wheel.check()
         run(self._inside, "-I", ROOT / "release" / "smoke.py", cwd=self._folder, env=self._nothing)
         self._stamp.write_text(self.made_of)
         return Made()
@@ -72,10 +91,10 @@ class InstalledElsewhere:
 
     def __init__(self, wheel: Path, tools: Path, arch: str, version: str) -> None:
         """`tools`: the interpreter that installs."""
-        self._wheel, self._tools, self._arch, self._version = wheel, tools, arch, version
+        self._wheel, self._tools, self._arch, self._version = _Wheel(wheel), tools, arch, version
         self._folder = WORK / f"empty-{arch}-{version}"
         self._stamp = self._folder / "wheel.sha256"
-        self.made_of = digest(wheel, *(ROOT / "release" / name for name in ("smoke.py", "emulated.py")))
+        self.made_of = digest(wheel, *_scripts("smoke.py", "installed.py", "emulated.py"))
         self._nothing = {"PATH": str(self._folder), "HOME": str(self._folder), "LANG": "C.UTF-8"}
 
     def smoke_test(self) -> Made:
@@ -83,7 +102,8 @@ class InstalledElsewhere:
         shutil.rmtree(self._folder, ignore_errors=True)
         (self._folder / "site").mkdir(parents=True)
         there = self._emulated()
-        there.install(self._tools, self._folder / "site", self._wheel)
+        there.install(self._tools, self._folder / "site", self._wheel.path)
+        self._wheel.check()
         command = there.command("-s", ROOT / "release" / "smoke.py", path=self._folder / "site")
         run(*command, cwd=self._folder, env=self._nothing)
         self._stamp.write_text(self.made_of)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LOCK_TIMEOUT_S = 3600.0  # a build under emulation, on a busy machine
+LOCK_RETRY_S = 0.5
 
 
 class StepError(Exception):
@@ -58,6 +59,14 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
 
 
+def version_of(python: Path) -> str:
+    """What an interpreter says it is: its path stays when it is updated. Raises `StepError` where it does not run."""
+    done = subprocess.run([python, "-VV"], check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise StepError(f"{python} -VV failed with {done.returncode}")
+    return done.stdout
+
+
 def run(*command: str | Path, **options: object) -> None:
     """Runs a command. Raises `StepError` where it fails."""
     line = [str(part) for part in command]
@@ -72,18 +81,18 @@ def locked(path: Path, shared: bool = False) -> Iterator[None]:
     """A lock between processes, which ends with its holder. Raises `StepError` after an hour."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+") as file:
-        began = time.monotonic()
+        began, told = time.monotonic(), False
         while True:
             try:
                 fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                waited_s = time.monotonic() - began
-                if waited_s > LOCK_TIMEOUT_S:
+                if time.monotonic() - began > LOCK_TIMEOUT_S:
                     raise StepError(f"another build has held {path} for {LOCK_TIMEOUT_S:.0f} s") from None
-                if waited_s < 0.5:
+                if not told:
                     print(f"waits for another build, which holds {path.name}", flush=True)
-                time.sleep(0.5)
+                    told = True
+                time.sleep(LOCK_RETRY_S)
         yield
 
 

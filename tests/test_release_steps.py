@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-import preloaded
 import pytest
 from deadlines import patience
 
@@ -75,8 +78,11 @@ steps = Steps(folder / "steps", ["a", "b"])
 steps.once("a", "1", Made)
 steps.once("b", "1", lambda: os.kill(os.getpid(), signal.SIGKILL))
 """
-    killed = preloaded.Popen(
-        [sys.executable, "-c", program, str(tmp_path)], env={"PYTHONPATH": str(RELEASE)}, stdout=subprocess.DEVNULL
+    # (an interpreter without site, which imports nothing else: cheaper than a fork of one that has imported torch)
+    killed = subprocess.Popen(
+        [sys.executable, "-S", "-c", program, str(tmp_path)],
+        env={"PYTHONPATH": str(RELEASE)},
+        stdout=subprocess.DEVNULL,
     )
     assert killed.wait(patience(30)) == -9
     from steps import Made, Steps
@@ -88,13 +94,16 @@ steps.once("b", "1", lambda: os.kill(os.getpid(), signal.SIGKILL))
     assert done == ["b"]
 
 
-def test_a_second_build_waits_for_a_step_and_finds_it_done(tmp_path: Path) -> None:
+def test_a_second_build_waits_for_a_step_and_finds_it_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import queue
     import threading
 
+    import steps
     from steps import Made, Steps
 
+    monkeypatch.setattr(steps, "LOCK_RETRY_S", 0.01)
     began, finish = threading.Event(), threading.Event()
-    done = []
+    done, said = [], queue.Queue[str]()
 
     def slow() -> Made:
         began.set()
@@ -106,16 +115,26 @@ def test_a_second_build_waits_for_a_step_and_finds_it_done(tmp_path: Path) -> No
         done.append("second")
         return Made()
 
+    def say(line: str, flush: bool) -> None:
+        if threading.current_thread() is other:
+            said.put(line)
+
     first = threading.Thread(target=lambda: Steps(tmp_path, ["a"]).once("a", "1", slow))
-    first.start()
-    assert began.wait(patience(30))
     found = []
     other = threading.Thread(target=lambda: found.append(Steps(tmp_path, ["a"]).once("a", "1", second)))
+    monkeypatch.setattr(steps, "print", say, raising=False)
+    first.start()
+    assert began.wait(patience(30))
     other.start()
-    finish.set()
-    first.join(patience(30))
-    other.join(patience(30))
+    try:
+        assert said.get(timeout=patience(30)) == "waits for another build, which holds a.lock"
+        assert done == []
+    finally:
+        finish.set()
+        first.join(patience(30))
+        other.join(patience(30))
     assert done == ["first"] and found == [Made(note="made by the first")]
+    assert said.get_nowait() == "[1/1] a: as it was" and said.empty()
 
 
 def test_contents_and_names_are_digested_and_bytecode_is_not(tmp_path: Path) -> None:
@@ -129,3 +148,202 @@ def test_contents_and_names_are_digested_and_bytecode_is_not(tmp_path: Path) -> 
     (tmp_path / "a").rename(tmp_path / "b")
     assert digest(tmp_path) != before
     assert digest("ab", "c") != digest("a", "bc")
+
+
+class Tree:
+    """A copy of release/ with a wheel, whose commands are noted instead of run."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        import compiled
+        import installed
+        import wheels
+        from steps import StepError
+
+        self.folder, self.failing = folder, ""
+        shutil.copytree(RELEASE, folder / "release", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(RELEASE.parent / "pyproject.toml", folder)
+        self.python = folder / "python"
+        self.update_python("Python 3.11.2")
+        self.wheel = folder / "a.whl"
+        self.wheel.write_text("a wheel")
+        (folder / "tests" / "core").mkdir(parents=True)
+        self.test = folder / "tests" / "core" / "test_a.py"
+        self.test.write_text("")
+        self.work = folder / "work"
+        (self.work / "empty-3.11" / "bin").mkdir(parents=True)
+        self.ran: list[str] = []
+
+        def run(*command: object, **_options: object) -> None:
+            line = " ".join(map(str, command))
+            self.ran.append(line)
+            if "venv" in line:
+                (self.work / "empty-3.11" / "bin").mkdir(parents=True)
+            if self.failing and self.failing in line:
+                raise StepError("it failed")
+
+        for module in (compiled, installed, wheels):
+            for name, value in (("ROOT", folder), ("WORK", self.work), ("run", run)):
+                monkeypatch.setattr(module, name, value)
+
+    def update_python(self, version: str) -> None:
+        """An interpreter of another version in the same place."""
+        self.python.write_text(f"#!/bin/sh\necho '{version}'\n")
+        self.python.chmod(0o755)
+
+    def change(self, name: str) -> None:
+        """Another comment in a file."""
+        with (self.folder / name).open("a") as file:
+            file.write("# changed\n")
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
+    return Tree(tmp_path, monkeypatch)
+
+
+def test_a_suite_runs_again_after_one_that_failed(tree: Tree) -> None:
+    from installed import Installed
+    from steps import StepError
+
+    one = Installed(tree.wheel, "3.11", tree.python)
+    one.smoke_test()
+    tree.failing = "-m pytest"
+    with pytest.raises(StepError, match="it failed"):
+        one.suite()
+    tree.failing = ""
+    copied = tree.work / "empty-3.11" / "suite" / "tests" / "core"
+    assert [path.name for path in copied.iterdir()] == ["test_a.py"]
+    tree.test.rename(tree.test.with_name("test_b.py"))
+    one.suite()
+    assert [path.name for path in copied.iterdir()] == ["test_b.py"]  # none of before is left
+
+
+def test_a_wheel_that_another_build_replaced_is_not_taken_for_the_one_that_was_built(tree: Tree) -> None:
+    from installed import Installed
+    from steps import StepError
+
+    one = Installed(tree.wheel, "3.11", tree.python)
+    tree.wheel.write_text("of other sources")
+    with pytest.raises(StepError, match="another build has replaced"):
+        one.suite()  # for which it would be installed first
+    assert not any("-m pytest" in line for line in tree.ran)
+
+
+def test_an_installed_wheel_is_tested_again_where_the_test_or_its_interpreter_changed(tree: Tree) -> None:
+    from installed import Installed
+
+    def made_of() -> str:
+        return Installed(tree.wheel, "3.11", tree.python).made_of
+
+    seen = [made_of(), made_of()]
+    assert len(set(seen)) == 1
+    for name in ("release/smoke.py", "release/installed.py", "a.whl"):
+        tree.change(name)
+        seen.append(made_of())
+    tree.update_python("Python 3.11.9")
+    seen.append(made_of())
+    assert len(set(seen)) == 5
+
+
+def test_a_wheel_is_built_again_where_its_recipe_or_an_interpreter_changed(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from compiled import build_wheel
+    from steps import Steps
+
+    seen = []
+
+    class Noted(Steps):
+        def once(self, name: str, made_of: str, *_: object, **_options: object) -> None:
+            seen.append(made_of)
+
+    packages = tree.work / "requirements"
+    (packages / "nanobind-1.dist-info").mkdir(parents=True)
+    monkeypatch.setattr("compiled.REQUIREMENTS", packages)
+    (tree.folder / "source").mkdir()
+
+    def look() -> None:
+        build_wheel(Noted(tree.work, []), tree.folder / "source", tree.python, "x86_64", "3.11", tree.python)
+
+    look()
+    look()
+    assert len(set(seen)) == 1
+    for name in ("release/compiled.py", "release/zig.cmake", "release/checks.py", "source/a.cc"):
+        tree.change(name)
+        look()
+    tree.update_python("Python 3.11.9")
+    look()
+    (packages / "nanobind-1.dist-info").rename(packages / "nanobind-2.dist-info")
+    look()
+    monkeypatch.setenv("CXXFLAGS", "-O1")
+    look()
+    monkeypatch.setenv("CMAKE_BUILD_PARALLEL_LEVEL", "1")  # which makes no other code
+    look()
+    assert len(seen) == 10 and len(set(seen)) == 8
+
+
+def test_versions_share_what_is_compiled_until_the_recipe_changes(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    from compiled import build_wheel
+    from steps import Steps
+
+    source, kept = tree.folder / "source", tree.work / "native-x86_64" / "rows.o"
+    source.mkdir()
+    monkeypatch.setattr("compiled.unwinder", lambda *_: tree.folder)
+    monkeypatch.setattr("compiled.REQUIREMENTS", tree.folder / "requirements")
+    tree.failing = "pip wheel"  # after the folder was looked at
+
+    def keeps(version: str) -> bool:
+        kept.parent.mkdir(exist_ok=True)
+        kept.write_text("")
+        tree.update_python(f"Python {version}.1")
+        steps = Steps(tree.work / "steps", [f"wheel x86_64 {version}"])
+        assert build_wheel(steps, source, tree.python, "x86_64", version, tree.python) is None
+        assert steps.failed == [f"wheel x86_64 {version}: it failed"]
+        return kept.exists()
+
+    assert [keeps(version) for version in ("3.10", "3.11", "3.12", "3.10")] == [False, True, True, True]
+    tree.change("release/zig.cmake")
+    assert [keeps(version) for version in ("3.10", "3.11")] == [False, True]
+
+
+def test_suites_run_while_a_build_of_other_sources_unpacks_them(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    import platform
+
+    import wheels
+    from steps import Made, locked
+
+    source, ran = tree.work / "steps" / "source.lock", []
+
+    def build(*_: object) -> Path:
+        with pytest.raises(BlockingIOError), source.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which is held
+        return tree.wheel
+
+    class Tested:
+        made_of = "a"
+
+        def __init__(self, *_: object) -> None: ...
+
+        def smoke_test(self) -> Made:
+            return Made()
+
+        def suite(self) -> Made:
+            with locked(source):
+                ran.append("suite")
+            return Made()
+
+    @contextmanager
+    def unpacked(_sdist: Path) -> Iterator[Path]:
+        with locked(source, shared=True):
+            yield tree.folder
+
+    for name, value in (
+        ("unpacked", unpacked), ("build_wheel", build), ("Installed", Tested), ("build_sdist", lambda _: tree.wheel),
+        ("interpreter", lambda _: tree.python), ("environment", lambda *_: tree.python), ("NEWER", ()),
+        ("install_requirements", lambda *_: None),
+    ):  # fmt: skip
+        monkeypatch.setattr(wheels, name, value)
+    monkeypatch.setattr("steps.LOCK_TIMEOUT_S", 0.0)
+    release = wheels.Release(["3.11"], [platform.machine()], tests=True)
+    release.make()
+    assert ran == ["suite"] and release.steps.failed == []
