@@ -212,11 +212,11 @@ def dies_in_the_agreement(name: str) -> None:
     def end() -> None:
         os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
 
-    def exchange_and_end(self: Any, sends: Any, receives: Any) -> None:
+    def exchange_and_end(self: Any, sends: Any, receives: Any, **options: Any) -> None:
         nonlocal calls
         calls += 1
         if calls < 4:
-            exchange(self, sends, receives)
+            exchange(self, sends, receives, **options)
             return
         told = np.zeros(1, bool)
         if where == "told one":
@@ -224,7 +224,7 @@ def dies_in_the_agreement(name: str) -> None:
         elif where == "between":
             self.members.all_gather(told)
         elif where == "after":
-            exchange(self, sends, receives)
+            exchange(self, sends, receives, **options)
         end()
 
     if rank == 1:

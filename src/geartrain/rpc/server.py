@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import geartrain._native as _native
 import geartrain.core.trace as trace
+from geartrain.core.arguments import shown
 from geartrain.errors import ConnectionClosedError, GeartrainError, MessageError, UntrustedPeerError, WaitTimeoutError
 from geartrain.rpc.batching import Batcher, PendingReply
 from geartrain.rpc.protocol import CALL_OBJECT, CANCEL, ERROR, HELLO, OUT_OF_BAND, RESULT, TELL, kind_and_timeout
@@ -232,7 +233,9 @@ class Server:
         if kind != CALL_OBJECT:
             function = functions.get(named)
             if function is None:
-                raise LookupError(f"{self.name!r} has no function {named!r}; it has {', '.join(sorted(functions))}")
+                raise LookupError(
+                    f"{self.name!r} has no function {shown(named)}; it has {', '.join(sorted(functions))}"
+                )
             if function in with_caller_functions:
                 args = (session, *args)
             ordered = function not in concurrent_functions
