@@ -6,13 +6,10 @@
 #include <numeric>
 
 #include "base/errors.h"
+#include "fetch/episodes.h"
 
 namespace geartrain {
 namespace {
-
-Population population_of(const Store& store) {
-  return {store.priority_tree(), store.bit_tree(), store.words(), store.status().data()};
-}
 
 size_t padded(size_t bytes) {
   return (bytes + kBlockAlignment - 1) / kBlockAlignment * kBlockAlignment;
@@ -27,6 +24,12 @@ std::vector<T> picked(const std::vector<T>& from, const std::vector<uint32_t>& w
 }
 
 }  // namespace
+
+// A draw that this rank reads, and where its row goes: which of the messages, one more for this rank's own batch, and
+// the place there.
+struct RankReader::Read {
+  uint32_t draw, to, at;
+};
 
 // The draws of one shard that this rank reads.
 struct RankReader::Rows {
@@ -130,15 +133,32 @@ RankReader::Layout RankReader::layout(size_t rows) const {
   return made;
 }
 
-RankReader::Found RankReader::read(const Draws& draws, const Batch& batch, std::span<std::byte* const> messages) const {
-  const std::vector<Traffic> outgoing = this->outgoing(draws);
-  if (messages.size() != outgoing.size()) {
-    fail(ErrorKind::schema, messages.size(), " messages were given, ", outgoing.size(), " are sent");
+RankReader::Found RankReader::read(const Draws& draws, const Batch& batch, std::span<const Message> messages) const {
+  // A job may have a thousand shards, and this rank reads few of them: all draws are walked once, not once a shard.
+  const auto own = static_cast<uint32_t>(messages.size());
+  std::vector<std::vector<Read>> reads(shards_.size());
+  std::vector<uint8_t> has_draws(shards_.size(), 0);
+  std::vector<uint32_t> sent(messages.size(), 0);
+  for (size_t i = 0; i < draws.shard.size(); ++i) {
+    const auto number = static_cast<size_t>(draws.shard[i]);
+    has_draws[number] = 1;
+    if (draws.assigned.reader[i] != settings_.rank) continue;
+    if (shards_[number].store == nullptr) {
+      fail(ErrorKind::schema, "shard ", number, " is read by a rank that does not have it");
+    }
+    const uint32_t consumer = settings_.consumers[static_cast<size_t>(draws.assigned.replica[i])];
+    uint32_t to = own, at = static_cast<uint32_t>(draws.assigned.place[i]);
+    if (consumer != settings_.rank) {  // a message holds its rows in the order of draws, whatever their shard
+      to = static_cast<uint32_t>(std::ranges::find(messages, consumer, &Message::rank) - messages.begin());
+      if (to == own) fail(ErrorKind::schema, "no message was given for rank ", consumer, ", which gets rows");
+      at = sent[to]++;
+    }
+    reads[number].push_back({static_cast<uint32_t>(i), to, at});
   }
   Found found{.lowest = std::numeric_limits<double>::infinity(), .failed = {}};
   for (size_t number = 0; number < shards_.size(); ++number) {
-    if (shards_[number].counts) count_for_others(number, draws);
-    read_shard(number, draws, batch, messages, outgoing, found);
+    if (shards_[number].counts && has_draws[number] != 0) count_for_others(number, draws);
+    if (!reads[number].empty()) read_shard(number, draws, reads[number], batch, messages, sent, found);
   }
   return found;
 }
@@ -155,7 +175,7 @@ void RankReader::count_for_others(size_t number, const Draws& draws) const {
   }
   if (targets.empty()) return;
   std::vector<uint32_t> rows(targets.size()), generations(targets.size()), priorities(targets.size());
-  find_rows(population_of(*shard.store), settings_.by, targets, rows, generations, priorities);
+  find_rows(population_of(*shard.store, false), settings_.by, targets, rows, generations, priorities);
   std::vector<uint32_t> there, there_generations;
   for (size_t i = 0; i < rows.size(); ++i) {
     if (rows[i] == kNoRow) continue;
@@ -179,7 +199,7 @@ void RankReader::draw_again(size_t number, const Draws& draws, uint32_t attempt,
   if (settings_.stratified) plan.strata = static_cast<uint32_t>(draws.shard.size());
   const std::vector<uint32_t> numbers = picked(rows.draws, lost);
   const auto make = [&] {
-    return geartrain::draw(population_of(store), plan, numbers, {found, generations, probability});
+    return geartrain::draw(population_of(store, false), plan, numbers, {found, generations, probability});
   };
   uint64_t failed = make();
   if (failed != 0 && !store.read_only()) {
@@ -199,36 +219,24 @@ void RankReader::draw_again(size_t number, const Draws& draws, uint32_t attempt,
   }
 }
 
-void RankReader::read_shard(size_t number, const Draws& draws, const Batch& batch, std::span<std::byte* const> messages,
-                            std::span<const Traffic> outgoing, Found& result) const {
+void RankReader::read_shard(size_t number, const Draws& draws, std::span<const Read> reads, const Batch& batch,
+                            std::span<const Message> messages, std::span<const uint32_t> sent, Found& result) const {
   const ShardView& shard = shards_[number];
-  // Where each row that this rank reads goes: which of `messages`, one more for its own batch, and the place there.
+  const auto own = static_cast<uint32_t>(messages.size());
+  const size_t n = reads.size();
   Rows mine;
   std::vector<uint32_t> target, place;
   std::vector<uint64_t> targets;
-  std::vector<uint32_t> sent(messages.size(), 0);
-  const auto own = static_cast<uint32_t>(messages.size());
-  for (size_t i = 0; i < draws.shard.size(); ++i) {
-    if (draws.assigned.reader[i] != settings_.rank) continue;
-    const uint32_t consumer = settings_.consumers[static_cast<size_t>(draws.assigned.replica[i])];
-    uint32_t to = own, at = static_cast<uint32_t>(draws.assigned.place[i]);
-    if (consumer != settings_.rank) {  // a message holds its rows in the order of draws, whatever their shard
-      to = static_cast<uint32_t>(std::ranges::find(outgoing, consumer, &Traffic::rank) - outgoing.begin());
-      at = sent[to]++;
-    }
-    if (draws.shard[i] != static_cast<int64_t>(number)) continue;
-    mine.draws.push_back(static_cast<uint32_t>(i));
-    targets.push_back(draws.targets[i]);
-    target.push_back(to);
-    place.push_back(at);
+  for (const Read& each : reads) {
+    mine.draws.push_back(each.draw);
+    targets.push_back(draws.targets[each.draw]);
+    target.push_back(each.to);
+    place.push_back(each.at);
   }
-  const size_t n = mine.draws.size();
-  if (n == 0) return;
-  if (shard.store == nullptr) fail(ErrorKind::schema, "shard ", number, " is read by a rank that does not have it");
   Store& store = *shard.store;
   std::vector<uint32_t> priorities(n);
   mine.rows.resize(n), mine.generations.resize(n), mine.probability.resize(n);
-  find_rows(population_of(store), settings_.by, targets, mine.rows, mine.generations, priorities);
+  find_rows(population_of(store, false), settings_.by, targets, mine.rows, mine.generations, priorities);
   for (size_t i = 0; i < n; ++i) {
     mine.probability[i] = static_cast<double>(priorities[i]) / static_cast<double>(draws.whole);
   }
@@ -255,7 +263,8 @@ void RankReader::read_shard(size_t number, const Draws& draws, const Batch& batc
     const Layout made = to == own ? Layout{} : layout(sent[to]);
     std::vector<FetchField> fields;
     for (size_t f = 0; f < shard.fields.size(); ++f) {
-      fields.push_back({shard.fields[f], to == own ? batch.arrays.fields[f].out : messages[to] + made.fields[f]});
+      fields.push_back(
+          {shard.fields[f], to == own ? batch.arrays.fields[f].out : messages[to].memory + made.fields[f]});
     }
     FetchRequest request;
     request.rows = rows;
@@ -286,7 +295,7 @@ void RankReader::read_shard(size_t number, const Draws& draws, const Batch& batc
                                static_cast<int32_t>(std::count(row_mask, in_row_mask, uint8_t{1})),
                                versions[i],
                                mine.probability[which[i]]};
-        std::memcpy(messages[to] + made.headers + places[i] * sizeof(RowHeader), &header, sizeof header);
+        std::memcpy(messages[to].memory + made.headers + places[i] * sizeof(RowHeader), &header, sizeof header);
         continue;
       }
       const size_t at = places[i];

@@ -96,9 +96,14 @@ class RankReader {
     uint64_t redrawn = 0, local = 0;    // local: rows of the own batch that this rank has read
     std::optional<std::string> failed;  // a shard has no row (any more): some places are not filled
   };
-  // Reads this rank's rows into the batch and the messages, which are in the order of `outgoing`. Throws turnover, and
-  // corrupt where sums stay at odds with rows after a repair.
-  Found read(const Draws& draws, const Batch& batch, std::span<std::byte* const> messages) const;
+  // A message on its way to a rank, of `layout(rows that it gets)`.
+  struct Message {
+    uint32_t rank;
+    std::byte* memory;
+  };
+  // Reads this rank's rows into the batch and the messages, one for each rank of `outgoing`. Walks the draws once, and
+  // takes what the rows take. Throws turnover, and corrupt where sums stay at odds with rows after a repair.
+  Found read(const Draws& draws, const Batch& batch, std::span<const Message> messages) const;
 
   // Puts the rows of a message to their places in the batch. Throws frame for rows of no shard.
   void place(const Batch& batch, std::span<const uint32_t> places, const std::byte* message) const;
@@ -108,9 +113,11 @@ class RankReader {
   const std::vector<uint64_t>& row_bytes() const { return row_bytes_; }
 
  private:
+  struct Read;
   struct Rows;
-  void read_shard(size_t number, const Draws& draws, const Batch& batch, std::span<std::byte* const> messages,
-                  std::span<const Traffic> outgoing, Found& found) const;
+  // `sent`: rows of each message, of all shards.
+  void read_shard(size_t number, const Draws& draws, std::span<const Read> reads, const Batch& batch,
+                  std::span<const Message> messages, std::span<const uint32_t> sent, Found& found) const;
   void count_for_others(size_t number, const Draws& draws) const;
   void draw_again(size_t number, const Draws& draws, uint32_t attempt, Rows& rows,
                   const std::vector<uint32_t>& lost) const;

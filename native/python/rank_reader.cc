@@ -95,8 +95,8 @@ class BoundRankReader {
       }
       for (RankReader::Traffic& each : reader_->outgoing(draws)) made.outgoing.push_back(message(std::move(each)));
       for (RankReader::Traffic& each : reader_->incoming(draws)) made.incoming.push_back(message(std::move(each)));
-      std::vector<std::byte*> messages;
-      for (const RowsOfPeer& each : made.outgoing) messages.push_back(each.memory.base());
+      std::vector<RankReader::Message> messages;
+      for (const RowsOfPeer& each : made.outgoing) messages.push_back({each.peer, each.memory.base()});
       made.found = reader_->read(draws, to, messages);
       return made;
     });

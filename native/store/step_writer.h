@@ -16,8 +16,9 @@
 //
 // With `share_rows` the next episode of an environment goes on in the same row, behind the step that is marked `last`,
 // where it has room for an action. A row is published with the first episode that ends in it, is extended by each
-// further one, and ends where it is full. Its field `episodes` counts those that have published steps; where a process
-// died within a call, it may count one more. With priorities of steps those that are marked get 0, as they begin no
+// further one, and ends where it is full. Its field `episodes` counts those that have published steps; it is written
+// before these can be read, so that it may count one more where a process died within a call, and where the store
+// refused a call until that is made again. With priorities of steps those that are marked get 0, as they begin no
 // transition.
 //
 //   step      0    1    2    3    4    5    the row of an episode of two actions, and one of two that goes on

@@ -53,6 +53,18 @@ def test_a_rank_that_reads_nothing_sends_from_its_device(store_name: Callable[[]
     assert tail["received"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("carrier", ["auto", "gloo"])
+def test_ranks_of_one_store_may_differ_in_where_their_batches_are(
+    store_name: Callable[[], str], tmp_path: Path, carrier: str
+) -> None:
+    said = [lines(p)[0]["numbers"] for p in start("shared", store_name(), 3, tmp_path, GEARTRAIN_RANK_CARRIER=carrier)]
+    for parts in zip(*said, strict=True):
+        assert all(len(rows) == len(draws) for draws, rows in parts)
+        assert sorted(draw for draws, _ in parts for draw in draws) == list(range(24))
+    assert [len(each) for each in said] == [8, 8, 8], "four batches of each of two strategies"
+
+
 def test_a_killed_rank_is_an_error_on_the_others_and_not_a_hang(store_name: Callable[[], str], tmp_path: Path) -> None:
     processes = start("killed", store_name(), 3, tmp_path)
     for rank, process in enumerate(processes):

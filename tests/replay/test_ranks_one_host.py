@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from rank_batches import B, as_record, join, over_ranks, same
 
 import geartrain as gt
+from geartrain.errors import GeartrainError, StoreError
 from geartrain.replay.distributed.messages import rank_status
 from geartrain.replay.distributed.native_read import NativeReader
 from geartrain.selection import Prioritized, Uniform
@@ -89,6 +91,50 @@ def test_a_store_that_cannot_be_opened_sends_its_rows(sharded_stores: Stores) ->
     moved = first["sent_bytes"], second["sent_bytes"]
     assert (first["received_bytes"], second["received_bytes"]) == moved[::-1]
     assert second["sent_bytes"] == 0, "rank 0 reads those of rank 1 itself"
+
+
+def test_a_store_whose_opening_fails_whatever_the_cause_sends_its_rows(
+    sharded_stores: Stores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores, others = sharded_stores(3), sharded_stores(3)
+    (tmp_path / "file").touch()
+    peek, causes = gt.Store.peek.__func__, []  # type: ignore[attr-defined]
+
+    def elsewhere(cls: type[gt.Store], name: Any, **options: Any) -> gt.Store:
+        if str(name) != str(stores[2].path):
+            return peek(cls, name, **options)
+        try:
+            return peek(cls, tmp_path / "file" / "store", **options)
+        except GeartrainError as error:
+            causes.append(error)
+            raise
+
+    monkeypatch.setattr(gt.Store, "peek", classmethod(elsewhere))
+    found, moved = over_ranks(stores, Uniform(seed=2), assignment="ordered", one_host=True)
+    assert [isinstance(cause, StoreError) for cause in causes] == [False, False], "it is not a directory"
+    assert same(found, over_ranks(others, Uniform(seed=2))[0])
+    assert [each["sent_bytes"] > 0 for each in moved] == [False, False, True], "of that store alone"
+
+
+def test_what_is_open_of_other_ranks_is_closed_where_a_reader_cannot_be_made(
+    sharded_stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores, opened = sharded_stores(2), []
+    peek = gt.Store.peek.__func__  # type: ignore[attr-defined]
+
+    def noted(cls: type[gt.Store], name: Any, **options: Any) -> gt.Store:
+        opened.append(peek(cls, name, **options))
+        return opened[-1]
+
+    def fails(*_: Any) -> None:
+        raise MemoryError("no memory for a reader")
+
+    monkeypatch.setattr(gt.Store, "peek", classmethod(noted))
+    monkeypatch.setattr(NativeReader, "__init__", fails)
+    with pytest.raises(MemoryError):
+        over_ranks(stores, Uniform(seed=2), one_host=True)
+    assert len(opened) == 2
+    assert all(store.closed for store in opened)
 
 
 def test_rows_that_go_while_another_rank_reads_them_are_drawn_again(

@@ -10,7 +10,7 @@ import pytest
 from rank_batches import B, as_record, join, over_ranks, same
 
 import geartrain as gt
-from geartrain.errors import NotEnoughRowsError
+from geartrain.errors import ArgumentError, NotEnoughRowsError
 from geartrain.selection import Fifo, Limits, Linear, Prioritized
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
@@ -49,6 +49,26 @@ def test_updated_priorities_change_the_next_batches_alike_on_any_number_of_ranks
                 replay.update_priorities(batch.keys, batch["number"] % 13 + batch.step)
                 alone.append(as_record(batch))
         assert same(alone, expected)
+
+
+def test_keys_with_the_draws_of_a_batch_and_an_array_of_stores_are_taken_or_refused_as_any(
+    sharded_stores: Callable[..., list[gt.Store]],
+) -> None:
+    (store,) = sharded_stores(1)
+
+    def body(rank: ThreadRankGroup) -> None:
+        with gt.Replay(store, Prioritized(seed=2), B, group=rank, output="numpy", prefetch=0) as replay:
+            keys = replay.sample().keys
+            of_each = gt.Keys(keys.row, keys.generation, draw=keys.draw, store=np.full(B, store.id, np.uint64))
+            assert of_each.draw is keys.draw
+            replay.update_priorities(of_each, np.full(B, 7.0))
+            foreign = gt.Keys(keys.row, keys.generation, draw=keys.draw, store=np.full(B, store.id ^ 1, np.uint64))
+            with pytest.raises(ArgumentError, match="store"):
+                replay.update_priorities(foreign, np.full(B, 9.0))
+            replay.sample()  # updates are applied with the next request
+            assert (store.status(keys)["priority"] == 7).all()
+
+    run_ranks(1, body)
 
 
 def test_priorities_of_a_row_drawn_twice_are_set_in_the_order_of_draws(

@@ -96,6 +96,29 @@ def stages(name: str) -> None:
             say(rank=rank, fields=sorted(landed), received=fast.stats()["received_bytes"])
 
 
+def shared(name: str) -> None:
+    """Ranks of one store: the batches of the last one are on a device, those of the others in host memory."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        store = store_of(name, 0, 1)
+    dist.barrier()
+    if rank:
+        store = gt.Store.open(name)
+    device = SimulatedDevice(rank) if rank == size - 1 else None
+    options = None if device is None else DeviceOptions(device, path="staged")
+    numbers = []
+    with store:
+        for strategy in (Uniform(seed=1), Prioritized(seed=3, beta=0.5)):
+            settings: dict[str, Any] = {"window": 4, "num_batches": 4, "group": dist.group.WORLD, "timeout_s": 20}
+            with gt.Replay(store, strategy, B, device=options, **settings) as replay:
+                for batch in replay:
+                    if device is not None:
+                        device.finish()
+                    numbers.append([batch.draw.tolist(), batch.keys.row.tolist()])
+        dist.barrier()
+    say(rank=rank, numbers=numbers)
+
+
 def killed(name: str) -> None:
     """Rank 1 kills itself in the middle; the others say what they see, and when."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -124,5 +147,5 @@ if __name__ == "__main__":
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", os.environ["MEET"], timedelta(seconds=30), size, rank)
-    {"batches": batches, "stages": stages, "killed": killed}[scenario](name)
+    {"batches": batches, "stages": stages, "shared": shared, "killed": killed}[scenario](name)
     dist.destroy_process_group()

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.errors import EmptyStoreError, StoreError
+from geartrain.errors import EmptyStoreError, GeartrainError
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.assignment import Assigner
 from geartrain.replay.distributed.draw import CommonError
@@ -45,34 +45,44 @@ def open_native_reader(
     )
     viable = everyone_reads and is_one_call(list(samplers), selection, config)
     paths: list[str] = members.group.all_gather_object(str(samplers[0].plan.store.path))
-    near = _open_near(samplers[0].plan.store, members, paths) if viable else {}
-    # What one rank has open all others know, since they do not send it those rows.
-    reached = members.group.all_gather_object((viable, sorted(near)))
-    if not all(each for each, _ in reached):
-        for store in near.values():
-            store.close()
-        near, reached = {}, [(each, []) for each, _ in reached]
-    if not viable:
-        return None
-    return NativeReader(samplers, config, members, near, [shards for _, shards in reached])
+    near: dict[int, Store] = {}
+    with contextlib.ExitStack() as opened:  # closes what is open where this fails
+        opened.callback(_close_all, near)
+        if viable:
+            _open_near(near, samplers[0].plan.store, members, paths)
+        # What one rank has open all others know, since they do not send it those rows.
+        reached = members.group.all_gather_object((viable, sorted(near)))
+        if not all(each for each, _ in reached):
+            _close_all(near)
+            near.clear()
+            reached = [(each, []) for each, _ in reached]
+        if not viable:
+            return None
+        reader = NativeReader(samplers, config, members, near, [shards for _, shards in reached])
+        opened.pop_all()
+    return reader
 
 
-def _open_near(mine: Store, members: Members, paths: Sequence[str]) -> dict[int, Store]:
-    """By number the shards of ranks of this host that this rank has not, open to read."""
+def _close_all(stores: dict[int, Store]) -> None:
+    for store in stores.values():
+        store.close()
+
+
+def _open_near(found: dict[int, Store], mine: Store, members: Members, paths: Sequence[str]) -> None:
+    """Opens to read, by number, the shards of ranks of this host that this rank has not."""
     group, shards = members.group, members.stores[0]
-    found: dict[int, Store] = {}
     # A group of the user's own may not know which of its ranks are of one host.
     for peer in sorted(group.shm_peers()) if hasattr(group, "shm_peers") else ():
         shard = shards.of_rank[peer]
         if shard == shards.of_rank[group.rank] or shard in found:
             continue
-        with contextlib.suppress(StoreError):  # of another mount namespace, or another user: its rows come in messages
+        # Of another mount namespace, of another user, or no more files may be open: its rows come in messages.
+        with contextlib.suppress(GeartrainError):
             store = Store.peek(paths[peer], trust=mine.trust)
             if store.id == shards.ids[shard]:
                 found[shard] = store
             else:
                 store.close()
-    return found
 
 
 class NativeReader:
@@ -192,8 +202,7 @@ class NativeReader:
 
     def close(self) -> None:
         """Closes the shards of other ranks."""
-        for store in self.near.values():
-            store.close()
+        _close_all(self.near)
 
 
 __all__ = ["NativeReader", "open_native_reader"]

@@ -56,7 +56,8 @@ class ReadAgreement:
 
         Args:
             sends, receives: the rows.
-            idle: no row moves between any two ranks, which all of them know.
+            idle: no row moves between any two ranks, as far as this one knows: of ranks that share a store those with
+                batches on devices do not say so. Then there are no `sends` and no `receives`.
 
         Raises:
             RowsLostError: a rank lost rows, and its shard has no others; on all ranks, which can make the draws again.
@@ -65,8 +66,12 @@ class ReadAgreement:
         group, outcome = self.members.group, self._outcome
         failed = outcome.failed is not None
         mine = np.array([failed, *outcome.lowest] if self._with_lowest else [failed])
-        # To tell each of the others would take longer than the rounds of an all-gather; or is one, of one round.
-        if group.size > DIRECT_RANKS or (idle and group.size <= RADIX):
+        if idle and group.size <= RADIX:
+            # An all-gather of one round, which a rank that does not know (its batches are on a device) meets below with
+            # the one exchange that it makes: another call here would be one that it does not make.
+            self._check(self.members.all_gather(mine))
+            return
+        if group.size > DIRECT_RANKS:  # to tell each of the others would take longer than the rounds of an all-gather
             self._check(self.members.all_gather(mine))
             group.exchange(sends, receives)
             return

@@ -34,7 +34,7 @@ from geartrain.selection.sharded import is_independent
 
 
 def is_one_call(samplers: list[StoreSampler], selection: Selection, config: ReplayConfig) -> bool:
-    """Whether a group of one rank can have its batches by one native call each."""
+    """Whether a rank's batches can be one native call each: in a group of one, or over ranks (native_read.py)."""
     sampler = samplers[0]
     names = set(sampler.plan.names)
     inputs = names if config.inputs is None else set(config.inputs)
@@ -103,12 +103,12 @@ class SingleRankBuilder:
     def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
         """See `BatchBuilder`. They are applied with the next batch."""
         check_priorities(update.priorities)
-        keys = update.keys
-        if keys.draw is self._draw and keys.store == self._store.id and keys.step is None:
+        keys, store = update.keys, update.keys.store
+        mine = type(store) is int and store == self._store.id  # keys that are made by hand may have an array of them
+        if mine and keys.draw is self._draw and keys.step is None:
             return None  # of a batch, all of it
         check_steps(self._store.per_step, keys)
-        store = keys.store
-        if len(keys) and (type(store) is not int or store != self._store.id):
+        if len(keys) and not mine:
             keys.places_among(np.array(self.store_ids, np.uint64), "shards of this replay")
         return None
 
