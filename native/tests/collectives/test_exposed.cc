@@ -308,7 +308,11 @@ TEST(ranks_that_do_not_read_get_and_give_the_same_through_rings) {
     right(3)(rank, group);
     CHECK((group.counts().read_bytes == 0) == (rank == 1));
   });
-  run_readers(4, {.unequal_least = true}, right(4));
+  // A rank that exposes nothing reads nothing.
+  run_readers(4, {.unequal_least = true}, [&](uint32_t rank, Group& group) {
+    right(4)(rank, group);
+    CHECK((group.counts().read_bytes == 0) == (rank % 2 == 1));
+  });
   // Reduce-scatter is for ranks that all own a share.
   run_readers(3, {}, [](uint32_t rank, Group& group) { check_sums(rank, group, 3, 99, 10); }, {0.6, 0.4, 0});
 }
@@ -359,8 +363,9 @@ TEST(an_abort_in_the_middle_leaves_a_fault_or_the_whole_sum) {
 
 class Alone final : public ShareOwner::Host {
  public:
-  Alone() : owner(blocks_, *this, 2, 0, kChunkBytes, 1 << 20) {}
-  void results_for(uint32_t) override {}
+  explicit Alone(uint32_t world = 2)
+      : owner(blocks_, *this, world, 0, chunk_bytes(world), 1 << 20), has_results(world) {}
+  void results_for(uint32_t rank) override { has_results[rank] = true; }
   void deliver(uint64_t, uint64_t, std::span<const std::byte>) override {}
   void served(uint64_t) override { ++times_served; }
   void disagree(const std::string&, std::vector<uint32_t>) override {}
@@ -384,6 +389,7 @@ class Alone final : public ShareOwner::Host {
 
  public:
   ShareOwner owner;
+  std::vector<bool> has_results;  // by rank: told of them
 };
 
 Open exposing(const Shape& shape, uint64_t bytes, const Array& array) {
@@ -431,6 +437,45 @@ TEST(an_owner_that_cannot_read_on_asks_for_parts_from_there) {
   }
   CHECK_EQ(at, kBytes);
   CHECK_EQ(rank.times_served, uint64_t{1});
+}
+
+TEST(an_owner_that_exposes_nothing_asks_for_parts_and_reads_nothing) {
+  constexpr uint64_t kBytes = 4'000'000;
+  const Shape shape = sum_of(2 * kBytes / 4);
+  Array own = numbers(0, Dtype::float32, kBytes / 4), theirs = numbers(1, Dtype::float32, kBytes / 4);
+  for (const bool opened_first : {false, true}) {
+    Alone rank;
+    if (opened_first) rank.owner.open(1, 0, exposing(shape, kBytes, theirs));
+    rank.owner.open_local(0, shape, kBytes, own.data(), 0);
+    if (!opened_first) rank.owner.open(1, 0, exposing(shape, kBytes, theirs));
+    CHECK_EQ(rank.times_read, uint64_t{0});
+    CHECK_EQ(rank.parts_from, uint64_t{0});
+    CHECK_EQ(rank.owner.reduced_bytes(), uint64_t{0});
+    const WireHeader part = frame_of(FrameKind::part, 0, 0, kChunkBytes);
+    std::memcpy(rank.owner.room(1, part).data(), theirs.data(), kChunkBytes);
+    rank.owner.took(1, part);
+    CHECK_EQ(rank.owner.reduced_bytes(), uint64_t{2 * kChunkBytes});
+  }
+}
+
+// A piece of each is no more than a chunk there.
+TEST(an_owner_of_many_ranks_reads_no_more_than_a_turn_either) {
+  constexpr uint32_t kWorld = 129;
+  constexpr uint64_t kBytes = 64 << 10;
+  const Shape shape = sum_of(kWorld * kBytes / 4);
+  Array own(kBytes);
+  const Array theirs(kBytes);
+  Alone rank(kWorld);
+  for (uint32_t other = 1; other < kWorld; ++other) rank.owner.open(other, 0, exposing(shape, kBytes, theirs));
+  rank.owner.open_local(0, shape, kBytes, own.data(), 0, own.data());
+  int turns = 0;
+  for (uint64_t before = 0; std::exchange(rank.again, false); ++turns) {
+    rank.owner.go_on();
+    CHECK(rank.owner.reduced_bytes() - before <= 2 << 20);
+    before = rank.owner.reduced_bytes();
+  }
+  CHECK(turns >= 6);
+  CHECK_EQ(rank.owner.reduced_bytes(), kWorld * kBytes);
 }
 
 TEST(an_array_is_served_when_the_last_has_read_it_and_not_before) {
