@@ -264,7 +264,7 @@ void ShareOwner::advance(Place place) {
   const uint64_t there =
       relayed ? operation.received[root] : *std::min_element(operation.received.begin(), operation.received.end());
   if (operation.waits) return;
-  bool any = false;
+  bool any = false, read_all = true;
   for (uint64_t turn = 0; operation.reduced < size;) {
     const uint64_t bytes = std::min(piece(operation), size - operation.reduced);
     if (there < operation.reduced + bytes) break;
@@ -273,7 +273,8 @@ void ShareOwner::advance(Place place) {
       host_.go_on();
       break;
     }
-    if (!reduce_chunk(number, operation, bytes)) break;
+    read_all = reduce_chunk(number, operation, bytes);
+    if (!read_all) break;
     turn += bytes * world_;
     any = true;
   }
@@ -281,7 +282,8 @@ void ShareOwner::advance(Place place) {
     operation.empty_done = any = true;
     if (self_ != kNoRank) host_.deliver(number, 0, {});
   }
-  if (!any) {
+  // Where not all can be read any more, results that were held back are told of now.
+  if (!any && read_all) {
     // It may be a recipient that has come.
     if (relayed && operation.reduced != 0) {
       for (uint32_t rank = 0; rank < world_; ++rank) {

@@ -478,6 +478,28 @@ TEST(an_owner_of_many_ranks_reads_no_more_than_a_turn_either) {
   CHECK_EQ(rank.owner.reduced_bytes(), kWorld * kBytes);
 }
 
+// Of a turn's results the others are told when there are enough of them: or when no more will be read.
+TEST(results_that_were_held_back_are_told_of_when_the_next_piece_cannot_be_read) {
+  constexpr uint32_t kWorld = 9;
+  constexpr uint64_t kBytes = 1'000'000;
+  const Shape shape = sum_of(kWorld * kBytes / 4);
+  Array own(kBytes);
+  const Array theirs(kBytes);
+  Alone rank(kWorld);
+  for (uint32_t other = 1; other < kWorld; ++other) rank.owner.open(other, 0, exposing(shape, kBytes, theirs));
+  rank.owner.open_local(0, shape, kBytes, own.data(), 0, own.data());
+  rank.again = false;
+  rank.owner.go_on();
+  OutFrame frame;
+  for (uint32_t other = 1; other < kWorld; ++other) CHECK(!rank.owner.next(other, &frame));
+  CHECK(rank.again && rank.owner.reduced_bytes() > 0);
+  rank.denied_from = rank.times_read + 1;
+  rank.has_results.assign(kWorld, false);
+  rank.run();
+  CHECK_EQ(rank.parts_from, rank.owner.reduced_bytes() / kWorld);
+  for (uint32_t other = 1; other < kWorld; ++other) CHECK(rank.has_results[other] && rank.owner.next(other, &frame));
+}
+
 TEST(an_array_is_served_when_the_last_has_read_it_and_not_before) {
   constexpr uint64_t kBytes = 300'000;
   const Shape shape = sum_of(2 * kBytes / 4);
