@@ -67,8 +67,9 @@ ReadExposed Operations::read(uint32_t rank, uint64_t address, std::span<std::byt
   const Peer* const peer = members_.peer(rank);
   if (peer == nullptr) return ReadExposed::withdrawn;
   if (!peer->reads_peer()) return ReadExposed::denied;
-  read_bytes_ += into.size();
-  return peer->read_exposed(address, into);
+  const ReadExposed found = peer->read_exposed(address, into);
+  if (found == ReadExposed::read) read_bytes_ += into.size();
+  return found;
 }
 
 void Operations::unreadable_part(uint32_t rank, uint64_t operation, uint64_t from) {
@@ -187,8 +188,10 @@ void Operations::took_exposed(const Peer& peer, const WireHeader& header, std::s
   result.settled = header.settled;
   const std::span<std::byte> into = shares_.exposed_room(peer.member(), result);
   const ReadExposed found = peer.read_exposed(exposed.address, into);
-  read_bytes_ += into.size();
-  if (found == ReadExposed::read) shares_.took(peer.member(), result, into, true);
+  if (found == ReadExposed::read) {
+    read_bytes_ += into.size();
+    shares_.took(peer.member(), result, into, true);
+  }
   if (found == ReadExposed::denied) shares_.decline(peer.member(), header);
 }
 

@@ -84,6 +84,7 @@ void ShareOwner::open(uint32_t rank, uint64_t number, const Open& open) {
   if (!shape.direct()) {
     place->second.addresses[rank] = open.address;
     if (open.address != 0) place->second.received[rank] = open.share_bytes;
+    if (self_ != kNoRank && place->second.opened[self_]) decline_addresses(place);
     return advance(place);
   }
   place->second.wanted.resize(world_);
@@ -102,11 +103,24 @@ void ShareOwner::open_local(uint64_t number, const Shape& shape, uint64_t share_
   operation.local = numbers;
   operation.exposed = share_bytes == 0 ? nullptr : exposed;
   operation.received[self_] = share_bytes;
+  decline_addresses(place);
   if (operation.exposed == nullptr) return advance(place);
   operation.taken.resize(world_);
   // The others are told of it before the work begins.
   operation.waits = true;
   host_.go_on();
+}
+
+// An owner whose results are not exposed sends them, and would keep all of a share that it reads at its own speed: it
+// asks for parts, which come no faster than the window lets them.
+void ShareOwner::decline_addresses(Place place) {
+  Operation& operation = place->second;
+  if (operation.exposed != nullptr) return;
+  for (uint32_t rank = 0; rank < world_; ++rank) {
+    if (operation.addresses[rank] == 0) continue;
+    operation.addresses[rank] = operation.received[rank] = 0;
+    host_.unreadable_part(rank, place->first, 0);
+  }
 }
 
 void ShareOwner::go_on() {
@@ -250,16 +264,17 @@ void ShareOwner::advance(Place place) {
   const uint64_t there =
       relayed ? operation.received[root] : *std::min_element(operation.received.begin(), operation.received.end());
   if (operation.waits) return;
-  bool any = false;
+  bool any = false, read_all = true;
   for (uint64_t turn = 0; operation.reduced < size;) {
     const uint64_t bytes = std::min(piece(operation), size - operation.reduced);
     if (there < operation.reduced + bytes) break;
-    if (turn >= kTurnBytes && bytes > chunk_) {
+    if (turn >= kTurnBytes && operation.exposed != nullptr) {
       operation.waits = true;
       host_.go_on();
       break;
     }
-    if (!reduce_chunk(number, operation, bytes)) break;
+    read_all = reduce_chunk(number, operation, bytes);
+    if (!read_all) break;
     turn += bytes * world_;
     any = true;
   }
@@ -267,7 +282,8 @@ void ShareOwner::advance(Place place) {
     operation.empty_done = any = true;
     if (self_ != kNoRank) host_.deliver(number, 0, {});
   }
-  if (!any) {
+  // Where not all can be read any more, results that were held back are told of now.
+  if (!any && read_all) {
     // It may be a recipient that has come.
     if (relayed && operation.reduced != 0) {
       for (uint32_t rank = 0; rank < world_; ++rank) {

@@ -18,7 +18,8 @@
 // Ranks on one host may expose their numbers instead of sending them (Open::address). They are then read from there,
 // piece by piece into memory that stays in the cache, and reduced right into the place of this rank's result, which the
 // others read in turn. A few pieces at a time: what arrives meanwhile is not kept waiting (Host::go_on). This rank's
-// array is its caller's again when all have what they need of it (served).
+// array is its caller's again when all have what they need of it (served). An owner that does not expose its results
+// reads nothing either, and asks for parts: it holds a window of them, and not its share.
 //
 // One thread, the loop's.
 #pragma once
@@ -123,6 +124,7 @@ class ShareOwner {
   using Place = std::map<uint64_t, Operation>::iterator;
 
   Place find_or_make(uint32_t rank, uint64_t operation, const Shape& shape, uint64_t share_bytes);
+  void decline_addresses(Place place);
   void advance(Place place);
   bool reduce_chunk(uint64_t number, Operation& operation, uint64_t bytes);
   bool only_reads(const Operation& operation) const;

@@ -318,15 +318,13 @@ def test_arrays_are_reduced_out_of_the_ranks_memory_by_request_with_the_same_bit
             ("read", {"least_read_bytes": 1}),
             ("larger only", {"least_read_bytes": 10**9}),
             ("not asked for", {}),
-            ("not at all", {"least_read_bytes": 1, "cross_memory": False}),
+            ("not at all", {"cross_memory": False}),
         ):
             with Group(rank, 3, store=store, name=name, timeout_s=patience(20), **asked) as group:
                 connected.wait(patience(60))
                 assert (group.all_reduce(parts[rank].copy()) == expected).all()
                 assert (group.reduce_scatter([parts[rank]] * 3, np.empty_like(expected)) == expected).all()
                 read.append(group.counters()["read_bytes"])
-        with pytest.raises(ArgumentError, match="least_read_bytes"):
-            Group(rank, 3, store=store, least_read_bytes=-1)
         return read
 
     with ThreadPoolExecutor(3) as pool:
@@ -334,6 +332,21 @@ def test_arrays_are_reduced_out_of_the_ranks_memory_by_request_with_the_same_bit
             # Of an all-reduce two others' thirds and the two other shares, of a reduce-scatter two whole arrays.
             assert all_reads[0] == pytest.approx(4 * 100_000 * (4 / 3 + 2), rel=0.01)
             assert all_reads[1:] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"least_read_bytes": -1},
+        {"least_read_bytes": 1, "algorithm": "ring"},
+        {"least_read_bytes": 1, "transport": "tcp"},
+        {"least_read_bytes": 1, "cross_memory": False},
+    ],
+    ids=["negative", "ring", "tcp", "not-read"],
+)
+def test_reading_where_nothing_can_be_read_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match="least_read_bytes"):
+        Group(0, 1, **given)
 
 
 @pytest.mark.parametrize("crew", [{"algorithm": "ring"}, {"shares": (1.0, 0.0)}, {"on_reducer_loss": "reform"}])

@@ -155,7 +155,8 @@ TEST(a_rank_that_is_killed_at_any_moment_leaves_a_fault_or_the_whole_sum) {
   CHECK_EQ(failed, 5u);
 }
 
-// What a stopped rank was to read is gone when it goes on: it fails, and takes nothing else for it.
+// What a stopped rank was to read is its owner's again when it goes on, and holds other numbers: it fails, and neither
+// adds them to its own nor takes them for a result. All comes too late for it, so its array is as it was.
 TEST(a_rank_that_was_stopped_does_not_read_what_is_its_owners_again) {
   Other other([](Group& group, int to, int from) {
     Array array = numbers(1, Dtype::float32, kLarge);
@@ -166,7 +167,8 @@ TEST(a_rank_that_was_stopped_does_not_read_what_is_its_owners_again) {
     const bool over = work->wait(soon(60));
     say(to, "over");
     hear(from);
-    return over && work->fault().kind != FaultKind::none ? 0 : 1;
+    if (!over || work->fault().kind == FaultKind::none) return 1;
+    return array == numbers(1, Dtype::float32, kLarge) ? 0 : 2;
   });
   CHECK_EQ(hear(other.to_parent[0]), std::string("begun"));
   int status = 0;
@@ -179,12 +181,14 @@ TEST(a_rank_that_was_stopped_does_not_read_what_is_its_owners_again) {
   CHECK(work->wait(soon(60)));
   CHECK(work->fault().kind == FaultKind::timed_out);
   CHECK(work->fault().members == std::vector<uint32_t>{1});
-  CHECK_EQ(::munmap(mapped, kLarge * 4), 0);
+  std::memset(mapped, 0x7B, kLarge * 4);  // 1e36 each
   CHECK_EQ(::kill(other.pid, SIGCONT), 0);
   CHECK_EQ(hear(other.to_parent[0]), std::string("over"));
   say(other.to_child[1], "end");
   status = other.wait();
-  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  CHECK(WIFEXITED(status));
+  CHECK_EQ(WEXITSTATUS(status), 0);
+  CHECK_EQ(::munmap(mapped, kLarge * 4), 0);
 }
 
 // --- ranks as threads -----------------------------------------------------------------------------------------------
@@ -308,7 +312,11 @@ TEST(ranks_that_do_not_read_get_and_give_the_same_through_rings) {
     right(3)(rank, group);
     CHECK((group.counts().read_bytes == 0) == (rank == 1));
   });
-  run_readers(4, {.unequal_least = true}, right(4));
+  // A rank that exposes nothing reads nothing.
+  run_readers(4, {.unequal_least = true}, [&](uint32_t rank, Group& group) {
+    right(4)(rank, group);
+    CHECK((group.counts().read_bytes == 0) == (rank % 2 == 1));
+  });
   // Reduce-scatter is for ranks that all own a share.
   run_readers(3, {}, [](uint32_t rank, Group& group) { check_sums(rank, group, 3, 99, 10); }, {0.6, 0.4, 0});
 }
@@ -359,8 +367,9 @@ TEST(an_abort_in_the_middle_leaves_a_fault_or_the_whole_sum) {
 
 class Alone final : public ShareOwner::Host {
  public:
-  Alone() : owner(blocks_, *this, 2, 0, kChunkBytes, 1 << 20) {}
-  void results_for(uint32_t) override {}
+  explicit Alone(uint32_t world = 2)
+      : owner(blocks_, *this, world, 0, chunk_bytes(world), 1 << 20), has_results(world) {}
+  void results_for(uint32_t rank) override { has_results[rank] = true; }
   void deliver(uint64_t, uint64_t, std::span<const std::byte>) override {}
   void served(uint64_t) override { ++times_served; }
   void disagree(const std::string&, std::vector<uint32_t>) override {}
@@ -384,6 +393,7 @@ class Alone final : public ShareOwner::Host {
 
  public:
   ShareOwner owner;
+  std::vector<bool> has_results;  // by rank: told of them
 };
 
 Open exposing(const Shape& shape, uint64_t bytes, const Array& array) {
@@ -431,6 +441,67 @@ TEST(an_owner_that_cannot_read_on_asks_for_parts_from_there) {
   }
   CHECK_EQ(at, kBytes);
   CHECK_EQ(rank.times_served, uint64_t{1});
+}
+
+TEST(an_owner_that_exposes_nothing_asks_for_parts_and_reads_nothing) {
+  constexpr uint64_t kBytes = 4'000'000;
+  const Shape shape = sum_of(2 * kBytes / 4);
+  Array own = numbers(0, Dtype::float32, kBytes / 4), theirs = numbers(1, Dtype::float32, kBytes / 4);
+  for (const bool opened_first : {false, true}) {
+    Alone rank;
+    if (opened_first) rank.owner.open(1, 0, exposing(shape, kBytes, theirs));
+    rank.owner.open_local(0, shape, kBytes, own.data(), 0);
+    if (!opened_first) rank.owner.open(1, 0, exposing(shape, kBytes, theirs));
+    CHECK_EQ(rank.times_read, uint64_t{0});
+    CHECK_EQ(rank.parts_from, uint64_t{0});
+    CHECK_EQ(rank.owner.reduced_bytes(), uint64_t{0});
+    const WireHeader part = frame_of(FrameKind::part, 0, 0, kChunkBytes);
+    std::memcpy(rank.owner.room(1, part).data(), theirs.data(), kChunkBytes);
+    rank.owner.took(1, part);
+    CHECK_EQ(rank.owner.reduced_bytes(), uint64_t{2 * kChunkBytes});
+  }
+}
+
+// A piece of each is no more than a chunk there.
+TEST(an_owner_of_many_ranks_reads_no_more_than_a_turn_either) {
+  constexpr uint32_t kWorld = 129;
+  constexpr uint64_t kBytes = 64 << 10;
+  const Shape shape = sum_of(kWorld * kBytes / 4);
+  Array own(kBytes);
+  const Array theirs(kBytes);
+  Alone rank(kWorld);
+  for (uint32_t other = 1; other < kWorld; ++other) rank.owner.open(other, 0, exposing(shape, kBytes, theirs));
+  rank.owner.open_local(0, shape, kBytes, own.data(), 0, own.data());
+  int turns = 0;
+  for (uint64_t before = 0; std::exchange(rank.again, false); ++turns) {
+    rank.owner.go_on();
+    CHECK(rank.owner.reduced_bytes() - before <= 2 << 20);
+    before = rank.owner.reduced_bytes();
+  }
+  CHECK(turns >= 6);
+  CHECK_EQ(rank.owner.reduced_bytes(), kWorld * kBytes);
+}
+
+// Of a turn's results the others are told when there are enough of them: or when no more will be read.
+TEST(results_that_were_held_back_are_told_of_when_the_next_piece_cannot_be_read) {
+  constexpr uint32_t kWorld = 9;
+  constexpr uint64_t kBytes = 1'000'000;
+  const Shape shape = sum_of(kWorld * kBytes / 4);
+  Array own(kBytes);
+  const Array theirs(kBytes);
+  Alone rank(kWorld);
+  for (uint32_t other = 1; other < kWorld; ++other) rank.owner.open(other, 0, exposing(shape, kBytes, theirs));
+  rank.owner.open_local(0, shape, kBytes, own.data(), 0, own.data());
+  rank.again = false;
+  rank.owner.go_on();
+  OutFrame frame;
+  for (uint32_t other = 1; other < kWorld; ++other) CHECK(!rank.owner.next(other, &frame));
+  CHECK(rank.again && rank.owner.reduced_bytes() > 0);
+  rank.denied_from = rank.times_read + 1;
+  rank.has_results.assign(kWorld, false);
+  rank.run();
+  CHECK_EQ(rank.parts_from, rank.owner.reduced_bytes() / kWorld);
+  for (uint32_t other = 1; other < kWorld; ++other) CHECK(rank.has_results[other] && rank.owner.next(other, &frame));
 }
 
 TEST(an_array_is_served_when_the_last_has_read_it_and_not_before) {

@@ -106,10 +106,12 @@ class Group:
             transport: "auto" shares memory between members of one host and uses TCP between hosts; "tcp" always.
             cross_memory: whether ranks of one host read arrays out of each other's memory, where the kernel allows it;
                 False copies everything through rings. Ranks may differ.
-            least_read_bytes: all-reduces and reduce-scatters of so many bytes or more, among ranks of one host and
-                without reducers or a `wire_dtype`, are read from the ranks' memory too, where cross_memory allows it;
-                never when not given. Whether that is faster depends on the kernel (docs/decisions/065). Results are
-                the same. Ranks may differ.
+            least_read_bytes: all-reduces and reduce-scatters of so many bytes or more are read from the ranks' memory
+                too; never when not given. Needs algorithm="shares", transport="auto" and cross_memory. It has no effect
+                on groups with reducers or with ranks of several hosts, on operations with a `wire_dtype`, nor where
+                the kernel allows no reading: they are sent. Whether it is faster depends on the kernel
+                (docs/decisions/065). Results are the same; an array whose operation failed has undefined contents.
+                Ranks may differ: one without it reads nothing, and is sent what it reduces.
             host: to listen on; every interface when not given, or loopback for a group of one.
             window_bytes: how far a rank may run ahead of its results; adapts to the network when not given.
             on_reducer_loss: "raise", or "reform": continue without a reducer that died or does not answer. All ranks
@@ -142,6 +144,11 @@ class Group:
         cross_memory = check_flag("cross_memory", cross_memory)
         if least_read_bytes is not None:
             least_read_bytes = whole_number("least_read_bytes", least_read_bytes, 2**63 - 1)
+            if algorithm == "ring" or transport == "tcp" or not cross_memory:
+                raise ArgumentError(
+                    'least_read_bytes needs algorithm="shares", transport="auto" and cross_memory=True, found '
+                    f"algorithm={algorithm!r}, transport={transport!r}, cross_memory={cross_memory}"
+                )
         if window_bytes is not None:
             whole_number("window_bytes", window_bytes, 2**63 - 1)
         check_store(store)
