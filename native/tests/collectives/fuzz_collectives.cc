@@ -65,7 +65,10 @@ class Rank final : public Peer::Side, public ShardedAllreduce::Host, public Shar
     for (uint32_t kind = 0; kind < kKinds; ++kind) begin(kind);
     peer_ = std::make_unique<Peer>(quiet_loop(), link_of(input), 1, *this);
     peer_->kick();
-    while (!peer_->closed()) peer_->look();
+    while (!peer_->closed()) {
+      peer_->look();
+      if (std::exchange(again_, false)) owner_.go_on();
+    }
   }
   std::span<std::byte> room(Peer&, const WireHeader& header) override {
     if (static_cast<FrameKind>(header.kind) == FrameKind::part) return owner_.room(1, header);
@@ -79,6 +82,8 @@ class Rank final : public Peer::Side, public ShardedAllreduce::Host, public Shar
     if (kind == FrameKind::credit) shares_.took_credit(1, header);
     if (kind == FrameKind::taken) owner_.took_taken(1, header);
     if (kind == FrameKind::unreadable) owner_.took_unreadable(1, header);
+    if (kind == FrameKind::unreadable_part) shares_.took_unreadable_part(1, header);
+    if (kind == FrameKind::expose) took_exposed(header, payload);
     if (kind == FrameKind::part) owner_.took(1, header);
     if (kind == FrameKind::open && header.bytes == sizeof(Open)) {
       Open open;
@@ -95,6 +100,15 @@ class Rank final : public Peer::Side, public ShardedAllreduce::Host, public Shar
   void failed(Peer&, const std::exception&) noexcept override { std::abort(); }
   std::span<std::byte> discard() noexcept override { return {}; }
   void open(uint32_t, uint64_t, const Open&) override {}
+  bool exposes_to(uint32_t) override { return true; }
+  // No address of the input is ever read. It says what becomes of the attempt.
+  ReadExposed read(uint32_t, uint64_t address, std::span<std::byte> into) override {
+    std::fill(into.begin(), into.end(), std::byte{1});
+    const uint64_t what = address >> 56;
+    return what == 1 ? ReadExposed::denied : what == 2 ? ReadExposed::withdrawn : ReadExposed::read;
+  }
+  void unreadable_part(uint32_t, uint64_t, uint64_t) override {}
+  void go_on() override { again_ = true; }
   void parts_for(uint32_t) override { kick(); }
   void results_for(uint32_t) override { kick(); }
   void taken(uint32_t, uint64_t, uint64_t) override {}
@@ -108,12 +122,14 @@ class Rank final : public Peer::Side, public ShardedAllreduce::Host, public Shar
 
   // The shape of the operation of that number; both ranks have as much of it.
   static Shape shape(uint32_t kind) {
-    Shape out{kCount, Dtype::float32, Dtype::float32, Op::sum, 0, static_cast<Collective>(std::min(kind, 4u)), 0};
+    const uint32_t collective = kind < kExposed ? std::min(kind, 4u) : kind - kExposed;
+    Shape out{kCount, Dtype::float32, Dtype::float32, Op::sum, 0, static_cast<Collective>(collective), 0};
     if (out.collective == Collective::all_to_all) out.count = 0;
     out.root = kind == 5;
     return out;
   }
-  static constexpr uint32_t kKinds = 6;  // two broadcasts, from each rank
+  // Two broadcasts, from each rank; then an all-reduce and a reduce-scatter whose numbers are exposed.
+  static constexpr uint32_t kExposed = 6, kKinds = 8;
 
  private:
   void begin(uint32_t kind) {
@@ -125,12 +141,26 @@ class Rank final : public Peer::Side, public ShardedAllreduce::Host, public Shar
     auto work = halves ? std::make_shared<Work>(asked, in, asked.direct() ? out : std::vector{out[0]}, 60)
                        : std::make_shared<Work>(asked, at, at, 60);
     work->number = kind;
-    const ShardedAllreduce::Own own = shares_.begin(work);
+    const bool exposed = kind >= kExposed;
+    const ShardedAllreduce::Own own = shares_.begin(work, exposed);
     if (asked.direct()) {
       owner_.send_local(kind, asked, in, 0);
     } else if (own.used) {
-      owner_.open_local(kind, asked, own.bytes, own.numbers, 0);
+      owner_.open_local(kind, asked, own.bytes, own.numbers, 0, exposed ? own.result : nullptr);
     }
+  }
+  void took_exposed(const WireHeader& header, std::span<const std::byte> payload) {
+    ExposedShare exposed;
+    if (payload.size() != sizeof exposed) fail(ErrorKind::frame, "malformed");
+    std::memcpy(&exposed, payload.data(), sizeof exposed);
+    if (exposed.bytes == 0 || shares_.declined(1, header.operation)) return;
+    if (exposed.bytes > kExposedBytes) fail(ErrorKind::frame, "too much");
+    WireHeader result = frame_of(FrameKind::result, header.operation, header.offset, exposed.bytes);
+    result.settled = header.settled;
+    const std::span<std::byte> into = shares_.exposed_room(1, result);
+    const ReadExposed found = read(1, exposed.address, into);
+    if (found == ReadExposed::read) shares_.took(1, result, into, true);
+    if (found == ReadExposed::denied) shares_.decline(1, header);
   }
   void kick() {
     if (peer_ != nullptr) peer_->kick();
@@ -140,7 +170,7 @@ class Rank final : public Peer::Side, public ShardedAllreduce::Host, public Shar
   ChunkBufferPool blocks_;
   ShareOwner owner_;
   ShardedAllreduce shares_;
-  bool disagree_ = false;
+  bool disagree_ = false, again_ = false;
   std::unique_ptr<Peer> peer_;
 };
 
@@ -205,7 +235,9 @@ std::vector<Input> fuzz_seeds() {
   // All that the other rank of a Rank sends, and more than it expects.
   Input member = {1};
   for (uint64_t kind = 0; kind < Rank::kKinds; ++kind) {
-    const Open open = open_of(Rank::shape(static_cast<uint32_t>(kind)), kCount * (kind < 4 ? 2 : 4), 0);
+    Open open =
+        open_of(Rank::shape(static_cast<uint32_t>(kind)), kCount * (kind < 4 || kind >= Rank::kExposed ? 2 : 4), 0);
+    open.reads = kind == 2;
     frame(&member, FrameKind::open, kind, 0, open, sizeof open);
     for (uint64_t at = 0; at < open.share_bytes; at += kChunkBytes) {
       const uint64_t bytes = std::min<uint64_t>(kChunkBytes, open.share_bytes - at);
@@ -216,6 +248,34 @@ std::vector<Input> fuzz_seeds() {
     }
   }
   seeds.push_back(member);
+  // Numbers that are exposed: to an owner that reads none; and to one that reads them, may not, or finds them
+  // withdrawn, with results that are exposed as well.
+  for (const uint64_t what : {0, 1, 2, 3}) {
+    Input reader = {1};
+    const uint64_t first = what == 3 ? 0 : Rank::kExposed;
+    for (const uint64_t kind : {first, first + 1}) {
+      Open open = open_of(Rank::shape(static_cast<uint32_t>(kind)), kCount * 2, 0);
+      open.reads = 1;
+      open.address = what << 56 | 4096;
+      frame(&reader, FrameKind::open, kind, 0, open, sizeof open);
+      for (uint64_t at = 0; at < open.share_bytes && (what == 1 || what == 3); at += kChunkBytes) {
+        const uint64_t bytes = std::min<uint64_t>(kChunkBytes, open.share_bytes - at);
+        frame(&reader, FrameKind::part, kind, at, 0, static_cast<uint32_t>(bytes));
+      }
+      if (kind % 2 == 1) frame(&reader, FrameKind::credit, kind, kChunkBytes, 0, 0);
+    }
+    if (first != 0) {
+      frame(&reader, FrameKind::taken, first, kChunkBytes, 0, 0);
+      frame(&reader, FrameKind::unreadable, first, kChunkBytes, 0, 0);
+      frame(&reader, FrameKind::expose, first, 0, ExposedShare{what << 56 | 4096, kChunkBytes}, sizeof(ExposedShare));
+      frame(&reader, FrameKind::unreadable_part, first, kChunkBytes * 2, 0, 0);
+    }
+    for (uint64_t at = what == 0 ? kChunkBytes : 0; at < kCount * 2 && what != 2; at += kChunkBytes) {
+      const uint64_t bytes = std::min<uint64_t>(kChunkBytes, kCount * 2 - at);
+      frame(&reader, FrameKind::result, first, at, 0, static_cast<uint32_t>(bytes));
+    }
+    seeds.push_back(reader);
+  }
   Input notified = {1};
   frame(&notified, FrameKind::fault, 0, 0, FaultHead{1, 1}, 40);
   frame(&notified, FrameKind::status, 0, 0, Members{1, 2, 1, 0}, 28);
