@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -259,8 +260,12 @@ def test_a_rank_that_ends_or_stops_in_the_exchange_of_a_read_is_named_by_all_oth
     try:
         for rank in (0, 2):
             said, then = lines(processes[rank])
+            # Rank 0 was told, and goes on to the next exchange, in which neither of the others is: the deadline of rank
+            # 2, which waits for rank 1, and its own pass together, and either may be first.
+            either = rank == 0 and (how, where) == ("stop", "told one")
             for error in (said["error"], then["again"]):
-                assert "rank 1 was lost" in error or "rank 1 did not answer within 3" in error
+                named = "rank [12]" if either else "rank 1"
+                assert re.search(f"{named} (was lost|did not answer within 3)", error), error
             assert said["waited_s"] < patience(1.5 if how == "kill" else 6)
             assert then["closed_s"] < patience(1)
     finally:

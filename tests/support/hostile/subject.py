@@ -98,7 +98,7 @@ class Factory:
         make: makes one.
         waits: whether it has calls that wait until it is closed.
         one_thread: why no scenario uses it from several threads; "" where it may be.
-        makes_tensors: its calls run torch, which ends the process where a daemon thread of the caller's is in it at exit.
+        makes_tensors: its calls run torch, which aborts the process where a daemon thread is in it at exit.
     """
 
     of: str

@@ -98,6 +98,6 @@ class DeviceTensors:
 
 
 def _count_for(driver: DeviceRuntime, device_map: Any) -> int:
-    if device_map:
+    if device_map is not None:
         driver.why_no_ipc()  # imports torch, without which there are no devices to count
     return driver.count()
