@@ -9,7 +9,7 @@ import os
 import shutil
 from pathlib import Path
 
-from installed import ROOT, WORK
+from installed_wheel import ROOT, WORK
 from steps import Made, Steps, digest, run, version_of
 
 DIST = ROOT / "dist"

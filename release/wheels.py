@@ -27,7 +27,7 @@ from pathlib import Path
 
 import checks
 from compiled import DIST, REQUIREMENTS, build_wheel
-from installed import EMULATED_SUITE, ROOT, WORK, Installed, InstalledElsewhere
+from installed_wheel import EMULATED_SUITE, ROOT, WORK, Installed, InstalledElsewhere
 from steps import Made, StepError, Steps, digest, files_of, locked, run, version_of
 
 ARCHES = ("x86_64", "aarch64")

@@ -155,7 +155,7 @@ class Tree:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         import compiled
-        import installed
+        import installed_wheel as installed
         import wheels
         from steps import StepError
 
@@ -202,7 +202,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
 
 
 def test_a_suite_runs_again_after_one_that_failed(tree: Tree) -> None:
-    from installed import Installed
+    from installed_wheel import Installed
     from steps import StepError
 
     one = Installed(tree.wheel, "3.11", tree.python)
@@ -219,7 +219,7 @@ def test_a_suite_runs_again_after_one_that_failed(tree: Tree) -> None:
 
 
 def test_a_wheel_that_another_build_replaced_is_not_taken_for_the_one_that_was_built(tree: Tree) -> None:
-    from installed import Installed
+    from installed_wheel import Installed
     from steps import StepError
 
     one = Installed(tree.wheel, "3.11", tree.python)
@@ -230,14 +230,14 @@ def test_a_wheel_that_another_build_replaced_is_not_taken_for_the_one_that_was_b
 
 
 def test_an_installed_wheel_is_tested_again_where_the_test_or_its_interpreter_changed(tree: Tree) -> None:
-    from installed import Installed
+    from installed_wheel import Installed
 
     def made_of() -> str:
         return Installed(tree.wheel, "3.11", tree.python).made_of
 
     seen = [made_of(), made_of()]
     assert len(set(seen)) == 1
-    for name in ("release/smoke.py", "release/installed.py", "a.whl"):
+    for name in ("release/smoke.py", "release/installed_wheel.py", "a.whl"):
         tree.change(name)
         seen.append(made_of())
     tree.update_python("Python 3.11.9")

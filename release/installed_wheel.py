@@ -51,7 +51,7 @@ class Installed:
         self._folder = WORK / f"empty-{version}"
         self._inside = self._folder / "bin" / "python"
         self._stamp = self._folder / "wheel.sha256"
-        self.made_of = digest(wheel, str(python), version_of(python), *_scripts("smoke.py", "installed.py"))
+        self.made_of = digest(wheel, str(python), version_of(python), *_scripts("smoke.py", "installed_wheel.py"))
         # no compiler, no cmake, no tree
         self._nothing = {"PATH": str(self._folder / "bin"), "HOME": str(self._folder), "LANG": "C.UTF-8"}
 
@@ -94,7 +94,7 @@ class InstalledElsewhere:
         self._wheel, self._tools, self._arch, self._version = _Wheel(wheel), tools, arch, version
         self._folder = WORK / f"empty-{arch}-{version}"
         self._stamp = self._folder / "wheel.sha256"
-        self.made_of = digest(wheel, *_scripts("smoke.py", "installed.py", "emulated.py"))
+        self.made_of = digest(wheel, *_scripts("smoke.py", "installed_wheel.py", "emulated.py"))
         self._nothing = {"PATH": str(self._folder), "HOME": str(self._folder), "LANG": "C.UTF-8"}
 
     def smoke_test(self) -> Made:
