@@ -8,6 +8,7 @@ import threading
 import weakref
 
 import preloaded
+import pytest
 from deadlines import patience
 
 from geartrain.integrations.lerobot import prefetch
@@ -98,6 +99,7 @@ made.wait()
 """
 
 
+@pytest.mark.slow
 def test_threads_end_before_the_interpreter_does(tmp_path):
     script = tmp_path / "ends.py"
     script.write_text(ENDS)
