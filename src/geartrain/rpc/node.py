@@ -11,7 +11,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import geartrain._native as _native
 import geartrain.core.trace as trace
@@ -39,6 +39,7 @@ from geartrain.errors import (
 )
 from geartrain.rpc.client import Client
 from geartrain.rpc.future import Future
+from geartrain.rpc.lifetime import Lifetime
 from geartrain.rpc.protocol import CALL, HELLO, OUT_OF_BAND, TELL, with_timeout
 from geartrain.rpc.pubsub import Topic, Topics
 from geartrain.rpc.registry import name_of, names
@@ -52,8 +53,6 @@ from geartrain.transport.codec import native_codec
 from geartrain.transport.connection import TRANSPORTS, Listener, MessageLimits, native_listener, options_of
 from geartrain.transport.rendezvous import Directory
 from geartrain.transport.tls import TLS
-
-T = TypeVar("T")
 
 #: Longest wait for a sign of the node that has a name already.
 _PROBE_S = 5.0
@@ -154,10 +153,8 @@ class Node:
         self._watched: dict[int, str] = {}  # number in the server's inbox -> peer
         self._dialling: dict[str, threading.Lock] = {}
         self._lock = threading.RLock()  # a signal's handler may come in between, in the same thread
-        self._changed = threading.Condition()  # `_closed`, or what `_unless_closed` waits for
         self._on_lost: list[Callable[[str, str], object]] = []
-        self._closed = False
-        self._pid = os.getpid()
+        self._lifetime = Lifetime(name)
         options = dict(self._options)
         if transport is not None and self.devices.forced is None:
             if not isinstance(transport, str) or transport not in TRANSPORTS:
@@ -261,7 +258,7 @@ class Node:
 
     def topic(self, name: str, *, history: int = 1, timeout_s: float = 5.0) -> Topic:
         """A new topic of this node's; `publish` sends to its subscribers, the newest `history` values to later ones."""
-        self._check_open()
+        self._lifetime.check()
         return self.topics.make(name, history, timeout_s)
 
     def subscribe(self, peer: str, topic: str, callback: Callable[[int, Any], object]) -> None:
@@ -342,19 +339,16 @@ class Node:
         for name in names:
             check_text("a peer's name", name)
         for name in names:
-            self._unless_closed(partial(self._address, name, until_s))
+            self._lifetime.wait_for(partial(self._address, name, until_s))
 
     def close(self) -> None:
         """Closes all connections. Functions that still run are left to end."""
         with self._lock:
-            if self._closed:
+            if not self._lifetime.end():
                 return
-            self._closed = True
             clients = list(self._clients.values())
-        with self._changed:
-            self._changed.notify_all()
         self.directory.close()
-        if self._pid == os.getpid():
+        if not self._lifetime.forked:
             self.directory.remove(self.name, self.address)
         for client in clients:
             client.connection.close()
@@ -376,8 +370,8 @@ class Node:
         return self.timeout_s if timeout_s is None else timeout(timeout_s)
 
     def _client(self, name: str, timeout_s: float) -> Client:
-        if self._pid != os.getpid():
-            self._check_open()
+        if self._lifetime.forked:
+            self._lifetime.check()
         try:
             client = self._clients.get(name)
         except (TypeError, ValueError):  # no name: it has no hash, or an array's comparison
@@ -388,44 +382,14 @@ class Node:
         with self._lock:
             dialling = self._dialling.setdefault(name, threading.Lock())
         until_s = time.monotonic() + timeout_s
-        return self._unless_closed(partial(self._dial, name, timeout_s, until_s, dialling))
-
-    def _unless_closed(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises; `ConnectionClosedError` once the node is closed.
-
-        A store that is waited for, and a peer that is dialled, know nothing of `close`: a thread of its own waits.
-        """
-        self._check_open()
-        outcome: list[tuple[T | None, BaseException | None]] = []
-
-        def run() -> None:
-            try:
-                outcome.append((work(), None))
-            except BaseException as error:
-                outcome.append((None, error))
-            with self._changed:
-                self._changed.notify_all()
-
-        threading.Thread(target=run, name=f"geartrain finds a peer of {self.name}", daemon=True).start()
-        with self._changed:
-            self._changed.wait_for(lambda: outcome or self._closed)
-        if not outcome:
-            self._check_open()
-        value, error = outcome[0]
-        if error is None:
-            return value  # type: ignore[return-value]
-        try:
-            raise error
-        finally:
-            outcome.clear()
-            del error  # the traceback holds this frame
+        return self._lifetime.wait_for(partial(self._dial, name, timeout_s, until_s, dialling))
 
     def _dial(self, name: str, timeout_s: float, until_s: float, dialling: threading.Lock) -> Client:
         with dialling:
             client = self._clients.get(name)
             if client is not None and not client.connection.lost:
                 return client
-            self._check_open()
+            self._lifetime.check()
             address = self._address(name, until_s)
             try:
                 connection = _native.connect(address, self._options, max(0.0, until_s - time.monotonic()))
@@ -447,7 +411,7 @@ class Node:
             client.caller = self.name
             with self._lock:
                 try:
-                    self._check_open()
+                    self._lifetime.check()
                 except ConnectionClosedError:
                     connection.close()
                     raise
@@ -455,14 +419,6 @@ class Node:
                 client.number = self.server.watch(connection)
                 self._watched[client.number] = name
         return client
-
-    def _check_open(self) -> None:
-        if self._pid != os.getpid():
-            raise ConnectionClosedError(
-                f"the node {self.name!r} belongs to the process that this one was forked from; make one here"
-            )
-        if self._closed:
-            raise ConnectionClosedError(f"the node {self.name!r} was closed")
 
     def _address(self, name: str, until_s: float) -> str:
         return self.address if name == self.name else self.directory.find(name, until_s)
@@ -473,7 +429,7 @@ class Node:
                 name = self._watched.pop(number, "")
                 if name in self._clients and self._clients[name].number == number:
                     self._clients.pop(name).tensors.close()  # waits for replies end by themselves
-        if name and not self._closed:
+        if name and not self._lifetime.ended:
             for callback in list(self._on_lost):
                 try:
                     callback(name, reason)
@@ -482,7 +438,8 @@ class Node:
 
     def after_fork(self) -> None:
         """In a forked child: another thread of the parent's may have held any lock."""
-        self._lock, self._changed, self._dialling = threading.RLock(), threading.Condition(), {}
+        self._lock, self._dialling = threading.RLock(), {}
+        self._lifetime.after_fork()
         self.topics.after_fork()
         self.server.after_fork()
         for client in list(self._clients.values()):
@@ -494,7 +451,7 @@ class Node:
 
 def _figures(node: Node) -> dict[str, Any]:
     """For the process's report. `open`: calls without a reply, of this node to a peer, or of a client to this node."""
-    node._check_open()
+    node._lifetime.check()
     peers = {}
     for name, client in node._open_clients():
         counts = client.connection.counts()
