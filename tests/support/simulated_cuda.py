@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import geartrain.collectives.torch_backend.device_groups as device_groups
 import geartrain.collectives.torch_backend.process_group as process_group
 from geartrain.tools.testing import SimulatedDevice
 
@@ -42,7 +43,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch, devices: list[SimulatedDevice]) ->
         return made(*given, **{**named, "devices": ()})
 
     monkeypatch.setattr(process_group, "TorchWork", work)
-    monkeypatch.setattr(process_group, "open_device", lambda device: devices[device.index])
+    monkeypatch.setattr(device_groups, "open_device", lambda device: devices[device.index])
 
 
 def write(device: SimulatedDevice, tensor: torch.Tensor, values: torch.Tensor) -> None:

@@ -14,31 +14,19 @@ from types import TracebackType
 from typing import Any
 
 import geartrain.core.trace as trace
-from geartrain.collectives.bootstrap import Bootstrap, secret_of, store_from
+from geartrain.collectives.bootstrap import Bootstrap
 from geartrain.collectives.buffers import buffer_of, check_reduction
 from geartrain.collectives.exchange import Exchange, exchange_of
 from geartrain.collectives.faults import Fault
+from geartrain.collectives.group_arguments import checked_config
 from geartrain.collectives.hierarchical_session import HierarchicalSession
 from geartrain.collectives.host_map import RingOrder
-from geartrain.collectives.session import GroupConfig, Session, next_session
+from geartrain.collectives.session import Session, next_session
 from geartrain.collectives.shares import Owners, pick_shares
 from geartrain.collectives.work import FaultNaming, Work
-from geartrain.core.arguments import (
-    check_choice,
-    check_flag,
-    check_store,
-    check_text,
-    check_texts,
-    check_whole,
-    shown,
-    timeout,
-    whole_number,
-)
+from geartrain.core.arguments import check_text, check_texts, timeout
 from geartrain.core.process_report import register
 from geartrain.errors import ArgumentError, CollectiveClosedError, ConnectionClosedError, GeartrainError
-
-ALGORITHMS = ("shares", "ring")
-TRANSPORTS = ("auto", "tcp")
 
 _log = logging.getLogger(__name__)
 _FORKED = "this group belongs to the process that this one was forked from; make one here"
@@ -129,68 +117,39 @@ class Group:
             RanksDisagreeError: ranks were given different arguments.
             UntrustedPeerError: a member has another secret.
         """
-        rank, world_size = check_whole("rank", rank), check_whole("world_size", world_size)
-        timeout(timeout_s)
-        whole_number("epoch", epoch, 2**63 - 1)
-        check_text("a group's name", name)
         reducers = check_texts("reducers", reducers)
-        check_choice("algorithm", algorithm, ALGORITHMS)
-        check_choice("transport", transport, TRANSPORTS)
-        check_choice("on_reducer_loss", on_reducer_loss, ("reform", "raise"))
-        check_flag("hierarchical", hierarchical)
-        secret = secret_of(secret)
-        if host is not None:
-            check_text("host", host)
-        cross_memory = check_flag("cross_memory", cross_memory)
-        if least_read_bytes is not None:
-            least_read_bytes = whole_number("least_read_bytes", least_read_bytes, 2**63 - 1)
-            if algorithm == "ring" or transport == "tcp" or not cross_memory:
-                raise ArgumentError(
-                    'least_read_bytes needs algorithm="shares", transport="auto" and cross_memory=True, found '
-                    f"algorithm={algorithm!r}, transport={transport!r}, cross_memory={cross_memory}"
-                )
-        if window_bytes is not None:
-            whole_number("window_bytes", window_bytes, 2**63 - 1)
-        check_store(store)
-        if store is None and init_method is not None:
-            store, rank, world_size = store_from(init_method, rank, world_size, timeout_s)
-        if not 0 <= rank < world_size:
-            raise ArgumentError(f"rank is from 0 to world_size - 1, found rank={rank} of {world_size}")
-        if store is None and world_size > 1:
-            raise ArgumentError("a group of more than one rank needs a store or an init_method")
-        if hosts is not None and not (hierarchical and _are_names(hosts) and len(hosts) == world_size):
-            raise ArgumentError(
-                f"hosts is a name for each of {world_size} ranks of a hierarchical group, found {shown(hosts)}"
-            )
-        if hierarchical and on_reducer_loss == "reform":
-            raise ArgumentError('a hierarchical group does not go on without a reducer: on_reducer_loss="raise"')
+        config = checked_config(
+            rank,
+            world_size,
+            store=store,
+            init_method=init_method,
+            name=name,
+            algorithm=algorithm,
+            timeout_s=timeout_s,
+            secret=secret,
+            epoch=epoch,
+            transport=transport,
+            cross_memory=cross_memory,
+            least_read_bytes=least_read_bytes,
+            host=host,
+            window_bytes=window_bytes,
+            on_reducer_loss=on_reducer_loss,
+            hierarchical=hierarchical,
+            hosts=hosts,
+        )
+        rank, world_size = config.rank, config.world_size
         self.rank = rank
         self.world_size = world_size
         self.name = name
         self.algorithm = algorithm
         self.timeout_s = timeout_s
-        options: dict[str, Any] = {
-            "rank": rank,
-            "world_size": world_size,
-            "ring": algorithm == "ring",
-            "secret": secret,
-            "shm": transport != "tcp",
-            "cross_memory": cross_memory,
-            "least_exposed_bytes": 2**64 - 1 if least_read_bytes is None else least_read_bytes,
-            "host": host if host is not None else "127.0.0.1" if world_size == 1 else "0.0.0.0",
-            "max_window_bytes": 16 << 20,
-        }
-        if window_bytes is not None:
-            options["fixed_window_bytes"] = window_bytes
-        reissues = on_reducer_loss == "reform" and world_size > 1
-        config = GroupConfig(name, rank, world_size, store, algorithm, reissues, options)
         picked = pick_shares(shares, world_size, len(reducers), rates, algorithm)
         owners = Owners(tuple(reducers), picked, None if rates is None else tuple(rates))
         self._lock = threading.Lock()  # of the order of calls; held while a session is replaced by the next
         self._stopped = threading.Event()
         self._pid = os.getpid()
         until_s = time.monotonic() + timeout_s
-        bootstrap = Bootstrap(store, name, epoch, rank, world_size, until_s, self._stopped)
+        bootstrap = Bootstrap(config.store, name, epoch, rank, world_size, until_s, self._stopped)
         self._session: Session | HierarchicalSession
         if hierarchical and world_size > 1:
             self._session = HierarchicalSession(config, epoch, owners, bootstrap, shares=shares, hosts=hosts)
@@ -529,11 +488,6 @@ class Group:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close(0.0 if kind else 10.0)
-
-
-def _are_names(hosts: object) -> bool:
-    """Whether these can be names of hosts: a sequence, of what has a hash."""
-    return isinstance(hosts, Sequence) and not isinstance(hosts, str) and all(isinstance(h, Hashable) for h in hosts)
 
 
 def _figures(group: Group) -> dict[str, Any]:

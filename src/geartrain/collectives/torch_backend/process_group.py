@@ -20,29 +20,23 @@ from __future__ import annotations
 
 import atexit
 import os
-import threading
 import time
 import weakref
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from geartrain.collectives.torch_backend.device_groups import CLOSE_TIMEOUT_S, DeviceGroups
 from geartrain.collectives.torch_backend.exchanges import FORMS, TensorExchange, begin, timeout_of
 from geartrain.collectives.torch_backend.options import BackendOptions
-from geartrain.collectives.torch_backend.polled_store import PolledStore
-from geartrain.collectives.torch_backend.staging import Staging
 from geartrain.collectives.torch_backend.tensors import DTYPES, as_list, as_options, devices_of, flat_of, op_of
 from geartrain.collectives.torch_backend.work import Finisher, TorchWork, backend_error, uncompiled
-from geartrain.device.device import open_device
-from geartrain.errors import ConnectionClosedError, GeartrainError
 
 BACKEND = "geartrain"
-CLOSE_TIMEOUT_S = 10.0
 
 # Methods that torch's C++ base of Python groups looks up in Python and, without one, runs itself while it holds the
 # GIL. Gloo's threads take the GIL to drop a tensor while they hold a lock that the call needs: an occasional deadlock.
@@ -81,22 +75,13 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._store = store
-        self._timeout_s = timeout.total_seconds()
         self._name = name
-        self.options = options or BackendOptions()
-        self._lock = threading.Lock()
-        self._opening = threading.Lock()  # held while a Group is made: not by who closes, which ends that
-        self._groups: dict[str, Any] = {}
-        self._stagings: dict[torch.device, Staging] = {}
-        self._places: dict[torch.device, str] = {}
-        self._tried: set[str] = set()  # Groups that were opened, or could not be
+        self._groups = DeviceGroups(store, rank, size, name, timeout.total_seconds(), options or BackendOptions())
         self._finisher = Finisher(f"geartrain-{name}")
         self._counts: Counter[str] = Counter()
         self._ours: Counter[str] = Counter()
         self._inner: Counter[str] = Counter()
         self._pid = os.getpid()
-        self._closed = False
-        self._unreachable: set[str] = set()
         self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)  # type: ignore[attr-defined]
         self._register_backend(torch.device("cpu"), BackendType.GLOO, self._gloo)
         self._set_default_backend(BackendType.GLOO)
@@ -120,6 +105,11 @@ class ProcessGroup(dist.ProcessGroup):
     def get_group_store(self) -> Any:
         """The group's store."""
         return self._store
+
+    @property
+    def options(self) -> BackendOptions:
+        """Of the connections there are, or that are made next; see `reopen`."""
+        return self._groups.options
 
     # -- all-reduce
 
@@ -154,7 +144,7 @@ class ProcessGroup(dist.ProcessGroup):
         if self.size() == 1 or not any(tensor.numel() for tensor in tensors):
             return TorchWork(lambda _: None, lambda: True, tensors, self._finisher, devices=devices_of(tensors))
         timeout_s = opts.timeout.total_seconds()
-        timeout_s = timeout_s if timeout_s > 0 else self._timeout_s
+        timeout_s = timeout_s if timeout_s > 0 else self._groups.timeout_s
         if tensors[0].is_cuda:
             return self._on_device(tensors, op, timeout_s)
         return self._on_host(tensors, op, timeout_s)
@@ -162,7 +152,7 @@ class ProcessGroup(dist.ProcessGroup):
     def _on_host(self, tensors: list[torch.Tensor], op: str, timeout_s: float) -> TorchWork:
         flat, copy_back = flat_of(tensors)
         try:
-            work = self._start("cpu", flat, op, timeout_s)
+            work = self._groups.start("cpu", flat, op, timeout_s)
         except Exception as error:
             raise backend_error(error) from error  # a RuntimeError, which DDP passes on
         if copy_back is None:
@@ -176,14 +166,16 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _on_device(self, tensors: list[torch.Tensor], op: str, timeout_s: float) -> TorchWork:
         device = tensors[0].device
-        staging = self._staging(device)
+        staging = self._groups.staging(device)
         flat, copy_back = flat_of(tensors)  # on the caller's stream
         if copy_back is not None:
             for tensor in (*tensors, flat):
                 staging.record_streams(tensor)
-        name = self._place(device)
+        name = self._groups.place(device)
         try:
-            staged = staging.submit(flat, lambda chunk: self._start(name, chunk, op, timeout_s), copy_back, timeout_s)
+            staged = staging.submit(
+                flat, lambda chunk: self._groups.start(name, chunk, op, timeout_s), copy_back, timeout_s
+            )
         except Exception as error:
             raise backend_error(error) from error
         return TorchWork(
@@ -206,7 +198,7 @@ class ProcessGroup(dist.ProcessGroup):
         number = torch.zeros(1, dtype=torch.int8)
         if self.size() == 1:
             return TorchWork(lambda _: None, lambda: True, [number], self._finisher)
-        return self._on_host([number], "sum", self._timeout_s if limit is None else limit.total_seconds())
+        return self._on_host([number], "sum", self._groups.timeout_s if limit is None else limit.total_seconds())
 
     @uncompiled
     def reduce(  # type: ignore[override]
@@ -227,7 +219,7 @@ class ProcessGroup(dist.ProcessGroup):
             return TorchWork(lambda _: None, lambda: True, given, self._finisher)
         limit = timeout_of((opts, timeout), {})
         scratch = given if self.rank() == root else [given[0].detach().clone()]
-        return self._on_host(scratch, name, self._timeout_s if limit is None else limit.total_seconds())
+        return self._on_host(scratch, name, self._groups.timeout_s if limit is None else limit.total_seconds())
 
     def _exchange(self, method: str, arguments: tuple[Any, ...], names: dict[str, Any]) -> Any:
         try:
@@ -241,7 +233,7 @@ class ProcessGroup(dist.ProcessGroup):
         outputs = [tensor for call in calls for tensor in (call.outputs if call.results is None else call.results)]
         self._counts["bytes"] += sum(tensor.nbytes for call in calls for tensor in call.inputs)
         limit = timeout_of(arguments, names)
-        timeout_s = self._timeout_s if limit is None else limit.total_seconds()
+        timeout_s = self._groups.timeout_s if limit is None else limit.total_seconds()
         if self.size() == 1:
             try:
                 for call in calls:
@@ -250,7 +242,7 @@ class ProcessGroup(dist.ProcessGroup):
                 raise backend_error(error) from error
             return TorchWork(lambda _: None, lambda: True, outputs, self._finisher)
         try:
-            group = self._group(self._ranks())
+            group = self._groups.of_ranks()
             begun = [
                 begin(lambda one, keep: group.exchange_memory(one, timeout_s, keep), call, self.rank(), *kind)
                 for call, kind in zip(calls, kinds, strict=True)
@@ -287,98 +279,9 @@ class ProcessGroup(dist.ProcessGroup):
         self._inner[method] += 1
         return getattr(self._plain, method)(*arguments, **names)
 
-    def _ranks(self) -> str:
-        """Where the Group is whose ranks all own a share."""
-        o = self.options
-        plain = not o.reducers and isinstance(o.shares, str) and o.rates is None and o.on_reducer_loss == "raise"
-        plain = plain and not o.hierarchical
-        return "cpu" if plain else "cpu/ranks"
-
-    def _start(self, where: str, flat: torch.Tensor, op: str, timeout_s: float) -> Any:
-        return self._group(where).all_reduce_async(
-            flat, op, wire_dtype=self.options.wire_dtype_of(flat.dtype), timeout_s=timeout_s
-        )
-
-    # -- connections
-
-    def _group(self, where: str) -> Any:
-        """The Group for tensors of one device. Each has its own: calls are ordered among tensors of one device only."""
-        group = self._opened(where)
-        if group is not None:
-            return group
-        with self._opening:
-            group = self._opened(where)
-            if group is not None:
-                return group
-            self._tried.add(where)
-            group = self._open(where)
-            with self._lock:
-                if not self._closed:
-                    self._groups[where] = group
-                    return group
-        group.close(0.0)
-        raise ConnectionClosedError(f"the process group {self._name!r} was closed")
-
-    def _opened(self, where: str) -> Any:
-        with self._lock:
-            if self._closed:
-                raise ConnectionClosedError(f"the process group {self._name!r} was closed")
-            return self._groups.get(where)
-
-    def _open(self, where: str) -> Any:
-        from geartrain.collectives import Group
-
-        o = self.options
-        if where == "cpu/ranks":
-            o = replace(o, reducers=(), shares="equal", rates=None, on_reducer_loss="raise", hierarchical=False)
-        try:
-            return Group(
-                self.rank(),
-                self.size(),
-                store=PolledStore(f"allreduce/{where}/{o.epoch}/", self._store, lambda: self._closed),
-                name=f"{self._name}/{where}",
-                reducers=o.reducers,
-                shares=o.shares,
-                algorithm=o.algorithm,
-                rates=o.rates,
-                timeout_s=self._timeout_s,
-                secret=o.secret,
-                epoch=o.epoch,
-                on_reducer_loss=o.on_reducer_loss,
-                hierarchical=o.hierarchical,
-            )
-        except GeartrainError as error:
-            if self._closed:
-                raise ConnectionClosedError(f"the process group {self._name!r} was closed") from error
-            self._unreachable |= {address for address in o.reducers if address in str(error)}
-            raise
-
     def blamed(self) -> set[str]:
         """Reducers named by failures of this group: lost, too slow for a deadline, or unreachable."""
-        with self._lock:
-            errors = [group.error() for group in self._groups.values()]
-        return self._unreachable.union(*(getattr(error, "reducers", ()) for error in errors))
-
-    def _staging(self, device: torch.device) -> Staging:
-        place = self._place(device)
-        with self._lock:
-            staging = self._stagings.get(device)
-            if staging is None:
-                staging = Staging(open_device(device), lambda reason: self._abort_group(place, reason))
-                self._stagings[device] = staging
-            return staging
-
-    def _place(self, device: torch.device) -> str:
-        """The name of a device's Group: the first that each rank uses is the same one, whatever its index there."""
-        with self._lock:
-            return self._places.setdefault(device, f"cuda/{len(self._places)}")
-
-    def _abort_group(self, where: str, reason: str) -> None:
-        with self._lock:
-            group, tried = self._groups.get(where), where in self._tried
-        with suppress(Exception):  # closed; or the others do not come
-            if group is not None or not tried:  # the others may wait for this rank to connect
-                (group or self._group(where)).abort(reason)
+        return self._groups.blamed()
 
     # -- lifecycle
 
@@ -389,15 +292,13 @@ class ProcessGroup(dist.ProcessGroup):
         the same of every collective, send and receive, by the name of torch's method. `bytes`: of the tensors that
         geartrain was given. `groups`: per device, the counters of `geartrain.collectives.Group`.
         """
-        with self._lock:
-            groups = dict(self._groups)
         counts = {key: self._counts[key] for key in ("operations", "bytes", "inner_operations")}
         by_name = {"ours": dict(self._ours), "inner": dict(self._inner)}
-        return {**counts, **by_name, "groups": {where: group.counters() for where, group in groups.items()}}
+        return {**counts, **by_name, "groups": self._groups.counters()}
 
     def set_timeout(self, timeout: timedelta) -> None:
         """For all operations from now on."""
-        self._timeout_s = timeout.total_seconds()
+        self._groups.timeout_s = timeout.total_seconds()
         for inner in self._inners():
             inner._set_default_timeout(timeout)
 
@@ -409,8 +310,7 @@ class ProcessGroup(dist.ProcessGroup):
         if options.epoch <= self.options.epoch:
             raise ValueError(f"a group is reopened with a later epoch than {self.options.epoch}, found {options.epoch}")
         self._disconnect("the process group is re-formed")
-        self.options = options
-        self._unreachable = set()
+        self._groups.reopen(options)
         self._finisher = Finisher(f"geartrain-{self._name}")
 
     def shutdown(self) -> None:
@@ -421,18 +321,15 @@ class ProcessGroup(dist.ProcessGroup):
         """
         if os.getpid() != self._pid:  # a fork of the process that owns the connections
             return
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+        if not self._groups.close():
+            return
         self._disconnect(None)
         for inner in self._inners():
             inner.shutdown()
 
     def abort(self) -> None:
         """Closes all connections; operations in progress fail, here and on the other ranks."""
-        with self._lock:
-            self._closed = True
+        self._groups.close()
         self._disconnect("the process group was aborted")
         for inner in self._inners():
             with suppress(RuntimeError):  # a Gloo without support for it
@@ -442,17 +339,7 @@ class ProcessGroup(dist.ProcessGroup):
         return [inner for inner in (self._gloo, self._nccl) if inner is not None]
 
     def _disconnect(self, reason: str | None) -> None:
-        with self._lock:
-            groups, self._groups = self._groups, {}
-            stagings, self._stagings = self._stagings, {}
-            self._tried = set()
-        for group in groups.values() if reason is not None else ():
-            group.abort(reason)
-        for staging in stagings.values():
-            staging.close(CLOSE_TIMEOUT_S)
-        self._finisher.close(CLOSE_TIMEOUT_S)
-        for group in groups.values():
-            group.close()
+        self._groups.disconnect(reason, lambda: self._finisher.close(CLOSE_TIMEOUT_S))
 
 
 def _forward(name: str) -> Any:
