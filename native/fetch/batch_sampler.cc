@@ -244,16 +244,12 @@ uint64_t BatchSampler::gather(const BatchArrays& out, const DrawnRows& drawn, ui
   request.rows = drawn.rows;
   request.generations = drawn.generations;
   request.fields = out.fields;
-  request.window = settings_.window.length;
-  request.pad_left = settings_.pad_left;
+  request.windows_of(settings_.window, settings_.pad_left);
   request.ends = ends;
-  request.from_first = settings_.window.from_first;
   request.within_episodes = true;
   request.threads = settings_.threads;
   const size_t steps = out.mask.size() / std::max<size_t>(1, out.rows.size());
-  std::vector<uint8_t> torn(whole ? 0 : n), mask(whole ? 0 : n * steps);
-  std::vector<int32_t> starts(whole ? 0 : n), lengths(whole ? 0 : n);
-  std::vector<int64_t> versions(whole ? 0 : n);
+  RowMetadata apart(whole ? 0 : n, steps);
   if (whole) {
     request.torn = out.torn;
     request.mask = out.mask;
@@ -262,11 +258,7 @@ uint64_t BatchSampler::gather(const BatchArrays& out, const DrawnRows& drawn, ui
     request.versions = out.versions;
   } else {
     request.places = drawn.numbers;
-    request.torn = torn;
-    request.mask = mask;
-    request.starts = starts;
-    request.lengths = lengths;
-    request.versions = versions;
+    apart.take(&request);
   }
   std::vector<uint32_t> placed(ends.begin(), ends.end());
   fetch(store_, request);
@@ -284,12 +276,12 @@ uint64_t BatchSampler::gather(const BatchArrays& out, const DrawnRows& drawn, ui
     scatter<uint32_t>(drawn.rows, drawn.numbers, out.rows);
     scatter<uint32_t>(drawn.generations, drawn.numbers, out.generations);
     scatter<double>(drawn.probability, drawn.numbers, out.probability);
-    scatter<uint8_t>(torn, drawn.numbers, out.torn);
-    scatter<int32_t>(starts, drawn.numbers, out.starts);
-    scatter<int32_t>(lengths, drawn.numbers, out.lengths);
-    scatter<int64_t>(versions, drawn.numbers, out.versions);
+    scatter<uint8_t>(apart.torn, drawn.numbers, out.torn);
+    scatter<int32_t>(apart.starts, drawn.numbers, out.starts);
+    scatter<int32_t>(apart.lengths, drawn.numbers, out.lengths);
+    scatter<int64_t>(apart.versions, drawn.numbers, out.versions);
     for (size_t i = 0; i < n; ++i) {
-      std::copy_n(mask.begin() + static_cast<ptrdiff_t>(i * steps), steps,
+      std::copy_n(apart.mask.begin() + static_cast<ptrdiff_t>(i * steps), steps,
                   out.mask.begin() + static_cast<ptrdiff_t>(drawn.numbers[i] * steps));
     }
   }

@@ -12,7 +12,9 @@
 
 #include <cstdint>
 #include <span>
+#include <vector>
 
+#include "fetch/windows.h"
 #include "store/store.h"
 
 namespace geartrain {
@@ -42,6 +44,30 @@ struct FetchRequest {
   std::span<int32_t> starts;   // first step of the row that the batch holds
   std::span<int32_t> lengths;  // of the whole row
   std::span<int64_t> versions;
+
+  // The windows of a plan, told by `ends`.
+  void windows_of(const WindowPlan& plan, bool left) {
+    window = plan.length;
+    from_first = plan.from_first;
+    pad_left = left;
+  }
+};
+
+// Memory for what a request tells of its rows.
+struct RowMetadata {
+  RowMetadata(size_t rows, size_t steps)
+      : torn(rows), mask(rows * steps), starts(rows), lengths(rows), versions(rows) {}
+  void take(FetchRequest* request) {
+    request->torn = torn;
+    request->mask = mask;
+    request->starts = starts;
+    request->lengths = lengths;
+    request->versions = versions;
+  }
+
+  std::vector<uint8_t> torn, mask;
+  std::vector<int32_t> starts, lengths;
+  std::vector<int64_t> versions;
 };
 
 // Returns the number of torn rows. Throws schema when rows or fields are out of range.

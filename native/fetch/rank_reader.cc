@@ -248,9 +248,8 @@ void RankReader::read_shard(size_t number, const Draws& draws, std::span<const R
     const size_t k = which.size();
     if (k == 0) return;
     const std::vector<uint32_t> rows = picked(mine.rows, which), generations = picked(mine.generations, which);
-    std::vector<int32_t> ends, starts(k), lengths(k);
-    std::vector<uint8_t> lost(k), mask(k * steps_);
-    std::vector<int64_t> versions(k);
+    std::vector<int32_t> ends;
+    RowMetadata found(k, steps_);
     if (settings_.window.length != 0) {
       const std::vector<uint32_t> numbers = picked(mine.draws, which);
       for (const uint32_t row : rows) {
@@ -270,30 +269,24 @@ void RankReader::read_shard(size_t number, const Draws& draws, std::span<const R
     request.rows = rows;
     request.generations = generations;
     request.fields = fields;
-    request.window = settings_.window.length;
-    request.pad_left = settings_.pad_left;
+    request.windows_of(settings_.window, settings_.pad_left);
     request.ends = ends;
-    request.from_first = settings_.window.from_first;
     request.places = places;
     request.threads = settings_.threads;
-    request.torn = lost;
-    request.mask = mask;
-    request.starts = starts;
-    request.lengths = lengths;
-    request.versions = versions;
+    found.take(&request);
     fetch(store, request);
     for (size_t i = 0; i < k; ++i) {
-      torn[which[i]] = lost[i];
-      const auto row_mask = mask.begin() + static_cast<ptrdiff_t>(i * steps_);
+      torn[which[i]] = found.torn[i];
+      const auto row_mask = found.mask.begin() + static_cast<ptrdiff_t>(i * steps_);
       const auto in_row_mask = row_mask + static_cast<ptrdiff_t>(steps_);
       if (to != own) {
         const RowHeader header{rows[i],
                                generations[i],
                                static_cast<uint32_t>(number),
-                               lengths[i],
-                               starts[i],
+                               found.lengths[i],
+                               found.starts[i],
                                static_cast<int32_t>(std::count(row_mask, in_row_mask, uint8_t{1})),
-                               versions[i],
+                               found.versions[i],
                                mine.probability[which[i]]};
         std::memcpy(messages[to].memory + made.headers + places[i] * sizeof(RowHeader), &header, sizeof header);
         continue;
@@ -302,9 +295,9 @@ void RankReader::read_shard(size_t number, const Draws& draws, std::span<const R
       batch.arrays.rows[at] = rows[i];
       batch.arrays.generations[at] = generations[i];
       batch.arrays.probability[at] = mine.probability[which[i]];
-      batch.arrays.starts[at] = starts[i];
-      batch.arrays.lengths[at] = lengths[i];
-      batch.arrays.versions[at] = versions[i];
+      batch.arrays.starts[at] = found.starts[i];
+      batch.arrays.lengths[at] = found.lengths[i];
+      batch.arrays.versions[at] = found.versions[i];
       batch.shards[at] = static_cast<uint16_t>(number);
       std::copy(row_mask, in_row_mask, batch.arrays.mask.begin() + static_cast<ptrdiff_t>(at * steps_));
     }
