@@ -18,6 +18,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/clock.h"
+
 namespace geartrain {
 
 class CongestionWindow {
@@ -60,6 +62,37 @@ class CongestionWindow {
   uint64_t turned_ns_ = 0;
   std::array<double, 8> rates_{};
   size_t next_ = 0;
+};
+
+// Measures the delay of one chunk at a time for a window.
+class DelayProbe {
+ public:
+  // A chunk leaves for a member; it is back when `until` bytes of the operation are. `delivered`: bytes back so far, of
+  // all. Nothing happens while another chunk is measured.
+  void sent(uint64_t operation, uint32_t member, uint64_t until, uint64_t delivered) {
+    if (running_) return;
+    running_ = true;
+    held_up_ = false;
+    operation_ = operation;
+    member_ = member;
+    until_ = until;
+    delivered_ = delivered;
+    began_ns_ = monotonic_ns();
+  }
+  // The window keeps bytes back.
+  void hold_up() { held_up_ = true; }
+  // So many bytes are back of a member.
+  void returned(uint64_t operation, uint32_t member, uint64_t bytes, uint64_t delivered, CongestionWindow* window) {
+    if (!running_ || operation_ != operation || member_ != member || bytes < until_) return;
+    running_ = false;
+    const uint64_t now = monotonic_ns();
+    window->sample(now - began_ns_, delivered - delivered_, held_up_, now);
+  }
+
+ private:
+  bool running_ = false, held_up_ = false;
+  uint64_t operation_ = 0, until_ = 0, began_ns_ = 0, delivered_ = 0;
+  uint32_t member_ = 0;
 };
 
 }  // namespace geartrain

@@ -5,8 +5,6 @@
 #include <cstring>
 #include <numeric>
 
-#include "base/clock.h"
-
 namespace geartrain {
 namespace {
 
@@ -167,14 +165,6 @@ uint64_t ShardedAllreduce::limit(const Operation& operation, const Part& part) c
   return std::min(part.bytes, (bytes / chunk_ + 1) * chunk_);
 }
 
-void ShardedAllreduce::finish_sample(const Operation& operation, uint32_t owner, uint64_t got) {
-  if (!sample_.running || sample_.operation != operation.number || sample_.owner != owner || got < sample_.until)
-    return;
-  sample_.running = false;
-  const uint64_t now = monotonic_ns();
-  window_.sample(now - sample_.began_ns, delivered_ - sample_.delivered, sample_.held_up, now);
-}
-
 // --- sending --------------------------------------------------------------------------------------------------------
 
 bool ShardedAllreduce::next(uint32_t owner, OutFrame* frame) {
@@ -189,7 +179,7 @@ bool ShardedAllreduce::next(uint32_t owner, OutFrame* frame) {
     const Shape& shape = operation.work->shape;
     if (!part.opened) {
       if (allowed == 0 && part.bytes != 0) {
-        sample_.held_up = true;
+        probe_.hold_up();
         return false;
       }
       Open what = open_of(shape, std::max(part.bytes, part.back), completed());
@@ -204,7 +194,7 @@ bool ShardedAllreduce::next(uint32_t owner, OutFrame* frame) {
       if (part.sent == part.bytes) continue;
     }
     if (part.sent >= allowed) {
-      sample_.held_up = true;
+      probe_.hold_up();
       return false;
     }
     const uint64_t bytes = std::min(chunk_, part.bytes - part.sent);
@@ -216,9 +206,7 @@ bool ShardedAllreduce::next(uint32_t owner, OutFrame* frame) {
       frame->data = frame->hold.data();
     }
     part.sent += bytes;
-    if (!sample_.running) {
-      sample_ = {true, false, operation.number, part.sent, monotonic_ns(), delivered_, owner};
-    }
+    probe_.sent(operation.number, owner, part.sent, delivered_);
     return true;
   }
   return false;
@@ -333,7 +321,7 @@ void ShardedAllreduce::gained(Operation& operation, uint32_t owner, uint64_t byt
   Part& part = operation.parts[owner];
   part.got += bytes;
   delivered_ += bytes;
-  finish_sample(operation, owner, part.got);
+  probe_.returned(operation.number, owner, part.got, delivered_, &window_);
   if (part.got == std::max(part.bytes, part.back)) done(operation, part);
   start();
 }

@@ -121,7 +121,6 @@ class ShardedAllreduce {
   uint64_t returned() const;
   uint64_t limit(const Operation& operation, const Part& part) const;
   void gained(Operation& operation, uint32_t owner, uint64_t bytes);
-  void finish_sample(const Operation& operation, uint32_t owner, uint64_t got);
 
   ChunkBufferPool& blocks_;
   Host& host_;
@@ -137,13 +136,7 @@ class ShardedAllreduce {
   uint32_t settled_ = 0;
   uint64_t delivered_ = 0;  // bytes of results so far
   ChunkBufferRef staging_;  // where a result of another type arrives
-
-  // The delay of one chunk at a time is measured.
-  struct Sample {
-    bool running = false, held_up = false;
-    uint64_t operation = 0, until = 0, began_ns = 0, delivered = 0;
-    uint32_t owner = 0;
-  } sample_;
+  DelayProbe probe_;
 };
 
 }  // namespace geartrain

@@ -1,23 +1,14 @@
 #include "collectives/share_owner.h"
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 #include <utility>
-
-#include "base/clock.h"
 
 namespace geartrain {
 namespace {
 
 constexpr size_t kMostOperations = 65536;  // begun by some rank and not over
-constexpr size_t kNotOwned = 1024;         // shapes kept of what others may still open here by mistake
-// Of numbers that are read from other ranks: of one of them at once, of all together, which should stay in the second
-// level of the cache, and what is reduced before it is another's turn.
-constexpr uint64_t kReadBytes = 128 << 10;
-constexpr uint64_t kReadTogether = 512 << 10;
-constexpr uint64_t kTurnBytes = 1 << 20;
-constexpr uint64_t kLeastShown = 256 << 10;  // of results, before others are told of them; or all of them
+constexpr uint64_t kTurnBytes = 1 << 20;   // of exposed numbers, reduced before it is another's turn
 
 }  // namespace
 
@@ -31,31 +22,20 @@ ShareOwner::ShareOwner(ChunkBufferPool& blocks, Host& host, uint32_t world, uint
       window_bytes_(window_bytes),
       next_open_(world),
       completed_(world),
-      held_(world) {}
+      held_(world),
+      exposure_(blocks, host, world, self, chunk) {}
 
 // --- receiving ------------------------------------------------------------------------------------------------------
 
 ShareOwner::Place ShareOwner::find_or_make(uint32_t rank, uint64_t number, const Shape& shape, uint64_t share_bytes) {
-  const auto [place, made] = operations_.try_emplace(number);
-  Operation& operation = place->second;
-  if (made) {
-    operation.shape = shape;
-    operation.share_bytes = share_bytes;
-    operation.first_rank = rank;
-    operation.opened.resize(world_);
-    operation.received.resize(world_);
-    operation.inputs.resize(world_);
-    operation.addresses.resize(world_);
-    operation.reads.resize(world_);
-    operation.sent.resize(world_);
-    operation.ended.resize(world_);
-  } else if (operation.shape != shape ||
-             (operation.share_bytes != share_bytes && shape.collective != Collective::all_to_all)) {
-    disagree(number, rank, shape, operation.first_rank, operation.shape);
+  const auto [place, made] = operations_.try_emplace(number, shape, share_bytes, rank, world_, self_);
+  OwnedShare& share = place->second;
+  if (!made && (share.shape != shape || (share.bytes != share_bytes && shape.collective != Collective::all_to_all))) {
+    disagree(number, rank, shape, share.first_rank, share.shape);
     return operations_.end();
   }
-  operation.opened[rank] = true;
-  ++operation.open_count;
+  share.opened[rank] = true;
+  ++share.open_count;
   return place;
 }
 
@@ -74,7 +54,7 @@ void ShareOwner::open(uint32_t rank, uint64_t number, const Open& open) {
   if (operations_.size() >= kMostOperations) fail(ErrorKind::frame, "it opened too many operations");
   next_open_[rank] = number + 1;
   completed_[rank] = open.completed;
-  if (const Shape* const mine = not_owned(number); mine != nullptr) {
+  if (const Shape* const mine = unowned_.find(number); mine != nullptr) {
     return disagree(number, rank, shape, self_, *mine);
   }
   if (open.address != 0 && self_ == kNoRank) fail(ErrorKind::frame, "it exposes its numbers to a reducer");
@@ -84,7 +64,7 @@ void ShareOwner::open(uint32_t rank, uint64_t number, const Open& open) {
   if (!shape.direct()) {
     place->second.addresses[rank] = open.address;
     if (open.address != 0) place->second.received[rank] = open.share_bytes;
-    if (self_ != kNoRank && place->second.opened[self_]) decline_addresses(place);
+    if (self_ != kNoRank && place->second.opened[self_]) exposure_.decline(number, place->second);
     return advance(place);
   }
   place->second.wanted.resize(world_);
@@ -99,28 +79,16 @@ void ShareOwner::open_local(uint64_t number, const Shape& shape, uint64_t share_
   if (differs_from_root(number, shape)) return;
   const Place place = find_or_make(self_, number, shape, share_bytes);
   if (place == operations_.end()) return;
-  Operation& operation = place->second;
-  operation.local = numbers;
-  operation.exposed = share_bytes == 0 ? nullptr : exposed;
-  operation.received[self_] = share_bytes;
-  decline_addresses(place);
-  if (operation.exposed == nullptr) return advance(place);
-  operation.taken.resize(world_);
+  OwnedShare& share = place->second;
+  share.local = numbers;
+  share.exposed = share_bytes == 0 ? nullptr : exposed;
+  share.received[self_] = share_bytes;
+  exposure_.decline(number, share);
+  if (share.exposed == nullptr) return advance(place);
+  share.taken.resize(world_);
   // The others are told of it before the work begins.
-  operation.waits = true;
+  share.waits = true;
   host_.go_on();
-}
-
-// An owner whose results are not exposed sends them, and would keep all of a share that it reads at its own speed: it
-// asks for parts, which come no faster than the window lets them.
-void ShareOwner::decline_addresses(Place place) {
-  Operation& operation = place->second;
-  if (operation.exposed != nullptr) return;
-  for (uint32_t rank = 0; rank < world_; ++rank) {
-    if (operation.addresses[rank] == 0) continue;
-    operation.addresses[rank] = operation.received[rank] = 0;
-    host_.unreadable_part(rank, place->first, 0);
-  }
 }
 
 void ShareOwner::go_on() {
@@ -140,13 +108,13 @@ void ShareOwner::send_local(uint64_t number, const Shape& shape, std::vector<Seg
   if (differs_from_root(number, shape)) return;
   const Place place = find_or_make(self_, number, shape, sends[self_].count * bytes_of(shape.dtype));
   if (place == operations_.end()) return;
-  Operation& operation = place->second;
-  operation.sends = std::move(sends);
-  operation.wanted.resize(world_);
+  OwnedShare& share = place->second;
+  share.sends = std::move(sends);
+  share.wanted.resize(world_);
   std::vector<uint32_t> waiting;
   for (uint32_t rank = 0; rank < world_; ++rank) {
-    if (rank == self_ || !operation.opened[rank]) continue;
-    if (!agrees(number, operation, rank)) return;
+    if (rank == self_ || !share.opened[rank]) continue;
+    if (!agrees(number, share, rank)) return;
     waiting.push_back(rank);
   }
   if (world_ == 1) {
@@ -162,24 +130,11 @@ void ShareOwner::owns_none(uint64_t number, const Shape& shape) {
   if (const auto place = operations_.find(number); place != operations_.end()) {
     return disagree(number, self_, shape, place->second.first_rank, place->second.shape);
   }
-  if (const auto root = announced_.find(number); root != announced_.end()) {
-    const auto [rank, others] = root->second;
-    announced_.erase(root);
-    if (others != shape) disagree(number, self_, shape, rank, others);
+  if (const auto root = unowned_.take_root(number)) {
+    if (root->second != shape) disagree(number, self_, shape, root->first, root->second);
     return;
   }
-  if (shape.collective == Collective::one_host_broadcast) {
-    unannounced_.emplace(number, shape);  // until the root comes, however late: as many as are in flight here
-    return;
-  }
-  not_owned_.emplace(number, shape);
-  if (not_owned_.size() > kNotOwned) not_owned_.erase(not_owned_.begin());
-}
-
-const Shape* ShareOwner::not_owned(uint64_t number) const {
-  if (const auto found = unannounced_.find(number); found != unannounced_.end()) return &found->second;
-  const auto found = not_owned_.find(number);
-  return found == not_owned_.end() ? nullptr : &found->second;
+  unowned_.add(number, shape);
 }
 
 // A rank is the root of a broadcast, of which this one owns nothing if it agrees.
@@ -187,23 +142,19 @@ void ShareOwner::announced(uint32_t rank, uint64_t number, const Shape& shape) {
   if (const auto place = operations_.find(number); place != operations_.end() && place->second.opened[self_]) {
     return disagree(number, rank, shape, self_, place->second.shape);
   }
-  if (const Shape* const mine = not_owned(number); mine != nullptr && *mine != shape) {
+  if (const Shape* const mine = unowned_.find(number); mine != nullptr && *mine != shape) {
     return disagree(number, rank, shape, self_, *mine);
   }
   // What was begun here is settled, or its shape not kept any more. Nothing would ever remove an entry of it.
-  if (number < next_own_) {
-    unannounced_.erase(number);
-    return;
-  }
-  if (announced_.size() >= kMostOperations) fail(ErrorKind::frame, "it opened too many operations");
-  announced_.emplace(number, std::pair(rank, shape));
+  if (number < next_own_) return unowned_.settle(number);
+  unowned_.announce(rank, number, shape);
 }
 
 // Whether another rank has announced itself as the root of an operation of which this one owns a share.
 bool ShareOwner::differs_from_root(uint64_t number, const Shape& shape) {
-  const auto root = announced_.find(number);
-  if (root == announced_.end()) return false;
-  disagree(number, self_, shape, root->second.first, root->second.second);
+  const UnownedOperations::Root* const root = unowned_.root_of(number);
+  if (root == nullptr) return false;
+  disagree(number, self_, shape, root->first, root->second);
   return true;
 }
 
@@ -212,11 +163,11 @@ void ShareOwner::disagree(uint64_t number, uint32_t rank, const Shape& shape, ui
 }
 
 // Whether a rank expects as much as there is for it.
-bool ShareOwner::agrees(uint64_t number, const Operation& operation, uint32_t rank) {
-  const uint64_t size = bytes_of(operation.shape.dtype), there = operation.sends[rank].count;
-  if (operation.wanted[rank] == there * size) return true;
-  host_.disagree("ranks disagree at operation " + std::to_string(number) + " (" + operation.shape.text() + "): rank " +
-                     std::to_string(rank) + " expects " + std::to_string(operation.wanted[rank] / size) +
+bool ShareOwner::agrees(uint64_t number, const OwnedShare& share, uint32_t rank) {
+  const uint64_t size = bytes_of(share.shape.dtype), there = share.sends[rank].count;
+  if (share.wanted[rank] == there * size) return true;
+  host_.disagree("ranks disagree at operation " + std::to_string(number) + " (" + share.shape.text() + "): rank " +
+                     std::to_string(rank) + " expects " + std::to_string(share.wanted[rank] / size) +
                      " elements of rank " + std::to_string(self_) + ", which has " + std::to_string(there) + " for it",
                  {std::min(rank, self_), std::max(rank, self_)});
   return false;
@@ -227,72 +178,71 @@ std::span<std::byte> ShareOwner::room(uint32_t rank, const WireHeader& part) {
   if (place == operations_.end() || !place->second.opened[rank]) {
     fail(ErrorKind::frame, "it sent a part of operation ", part.operation, ", which it has not opened");
   }
-  Operation& operation = place->second;
-  if (operation.shape.direct() ||
-      (operation.shape.collective == Collective::broadcast && rank != operation.shape.root)) {
+  OwnedShare& share = place->second;
+  if (share.shape.direct() || (share.relayed() && rank != share.shape.root)) {
     fail(ErrorKind::frame, "it sent a part of operation ", part.operation, ", to which it does not contribute");
   }
-  const uint64_t at = operation.received[rank];
-  if (part.offset != at || part.bytes == 0 || part.bytes > operation.share_bytes - at ||
-      at % chunk_ + part.bytes > chunk_ || part.bytes % bytes_of(operation.shape.wire) != 0) {
-    fail(ErrorKind::frame, "it sent ", part.bytes, " bytes at ", part.offset, " of a share of ", operation.share_bytes,
+  const uint64_t at = share.received[rank];
+  if (part.offset != at || part.bytes == 0 || part.bytes > share.bytes - at || at % chunk_ + part.bytes > chunk_ ||
+      part.bytes % bytes_of(share.shape.wire) != 0) {
+    fail(ErrorKind::frame, "it sent ", part.bytes, " bytes at ", part.offset, " of a share of ", share.bytes,
          ", where ", at, " was next");
   }
   if (held_[rank] + part.bytes > window_bytes_ + 2 * kChunkBytes) fail(ErrorKind::frame, "it runs ahead of its window");
-  if (at % chunk_ == 0) operation.inputs[rank].emplace_back(blocks_);
-  return {operation.inputs[rank].back().data() + at % chunk_, part.bytes};
+  if (at % chunk_ == 0) share.inputs[rank].emplace_back(blocks_);
+  return {share.inputs[rank].back().data() + at % chunk_, part.bytes};
 }
 
 void ShareOwner::took(uint32_t rank, const WireHeader& part) {
   const auto place = operations_.find(part.operation);
-  Operation& operation = place->second;
-  operation.received[rank] += part.bytes;
+  OwnedShare& share = place->second;
+  share.received[rank] += part.bytes;
   held_[rank] += part.bytes;
-  if (operation.received[rank] % chunk_ == 0 || operation.received[rank] == operation.share_bytes) advance(place);
+  if (share.received[rank] % chunk_ == 0 || share.received[rank] == share.bytes) advance(place);
 }
 
 // --- reducing -------------------------------------------------------------------------------------------------------
 
 // Reduces every chunk that has arrived from all.
 void ShareOwner::advance(Place place) {
-  Operation& operation = place->second;
-  const uint64_t number = place->first, size = operation.share_bytes;
-  const bool relayed = operation.shape.collective == Collective::broadcast && size != 0;
-  const uint32_t root = operation.shape.root;
+  OwnedShare& share = place->second;
+  const uint64_t number = place->first, size = share.bytes;
+  const bool relayed = share.relayed() && size != 0;
+  const uint32_t root = share.shape.root;
   // Recipients of what is relayed may come later.
-  if (relayed ? !operation.opened[self_] || !operation.opened[root] : operation.open_count < world_) return;
+  if (relayed ? !share.opened[self_] || !share.opened[root] : share.open_count < world_) return;
   const uint64_t there =
-      relayed ? operation.received[root] : *std::min_element(operation.received.begin(), operation.received.end());
-  if (operation.waits) return;
+      relayed ? share.received[root] : *std::min_element(share.received.begin(), share.received.end());
+  if (share.waits) return;
   bool any = false, read_all = true;
-  for (uint64_t turn = 0; operation.reduced < size;) {
-    const uint64_t bytes = std::min(piece(operation), size - operation.reduced);
-    if (there < operation.reduced + bytes) break;
-    if (turn >= kTurnBytes && operation.exposed != nullptr) {
-      operation.waits = true;
+  for (uint64_t turn = 0; share.reduced < size;) {
+    const uint64_t bytes = std::min(exposure_.piece(share), size - share.reduced);
+    if (there < share.reduced + bytes) break;
+    if (turn >= kTurnBytes && share.exposed != nullptr) {
+      share.waits = true;
       host_.go_on();
       break;
     }
-    read_all = reduce_chunk(number, operation, bytes);
+    read_all = reduce_chunk(number, share, bytes);
     if (!read_all) break;
     turn += bytes * world_;
     any = true;
   }
-  if (size == 0 && !operation.empty_done) {
-    operation.empty_done = any = true;
+  if (size == 0 && !share.empty_done) {
+    share.empty_done = any = true;
     if (self_ != kNoRank) host_.deliver(number, 0, {});
   }
   // Where not all can be read any more, results that were held back are told of now.
   if (!any && read_all) {
     // It may be a recipient that has come.
-    if (relayed && operation.reduced != 0) {
+    if (relayed && share.reduced != 0) {
       for (uint32_t rank = 0; rank < world_; ++rank) {
         if (rank != self_) host_.results_for(rank);
       }
     }
     return;
   }
-  const bool over = operation.reduced == size;
+  const bool over = share.reduced == size;
   for (uint32_t rank = 0; rank < world_; ++rank) {
     if (rank != self_) host_.results_for(rank);
   }
@@ -303,86 +253,48 @@ void ShareOwner::advance(Place place) {
   }
 }
 
-// Whether no rank's window waits for reports of this share: else each chunk is reported at once, since ranks that send
-// go no further than the share that is furthest behind, of any owner.
-bool ShareOwner::only_reads(const Operation& operation) const {
-  if (operation.exposed == nullptr) return false;
-  for (uint32_t rank = 0; rank < world_; ++rank) {
-    if (rank != self_ && operation.addresses[rank] == 0) return false;
-  }
-  return true;
-}
-
-// What is reduced at once: chunks where some are sent.
-uint64_t ShareOwner::piece(const Operation& operation) const {
-  if (!only_reads(operation)) return chunk_;
-  return std::max(chunk_, std::min(kReadBytes, kReadTogether / (world_ - 1)) / chunk_ * chunk_);
-}
-
-// Numbers that ranks expose, and where they are. False: not all can be read, or not any more.
-bool ShareOwner::read_inputs(uint64_t number, Operation& operation, uint64_t bytes,
-                             std::vector<const std::byte*>* inputs) {
-  bool all = true;
-  uint64_t used = 0;
-  for (uint32_t rank = 0; rank < world_; ++rank) {
-    if (operation.addresses[rank] == 0) continue;
-    read_.resize(std::max(read_.size(), bytes * (world_ - 1)));
-    const std::span<std::byte> into = std::span(read_).subspan(used, bytes);
-    used += bytes;
-    const ReadExposed found = host_.read(rank, operation.addresses[rank] + operation.reduced, into);
-    (*inputs)[rank] = into.data();
-    all &= found == ReadExposed::read;
-    if (found != ReadExposed::denied) continue;  // what is withdrawn comes with its reason
-    operation.addresses[rank] = 0;
-    operation.received[rank] = operation.reduced;
-    host_.unreadable_part(rank, number, operation.reduced);
-  }
-  return all;
-}
-
-bool ShareOwner::reduce_chunk(uint64_t number, Operation& operation, uint64_t bytes) {
-  const Shape& shape = operation.shape;
-  const uint64_t at = operation.reduced, count = bytes / bytes_of(shape.wire);
+bool ShareOwner::reduce_chunk(uint64_t number, OwnedShare& share, uint64_t bytes) {
+  const Shape& shape = share.shape;
+  const uint64_t at = share.reduced, count = bytes / bytes_of(shape.wire);
   ChunkBufferRef result;
   std::byte* into = nullptr;
-  if (shape.collective == Collective::broadcast) {
-    result = std::move(operation.inputs[shape.root].front());
+  if (share.relayed()) {
+    result = std::move(share.inputs[shape.root].front());
     into = result.data();
-    operation.inputs[shape.root].pop_front();
+    share.inputs[shape.root].pop_front();
   } else {
     ChunkBufferRef own;
     std::vector<const std::byte*> inputs(world_);
-    if (!read_inputs(number, operation, bytes, &inputs)) return false;
+    if (!exposure_.read(number, share, bytes, &inputs)) return false;
     for (uint32_t rank = 0; rank < world_; ++rank) {
       if (inputs[rank] != nullptr) continue;
       if (rank != self_) {
-        inputs[rank] = operation.inputs[rank].front().data();
+        inputs[rank] = share.inputs[rank].front().data();
         continue;
       }
-      inputs[rank] = operation.local + at / bytes_of(shape.wire) * bytes_of(shape.dtype);
+      inputs[rank] = share.local + at / bytes_of(shape.wire) * bytes_of(shape.dtype);
       if (shape.wire == shape.dtype) continue;
       own = ChunkBufferRef(blocks_);  // this rank's own numbers are rounded like all others
       convert(shape.dtype, inputs[rank], shape.wire, own.data(), count);
       inputs[rank] = own.data();
     }
-    if (operation.exposed == nullptr) result = ChunkBufferRef(blocks_);
-    into = operation.exposed == nullptr ? result.data() : operation.exposed + at;
+    if (share.exposed == nullptr) result = ChunkBufferRef(blocks_);
+    into = share.exposed == nullptr ? result.data() : share.exposed + at;
     reduce(shape.op, shape.wire, inputs, into, count, shape.whole ? shape.whole->world : 0);
     for (uint32_t rank = 0; rank < world_; ++rank) {
-      if (rank == self_ || operation.addresses[rank] != 0) continue;
-      operation.inputs[rank].pop_front();
+      if (rank == self_ || share.addresses[rank] != 0) continue;
+      share.inputs[rank].pop_front();
       held_[rank] -= bytes;
     }
     reduced_bytes_ += bytes * world_;
   }
-  operation.reduced += bytes;
-  if (operation.exposed == nullptr && shape.collective != Collective::reduce_scatter &&
-      (world_ > 1 || self_ == kNoRank)) {
-    operation.results.push_back(result);
+  share.reduced += bytes;
+  if (share.exposed == nullptr && shape.collective != Collective::reduce_scatter && (world_ > 1 || self_ == kNoRank)) {
+    share.results.push_back(result);
   } else {
-    operation.results_from += chunk_;
+    share.results_from += chunk_;
   }
-  if (shape.collective == Collective::broadcast) forget_sent(operation);  // there may be no recipients
+  if (share.relayed()) forget_sent(share);  // there may be no recipients
   // Last: the receiver may request the next piece at once.
   if (self_ != kNoRank) host_.deliver(number, at, {into, bytes});
   return true;
@@ -392,43 +304,45 @@ bool ShareOwner::reduce_chunk(uint64_t number, Operation& operation, uint64_t by
 
 bool ShareOwner::next(uint32_t rank, OutFrame* frame) {
   for (auto place = operations_.begin(); place != operations_.end(); ++place) {
-    Operation& operation = place->second;
-    if (operation.ended[rank]) continue;
-    if (operation.shape.direct()) {
+    OwnedShare& share = place->second;
+    if (share.ended[rank]) continue;
+    if (share.shape.direct()) {
       if (next_local(place, rank, frame)) return true;
       continue;
     }
-    const uint64_t at = operation.sent[rank];
-    if (operation.share_bytes == 0) {
-      if (!operation.empty_done) continue;
+    const uint64_t at = share.sent[rank];
+    if (share.bytes == 0) {
+      if (!share.empty_done) continue;
       *frame = {frame_of(FrameKind::result, place->first, 0, 0), nullptr, {}};
       frame->header.settled = settled();
       end(place, rank);
       return true;
     }
-    if (gets_credit(operation, rank)) {
-      const uint64_t now = credit(operation);
-      if (now == at || !operation.opened[rank]) continue;
-      if (only_reads(operation) && now != operation.share_bytes) continue;
+    if (share.gets_credit(rank)) {
+      const uint64_t now = share.credit();
+      if (now == at || !share.opened[rank]) continue;
+      if (share.only_reads() && now != share.bytes) continue;
       *frame = {frame_of(FrameKind::credit, place->first, now, 0), nullptr, {}};
-      operation.sent[rank] = now;
-      if (now == operation.share_bytes) end(place, rank);
+      share.sent[rank] = now;
+      if (now == share.bytes) end(place, rank);
       return true;
     }
-    if (at == operation.reduced || !operation.opened[rank]) continue;
-    if (operation.exposed != nullptr) {
-      if (next_exposed(place, rank, frame)) return true;
-      continue;
+    if (at == share.reduced || !share.opened[rank]) continue;
+    if (share.exposed != nullptr) {
+      if (!exposure_.next_result(place->first, share, rank, frame)) continue;
+      frame->header.settled = settled();
+      if (!share.reads[rank] && share.sent[rank] == share.bytes) end(place, rank);
+      return true;
     }
-    const uint64_t bytes = std::min(chunk_, operation.share_bytes - at);
-    ChunkBufferRef& block = operation.results[(at - operation.results_from) / chunk_];
+    const uint64_t bytes = std::min(chunk_, share.bytes - at);
+    ChunkBufferRef& block = share.results[(at - share.results_from) / chunk_];
     *frame = {frame_of(FrameKind::result, place->first, at, bytes), block.data(), block};
     frame->header.settled = settled();
-    operation.sent[rank] += bytes;
-    const bool relayed = operation.shape.collective == Collective::broadcast;
-    const uint32_t root = operation.shape.root;
-    const bool forgotten = (relayed || operation.sent[rank] != operation.share_bytes) && forget_sent(operation);
-    if (operation.sent[rank] == operation.share_bytes) end(place, rank);
+    share.sent[rank] += bytes;
+    const bool relayed = share.relayed();
+    const uint32_t root = share.shape.root;
+    const bool forgotten = (relayed || share.sent[rank] != share.bytes) && forget_sent(share);
+    if (share.sent[rank] == share.bytes) end(place, rank);
     if (relayed && forgotten) host_.results_for(root);
     return true;
   }
@@ -437,172 +351,97 @@ bool ShareOwner::next(uint32_t rank, OutFrame* frame) {
 
 // From the caller's memory, to a rank that has opened the operation.
 bool ShareOwner::next_local(Place place, uint32_t rank, OutFrame* frame) {
-  Operation& operation = place->second;
-  if (!operation.opened[self_] || !operation.opened[rank]) return false;
-  const uint64_t at = operation.sent[rank], all = operation.wanted[rank];
+  OwnedShare& share = place->second;
+  if (!share.opened[self_] || !share.opened[rank]) return false;
+  const uint64_t at = share.sent[rank], all = share.wanted[rank];
   if (all == 0) {
     *frame = {frame_of(FrameKind::result, place->first, 0, 0), nullptr, {}};
     end(place, rank);
     return true;
   }
   if (at == all) return false;
-  if (operation.reads[rank]) {
-    expose(place->first, operation, rank, operation.sends[rank].at + at, std::min(kExposedBytes, all - at), frame);
+  if (share.reads[rank]) {
+    exposure_.expose(place->first, share, rank, share.sends[rank].at + at, std::min(kExposedBytes, all - at), frame);
     return true;
   }
-  if (!may_send(operation, rank)) {
-    sample_.held_up = true;
+  if (!may_send(share, rank)) {
+    probe_.hold_up();
     return false;
   }
   const uint64_t bytes = std::min(chunk_, all - at);
-  *frame = {frame_of(FrameKind::result, place->first, at, bytes), operation.sends[rank].at + at, {}};
+  *frame = {frame_of(FrameKind::result, place->first, at, bytes), share.sends[rank].at + at, {}};
   frame->header.settled = settled();
-  operation.sent[rank] += bytes;
+  share.sent[rank] += bytes;
   under_way_ += bytes;
-  if (!sample_.running) sample_ = {true, false, place->first, at + bytes, monotonic_ns(), taken_, rank};
+  probe_.sent(place->first, rank, share.sent[rank], taken_);
   return true;
-}
-
-// A result that is in the caller's memory. It is copied for a rank that cannot read it: what is on the way to that one
-// does not keep the array from the caller.
-bool ShareOwner::next_exposed(Place place, uint32_t rank, OutFrame* frame) {
-  Operation& operation = place->second;
-  const uint64_t at = operation.sent[rank], there = operation.reduced - at;
-  if (operation.reads[rank]) {
-    if (only_reads(operation) && there < kLeastShown && operation.reduced != operation.share_bytes) return false;
-    expose(place->first, operation, rank, operation.exposed + at, std::min(kExposedBytes, there), frame);
-    frame->header.settled = settled();
-    return true;
-  }
-  const uint64_t bytes = std::min(chunk_, there);
-  frame->header = frame_of(FrameKind::result, place->first, at, bytes);
-  frame->header.settled = settled();
-  frame->hold = ChunkBufferRef(blocks_);
-  std::memcpy(frame->hold.data(), operation.exposed + at, bytes);
-  frame->data = frame->hold.data();
-  operation.sent[rank] += bytes;
-  if (operation.sent[rank] == operation.share_bytes) end(place, rank);
-  return true;
-}
-
-void ShareOwner::expose(uint64_t number, Operation& operation, uint32_t rank, const std::byte* from, uint64_t bytes,
-                        OutFrame* frame) {
-  const ExposedShare exposed{reinterpret_cast<uintptr_t>(from), bytes};
-  frame->header = frame_of(FrameKind::expose, number, operation.sent[rank], sizeof exposed);
-  frame->hold = ChunkBufferRef(blocks_);
-  std::memcpy(frame->hold.data(), &exposed, sizeof exposed);
-  frame->data = frame->hold.data();
-  operation.sent[rank] += bytes;
 }
 
 // The window over all that is under way; and within an operation all ranks move on together, so that none is served
 // last.
-bool ShareOwner::may_send(const Operation& operation, uint32_t rank) const {
+bool ShareOwner::may_send(const OwnedShare& share, uint32_t rank) const {
   const uint64_t window = host_.window()->bytes();
   if (under_way_ != 0 && under_way_ + chunk_ > window) return false;
   double least = 1, all = 0;
   for (uint32_t other = 0; other < world_; ++other) {
-    if (other == self_ || !operation.opened[other] || operation.wanted[other] == 0 || operation.reads[other]) continue;
-    const auto wanted = static_cast<double>(operation.wanted[other]);
-    least = std::min(least, static_cast<double>(operation.received[other]) / wanted);
+    if (other == self_ || !share.opened[other] || share.wanted[other] == 0 || share.reads[other]) continue;
+    const auto wanted = static_cast<double>(share.wanted[other]);
+    least = std::min(least, static_cast<double>(share.received[other]) / wanted);
     all += wanted;
   }
-  const double until = (least + static_cast<double>(window) / all) * static_cast<double>(operation.wanted[rank]);
-  return static_cast<double>(operation.sent[rank]) <= until;
+  const double until = (least + static_cast<double>(window) / all) * static_cast<double>(share.wanted[rank]);
+  return static_cast<double>(share.sent[rank]) <= until;
 }
 
 void ShareOwner::took_taken(uint32_t rank, const WireHeader& taken) {
   const auto place = operations_.find(taken.operation);
-  if (place != operations_.end() && shows_results(place->second) && place->second.reads[rank] &&
+  if (place != operations_.end() && place->second.shows_results() && place->second.reads[rank] &&
       taken.offset > place->second.taken[rank] && taken.offset <= place->second.sent[rank]) {
     place->second.taken[rank] = taken.offset;
-    if (taken.offset == place->second.share_bytes) end(place, rank);
+    if (taken.offset == place->second.bytes) end(place, rank);
     return;
   }
   if (place == operations_.end() || !place->second.shape.direct() || taken.offset <= place->second.received[rank] ||
       taken.offset > place->second.sent[rank]) {
     fail(ErrorKind::frame, "it took ", taken.offset, " bytes of operation ", taken.operation, ", which were not sent");
   }
-  Operation& operation = place->second;
-  const uint64_t bytes = taken.offset - operation.received[rank];
-  operation.received[rank] = taken.offset;
-  if (operation.reads[rank]) {
-    if (taken.offset == operation.wanted[rank]) end(place, rank);
+  OwnedShare& share = place->second;
+  const uint64_t bytes = taken.offset - share.received[rank];
+  share.received[rank] = taken.offset;
+  if (share.reads[rank]) {
+    if (taken.offset == share.wanted[rank]) end(place, rank);
     return;
   }
   under_way_ -= bytes;
   taken_ += bytes;
-  if (sample_.running && sample_.operation == taken.operation && sample_.rank == rank &&
-      taken.offset >= sample_.until) {
-    sample_.running = false;
-    const uint64_t now = monotonic_ns();
-    host_.window()->sample(now - sample_.began_ns, taken_ - sample_.taken, sample_.held_up, now);
-  }
-  if (taken.offset == operation.wanted[rank]) end(place, rank);
+  probe_.returned(taken.operation, rank, taken.offset, taken_, host_.window());
+  if (taken.offset == share.wanted[rank]) end(place, rank);
   for (uint32_t i = 1; i < world_; ++i) host_.results_for((self_ + i) % world_);
 }
 
 void ShareOwner::took_unreadable(uint32_t rank, const WireHeader& unreadable) {
   const auto place = operations_.find(unreadable.operation);
-  const bool direct = place != operations_.end() && place->second.shape.direct();
-  const bool known = direct || (place != operations_.end() && shows_results(place->second));
-  if (!known || !place->second.reads[rank] || unreadable.offset >= place->second.sent[rank] ||
-      unreadable.offset != (direct ? place->second.received : place->second.taken)[rank]) {
-    fail(ErrorKind::frame, "it cannot read operation ", unreadable.operation, " from ", unreadable.offset,
-         " on, which was not exposed");
-  }
-  Operation& operation = place->second;
-  operation.reads[rank] = false;
-  operation.sent[rank] = unreadable.offset;
+  ShareExposure::took_unreadable(place == operations_.end() ? nullptr : &place->second, rank, unreadable);
   host_.results_for(rank);
 }
 
-// Whether results are read, or copied from, where they were made.
-bool ShareOwner::shows_results(const Operation& operation) {
-  return operation.exposed != nullptr && operation.shape.collective == Collective::all_reduce;
-}
-
-bool ShareOwner::gets_credit(const Operation& operation, uint32_t rank) const {
-  const Shape& shape = operation.shape;
-  return shape.collective == Collective::reduce_scatter ||
-         (shape.collective == Collective::broadcast && rank == shape.root);
-}
-
-// How much of a share is done with: for a relay, what all recipients have taken.
-uint64_t ShareOwner::credit(const Operation& operation) const {
-  if (operation.shape.collective == Collective::reduce_scatter) return operation.reduced;
-  return std::min(operation.results_from, operation.reduced);
+// Drops results that every rank has taken. True when there were some.
+bool ShareOwner::forget_sent(OwnedShare& share) {
+  const uint64_t bytes = share.forget_sent(chunk_);
+  if (share.relayed()) held_[share.shape.root] -= bytes;
+  return bytes != 0;
 }
 
 uint32_t ShareOwner::settled() const {
   return *std::min_element(completed_.begin(), completed_.end());
 }
 
-// Drops results that every rank has taken. True when there were some.
-bool ShareOwner::forget_sent(Operation& operation) {
-  const bool relayed = operation.shape.collective == Collective::broadcast;
-  uint64_t least = operation.reduced;
-  for (uint32_t rank = 0; rank < world_; ++rank) {
-    if (rank != self_ && !gets_credit(operation, rank)) least = std::min(least, operation.sent[rank]);
-  }
-  bool any = false;
-  while (!operation.results.empty() && std::min(operation.results_from + chunk_, operation.share_bytes) <= least) {
-    if (relayed) {
-      held_[operation.shape.root] -= std::min(chunk_, operation.share_bytes - operation.results_from);
-    }
-    operation.results.pop_front();
-    operation.results_from += chunk_;
-    any = true;
-  }
-  return any;
-}
-
 void ShareOwner::end(Place place, uint32_t rank) {
-  Operation& operation = place->second;
-  operation.ended[rank] = true;
-  ++operation.end_count;
-  const bool direct = operation.shape.direct(), served = direct || shows_results(operation);
-  if (operation.end_count + direct < world_) return;
+  OwnedShare& share = place->second;
+  share.ended[rank] = true;
+  ++share.end_count;
+  const bool direct = share.shape.direct(), served = direct || share.shows_results();
+  if (share.end_count + direct < world_) return;
   ++done_;
   const uint64_t number = place->first;
   operations_.erase(place);
@@ -611,39 +450,20 @@ void ShareOwner::end(Place place, uint32_t rank) {
 
 // --- diagnosis ------------------------------------------------------------------------------------------------------
 
-// The bytes that an operation waits for a rank to send or to take. One that has not even opened it is behind all
-// others.
-uint64_t ShareOwner::missing(const Operation& operation, uint32_t rank) const {
-  if (!operation.opened[rank]) return ~uint64_t{0};
-  if (operation.shape.direct()) {
-    // What it has opened and this rank has not begun waits for this rank.
-    return rank == self_ || operation.ended[rank] || !operation.opened[self_]
-               ? 0
-               : operation.wanted[rank] - operation.received[rank] + 1;
-  }
-  if (operation.shape.collective == Collective::broadcast && rank != operation.shape.root) {
-    return rank == self_ ? 0 : operation.reduced - operation.sent[rank];
-  }
-  if (shows_results(operation) && operation.reduced == operation.share_bytes) {
-    return operation.ended[rank] ? 0 : operation.share_bytes - operation.taken[rank];
-  }
-  return operation.share_bytes - operation.received[rank];
-}
-
 std::vector<uint32_t> ShareOwner::least_advanced(uint64_t number, uint64_t* bytes, uint64_t* of) const {
   *bytes = *of = 0;
   // Ranks take one operation after the other: who is behind in an earlier one holds up this one too.
-  for (const auto& [at, operation] : operations_) {
+  for (const auto& [at, share] : operations_) {
     if (at > number) break;
     uint64_t most = 0;
-    for (uint32_t rank = 0; rank < world_; ++rank) most = std::max(most, missing(operation, rank));
+    for (uint32_t rank = 0; rank < world_; ++rank) most = std::max(most, share.missing(rank));
     if (most == 0) continue;  // all is there
     std::vector<uint32_t> ranks;
     for (uint32_t rank = 0; rank < world_; ++rank) {
-      if (missing(operation, rank) == most) ranks.push_back(rank);
+      if (share.missing(rank) == most) ranks.push_back(rank);
     }
-    *bytes = operation.share_bytes - std::min(most, operation.share_bytes);
-    *of = operation.share_bytes;
+    *bytes = share.bytes - std::min(most, share.bytes);
+    *of = share.bytes;
     return ranks;
   }
   std::vector<uint32_t> ranks;
@@ -656,11 +476,11 @@ std::vector<uint32_t> ShareOwner::least_advanced(uint64_t number, uint64_t* byte
 }
 
 bool ShareOwner::involves(uint32_t rank, uint64_t* number, uint64_t* bytes, uint64_t* of) const {
-  for (const auto& [at, operation] : operations_) {
-    if (operation.ended[rank] || (!operation.opened[rank] && operation.open_count == 0)) continue;
+  for (const auto& [at, share] : operations_) {
+    if (share.ended[rank] || (!share.opened[rank] && share.open_count == 0)) continue;
     *number = at;
-    *bytes = operation.shape.direct() ? operation.sent[rank] : operation.received[rank];
-    *of = operation.share_bytes;
+    *bytes = share.shape.direct() ? share.sent[rank] : share.received[rank];
+    *of = share.bytes;
     return true;
   }
   return false;

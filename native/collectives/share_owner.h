@@ -15,16 +15,15 @@
 // than the group's window ahead of what these have taken, and to all at one pace. A rank of the same host that can read
 // that memory is told where it is instead: one copy where a ring takes two, and none of them here.
 //
-// Ranks on one host may expose their numbers instead of sending them (Open::address). They are then read from there,
-// piece by piece into memory that stays in the cache, and reduced right into the place of this rank's result, which the
-// others read in turn. A few pieces at a time: what arrives meanwhile is not kept waiting (Host::go_on). This rank's
-// array is its caller's again when all have what they need of it (served). An owner that does not expose its results
-// reads nothing either, and asks for parts: it holds a window of them, and not its share.
+// Ranks on one host may expose their numbers instead of sending them (Open::address). They are then read from there
+// (share_exposure.h), and reduced right into the place of this rank's result, which the others read in turn. A few
+// pieces at a time: what arrives meanwhile is not kept waiting (Host::go_on). This rank's array is its caller's again
+// when all have what they need of it (served). An owner that does not expose its results reads nothing either, and asks
+// for parts: it holds a window of them, and not its share.
 //
 // One thread, the loop's.
 #pragma once
 
-#include <deque>
 #include <map>
 #include <span>
 #include <string>
@@ -32,27 +31,26 @@
 
 #include "collectives/chunk_buffer.h"
 #include "collectives/congestion_window.h"
+#include "collectives/owned_share.h"
 #include "collectives/peer.h"
 #include "collectives/protocol.h"
+#include "collectives/share_exposure.h"
+#include "collectives/unowned_operations.h"
 #include "collectives/work.h"
 
 namespace geartrain {
 
 class ShareOwner {
  public:
-  class Host {
+  class Host : public ShareExposure::Memory {
    public:
-    virtual ~Host() = default;
     virtual void results_for(uint32_t rank) = 0;  // next() has something for it
     virtual void deliver(uint64_t operation, uint64_t offset,
                          std::span<const std::byte> result) = 0;  // to this rank itself
     // All ranks have what send_local() was given, or the results that are exposed.
     virtual void served([[maybe_unused]] uint64_t operation) {}
-    // What a rank exposes, from its memory.
-    virtual ReadExposed read(uint32_t, uint64_t, std::span<std::byte>) { return ReadExposed::denied; }
-    virtual void unreadable_part(uint32_t, uint64_t, uint64_t) {}  // a rank's numbers from there on: it sends them
-    virtual void go_on() {}                                        // calls go_on() soon, and not from here
-    virtual CongestionWindow* window() { return nullptr; }         // of a rank
+    virtual void go_on() {}                                 // calls go_on() soon, and not from here
+    virtual CongestionWindow* window() { return nullptr; }  // of a rank
     virtual void disagree(const std::string& text, std::vector<uint32_t> ranks) = 0;
   };
   // `self` is the owner's own rank, or kNoRank. `window_bytes` is what a rank may have here and not yet reduced.
@@ -97,80 +95,36 @@ class ShareOwner {
   uint64_t operations() const { return done_; }
 
  private:
-  struct Operation {
-    Shape shape;
-    uint64_t share_bytes = 0;
-    uint32_t first_rank = 0;   // whose shape it is
-    std::vector<bool> opened;  // by rank
-    uint32_t open_count = 0;
-    std::vector<uint64_t> received;  // by rank: bytes, from the start of the share; or those that it took
-    std::vector<std::deque<ChunkBufferRef>> inputs;  // by rank: chunks from `reduced` on
-    std::vector<uint64_t> addresses;                 // by rank: of its numbers, where they are not sent
-    const std::byte* local = nullptr;
-    std::byte* exposed = nullptr;  // where the results are, instead of `results`
-    std::vector<Segment> sends;    // by rank, where the shape is direct
-    std::vector<uint64_t> wanted;  // by rank: bytes that it expects, where the shape is direct
-    std::vector<bool> reads;       // by rank: whether it reads them, or results, from here by itself
-    std::vector<uint64_t> taken;   // by rank: bytes of exposed results that it has read
-    uint64_t reduced = 0;
-    bool waits = false;                  // for go_on()
-    bool empty_done = false;             // an empty share: every rank has opened it
-    std::deque<ChunkBufferRef> results;  // chunks from `results_from` on
-    uint64_t results_from = 0;
-    std::vector<uint64_t> sent;  // by rank: bytes of results taken by next()
-    std::vector<bool> ended;     // by rank: the last result was taken
-    uint32_t end_count = 0;
-  };
-  using Place = std::map<uint64_t, Operation>::iterator;
+  using Place = std::map<uint64_t, OwnedShare>::iterator;
 
   Place find_or_make(uint32_t rank, uint64_t operation, const Shape& shape, uint64_t share_bytes);
-  void decline_addresses(Place place);
   void advance(Place place);
-  bool reduce_chunk(uint64_t number, Operation& operation, uint64_t bytes);
-  bool only_reads(const Operation& operation) const;
-  uint64_t piece(const Operation& operation) const;
-  bool read_inputs(uint64_t number, Operation& operation, uint64_t bytes, std::vector<const std::byte*>* inputs);
+  bool reduce_chunk(uint64_t number, OwnedShare& share, uint64_t bytes);
   void end(Place place, uint32_t rank);
-  bool forget_sent(Operation& operation);
-  static bool shows_results(const Operation& operation);
-  bool gets_credit(const Operation& operation, uint32_t rank) const;
-  uint64_t credit(const Operation& operation) const;
-  bool may_send(const Operation& operation, uint32_t rank) const;
+  bool forget_sent(OwnedShare& share);
+  bool may_send(const OwnedShare& share, uint32_t rank) const;
   bool next_local(Place place, uint32_t rank, OutFrame* frame);
-  bool next_exposed(Place place, uint32_t rank, OutFrame* frame);
-  void expose(uint64_t number, Operation& operation, uint32_t rank, const std::byte* at, uint64_t bytes,
-              OutFrame* frame);
-  bool agrees(uint64_t number, const Operation& operation, uint32_t rank);
+  bool agrees(uint64_t number, const OwnedShare& share, uint32_t rank);
   void disagree(uint64_t number, uint32_t rank, const Shape& shape, uint32_t other, const Shape& others);
-  const Shape* not_owned(uint64_t number) const;  // null when it is none of those, or not kept any more
   void announced(uint32_t rank, uint64_t number, const Shape& shape);
   bool differs_from_root(uint64_t number, const Shape& shape);
-  uint64_t missing(const Operation& operation, uint32_t rank) const;
-  uint64_t held(uint32_t rank) const { return held_[rank]; }
 
   ChunkBufferPool& blocks_;
   Host& host_;
   const uint32_t world_, self_;
   const uint64_t chunk_, window_bytes_;
-  std::map<uint64_t, Operation> operations_;
+  std::map<uint64_t, OwnedShare> operations_;
   std::vector<uint64_t> next_open_;  // by rank: no operation below this may be opened by it any more
   std::vector<uint32_t> completed_;  // by rank: as last reported
   std::vector<uint64_t> held_;       // by rank: bytes here and not yet reduced, or relayed
-  std::vector<std::byte> read_;      // where numbers are read that ranks expose
   uint64_t reduced_bytes_ = 0, done_ = 0;
   uint64_t next_own_ = 0;  // one beyond the last operation that this rank has begun
-  // What owns_none() was told of: broadcasts on one host whose root is still to come, and the last of all others.
-  std::map<uint64_t, Shape> unannounced_, not_owned_;
-  std::map<uint64_t, std::pair<uint32_t, Shape>> announced_;  // broadcasts of other roots, not begun here
+  UnownedOperations unowned_;
+  ShareExposure exposure_;
 
-  // Of what is sent from the caller's memory: bytes that are not taken yet, and those that are. The delay of one chunk
-  // at a time is measured.
+  // Of what is sent from the caller's memory: bytes that are not taken yet, and those that are.
   uint64_t under_way_ = 0, taken_ = 0;
-  struct Sample {
-    bool running = false, held_up = false;
-    uint64_t operation = 0, until = 0, began_ns = 0, taken = 0;
-    uint32_t rank = 0;
-  } sample_;
+  DelayProbe probe_;
 };
 
 }  // namespace geartrain

@@ -8,8 +8,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,20 @@ def test_processes_make_the_same_global_batch_however_many_there_are(
         assert all(s["local_share"] > 0.6 for s in stats)
         assert all(s.get("peers_by_shm", 0) == ranks - 1 for s in stats)
     assert found[0] == found[1]
+
+
+@contextmanager
+def ended(processes: list[subprocess.Popen[str]], name: str) -> Iterator[None]:
+    """Context at whose end ranks are killed, and what they left in /dev/shm under that name is removed."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                process.kill()
+            process.wait()
+        for rank in range(len(processes)):
+            Path(f"/dev/shm/geartrain.{name}-{rank}").unlink(missing_ok=True)
 
 
 def drawn(said: list[list[dict[str, Any]]]) -> list[list[int]]:
@@ -229,7 +243,7 @@ def test_a_rank_killed_or_stopped_is_a_named_error_within_the_deadline(
 ) -> None:
     name = store_name()
     processes = start("killed", name, 3, tmp_path, HOW=how, PREFETCH=prefetch)
-    try:
+    with ended(processes, name):
         for rank in (0, 2):
             (said,) = lines(processes[rank])
             assert "rank 1 was lost" in said["error"] or "rank 1 did not answer within 3" in said["error"]
@@ -237,13 +251,6 @@ def test_a_rank_killed_or_stopped_is_a_named_error_within_the_deadline(
             # What it had in memory stays, for the job that is started again.
             assert Path(f"/dev/shm/geartrain.{name}-{rank}").exists()
         processes[1].send_signal(signal.SIGKILL)
-    finally:
-        for process in processes:
-            with suppress(ProcessLookupError):
-                process.kill()
-            process.wait()
-        for rank in range(3):
-            Path(f"/dev/shm/geartrain.{name}-{rank}").unlink(missing_ok=True)
 
 
 @pytest.mark.slow
@@ -257,7 +264,7 @@ def test_a_rank_that_ends_or_stops_in_the_exchange_of_a_read_is_named_by_all_oth
 ) -> None:
     name = store_name()
     processes = start("dies_in_the_agreement", name, 3, tmp_path, HOW=how, DIRECT=direct, WHERE=where)
-    try:
+    with ended(processes, name):
         for rank in (0, 2):
             said, then = lines(processes[rank])
             # Rank 0 was told, and goes on to the next exchange, in which neither of the others is: the deadline of rank
@@ -268,10 +275,3 @@ def test_a_rank_that_ends_or_stops_in_the_exchange_of_a_read_is_named_by_all_oth
                 assert re.search(f"{named} (was lost|did not answer within 3)", error), error
             assert said["waited_s"] < patience(1.5 if how == "kill" else 6)
             assert then["closed_s"] < patience(1)
-    finally:
-        for process in processes:
-            with suppress(ProcessLookupError):
-                process.kill()
-            process.wait()
-        for rank in range(3):
-            Path(f"/dev/shm/geartrain.{name}-{rank}").unlink(missing_ok=True)

@@ -1,10 +1,9 @@
-"""Several processes at one store: torn rows, kills at any instant, stopped lock holders, forks and spawned workers."""
+"""Several processes at one store: torn rows, kills at any instant, stopped lock holders."""
 
 from __future__ import annotations
 
 import fcntl
 import itertools
-import multiprocessing
 import os
 import random
 import signal
@@ -22,23 +21,10 @@ import geartrain._native as _native
 from geartrain.errors import (
     EmptyStoreError,
     LockTimeoutError,
-    StaleKeyError,
-    StoreClosedError,
     StoreFullError,
-    StoreMissingError,
 )
 
 GATE_LEASE = (1 << 61) + (1 << 20)  # native/store/client_lock.h
-
-
-def assert_sound(store: gt.Store) -> None:
-    """Nothing is held, nothing is lost, nothing is mixed."""
-    store.reap()
-    assert store.audit() == []
-    stats = store.stats()
-    assert stats["free"] + stats["committed"] == store.capacity, stats
-    batch = gt.fetch(store, store.keys(), output="numpy", threads=1)
-    assert tagged.mixed(batch) == []
 
 
 # --- torn rows --------------------------------------------------------------------------------------------------
@@ -107,7 +93,7 @@ def _torn_row_stress(name, fork, seconds: float, writers: int, readers: int) -> 
         assert [wait_for(child) for child in children] == [0] * len(children)
         stats = store.stats()
         assert stress.shown(stats), f"rows did not turn over fast enough for this test to mean anything: {stats}"
-        assert_sound(store)
+        tagged.assert_sound(store)
 
 
 def test_a_row_overwritten_while_it_is_read_is_drawn_again_and_never_returned(name, fork):
@@ -177,7 +163,7 @@ def _kill_at_random(name: str, fork, rounds: int, seed: int, **options) -> None:
             for child in children:
                 time.sleep(choose.random() * 0.008)  # the random instant itself
                 kill(child)
-            assert_sound(store)
+            tagged.assert_sound(store)
             tagged.insert(store, np.arange(3) + number * 10)
             store.update_priorities(store.keys(), 1.0)
             if not {"max_age_s", "max_times_sampled"} & set(options):
@@ -210,7 +196,7 @@ def test_what_a_killed_writer_held_comes_back_when_rows_run_out(name, fork):
         kill(child)
         tagged.insert(store, [1, 2])  # nobody called reap
         assert store.stats()["reclaimed"] == 4
-        assert_sound(store)
+        tagged.assert_sound(store)
 
 
 def test_an_update_that_died_half_way_is_repaired_by_the_next_reap(name, fork):
@@ -232,7 +218,7 @@ def test_an_update_that_died_half_way_is_repaired_by_the_next_reap(name, fork):
         kill(child)
         assert store.audit() != []
         assert store.reap() == 1
-        assert_sound(store)
+        tagged.assert_sound(store)
         assert store.native.total_priority() == (40 + 5) << 16
 
 
@@ -268,7 +254,7 @@ def test_a_stopped_lock_holder_is_an_error_in_bounded_time_and_everything_goes_o
         assert wait_for(child) == 0
         tagged.insert(store, [4, 5])
         assert store.stats()["repairs"] == 0
-        assert_sound(store)  # the block of the row whose commit timed out is back as well
+        tagged.assert_sound(store)  # the block of the row whose commit timed out is back as well
 
 
 def test_a_lock_whose_holder_was_killed_is_repaired_by_the_next_to_take_it(name, fork):
@@ -281,7 +267,7 @@ def test_a_lock_whose_holder_was_killed_is_repaired_by_the_next_to_take_it(name,
         tagged.insert(store, [4])
         assert store.stats()["repairs"] == 1
         assert len(store) == 4
-        assert_sound(store)
+        tagged.assert_sound(store)
 
 
 def test_a_process_stopped_in_the_middle_of_an_update_delays_a_repair_and_never_blocks_it_for_good(name, fork):
@@ -310,7 +296,7 @@ def test_a_process_stopped_in_the_middle_of_an_update_delays_a_repair_and_never_
         assert len(store.keys()) == 3
         tagged.insert(store, [4])
         kill(child)
-        assert_sound(store)
+        tagged.assert_sound(store)
 
 
 def test_a_process_stopped_while_it_joins_or_leaves_is_an_error_in_bounded_time(name):
@@ -326,7 +312,7 @@ def test_a_process_stopped_while_it_joins_or_leaves_is_an_error_in_bounded_time(
                 refused()
     assert store.closed
     assert other.native.live_clients() == 1  # who could not leave in good order counts as dead
-    assert_sound(other)
+    tagged.assert_sound(other)
     other.close()
 
 
@@ -337,7 +323,7 @@ def test_draws_that_meet_sums_at_odds_with_the_priorities_set_them_right_and_go_
         words[1:] &= ~np.uint64(0xFFFFFFFF)  # all priorities but one, as if their updates had stopped half-way
         with gt.Replay(store, gt.selection.Prioritized(), 32, prefetch=0, output="numpy") as replay:
             assert set(replay.sample()["tag"].tolist()) == {0}
-        assert_sound(store)
+        tagged.assert_sound(store)
 
 
 def test_a_timeout_of_zero_only_fails_when_somebody_holds_the_lock(name, fork):
@@ -350,105 +336,6 @@ def test_a_timeout_of_zero_only_fails_when_somebody_holds_the_lock(name, fork):
             tagged.insert(store, [2])
         kill(child)
         tagged.insert(store, [2])
-
-
-# --- forks and spawned workers ----------------------------------------------------------------------------------
-
-
-def test_a_forked_child_inserts_and_updates_as_a_process_of_its_own(name, fork):
-    with tagged.create(name, capacity=8) as store:
-        mine = store.row()
-
-        def child() -> int:
-            keys = tagged.insert(store, [1, 2])
-            store.update_priorities(keys, 3.0)
-            with pytest.raises(StaleKeyError, match="not being written by this process"):
-                mine.commit()
-            return store.native.live_clients()
-
-        assert wait_for(fork(child)) == 2
-        assert len(store) == 2
-        assert store.stats()["writing"] == 1
-        mine["tag"] = 5
-        mine.commit()
-        assert len(store) == 3
-        assert store.native.live_clients() == 1 or store.reap() == 1
-        assert store.audit() == []
-
-
-def test_the_rows_of_a_killed_parent_come_back_while_its_child_lives(name, fork):
-    with tagged.create(name, capacity=8) as store:
-        pipe = Pipe()
-        read, write = os.pipe()
-
-        def parent() -> None:
-            store.native.allocate(5)
-            child = os.fork()
-            if child == 0:
-                tagged.insert(store, [1])
-                pipe.say()
-                signal.pause()
-                os._exit(0)
-            os.write(write, child.to_bytes(4, "little"))
-            signal.pause()
-
-        middle = fork(parent)
-        child = int.from_bytes(os.read(read, 4), "little")
-        pipe.hear()
-        assert store.native.live_clients() == 3
-        kill(middle)
-        assert store.native.live_clients() == 2  # the child shares none of its parent's leases
-        assert store.reap() == 1
-        assert store.stats()["reclaimed"] == 5
-        os.kill(child, signal.SIGKILL)
-        deadline_s = time.monotonic() + patience(20)
-        while store.native.live_clients() > 1 and time.monotonic() < deadline_s:
-            time.sleep(0.001)  # it is another process's child, so there is nothing to wait on
-        assert_sound(store)
-
-
-def test_a_forked_child_that_never_touches_the_store_leaves_no_trace(name, fork):
-    with tagged.create(name, capacity=8) as store:
-        tagged.insert(store, [1])
-        assert wait_for(fork(lambda: None)) == 0
-        assert store.native.live_clients() == 1
-    with pytest.raises(StoreMissingError):
-        gt.Store.open(name)
-
-
-def test_a_child_that_outlives_the_last_process_is_told_that_the_store_is_gone(name, fork):
-    store = tagged.create(name, capacity=8)
-    go = Pipe()
-
-    def late() -> int:
-        go.hear()
-        try:
-            store.keys()
-        except StoreClosedError as error:
-            return 7 if "removed" in str(error) else 1
-        return 2
-
-    child = fork(late)
-    store.close()
-    go.say()
-    assert wait_for(child) == 7
-
-
-def _insert_from_spawned(store: gt.Store, tag: int) -> None:
-    tagged.insert(store, [tag])
-    store.close()
-
-
-def test_a_store_travels_to_spawned_processes_by_pickle(name):
-    with tagged.create(name, capacity=8) as store:
-        process = multiprocessing.get_context("spawn").Process(target=_insert_from_spawned, args=(store, 42))
-        process.start()
-        process.join()
-        assert process.exitcode == 0
-        batch = gt.fetch(store, store.keys(), output="numpy")
-        assert batch["tag"].tolist() == [42]
-        assert tagged.mixed(batch) == []
-        assert store.native.live_clients() == 1
 
 
 # --- coming and going -------------------------------------------------------------------------------------------
@@ -474,7 +361,7 @@ def test_of_many_processes_that_open_or_create_one_makes_the_store_and_all_join_
         assert store.native.live_clients() == 9
         for child in children:
             kill(child)
-        assert_sound(store)
+        tagged.assert_sound(store)
 
 
 def test_processes_that_come_and_go_for_seconds_never_meet_a_half_made_or_half_removed_store(names, fork):

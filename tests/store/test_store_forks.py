@@ -1,10 +1,12 @@
-"""Forked children of a process with a store: what they hold, and who ends the segment."""
+"""Forked children and spawned workers of a process with a store: what they hold, and who ends the segment."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -15,7 +17,7 @@ from segments import Pipe, Segment, kill, wait_for
 from value_rows import X
 
 import geartrain as gt
-from geartrain.errors import StaleStoreError, StoreClosedError
+from geartrain.errors import StaleKeyError, StaleStoreError, StoreClosedError, StoreMissingError
 
 # --- forks ------------------------------------------------------------------------------------------------------
 
@@ -137,3 +139,102 @@ def test_a_forked_child_that_outlives_the_others_decides_whether_the_end_was_cle
         assert after.audit() == []
         assert len(after) == 4
         assert tagged.mixed(gt.fetch(after, after.keys(), output="numpy", threads=1)) == []
+
+
+# --- rows of forks and of spawned workers ------------------------------------------------------------------------
+
+
+def test_a_forked_child_inserts_and_updates_as_a_process_of_its_own(name, fork):
+    with tagged.create(name, capacity=8) as store:
+        mine = store.row()
+
+        def child() -> int:
+            keys = tagged.insert(store, [1, 2])
+            store.update_priorities(keys, 3.0)
+            with pytest.raises(StaleKeyError, match="not being written by this process"):
+                mine.commit()
+            return store.native.live_clients()
+
+        assert wait_for(fork(child)) == 2
+        assert len(store) == 2
+        assert store.stats()["writing"] == 1
+        mine["tag"] = 5
+        mine.commit()
+        assert len(store) == 3
+        assert store.native.live_clients() == 1 or store.reap() == 1
+        assert store.audit() == []
+
+
+def test_the_rows_of_a_killed_parent_come_back_while_its_child_lives(name, fork):
+    with tagged.create(name, capacity=8) as store:
+        pipe = Pipe()
+        read, write = os.pipe()
+
+        def parent() -> None:
+            store.native.allocate(5)
+            child = os.fork()
+            if child == 0:
+                tagged.insert(store, [1])
+                pipe.say()
+                signal.pause()
+                os._exit(0)
+            os.write(write, child.to_bytes(4, "little"))
+            signal.pause()
+
+        middle = fork(parent)
+        child = int.from_bytes(os.read(read, 4), "little")
+        pipe.hear()
+        assert store.native.live_clients() == 3
+        kill(middle)
+        assert store.native.live_clients() == 2  # the child shares none of its parent's leases
+        assert store.reap() == 1
+        assert store.stats()["reclaimed"] == 5
+        os.kill(child, signal.SIGKILL)
+        deadline_s = time.monotonic() + patience(20)
+        while store.native.live_clients() > 1 and time.monotonic() < deadline_s:
+            time.sleep(0.001)  # it is another process's child, so there is nothing to wait on
+        tagged.assert_sound(store)
+
+
+def test_a_forked_child_that_never_touches_the_store_leaves_no_trace(name, fork):
+    with tagged.create(name, capacity=8) as store:
+        tagged.insert(store, [1])
+        assert wait_for(fork(lambda: None)) == 0
+        assert store.native.live_clients() == 1
+    with pytest.raises(StoreMissingError):
+        gt.Store.open(name)
+
+
+def test_a_child_that_outlives_the_last_process_is_told_that_the_store_is_gone(name, fork):
+    store = tagged.create(name, capacity=8)
+    go = Pipe()
+
+    def late() -> int:
+        go.hear()
+        try:
+            store.keys()
+        except StoreClosedError as error:
+            return 7 if "removed" in str(error) else 1
+        return 2
+
+    child = fork(late)
+    store.close()
+    go.say()
+    assert wait_for(child) == 7
+
+
+def _insert_from_spawned(store: gt.Store, tag: int) -> None:
+    tagged.insert(store, [tag])
+    store.close()
+
+
+def test_a_store_travels_to_spawned_processes_by_pickle(name):
+    with tagged.create(name, capacity=8) as store:
+        process = multiprocessing.get_context("spawn").Process(target=_insert_from_spawned, args=(store, 42))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+        batch = gt.fetch(store, store.keys(), output="numpy")
+        assert batch["tag"].tolist() == [42]
+        assert tagged.mixed(batch) == []
+        assert store.native.live_clients() == 1

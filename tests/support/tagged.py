@@ -93,3 +93,13 @@ def check_steps(batch: gt.Batch) -> None:
             found = batch["steps"][int(batch.cu_seqlens[i]) : int(batch.cu_seqlens[i + 1])].numpy()
         at = starts[i] + np.arange(len(found))
         np.testing.assert_array_equal(found, steps_of(np.array([tag]), at[None])[0])
+
+
+def assert_sound(store: gt.Store) -> None:
+    """Nothing is held, nothing is lost, nothing is mixed."""
+    store.reap()
+    assert store.audit() == []
+    stats = store.stats()
+    assert stats["free"] + stats["committed"] == store.capacity, stats
+    batch = gt.fetch(store, store.keys(), output="numpy", threads=1)
+    assert mixed(batch) == []

@@ -1,16 +1,9 @@
 // Reduce-scatter, all-gather, all-to-all and broadcast: right to the bit, in every order and size, and their failures.
 
-#include <linux/filter.h>
-#include <linux/seccomp.h>
-#include <sys/prctl.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <atomic>
-#include <cerrno>
 
-#include "collectives/share_owner.h"
 #include "tests/collectives/ranks.h"
+#include "tests/collectives/readers.h"
 
 namespace geartrain {
 namespace {
@@ -281,102 +274,6 @@ TEST(memory_that_was_sent_is_the_callers_again) {
       if (given.shape.collective != Collective::broadcast) CHECK(running->received == given.expected(rank));
     }
   });
-}
-
-// What a rank owns of operations, without a group around it.
-class Alone final : public ShareOwner::Host {
- public:
-  Alone(uint32_t world, uint32_t self) : owner(blocks_, *this, world, self, kChunkBytes, 1 << 20) {}
-  void results_for(uint32_t) override {}
-  void deliver(uint64_t, uint64_t, std::span<const std::byte>) override {}
-  CongestionWindow* window() override { return &window_; }
-  void disagree(const std::string& text, std::vector<uint32_t>) override { said = text; }
-  std::string said;
-
- private:
-  ChunkBufferPool blocks_;
-  CongestionWindow window_{1 << 20, 1 << 20};
-
- public:
-  ShareOwner owner;
-};
-
-// However far the others run ahead of the root: more operations than a peer may have open here.
-TEST(broadcasts_that_were_begun_before_their_root_came_leave_nothing_behind) {
-  constexpr uint64_t kAhead = 70'000;
-  const Shape shape{1, Dtype::float32, Dtype::float32, Op::sum, 0, Collective::one_host_broadcast, 0};
-  const Shape other{2, Dtype::float32, Dtype::float32, Op::sum, 0, Collective::one_host_broadcast, 0};
-  const Shape sum{1, Dtype::float32, Dtype::float32, Op::sum, 0, Collective::all_reduce, 0};
-  Alone rank(2, 1);
-  const auto announce = [&](uint64_t number, const Shape& what) {
-    rank.owner.open(0, number, open_of(what, what.wire_bytes(), 0));
-  };
-  for (uint64_t number = 0; number < kAhead; ++number) rank.owner.owns_none(number, shape);
-  for (uint64_t number = 0; number < kAhead; ++number) announce(number, shape);
-  CHECK_EQ(rank.said, std::string());
-  // Nor do announcements of what is not a broadcast here and long forgotten.
-  for (uint64_t number = 0; number < kAhead; ++number) rank.owner.owns_none(kAhead + number, sum);
-  for (uint64_t number = 0; number < kAhead - 2000; ++number) announce(kAhead + number, shape);
-  CHECK_EQ(rank.said, std::string());
-  // A root ahead of this rank is remembered, and one that means something else is noticed, early or late.
-  announce(2 * kAhead, shape);
-  rank.owner.owns_none(2 * kAhead, shape);
-  CHECK_EQ(rank.said, std::string());
-  announce(2 * kAhead + 1, other);
-  rank.owner.owns_none(2 * kAhead + 1, shape);
-  CHECK(rank.said.find("disagree at operation 140001") != std::string::npos);
-  for (uint64_t number = 2; number < kAhead; ++number) rank.owner.owns_none(2 * kAhead + number, shape);
-  announce(2 * kAhead + 2, other);
-  CHECK(rank.said.find("disagree at operation 140002") != std::string::npos);
-}
-
-// In the middle of a share, with more of it exposed already: what was read stays, and the rest is sent.
-TEST(what_a_rank_cannot_read_is_sent_from_there_on) {
-  constexpr uint64_t kBytes = 2 * kExposedBytes + 5000;
-  Array numbers(kBytes);
-  const Shape shape{kBytes, Dtype::uint8, Dtype::uint8, Op::sum, 0, Collective::all_gather, 0};
-  Alone rank(2, 0);
-  rank.owner.send_local(0, shape, {{numbers.data(), kBytes}, {numbers.data(), kBytes}}, 0);
-  Open open = open_of(shape, kBytes, 0);
-  open.reads = 1;
-  rank.owner.open(1, 0, open);
-  OutFrame frame;
-  const auto unreadable = [&](uint64_t from) {
-    rank.owner.took_unreadable(1, frame_of(FrameKind::unreadable, 0, from, 0));
-  };
-  CHECK_THROWS(frame, unreadable(0));  // nothing is exposed yet
-  for (int piece = 0; piece < 3; ++piece) {
-    CHECK(rank.owner.next(1, &frame));
-    CHECK(static_cast<FrameKind>(frame.header.kind) == FrameKind::expose);
-  }
-  CHECK(!rank.owner.next(1, &frame));
-  rank.owner.took_taken(1, frame_of(FrameKind::taken, 0, kExposedBytes, 0));
-  CHECK_THROWS(frame, unreadable(0));
-  unreadable(kExposedBytes);
-  CHECK_THROWS(frame, unreadable(kExposedBytes));
-  uint64_t at = kExposedBytes;
-  while (rank.owner.next(1, &frame)) {
-    CHECK(static_cast<FrameKind>(frame.header.kind) == FrameKind::result);
-    CHECK_EQ(frame.header.offset, at);
-    CHECK(frame.data == numbers.data() + at);
-    at += frame.header.bytes;
-    rank.owner.took_taken(1, frame_of(FrameKind::taken, 0, at, 0));
-  }
-  CHECK_EQ(at, kBytes);
-  CHECK_EQ(rank.owner.operations(), uint64_t{1});
-}
-
-// From here on in this whole process.
-void forbid_reading_across_processes() {
-  struct sock_filter filter[] = {
-      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, __NR_process_vm_readv, 0, 1),
-      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
-      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
-  };
-  const struct sock_fprog program{4, filter};
-  CHECK(::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0);
-  CHECK(::syscall(__NR_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC, &program) == 0);
 }
 
 // The last test: nothing is read from another rank's memory after it.

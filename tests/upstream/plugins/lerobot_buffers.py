@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import substitutions
 from lerobot.rl import buffer
 
 from geartrain.integrations import lerobot as ours
-
-made = 0
 
 
 def counted(call: Any) -> Any:
@@ -25,8 +23,7 @@ def counted(call: Any) -> Any:
 
     @functools.wraps(call)
     def called(*arguments: Any, **names: Any) -> Any:
-        global made
-        made += 1
+        substitutions.count += 1
         return call(*arguments, **names)
 
     return called
@@ -59,31 +56,13 @@ def substitute() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(substitutions.Hooks("buffer"))
     refuse_stock_code()
     substitute()
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    item.user_properties.append(("substituted", "0"))
-    item._geartrain_made = (made, len(item.user_properties) - 1)  # type: ignore[attr-defined]
-    yield
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Iterator[None]:
-    before, place = item._geartrain_made  # type: ignore[attr-defined]
-    item.user_properties[place] = ("substituted", str(made - before))
-    yield
-
-
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.write_line(
-        f"substituted: {made} buffers and calls were geartrain's, LeRobot from {buffer.__file__.partition('/rl/')[0]}"
+        f"substituted: {substitutions.count} buffers and calls were geartrain's, LeRobot from "
+        f"{buffer.__file__.partition('/rl/')[0]}"
     )
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if made == 0 and session.testscollected:
-        session.exitstatus = 1
-        raise AssertionError("no buffer of geartrain's was made: nothing was substituted")

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import substitutions
 import torch
 import torchrl
 from torchrl.data.replay_buffers import samplers, storages, writers
 from torchrl.data.replay_buffers.replay_buffers import ReplayBuffer
 
 from geartrain.integrations import torchrl as ours
-
-made = 0
-
 
 ELSEWHERE = {"scratch_dir", "existsok", "consolidated", "shared_init", "auto_cleanup", "cleanup_memmap"}
 
@@ -30,8 +27,7 @@ class _Dense(ours.SharedStorage):  # type: ignore[misc]
     """What the stock storages are made with, as far as a `SharedStorage` has it. Where memory lies is its affair."""
 
     def __init__(self, max_size: int, *, device: Any = "cpu", ndim: int = 1, compilable: bool = False, **other: Any):
-        global made
-        made += 1
+        substitutions.count += 1
         if ndim != 1 or compilable or set(other) - ELSEWHERE or torch.device(device or "cpu").type != "cpu":
             raise NotImplementedError(f"ndim={ndim}, compilable={compilable}, device={device}, {other}")
         super().__init__(max_size)
@@ -132,32 +128,11 @@ def _name(key: Any) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(substitutions.Hooks("storage"))
     substitute()
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    before = made
-    item.user_properties.append(("substituted", "0"))
-    place = len(item.user_properties) - 1
-    item._geartrain_made = (before, place)  # type: ignore[attr-defined]
-    yield
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Iterator[None]:
-    before, place = item._geartrain_made  # type: ignore[attr-defined]
-    item.user_properties[place] = ("substituted", str(made - before))
-    yield
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.write_line(
-        f"substituted: {made} storages of geartrain's were made, torchrl from {torchrl.__path__[0]}"
+        f"substituted: {substitutions.count} storages of geartrain's were made, torchrl from {torchrl.__path__[0]}"
     )
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if made == 0 and session.testscollected:
-        session.exitstatus = 1
-        raise AssertionError("no storage of geartrain's was made: nothing was substituted")
