@@ -205,5 +205,6 @@ void bind_inserter(nb::module_& module);
 void bind_step_writer(nb::module_& module);
 void bind_selection(nb::module_& module);
 void bind_planner(nb::module_& module);
+void bind_testing(nb::module_& module);
 
 }  // namespace geartrain
