@@ -24,6 +24,9 @@ if not torch.distributed.is_available() or not torch.distributed.rpc.is_availabl
 
 import geartrain_bench.rpc_rl.bench as rpc_rl  # noqa: E402
 import geartrain_bench.rpc_rl.worker as rpc_rl_worker  # noqa: E402
+from geartrain_bench.rpc_rl.samples import METRICS, Samples  # noqa: E402
+from geartrain_bench.rpc_rl.settings import read  # noqa: E402
+from geartrain_bench.rpc_rl.team import started  # noqa: E402
 
 ORIGINAL_KEYS = [
     "world_size",
@@ -42,23 +45,23 @@ SMALL = ["--master-port", "0", "--state-size", "3-4", "--nlayers", "1"]
 
 
 def test_arguments_have_both_spellings_and_the_defaults_of_the_original() -> None:
-    defaults = dict(rpc_rl.read([]).values)
+    defaults = dict(read([]).values)
     assert list(defaults) == ORIGINAL_KEYS
     assert list(defaults.values()) == [
         10, "127.0.0.1", "29501", True, "10-20-10", 5, 10, "benchmark_report.json",
     ]  # fmt: skip
-    dashes = rpc_rl.read(["--world-size=12", "--out-features", "3", "--output-file-path", "a.json", "--batch", "N"])
-    lines = rpc_rl.read(["--world_size", "12", "--out_features=3", "--output_file_path=a.json", "--batch=false"])
+    dashes = read(["--world-size=12", "--out-features", "3", "--output-file-path", "a.json", "--batch", "N"])
+    lines = read(["--world_size", "12", "--out_features=3", "--output_file_path=a.json", "--batch=false"])
     assert dashes == lines
     assert dashes.values["world_size"] == 12 and dashes.values["batch"] is False
 
 
 def test_one_list_becomes_the_x_axis_and_a_second_is_refused() -> None:
-    settings = rpc_rl.read(["--batch", "True,no", "--world-size", "5"])
+    settings = read(["--batch", "True,no", "--world-size", "5"])
     assert settings.x_axis_name == "batch"
     assert [point["batch"] for point in settings.points()] == [True, False]
     with pytest.raises(ValueError, match=r"^Only 1 x axis graph variable allowed$"):
-        rpc_rl.read(["--world_size=10,20", "--nlayers", "1,2"])
+        read(["--world_size=10,20", "--nlayers", "1,2"])
 
 
 @pytest.mark.parametrize(
@@ -75,7 +78,7 @@ def test_one_list_becomes_the_x_axis_and_a_second_is_refused() -> None:
 )
 def test_values_that_make_no_sense_are_refused_by_name(argument: str, value: str, said: str) -> None:
     with pytest.raises(ArgumentError, match=said):
-        rpc_rl.read([argument, value])
+        read([argument, value])
 
 
 def test_torch_runs_in_the_middle_of_geartrains_halves() -> None:
@@ -88,7 +91,7 @@ def test_torch_runs_in_the_middle_of_geartrains_halves() -> None:
 
 
 def test_metrics_are_percentiles_of_samples_and_only_the_original_fields_are_rounded() -> None:
-    samples = rpc_rl.Samples(batch_size=8, agent=[0.0012345] * 10, observer=np.linspace(0.001, 0.002, 101).tolist())
+    samples = Samples(batch_size=8, agent=[0.0012345] * 10, observer=np.linspace(0.001, 0.002, 101).tolist())
     found = samples.metrics()
     assert found["agent latency (seconds)"] == {"p50": 0.001, "p75": 0.001, "p90": 0.001, "p95": 0.001}
     assert found["agent_latency_us"]["p50"] == pytest.approx(1234.5)
@@ -111,8 +114,8 @@ def test_metrics_are_percentiles_of_samples_and_only_the_original_fields_are_rou
     ],
 )
 def test_every_step_of_every_observer_is_measured(backend: str, batch: bool) -> None:
-    settings = rpc_rl.read([*SMALL, "--world-size", "5", "--batch", str(batch), "--agent-threads", "2"])
-    with rpc_rl._team(backend, settings, settings.points()[0]) as team:
+    settings = read([*SMALL, "--world-size", "5", "--batch", str(batch), "--agent-threads", "2"])
+    with started(backend, settings, settings.points()[0]) as team:
         assert len(team.floor(10)) == 10
         for _ in range(2):
             agent, observer = team.episode(7)
@@ -136,9 +139,9 @@ def test_batched_and_single_decisions_are_the_same_work_for_all_backends() -> No
 
 
 def test_a_killed_observer_is_an_error_not_a_hang() -> None:
-    settings = rpc_rl.read([*SMALL, "--world-size", "4"])
+    settings = read([*SMALL, "--world-size", "4"])
     with pytest.raises(PeerLostError, match=r"(observer3 .*exit code -9|failed)"):
-        with rpc_rl._team("geartrain", settings, settings.points()[0]) as team:
+        with started("geartrain", settings, settings.points()[0]) as team:
             os.kill(team.processes[3].pid, signal.SIGKILL)
             team.episode(1000)
     assert not any(process.is_alive() for process in team.processes)
@@ -148,9 +151,9 @@ def test_a_killed_observer_is_an_error_not_a_hang() -> None:
 def test_a_port_that_is_taken_is_an_error_that_says_so(backend: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        settings = rpc_rl.read(["--world-size", "3", "--master-port", str(port)])
+        settings = read(["--world-size", "3", "--master-port", str(port)])
         with pytest.raises(PeerLostError, match=rf"(?s)coordinator over {backend} failed.*port: {port}.*EADDRINUSE"):
-            with rpc_rl._team(backend, settings, settings.points()[0]):
+            with started(backend, settings, settings.points()[0]):
                 pass
 
 
@@ -175,7 +178,7 @@ def test_the_command_prints_a_table_and_writes_a_report_for_each_backend_and_a_p
         assert written["x_axis_name"] == "world_size" and written["batch"] is True
         assert [one["world_size"] for one in written["benchmark_results"]] == [3, 4]
         for one in written["benchmark_results"]:
-            assert list(one) == [*rpc_rl.METRICS, "agent_latency_us", "observer_latency_us", "world_size"]
+            assert list(one) == [*METRICS, "agent_latency_us", "observer_latency_us", "world_size"]
             assert all(list(one[key]) == ["p50", "p75", "p90", "p95"] for key in list(one)[:-1])
             assert one["observer_latency_us"]["p50"] > 0 and isinstance(one["agent throughput"]["p50"], int)
         assert written["about"]["backend"] == backend and written["about"]["threads"] == 1

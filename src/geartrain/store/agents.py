@@ -26,17 +26,16 @@ from numpy.typing import NDArray
 from geartrain.core.arguments import refuse_copies
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, CallCancelledError, FieldError, SchemaError, WaitTimeoutError
+from geartrain.store.recorder import RecorderPriority, StepRecorder
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from geartrain.store.recorder import StepRecorder
 
 #: What each agent has, by agent.
 ByAgent = Mapping[Any, Any]
 
 
-class AgentRecorder:
+class AgentRecorder(RecorderPriority):
     """Records agents that come and go; made by `Store.agent_recorder`. One thread at a time.
 
     A context manager: leaving it ends the episodes where they are and keeps their steps.
@@ -166,15 +165,6 @@ class AgentRecorder:
     def rows(self) -> int:
         """Rows completed so far."""
         return self._recorder.rows
-
-    @property
-    def priority(self) -> float:
-        """As `StepRecorder.priority`."""
-        return self._recorder.priority
-
-    @priority.setter
-    def priority(self, priority: float) -> None:
-        self._recorder.priority = priority
 
     def __enter__(self) -> Self:
         return self

@@ -381,6 +381,21 @@ class StepRecorder:
         return None if answer is None else Keys.packed(answer, self._columns.store_id)
 
 
+class RecorderPriority:
+    """Base of what writes by a `StepRecorder` of its own, whose priority is this one's too."""
+
+    _recorder: StepRecorder
+
+    @property
+    def priority(self) -> float:
+        """As `StepRecorder.priority`."""
+        return self._recorder.priority
+
+    @priority.setter
+    def priority(self, priority: float) -> None:
+        self._recorder.priority = priority
+
+
 def autoreset_mode(mode: Any) -> Autoreset:
     """The autoreset mode by its name here, from Gymnasium's `AutoresetMode`, its value, or None for its default."""
     text = "next_step" if mode is None else str(getattr(mode, "value", mode))

@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +49,16 @@ def main(
     baselines: dict[str, str] | None = None,
 ) -> BenchResult:
     """Measures, prints, writes the files asked for, and returns the result."""
-    began_s = time.monotonic()
-    result = harness.new_result("feed", quick=quick, baselines=baselines or {}, packages=("numpy",))
-    laps = measure(laps=7 if quick else 20)
-    floor_s = sorted(laps["floor"])[len(laps["floor"]) // 2]
-    megabytes = LAP_BYTES / 1e6
-    for name, case in _CASES.items():
-        for system, seconds in (("geartrain", laps[name]), ("a plain socket", laps["floor"])):
-            result.rows.append(rate_row(case, system, "payload", "MB/s", seconds, megabytes, floor_s))
-            result.rows.append(_share_row(case, system, seconds, floor_s))
-    result.notes.append(f"a link of {RATE_MBIT:g} Mbit/s between two hosts on this machine; {megabytes:g} MB a lap")
-    harness.finish(result, began_s)
-    report.report(result, json_path, plot_path)
+    empty = harness.new_result("feed", quick=quick, baselines=baselines or {}, packages=("numpy",))
+    with report.reported(empty, json_path, plot_path) as result:
+        laps = measure(laps=7 if quick else 20)
+        floor_s = sorted(laps["floor"])[len(laps["floor"]) // 2]
+        megabytes = LAP_BYTES / 1e6
+        for name, case in _CASES.items():
+            for system, seconds in (("geartrain", laps[name]), ("a plain socket", laps["floor"])):
+                result.rows.append(rate_row(case, system, "payload", "MB/s", seconds, megabytes, floor_s))
+                result.rows.append(_share_row(case, system, seconds, floor_s))
+        result.notes.append(f"a link of {RATE_MBIT:g} Mbit/s between two hosts on this machine; {megabytes:g} MB a lap")
     return result
 
 

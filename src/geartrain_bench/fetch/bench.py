@@ -11,7 +11,7 @@ model that trains meanwhile uses some of both. With --device cpu a simulated dev
 figures do not apply to any GPU.
 
 On a GPU it also times both paths for larger rows, and saves the crossover size, up to which the gather is faster, for
-this model of GPU; `Replay` reads it (crossover.py).
+this model of GPU; `Replay` reads it (replay/device/gather_threshold.py).
 """
 
 from __future__ import annotations

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from geartrain.errors import ArgumentError, MissingDependencyError
 from geartrain.tools.plots import import_pyplot
-from geartrain_bench.harness.timing import BenchResult, Row
+from geartrain_bench.harness.timing import BenchResult, Row, finish
 
 Result = TypeVar("Result", bound=BenchResult)
 
@@ -41,6 +43,15 @@ def report(
         write_json(result, json_path)
     if plot_path is not None:
         (draw or plot)(result, plot_path)
+
+
+@contextlib.contextmanager
+def reported(result: Result, json_path: Path | None, plot_path: Path | None) -> Iterator[Result]:
+    """Context of a run whose result is finished and reported at its end; not where it raises."""
+    began_s = time.monotonic()
+    yield result
+    finish(result, began_s)
+    report(result, json_path, plot_path)
 
 
 def print_table(result: BenchResult) -> None:

@@ -241,6 +241,21 @@ def new_result(bench: str, *, quick: bool, baselines: Iterable[str], packages: S
     return BenchResult(bench, command(bench, quick=quick, baselines=baselines), machine(), versions(*packages))
 
 
+def note_missing(result: BenchResult, baselines: Iterable[str], known: Sequence[str]) -> None:
+    """Adds why baselines that a benchmark has are not measured, and those that it does not have.
+
+    Args:
+        baselines: names that an interpreter was given for.
+        known: names that the benchmark has.
+    """
+    given = set(baselines)
+    for name in known:
+        if name not in given:
+            result.baselines_missing[name] = f"no interpreter given (--baseline-python {name}=/path/to/python)"
+    for name in given.difference(known):
+        result.baselines_missing[name] = f"unknown to this benchmark, which has {', '.join(known)}"
+
+
 def finish(result: BenchResult, began_s: float) -> BenchResult:
     """Adds the load average after the run and the time it took."""
     result.machine["load_average_after"] = [round(load, 2) for load in os.getloadavg()]

@@ -25,7 +25,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -63,19 +62,17 @@ def main(
     baselines: dict[str, str] | None = None,
 ) -> BenchResult:
     """Measures, prints, writes the files asked for, and returns the result."""
-    began_s = time.monotonic()
-    result = harness.new_result("overheads", quick=quick, baselines=baselines or {}, packages=("numpy",))
-    laps = measure(rounds=7 if quick else 31)
-    for case, text in _CASES.items():
-        for place, metric in enumerate(("CPU of the thread", "CPU of the process")):
-            floor = [lap[place] for lap in laps["plain", case]]
-            floor_s = sorted(floor)[len(floor) // 2]
-            for system, cases in SYSTEMS.items():
-                if case in cases:
-                    seconds = [lap[place] for lap in laps[system, case]]
-                    result.rows.append(time_row(text, system, metric, "us", seconds, floor_s))
-    harness.finish(result, began_s)
-    report.report(result, json_path, plot_path)
+    empty = harness.new_result("overheads", quick=quick, baselines=baselines or {}, packages=("numpy",))
+    with report.reported(empty, json_path, plot_path) as result:
+        laps = measure(rounds=7 if quick else 31)
+        for case, text in _CASES.items():
+            for place, metric in enumerate(("CPU of the thread", "CPU of the process")):
+                floor = [lap[place] for lap in laps["plain", case]]
+                floor_s = sorted(floor)[len(floor) // 2]
+                for system, cases in SYSTEMS.items():
+                    if case in cases:
+                        seconds = [lap[place] for lap in laps[system, case]]
+                        result.rows.append(time_row(text, system, metric, "us", seconds, floor_s))
     return result
 
 

@@ -153,11 +153,7 @@ def run(plan: Plan, baselines: dict[str, str], *, quick: bool = False) -> Select
     result = SelectionResult(
         **vars(harness.new_result("selection", quick=quick, baselines=baselines, packages=("numpy", "torch")))
     )
-    for name in ALL_BASELINES:
-        if name not in baselines:
-            result.baselines_missing[name] = f"no interpreter given (--baseline-python {name}=/path/to/python)"
-    for name in set(baselines) - set(ALL_BASELINES):
-        result.baselines_missing[name] = f"unknown to this benchmark, which has {', '.join(ALL_BASELINES)}"
+    harness.note_missing(result, baselines, ALL_BASELINES)
     if "torch" not in result.versions:
         result.baselines_missing["torch.multinomial"] = "torch is not installed here"
     samplers = {

@@ -143,11 +143,7 @@ def run(plan: Plan, baselines: dict[str, str], *, quick: bool = False) -> BenchR
     began_s = time.monotonic()
     result = harness.new_result("store", quick=quick, baselines=baselines, packages=("numpy", "torch"))
     result.machine["copy_kernel"] = _native.copy_kernel()
-    for name in ALL_BASELINES:
-        if name not in baselines:
-            result.baselines_missing[name] = f"no interpreter given (--baseline-python {name}=/path/to/python)"
-    for name in set(baselines) - set(ALL_BASELINES):
-        result.baselines_missing[name] = f"unknown to this benchmark, which has {', '.join(ALL_BASELINES)}"
+    harness.note_missing(result, baselines, ALL_BASELINES)
     cases = sum(2 * len(table.batches) * len(table.threads) for table in plan.tables)
     clock = Clock(plan.budget_s, cases)
     baselines = {name: python for name, python in baselines.items() if name in ALL_BASELINES}

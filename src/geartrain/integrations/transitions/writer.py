@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from geartrain.errors import ArgumentError
 from geartrain.integrations.transitions.layout import MOST_WRITERS, NUMBER, numbers
-from geartrain.store.recorder import REQUIRED_FIELDS
+from geartrain.store.recorder import REQUIRED_FIELDS, RecorderPriority
 from geartrain.store.store import Store
 
 #: Entries of an info that are not stored: it is the transition's next observation.
@@ -21,7 +21,7 @@ _NOT_STORED = "terminal_observation"
 _NUMBERS_AT_ONCE = 1024
 
 
-class TransitionWriter:
+class TransitionWriter(RecorderPriority):
     """Appends the transitions of one process's environments. One thread at a time; a forked child makes its own.
 
     Args:
@@ -101,15 +101,6 @@ class TransitionWriter:
         no = self._no
         self._recorder.record(self._numbers[self._place], {**observations, **self._nothing}, no, no, mask=mask)
         self._begun = True
-
-    @property
-    def priority(self) -> float:
-        """Of the transitions that are added, where the store keeps priorities of steps; can be set."""
-        return self._recorder.priority
-
-    @priority.setter
-    def priority(self, priority: float) -> None:
-        self._recorder.priority = priority
 
     def cut(self) -> None:
         """Ends the rows that are being written; what is added next begins new ones."""
