@@ -22,7 +22,7 @@ LIBRARIES = {
     "libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1",
     "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1",
 }  # fmt: skip
-NATIVE = {"_native", "_native_testing", "lib/libgeartrain_allreduce"}
+NATIVE = {"_native", "lib/libgeartrain_allreduce"}
 PACKAGES = {"geartrain", "geartrain_bench", "geartrain_autoload"}
 IN_SDIST = {"CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "PKG-INFO", "native", "src"}
 # Tests of what works without torch, run from outside the tree against an installed wheel.

@@ -6,13 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import deadlines
-import hostile.doors_peers  # noqa: F401  # registers them
+import hostile.doors_peers  # registers them
+import hostile.doors_stores  # noqa: F401
 import pytest
 from hostile.subject import Tools
 from hostile.values import DOORS, sweep
 
-# `make test` tries those that reach sockets; the others are for `make test-all`.
+# `make test` tries these; the others, which make nodes, groups or stores by the dozen, are for `make test-all`.
 SHORT = ("transport.", "Connection.", "Listener.")
+SHORT += ("Store.insert", "Store.row", "Row", "Store.write", "Store.up", "Keys", "StepRecorder", "RateLimiter", "Field")
+#: Of these the slow ones: they import torch.
+LONG = ("Row.torch",)
 
 
 @pytest.fixture
@@ -24,7 +28,11 @@ def tools(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name.startswith(SHORT) else [pytest.mark.slow]) for name in DOORS]
+    "name",
+    [
+        pytest.param(name, marks=[] if name.startswith(SHORT) and name not in LONG else [pytest.mark.slow])
+        for name in DOORS
+    ],
 )
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_every_parameter_takes_a_value_or_refuses_it_by_an_error_of_geartrains(tools: Tools, name: str) -> None:

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <span>
@@ -50,9 +51,45 @@ nb::object to_numpy(std::vector<T>&& values) {
   return nb::cast(nb::ndarray<nb::numpy, T>(moved->data(), 1, shape, owner));
 }
 
+// Stops a thread that the interpreter's end unwinds. CPython before 3.14 ends a daemon thread that wants the GIL of an
+// interpreter that has ended by pthread_exit, which unwinds its stack (forced unwinding), and no C++ may be in the way:
+// a destructor may not let it pass, a handler may not catch it while it handles another exception, and nanobind's
+// functions catch everything. Each of that ends the process. So wherever a native thread may come to the GIL, that is
+// in Unlocked and in calls of Python (into_python), one of these is the innermost frame with a destructor, and in that
+// the thread sleeps until the process is gone.
+class ForcedUnwindGuard {
+ public:
+  ForcedUnwindGuard() : exceptions_(std::uncaught_exceptions()) {}
+  ~ForcedUnwindGuard() {
+    // An exception of C++ that passes here is one more; forced unwinding is none.
+    if (!returned_ && std::uncaught_exceptions() == exceptions_) sleep_for_ever();
+  }
+  ForcedUnwindGuard(const ForcedUnwindGuard&) = delete;
+  ForcedUnwindGuard& operator=(const ForcedUnwindGuard&) = delete;
+  // What it guards has returned.
+  void returned() { returned_ = true; }
+
+  [[noreturn]] static void sleep_for_ever() {
+    for (;;) ::pause();
+  }
+
+ private:
+  const int exceptions_;
+  bool returned_ = false;
+};
+
+// call(), which may run any Python.
+template <typename Call>
+auto into_python(Call&& call) {
+  ForcedUnwindGuard guard;
+  auto result = std::forward<Call>(call)();
+  guard.returned();
+  return result;
+}
+
 // Without the GIL for its lifetime. A daemon thread that comes back from a call while the interpreter ends must not run
-// Python again: CPython before 3.14 ends such a thread by an exception, which would leave a destructor and so abort the
-// process. Here it sleeps until the process is gone.
+// Python again: here it sleeps until the process is gone. It may be made and destroyed anywhere, in handlers and in
+// destructors too.
 class Unlocked {
  public:
   Unlocked() : interpreter_lived_(Py_IsInitialized() != 0), state_(PyEval_SaveThread()) {}
@@ -73,17 +110,13 @@ class Unlocked {
   }
 
  private:
-  void lock() const {
+  // A function of its own: within a destructor the compiler might end the process at once for what unwinds it.
+  [[gnu::noinline]] void lock() const {
     // Where the interpreter was ending already, this is the thread that ends it.
-    if (interpreter_lived_ && Py_IsInitialized() == 0) sleep_for_ever();
-    try {
-      PyEval_RestoreThread(state_);
-    } catch (...) {
-      sleep_for_ever();  // never left, for the exception cannot be swallowed
-    }
-  }
-  [[noreturn]] static void sleep_for_ever() {
-    for (;;) ::pause();
+    if (interpreter_lived_ && Py_IsInitialized() == 0) ForcedUnwindGuard::sleep_for_ever();
+    ForcedUnwindGuard guard;
+    PyEval_RestoreThread(state_);
+    guard.returned();
   }
   const bool interpreter_lived_;
   PyThreadState* const state_;
@@ -172,5 +205,6 @@ void bind_inserter(nb::module_& module);
 void bind_step_writer(nb::module_& module);
 void bind_selection(nb::module_& module);
 void bind_planner(nb::module_& module);
+void bind_testing(nb::module_& module);
 
 }  // namespace geartrain

@@ -143,7 +143,7 @@ struct MessageReader {
         const uint8_t kind = in.kind();
         const nb::object parts = value(depth + 1);
         codec.need_torch();
-        return codec.names.from_parts(kind, parts);
+        return into_python([&] { return codec.names.from_parts(kind, parts); });
       }
       default:
         ValueReader::refuse("it holds a value of unknown type");
@@ -205,7 +205,7 @@ struct MessageReader {
       given.append(nb::cast(nb::ndarray<nb::numpy, uint8_t>(one.data(), 1, shape, keep)));
     }
     in_pickle = true;
-    nb::object value = codec.loads(text, given);
+    nb::object value = into_python([&] { return codec.loads(text, given); });
     in_pickle = false;
     return value;
   }
@@ -216,7 +216,7 @@ struct MessageReader {
 nb::object decode(const CodecTypes& codec, const Message& message, bool pickle) {
   MessageReader reader{codec, message, pickle};
   try {
-    nb::object value = reader.value(0);
+    nb::object value = into_python([&] { return reader.value(0); });  // keys may have a __hash__ of Python
     reader.in.finish();
     return value;
   } catch (nb::python_error& error) {

@@ -66,7 +66,7 @@ struct Writer {
     if (PyDict_CheckExact(o)) return dict(o, depth);
     if (PyBytes_CheckExact(o)) return bytes(object, 'b', PyBytes_AS_STRING(o), PyBytes_GET_SIZE(o));
     if (Py_TYPE(o) == reinterpret_cast<PyTypeObject*>(codec.names.numpy_array.ptr())) return numpy(object, 'a');
-    if (codec.torch_is_loaded() && PyObject_IsInstance(o, codec.names.torch_tensor.ptr()) == 1) {
+    if (codec.torch_is_loaded() && is_tensor(o)) {
       return tensor(object, depth);
     }
     rare(object, depth);
@@ -156,9 +156,13 @@ struct Writer {
     pickled(object);
   }
 
+  bool is_tensor(PyObject* o) const {  // (a class of torch's decides, in Python)
+    return into_python([&] { return PyObject_IsInstance(o, codec.names.torch_tensor.ptr()); }) == 1;
+  }
+
   // What torch makes of a value; false for anything else.
   bool parts(nb::handle object, uint32_t depth) {
-    const nb::object found = codec.names.to_parts(object);
+    const nb::object found = into_python([&] { return codec.names.to_parts(object); });
     if (found.is_none()) return false;
     const auto pair = nb::cast<nb::tuple>(found);
     tag('x');
@@ -203,7 +207,7 @@ struct Writer {
 
   void tensor(nb::handle object, uint32_t depth) {
     // A plain tensor: on the CPU, dense, contiguous, without history. Most are, and are returned as they are.
-    const nb::object plain = codec.names.to_plain(object);
+    const nb::object plain = into_python([&] { return codec.names.to_plain(object); });
     if (plain.is_none()) return parts(object, depth) ? void() : pickled(object);
     PyObject* code = PyDict_GetItemWithError(codec.names.torch_codes.ptr(), nb::object(plain.attr("dtype")).ptr());
     if (code == nullptr) return pickled(object);
@@ -237,7 +241,7 @@ struct Writer {
       ++buffers;
       return false;
     });
-    const auto text = nb::cast<nb::bytes>(codec.dumps(object, add));
+    const auto text = nb::cast<nb::bytes>(into_python([&] { return codec.dumps(object, add); }));
     tag('p');
     count(text.size());
     put(buffers);

@@ -74,6 +74,7 @@ NB_MODULE(_native, module) {
   bind_planner(module);
   bind_transport(module);
   bind_collectives(module);
+  bind_testing(module);
 }
 
 }  // namespace geartrain

@@ -160,13 +160,13 @@ def test_a_v2_dataset_comes_back_byte_for_byte(version: str, tmp_path: Path) -> 
         assert_rows(store, [stored(episode) for episode in data])
 
 
-def test_videos_are_refused_with_the_fields_that_can_be_had(tmp_path: Path) -> None:
+def test_text_is_refused_with_the_fields_that_can_be_had(tmp_path: Path) -> None:
     data = episodes()
-    v3(tmp_path, [[0, 1, 2, 3]], data, **{"observation.images.top": VIDEO})
-    message = r"obs\.images\.top \(video: .*these can be stored: action, done, .*obs\.state"
+    v3(tmp_path, [[0, 1, 2, 3]], data, **{"observation.words": {"dtype": "string", "shape": [1], "names": None}})
+    message = r"obs\.words \(dtype string\).*these can be stored: action, done, .*obs\.state"
     with pytest.raises(SourceError, match=message):
         open_source(tmp_path)
-    with pytest.raises(SourceError, match="video"):
+    with pytest.raises(SourceError, match="string"):
         open_source(tmp_path, fields=["obs", "action"])
     with imported(tmp_path, fields=["obs.state", "action"]) as store:
         assert_rows(
@@ -175,6 +175,14 @@ def test_videos_are_refused_with_the_fields_that_can_be_had(tmp_path: Path) -> N
         )
     with imported(tmp_path, skip_unsupported=True) as store:
         assert_rows(store, [stored(episode) for episode in data])
+
+
+def test_a_video_without_times_or_a_path_is_refused(tmp_path: Path) -> None:
+    v3(tmp_path, [[0, 1, 2, 3]], episodes(), **{"observation.images.top": VIDEO})
+    with pytest.raises(SourceError, match=r"meta/info\.json: has videos, and lacks the feature timestamp, fps or"):
+        open_source(tmp_path)
+    with imported(tmp_path, fields=["obs.state"]) as store:
+        assert_rows(store, [{"obs.state": e["observation.state"]} for e in episodes()])
 
 
 def test_the_place_of_a_frame_is_stored_when_asked_for(tmp_path: Path) -> None:
@@ -208,6 +216,14 @@ def test_images_in_the_tables_are_decoded(shape: list[int], embedded: bool, tmp_
     with imported(tmp_path, fields=["obs.image"]) as store:
         for row, frames in zip(rows(store), pixels, strict=True):
             assert row["obs.image"].tobytes() == frames.tobytes()
+    with imported(tmp_path, fields=["obs.image"], image_layout="chw") as store:
+        for row, frames in zip(rows(store), pixels, strict=True):
+            assert np.array_equal(row["obs.image"], frames.transpose(0, 3, 1, 2))
+    with imported(tmp_path, fields=["obs.image"], image_size="4x3") as store:
+        halved = [frames.reshape(-1, 4, 2, 3, 2, 3).mean((2, 4)) for frames in pixels]
+        for row, frames in zip(rows(store), halved, strict=True):
+            assert row["obs.image"].shape == frames.shape
+            assert np.abs(row["obs.image"] - frames).mean() < 30  # the filter is wider than two pixels
 
 
 def test_an_episode_that_disagrees_with_meta_is_named(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hostile.values import flag, number, whole
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, GeartrainError
@@ -39,33 +40,6 @@ VALUES: list[Any] = [
     Exception, 1j, Fraction(1, 2), np.array(1.0), np.array([1, 2]), np.array([[0.5]]), range(3),
     Uniform(), [Uniform()], Limits(),
 ]  # fmt: skip
-
-
-def whole(least: int, most: int, *, none: bool = False) -> Callable[[Any], bool]:
-    def is_whole(value: Any) -> bool:
-        if value is None:
-            return none
-        return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and least <= value <= most
-
-    return is_whole
-
-
-def number(least: float, *, above: bool = False, none: bool = False, most: float = 1.8e308) -> Callable[[Any], bool]:
-    def is_number(value: Any) -> bool:
-        if value is None:
-            return none
-        if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-            return False
-        value = value.item() if isinstance(value, np.generic) else value
-        if abs(value) > 10**308 or not math.isfinite(value) or value > most:
-            return False
-        return bool(value > least if above else value >= least)
-
-    return is_number
-
-
-def flag(value: Any) -> bool:
-    return isinstance(value, (bool, np.bool_))
 
 
 def limits(value: Any) -> bool:

@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from deadlines import patience
+from deadlines import patience, until
 
 from geartrain import rpc
 from geartrain.errors import ConnectionClosedError, GeartrainError, PeerLostError
+from geartrain.rpc import server
 from geartrain.rpc.registry import functions
+from geartrain.rpc.tensors.receiver import TensorReceiver
 
 _gate = threading.Event()
 
@@ -116,6 +118,27 @@ def test_close_ends_a_wait_for_a_name(how: str) -> None:
     for one in searches():
         one.join(patience(10))
         assert not one.is_alive()
+
+
+def test_a_client_that_is_accepted_while_its_node_closes_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    accepted, closed = threading.Event(), threading.Event()
+
+    def made_late(*arguments: object) -> TensorReceiver:
+        accepted.set()
+        assert closed.wait(patience(10))
+        return TensorReceiver(*arguments)  # type: ignore[arg-type]
+
+    with rpc.Node("late") as node, rpc.Node("caller", peers={"late": node.address}) as caller:
+        monkeypatch.setattr(server, "TensorReceiver", made_late)
+        closing = threading.Thread(target=node.close)
+        answer = caller.call_async("late", "life-same", 1, timeout_s=patience(20))
+        assert accepted.wait(patience(10))
+        closing.start()
+        until(lambda: node.server.closed, "the node does not close")
+        closed.set()
+        with pytest.raises(PeerLostError):
+            answer.result()
+        closing.join()
 
 
 def test_a_forked_childs_copy_of_a_future_is_refused_while_the_parent_waits_for_it(

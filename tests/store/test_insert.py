@@ -133,7 +133,7 @@ def test_casting_converts_within_a_kind_where_it_is_asked_to(store):
     with pytest.raises(SchemaError, match="holds int64, found float64, which casting='same_kind' does not"):
         store.insert({**rows_of(), "a": np.ones((3, 4))}, casting="same_kind")
     for casting in ("unsafe", True):
-        with pytest.raises(ArgumentError, match="casting is one of no, safe, same_kind"):
+        with pytest.raises(ArgumentError, match="casting is one of 'no', 'safe', 'same_kind'"):
             store.insert(rows_of(), casting=casting)
 
 

@@ -16,6 +16,7 @@ from mounts import file_system
 
 import geartrain as gt
 from geartrain.errors import (
+    ArgumentError,
     IncompatibleStoreError,
     NoSpaceError,
     SchemaError,
@@ -185,8 +186,10 @@ def test_what_is_no_segment_at_all_is_refused(tmp_path):
         gt.Store.open(tmp_path / "absent")
     with pytest.raises(StoreMissingError):
         gt.Store.create(tmp_path / "no" / "such" / "directory", FIELDS, max_length=7, capacity=1)
-    with pytest.raises(SchemaError, match="1 to 200 characters"):
+    with pytest.raises(ArgumentError, match="a store's name is a word"):
         gt.Store.create("", FIELDS, max_length=7, capacity=1)
+    with pytest.raises(SchemaError, match="1 to 200 characters"):
+        gt.Store.create("n" * 201, FIELDS, max_length=7, capacity=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text"]
 
 

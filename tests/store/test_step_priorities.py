@@ -213,8 +213,8 @@ def test_rows_whose_last_sample_was_drawn_lose_the_priorities_of_their_steps():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"priority_per": "episode"}, "priority_per is 'row' or 'step'"),
-        ({"priority_per": ["step"]}, "priority_per is 'row' or 'step'"),
+        ({"priority_per": "episode"}, "priority_per is one of 'row', 'step'"),
+        ({"priority_per": ["step"]}, "priority_per is one of 'row', 'step'"),
         ({"priority_per": "step", "remover": "lowest_priority"}, "remover='lowest_priority' needs them"),
         ({"priority_per": "step", "capacity": 2**20, "max_length": 2**13}, "is exact in 64"),
     ],

@@ -30,6 +30,9 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+#if defined(__GNUC__)
+#pragma GCC visibility push(default)
+#endif
 
 #define GT_ABI_VERSION 1
 #define GT_ADDRESS_BYTES 512
@@ -111,6 +114,9 @@ void gt_group_close(gt_group* group, double timeout_s);
 /* The text of this thread's last failure. */
 const char* gt_last_error(void);
 
+#if defined(__GNUC__)
+#pragma GCC visibility pop
+#endif
 #ifdef __cplusplus
 }
 #endif

@@ -7,15 +7,16 @@ The layout of rows is that of geartrain/store/recorder.py. For many environments
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.actors.remote_store import RemoteStore
+from geartrain.core.arguments import shown
 from geartrain.core.dtypes import DTYPES
 from geartrain.core.keys import Keys
-from geartrain.errors import FieldError, SchemaError
+from geartrain.errors import ArgumentError, FieldError, SchemaError
 from geartrain.store.recorder import OPTIONAL_FIELDS, REQUIRED_FIELDS, StepRecorder, recorded_fields
 from geartrain.store.store import Store
 
@@ -30,6 +31,8 @@ def check_fields(store: Store | RemoteStore, values: Mapping[str, NDArray[Any]] 
     Raises:
         FieldError: a field is missing, or its steps have another shape.
     """
+    if not isinstance(store, Store | RemoteStore):
+        raise ArgumentError(f"episodes are recorded in a Store, or in the RemoteStore of a peer; found {shown(store)}")
     fields = store.fields
     missing = [name for name in (*REQUIRED_FIELDS, "reward") if name not in fields]
     if missing:
@@ -93,6 +96,8 @@ class EpisodeRecorder:
             version: of the model that acts.
             index: the arrays are of n environments, and this is one of them.
         """
+        if not isinstance(observation, Mapping):
+            raise ArgumentError(f"an observation is a dict of arrays by field, found {shown(observation)}")
         if self._steps is None or set(self._steps.observations) != set(observation):
             if self._steps is not None:
                 self._steps.cut()
@@ -120,12 +125,12 @@ class EpisodeRecorder:
         """
         if self._steps is None or not self._steps.in_episode(0):
             raise SchemaError("no episode was begun: call begin(observation) first")
-        return self._steps.step(
+        return self._steps.record(
             self._taken(observation, index),
-            terminated=bool(terminated),
-            truncated=bool(truncated),
+            {**self._absent, **self._taken(values, index)},
+            terminated,
+            truncated,
             version=version,
-            **{**self._absent, **self._taken(values, index)},
         )
 
     def cut(self) -> Keys | None:
@@ -134,15 +139,27 @@ class EpisodeRecorder:
 
     def _taken(self, arrays: Mapping[str, Any], index: int | None) -> dict[str, Any]:
         """One environment's values in the shapes and dtypes of the store: as an assignment to a NumPy array has it."""
+        if arrays.__class__ is not dict and not isinstance(arrays, Mapping):
+            raise ArgumentError(f"a step's values and its observation are dicts by field, found {shown(arrays)}")
         made: dict[str, Any] = {}
         for name, array in arrays.items():
-            value = array if index is None else array[index]
+            try:
+                value = array if index is None else array[index]
+            except (TypeError, IndexError, KeyError, ValueError, OverflowError, RuntimeError):
+                raise SchemaError(
+                    f"{name!r} is to be an array of several environments, and has no {shown(index)}"
+                ) from None
             field, found = self.store.fields.get(name), getattr(value, "dtype", None)
             if field is not None and DTYPES[field.dtype].numpy_name is not None and not hasattr(value, "detach"):
-                if found is None or found != field.numpy_dtype:
-                    value = np.asarray(value).astype(field.numpy_dtype)
-                if value.shape != field.shape:
-                    value = np.broadcast_to(value, field.shape)
+                try:
+                    if found is None or found != field.numpy_dtype:
+                        value = _converted(np.asarray(value), field.numpy_dtype)
+                    if value.shape != field.shape:
+                        value = np.broadcast_to(value, field.shape)
+                except (TypeError, ValueError, OverflowError) as error:
+                    raise SchemaError(
+                        f"{name!r} takes {field.dtype} {field.shape} a step, found {shown(value)}: {error}"
+                    ) from None
             made[name] = value
         return made
 
@@ -150,6 +167,20 @@ class EpisodeRecorder:
         made = self.store.recorder(1, observations=observations, autoreset="disabled", **self._options)
         self._absent = absent_values(self.store, observations, 1)
         return made
+
+
+def _converted(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Numbers as another dtype of their kind; of another kind where nothing is lost. Raises `ValueError`."""
+    kind = array.dtype.kind
+    if kind == dtype.kind and kind in "iuf" and (kind == "f" or array.dtype.itemsize <= dtype.itemsize):
+        return array.astype(dtype, copy=False)
+    if kind not in "biufc":
+        raise ValueError("no number")
+    made = array.real.astype(dtype) if kind == "c" and dtype.kind != "c" else array.astype(dtype)
+    rule: Literal["safe", "same_kind"] = "safe" if dtype.kind in "biu" else "same_kind"
+    if not np.can_cast(array.dtype, dtype, rule) and not np.array_equal(made, array):
+        raise ValueError(f"{dtype} does not hold it")
+    return made
 
 
 __all__ = ["OPTIONAL_FIELDS", "REQUIRED_FIELDS", "EpisodeRecorder", "check_fields", "recorded_fields"]

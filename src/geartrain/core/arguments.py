@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 import numpy as np
 
 import geartrain._native as _native
-from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError
 
 # More threads than any machine has use for: a mistake.
@@ -57,8 +56,7 @@ def capacity_of(
             raise ArgumentError(f"capacity_steps is {capacity_steps}, and one row alone takes max_length={max_length}")
     elif capacity_bytes is not None:
         capacity = rows_within(whole_number("capacity_bytes", capacity_bytes, 2**63 - 1))
-    assert capacity is not None
-    if capacity < 1:
+    if check_whole("capacity", capacity) < 1:
         raise ArgumentError(f"a store needs room for at least one row, capacity is {capacity}")
     return whole_number("capacity", capacity, 2**63)
 
@@ -79,6 +77,11 @@ def check_whole(what: str, value: Any) -> int:
         return int(operator.index(value))
     except TypeError:
         raise ArgumentError(f"{what} must be a whole number, found {shown(value)}") from None
+
+
+def is_real(value: object) -> bool:
+    """Whether the value is a real number of Python's or NumPy's; booleans are none."""
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
 def check_real(what: str, value: Any, wanted: str = "a finite number") -> float:
@@ -180,18 +183,6 @@ def nanoseconds(what: str, seconds: float) -> int:
 
 def timeout(timeout_s: float, name: str = "timeout_s") -> float:
     """The longest wait, in seconds: from 0, which does not wait, to 1e9. There is no wait without an end."""
-    real = isinstance(timeout_s, (int, float, np.integer, np.floating)) and not isinstance(timeout_s, bool)
-    if not real or not 0 <= timeout_s <= 1e9:
+    if not is_real(timeout_s) or not 0 <= timeout_s <= 1e9:
         raise ArgumentError(f"{name} must be from 0 to 1e9 seconds, found {shown(timeout_s)}")
     return float(timeout_s)
-
-
-def schema_difference(wanted: dict[str, Field], found: dict[str, Field]) -> str:
-    """The first difference between two schemas that are not the same, in words."""
-    for field, spec in wanted.items():
-        if field not in found:
-            return f"it has no field {field!r}"
-        if spec != found[field]:
-            return f"field {field!r} is {found[field]}, asked for {spec}"
-    unasked = next(field for field in found if field not in wanted)
-    return f"it has a field {unasked!r} that was not asked for"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.core.arguments import shown
 from geartrain.core.extras import require_torch
 from geartrain.errors import FieldError, SchemaError
 
@@ -82,6 +83,8 @@ def as_dtype(dtype: object) -> Dtype:
     if isinstance(dtype, np.dtype) and dtype in _BY_NUMPY:
         return _BY_NUMPY[dtype]
     name: str
+    if dtype is None:  # which NumPy takes for float64
+        raise SchemaError(_unknown_dtype(dtype))
     if isinstance(dtype, str):
         name = dtype
     elif type(dtype).__module__ == "torch":
@@ -89,7 +92,7 @@ def as_dtype(dtype: object) -> Dtype:
     else:
         try:
             as_numpy = np.dtype(dtype)  # type: ignore[call-overload]
-        except TypeError:
+        except (TypeError, ValueError):
             raise SchemaError(_unknown_dtype(dtype)) from None
         if not as_numpy.isnative:
             raise SchemaError(f"dtype {as_numpy!r} is not in this machine's byte order")
@@ -102,9 +105,9 @@ def as_dtype(dtype: object) -> Dtype:
 
 
 def _unknown_dtype(dtype: object) -> str:
-    refused = f"dtype {dtype!r} cannot be stored; the store knows {', '.join(DTYPES)}"
+    refused = f"dtype {shown(dtype)} cannot be stored; the store knows {', '.join(DTYPES)}"
     try:
-        found = np.dtype(dtype)  # type: ignore[call-overload]
+        found = None if dtype is None else np.dtype(dtype)  # type: ignore[call-overload]
     except (TypeError, ValueError, SyntaxError):
         found = None
     if (isinstance(dtype, str) and dtype in ("bytes", "str", "object")) or (found is not None and found.kind in "SUO"):

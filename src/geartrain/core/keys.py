@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from geartrain.core.arguments import check_whole, shown
 from geartrain.errors import ArgumentError
 
 
@@ -37,7 +38,10 @@ class Keys:
 
     Raises:
         ArgumentError: arrays of other shapes, or numbers that no row, generation, shard or store has.
+        IndexError: an index that is none, or of a key that is not there.
     """
+
+    __array_ufunc__ = None  # NumPy's operators leave keys alone
 
     row: NDArray[np.uint32]
     generation: NDArray[np.uint32]
@@ -97,11 +101,18 @@ class Keys:
         return len(self.row)
 
     def __getitem__(self, index: Any) -> Keys:
+        try:
+            row = np.atleast_1d(self.row[index])
+        except (IndexError, OverflowError, TypeError, ValueError):
+            raise IndexError(
+                f"{len(self)} keys are indexed by a whole number, a slice, a mask ({len(self)},) or an array of whole "
+                f"numbers, found {shown(index)}"
+            ) from None
         shard = None if self.shard is None else np.atleast_1d(self.shard[index])
         draw = None if self.draw is None else np.atleast_1d(self.draw[index])
         store = np.atleast_1d(self.store[index]) if isinstance(self.store, np.ndarray) else self.store
         step = None if self.step is None else np.atleast_1d(self.step[index])
-        return Keys(np.atleast_1d(self.row[index]), np.atleast_1d(self.generation[index]), shard, draw, store, step)
+        return Keys(row, np.atleast_1d(self.generation[index]), shard, draw, store, step)
 
     def __iter__(self) -> Iterator[Keys]:
         return (self[i] for i in range(len(self)))
@@ -134,7 +145,14 @@ class Keys:
 
     def of_shard(self, number: int) -> Keys:
         """The same keys with `number` as their shard."""
-        return Keys(self.row, self.generation, np.full(len(self), number), self.draw, self.store, self.step)
+        return Keys(
+            self.row,
+            self.generation,
+            np.full(len(self), check_whole("a shard", number)),
+            self.draw,
+            self.store,
+            self.step,
+        )
 
     def of_store(self, store: int | None) -> Keys:
         """The same rows and generations in another store, by its id; None for any store.
@@ -176,7 +194,9 @@ class Keys:
         Raises:
             ArgumentError: only some of the parts have a shard, a store or steps.
         """
-        parts = [part for part in parts if len(part)]
+        if not isinstance(parts, Sequence):
+            raise ArgumentError(f"keys are joined from a list of Keys, found {shown(parts)}")
+        parts = [part for part in parts if len(check_keys(part))]
         if len(parts) <= 1:
             return parts[0] if parts else Keys.empty()
         shards = [part.shard for part in parts if part.shard is not None]
@@ -286,7 +306,7 @@ def _whole(what: str, values: Any, dtype: Any) -> NDArray[Any]:
 
 def _store_id(store: Any) -> int:
     if isinstance(store, (bool, np.bool_)) or not isinstance(store, (int, np.integer)) or not 0 <= store < 2**64:
-        raise ArgumentError(f"a store's id is a whole number from 0 to 2**64 - 1, found {store!r}")
+        raise ArgumentError(f"a store's id is a whole number from 0 to 2**64 - 1, found {shown(store)}")
     return int(store)
 
 

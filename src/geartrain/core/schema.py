@@ -8,13 +8,13 @@ row. A block has time as its first axis, and holds up to the store's `max_length
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from geartrain.core.arguments import check_flag, check_text, check_whole, shown
 from geartrain.core.dtypes import DTYPES, Dtype, as_dtype, numpy_dtype
 from geartrain.errors import ArgumentError, SchemaError
 
@@ -54,10 +54,7 @@ class Field:
     per_row: bool
 
     def __init__(self, shape: tuple[int, ...] | list[int] | int, dtype: object, *, per_row: bool = False) -> None:
-        try:
-            dims = (shape,) if isinstance(shape, int) else tuple(operator.index(n) for n in shape)
-        except TypeError:
-            raise SchemaError(f"a shape is a whole number or several, found {shape!r}") from None
+        dims, per_row = _dims(shape), check_flag("per_row", per_row)
         most = MAX_DIMS if per_row else MAX_DIMS - 1
         if len(dims) > most:
             raise SchemaError(
@@ -70,7 +67,7 @@ class Field:
             raise SchemaError(f"an axis holds at most {MAX_AXIS} elements, shape is {dims}")
         object.__setattr__(self, "shape", dims)
         object.__setattr__(self, "dtype", as_dtype(dtype).name)
-        object.__setattr__(self, "per_row", bool(per_row))
+        object.__setattr__(self, "per_row", per_row)
 
     @property
     def itemsize(self) -> int:
@@ -96,22 +93,46 @@ class Field:
         return self.nbytes if self.per_row else max_length * self.nbytes
 
 
+def _dims(shape: Any) -> tuple[int, ...]:
+    """The axes of a shape that was given as one number, or as a tuple, a list or an array of them."""
+    several = isinstance(shape, Sequence | np.ndarray) and not isinstance(shape, str | bytes | bytearray)
+    try:
+        return tuple(check_whole("an axis", n) for n in (shape if several else (shape,)))
+    except (ArgumentError, TypeError):
+        raise SchemaError(
+            f"a shape is a whole number or several, such as (84, 84, 4), and () for one number a step; found "
+            f"{shown(shape)}"
+        ) from None
+
+
 def check_fields(fields: Mapping[str, Field]) -> dict[str, Field]:
     """The fields as a plain dict, once they make a schema a store can hold.
 
     Raises:
         SchemaError: no field, too many, or a bad name.
     """
+    if not isinstance(fields, Mapping):
+        raise SchemaError(f"the fields of a store are a dict of geartrain.Field by name, found {shown(fields)}")
     if not fields:
         raise SchemaError("a store needs at least one field")
     if len(fields) > MAX_FIELDS:
         raise SchemaError(f"a store has at most {MAX_FIELDS} fields, {len(fields)} were given")
     for name, field in fields.items():
         if not isinstance(field, Field):
-            raise SchemaError(f"field {name!r} must be a geartrain.Field, found {type(field).__name__}")
-        if not name or "\0" in name or len(name.encode()) > MAX_NAME_BYTES:
-            raise SchemaError(f"a field's name has 1 to {MAX_NAME_BYTES} bytes of UTF-8, found {name!r}")
+            raise SchemaError(
+                f"field {shown(name)} must be a geartrain.Field, such as Field((3,), 'float32'); found "
+                f"{type(field).__name__}"
+            )
+        if not _is_name(name):
+            raise SchemaError(f"a field's name has 1 to {MAX_NAME_BYTES} bytes of UTF-8, found {shown(name)}")
     return dict(fields)
+
+
+def _is_name(name: object) -> bool:
+    try:
+        return len(check_text("a name", name).encode()) <= MAX_NAME_BYTES
+    except ArgumentError:
+        return False
 
 
 def check_max_length(fields: Mapping[str, Field], max_length: int | None) -> int:
@@ -122,8 +143,8 @@ def check_max_length(fields: Mapping[str, Field], max_length: int | None) -> int
     """
     timed = [name for name, field in fields.items() if not field.per_row]
     if not timed:
-        if max_length not in (None, 1):
-            raise ArgumentError(f"max_length={max_length}, but every field is per_row: such a row has one step")
+        if max_length is not None and check_whole("max_length", max_length) != 1:
+            raise ArgumentError(f"max_length={shown(max_length)}, but every field is per_row: such a row has one step")
         return 1
     if max_length is None:
         first = fields[timed[0]]
@@ -132,12 +153,9 @@ def check_max_length(fields: Mapping[str, Field], max_length: int | None) -> int
             f"For example Store.create(..., {{{timed[0]!r}: Field({first.shape}, {first.dtype!r})}}, max_length=1000, "
             f"...); a value that a row has once is Field(shape, dtype, per_row=True)"
         )
-    try:
-        length = int(operator.index(max_length))
-    except TypeError:
-        raise ArgumentError(f"max_length must be a whole number of steps, found {max_length!r}") from None
+    length = check_whole("max_length", max_length)
     if not 1 <= length <= MAX_AXIS:
-        raise ArgumentError(f"max_length must be from 1 to {MAX_AXIS} steps, found {length}")
+        raise ArgumentError(f"max_length must be from 1 to {MAX_AXIS} steps, found {shown(length)}")
     return length
 
 
@@ -158,3 +176,14 @@ def fields_of_stored(stored: Iterable[tuple[str, object, bool, Sequence[int]]]) 
         if timed:
             max_length = shape[0]
     return fields, max_length
+
+
+def schema_difference(wanted: dict[str, Field], found: dict[str, Field]) -> str:
+    """The first difference between two schemas that are not the same, in words."""
+    for field, spec in wanted.items():
+        if field not in found:
+            return f"it has no field {field!r}"
+        if spec != found[field]:
+            return f"field {field!r} is {found[field]}, asked for {spec}"
+    unasked = next(field for field in found if field not in wanted)
+    return f"it has a field {unasked!r} that was not asked for"

@@ -117,19 +117,24 @@ class Server:
             if session.name == name:
                 session.connection.close()
 
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, or is being closed."""
+        return self._closed
+
     def has_client(self, name: str) -> bool:
         """Whether a client of that name is connected."""
         return any(session.name == name for session in self.sessions)
 
     def close(self) -> None:
         """Closes all connections of clients. Functions that still run are left to end."""
+        with self._lock:  # no session begins any more
+            loop, self._closed = self._loop, True
         self._listener.close()
         self._inbox.close()
         for session in self.sessions:
             session.connection.close()
             session.tensors.close()
-        with self._lock:
-            loop, self._closed = self._loop, True
         self._closing.set()
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # another thread that closes was first
@@ -152,7 +157,15 @@ class Server:
                 return  # closed
             number = next(self._numbers)
             tensors = TensorReceiver(self._devices, connection)
-            self._sessions[number] = ServerSession(self._node, number, connection, self._pickle, tensors)
+            session = ServerSession(self._node, number, connection, self._pickle, tensors)
+            with self._lock:
+                closed = self._closed
+                if not closed:
+                    self._sessions[number] = session
+            if closed:  # nobody would serve it, nor end it
+                connection.close()
+                session.close()
+                return
             with contextlib.suppress(GeartrainError):
                 self._inbox.add(number, connection)
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
+from geartrain.core.arguments import check_path
 from geartrain.core.progress import Progress
 from geartrain.core.schema import fields_of_stored
 from geartrain.errors import CheckpointError
@@ -50,7 +51,7 @@ class Checkpoint:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory = Path(directory)
+        self.directory = check_path("the directory of a checkpoint", directory)
         self._held = HeldDirectory(self.directory)
         try:
             self._manifest = manifest_of(self._held)

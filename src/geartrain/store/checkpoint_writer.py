@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
+from geartrain.core.arguments import check_path
 from geartrain.core.progress import Progress
 from geartrain.core.schema import Field
 from geartrain.errors import CheckpointError, NoSpaceError
@@ -99,12 +100,15 @@ def save(
     """
     began_s = time.monotonic()
     if base is not None:
-        base = Path(base)
+        base = check_path("base", base)
         Checkpoint(base).close()  # a base that was named must be whole; one that was found may be damaged
-    directory = resolved(Path(directory).absolute())
+    directory = resolved(check_path("directory", directory).absolute())
     if directory.exists():
         _check_replaceable(directory)
-    make_directory(directory.parent)
+    try:
+        make_directory(directory.parent)
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be written: {error.strerror} ({error.filename})") from error
     found, not_linked = None, None  # what to link to, or why not
     if incremental:
         found, not_linked = _find_base(store, base, directory, origin)

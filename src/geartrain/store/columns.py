@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
+from geartrain.core.arguments import check_whole, is_real, shown
 from geartrain.core.dtypes import DTYPES, as_tensor, numpy_dtype
 from geartrain.core.schema import Field
 from geartrain.errors import FieldError, SchemaError
@@ -36,28 +37,58 @@ class Columns:
 
     def number(self, name: str) -> int:
         """A field's place among the fields. Raises `FieldError` for an unknown one."""
-        if name not in self._numbers:
-            raise FieldError(f"the store has no field {name!r}; it has {', '.join(self._numbers)}")
-        return self._numbers[name]
+        try:
+            return self._numbers[name]
+        except (KeyError, TypeError):  # TypeError: what is no text may not even be hashed
+            raise self._unknown(name) from None
+
+    def _unknown(self, name: object) -> FieldError:
+        return FieldError(f"the store has no field {shown(name)}; it has {', '.join(self._numbers)}")
 
     def raw(self, name: str) -> NDArray[Any]:
         """The column, in unsigned integers for the types that NumPy lacks."""
+        number = self.number(name)
         if name not in self._raw:
-            self._raw[name] = self.native.column(self.number(name))
+            self._raw[name] = self.native.column(number)
         return self._raw[name]
 
     def numpy(self, name: str) -> NDArray[Any]:
         """The column in its own dtype; raises `FieldError` where NumPy has none."""
-        if name not in self._numpy:
-            raw = self.raw(name)
-            self._numpy[name] = raw.view(numpy_dtype(DTYPES[self.fields[name].dtype]))
+        try:
+            return self._numpy[name]
+        except KeyError:
+            pass
+        except TypeError:
+            raise self._unknown(name) from None
+        raw = self.raw(name)
+        self._numpy[name] = raw.view(numpy_dtype(DTYPES[self.fields[name].dtype]))
         return self._numpy[name]
 
     def torch(self, name: str) -> torch.Tensor:
         """The column as a tensor over the same memory."""
+        raw = self.raw(name)
         if name not in self._torch:
-            self._torch[name] = as_tensor(self.raw(name), DTYPES[self.fields[name].dtype])
+            self._torch[name] = as_tensor(raw, DTYPES[self.fields[name].dtype])
         return self._torch[name]
+
+
+def check_priority(priority: Any) -> float:
+    """The priority; raises `SchemaError` unless it is a finite number >= 0."""
+    try:
+        number = float(priority) if is_real(priority) else -1.0
+    except OverflowError:
+        number = float("inf")
+    if not 0 <= number < float("inf"):
+        raise SchemaError(f"the priority of rows is a finite number >= 0, found {shown(priority)}")
+    return number
+
+
+def check_version(version: Any) -> int:
+    """The version; raises `ArgumentError` unless it is a whole number of 64 bits."""
+    number = check_whole("version", version)
+    if not -(2**63) <= number < 2**63:
+        raise SchemaError(f"a version is a whole number of 64 bits, found {shown(version)}")
+    return number
 
 
 def as_column(values: Any, n: int, dtype: Any, what: str) -> NDArray[Any] | None:
@@ -66,7 +97,7 @@ def as_column(values: Any, n: int, dtype: Any, what: str) -> NDArray[Any] | None
         return None
     try:
         array = np.asarray(values)
-    except ValueError:
+    except (TypeError, ValueError, OverflowError):
         raise SchemaError(f"`{what}` must be one number or an array ({n},), found {type(values).__name__}") from None
     if array.ndim == 0:
         array = np.broadcast_to(array, (n,))

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 import geartrain._native as _native
 import geartrain.store.anonymous as anonymous
+from geartrain.core.arguments import check_flag
 from geartrain.core.keys import Keys, check_keys
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import Trust
@@ -154,7 +155,10 @@ class StoreHandle:
         Raises:
             ArgumentError: numbers of no row, or of rows that hold no trajectory now.
         """
-        numbers = np.asarray(rows)
+        try:
+            numbers = np.asarray(rows)
+        except (TypeError, ValueError):  # lists of several lengths
+            numbers = np.zeros((), object)
         if numbers.dtype == bool and numbers.shape == (self.capacity,):
             numbers = np.flatnonzero(numbers)
         if numbers.ndim != 1 or (numbers.dtype.kind not in "iu" and numbers.size):
@@ -229,11 +233,11 @@ class StoreHandle:
                 take this process for dead.
         """
         self.check_may_keep(keep)
-        self.native.close(keep)
+        self.native.close(bool(keep))
 
     def check_may_keep(self, keep: bool) -> None:
         """Raises `ArgumentError` where `close(keep=True)` would."""
-        if keep and anonymous.is_anonymous(self._name):
+        if check_flag("keep", keep) and anonymous.is_anonymous(self._name):
             raise ArgumentError("keep=True needs a name: a store without one is removed with its last process")
 
     def unlink(self) -> bool:

@@ -12,9 +12,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
+from geartrain.core.arguments import check_choice
 from geartrain.core.dtypes import DTYPES, Dtype, as_dtype, as_raw, torch_dtype
 from geartrain.core.keys import Keys
-from geartrain.errors import ArgumentError, FieldError, SchemaError
+from geartrain.errors import FieldError, SchemaError
 from geartrain.store.columns import Columns, as_column
 
 #: Which conversions an insert may make, as in NumPy: none, those that lose nothing, or those within a kind of number.
@@ -32,8 +33,12 @@ def insert_rows(
     casting: Casting = "no",
 ) -> Keys:
     """Copies rows in and returns their keys; see `Store.insert`."""
-    if casting not in CASTINGS:
-        raise ArgumentError(f"casting is one of {', '.join(CASTINGS)}, found {casting!r}")
+    check_choice("casting", casting, CASTINGS)
+    if not isinstance(fields, Mapping):
+        raise SchemaError(
+            f"rows are inserted as a dict of arrays by field, {{{next(iter(columns.fields))!r}: ...}}; found "
+            f"{type(fields).__name__}"
+        )
     if set(fields) != set(columns.fields):
         missing, unknown = set(columns.fields) - set(fields), set(fields) - set(columns.fields)
         raise FieldError(f"insert needs every field once: missing {sorted(missing)}, unknown {sorted(unknown)}")

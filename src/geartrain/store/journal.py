@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 
 import geartrain._native as _native
-from geartrain.core.arguments import timeout
+from geartrain.core.arguments import check_path
 from geartrain.core.schema import Field
-from geartrain.errors import ArgumentError, GeartrainError, JournalError, NoSpaceError, StoreClosedError
+from geartrain.errors import GeartrainError, JournalError, NoSpaceError, StoreClosedError
 from geartrain.store.checkpoint_reader import Checkpoint, restore
 from geartrain.store.journal_directory import Disk, JournalContents, JournalDirectory, is_journal, make_journal
 from geartrain.store.journal_format import Frame, block_shapes
@@ -274,13 +274,7 @@ class JournalOptions:
     def __init__(
         self, path: str | os.PathLike[str], sync_s: float, full: JournalFull, disk: Disk | None = None
     ) -> None:
-        try:
-            self.path = Path(os.path.realpath(os.fspath(path)))
-        except (TypeError, ValueError):
-            raise ArgumentError(f"journal is the path of a directory, found {path!r}") from None
-        timeout(sync_s, "journal_sync_s")
-        if not isinstance(full, str) or full not in ("wait", "error"):
-            raise ArgumentError(f"journal_full is 'wait' or 'error', found {full!r}")
+        self.path = Path(os.path.realpath(check_path("journal", path)))
         self._sync_s, self._full, self._disk = sync_s, full, disk
 
     def attach(

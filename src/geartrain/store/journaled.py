@@ -6,7 +6,7 @@ import os
 import weakref
 from typing import TYPE_CHECKING
 
-from geartrain.core.arguments import timeout
+from geartrain.core.arguments import check_choice, timeout
 from geartrain.errors import ArgumentError, JournalError, WaitTimeoutError
 from geartrain.store.segment import JournalFull
 from geartrain.store.writable import WritableStore
@@ -58,6 +58,8 @@ class JournaledStore(WritableStore):
 
 def journal_asked_for(path: str | os.PathLike[str] | None, sync_s: float, full: JournalFull) -> JournalOptions | None:
     """The arguments of `Store.create`, checked; None where no journal was asked for."""
+    timeout(sync_s, "journal_sync_s")
+    check_choice("journal_full", full, ("wait", "error"))
     if path is None:
         return None
     from geartrain.store.journal import JournalOptions

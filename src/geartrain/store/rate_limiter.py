@@ -15,7 +15,16 @@ from dataclasses import dataclass
 from typing import NoReturn, SupportsIndex
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_real, check_whole, refuse_copies
+from geartrain.core.arguments import (
+    check_flag,
+    check_function,
+    check_real,
+    check_whole,
+    refuse_copies,
+    shown,
+    timeout,
+    whole_number,
+)
 from geartrain.errors import ArgumentError, CallCancelledError, WaitTimeoutError
 
 #: Interval at which a waiter checks for signals and for `stopping`; a wake-up does not wait for it.
@@ -113,7 +122,9 @@ class RateLimiter:
         if not (0 < ratio < float("inf") or samples_per_insert is None):
             raise ArgumentError(f"samples_per_insert is a finite number above zero, found {samples_per_insert}")
         if not 1 <= check_whole("min_size_to_sample", min_size_to_sample) <= 2**32:
-            raise ArgumentError(f"min_size_to_sample must be at least 1, and at most 2**32, found {min_size_to_sample}")
+            raise ArgumentError(
+                f"min_size_to_sample must be at least 1, and at most 2**32, found {shown(min_size_to_sample)}"
+            )
         if error_buffer is None:
             error_buffer = max(1.0, ratio) * (min_size_to_sample + 10)
         elif samples_per_insert is None:
@@ -124,7 +135,9 @@ class RateLimiter:
                 f"{ratio:g} samples, and either side must be able to move"
             )
         before = self.state()
-        if afresh is None:
+        if afresh is not None:
+            afresh = check_flag("afresh", afresh)
+        else:
             afresh = not before.enabled or before.samples_per_insert != ratio
         self._native.limit(True, ratio, int(min_size_to_sample), float(error_buffer), afresh)
 
@@ -147,6 +160,7 @@ class RateLimiter:
         """
         if not self._native.limited:
             return
+        n, timeout_s = _checked(n, timeout_s)
         state = self.state()
         worth = state.samples_per_insert * n
         start = state.inserts + n <= state.min_size_to_sample or state.lead + worth <= state.error_buffer
@@ -167,6 +181,7 @@ class RateLimiter:
         """
         if not self._native.limited:
             return
+        n, timeout_s = _checked(n, timeout_s)
         state = self.state()
         if state.samples_per_insert and n > 2 * state.error_buffer - state.samples_per_insert:
             raise ArgumentError(
@@ -177,6 +192,7 @@ class RateLimiter:
 
     def give_back(self, *, inserts: int = 0, samples: int = 0) -> None:
         """Uncounts rows that were admitted and then neither inserted nor sampled."""
+        inserts, samples = _checked(inserts)[0], _checked(samples)[0]
         if inserts or samples:
             self._native.give_back(inserts, samples)
 
@@ -188,6 +204,8 @@ class RateLimiter:
         stopping: Callable[[], bool] | None,
         what: str,
     ) -> None:
+        if stopping is not None:
+            check_function("stopping", stopping)
         until_s = time.monotonic() + timeout_s
         while not admit(n, max(0.0, min(LOOK_EVERY_S, until_s - time.monotonic()))):
             if stopping is not None and stopping():
@@ -198,6 +216,11 @@ class RateLimiter:
                     f"{n} rows could not be {what} within {timeout_s:g} s: the store's rate limiter has "
                     f"{self.state()}, {selectable} rows selectable"
                 )
+
+
+def _checked(n: int, timeout_s: float = 0.0) -> tuple[int, float]:
+    """How many rows, and for how long they wait."""
+    return whole_number("the number of rows", n, 2**32), timeout(timeout_s)
 
 
 __all__ = ["LimiterState", "RateLimiter"]

@@ -30,12 +30,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
 
-import numpy as np
-
 import geartrain._native as _native
-from geartrain.core.arguments import check_whole, refuse_copies
+from geartrain.core.arguments import check_flag, check_whole, refuse_copies, shown
 from geartrain.core.keys import Keys
-from geartrain.core.schema import Field
+from geartrain.core.schema import Field, check_fields
 from geartrain.errors import (
     ArgumentError,
     CallCancelledError,
@@ -44,7 +42,7 @@ from geartrain.errors import (
     SchemaError,
     WaitTimeoutError,
 )
-from geartrain.store.columns import Columns
+from geartrain.store.columns import Columns, check_priority, check_version
 from geartrain.store.step_arguments import StepArguments
 
 if TYPE_CHECKING:
@@ -93,6 +91,8 @@ def recorded_fields(fields: Mapping[str, Field], *, share_rows: bool = False, **
     Raises:
         FieldError: a field that is called `geartrain.episodes` and is another one.
     """
+    check_flag("share_rows", share_rows)
+    check_fields({EPISODES: _EPISODES, **fields, **extras} if isinstance(fields, Mapping) else fields)
     for given in (fields, extras):
         if given.get(EPISODES, _EPISODES) != _EPISODES or (EPISODES in given and not share_rows):
             raise FieldError(f"{EPISODES!r} is the field of recorded_fields(share_rows=True): give yours another name")
@@ -146,24 +146,26 @@ class StepRecorder:
         share_rows: bool,
     ) -> None:
         self.n_envs = check_whole("n_envs", n_envs)
-        if self.n_envs < 1:
-            raise ArgumentError(f"n_envs must be at least 1, found {n_envs}")
-        first_priority = _check_priority(priority)
-        if publish_every is not None and check_whole("publish_every", publish_every) < 1:
-            raise ArgumentError(f"publish_every must be at least 1, found {publish_every}")
+        if not 1 <= self.n_envs < 2**32:
+            raise ArgumentError(f"n_envs must be at least 1, and below 2**32, found {shown(n_envs)}")
+        first_priority = check_priority(priority)
+        if publish_every is not None and not 1 <= check_whole("publish_every", publish_every) < 2**32:
+            raise ArgumentError(
+                f"publish_every must be at least 1, and below 2**32, or None; found {shown(publish_every)}"
+            )
         if not 0 <= check_whole("overlap", overlap) < max(1, columns.max_length - 1):
-            raise ArgumentError(f"overlap must be below the {columns.max_length - 1} actions of a row, found {overlap}")
+            raise ArgumentError(
+                f"overlap must be below the {columns.max_length - 1} actions of a row, found {shown(overlap)}"
+            )
         fields = columns.fields
         self.observations = _observations_of(fields, observations)
         _check_automatic(fields, self.observations)
-        if not isinstance(share_rows, bool):
-            raise ArgumentError(f"share_rows is True or False, found {share_rows!r}")
-        if share_rows and (not shares_rows(fields) or "episode_return" in fields):
+        if check_flag("share_rows", share_rows) and (not shares_rows(fields) or "episode_return" in fields):
             raise FieldError(
                 "share_rows needs a store with the fields of recorded_fields(..., share_rows=True), which has "
                 f"{EPISODES!r} and no 'episode_return', as a row has several; the store has {', '.join(fields)}"
             )
-        self._shares_rows = share_rows
+        self._shares_rows = bool(share_rows)
         mode = autoreset_mode(autoreset)
         self._same_step = mode == "same_step"
         self._columns = columns
@@ -180,7 +182,7 @@ class StepRecorder:
             [self._role(name) for name in names],
             names,
             [name.partition(".")[2] or name for name in names],
-            share_rows,
+            self._shares_rows,
         )
 
     def _role(self, name: str) -> int:
@@ -205,7 +207,7 @@ class StepRecorder:
         Returns:
             Keys of the rows that this completes; None if there are none.
         """
-        version = _check_version(version)
+        version = check_version(version)
         if observation is None:
             raise ArgumentError("an episode begins with an observation, found None")
         arguments = {"observation": observation, "mask": mask}
@@ -264,7 +266,7 @@ class StepRecorder:
     ) -> Keys | None:
         """`step` with the values in one dict: Python takes a microsecond for as many keyword arguments."""
         if version.__class__ is not int or not -1 <= version < 2**62:
-            version = _check_version(version)
+            version = check_version(version)
         if final_observation is not None and not self._same_step:
             raise ArgumentError("final_observation is for autoreset='same_step'; elsewhere it is the observation")
         try:
@@ -327,7 +329,7 @@ class StepRecorder:
 
     @priority.setter
     def priority(self, priority: float) -> None:
-        self._native.priority = _check_priority(priority)
+        self._native.priority = check_priority(priority)
 
     def in_episode(self, environment: int) -> bool:
         """Whether an environment is in an episode."""
@@ -403,7 +405,7 @@ def autoreset_mode(mode: Any) -> Autoreset:
     found = names.get(text, text)
     if found not in AUTORESETS:
         raise ArgumentError(
-            f"autoreset is one of {', '.join(AUTORESETS)}, or Gymnasium's AutoresetMode; found {mode!r}"
+            f"autoreset is one of {', '.join(AUTORESETS)}, or Gymnasium's AutoresetMode; found {shown(mode)}"
         )
     return found  # type: ignore[return-value]
 
@@ -419,7 +421,7 @@ def _observations_of(fields: Mapping[str, Field], given: Sequence[str] | None) -
     else:
         given = [given] if isinstance(given, str) else given
         if not isinstance(given, Sequence) or not given or not all(isinstance(name, str) for name in given):
-            raise ArgumentError(f"observations is a list of names of fields, found {given!r}")
+            raise ArgumentError(f"observations is a list of names of fields, found {shown(given)}")
         found = tuple(given)
     for name in found:
         if name not in fields:
@@ -444,26 +446,6 @@ def _check_automatic(fields: Mapping[str, Field], observations: Sequence[str]) -
         wanted = Field((), dtype, per_row=name == "episode_return")
         if name in fields and fields[name] != wanted:
             raise FieldError(f"a recorder fills {name!r}, which must be {wanted}; the store has {fields[name]}")
-
-
-def _check_priority(priority: Any) -> float:
-    """The priority; raises `ArgumentError` unless it is a finite number >= 0."""
-    real = isinstance(priority, int | float | np.integer | np.floating) and not isinstance(priority, bool)
-    try:
-        number = float(priority) if real else -1.0
-    except OverflowError:
-        number = float("inf")
-    if not 0 <= number < float("inf"):
-        raise ArgumentError(f"the priority of rows is a finite number >= 0, found {priority!r}")
-    return number
-
-
-def _check_version(version: Any) -> int:
-    """The version; raises `ArgumentError` unless it is a whole number of 64 bits."""
-    number = check_whole("version", version)
-    if not -(2**63) <= number < 2**63:
-        raise ArgumentError(f"a version is a whole number of 64 bits, found {version}")
-    return number
 
 
 __all__ = [

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from geartrain.core.arguments import check_choice, shown
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, FieldError, SchemaError
 from geartrain.store.columns import Columns, as_column
@@ -23,10 +24,9 @@ def rewrite_rows(
     casting: Casting,
 ) -> int:
     """Writes fields of rows and returns how many keys were skipped; see `Store.write`."""
-    if casting not in CASTINGS:
-        raise ArgumentError(f"casting is one of {', '.join(CASTINGS)}, found {casting!r}")
+    check_choice("casting", casting, CASTINGS)
     if not isinstance(fields, Mapping) or not fields:
-        raise FieldError(f"give the fields to write: a mapping of names to arrays, found {fields!r}")
+        raise FieldError(f"give the fields to write: a mapping of names to arrays, found {shown(fields)}")
     n, sources, steps = len(keys), [], -1
     for name, data in fields.items():
         number = columns.number(name)

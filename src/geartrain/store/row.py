@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import refuse_copies
+from geartrain.core.arguments import check_whole, refuse_copies, shown, whole_number
 from geartrain.core.keys import Keys
 from geartrain.errors import SchemaError, StaleKeyError, StoreClosedError
-from geartrain.store.columns import Columns, as_column
+from geartrain.store.columns import Columns, as_column, check_priority, check_version
 
 if TYPE_CHECKING:
     import torch
@@ -119,7 +119,7 @@ class Row(_Uncommitted):
         return view
 
     def __setitem__(self, field: str, value: Any) -> None:
-        self[field][...] = value
+        _put(field, self[field], value)
 
     def torch(self, field: str) -> torch.Tensor:
         """A tensor over the block's memory."""
@@ -174,26 +174,27 @@ class Row(_Uncommitted):
         self._check_open()
         if not self._open:
             raise SchemaError("this row was not published yet: publish(length=...) comes first")
-        self._columns.native.extend(self._index, length, self.priority)
+        try:
+            self._columns.native.extend(self._index, length, self.priority)
+        except TypeError:  # of the native call, which takes a whole number of 32 bits and a number
+            wanted, priority = whole_number("the row's length", length, 2**32 - 1), check_priority(self.priority)
+            self._columns.native.extend(self._index, wanted, priority)
         self.length = length
 
     def _enter(self, call: Callable[[int, int, float, int], int], length: int) -> Keys:
         limiter = self._columns.limiter
         admitted = False
         try:
-            length = int(length)
+            if length.__class__ is not int:
+                length = check_whole("the row's length", length)
             if not 0 < length <= self._columns.max_length:
                 raise SchemaError(f"the row's length is {length}, a block holds 1 to {self._columns.max_length} steps")
             if self._columns.native.limited:
                 limiter.admit_inserts(1)
                 admitted = True
-            try:
-                priority, version = float(self.priority), int(self.version)
-            except (TypeError, ValueError, OverflowError):
-                raise SchemaError(
-                    f"a row's priority is a number and its version a whole one, found {self.priority!r:.80} and "
-                    f"{self.version!r:.80}"
-                ) from None
+            priority, version = self.priority, self.version
+            if priority.__class__ is not float or version.__class__ is not int or not -(2**63) <= version < 2**63:
+                priority, version = check_priority(priority), check_version(version)
             generation = call(self._index, length, priority, version)
         except BaseException:
             if admitted:
@@ -227,8 +228,12 @@ class Rows(_Uncommitted):
         return len(self._index)
 
     def __getitem__(self, i: int) -> RowView:
+        """Row i of them. Raises `IndexError` where there is none."""
         self._check_open()
-        return RowView(self._columns, int(self._index[i]))
+        try:
+            return RowView(self._columns, int(self._index[i]))
+        except (IndexError, TypeError, OverflowError):
+            raise IndexError(f"these are {len(self)} rows, found {shown(i)}") from None
 
     def __iter__(self) -> Iterator[RowView]:
         return (self[i] for i in range(len(self)))
@@ -272,8 +277,18 @@ class RowView:
         return view
 
     def __setitem__(self, field: str, value: Any) -> None:
-        self[field][...] = value
+        _put(field, self[field], value)
 
     def torch(self, field: str) -> torch.Tensor:
         """A tensor over the block's memory."""
         return self._columns.torch(field)[self._index, ...]
+
+
+def _put(field: str, block: NDArray[Any], value: Any) -> None:
+    """Writes a value into a block as NumPy does, but for text, which NumPy would read as a number."""
+    try:
+        if value.__class__ in (str, bytes, bytearray):
+            raise TypeError("text is no number")
+        block[...] = value
+    except (TypeError, ValueError, OverflowError) as error:
+        raise SchemaError(f"field {field!r} takes {block.dtype} {block.shape}, found {shown(value)}: {error}") from None

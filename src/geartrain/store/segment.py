@@ -8,9 +8,27 @@ from pathlib import Path
 from typing import Literal, TypedDict
 
 import geartrain._native as _native
-from geartrain.core.arguments import capacity_of, nanoseconds, schema_difference, timeout, whole_number
+from geartrain.core.arguments import (
+    capacity_of,
+    check_choice,
+    check_flag,
+    check_text,
+    check_whole,
+    is_real,
+    nanoseconds,
+    shown,
+    timeout,
+    whole_number,
+)
 from geartrain.core.dtypes import dtype_of_code
-from geartrain.core.schema import Field, check_fields, check_max_length, fields_of_stored, stored_schema
+from geartrain.core.schema import (
+    Field,
+    check_fields,
+    check_max_length,
+    fields_of_stored,
+    schema_difference,
+    stored_schema,
+)
 from geartrain.core.shared_files import Trust
 from geartrain.errors import ArgumentError, FieldError, IncompatibleStoreError, StoreError, StoreExistsError
 
@@ -28,6 +46,16 @@ _NUMBERS = (
 _BY_FIELD = {"lowest": 5, "highest": 6}
 
 
+def check_name(name: object) -> str:
+    """A store's name, or its path, as text. Raises `ArgumentError`."""
+    try:
+        return check_text("the name of a store", os.fspath(name))  # type: ignore[call-overload]
+    except (TypeError, ArgumentError):
+        raise ArgumentError(
+            f"a store's name is a word such as 'replay', or a path with a slash; found {shown(name)}"
+        ) from None
+
+
 def remover_number(remover: object, fields: Mapping[str, Field]) -> int:
     """A remover as segments have it.
 
@@ -39,7 +67,7 @@ def remover_number(remover: object, fields: Mapping[str, Field]) -> int:
     order, colon, name = remover.partition(":") if isinstance(remover, str) else ("", "", "")
     if not colon or order not in _BY_FIELD:
         raise ArgumentError(
-            f"remover is one of {', '.join(REMOVERS)}, 'lowest:FIELD' or 'highest:FIELD', found {remover!r}; "
+            f"remover is one of {', '.join(REMOVERS)}, 'lowest:FIELD' or 'highest:FIELD', found {shown(remover)}; "
             f"for any other order see Store.evict"
         )
     if name not in fields:
@@ -109,9 +137,7 @@ def create_segment(
     fields = check_fields(fields)
     max_length = check_max_length(fields, max_length)
     number = remover_number(remover, fields)
-    if not isinstance(priority_per, str) or priority_per not in ("row", "step"):
-        raise ArgumentError(f"priority_per is 'row' or 'step', found {priority_per!r}")
-    per_step = priority_per == "step"
+    per_step = check_choice("priority_per", priority_per, ("row", "step")) == "step"
     if per_step and remover == "lowest_priority":
         raise ArgumentError("with priority_per='step' rows have no priorities; remover='lowest_priority' needs them")
     specs = [
@@ -137,8 +163,8 @@ def create_segment(
         ("max_age_s", max_age_s),
         ("max_rows", max_rows),
     ):
-        if limit is not None and not limit > 0:
-            raise ArgumentError(f"{what} must be above zero, found {limit} (leave it out for no limit)")
+        if limit is not None and (not is_real(limit) or not limit > 0):
+            raise ArgumentError(f"{what} must be above zero, found {shown(limit)} (leave it out for no limit)")
     age_ns = 0 if max_age_s is None else nanoseconds("max_age_s", max_age_s)
     try:
         return _native.Store.create(
@@ -150,8 +176,8 @@ def create_segment(
             whole_number("max_times_sampled", max_times_sampled or 0, 2**32 - 1),
             age_ns,
             whole_number("priority_fraction_bits", priority_fraction_bits, 32),
-            "/" in name if persist is None else persist,
-            reserve,
+            "/" in name if persist is None else check_flag("persist", persist),
+            check_flag("reserve", reserve),
             timeout(timeout_s),
             trust,
             per_step,
@@ -225,7 +251,7 @@ def check_schema(name: str, wanted: Mapping[str, Field], max_length: int | None,
             f"fields are those it was created with: for others create a new one, and insert the rows that `fetch` gets "
             f"from it"
         )
-    if max_length is not None and max_length != longest:
+    if max_length is not None and check_whole("max_length", max_length) != longest:
         raise IncompatibleStoreError(
             f"the store {name!r} has rows of at most {longest} steps, asked for max_length={max_length}"
         )

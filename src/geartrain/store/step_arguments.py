@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.core.dtypes import DTYPES, as_raw
+from geartrain.core.arguments import shown
+from geartrain.core.dtypes import DTYPES, as_dtype, as_raw, torch_dtype
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, FieldError, SchemaError
 
@@ -38,7 +39,7 @@ class StepArguments:
         elif name == "final_observation":
             given[name] = self._final(given)
         elif name == "values" and not isinstance(given["values"], Mapping):
-            raise ArgumentError(f"a step's values are a dict of arrays by field, found {given['values']!r}")
+            raise ArgumentError(f"a step's values are a dict of arrays by field, found {shown(given['values'])}")
         elif name == "values" or (name in self._values and name not in given["values"]):
             missing, unknown = set(self._values) - set(given["values"]), set(given["values"]) - set(self._values)
             raise FieldError(
@@ -65,23 +66,39 @@ class StepArguments:
         field = self._fields[name]
         if hasattr(value, "detach"):
             value = value.detach().cpu()
-            value = value.numpy() if DTYPES[field.dtype].numpy_name is not None else as_raw(value, DTYPES[field.dtype])
+            value = value.numpy() if DTYPES[field.dtype].numpy_name is not None else self._raw(name, value)
         array = _as_array(name, value)
         shape = (self._n_envs, *field.shape)
         if array.shape != shape and not (self._n_envs == 1 and array.shape == field.shape):
             raise SchemaError(
                 f"{name!r} of {self._n_envs} environments has shape {array.shape}; the store takes {shape}"
+                f"{f' or {field.shape}' if self._n_envs == 1 else ''}"
             )
-        if DTYPES[field.dtype].numpy_name is None and array.dtype.itemsize == field.itemsize:
+        if DTYPES[field.dtype].numpy_name is None and (
+            array.dtype == f"uint{8 * field.itemsize}" or array.dtype.name == field.dtype
+        ):
             return np.ascontiguousarray(array).view(f"uint{8 * field.itemsize}")
         wanted = field.numpy_dtype
         number = not isinstance(value, np.ndarray | np.generic)  # Python numbers take the field's dtype, if they fit
-        if array.dtype == object or not (number or np.can_cast(array.dtype, wanted, "same_kind")):
+        if array.dtype.kind in "SUOMm":
+            raise SchemaError(f"{name!r} holds {field.dtype}, found {array.dtype}, which is no number: {shown(value)}")
+        is_complex = array.dtype.kind == "c" and wanted.kind != "c"  # whose imaginary part would be lost
+        if is_complex or not (number or np.can_cast(array.dtype, wanted, "same_kind")):
             raise SchemaError(f"{name!r} holds {field.dtype}, found {array.dtype}, which is of another kind")
         made = np.ascontiguousarray(array, wanted)
         if number and not np.array_equal(made, array, equal_nan=array.dtype.kind == "f") and wanted.kind != "f":
-            raise SchemaError(f"{name!r} holds {field.dtype}, in which {value!r} has no place")
+            raise SchemaError(f"{name!r} holds {field.dtype}, in which {shown(value)} has no place")
         return made if DTYPES[field.dtype].numpy_name is not None else as_raw(made, DTYPES[field.dtype])
+
+    def _raw(self, name: str, value: Any) -> Any:
+        """A tensor of a type that NumPy lacks as integers; other floats are converted to it first."""
+        dtype = DTYPES[self._fields[name].dtype]
+        found = as_dtype(value.dtype)
+        if found is not dtype:
+            if not value.dtype.is_floating_point or not torch_dtype(dtype).is_floating_point:
+                raise SchemaError(f"{name!r} holds {dtype.name}, found {found.name}, which is of another kind")
+            value = value.to(torch_dtype(dtype))
+        return as_raw(value, dtype).numpy().view(f"uint{8 * dtype.itemsize}")
 
     def _flat(self, observation: Any) -> dict[str, Any]:
         """An observation by field."""
@@ -135,7 +152,7 @@ class StepArguments:
 def _as_array(name: str, value: Any) -> NDArray[Any]:
     try:
         return np.asarray(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of another device, or sparse
         raise SchemaError(f"{name!r} is no array: {error}") from None
 
 

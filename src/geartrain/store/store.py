@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import geartrain._native as _native
 import geartrain.store.anonymous as anonymous
-from geartrain.core.arguments import timeout
+from geartrain.core.arguments import check_choice, check_flag, timeout
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import Trust, check_trust
 from geartrain.errors import (
@@ -29,6 +29,7 @@ from geartrain.store.segment import (
     JournalFull,
     PriorityPer,
     Remover,
+    check_name,
     check_schema,
     create_segment,
     remove_journaled,
@@ -166,15 +167,16 @@ class Store(JournaledStore):
             if fields is not None:
                 raise ArgumentError("the fields were given twice; a store is created by (name, fields) or (fields)")
             name, fields = None, name
+        timeout(timeout_s)
         wanted = journal_asked_for(journal, journal_sync_s, journal_full)
         if fields is None:
             raise ArgumentError("give the fields of the store: a mapping of names to geartrain.Field")
         if name is None:
-            if persist:
+            if persist is not None and check_flag("persist", persist):
                 raise ArgumentError("persist=True needs a name: a store without one is removed with its last process")
             name = anonymous.new_name()
         else:
-            name = os.fspath(name)
+            name = check_name(name)
             if anonymous.is_anonymous(name):
                 raise ArgumentError(f"names that begin with {anonymous.PREFIX!r} are those of stores without a name")
         native = create_segment(
@@ -245,9 +247,9 @@ class Store(JournaledStore):
         """
         if isinstance(name, Mapping):
             raise ArgumentError("Store.open needs the name of a store; Store.create(fields, ...) makes one without")
-        name = os.fspath(name)
-        if create not in ("never", "missing", "replace"):
-            raise ArgumentError(f"create is 'never', 'missing' or 'replace', found {create!r}")
+        name = check_name(name)
+        check_choice("create", create, ("never", "missing", "replace"))
+        adopt = check_flag("adopt", adopt)
         if create != "never" and fields is None:
             raise ArgumentError(f"create={create!r} needs the fields of the store to create")
         if create == "never" and options:
@@ -294,7 +296,7 @@ class Store(JournaledStore):
 
         It may be saved: what was committed when `save` began, but for rows that are gone when it comes to them.
         """
-        name = os.fspath(name)
+        name = check_name(name)
         store = cls(_native.Store.attach(name, False, True, 1.0, check_trust(trust)), name, trust)
         store._peeks = True
         return store
@@ -336,8 +338,9 @@ class Store(JournaledStore):
         """
         from geartrain.store.checkpoint_reader import Checkpoint, read_newest
 
-        if create not in ("missing", "replace"):
-            raise ArgumentError(f"create is 'missing' or 'replace', found {create!r}")
+        check_choice("create", create, ("missing", "replace"))
+        check_flag("progress", progress)
+        name = check_name(name)
         if not isinstance(directory, Checkpoint):
             given: dict[str, Any] = {
                 "create": create,
@@ -354,9 +357,9 @@ class Store(JournaledStore):
         wanted = journal_asked_for(journal, journal_sync_s, journal_full)
         trust = check_trust(options.get("trust", "user"))
         if create == "replace":
-            remove_unused(os.fspath(name), trust)
+            remove_unused(name, trust)
         elif wanted is not None:
-            remove_journaled(os.fspath(name), wanted.path, trust)
+            remove_journaled(name, wanted.path, trust)
         limits = {key: value for key, value in found.options.items() if key != "persist"}
         store = cls.create(name, found.fields, max_length=found.max_length, **{**limits, **options})
         try:
@@ -403,7 +406,8 @@ class Store(JournaledStore):
 
         Cost: the bytes of new rows, 56 bytes for each row of the capacity, and a flush; memory for a chunk of 64 MB.
         """
-        if base is not None and not incremental:
+        check_flag("progress", progress)
+        if not check_flag("incremental", incremental) and base is not None:
             raise CheckpointError("a save that is not incremental takes no base")
         from geartrain.store.checkpoint_writer import save
 

@@ -8,17 +8,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from geartrain.core.arguments import check_real, check_whole, default_threads
+from geartrain.core.arguments import check_function, check_real, check_whole, default_threads, shown
 from geartrain.core.keys import Keys, check_keys
 from geartrain.errors import ArgumentError, SchemaError
 from geartrain.store.agents import AgentRecorder
-from geartrain.store.columns import as_column
+from geartrain.store.columns import as_column, check_priority, check_version
 from geartrain.store.handle import OPEN, StoreHandle
 from geartrain.store.insert import CASTINGS, Casting, insert_rows
 from geartrain.store.priorities import set_priorities
 from geartrain.store.recorder import StepRecorder
 from geartrain.store.rewrite import rewrite_rows
 from geartrain.store.row import Row, Rows
+
+_CASTINGS = frozenset(CASTINGS)
 
 
 class WritableStore(StoreHandle):
@@ -40,6 +42,8 @@ class WritableStore(StoreHandle):
         Raises:
             StoreFullError: every block is being written.
         """
+        if priority.__class__ is not float or version.__class__ is not int or not -1 <= version < 2**62:
+            priority, version = check_priority(priority), check_version(version)
         return Row(self.columns, self.native.allocate_one(), priority, version)
 
     def rows(self, n: int, *, priority: float = 1.0, version: int = 0) -> Rows:
@@ -48,7 +52,9 @@ class WritableStore(StoreHandle):
         All or nothing, also when the process is killed in the middle of the commit.
         """
         if not 1 <= check_whole("the number of rows", n) < 2**32:
-            raise ArgumentError(f"at least one row must be asked for, and fewer than 2**32, found {n}")
+            raise ArgumentError(f"at least one row must be asked for, and fewer than 2**32, found {shown(n)}")
+        if priority.__class__ is not float or version.__class__ is not int or not -1 <= version < 2**62:
+            priority, version = check_priority(priority), check_version(version)
         return Rows(self.columns, self.native.allocate(n), priority, version)
 
     def insert(
@@ -81,10 +87,13 @@ class WritableStore(StoreHandle):
         fields' dtypes in C order, without lengths, priorities or versions; about ten otherwise. More than 1024 rows (or
         half the store's) go in pieces of so many, each all or nothing.
         """
-        if lengths is None and priorities is None and versions is None and casting in CASTINGS:
-            raw = self.columns.inserter.insert(fields, 0 if threads is None else default_threads(threads))
-            if raw is not None:
-                return Keys.packed(raw, self.id)
+        try:
+            if lengths is None and priorities is None and versions is None and casting in _CASTINGS:
+                raw = self.columns.inserter.insert(fields, 0 if threads is None else default_threads(threads))
+                if raw is not None:
+                    return Keys.packed(raw, self.id)
+        except TypeError:  # no fields, or a casting that is no text, which are told below
+            pass
         return insert_rows(self.columns, fields, lengths, priorities, versions, default_threads(threads), casting)
 
     def recorder(
@@ -252,8 +261,7 @@ class WritableStore(StoreHandle):
         """
         if check_whole("the number of rows", n) < 1:
             raise ArgumentError(f"at least one row must be evicted, found {n}")
-        if not callable(by):
-            raise ArgumentError(f"the order is a function of keys, found {by!r}")
+        check_function("the order", by)
         keys = self.keys()
         keys = keys[self.status(keys)["state"] != OPEN]
         scores = as_column(by(keys), len(keys), np.float64, "scores of rows")

@@ -36,6 +36,7 @@ OPTIONAL = {
     "tfrecord (RLDS files)": ("tfrecord", "rlds"),
     "array_record (RLDS files)": ("array_record", "rlds"),
     "pyarrow (LeRobot datasets)": ("pyarrow", "lerobot"),
+    "av (videos of LeRobot datasets)": ("av", "lerobot"),
     "gymnasium, mujoco (demo)": ("mujoco", "demo"),
 }
 

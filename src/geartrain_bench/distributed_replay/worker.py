@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-import geartrain._native_testing as _native_testing
+import geartrain._native as _native
 import geartrain.selection as selection
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError
@@ -105,7 +105,7 @@ class Rank:
         for number, part in enumerate((chosen[:1], chosen[1:])):  # the first call warms up
             began_s = time.perf_counter()
             for some in part:
-                _native_testing.gather_floor(column, out, some, out.nbytes // rows, column.strides[0], False)
+                _native.gather_floor(column, out, some, out.nbytes // rows, column.strides[0], False)
             seconds[number] = time.perf_counter() - began_s
         return {"seconds": seconds[1]}
 

@@ -26,7 +26,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-import geartrain._native_testing as _native_testing
 import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
 from geartrain.core.schema import Field
@@ -423,7 +422,7 @@ class _TableBench:
             self._add(harness.time_row(case, system, "latency", "us", found[what], copy_s))
             overhead = [max(0.0, s - copy_s) for s in found[what]]
             self._add(harness.time_row(case, system, "overhead", "us", overhead, copy_s))
-        native = [_native_testing.time_single_inserts(store.name, n) / 1e9 for _ in range(25)]
+        native = [_native.time_single_inserts(store.name, n) / 1e9 for _ in range(25)]
         self._add(harness.time_row("one row, from C++, nothing copied", "geartrain", "overhead", "ns", native, copy_s))
         self.keys = store.keys()
 

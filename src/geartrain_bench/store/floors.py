@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import geartrain._native_testing as _native_testing
+import geartrain._native as _native
 import geartrain_bench.harness.timing as harness
 from geartrain.core.schema import Field
 from geartrain_bench.harness.timing import Lap, System
@@ -62,13 +62,13 @@ def in_parts(calls: int, parts: int, work: Callable[[int, int, int], None]) -> L
 
 def gather(column: NDArray[Any], out: NDArray[Any], rows: NDArray[np.uint32], stream: bool) -> None:
     """The floor of fetch for one field."""
-    _native_testing.gather_floor(column, out, rows, out.nbytes // max(1, len(rows)), column.strides[0], stream)
+    _native.gather_floor(column, out, rows, out.nbytes // max(1, len(rows)), column.strides[0], stream)
 
 
 def scatter(array: NDArray[Any], place: NDArray[Any], rows: NDArray[np.uint32], stream: bool) -> None:
     """The floor of insert for one field: the rows one after the other, as if blocks had no padding."""
     row_bytes = array.nbytes // len(array)
-    _native_testing.gather_floor(array, place, rows, row_bytes, row_bytes, stream)
+    _native.gather_floor(array, place, rows, row_bytes, row_bytes, stream)
 
 
 def aligned(shape: tuple[int, ...], field: Field) -> NDArray[Any]:

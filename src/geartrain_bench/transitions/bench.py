@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import geartrain._native_testing as _native_testing
+import geartrain._native as _native
 import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
 from geartrain.core.schema import Field
@@ -264,7 +264,7 @@ class _CaseBench:
             nonlocal at
             rows, at = drawn[at], (at + 1) % len(drawn)
             for source, out, size, step in parts:
-                _native_testing.gather_floor(source, out, rows, size, step, False)
+                _native.gather_floor(source, out, rows, size, step, False)
 
         return one
 
@@ -302,7 +302,7 @@ class _CaseBench:
 
         def one() -> None:
             for source, out, size in parts:
-                _native_testing.gather_floor(source, out, rows, size, size, False)
+                _native.gather_floor(source, out, rows, size, size, False)
 
         return one
 

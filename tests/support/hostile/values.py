@@ -3,6 +3,7 @@
 `doors` says how to make each call with arguments that it takes. `sweep` replaces each of them, and each parameter that
 is left out, by each value of `VALUES`: the call may take the value or refuse it by an error of geartrain's. Anything
 else is a defect: a TypeError of the native layer with its signatures, an OverflowError, a crash, a wait without an end.
+So is a value that is taken and means nothing, where `door` says what a parameter takes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,19 +35,86 @@ LONGEST = 6000
 
 Door = tuple[Callable[..., Any], dict[str, Any]]
 DOORS: dict[str, Callable[[Tools], Door]] = {}
+Takes = Callable[[Any], bool]
+TAKES: dict[str, dict[str, Takes]] = {}
+#: Longest that a refusal may take, in seconds on an idle machine.
+SOON_S = 5.0
 #: Built-in errors that a call documents beside geartrain's.
-DOCUMENTED = {"rpc.batch_stats": LookupError}
+DOCUMENTED = {"rpc.batch_stats": LookupError, "Rows[]": IndexError, "Keys[]": IndexError}
 
 
-def door(name: str) -> Callable[[Callable[[Tools], Door]], Callable[[Tools], Door]]:
-    """Registers how to make a call: what to call, and arguments by name that it takes."""
+def door(name: str, /, **takes: Takes) -> Callable[[Callable[[Tools], Door]], Callable[[Tools], Door]]:
+    """Registers how to make a call: what to call, and arguments by name that it takes.
+
+    Args:
+        takes: of some parameters, which values of `VALUES` they may take: all others must be refused. They may be
+            refused, too, for what else was given.
+    """
 
     def register(make: Callable[[Tools], Door]) -> Callable[[Tools], Door]:
         assert name not in DOORS, name
-        DOORS[name] = make
+        DOORS[name], TAKES[name] = make, takes
         return make
 
     return register
+
+
+def whole(least: int, most: int, *, none: bool = False) -> Takes:
+    """Whole numbers of a range; with `none` None as well."""
+
+    def is_whole(value: Any) -> bool:
+        if value is None:
+            return none
+        return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and least <= value <= most
+
+    return is_whole
+
+
+def number(least: float, *, above: bool = False, none: bool = False, most: float = 1.8e308) -> Takes:
+    """Finite real numbers of a range; with `none` None as well."""
+
+    def is_number(value: Any) -> bool:
+        if value is None:
+            return none
+        if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+            return False
+        value = value.item() if isinstance(value, np.generic) else value
+        if abs(value) > 10**308 or not math.isfinite(value) or value > most:
+            return False
+        return bool(value > least if above else value >= least)
+
+    return is_number
+
+
+def flag(value: Any) -> bool:
+    """True and False."""
+    return isinstance(value, (bool, np.bool_))
+
+
+def choice(*texts: str | None) -> Takes:
+    """One of some texts."""
+    return lambda value: value is None or isinstance(value, str) if value in texts else False
+
+
+def one_or_array(of_one: Takes, n: int) -> Takes:
+    """One value for all of n, or an array of so many; None for the default."""
+
+    def fits(value: Any) -> bool:
+        if value is None or (isinstance(value, np.ndarray) and value.dtype.kind in "iuf" and value.shape in ((), (n,))):
+            return True
+        return of_one(value)
+
+    return fits
+
+
+def path(value: Any) -> bool:
+    """What may be the name of a file."""
+    return isinstance(value, (str, Path)) and 0 < len(str(value)) < 256 and "\0" not in str(value)
+
+
+def nothing(value: Any) -> bool:
+    """No value of `VALUES`."""
+    return False
 
 
 def parameters(call: Callable[..., Any], given: dict[str, Any]) -> Iterator[str]:
@@ -58,21 +127,29 @@ def parameters(call: Callable[..., Any], given: dict[str, Any]) -> Iterator[str]
 def sweep(tools: Tools, name: str) -> list[str]:
     """Every parameter of a call with every value; returns what was found wrong."""
     call, given = DOORS[name](tools)
-    found = []
+    found, takes = [], TAKES[name]
+    unknown = set(takes) - set(parameters(call, given))
+    assert not unknown, f"{name} has no {unknown}"
+    refusals = (GeartrainError, DOCUMENTED.get(name, GeartrainError))
     for parameter in parameters(call, given):
         for value in VALUES:
+            began_s = time.monotonic()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                wrong = attempt(
-                    call, {**given, parameter: value}, (GeartrainError, DOCUMENTED.get(name, GeartrainError))
-                )
+                taken, wrong = attempt(call, {**given, parameter: value}, refusals)
+            if taken and parameter in takes and not takes[parameter](value):
+                wrong = "is taken, and means nothing"
+            if (took_s := time.monotonic() - began_s) > tools.patience(SOON_S):
+                wrong = f"{wrong or 'is told'} after {took_s:.1f} s"
             if wrong is not None:
                 found.append(f"{name}({parameter}={_shown(value)}): {wrong}")
     return found
 
 
-def attempt(call: Callable[..., Any], arguments: dict[str, Any], refusals: tuple[type[Exception], ...]) -> str | None:
-    """Makes the call and ends what it returns; says what is wrong with an error that is raised."""
+def attempt(
+    call: Callable[..., Any], arguments: dict[str, Any], refusals: tuple[type[Exception], ...]
+) -> tuple[bool, str | None]:
+    """Makes the call and ends what it returns: whether it took its arguments, and what is wrong with an error."""
     try:
         made = call(**arguments)
         for end in ("close", "stop"):
@@ -81,10 +158,10 @@ def attempt(call: Callable[..., Any], arguments: dict[str, Any], refusals: tuple
                     getattr(made, end)()
                 break
     except refusals as refused:
-        return f"a message of {len(str(refused))} characters" if len(str(refused)) > LONGEST else None
+        return False, f"a message of {len(str(refused))} characters" if len(str(refused)) > LONGEST else None
     except Exception as error:
-        return f"{type(error).__name__}: {str(error)[:160]!r}"
-    return None
+        return False, f"{type(error).__name__}: {str(error)[:160]!r}"
+    return True, None
 
 
 def _shown(value: Any) -> str:

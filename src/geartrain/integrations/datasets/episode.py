@@ -15,7 +15,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import importlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
@@ -33,20 +33,56 @@ FieldChoice = Mapping[str, str] | Sequence[str] | str | None
 SLICE_BYTES = 16 << 20
 
 
+class DeferredSteps(abc.ABC):
+    """Steps of a field that are made where they are wanted, such as frames that are decoded into a row.
+
+    Attributes:
+        shape: (T, ...).
+        dtype: of what is made.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @abc.abstractmethod
+    def read_into(self, out: Array, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Makes them in an array of this shape, converted to its dtype. By any thread, several of them at once.
+
+        Args:
+            out: where to.
+            stopped: whether nobody wants them any more; asked from time to time, and then it may return early.
+
+        Raises:
+            SourceError: they cannot be made.
+        """
+
+    @abc.abstractmethod
+    def first(self, length: int) -> DeferredSteps:
+        """The first steps alone."""
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        made = np.empty(self.shape, self.dtype)
+        self.read_into(made)
+        return made if dtype is None else made.astype(dtype, copy=False)
+
+
 @dataclass(frozen=True)
 class Episode:
     """One episode (trajectory), for one row.
 
     Attributes:
         name: for error messages, precise enough to find it in the files.
-        timed: arrays of shape (T, ...), all of the same T.
+        timed: arrays of shape (T, ...), all of the same T, or `DeferredSteps`.
         untimed: values once a row, such as `final_obs`.
         follows: untimed name -> the timed name whose next step it is, so that `cut` can replace it by
             the step after the cut.
     """
 
     name: str
-    timed: Mapping[str, Array]
+    timed: Mapping[str, Array | DeferredSteps]
     untimed: Mapping[str, Array] = field(default_factory=dict)
     follows: Mapping[str, str] = field(default_factory=dict)
 
@@ -68,8 +104,11 @@ class Episode:
                     f"{self.name}: truncating it to {length} steps needs {name!r} of the step after "
                     f"them; import {timed!r} too, or leave {name!r} out"
                 )
-            untimed[name] = self.timed[timed][length]
-        timed_cut = {name: array[:length] for name, array in self.timed.items()}
+            untimed[name] = np.asarray(self.timed[timed])[length]
+        timed_cut = {
+            name: steps.first(length) if isinstance(steps, DeferredSteps) else steps[:length]
+            for name, steps in self.timed.items()
+        }
         return replace(self, timed=timed_cut, untimed=untimed)
 
 
@@ -86,10 +125,14 @@ class Source(abc.ABC):
 
     name: str
     episodes: int | None = None  # from metadata, or after `extent()`; None before
+    threads: int = 1  # that make deferred steps
 
     @abc.abstractmethod
     def __iter__(self) -> Iterator[Episode]:
         """Every episode in the source's own order, one at a time."""
+
+    def release(self) -> None:  # noqa: B027
+        """Closes what deferred steps have opened; it is opened again where more are made."""
 
     def extent(self) -> Extent:
         """Episodes and longest length; from metadata where there is some, here by reading it all."""

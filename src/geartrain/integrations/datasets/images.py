@@ -1,4 +1,4 @@
-"""Decoding of images (PNG, JPEG), by Pillow.
+"""Decoding of images (PNG, JPEG), by Pillow, and the form in which images and frames of videos are stored.
 
 Both RLDS and LeRobot keep images as compressed bytes inside their tables. PNG decodes to the bytes
 that were written. JPEG decoders differ by a grey level here and there, so a pixel can differ by one
@@ -8,13 +8,74 @@ from what TensorFlow's decoder gives for the same file.
 from __future__ import annotations
 
 import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from geartrain.errors import ArgumentError
 from geartrain.integrations.datasets.episode import Array, require
 
+_MOST_EDGE = 1 << 14
 
-def decode_image(data: bytes, channels: int | None, dtype: str, extra: str) -> Array:
+
+@dataclass(frozen=True)
+class ImageForm:
+    """How images are stored.
+
+    Attributes:
+        size: (height, width) that they are resized to, or None.
+        channels_first: whether as (channels, height, width).
+    """
+
+    size: tuple[int, int] | None = None
+    channels_first: bool = False
+
+    @classmethod
+    def of(cls, size: int | str | Sequence[int] | None, layout: str) -> ImageForm:
+        """The form that options ask for.
+
+        Args:
+            size: (height, width), the text "height x width" such as "240x320", or one number for both.
+            layout: "hwc" or "chw".
+
+        Raises:
+            ArgumentError: something else.
+        """
+        if layout not in ("hwc", "chw"):
+            raise ArgumentError(f"the option image_layout is 'hwc' or 'chw', found {layout!r}")
+        edges: Any = size
+        if isinstance(size, str):
+            edges = [int(edge) for edge in size.split("x")] if re.fullmatch(r"[0-9]{1,9}(x[0-9]{1,9})?", size) else ()
+        elif isinstance(size, int | np.integer) and not isinstance(size, bool):
+            edges = (size,)
+        if edges is None:
+            return cls(None, layout == "chw")
+        try:
+            edges = tuple(edges) * (2 if len(edges) == 1 else 1)
+            height, width = (int(edge) for edge in edges if edge == int(edge) and 1 <= edge <= _MOST_EDGE)
+        except (TypeError, ValueError):
+            raise ArgumentError(
+                f"the option image_size is height and width, such as (240, 320) or '240x320', each from 1 to "
+                f"{_MOST_EDGE:,}, or one number for both; found {size!r}"
+            ) from None
+        return cls((height, width), layout == "chw")
+
+    def shape(self, picture: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Shape of what is stored of a picture of shape (height, width, channels)."""
+        height, width = self.size or picture[:2]
+        return (picture[2], height, width) if self.channels_first else (height, width, picture[2])
+
+    def put(self, pixels: Array, out: Array) -> None:
+        """Copies pixels (height, width, channels), which have the size already, to where they are stored."""
+        np.copyto(out, pixels.transpose(2, 0, 1) if self.channels_first else pixels, casting="unsafe")
+
+
+def decode_image(
+    data: bytes, channels: int | None, dtype: str, extra: str, size: tuple[int, int] | None = None
+) -> Array:
     """One image as (height, width, channels), or (height, width) where `channels` is None.
 
     Args:
@@ -23,6 +84,7 @@ def decode_image(data: bytes, channels: int | None, dtype: str, extra: str) -> A
         dtype: uint8, uint16 (one channel), or float32, which TFDS writes as the four bytes of an RGBA
             pixel.
         extra: the optional dependency that brings Pillow, for the message when it is missing.
+        size: (height, width) that an image of uint8 is resized to.
 
     Raises:
         ValueError: the bytes are not an image, or not one of that kind.
@@ -47,5 +109,10 @@ def decode_image(data: bytes, channels: int | None, dtype: str, extra: str) -> A
     mode = {None: "L", 1: "L", 3: "RGB", 4: "RGBA"}.get(channels)
     if dtype != "uint8" or mode is None:
         raise ValueError(f"an image of {channels} channels of {dtype} is not read")
-    decoded: Array = np.asarray(image if image.mode == mode else image.convert(mode))
+    if image.mode.startswith(("I", "F")):
+        raise ValueError(f"an image of mode {image.mode} has more than 8 bits a value")
+    image = image if image.mode == mode else image.convert(mode)
+    if size is not None and image.size != size[::-1]:
+        image = image.resize(size[::-1], image_module.Resampling.BILINEAR)
+    decoded: Array = np.asarray(image)
     return decoded[..., None] if channels == 1 else decoded

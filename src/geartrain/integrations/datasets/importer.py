@@ -1,12 +1,14 @@
 """Dataset import: `import_dataset` into a new store, `ingest` into an existing one.
 
 Every episode is checked against the store's schema before a byte of it is written, and then copied
-once, into a row of shared memory. One episode is in memory at a time. An episode that does not fit is an
-error that names the episode, the field, what was found and what would fit.
+once, into a row of shared memory. One episode is in memory at a time; frames of videos are decoded into
+the rows, of several episodes at once. An episode that does not fit is an error that names the episode, the
+field, what was found and what would fit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import time
@@ -23,7 +25,8 @@ from geartrain.core.progress import Progress
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, SourceError, StoreExistsError, StoreMissingError
 from geartrain.integrations.datasets.arguments import casts_of, checked_options
-from geartrain.integrations.datasets.episode import Array, Episode, FieldChoice, Source, reading
+from geartrain.integrations.datasets.episode import Array, DeferredSteps, Episode, FieldChoice, Source, reading
+from geartrain.integrations.datasets.row_filling import RowFiller
 from geartrain.store.store import Store
 
 _log = logging.getLogger(__name__)
@@ -53,6 +56,7 @@ class ImportReport:
         too_long: episodes left out (`on_too_long="skip"`) or cut ("truncate").
         empty: episodes of no steps, which a store has no row for; always left out.
         elapsed_s: wall-clock time.
+        frames: of videos, decoded into rows.
     """
 
     episodes: int
@@ -61,6 +65,7 @@ class ImportReport:
     too_long: int
     empty: int
     elapsed_s: float
+    frames: int = 0
 
     def __str__(self) -> str:
         rate = self.nbytes / 1e6 / max(self.elapsed_s, 1e-9)
@@ -68,6 +73,8 @@ class ImportReport:
             f"{self.episodes:,} episodes, {self.steps:,} steps, {self.nbytes / 1e6:,.1f} MB "
             f"in {self.elapsed_s:.1f} s ({rate:,.0f} MB/s)"
         )
+        if self.frames:
+            text += f"; {self.frames:,} frames of videos ({self.frames / max(self.elapsed_s, 1e-9):,.0f}/s)"
         if self.too_long:
             text += f"; {self.too_long:,} were too long"
         if self.empty:
@@ -106,7 +113,7 @@ def import_dataset(
         on_too_long: what to do with an episode longer than `max_length`: "error", "truncate" (keep its
             first steps) or "skip".
         cast: dtypes to convert on the way, such as {"float64": "float32"} or "float64=float32".
-        skip_unsupported: leave out fields that no store can hold (text, video) instead of refusing.
+        skip_unsupported: leave out fields that no store can hold (text, depth maps) instead of refusing.
         persist: keep the store after the last process has closed it. By default for files only.
         progress: a bar, or lines, on stderr. Without it, episodes that were left out or cut are counted in a
             warning of the log.
@@ -179,7 +186,12 @@ def ingest(
     room = limit - len(store)
     steps = too_long = empty = 0
     started = time.monotonic()
-    with Progress(source.name, source.episodes, enabled=progress) as bar:
+    with (
+        Progress(source.name, source.episodes, enabled=progress) as bar,
+        contextlib.ExitStack() as opened,
+    ):
+        opened.callback(source.release)
+        rows = opened.enter_context(RowFiller(store, source.threads, bar.advance))
         for episode in source:
             if episode.length == 0:
                 empty += 1
@@ -191,15 +203,17 @@ def ingest(
                     continue
                 if on_too_long == "truncate":
                     fitting = episode.cut(store.max_length)
-            if bar.done == room:
+            if rows.rows == room:
                 raise SourceError(
                     f"{source.name}: {episode.name}: the store is full ({limit:,} rows): a "
                     f"larger one is needed, or fewer episodes"
                 )
             _check(source.name, fitting, schema, store.max_length, casts)
-            bar.advance(_write(store, fitting))
+            rows.add(fitting)
             steps += fitting.length
-        report = ImportReport(bar.done, steps, bar.nbytes, too_long, empty, time.monotonic() - started)
+        rows.finish()
+        elapsed_s = time.monotonic() - started
+        report = ImportReport(bar.done, steps, bar.nbytes, too_long, empty, elapsed_s, rows.deferred)
     bar.say(f"{source.name}: {report}")
     if not progress and (report.too_long or report.empty):  # nothing is left out without a word
         _log.warning("%s: %s", source.name, report)
@@ -266,7 +280,7 @@ def _check(where: str, episode: Episode, schema: Mapping[str, Field], limit: int
             f"{here}: has {episode.length:,} steps, a row of the store holds {limit:,}. Import with "
             f"max_length={episode.length}, or with on_too_long='truncate' or 'skip'"
         )
-    found = {**episode.timed, **episode.untimed}
+    found: dict[str, Array | DeferredSteps] = {**episode.timed, **episode.untimed}
     if found.keys() != schema.keys():
         raise SourceError(
             f"{here}: has the fields {', '.join(sorted(found))}; the store has {', '.join(sorted(schema))}"
@@ -287,7 +301,7 @@ def _check(where: str, episode: Episode, schema: Mapping[str, Field], limit: int
         _check_dtype(here, name, array, field, casts)
 
 
-def _check_dtype(here: str, name: str, array: Array, field: Field, casts: Mapping[str, str]) -> None:
+def _check_dtype(here: str, name: str, array: Array | DeferredSteps, field: Field, casts: Mapping[str, str]) -> None:
     found = array.dtype.name
     if field.dtype in (found, casts.get(found)):
         return
@@ -299,22 +313,6 @@ def _check_dtype(here: str, name: str, array: Array, field: Field, casts: Mappin
         f"cannot take every value of it; convert on purpose with "
         f"cast='{found}={field.dtype}'"
     )
-
-
-def _write(store: Store, episode: Episode) -> int:
-    """Copies an episode into a row, once; returns the bytes written."""
-    length = episode.length
-    nbytes = 0
-    with store.row() as row:
-        for name, array in episode.timed.items():
-            block = row[name][:length]
-            np.copyto(block, array, casting="unsafe")  # _check_dtype has allowed the conversion
-            nbytes += block.nbytes
-        for name, array in episode.untimed.items():
-            row[name] = array
-            nbytes += array.nbytes
-        row.length = length
-    return nbytes
 
 
 def _check_absent(name: str) -> None:

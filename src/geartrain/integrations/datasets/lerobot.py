@@ -1,9 +1,9 @@
-"""Importer of LeRobotDataset folders (v3.0, v2.1, v2.0): the parquet columns.
+"""Importer of LeRobotDataset folders (v3.0, v2.1, v2.0): the parquet columns, images and videos.
 
     meta/info.json                              features, version, path templates
     meta/episodes/chunk-000/file-000.parquet    length of each episode (v2: meta/episodes.jsonl)
     data/chunk-000/file-000.parquet             one row per frame, many episodes in a file (v2: one)
-    videos/...                                  not read
+    videos/...                                  lerobot_video.py
 
 | stored | found |
 |---|---|
@@ -12,25 +12,28 @@
 | timestamp, task_index, next.success, ... | the same names |
 | index, episode_index, frame_index | only when `fields` names them: a row's place says as much |
 
-Camera frames kept in videos are refused, with the list of fields that can be imported instead; images
-kept inside the parquet files are decoded. A feature of shape [1] is stored as one number per step, as
-it is in the files. Other formats' older versions (v1) must be converted with lerobot first.
+Frames of videos are decoded into the rows, by several threads; images kept inside the parquet files are decoded as they
+are read. Both become bytes (height, width, channels), or what the options ask for. A feature of shape [1] is stored as
+one number per step, as it is in the files. Older versions of the format (v1) must be converted with lerobot first.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from geartrain.errors import SourceError
+from geartrain.core.arguments import whole_number
+from geartrain.errors import ArgumentError, SourceError
 from geartrain.integrations.datasets.arrow import column_values
 from geartrain.integrations.datasets.episode import (
     Array,
+    DeferredSteps,
     Episode,
     Extent,
     FieldChoice,
@@ -40,7 +43,15 @@ from geartrain.integrations.datasets.episode import (
     reading,
     require,
 )
-from geartrain.integrations.datasets.images import decode_image
+from geartrain.integrations.datasets.images import ImageForm, decode_image
+from geartrain.integrations.datasets.lerobot_video import (
+    VideoPlace,
+    columns_of_places,
+    is_depth,
+    picture_of,
+    why_no_video,
+)
+from geartrain.integrations.datasets.video_files import VideoClip, VideoReaders
 
 LOOKS_FOR = "a folder with meta/info.json that names a codebase_version"
 
@@ -48,6 +59,9 @@ LOOKS_FOR = "a folder with meta/info.json that names a codebase_version"
 _BATCH_BYTES = 1 << 20
 _PLACES = ("index", "episode_index", "frame_index")
 _READ_VERSIONS = ("v2.0", "v2.1", "v3.")
+_MOST_THREADS = 16
+# Where the columns have the steps' times for the videos; no field has this name.
+_TIMES = "/timestamp"
 
 
 def recognise(path: Path) -> bool:
@@ -58,12 +72,40 @@ def recognise(path: Path) -> bool:
 class LeRobotSource(Source):
     """Episodes of a LeRobotDataset folder, a batch of frames in memory at a time.
 
+    Args:
+        path: the folder.
+        fields, skip_unsupported: as of `import_dataset`.
+        image_size: (height, width) that images and frames of videos are resized to, as numbers or as "240x320"; one
+            number for both.
+        image_layout: "hwc" or "chw", the order of their axes.
+        tolerance_s: how far a frame of a video may be from its step's time, as in LeRobot.
+        threads: that decode videos; by default as many as processors, 16 at most.
+
     Raises:
-        SourceError: a version that is not read, a video column, or a file that is missing.
-        MissingDependencyError: pyarrow is not installed.
+        ArgumentError: an option of another value.
+        SourceError: a version that is not read, or a file that is missing.
+        MissingDependencyError: pyarrow, or for videos PyAV, is not installed.
     """
 
-    def __init__(self, path: str | Path, *, fields: FieldChoice = None, skip_unsupported: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        fields: FieldChoice = None,
+        skip_unsupported: bool = False,
+        image_size: int | str | Sequence[int] | None = None,
+        image_layout: str = "hwc",
+        tolerance_s: float | int = 1e-4,
+        threads: int | None = None,
+    ) -> None:
+        self._form = ImageForm.of(image_size, image_layout)
+        if not 0 < tolerance_s < 1e6:
+            raise ArgumentError(f"the option tolerance_s is above 0, in seconds; found {tolerance_s}")
+        if threads is None:
+            threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+        elif not 1 <= whole_number("the option threads", threads, 2**31) <= 1024:
+            raise ArgumentError(f"the option threads is from 1 to 1,024, found {threads}")
+        self.threads, self._tolerance_s = threads, tolerance_s
         self.name = str(path)
         self._root = Path(path)
         self._parquet = require("pyarrow.parquet", "lerobot", "Reading LeRobot datasets")
@@ -81,12 +123,25 @@ class LeRobotSource(Source):
             for feature in self._features.values():
                 if _why_not(feature) is None:
                     _nbytes(feature)
-            self._data_path = str(self._info["data_path"])
+            if not isinstance(self._info["data_path"], str):
+                raise TypeError(f"data_path is {self._info['data_path']!r}")
             self._chunks_size = int(self._info.get("chunks_size", 1000))
+            self._fps = float(self._info.get("fps") or 0)
         self._paths = {_stored_name(key): key for key in self._features}
         available = {name: _why_not(self._features[key]) for name, key in self._paths.items()}
         default = [name for name, key in self._paths.items() if key not in _PLACES]
         self._chosen = choose(self.name, fields, available, default, skip_unsupported)
+        self._videos = {
+            name: key
+            for name, found in self._chosen.items()
+            if self._features[key := self._paths[found]]["dtype"] == "video"
+        }
+        if self._videos:
+            require("av", "lerobot", "Importing videos")
+            if self._fps <= 0 or "timestamp" not in self._features or not self._info.get("video_path"):
+                raise SourceError(f"{about}: has videos, and lacks the feature timestamp, fps or video_path")
+        self._readers = VideoReaders(self.threads)
+        self._places: dict[tuple[int, str], VideoPlace] = {}  # by episode and feature
         self._lengths, self._files = self._v3() if version.startswith("v3.") else self._v2()
         self.episodes = len(self._lengths)
 
@@ -113,22 +168,42 @@ class LeRobotSource(Source):
         """From meta/episodes; no data is read."""
         return Extent(len(self._lengths), max(self._lengths.values(), default=0))
 
+    def release(self) -> None:
+        """Closes the videos."""
+        self._readers.close()
+
     def _episode(self, index: int, where: str, parts: list[dict[str, Array]]) -> Episode:
-        timed = {
-            stored: parts[0][stored] if len(parts) == 1 else np.concatenate([part[stored] for part in parts])
-            for stored in self._chosen
+        columns = {
+            column: parts[0][column] if len(parts) == 1 else np.concatenate([part[column] for part in parts])
+            for column in parts[0]
         }
-        episode = Episode(f"episode {index} ({where})", timed)
-        if episode.length != self._lengths.get(index):
+        name = f"episode {index} ({where})"
+        length = len(next(iter(columns.values())))
+        if length != self._lengths.get(index):
             raise SourceError(
-                f"{self.name}: {episode.name}: has {episode.length} frames in a row in the data "
+                f"{self.name}: {name}: has {length} frames in a row in the data "
                 f"files, meta promises {self._lengths.get(index, 'no such episode')}"
             )
-        return episode
+        timed: dict[str, Array | DeferredSteps] = {}
+        for stored, found in self._chosen.items():
+            timed[stored] = (
+                self._clip(index, name, found, columns[_TIMES]) if stored in self._videos else columns[stored]
+            )
+        return Episode(name, timed)
+
+    def _clip(self, index: int, episode: str, found: str, timestamps: Array) -> VideoClip:
+        """The frames of one camera."""
+        key = self._paths[found]
+        video = self._places[index, key]
+        place = f"{self.name}: {episode}: field {found!r}: {video.path.relative_to(self._root)}"
+        times = video.frame_times(timestamps, self._fps, self._tolerance_s, place)
+        picture = picture_of(self._features[key])
+        return VideoClip(self._readers, video.path, times, self._tolerance_s, picture, self._form, place)
 
     def _runs(self) -> Iterator[tuple[Path, int, dict[str, Array]]]:
         """Runs of frames of one episode: the file, the episode and the columns."""
-        keys = [self._paths[name] for name in self._chosen.values()]
+        keys = [self._paths[name] for stored, name in self._chosen.items() if stored not in self._videos]
+        keys += ["timestamp"] if self._videos else []
         rows = max(1, _BATCH_BYTES // max(1, sum(_nbytes(self._features[key]) for key in keys)))
         for file in self._files:
             with reading(f"{self.name}: {file}", "Parquet"):
@@ -165,7 +240,10 @@ class LeRobotSource(Source):
 
     def _columns(self, file: Path, episode: int, batch: Any) -> dict[str, Array]:
         columns = {}
-        for stored, name in self._chosen.items():
+        wanted = {stored: name for stored, name in self._chosen.items() if stored not in self._videos}
+        if self._videos:
+            wanted[_TIMES] = _stored_name("timestamp")
+        for stored, name in wanted.items():
             key = self._paths[name]
             feature = self._features[key]
             where = file.relative_to(self._root)
@@ -186,7 +264,8 @@ class LeRobotSource(Source):
             data = image.get("bytes")
             if data is None:  # not embedded: a file beside the tables
                 data = (self._root / str(image.get("path"))).read_bytes()
-            frames.append(decode_image(data, _channels(feature), "uint8", "lerobot"))
+            pixels = decode_image(data, picture_of(feature)[2], "uint8", "lerobot", self._form.size)
+            frames.append(pixels.transpose(2, 0, 1) if self._form.channels_first else pixels)
         return np.stack(frames)
 
     def _v3(self) -> tuple[dict[int, int], list[Path]]:
@@ -194,7 +273,8 @@ class LeRobotSource(Source):
         tables = sorted((self._root / "meta" / "episodes").glob("*/*.parquet"))
         if not tables:
             raise SourceError(f"{self.name}: no meta/episodes/chunk-000/file-000.parquet")
-        wanted = ["episode_index", "length", "data/chunk_index", "data/file_index"]
+        videos = sorted(set(self._videos.values()))
+        wanted = ["episode_index", "length", "data/chunk_index", "data/file_index", *columns_of_places(videos)]
         lengths: dict[int, int] = {}
         files: dict[tuple[int, int], None] = {}
         for table in tables:
@@ -202,7 +282,16 @@ class LeRobotSource(Source):
                 for row in self._parquet.read_table(table, columns=wanted, partitioning=None).to_pylist():
                     self._add_length(lengths, row)
                     files[int(row["data/chunk_index"]), int(row["data/file_index"])] = None
-        return lengths, [self._file(chunk_index=chunk, file_index=file) for chunk, file in sorted(files)]
+                    for key in videos:
+                        path = self._file(
+                            "video_path",
+                            video_key=key,
+                            chunk_index=count_of("chunk_index", row[f"videos/{key}/chunk_index"]),
+                            file_index=count_of("file_index", row[f"videos/{key}/file_index"]),
+                        )
+                        begin, end = (float(row[f"videos/{key}/{edge}_timestamp"]) for edge in ("from", "to"))
+                        self._places[row["episode_index"], key] = VideoPlace(path, begin, end)
+        return lengths, [self._file("data_path", chunk_index=chunk, file_index=file) for chunk, file in sorted(files)]
 
     def _add_length(self, lengths: dict[int, int], row: dict[str, Any]) -> None:
         index = count_of("episode_index", row["episode_index"])
@@ -218,13 +307,17 @@ class LeRobotSource(Source):
             for line in path.read_text().splitlines():
                 if line.strip():
                     self._add_length(lengths, json.loads(line))
-        return lengths, [
-            self._file(episode_chunk=index // self._chunks_size, episode_index=index) for index in sorted(lengths)
-        ]
+        files = []
+        for index in sorted(lengths):
+            place: dict[str, Any] = {"episode_chunk": index // self._chunks_size, "episode_index": index}
+            files.append(self._file("data_path", **place))
+            for key in self._videos.values():
+                self._places[index, key] = VideoPlace(self._file("video_path", video_key=key, **place))
+        return lengths, files
 
-    def _file(self, **numbers: int) -> Path:
-        with reading(f"{self.name}: meta/info.json: data_path", f"a template of {' and '.join(numbers)}"):
-            relative = self._data_path.format(**numbers)
+    def _file(self, template: str, **parts: int | str) -> Path:
+        with reading(f"{self.name}: meta/info.json: {template}", f"a template of {' and '.join(parts)}"):
+            relative = str(self._info[template]).format(**parts)
         path = self._root / relative
         if not path.is_file():
             raise SourceError(f"{self.name}: {relative} is missing, meta/ speaks of it")
@@ -240,24 +333,18 @@ def _stored_name(key: str) -> str:
 def _why_not(feature: dict[str, Any]) -> str | None:
     dtype = str(feature.get("dtype"))
     if dtype == "video":
-        return "video: frames in mp4 files are not imported"
+        return why_no_video(feature)
+    if dtype == "image" and is_depth(feature):
+        return "image of a depth map, whose values of 16 bits are not imported"
     if dtype in ("image", "bool") or dtype.startswith(("float", "int", "uint")):
         return None
     return f"dtype {dtype}"
 
 
-def _channels(feature: dict[str, Any]) -> int:
-    """Channels of an image feature, whose axes may stand in either order."""
-    shape = [int(n) for n in feature["shape"]]
-    names = [str(name) for name in feature.get("names") or ()]
-    first = "channel" in names[0] if names else shape[0] in (1, 3, 4) and shape[-1] not in (1, 3, 4)
-    return shape[0] if first else shape[-1]
-
-
 def _nbytes(feature: dict[str, Any]) -> int:
     """Bytes of one frame's value, about."""
     dtype = str(feature["dtype"])
-    size = 1 if dtype in ("image", "bool") else np.dtype(dtype).itemsize
+    size = 1 if dtype in ("image", "video", "bool") else np.dtype(dtype).itemsize
     for axis in feature.get("shape") or ():
         size *= int(axis)
     return size

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from geartrain.core.arguments import schema_difference
-from geartrain.core.schema import Field
+from geartrain.core.schema import Field, schema_difference
 from geartrain.errors import CheckpointError, RanksDisagreeError
 from geartrain.replay.distributed.checkpoint_steps import Steps, scan_steps
 from geartrain.replay.distributed.restore import SHARED_LIMITS, LoadOptions

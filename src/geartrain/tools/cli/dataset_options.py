@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +18,7 @@ Quiet = Annotated[bool, typer.Option(help="No progress bar.")]
 
 
 def key_values(pairs: list[str]) -> dict[str, Any]:
-    """Options of a format, from key=value: whole numbers and true or false as such, the rest as text."""
+    """Options of a format, from key=value: numbers and true or false as such, the rest as text."""
     values: dict[str, Any] = {}
     for pair in pairs:
         key, found, value = pair.partition("=")
@@ -25,6 +26,13 @@ def key_values(pairs: list[str]) -> dict[str, Any]:
             raise ArgumentError(f"--option takes key=value, found {pair!r}")
         if key in values:
             raise ArgumentError(f"--option {key} is given twice")
-        whole = value.isascii() and value.isdigit()
-        values[key] = {"true": True, "false": False}.get(value, int(value) if whole else value)
+        values[key] = _value(value)
     return values
+
+
+def _value(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    if re.fullmatch(r"[0-9]{1,18}", text):
+        return int(text)
+    return float(text) if re.fullmatch(r"[0-9]{1,18}(\.[0-9]{1,18})?(e-?[0-9]{1,3})?", text) else text

@@ -28,17 +28,20 @@ def import_(
     max_length: Annotated[int | None, typer.Option(min=1, help="Steps of the longest row; found by default.")] = None,
     on_too_long: Annotated[str, typer.Option(help="error, truncate or skip episodes longer than that.")] = "error",
     skip_unsupported: Annotated[
-        bool, typer.Option(help="Leave out text and video fields instead of refusing.")
+        bool, typer.Option(help="Leave out fields that no store can hold, such as text, instead of refusing.")
     ] = False,
     option: FormatOptions = None,
     quiet: Quiet = False,
 ) -> None:
     """Import a dataset, an episode a row.
 
-    Reads Minari datasets, D4RL-layout HDF5, RLDS/TFDS files (TFRecord, ArrayRecord), LeRobot v3 datasets and
-    .npz files of arrays, each without the framework that wrote it. The store is complete or absent.
+    Reads Minari datasets, D4RL-layout HDF5, RLDS/TFDS files (TFRecord, ArrayRecord), LeRobot v3 and v2 datasets with
+    their videos, Parquet and .npz files of arrays, each without the framework that wrote it. The store is complete or
+    absent.
 
     Example: geartrain import ~/datasets/hopper.hdf5 --into ./hopper.gt --cast float64=float32
+
+    Example: geartrain import ~/datasets/aloha --into ./aloha.gt --option image_size=240x320
     """
     from geartrain.integrations import import_dataset
 

@@ -162,14 +162,14 @@ class Switch:
 
 def main(arguments: Sequence[Any]) -> None:
     """Main function of the child."""
-    import geartrain._native_testing as _native_testing
+    import geartrain._native as _native
 
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
     ports, rates, sites, delay_s, loss, queue_s, burst_bytes, seed = arguments
     for port in ports:
         os.set_blocking(port, False)
-    _native_testing.run_switch(ports, rates, sites, delay_s, loss, queue_s, burst_bytes, seed, 0, 1)
+    _native.run_switch(ports, rates, sites, delay_s, loss, queue_s, burst_bytes, seed, 0, 1)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-// Python module geartrain._native_testing: lower bounds that benchmarks cannot time from Python, and the
-// network switch of emulated hosts. geartrain itself never imports it; it shares no object with geartrain._native.
+// Bindings of what only benchmarks and tests use: lower bounds that cannot be timed from Python, and the network switch
+// of emulated hosts.
 
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -50,10 +50,7 @@ void forward(const std::vector<int>& ports, const std::vector<double>& rates, co
 
 }  // namespace
 
-NB_MODULE(_native_testing, module) {
-  module.doc() = "Parts of geartrain's benchmarks and tests that are native.";
-  nb::set_leak_warnings(false);
-  register_errors();
+void bind_testing(nb::module_& module) {
   module.def("gather_floor", &gather_floor);
   module.def("time_single_inserts", &time_single_inserts);
   module.def("run_switch", &forward);

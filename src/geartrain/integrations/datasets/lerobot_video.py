@@ -1,0 +1,106 @@
+"""Where the frames of a LeRobot dataset's video features are, and when.
+
+    videos/observation.images.top/chunk-000/file-000.mp4              v3: many episodes behind each other
+    videos/chunk-000/observation.images.top/episode_000000.mp4        v2: one
+
+meta/episodes of v3 has, for each camera of an episode, its file and the time in it where the episode begins and ends. A
+step's frame is the one nearest to its `timestamp` after that beginning, and no further from it than the tolerance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from geartrain.errors import SourceError
+from geartrain.integrations.datasets.episode import Array
+
+
+@dataclass(frozen=True)
+class VideoPlace:
+    """Part of a video file that is one episode of one camera.
+
+    Attributes:
+        path: the file.
+        start_s: where it begins in the file, in seconds.
+        end_s: where it ends, or None where that is the file's end.
+    """
+
+    path: Path
+    start_s: float = 0.0
+    end_s: float | None = None
+
+    def frame_times(self, timestamps: Array, fps: float, tolerance_s: float, place: str) -> Array:
+        """Times of an episode's frames in the file, (T,) in seconds.
+
+        Args:
+            timestamps: (T,) of the steps, in seconds from the episode's beginning.
+            fps: frames a second, of the dataset.
+            tolerance_s: of frames.
+            place: for messages.
+
+        Raises:
+            SourceError: they are not in order, or not all in this part.
+        """
+        times: Array = self.start_s + timestamps.astype(np.float64)
+        ordered = np.isfinite(times)
+        ordered[1:] &= np.diff(times) >= 0
+        if not ordered.all():
+            step = int(np.argmin(ordered))
+            raise SourceError(
+                f"{place}: step {step} has the timestamp {timestamps[step]!s}, expected none before that of the step "
+                f"in front of it"
+            )
+        end_s = np.inf if self.end_s is None else self.end_s
+        inside = (times > self.start_s - tolerance_s) & (times + 0.5 / fps < end_s + tolerance_s)
+        if not inside.all():
+            raise SourceError(
+                f"{place}: step {int(np.argmin(inside))} of {len(times)} is at {times[np.argmin(inside)]:.6f} s of "
+                f"{self.path.name}, where meta/episodes has {self.start_s:.6f} to {end_s:.6f} s for the episode"
+            )
+        return times
+
+
+def columns_of_places(keys: list[str]) -> list[str]:
+    """Columns of v3's meta/episodes that tell where the videos of an episode are."""
+    told = ("chunk_index", "file_index", "from_timestamp", "to_timestamp")
+    return [f"videos/{key}/{what}" for key in keys for what in told]
+
+
+def picture_of(feature: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Height, width and channels of an image or video feature, whose axes may stand in either order.
+
+    Raises:
+        ValueError: it has other axes.
+    """
+    shape = tuple(int(n) for n in feature["shape"])
+    if len(shape) != 3 or min(shape) < 1:
+        raise ValueError(f"images are of height, width and channels, found the shape {shape}")
+    names = [str(name) for name in feature.get("names") or ()]
+    first = "channel" in names[0] if names else shape[0] in (1, 3, 4) and shape[-1] not in (1, 3, 4)
+    channels, height, width = shape if first else (shape[2], shape[0], shape[1])
+    return height, width, channels
+
+
+def is_depth(feature: Mapping[str, Any]) -> bool:
+    """Whether an image or video feature says that it is a depth map."""
+    about = {**(feature.get("video_info") or {}), **(feature.get("info") or {})}
+    return bool(about.get("video.is_depth_map") or about.get("is_depth_map"))
+
+
+def why_no_video(feature: Mapping[str, Any]) -> str | None:
+    """Why a video feature is not imported, or None."""
+    if is_depth(feature):
+        return "video of a depth map, whose values of 12 bits are not imported"
+    try:
+        channels = picture_of(feature)[2]
+    except (KeyError, TypeError, ValueError) as error:
+        return f"video: {error}"
+    return None if channels in (1, 3) else f"video of {channels} channels"
+
+
+__all__ = ["VideoPlace", "columns_of_places", "is_depth", "picture_of", "why_no_video"]

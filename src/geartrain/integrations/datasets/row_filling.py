@@ -1,0 +1,111 @@
+"""Rows that are filled from episodes, several at a time where threads make their values, and committed in order."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import numpy as np
+
+from geartrain.integrations.datasets.episode import DeferredSteps, Episode
+from geartrain.store.row import Row
+from geartrain.store.store import Store
+
+
+@dataclass
+class _Filled:
+    """A row that is being filled: its bytes, steps and those of deferred values."""
+
+    row: Row
+    nbytes: int = 0
+    deferred: int = 0
+    parts: list[Future[None]] = field(default_factory=list)
+
+
+class RowFiller:
+    """Fills rows of a store from episodes. Values that an episode has are copied at once; `DeferredSteps` are made by
+    threads, straight in the rows, of as many rows as keep the threads busy.
+
+    Rows are committed in the order of their episodes. After an error, and when the block is left by one, those that
+    are not committed are given back, after the last thread has ended with them.
+
+    Args:
+        store: to fill.
+        threads: that make deferred steps.
+        committed: told of each row's bytes.
+    """
+
+    def __init__(self, store: Store, threads: int, committed: Callable[[int], None]) -> None:
+        self._store, self._threads, self._committed = store, threads, committed
+        self._filling: deque[_Filled] = deque()
+        self._pool: ThreadPoolExecutor | None = None
+        self._stop = threading.Event()
+        self.rows = 0  # added
+        self.deferred = 0  # steps of deferred values that are in committed rows
+
+    def add(self, episode: Episode) -> None:
+        """Begins a row, and commits those before it that are complete. The episode fits the store.
+
+        Raises:
+            SourceError: deferred steps, of this episode or one before, cannot be made.
+        """
+        length = episode.length
+        filled = _Filled(self._store.row())
+        self._filling.append(filled)
+        row = filled.row
+        row.length = length
+        for name, values in episode.timed.items():
+            block = row[name][:length]
+            filled.nbytes += block.nbytes
+            if isinstance(values, DeferredSteps):
+                filled.deferred += length
+                if self._pool is None:
+                    self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="geartrain-import")
+                filled.parts.append(self._pool.submit(values.read_into, block, self._stop.is_set))
+            else:
+                np.copyto(block, values, casting="unsafe")  # the caller has checked the conversion
+        for name, value in episode.untimed.items():
+            row[name] = value
+            filled.nbytes += value.nbytes
+        self.rows += 1
+        self._commit_ready()
+
+    def finish(self) -> None:
+        """Commits what is left."""
+        while self._filling:
+            self._commit_first()
+
+    def _commit_ready(self) -> None:
+        while self._filling and (
+            all(part.done() for part in self._filling[0].parts)
+            or sum(not part.done() for filled in self._filling for part in filled.parts) > 2 * self._threads
+        ):
+            self._commit_first()
+
+    def _commit_first(self) -> None:
+        filled = self._filling[0]
+        for part in filled.parts:
+            part.result()
+        filled.row.commit()
+        self._filling.popleft()
+        self.deferred += filled.deferred
+        self._committed(filled.nbytes)
+
+    def __enter__(self) -> RowFiller:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+        for filled in self._filling:
+            filled.row.abandon()
+
+
+__all__ = ["RowFiller"]

@@ -1,0 +1,362 @@
+"""Videos of LeRobot datasets: every step has the frame of its time, whatever the files look like.
+
+Frames carry their numbers as patterns, so that a frame that is one off is seen.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from imports import imported, rows, store_name
+
+from geartrain.errors import ArgumentError, MissingDependencyError, SourceError
+from geartrain.integrations import import_dataset, ingest, open_source
+from geartrain.store.store import Store
+
+pytest.importorskip("av")
+from videos import CODECS, HEIGHT, WIDTH, number_of, numbers_of, picture, write_dataset, write_video
+
+LENGTHS = [23, 1, 40, 9, 17]
+
+
+def check(found: list[dict[str, Any]], cameras: dict[str, int], lengths: list[int] = LENGTHS) -> None:
+    """Each step's frames say the step's number."""
+    assert [len(row["action"]) for row in found] == lengths
+    at = 0
+    for row in found:
+        numbers = list(range(at, at + len(row["action"])))
+        assert row["action"].tolist() == numbers
+        for name, camera in cameras.items():
+            assert row[name].shape[1:] == (HEIGHT, WIDTH, 3)
+            assert numbers_of(row[name]) == [number + 1000 * camera for number in numbers], name
+        at += len(numbers)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_episodes_are_cut_from_a_video_to_the_frame(codec: str, threads: int, tmp_path: Path) -> None:
+    write_dataset(tmp_path, LENGTHS, ["top"], codec=codec)
+    with imported(tmp_path, threads=threads) as store:
+        assert store.fields["obs.images.top"].dtype == "uint8"
+        check(rows(store), {"obs.images.top": 0})
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_several_cameras_and_files(threads: int, tmp_path: Path) -> None:
+    write_dataset(tmp_path, LENGTHS, ["top", "wrist"], files=[[0, 1], [2], [3, 4]])
+    with imported(tmp_path, threads=threads) as store:
+        check(rows(store), {"obs.images.top": 0, "obs.images.wrist": 1})
+
+
+def test_a_file_for_each_episode(tmp_path: Path) -> None:
+    write_dataset(tmp_path, LENGTHS, ["top", "wrist"], version="v2.1")
+    with imported(tmp_path) as store:
+        check(rows(store), {"obs.images.top": 0, "obs.images.wrist": 1})
+
+
+@pytest.mark.parametrize("size", [(HEIGHT // 2, WIDTH // 2), "32x48", [np.int64(32), 48]])
+@pytest.mark.parametrize("layout", ["hwc", "chw"])
+def test_frames_are_resized_and_laid_out_as_asked(size: Any, layout: str, tmp_path: Path) -> None:
+    write_dataset(tmp_path, [5, 3], ["top"])
+    with imported(tmp_path, image_size=size, image_layout=layout) as store:
+        assert store.fields["obs.images.top"].shape == ((32, 48, 3) if layout == "hwc" else (3, 32, 48))
+        frames = np.concatenate([row["obs.images.top"] for row in rows(store)])
+        assert numbers_of(frames if layout == "hwc" else frames.transpose(0, 2, 3, 1)) == list(range(8))
+
+
+def test_colours_are_those_that_were_encoded(tmp_path: Path) -> None:
+    write_dataset(tmp_path, [5], ["top"])
+    with imported(tmp_path) as store:
+        for number, frame in enumerate(rows(store)[0]["obs.images.top"]):
+            assert np.abs(frame.astype(int) - picture(number)).mean() < 3
+
+
+def test_frames_are_converted_and_cut_on_the_way(tmp_path: Path) -> None:
+    write_dataset(tmp_path, LENGTHS, ["top"])
+    options = {"fields": {"view": "obs.images.top", "action": "action"}, "cast": "uint8=float32"}
+    with imported(tmp_path, max_length=10, on_too_long="truncate", **options) as store:
+        assert store.fields["view"].dtype == "float32"
+        starts = np.cumsum([0, *LENGTHS])
+        for row, start, length in zip(rows(store), starts, LENGTHS, strict=False):
+            assert numbers_of(row["view"]) == list(range(start, start + min(length, 10)))
+    with imported(tmp_path, max_length=20, on_too_long="skip") as store:
+        assert [numbers_of(row["obs.images.top"])[0] for row in rows(store)] == [23, 64, 73]
+
+
+def test_the_frame_nearest_to_a_steps_time_is_its_frame(tmp_path: Path) -> None:
+    write_dataset(tmp_path, [4, 3], ["top"])
+    path = next((tmp_path / "videos").rglob("*.mp4"))
+    # Frames of a camera that dropped some and repeats its clock a little late.
+    write_video(path, [0, 1, 2, 3, 4, 5, 6], ticks=[0, 2, 5, 7, 100, 103, 104], fps=60)
+    about = tmp_path / "meta/episodes/chunk-000/file-000.parquet"
+    table = pq.read_table(about).to_pylist()
+    for row, edges in zip(table, [(0, 10 / 60), (100 / 60, 107 / 60)], strict=True):
+        row["videos/observation.images.top/from_timestamp"], row["videos/observation.images.top/to_timestamp"] = edges
+    pq.write_table(pa.Table.from_pylist(table), about)
+    with pytest.raises(SourceError, match=r"frame 2, at 0\.066667 s: the video has no frame of that time to within"):
+        import_dataset(tmp_path, store_name(), progress=False)
+    with imported(tmp_path, tolerance_s=0.02) as store:  # steps are at 0, 2, 4 and 6 sixtieths of a second
+        assert [numbers_of(row["obs.images.top"]) for row in rows(store)] == [[0, 1, 2, 3], [4, 5, 6]]
+
+
+def test_episodes_of_an_opened_source_are_decoded_when_they_are_looked_at(tmp_path: Path) -> None:
+    write_dataset(tmp_path, [4, 3], ["top"])
+    source = open_source(tmp_path)
+    first, second = source
+    frames = second.timed["obs.images.top"]
+    assert (frames.shape, frames.dtype, len(frames)) == ((3, HEIGHT, WIDTH, 3), np.uint8, 3)
+    assert numbers_of(np.asarray(frames)) == [4, 5, 6]
+    assert numbers_of(np.asarray(first.cut(2).timed["obs.images.top"])) == [0, 1]
+    assert np.asarray(frames, dtype="f4").dtype == np.float32
+    source.release()
+    assert numbers_of(np.asarray(frames)) == [4, 5, 6]
+
+
+def test_the_command_line_has_the_options(run_command: Callable[..., Any], tmp_path: Path) -> None:
+    write_dataset(tmp_path / "robot", [4, 3], ["top"])
+    into = tmp_path / "robot.store"
+    words = ("import", str(tmp_path / "robot"), "--into", str(into), "--quiet")
+    for wrong in ("image_size=wide", "tolerance_s=0", "tolerance_s=often", "threads=0.5", "video=true"):
+        done = run_command(*words, "--option", wrong)
+        assert done.exit_code != 0
+        assert not into.exists()
+    done = run_command(*words, "--option", "image_size=32x48", "--option", "tolerance_s=1e-3", "--option", "threads=2")
+    assert done.exit_code == 0, done.output
+    with Store.open(str(into)) as store:
+        assert store.fields["obs.images.top"].shape == (32, 48, 3)
+        assert numbers_of(np.concatenate([row["obs.images.top"] for row in rows(store)])) == list(range(7))
+
+
+def test_what_was_decoded_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_dataset(tmp_path, [4, 3], ["top", "wrist"])
+    with imported(tmp_path) as store:
+        store.delete(store.keys())
+        report = ingest(open_source(tmp_path), store)
+        assert (report.episodes, report.steps, report.frames) == (2, 7, 14)
+        assert "14 frames of videos (" in capsys.readouterr().err
+
+
+def test_fields_without_videos_need_no_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_dataset(tmp_path, [4, 3], ["top"])
+    monkeypatch.setitem(__import__("sys").modules, "av", None)
+    with imported(tmp_path, fields="action") as store:
+        assert len(store) == 2
+    with pytest.raises(MissingDependencyError, match=r"Importing videos needs av .*geartrain\[lerobot\]"):
+        open_source(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"image_size": "12"},
+        {"image_size": 0},
+        {"image_size": "axb"},
+        {"image_size": (1, 2, 3)},
+        {"image_size": 1.5},
+        {"image_size": (10.5, 3)},
+        {"image_size": True},
+        {"image_size": 10**6},
+        {"image_layout": "hcw"},
+        {"tolerance_s": 0},
+        {"tolerance_s": float("nan")},
+        {"threads": 0},
+        {"threads": 2000},
+        {"threads": 1.5},
+    ],
+)
+def test_options_of_another_value_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    write_dataset(tmp_path, [2], ["top"])
+    if options == {"image_size": "12"}:
+        with imported(tmp_path, **options) as store:
+            assert store.fields["obs.images.top"].shape == (12, 12, 3)
+        return
+    with pytest.raises(ArgumentError, match=next(iter(options))):
+        open_source(tmp_path, **options)
+
+
+def edit(root: Path, change: Any) -> None:
+    info = json.loads((root / "meta/info.json").read_text())
+    change(info)
+    (root / "meta/info.json").write_text(json.dumps(info))
+
+
+def test_depth_maps_and_other_pictures_are_refused_by_name(tmp_path: Path) -> None:
+    write_dataset(tmp_path, [4, 3], ["top", "depth"])
+    depth = "observation.images.depth"
+    edit(tmp_path, lambda info: info["features"][depth].update(info={"is_depth_map": True}))
+    with pytest.raises(SourceError, match=r"obs\.images\.depth \(video of a depth map"):
+        open_source(tmp_path)
+    with imported(tmp_path, skip_unsupported=True) as store:
+        assert "obs.images.depth" not in store.fields
+        check(rows(store), {"obs.images.top": 0}, [4, 3])
+    for shape in ([64, 96], [64, 96, 5], [64, 96, 0], "x", None):
+        edit(tmp_path, lambda info, shape=shape: info["features"][depth].update(info={}, shape=shape))
+        with pytest.raises(SourceError):
+            open_source(tmp_path)
+
+
+def damaged(tmp_path: Path, files: list[list[int]] | None = None) -> tuple[Path, Path]:
+    """A dataset, and its last video."""
+    write_dataset(tmp_path, LENGTHS, ["top"], files=files)
+    return tmp_path, sorted((tmp_path / "videos").rglob("*.mp4"))[-1]
+
+
+def refused(root: Path, message: str) -> None:
+    """An import ends with the error that says so, in one line, and nothing is left of the store."""
+    name = store_name()
+    with pytest.raises(SourceError, match=message) as told:
+        import_dataset(root, name, progress=False, threads=3)
+    assert "\n" not in str(told.value)
+    assert str(root) in str(told.value)
+    assert not list(Path("/dev/shm").glob(f"*{name}*"))
+
+
+def test_a_missing_video_is_named(tmp_path: Path) -> None:
+    root, video = damaged(tmp_path, [[0, 1, 2], [3, 4]])
+    video.unlink()
+    refused(root, r"videos/observation\.images\.top/chunk-000/file-001\.mp4 is missing, meta/ speaks of it")
+
+
+def test_a_video_that_is_none_is_named(tmp_path: Path) -> None:
+    root, video = damaged(tmp_path)
+    whole = video.read_bytes()
+    for content in (b"", b"#EXTM3U\nhttp://127.0.0.1/x.mp4\n", whole[: len(whole) // 2], b"\0" * 1000, whole[:40]):
+        video.write_bytes(content)
+        refused(root, r"episode 0 .*field 'obs\.images\.top': videos/.*mp4: .*\(expected an MP4 file")
+
+
+def test_a_video_that_ends_early_is_named_with_the_place(tmp_path: Path) -> None:
+    root, video = damaged(tmp_path)
+    write_video(video, range(70), faststart=True)
+    whole = video.read_bytes()
+    refused(root, r"episode 3 .*frame 6, at 2\.333333 s: .* no frame of that time .*2\.300000 s, where it ends")
+    video.write_bytes(whole[: len(whole) * 2 // 3])  # its index is in front
+    refused(root, r"episode \d .*field 'obs\.images\.top': videos/.*mp4: frame \d+, at ")
+
+
+def test_an_episode_never_has_frames_of_the_next_one(tmp_path: Path) -> None:
+    root, _ = damaged(tmp_path)
+    path = root / "meta/episodes/chunk-000/file-000.parquet"
+    table = pq.read_table(path)
+    name = "videos/observation.images.top/to_timestamp"
+    at = table.schema.get_field_index(name)
+    for wrong, said in (
+        (-1 / 30, r"step 39 of 40 is at 2\.100000 s"),
+        (-10.0, "step 0 of 40"),
+        (np.nan, "step 0 of 40"),
+    ):
+        column = table.column(name).to_pylist()
+        column[2] += wrong
+        pq.write_table(table.set_column(at, name, pa.array(column)), path)
+        refused(root, rf"episode 2 .*{said}.* where meta/episodes has 0\.800000 to")
+    pq.write_table(table.drop_columns([name]), path)
+    refused(root, r"cannot be read: .*expected Parquet with .*to_timestamp")
+
+
+def test_steps_whose_times_go_back_are_named(tmp_path: Path) -> None:
+    root, _ = damaged(tmp_path)
+    path = root / "data/chunk-000/file-000.parquet"
+    table = pq.read_table(path)
+    for value in (0.0, float("nan")):
+        times = table.column("timestamp").to_numpy().copy()
+        times[10] = value
+        at = table.schema.get_field_index("timestamp")
+        pq.write_table(table.set_column(at, "timestamp", pa.array(times)), path)
+        refused(root, r"episode 0 .*step 10 has the timestamp (0\.0|nan), expected none before")
+
+
+def test_frames_of_another_size_are_named(tmp_path: Path) -> None:
+    root, video = damaged(tmp_path)
+    write_video(video, range(90), height=80, width=96)
+    refused(root, r"episode 0 .*frame 0 is 80 x 96 pixels, meta/info.json promises 64 x 96")
+
+
+def test_a_codec_that_is_not_known_is_named(tmp_path: Path) -> None:
+    root, video = damaged(tmp_path)
+    video.write_bytes(video.read_bytes().replace(b"avc1", b"zzzz"))
+    refused(root, r"episode 0 .*mp4: .*codec.* \(expected an MP4 file")
+
+
+def test_damage_in_the_middle_of_a_video_is_no_frame(tmp_path: Path) -> None:
+    root, video = damaged(tmp_path)
+    whole = bytearray(video.read_bytes())
+    begin, end = whole.index(b"mdat"), whole.index(b"moov")
+    for at in range(begin + (end - begin) * 2 // 3, end - 10, 50):
+        whole[at] ^= 0xFF
+    video.write_bytes(whole)
+    refused(root, r"episode \d .*mp4: frame \d+, at ")
+
+
+def import_damaged(root: Path, video: Path, seeds: range) -> int:
+    """Imports the dataset with each of these damages to a video; how many of them were refused."""
+    whole = video.read_bytes()
+    told = 0
+    for seed in seeds:
+        rng = np.random.default_rng(seed)
+        content = bytearray(whole)
+        if seed % 5 == 0:
+            del content[rng.integers(len(content)) :]
+        for _ in range(rng.integers(1, 6)):
+            if content:
+                content[rng.integers(len(content))] ^= 1 << rng.integers(8)
+        video.write_bytes(content)
+        try:
+            with imported(root, threads=2, max_length=max(LENGTHS), capacity=len(LENGTHS)) as store:
+                assert len(store) == len(LENGTHS)
+        except SourceError as error:
+            assert "\n" not in str(error)
+            assert str(root) in str(error)
+            told += 1
+    return told
+
+
+@pytest.mark.parametrize("codec", ["h264 with B frames", "mpeg4 with B frames"])
+def test_damage_is_one_error_or_no_harm(codec: str, tmp_path: Path) -> None:
+    write_dataset(tmp_path, LENGTHS, ["top"], codec=codec)
+    assert import_damaged(tmp_path, next((tmp_path / "videos").rglob("*.mp4")), range(30)) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", CODECS)
+def test_much_damage_is_one_error_or_no_harm(codec: str, tmp_path: Path) -> None:
+    write_dataset(tmp_path, LENGTHS, ["top"], codec=codec)
+    assert import_damaged(tmp_path, next((tmp_path / "videos").rglob("*.mp4")), range(1000, 1300)) > 100
+
+
+def test_an_interrupted_import_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import geartrain.integrations.datasets.row_filling as row_filling
+
+    write_dataset(tmp_path, LENGTHS, ["top"])
+
+    def interrupted(self: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(row_filling.RowFiller, "_commit_first", interrupted)
+    name = store_name()
+    with pytest.raises(KeyboardInterrupt):
+        import_dataset(tmp_path, name, progress=False, threads=2)
+    assert not list(Path("/dev/shm").glob(f"*{name}*"))
+
+
+def test_frames_are_decoded_into_rows_and_not_held(tmp_path: Path) -> None:
+    """No array of an episode's frames is made on the way: what is held is a few frames, however long it is."""
+    import tracemalloc
+
+    write_dataset(tmp_path, [600], ["top"], codec="h264, key frames only")
+    with imported(tmp_path, fields="action") as warm:
+        assert len(warm) == 1
+    tracemalloc.start()
+    try:
+        with imported(tmp_path, fields="obs.images.top", threads=2) as store:
+            peak = tracemalloc.get_traced_memory()[1]
+            assert number_of(rows(store)[0]["obs.images.top"][599]) == 599
+    finally:
+        tracemalloc.stop()
+    assert peak < 600 * HEIGHT * WIDTH * 3 / 10

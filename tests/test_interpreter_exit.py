@@ -1,0 +1,95 @@
+"""Daemon threads in native calls while the interpreter ends: they take nothing with them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from deadlines import patience
+
+# CPython before 3.14 ends a thread that wants the GIL of an interpreter that has ended by unwinding its stack, which
+# aborts a process whose C++ code is in the way. `sum` is called after everything else that runs at exit: it holds the
+# GIL without a break until the interpreter has ended, so whoever comes back meanwhile waits for it at that instant.
+# Then the interpreter takes its time, so that they are unwound.
+PROGRAM = """
+    import atexit, sys, threading, time
+
+    atexit.register(sum, range(12_000_000))
+
+    class Slow:
+        def __del__(self, sleep=time.sleep):
+            sleep(0.3)
+
+    kept = Slow()
+"""
+HANDSHAKES = """
+    import socket
+    from geartrain import transport
+
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def hang_up():
+        while True:
+            listening.accept()[0].close()
+
+    def call():
+        transport.connect(f"id={'0' * 32};tcp=127.0.0.1:{listening.getsockname()[1]}", timeout_s=60)
+
+    threading.Thread(target=hang_up, daemon=True).start()
+"""
+MEETINGS = """
+    import json
+    from geartrain.collectives import Group
+
+    class Places:  # rank 0 says the same as rank 1, but for its address, where nobody listens
+        said = "{}"
+        def set(self, key, value):
+            self.said = value if isinstance(value, str) else value.decode()
+        def get(self, key):
+            record = json.loads(self.said)
+            return json.dumps({**record, "address": "127.0.0.1:9"} if key.endswith("/0") else record).encode()
+        def check(self, keys):
+            return not any("failure" in key for key in keys)
+
+    def call():
+        Group(1, 2, store=Places(), timeout_s=60, host="127.0.0.1")
+"""
+PICKLES = """
+    from geartrain.transport.codec import native_codec
+
+    codec = native_codec()
+
+    class Slow:
+        def __reduce__(self):
+            for _ in range(1000):
+                pass
+            return str, ("",)
+
+    def call():
+        while True:
+            codec.encode(Slow(), True)
+"""
+END = """
+    for _ in range(4):
+        threading.Thread(target=call, daemon=True).start()
+    time.sleep(1.0)
+    print("ends", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        pytest.param(HANDSHAKES, id="handshakes"),
+        pytest.param(MEETINGS, id="meetings", marks=pytest.mark.slow),
+        pytest.param(PICKLES, id="pickles"),
+    ],
+)
+def test_a_process_ends_beside_daemon_threads(calls):
+    program = "\n".join(textwrap.dedent(part) for part in (PROGRAM, calls, END))
+    ran = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=patience(30)
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "ends\n", "")
