@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import deadlines
-import hostile.doors_peers  # registers them
+import hostile.doors_jobs  # registers them
+import hostile.doors_peers
+import hostile.doors_replays
 import hostile.doors_stores  # noqa: F401
 import pytest
 from hostile.subject import Tools
@@ -14,7 +16,22 @@ from hostile.values import DOORS, sweep
 
 # `make test` tries these; the others, which make nodes, groups or stores by the dozen, are for `make test-all`.
 SHORT = ("transport.", "Connection.", "Listener.")
-SHORT += ("Store.insert", "Store.row", "Row", "Store.write", "Store.up", "Keys", "StepRecorder", "RateLimiter", "Field")
+SHORT += (
+    "fetch",
+    "Windows",
+    "Placement",
+    "Convert",
+    "Candidates",
+    "Store.insert",
+    "Store.row",
+    "Row",
+    "Store.write",
+    "Store.up",
+    "Keys",
+    "StepRecorder",
+    "RateLimiter",
+    "Field",
+)
 #: Of these the slow ones: they import torch.
 LONG = ("Row.torch",)
 

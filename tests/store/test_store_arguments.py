@@ -54,7 +54,7 @@ def test_a_tiny_age_limit_is_not_taken_for_none(name):
         ({"": gt.Field((), "bool", per_row=True)}, "1 to 63 bytes"),
         ({"é" * 32: gt.Field((), "bool", per_row=True)}, "1 to 63 bytes"),
         ({"a\0b": gt.Field((), "bool", per_row=True)}, "1 to 63 bytes"),
-        ({"x": "float32"}, "must be a geartrain.Field, such as .*; found str"),
+        ({"x": "float32"}, "must be a geartrain.Field, found str"),
     ],
 )
 def test_fields_that_make_no_schema_are_refused(name, fields, message):
@@ -89,7 +89,7 @@ def test_a_field_that_cannot_be_stored_is_refused(shape, dtype, per_row, message
         (TIMED, None, r"give max_length=.*Store.create\(..., {'obs': Field\(\(2,\), 'float32'\)}, max_length=1000"),
         (TIMED, 0, "max_length must be from 1 to 2147483647 steps, found 0"),
         (TIMED, 2**31, "max_length must be from 1 to 2147483647 steps"),
-        (TIMED, 2.5, "max_length must be a whole number, found 2.5"),
+        (TIMED, 2.5, "max_length must be a whole number of steps, found 2.5"),
         (X, 6, "max_length=6, but every field is per_row"),
     ],
 )

@@ -16,6 +16,7 @@ from geartrain.actors.envs.adapters import Arrays, StepResult, VectorEnv, enviro
 from geartrain.actors.policy import Policy
 from geartrain.actors.recorder import absent_values, check_fields
 from geartrain.actors.remote_store import RemoteRecorder, RemoteStore
+from geartrain.core.arguments import check_function, check_whole, whole_number
 from geartrain.errors import ArgumentError, CallCancelledError
 from geartrain.store.recorder import StepRecorder
 from geartrain.store.store import Store
@@ -79,6 +80,7 @@ class Actor:
         overlap: int = 0,
         priority: float = 1.0,
     ) -> None:
+        whole_number("seed", seed, 2**63 - 1)
         self.environments: VectorEnv = environments_of(environments)
         self.policy = policy
         self.store = store
@@ -132,6 +134,11 @@ class Actor:
         """
         if steps is None and episodes is None and until is None:
             raise ArgumentError("run needs an end: steps=, episodes= or until=")
+        for what, number in (("steps", steps), ("episodes", episodes)):
+            if number is not None and check_whole(what, number) < 0:
+                raise ArgumentError(f"{what} is a whole number from 0 on, found {number}")
+        if until is not None:
+            check_function("until", until)
         stats = self.stats
         last_step = None if steps is None else stats.steps + steps
         last_episode = None if episodes is None else stats.episodes + episodes

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.actors.envs.adapters import Arrays
+from geartrain.core.arguments import check_function, check_text, check_whole, shown, timeout
 from geartrain.errors import ArgumentError, PeerLostError, TransportError, WaitTimeoutError
 
 if TYPE_CHECKING:
@@ -66,8 +67,12 @@ class LocalPolicy:
         refresh_every: int = 1,
         timeout_s: float = 60.0,
     ) -> None:
-        if refresh_every < 1:
+        check_function("act", act)
+        if check_whole("refresh_every", refresh_every) < 1:
             raise ArgumentError(f"refresh_every must be at least 1, found {refresh_every}")
+        timeout(timeout_s)
+        if reader is not None and not callable(getattr(reader, "latest", None)):
+            raise ArgumentError(f"reader is a geartrain.weights.Reader, or None; found {shown(reader)}")
         self._act, self._model, self._reader = act, model, reader
         self._every = refresh_every
         self._calls = 0
@@ -107,8 +112,11 @@ class RemotePolicy:
     """
 
     def __init__(self, node: Node, peer: str, function: str, *, timeout_s: float = 30.0, retry_s: float = 0.0) -> None:
-        self._node, self._peer, self._function, self._timeout_s = node, peer, function, timeout_s
-        self._retry_s = retry_s
+        if not callable(getattr(node, "call_async", None)):
+            raise ArgumentError(f"an agent is called by a node of geartrain.rpc, found {shown(node)}")
+        self._node, self._peer = node, check_text("peer", peer)
+        self._function, self._timeout_s = check_text("function", function), timeout(timeout_s)
+        self._retry_s = timeout(retry_s, "retry_s")
         self.version = 0
 
     def act(self, observation: Arrays) -> Acted:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from geartrain.actors.store_server import pack, unpack
-from geartrain.core.arguments import check_whole, refuse_copies, timeout
+from geartrain.core.arguments import check_choice, check_text, refuse_copies, timeout, whole_number
 from geartrain.core.dtypes import DTYPES, as_tensor
 from geartrain.core.keys import Keys, check_keys
 from geartrain.core.schema import Field
@@ -78,7 +78,7 @@ class RemoteStore(ServedRows):
     def __init__(self, node: Node, peer: str, name: str, *, timeout_s: float = TIMEOUT_S) -> None:
         if not isinstance(node, Node):
             raise ArgumentError(f"a remote store is reached by a node of geartrain.rpc, found {node!r}")
-        self.node, self.peer, self.name = node, peer, name
+        self.node, self.peer, self.name = node, check_text("peer", peer), check_text("the name of a store", name)
         self.timeout_s = timeout(timeout_s)
         about = self._call("describe")
         self.id: int = about["id"]
@@ -122,7 +122,7 @@ class RemoteStore(ServedRows):
             raise ArgumentError(f"an insert takes arrays by field, found {type(fields).__name__}")
         given: dict[str, Any] = {"lengths": lengths, "priorities": priorities, "versions": versions}
         given = {what: np.asarray(value) for what, value in given.items() if value is not None}
-        if casting != "no":
+        if check_choice("casting", casting, ("no", "safe", "same_kind")) != "no":
             given["casting"] = casting
         arrays = {each: value if hasattr(value, "dtype") else np.asarray(value) for each, value in fields.items()}
         return unpack(self._call("insert", arrays, given))
@@ -159,8 +159,9 @@ class RemoteStore(ServedRows):
     ) -> Callable[[], Batch]:
         """Asks for rows as `fetch` does, and returns at once: what it returns waits for them, to be called once."""
         check_keys(keys).check_store(self.id, self.name)
-        if output not in ("torch", "numpy"):
-            raise ArgumentError(f"output is 'torch' or 'numpy', found {output!r}")
+        check_choice("output", output, ("torch", "numpy"))
+        check_choice("pad", pad, ("left", "right"))
+        check_choice("on_stale", on_stale, ("raise", "drop"))
         given: dict[str, Any] = {"fields": fields, "window": window, "pad": pad, "on_stale": on_stale}
         if fields is not None:
             check_names_of("fields", fields)
@@ -217,12 +218,13 @@ class RemoteStore(ServedRows):
             max_in_flight: steps that are sent before the first of them is known to be recorded; 0 waits for each.
         """
         options: dict[str, Any] = {"publish_every": publish_every, "overlap": overlap, "priority": priority}
+        if observations is not None and not isinstance(observations, str):
+            check_names_of("observations", observations)
         if observations is not None:
             options["observations"] = [observations] if isinstance(observations, str) else list(observations)
         if autoreset is not None:
             options["autoreset"] = str(getattr(autoreset, "value", autoreset))
-        if check_whole("max_in_flight", max_in_flight) < 0:
-            raise ArgumentError(f"max_in_flight must be at least 0, found {max_in_flight}")
+        whole_number("max_in_flight", max_in_flight, 2**31)
         number, found = self._call("recorder", n_envs, options)
         remote = Remote(self.node, self.peer, number)
         return RemoteRecorder(remote, n_envs, tuple(found), int(max_in_flight), self)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.core.arguments import refuse_copies
+from geartrain.core.arguments import refuse_copies, shown
 from geartrain.core.dtypes import DTYPES
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, GeartrainError, MessageError, StoreClosedError
@@ -141,7 +141,7 @@ def _store_of(caller: Caller, name: str) -> Store:
         served = dict(_served.get(caller.node, {}))
     if name not in served:
         known = ", ".join(map(repr, sorted(served))) or "none"
-        raise LookupError(f"{caller.node.name!r} serves no store {name!r}; it serves {known}")
+        raise LookupError(f"{caller.node.name!r} serves no store {shown(name)}; it serves {known}")
     return served[name]
 
 

@@ -88,7 +88,7 @@ def check_real(what: str, value: Any, wanted: str = "a finite number") -> float:
     """The value as a finite float; text, booleans and arrays are refused."""
     number = float("nan")
     with contextlib.suppress(TypeError, ValueError, OverflowError):
-        if not isinstance(value, (bool, np.bool_, str, bytes, bytearray)):  # float(b"1") is a number
+        if not isinstance(value, (bool, np.bool_, np.ndarray, str, bytes, bytearray)):  # float(b"1") is a number
             number = float(value)
     if not -float("inf") < number < float("inf"):
         raise ArgumentError(f"{what} is {wanted}, found {shown(value)}")

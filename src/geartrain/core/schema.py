@@ -120,8 +120,8 @@ def check_fields(fields: Mapping[str, Field]) -> dict[str, Field]:
     for name, field in fields.items():
         if not isinstance(field, Field):
             raise SchemaError(
-                f"field {shown(name)} must be a geartrain.Field, such as Field((3,), 'float32'); found "
-                f"{type(field).__name__}"
+                f"field {shown(name)} must be a geartrain.Field, found {type(field).__name__}: write "
+                f"Field((3,), 'float32') for three numbers a step"
             )
         if not _is_name(name):
             raise SchemaError(f"a field's name has 1 to {MAX_NAME_BYTES} bytes of UTF-8, found {shown(name)}")
@@ -153,7 +153,10 @@ def check_max_length(fields: Mapping[str, Field], max_length: int | None) -> int
             f"For example Store.create(..., {{{timed[0]!r}: Field({first.shape}, {first.dtype!r})}}, max_length=1000, "
             f"...); a value that a row has once is Field(shape, dtype, per_row=True)"
         )
-    length = check_whole("max_length", max_length)
+    try:
+        length = check_whole("max_length", max_length)
+    except ArgumentError:
+        raise ArgumentError(f"max_length must be a whole number of steps, found {shown(max_length)}") from None
     if not 1 <= length <= MAX_AXIS:
         raise ArgumentError(f"max_length must be from 1 to {MAX_AXIS} steps, found {shown(length)}")
     return length

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.core.arguments import shown
 from geartrain.device.cuda_device import CudaDevice
 from geartrain.errors import ArgumentError
 
@@ -228,10 +229,12 @@ def open_device(device: Any) -> Device:
 
     try:
         wanted = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ArgumentError(f"there is no device {device!r}; batches go to 'cuda' or 'cuda:N'") from None
+    except (RuntimeError, TypeError, ValueError):  # ValueError: numbers of too many bits, bytes that are no text
+        raise ArgumentError(f"there is no device {shown(device)}; batches go to 'cuda' or 'cuda:N'") from None
     if wanted.type != "cuda":
-        raise ArgumentError(f"batches go to 'cuda' or 'cuda:N', found {device!r}; leave device out for host memory")
+        raise ArgumentError(
+            f"batches go to 'cuda' or 'cuda:N', found {shown(device)}; leave device out for host memory"
+        )
     if not torch.cuda.is_available():
         raise ArgumentError(f"device={device!r} was asked for, torch {torch.__version__} finds no CUDA device")
     if wanted.index is not None and wanted.index >= torch.cuda.device_count():

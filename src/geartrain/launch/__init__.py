@@ -26,7 +26,8 @@ import os
 import time
 from pathlib import Path
 
-from geartrain.errors import JobInterruptedError, JobTimeoutError, ProcessDiedError
+from geartrain.core.arguments import check_flag, check_path, check_real, shown, whole_number
+from geartrain.errors import ArgumentError, JobInterruptedError, JobTimeoutError, ProcessDiedError
 from geartrain.launch.actor_pool import ActorContext, ActorPool
 from geartrain.launch.context import Context, context
 from geartrain.launch.hosts import HostPosition, host_position
@@ -64,10 +65,24 @@ def run(
     """
     from geartrain.launch.launcher import Launcher  # a job's processes do not need it, and start faster
 
+    if not isinstance(job, Job):
+        raise ArgumentError(f"what runs is a Job, or what load() returns; found {shown(job)}")
+    if position is not None and not isinstance(position, HostPosition):
+        raise ArgumentError(f"position is a HostPosition, or None; found {shown(position)}")
+    check_flag("fresh", fresh)
+    if live is not None:
+        check_flag("live", live)
+    if not check_real("every_s", every_s) > 0:
+        raise ArgumentError(f"every_s is above zero, found {every_s}")
+    if metrics_port is not None:
+        whole_number("metrics_port", metrics_port, 65535)
     position = position or host_position(os.environ)
     name = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}" + ("" if position.hosts == 1 else f"-host{position.host}")
-    logs = Path(folder) if folder is not None else Path("runs") / name
-    logs.mkdir(parents=True, exist_ok=True)
+    logs = check_path("folder", folder) if folder is not None else Path("runs") / name
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError(f"the folder for logs cannot be made: {error.strerror} ({error.filename})") from error
     return Launcher(
         job, position, logs.resolve(), fresh=fresh, live=live, every_s=every_s, metrics_port=metrics_port
     ).run()

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from geartrain.actors.policy import Policy
+from geartrain.core.arguments import check_function, check_whole, default_threads, shown, whole_number
 from geartrain.core.counters import SharedCounters
 from geartrain.core.process_report import register
 from geartrain.errors import ActorDiedError, ArgumentError, StoreClosedError
@@ -29,7 +30,11 @@ from geartrain.launch.actor_role import ActorContext
 from geartrain.launch.metrics import COLUMNS, METRICS
 from geartrain.launch.process import ChildProcess, python_command
 from geartrain.launch.supervisor import KILL_S, Supervisor
+from geartrain.store.recorder import check_steps
 from geartrain.store.store import Store
+
+#: As many processes as may have a store open.
+MOST_ACTORS = 255
 
 
 class ActorPool:
@@ -66,8 +71,17 @@ class ActorPool:
         max_restarts: int = 10,
         threads: int = 1,
     ) -> None:
-        if actors < 1:
-            raise ArgumentError(f"a pool needs at least one actor, found {actors}")
+        if not isinstance(store, Store):
+            raise ArgumentError(f"a pool's actors write into a Store of this host, found {shown(store)}")
+        check_function("make_environments", make_environments)
+        check_function("make_policy", make_policy)
+        if not 1 <= check_whole("actors", actors) <= MOST_ACTORS:
+            raise ArgumentError(f"a pool has from 1 to {MOST_ACTORS} actors, found {shown(actors)}")
+        actors = int(actors)
+        check_whole("seed", seed)
+        whole_number("max_restarts", max_restarts, 2**31)
+        default_threads(threads)
+        check_steps(publish_every, overlap, store.max_length)
         self.store = store
         self.actors = actors
         self.restarts = 0

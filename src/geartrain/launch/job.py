@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args
 
+from geartrain.core.arguments import check_choice, check_path, check_text, shown
 from geartrain.core.shared_files import Trust, check_trust
 from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError
 from geartrain.launch.amounts import check_amount, check_shared_memory
@@ -76,8 +77,7 @@ class Role:
         if not isinstance(self.name, str) or not _WORD.fullmatch(self.name):
             raise ArgumentError(f"a role's name is a plain word, found {self.name!r}")
         about = f"role {self.name!r}"
-        if self.kind not in get_args(Kind):
-            raise ArgumentError(f"{about}: kind is one of {', '.join(get_args(Kind))}, found {self.kind!r}")
+        check_choice(f"{about}: kind", self.kind, get_args(Kind))
         object.__setattr__(self, "hosts", check_terms(about, self.hosts))
         _whole(about, "processes", self.processes, 1)
         _whole(about, "max_restarts", self.max_restarts, 0)
@@ -175,7 +175,7 @@ def reducers(
         max_restarts: of all of them together, on each host. Groups that exist do not find one that was restarted.
         options: as for `Role`.
     """
-    _whole(f"role {name!r}", "window_bytes", window_bytes, 1)
+    _whole(f"role {name!r}", "window_bytes", window_bytes, 1, 2**48)
     args = {"window_bytes": window_bytes}
     return Role(name, REDUCE, processes, "reducer", args=args, max_restarts=max_restarts, **options)
 
@@ -230,6 +230,11 @@ class Job:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _WORD.fullmatch(self.name):
             raise ArgumentError(f"a job's name is a plain word, found {self.name!r}")
+        if not isinstance(self.roles, Sequence) or not all(isinstance(role, Role) for role in self.roles):
+            raise ArgumentError(
+                f"job {self.name!r}: roles is a list of what learners, agents, actors and Role make, found "
+                f"{shown(self.roles)}"
+            )
         object.__setattr__(self, "roles", tuple(self.roles))
         names = [role.name for role in self.roles]
         if not names or len(set(names)) != len(names):
@@ -259,17 +264,15 @@ class Job:
             _seconds(f"job {self.name!r}", "timeout_s", self.timeout_s)
         _seconds(f"job {self.name!r}", "stop_s", self.stop_s)
         if not isinstance(self.directory, str):
-            raise ArgumentError(f"job {self.name!r}: directory is a path as a string, found {self.directory!r}")
-        if self.keep_store not in get_args(Keep):
-            raise ArgumentError(
-                f"job {self.name!r}: keep_store is one of {', '.join(get_args(Keep))}, found {self.keep_store!r}"
-            )
+            raise ArgumentError(f"job {self.name!r}: directory is a path as a string, found {shown(self.directory)}")
+        check_choice(f"job {self.name!r}: keep_store", self.keep_store, get_args(Keep))
         check_trust(self.trust)
         if not isinstance(self.serve_stores, bool):
             raise ArgumentError(f"job {self.name!r}: serve_stores is true or false, found {self.serve_stores!r}")
         if self.serve_stores and self.learner is None:
             raise ArgumentError(f"job {self.name!r}: the stores that are served are the learners', and there are none")
-        object.__setattr__(self, "directory", str(Path(self.directory or ".").resolve()))
+        directory = check_path(f"job {self.name!r}: directory", self.directory or ".")
+        object.__setattr__(self, "directory", str(directory.resolve()))
 
     @property
     def learner(self) -> Role | None:
@@ -295,6 +298,7 @@ def load(description: str) -> Job:
     Raises:
         ArgumentError: there is none, or it is wrong; says where.
     """
+    check_text("the description of a job", description)
     if description.endswith(".toml"):
         return _from_toml(Path(description))
     where, _, name = description.partition(":")
@@ -474,9 +478,10 @@ def _seconds(about: str, what: str, value: Any) -> None:
         raise ArgumentError(f"{about}: {what} must be above 0 and at most {_LONGEST_S:g} s, found {value!r}")
 
 
-def _whole(about: str, what: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ArgumentError(f"{about}: {what} is a whole number from {least} on, found {value!r}")
+def _whole(about: str, what: str, value: Any, least: int, most: int = 2**31) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        upto = f"to {most}" if isinstance(value, int) and value > most else "on"
+        raise ArgumentError(f"{about}: {what} is a whole number from {least} {upto}, found {shown(value)}")
 
 
 __all__ = [

@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from geartrain.core.arguments import shown
 from geartrain.errors import ArgumentError
 
 #: What a role or a class may be given: terms, or a list of host numbers.
@@ -47,7 +48,7 @@ def check_terms(about: str, given: Any) -> str:
         if found is None and not _CLASS.fullmatch(term):
             raise ArgumentError(
                 f"{about}: hosts is made of 'all', 'first', ranges such as '0-3' or '4-', and classes of hosts, found "
-                f"{term!r} in {given!r}"
+                f"{shown(term)} in {shown(given)}"
             )
         if found is not None and found[3] and int(found[3]) < int(found[1]):
             raise ArgumentError(f"{about}: hosts {term} ends before it begins")

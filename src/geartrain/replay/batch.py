@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import numpy as np
 
+from geartrain.core.arguments import check_flag, shown
 from geartrain.core.keys import Keys
-from geartrain.errors import ArgumentError, MissingDependencyError
+from geartrain.errors import ArgumentError, FieldError, MissingDependencyError
 
 if TYPE_CHECKING:
     import torch
@@ -60,13 +61,16 @@ class Batch(_WeaklyReferable):
     cu_seqlens: Array | None = None
 
     def __getitem__(self, name: str) -> Array:
-        return self.fields[name]
+        try:
+            return self.fields[name]
+        except (KeyError, TypeError):
+            raise FieldError(f"the batch has no field {shown(name)}; it has {', '.join(self.fields)}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.fields)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.fields
+        return isinstance(name, str) and name in self.fields
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -82,7 +86,24 @@ class Batch(_WeaklyReferable):
         return sum(int(array.nbytes) for array in self.fields.values())
 
     def to(self, device: str | torch.device, *, non_blocking: bool = False) -> Batch:
-        """The batch with its tensors on another device. Needs torch tensors."""
+        """The batch with its tensors on another device.
+
+        Raises:
+            ArgumentError: a batch of NumPy arrays, or what names no device.
+        """
+        if isinstance(self.start, np.ndarray):
+            raise ArgumentError(
+                "a batch of NumPy arrays stays in host memory: take tensors (output='torch') to move them"
+            )
+        import torch
+
+        try:
+            device = torch.device(device) if isinstance(device, str) else device
+        except RuntimeError:
+            device = ascii(device)
+        if not isinstance(device, torch.device):
+            raise ArgumentError(f"device is a name such as 'cuda:0', or a torch.device; found {shown(device)}")
+        non_blocking = check_flag("non_blocking", non_blocking)
 
         def move(value: Any) -> Any:
             return value.to(device, non_blocking=non_blocking) if hasattr(value, "to") else value

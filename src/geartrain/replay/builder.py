@@ -47,6 +47,10 @@ def given_priorities(rows: Keys, priorities: ArrayLike) -> PriorityUpdate:
         if given.dtype.itemsize >= 4:
             given = given.numpy()  # sooner done than what NumPy asks of a tensor; it lacks some of the small types
     try:
+        if given.__class__ is not np.ndarray and not hasattr(given, "detach"):
+            given = np.asarray(given)
+        if getattr(given.dtype, "kind", "f") in "SUcmM":  # which NumPy may read as numbers, or cut
+            raise TypeError
         values = np.array(given, np.float64)
     except (TypeError, ValueError, OverflowError):
         raise ArgumentError(f"priorities are numbers, found {type(given).__name__}") from None

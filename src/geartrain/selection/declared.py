@@ -78,8 +78,7 @@ class DeclaredStrategy(ABC):
         """
         if self.traits.form == "random" or self.traits.order is not None:
             return select_declared(self, self.traits, candidates, n, step, state=state, redraw=redraw)
-        check_n(n)
-        check_whole("step", step, 0, 2**64 - 1)
+        check_drawn(candidates, n, step, redraw)
         return self._draw_groups(candidates, n, step, redraw)
 
     def importance_weights(self, draw: Draw, count: int, step: int) -> NDArray[np.float64] | None:
@@ -131,8 +130,7 @@ def select_declared(
 
     `steps` says which steps count where they are drawn, or rows in proportion to them; `Draw.steps` are those drawn.
     """
-    check_n(n)
-    check_whole("step", step, 0, 2**64 - 1)
+    check_drawn(candidates, n, step, redraw)
     if traits.form == "random":
         return _draw_random(traits, seed_of(strategy), candidates, n, step, redraw, steps)
     after = int((state or {}).get("after", (state or {}).get("after/0", 0))) if traits.cursor else 0
@@ -149,6 +147,17 @@ def first_rows(
         after: the sequence number up to which rows are passed over.
     """
     return candidates.native.first_ranked(order, n, after, excluded, None if limits is None else limits.now())
+
+
+def check_drawn(candidates: Candidates, n: int, step: int, redraw: Redraw | None) -> None:
+    """Raises `ArgumentError` unless these may be arguments of `select`."""
+    if not isinstance(candidates, Candidates) or not isinstance(redraw, Redraw | None):
+        raise ArgumentError(
+            f"rows are chosen from Candidates, and a Redraw says which again; found {type(candidates).__name__} and "
+            f"{type(redraw).__name__}"
+        )
+    check_n(n)
+    check_whole("step", step, 0, 2**64 - 1)
 
 
 def check_n(n: int) -> None:

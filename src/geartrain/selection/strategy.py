@@ -220,6 +220,8 @@ class Candidates:
                 f"priorities are whole numbers (N,) from 0 to 2**32 - 1, found {array.dtype} {array.shape}"
             )
         self.native = _native.Candidates(np.ascontiguousarray(array, np.uint32))
+        if columns is not None and not isinstance(columns, Mapping):
+            raise ArgumentError(f"columns are a dict of arrays by name, found {type(columns).__name__}")
         self._columns: Mapping[str, NDArray[Any]] = columns or {}
         self._column_of: Callable[[str], NDArray[Any]] | None = None
 

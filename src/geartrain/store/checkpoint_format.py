@@ -31,6 +31,7 @@ its end (checkpoint_directory.py). A directory that holds anything but a checkpo
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import zlib
@@ -148,11 +149,21 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def make_directory(directory: Path) -> None:
-    """Makes a directory and what is missing above it, each flushed to disk."""
-    if not directory.is_dir():
-        make_directory(directory.parent)
+    """Makes a directory and what is missing above it, each flushed to disk.
+
+    Raises:
+        CheckpointError: it cannot be made, but for a full disk, which is an `OSError`.
+    """
+    if directory.is_dir():
+        return
+    make_directory(directory.parent)
+    try:
         directory.mkdir(exist_ok=True)
         sync_directory(directory.parent)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise CheckpointError(f"the directory {directory} cannot be made: {error.strerror}") from error
 
 
 def sync_directory(directory: Path) -> None:

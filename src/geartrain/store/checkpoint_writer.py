@@ -105,10 +105,7 @@ def save(
     directory = resolved(check_path("directory", directory).absolute())
     if directory.exists():
         _check_replaceable(directory)
-    try:
-        make_directory(directory.parent)
-    except OSError as error:
-        raise CheckpointError(f"{directory} cannot be written: {error.strerror} ({error.filename})") from error
+    make_directory(directory.parent)
     found, not_linked = None, None  # what to link to, or why not
     if incremental:
         found, not_linked = _find_base(store, base, directory, origin)

@@ -149,14 +149,7 @@ class StepRecorder:
         if not 1 <= self.n_envs < 2**32:
             raise ArgumentError(f"n_envs must be at least 1, and below 2**32, found {shown(n_envs)}")
         first_priority = check_priority(priority)
-        if publish_every is not None and not 1 <= check_whole("publish_every", publish_every) < 2**32:
-            raise ArgumentError(
-                f"publish_every must be at least 1, and below 2**32, or None; found {shown(publish_every)}"
-            )
-        if not 0 <= check_whole("overlap", overlap) < max(1, columns.max_length - 1):
-            raise ArgumentError(
-                f"overlap must be below the {columns.max_length - 1} actions of a row, found {shown(overlap)}"
-            )
+        check_steps(publish_every, overlap, columns.max_length)
         fields = columns.fields
         self.observations = _observations_of(fields, observations)
         _check_automatic(fields, self.observations)
@@ -398,6 +391,14 @@ class RecorderPriority:
         self._recorder.priority = priority
 
 
+def check_steps(publish_every: int | None, overlap: int, max_length: int) -> None:
+    """Raises `ArgumentError` unless a recorder of rows of `max_length` steps can have these."""
+    if publish_every is not None and not 1 <= check_whole("publish_every", publish_every) < 2**32:
+        raise ArgumentError(f"publish_every must be at least 1, and below 2**32, or None; found {shown(publish_every)}")
+    if not 0 <= check_whole("overlap", overlap) < max(1, max_length - 1):
+        raise ArgumentError(f"overlap must be below the {max_length - 1} actions of a row, found {shown(overlap)}")
+
+
 def autoreset_mode(mode: Any) -> Autoreset:
     """The autoreset mode by its name here, from Gymnasium's `AutoresetMode`, its value, or None for its default."""
     text = "next_step" if mode is None else str(getattr(mode, "value", mode))
@@ -425,7 +426,7 @@ def _observations_of(fields: Mapping[str, Field], given: Sequence[str] | None) -
         found = tuple(given)
     for name in found:
         if name not in fields:
-            raise FieldError(f"the store has no field {name!r}; it has {', '.join(fields)}")
+            raise FieldError(f"the store has no field {shown(name)}; it has {', '.join(fields)}")
         if fields[name].per_row or name in _ROLES:
             raise FieldError(f"{name!r} is no observation of a step")
     return found

@@ -145,7 +145,7 @@ def load(tools: Tools) -> Door:
     }
 
 
-@door("Store.save", directory=path, base=path, incremental=flag, progress=flag)
+@door("Store.save", directory=path, base=a_name, incremental=flag, progress=flag)
 def save(tools: Tools) -> Door:
     there = tools.enter(new_store(tools))
     return there.save, {"directory": tools.folder() / "checkpoint", "incremental": True, "progress": False}

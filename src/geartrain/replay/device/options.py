@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
+from geartrain.core.arguments import check_choice, check_flag, check_real, check_whole, shown
 from geartrain.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch
 
+_LARGEST = float(np.finfo(np.float32).max)
 Path = Literal["auto", "gather", "staged"]
 Exchange = Literal["host", "nccl"]
 
@@ -31,6 +35,12 @@ class Convert:
     dtype: str
     scale: float = 1.0
     shift: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_choice("dtype", self.dtype, ("bfloat16", "float16", "float32"))
+        for what, value in (("scale", self.scale), ("shift", self.shift)):
+            if abs(check_real(what, value)) > _LARGEST:
+                raise ArgumentError(f"{what} is a float32 number, found {shown(value)}")
 
     def apply(self, values: torch.Tensor, real: torch.Tensor | None = None) -> torch.Tensor:
         """The same as the kernel does, by torch; where a step is not `real` the result is 0."""
@@ -73,14 +83,20 @@ class DeviceOptions:
     exchange: Exchange = "host"
 
     def __post_init__(self) -> None:
-        if self.path not in ("auto", "gather", "staged"):
-            raise ArgumentError(f"path is 'auto', 'gather' or 'staged', found {self.path!r}")
-        if self.select not in ("auto", "host", "device"):
-            raise ArgumentError(f"select is 'auto', 'host' or 'device', found {self.select!r}")
-        if self.exchange not in ("host", "nccl"):
-            raise ArgumentError(f"exchange is 'host' or 'nccl', found {self.exchange!r}")
-        if self.crossover_bytes is not None and self.crossover_bytes < 0:
-            raise ArgumentError(f"crossover_bytes is at least 0, found {self.crossover_bytes}")
+        check_choice("path", self.path, ("auto", "gather", "staged"))
+        check_choice("select", self.select, ("auto", "host", "device"))
+        check_choice("exchange", self.exchange, ("host", "nccl"))
+        check_flag("packed", self.packed)
+        for what, size in (("pin_limit_bytes", self.pin_limit_bytes), ("crossover_bytes", self.crossover_bytes)):
+            if size is not None and check_whole(what, size) < 0:
+                raise ArgumentError(f"{what} is at least 0, found {shown(size)}")
+        if not isinstance(self.convert, Mapping):
+            raise ArgumentError(f"convert is a dict of Convert by field, found {shown(self.convert)}")
+        for name, how in self.convert.items():
+            if not isinstance(how, Convert):
+                raise ArgumentError(
+                    f"convert[{shown(name)}] is a Convert, such as Convert('bfloat16'); found {shown(how)}"
+                )
 
 
 __all__ = ["Convert", "Exchange", "DeviceOptions", "Path"]

@@ -35,7 +35,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from geartrain.errors import CheckpointError, PeerLostError, WaitTimeoutError
+from geartrain.core.arguments import check_flag, check_path, check_texts, shown, timeout
+from geartrain.errors import ArgumentError, CheckpointError, PeerLostError, WaitTimeoutError
 from geartrain.replay.distributed.checkpoint_requests import (
     LoadRequest,
     SaveRequest,
@@ -62,6 +63,7 @@ from geartrain.replay.distributed.restore import LoadOptions, adopt_segment, sav
 from geartrain.store.checkpoint_format import STORED_NAMES, renamed, schema_of
 from geartrain.store.checkpoint_reader import Checkpoint
 from geartrain.store.checkpoint_writer import Saved, save
+from geartrain.store.segment import check_name
 from geartrain.store.store import Store
 
 # Interval of the all-gathers during a phase.
@@ -99,6 +101,20 @@ class Loaded:
     newer: int = 0
     gone: int = 0
     seconds: float = 0.0
+
+
+def _checked(
+    ranks: RankGroup | None, directory: str | os.PathLike[str], timeout_s: float, progress: bool
+) -> tuple[RankGroup, Path]:
+    """The group and the directory, once they are some: what every rank needs before it can tell the others."""
+    timeout(timeout_s)
+    check_flag("progress", progress)
+    if ranks is not None and not hasattr(ranks, "all_gather_object"):
+        raise ArgumentError(
+            f"ranks is a RankGroup (geartrain.replay.distributed.rank_group), or None for one process; found "
+            f"{shown(ranks)}"
+        )
+    return SingleRank() if ranks is None else ranks, check_path("directory", directory).absolute()
 
 
 def save_checkpoint(
@@ -141,10 +157,14 @@ def save_checkpoint(
         PeerLostError: a rank is lost.
     """
     began_s = time.monotonic()
-    ranks = SingleRank() if ranks is None else ranks
-    root = Path(directory).absolute()
+    ranks, root = _checked(ranks, directory, timeout_s, progress)
     asked = f"saving shards to {root}"
-    all_here = _run_phase(ranks, asked, lambda: save_request(store, root, step, shard, state, keep), timeout_s)
+
+    def request() -> SaveRequest:
+        check_texts("companions", companions)
+        return save_request(store, root, step, shard, state, keep)
+
+    all_here = _run_phase(ranks, asked, request, timeout_s)
     here = all_here[ranks.rank]
     members = shard_ranks(all_here)
     check_save_requests(all_here, members)
@@ -244,15 +264,14 @@ def load_checkpoint(
         PeerLostError: a rank is lost.
     """
     began_s = time.monotonic()
-    ranks = SingleRank() if ranks is None else ranks
-    root = Path(directory).absolute()
+    ranks, root = _checked(ranks, directory, timeout_s, progress)
     how = LoadOptions(reshard, together, capacity, part, adopt)
     unknown = set(options) - {"persist", "reserve"}
     for left in reversed(range(_MOST_TRIES)):
         everyone = _run_phase(
             ranks,
             f"looking for steps in {root}",
-            lambda: load_request(root, os.fspath(name), shard, step, how, unknown),
+            lambda: load_request(root, check_name(name), shard, step, how, unknown),
             timeout_s,
         )
         check_load_requests(everyone)

@@ -11,8 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from geartrain.core.arguments import check_flag, check_text, check_whole, shown, whole_number
 from geartrain.core.schema import Field, schema_difference
-from geartrain.errors import CheckpointError, RanksDisagreeError
+from geartrain.errors import ArgumentError, CheckpointError, RanksDisagreeError
 from geartrain.replay.distributed.checkpoint_steps import Steps, scan_steps
 from geartrain.replay.distributed.restore import SHARED_LIMITS, LoadOptions
 from geartrain.store.checkpoint_format import make_directory
@@ -56,12 +59,19 @@ def save_request(
     keep: int,
 ) -> SaveRequest:
     """This rank's request, once its arguments make sense."""
+    if not isinstance(store, Store):
+        raise ArgumentError(f"what is saved is a Store, this rank's shard; found {shown(store)}")
+    if state is not None and not isinstance(state, Mapping):
+        raise ArgumentError(f"state is what Replay.state_dict() returns, found {shown(state)}")
     if step is None and state is not None:
         step = state.get("step")
-    if not isinstance(step, int) or not 0 <= step < 10**18:
-        raise CheckpointError(f"a step is a whole number >= 0, given as step= or in the replay's state, found {step!r}")
-    if keep < 1:
-        raise CheckpointError(f"at least one step must be kept, found keep={keep}")
+    if isinstance(step, bool) or not isinstance(step, int | np.integer) or not 0 <= step < 10**18:
+        raise CheckpointError(
+            f"a step is a whole number >= 0, given as step= or in the replay's state, found {shown(step)}"
+        )
+    if check_whole("keep", keep) < 1:
+        raise CheckpointError(f"at least one step must be kept, found keep={shown(keep)}")
+    step, keep, shard = int(step), int(keep), None if shard is None else _numbered(shard)
     try:
         text = None if state is None else json.dumps(state, sort_keys=True)
     except (TypeError, ValueError) as error:
@@ -157,13 +167,31 @@ def load_request(
     """This rank's request, once its arguments make sense; `unknown` are options that there are not."""
     if unknown:
         raise CheckpointError(f"limits come from the checkpoint; {', '.join(sorted(unknown))} cannot be set")
+    for what, flag in (("reshard", options.reshard), ("adopt", options.adopt)):
+        check_flag(what, flag)
     if not options.reshard and (options.together is not None or options.capacity is not None):
         raise CheckpointError("together= and capacity= need reshard=True")
-    shard = torchrun_shard(os.environ) if shard is None else shard
-    if not 0 <= shard[0] < shard[1]:
-        raise CheckpointError(f"a shard is (k, n) with k from 0 to n - 1, found {shard}")
+    if options.together is not None:
+        check_text("together", options.together)
+    if options.capacity is not None and not 1 <= check_whole("capacity", options.capacity) < 2**32:
+        raise ArgumentError(f"capacity is from 1 to 2**32 - 1 rows, found {shown(options.capacity)}")
+    whole_number("part", options.part, 2**16)
+    step = None if step is None else whole_number("step", step, 10**18)
+    shard = _numbered(torchrun_shard(os.environ) if shard is None else shard)
     steps, damaged = scan_steps(root)
-    return LoadRequest(name, (int(shard[0]), int(shard[1])), step, options, steps, damaged)
+    return LoadRequest(name, shard, step, options, steps, damaged)
+
+
+def _numbered(shard: object) -> tuple[int, int]:
+    """A shard's number and the number of shards. Raises `CheckpointError`."""
+    numbers = shard if isinstance(shard, tuple | list) else ()
+    try:
+        k, n = (check_whole("a shard's number", number) for number in numbers)
+    except ValueError:  # not two, or no numbers
+        k, n = 0, 0
+    if not 0 <= k < n:
+        raise CheckpointError(f"a shard is (k, n) with k from 0 to n - 1, found {shown(shard)}")
+    return k, n
 
 
 def torchrun_shard(environment: Mapping[str, str]) -> tuple[int, int]:

@@ -22,7 +22,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from geartrain.core.arguments import default_threads, timeout
+from geartrain.core.arguments import (
+    check_choice,
+    check_flag,
+    check_real,
+    check_whole,
+    default_threads,
+    shown,
+    timeout,
+)
 from geartrain.core.progress import Progress
 from geartrain.errors import ArgumentError, PeerLostError
 from geartrain.replay.distributed.assignment import assign
@@ -32,7 +40,7 @@ from geartrain.replay.distributed.messages import PROTOCOL
 from geartrain.replay.distributed.placement_moves import RowMover
 from geartrain.replay.distributed.rank_group import RankGroup, SingleRank, as_rank_group
 from geartrain.replay.distributed.topology import MeshPosition, topology_of
-from geartrain.replay.fetch import FetchPlan
+from geartrain.replay.fetch import FetchPlan, check_names_of
 from geartrain.replay.windows import as_windows
 from geartrain.store.store import Store
 
@@ -162,13 +170,15 @@ class Placement:
         window: int | None = None,
         timeout_s: float = 60.0,
     ) -> None:
-        if by not in ("priority", "rows"):
-            raise ArgumentError(f"by is 'priority' or 'rows', found {by!r}")
+        if not isinstance(store, Store):
+            raise ArgumentError(f"a placement is of a Store, this rank's shard; found {shown(store)}")
+        check_choice("by", by, ("priority", "rows"))
         timeout(timeout_s)
-        if isinstance(inputs, str) or isinstance(targets, str):
-            raise ArgumentError(f"inputs and targets are lists of names, found {inputs!r} and {targets!r}")
-        if window is not None and not 1 <= window < 2**31:
-            raise ArgumentError(f"a window has at least one step, found window={window}")
+        for what, names in (("inputs", inputs), ("targets", targets)):
+            if names is not None:
+                check_names_of(what, names)
+        if window is not None and not 1 <= check_whole("window", window) < 2**31:
+            raise ArgumentError(f"a window has at least one step, found window={shown(window)}")
         if inputs is None and targets is None:
             inputs = targets = list(store.fields)
         inputs, targets = list(inputs or ()), list(targets or ())
@@ -279,8 +289,12 @@ class Placement:
             ArgumentError: the batch cannot be divided evenly.
             RanksDisagreeError: a replay on some ranks only, or batches of different sizes.
         """
+        if replay is not None and not all(hasattr(replay, what) for what in ("batch_size", "stats")):
+            raise ArgumentError(f"replay is this rank's Replay, found {shown(replay)}")
         if batch_size is None and replay is not None:
             batch_size = int(replay.batch_size)
+        if batch_size is not None and not check_whole("batch_size", batch_size) < 2**31:
+            raise ArgumentError(f"batch_size is below 2**31, found {shown(batch_size)}")
         replicas = len(self._members.replicas)
         if batch_size is not None and (batch_size < 1 or batch_size % replicas):
             raise ArgumentError(
@@ -378,7 +392,13 @@ class Placement:
     def _checked_priorities(self, priorities: ArrayLike) -> NDArray[np.float64]:
         if hasattr(priorities, "detach"):
             priorities = priorities.detach().cpu()
-        likely = np.asarray(priorities, np.float64)
+        try:
+            given = np.asarray(priorities)
+        except (TypeError, ValueError):  # lists of several lengths
+            given = np.zeros((), object)
+        if given.dtype.kind not in "biuf" and given.size:
+            raise ArgumentError(f"priorities are numbers, one for each row of the dataset; found {shown(priorities)}")
+        likely = given.astype(np.float64)
         if likely.ndim != 1:
             raise ArgumentError(f"priorities are one number for each row of the dataset, (n,), found {likely.shape}")
         if len(likely) >= 2**32:
@@ -431,10 +451,11 @@ class Placement:
                 f"rows move with one priority, and the store {self.store.name!r} keeps one for every step; save a "
                 f"checkpoint and load it into other shards instead"
             )
-        if not 0 <= tolerance <= 1:
+        if not 0 <= check_real("tolerance", tolerance, "a share, from 0 to 1") <= 1:
             raise ArgumentError(f"tolerance is a share, from 0 to 1, found {tolerance}")
-        if max_bytes is not None and max_bytes < 0:
+        if max_bytes is not None and check_whole("max_bytes", max_bytes) < 0:
             raise ArgumentError(f"max_bytes must be at least 0, found {max_bytes}")
+        check_flag("progress", progress)
         arguments = self._group.all_gather_object((tolerance, max_bytes))
         for rank, (their_tolerance, their_bytes) in enumerate(arguments):
             check_same("tolerance", arguments[0][0], their_tolerance, rank)
