@@ -18,6 +18,7 @@ from storm.roles import Part
 from storm.rows import FIELDS, STEPS, length_of, rows_of, versions_of
 
 import geartrain as gt
+from geartrain.store.recorder import EPISODES
 
 SUPPORT = Path(__file__).parent / "support"
 
@@ -155,3 +156,8 @@ def test_the_proof_of_recorded_steps_notices_what_is_lost_doubled_or_changed(nam
         store.delete(keys[:1])
         store.insert(again, lengths=batch.length)
         assert "actions that nobody took" in found()
+        store.delete(store.keys()[-1:])
+        again["action"] = again["action"] - np.uint64(1)
+        again[EPISODES] = again[EPISODES] + 2
+        store.insert(again, lengths=batch.length)
+        assert "episodes and has" in found()
