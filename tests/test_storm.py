@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import storm.proof as proof
+import storm.recorded as recorded
 from deadlines import patience
 from storm.journal import COMMITTED, DELETED, DELIVERED, Journal
+from storm.roles import Part
 from storm.rows import FIELDS, STEPS, length_of, rows_of, versions_of
 
 import geartrain as gt
+from geartrain.store.recorder import EPISODES
 
 SUPPORT = Path(__file__).parent / "support"
 
@@ -121,3 +125,39 @@ def test_wrong_arguments_are_refused_before_anything_starts():
     done = storm("--seconds", "0")
     assert done.returncode == 2
     assert "above zero" in done.stderr
+
+
+def test_the_proof_of_recorded_steps_notices_what_is_lost_doubled_or_changed(name, tmp_path):
+    with gt.Store.create(name, recorded.FIELDS, max_length=STEPS, capacity=50) as store:
+        journal = Journal(tmp_path / "journal-1", 1)
+        part = Part(name, 1, 3, tmp_path, None, store, "recorded")
+        one = recorded.Recorder(part, store, journal, random.Random(3))
+        for _ in range(60):
+            one.step()
+        one.close()
+
+        def found() -> str:
+            return "\n".join(recorded.rows(store, "recorded", [journal.path])[0])
+
+        figures = recorded.rows(store, "recorded", [journal.path])[1]
+        assert found() == "" and figures["episodes proven"] > 3 and figures["steps proven"] > 150
+        lost, _ = journal.intend(1)
+        journal.set(lost, COMMITTED)
+        assert "was published, and misses" in found()
+        journal.set(lost, DELIVERED)
+        assert found() == ""
+        keys = store.keys()
+        batch = gt.fetch(store, keys[:1], output="numpy")
+        again = {field: batch[field] for field in recorded.FIELDS}
+        store.insert(again, lengths=batch.length)
+        assert "are there more than once" in found()
+        store.delete(store.keys()[-1:])
+        again["action"] = again["action"] + np.uint64(1)
+        store.delete(keys[:1])
+        store.insert(again, lengths=batch.length)
+        assert "actions that nobody took" in found()
+        store.delete(store.keys()[-1:])
+        again["action"] = again["action"] - np.uint64(1)
+        again[EPISODES] = again[EPISODES] + 2
+        store.insert(again, lengths=batch.length)
+        assert "episodes and has" in found()

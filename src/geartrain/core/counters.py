@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain.core.locks as locks
-from geartrain.core.shared_files import open_shared, segments_directory
+from geartrain.core.shared_files import open_shared, segments_directory, shared_files
 from geartrain.errors import (
     ArgumentError,
     GeartrainError,
@@ -195,7 +195,7 @@ class CountersInfo(NamedTuple):
 
 def names() -> list[str]:
     """Names of the counters on this host."""
-    return sorted(path.name.removeprefix(_PREFIX) for path in segments_directory().glob(f"{_PREFIX}*"))
+    return [path.name.removeprefix(_PREFIX) for path in shared_files(f"{_PREFIX}*")]
 
 
 def describe(name: str) -> CountersInfo:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from geartrain.core.processes import at_end_of_forked_child, process_state
-from geartrain.core.shared_files import open_shared, segments_directory
+from geartrain.core.shared_files import open_shared, segments_directory, shared_files
 from geartrain.errors import ArgumentError, GeartrainError
 
 FORMAT = "geartrain-report-1"
@@ -238,7 +238,7 @@ class _Reporter:
 
 def read_reports() -> Iterator[ProcessReport | tuple[str, str]]:
     """The newest report of each process of this host that has one; for a file that is none, its name and why."""
-    for path in sorted(segments_directory().glob(f"{_PREFIX}*{_SUFFIX}")):
+    for path in shared_files(f"{_PREFIX}*{_SUFFIX}"):
         try:
             yield _parsed(_read(path))
         except FileNotFoundError:
@@ -255,7 +255,7 @@ def remove_stale() -> list[str]:
     One that cannot be read, or was not finished, is its whose pid is in its name.
     """
     removed = []
-    for path in segments_directory().glob(f"{_PREFIX}*"):
+    for path in shared_files(f"{_PREFIX}*"):
         if path.suffix not in (_SUFFIX, _UNFINISHED):
             continue
         with contextlib.suppress(GeartrainError, OSError):
@@ -279,7 +279,9 @@ def _is_of_living(path: Path) -> bool:
 def _read(path: Path) -> Any:
     fd = open_shared(path, writable=False)
     try:
-        return json.loads(os.pread(fd, _MOST_BYTES, 0))
+        found = json.loads(os.pread(fd, _MOST_BYTES, 0))
+        json.dumps(found, ensure_ascii=False).encode()  # halves of surrogate pairs are text that nobody can show
+        return found
     finally:
         os.close(fd)
 

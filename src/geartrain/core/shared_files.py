@@ -7,6 +7,7 @@ it: `"user"` (this process's user, and root), `"group"` (a group of this user as
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Literal, cast
 
@@ -32,6 +33,20 @@ def segments_directory() -> Path:
         SchemaError: GEARTRAIN_DIR is not an absolute path.
     """
     return Path(_native.segments_directory())
+
+
+def shared_files(pattern: str, directory: Path | None = None) -> list[Path]:
+    """The files of a pattern in the directory of segments, or another one, sorted by name.
+
+    Others may make files there too. Names that are no text are left out: no file of ours has one, and nothing that
+    shows or sends names could take them.
+    """
+    found = []
+    for path in (directory or segments_directory()).glob(pattern):
+        with contextlib.suppress(UnicodeEncodeError):
+            path.name.encode()
+            found.append(path)
+    return sorted(found)
 
 
 def open_shared(path: Path, *, writable: bool = True, trust: Trust = "user") -> int:

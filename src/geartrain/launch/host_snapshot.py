@@ -30,7 +30,7 @@ import geartrain.core.counters as counters
 import geartrain.weights as weights
 from geartrain.core.process_report import ProcessReport, read_reports
 from geartrain.core.processes import process_of_thread, process_state
-from geartrain.core.shared_files import Trust, segments_directory
+from geartrain.core.shared_files import Trust, segments_directory, shared_files
 from geartrain.errors import GeartrainError
 from geartrain.launch.metrics import COUNTS
 from geartrain.store.store import Store
@@ -103,7 +103,7 @@ def _file_system() -> dict[str, Any]:
 
 def _stores(trust: Trust) -> list[dict[str, Any]]:
     found = []
-    for path in sorted(segments_directory().glob(f"{_SEGMENT_PREFIX}*")):
+    for path in shared_files(f"{_SEGMENT_PREFIX}*"):
         name = path.name.removeprefix(_SEGMENT_PREFIX)
         try:
             about = _store(name, trust)

@@ -18,7 +18,7 @@ import geartrain.device.kernels as kernels
 import geartrain.device.pinned_memory as pinning
 import geartrain.tools.cross_memory as cross_memory
 import geartrain.transport.nixl as nixl
-from geartrain.core.shared_files import segments_directory
+from geartrain.core.shared_files import segments_directory, shared_files
 from geartrain.errors import ArgumentError
 from geartrain.tools.testing import Hosts
 from geartrain.transport.connection import viable
@@ -102,7 +102,7 @@ def shared_memory() -> Finding:
         return Finding(what, False, f"{directory} ({chosen}) is no directory; {elsewhere}")
     usage = shutil.disk_usage(directory)
     kind = _file_system(directory)
-    segments = list(directory.glob("geartrain*"))
+    segments = shared_files("geartrain*", directory)
     text = (
         f"segments live in {directory} ({chosen}, {kind}): {usage.free / 1e9:.2f} GB free of {usage.total / 1e9:.2f}"
         f" GB, {len(segments)} files of geartrain in it"

@@ -17,7 +17,7 @@ import numpy as np
 
 import geartrain.core.futex as futex
 import geartrain.core.locks as locks
-from geartrain.core.shared_files import Trust, check_trust, open_shared, share_with
+from geartrain.core.shared_files import Trust, check_trust, open_shared, share_with, shared_files
 from geartrain.errors import (
     CorruptStoreError,
     GeartrainError,
@@ -432,7 +432,7 @@ def describe(name: str, directory: str | Path | None = None, *, trust: Trust = "
 
 def names(directory: str | Path | None = None) -> list[str]:
     """Names of all weights on this host."""
-    found = (path.name.removeprefix(PREFIX) for path in directory_of(directory).glob(f"{PREFIX}*"))
+    found = (path.name.removeprefix(PREFIX) for path in shared_files(f"{PREFIX}*", directory_of(directory)))
     return sorted(name for name in found if not name.endswith(".new"))
 
 
@@ -444,7 +444,7 @@ def unlink(name: str, directory: str | Path | None = None) -> None:
 def reap(directory: str | Path | None = None) -> list[str]:
     """Removes weights that no living process is attached to: theirs were killed. Returns their names."""
     removed = []
-    for path in directory_of(directory).glob(f"{PREFIX}*"):
+    for path in shared_files(f"{PREFIX}*", directory_of(directory)):
         with contextlib.suppress(GeartrainError, OSError):  # another user's, or removed meanwhile
             fd = open_shared(path)
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -104,8 +105,13 @@ def drawn(store: gt.Store, kind: str) -> Defects:
     return found
 
 
-def checkpoint(folder: Path, name: str, written: set[int]) -> tuple[Defects, int]:
-    """A checkpoint that is there is whole: it loads, and every row of it was written. And how many rows it has."""
+def checkpoint(
+    folder: Path, name: str, written: set[int], contents: Callable[[gt.Store], tuple[list[int], Defects]] = contents
+) -> tuple[Defects, int]:
+    """A checkpoint that is there is whole: it loads, and every row of it was written. And how many rows it has.
+
+    `contents` returns the tags of what is in a store, each once, and what is wrong with it.
+    """
     if not folder.exists():
         return [], 0
     with gt.Store.load(folder, name) as store:

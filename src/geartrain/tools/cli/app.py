@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
+from rich import markup
 from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
@@ -105,11 +106,18 @@ def die(message: str, code: int = 1) -> NoReturn:
     raise typer.Exit(code)
 
 
+def escape(text: str) -> str:
+    """Text from elsewhere, such as a file's name, for `out`: markup and control characters are shown, not obeyed."""
+    return markup.escape(_printable(text, lines=True))
+
+
+def _printable(text: str, lines: bool) -> str:
+    return "".join(each if each.isprintable() or (lines and each == "\n") else ascii(each)[1:-1] for each in text)
+
+
 def print_error(message: str, lines: bool = False) -> None:
     """Prints it on stderr without markup and emoji, control characters escaped (but line ends where `lines`)."""
-    shown = "".join(
-        each if each.isprintable() or (lines and each == "\n") else ascii(each)[1:-1] for each in message.rstrip()
-    )
+    shown = _printable(message.rstrip(), lines)
     console = Console(stderr=True, emoji=False, highlight=False, markup=False)
     console.print(Text.assemble(("error:", "red"), " ", shown), soft_wrap=True)
 

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from geartrain.core.shared_files import Trust, check_trust
 from geartrain.errors import ArgumentError, GeartrainError, StoreMissingError
 from geartrain.store.checkpoint_series import holding, save_next
 from geartrain.store.checkpoint_writer import Saved
 from geartrain.store.store import Store
-from geartrain.tools.cli.app import app, out, print_error
+from geartrain.tools.cli.app import app, escape, out, print_error
 from geartrain.tools.cli.checks import output_folder
 from geartrain.tools.cli.inspect_remove import TRUST_HELP
 

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from geartrain.errors import ArgumentError
-from geartrain.tools.cli.app import app, out
+from geartrain.tools.cli.app import app, escape, out
 from geartrain.tools.cli.checks import input_file, output_file, plot_file
 from geartrain_bench import BENCHES
 

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from geartrain.core.shared_files import check_trust
-from geartrain.tools.cli.app import app, die, out
+from geartrain.tools.cli.app import app, die, escape, out
 from geartrain.tools.cli.dataset_options import Casts, FormatOptions, Quiet, key_values
 from geartrain.tools.cli.inspect_remove import TRUST_HELP
 

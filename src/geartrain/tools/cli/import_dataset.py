@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from geartrain.store.store import Store
-from geartrain.tools.cli.app import app, out
+from geartrain.tools.cli.app import app, escape, out
 from geartrain.tools.cli.dataset_options import Casts, FormatOptions, Quiet, key_values
 
 

@@ -10,15 +10,14 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 import geartrain.core.counters as counters
 import geartrain.weights as weights
-from geartrain.core.shared_files import Trust, check_trust, segments_directory
+from geartrain.core.shared_files import Trust, check_trust, segments_directory, shared_files
 from geartrain.errors import ArgumentError, GeartrainError, IncompatibleStoreError
 from geartrain.store.store import Store
-from geartrain.tools.cli.app import app, die, out
+from geartrain.tools.cli.app import app, die, escape, out
 from geartrain.tools.cli.checks import output_folder
 from geartrain.tools.cli.rows import check_rows, print_rows, rows_as_json
 
@@ -91,7 +90,7 @@ def _inspect_rows(name: str | None, rows: int, png: Path | None, as_json: bool, 
 def _list_segments(as_json: bool, trust: Trust) -> None:
     found: list[dict[str, Any]] = []
     directory = segments_directory()
-    for path in sorted(directory.glob("geartrain.*")):
+    for path in shared_files("geartrain.*", directory):
         name = path.name.removeprefix("geartrain.")
         try:
             store = Store.peek(name, trust=trust)

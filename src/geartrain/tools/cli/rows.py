@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.color import Color
 from rich.console import Console
-from rich.markup import escape
 from rich.segment import Segment, Segments
 from rich.style import Style
 
@@ -22,6 +21,7 @@ from geartrain.errors import ArgumentError
 from geartrain.replay.fetch import fetch
 from geartrain.store.handle import ROW_STATES
 from geartrain.store.store import Store
+from geartrain.tools.cli.app import escape
 
 #: Smallest edge of what is taken for a picture, and the widest on a terminal, in cells.
 _LEAST, _WIDEST = 8, 64

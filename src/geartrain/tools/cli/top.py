@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from geartrain.core.shared_files import check_trust
-from geartrain.tools.cli.app import app, die, out
+from geartrain.tools.cli.app import app, die, escape, out
 from geartrain.tools.cli.checks import input_file, output_file
 from geartrain.tools.cli.inspect_remove import TRUST_HELP
 

@@ -1,0 +1,154 @@
+"""Files and bytes of strangers where geartrain looks at its host: left out or told, and nothing ends or waits."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from deadlines import patience
+from typer.testing import CliRunner
+
+import geartrain as gt
+from geartrain import weights
+from geartrain.core import counters, process_report
+from geartrain.launch.host_snapshot import take_snapshot
+from geartrain.launch.prometheus import MOST_CONNECTIONS, PrometheusEndpoint
+from geartrain.tools.cli.app import app
+
+
+@pytest.fixture(autouse=True)
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of segments that no other program uses."""
+    monkeypatch.setenv("GEARTRAIN_DIR", str(tmp_path))
+    monkeypatch.setenv(process_report.PERIOD_VARIABLE, "0")
+    return tmp_path
+
+
+def litter(host: Path) -> None:
+    """What any user of a host can leave in /dev/shm."""
+    folder = os.fsencode(host)
+    prefixes = (
+        b"geartrain.",
+        b"geartrain.anonymous-",
+        b"geartrain-weights.",
+        b"geartrain-board-",
+        b"geartrain-report-",
+    )
+    for prefix in prefixes:
+        for name in (b"\xff\xfe\x80", b"a\nb\x1b[2J", b"n" * 200):
+            (host / os.fsdecode(prefix + name + (b".json" if b"report" in prefix else b""))).write_bytes(b"{" * 5000)
+        os.mkfifo(folder + b"/" + prefix + b"1.json")
+        os.mkdir(folder + b"/" + prefix + b"2.json")
+        os.symlink(folder + b"/" + prefix + b"3.json", folder + b"/" + prefix + b"3.json")
+    report = {"format": process_report.FORMAT, "pid": os.getpid(), "started": 1, "namespace": "", "at_s": time.time()}
+    one = {"kind": "replay", "name": "\ud800", "figures": {"error": "\ud800"}, "rates": {}}
+    whole = {**report, "period_s": 1, "command": "\ud800", "objects": [one]}
+    (host / "geartrain-report-4.json").write_text(json.dumps(whole))
+
+
+def test_names_that_are_no_text_hinder_nobody(host: Path) -> None:
+    litter(host)
+    text = json.dumps(take_snapshot(), ensure_ascii=False)
+    text.encode()
+    assert "geartrain-report-4.json" in json.loads(text)["unreadable"]
+    assert all(name.encode() for name in [*counters.names(), *weights.names()])
+    process_report.remove_stale()
+    weights.reap()
+    with gt.Store.create(None, {"x": gt.Field((2,), "float32")}, max_length=1, capacity=4) as store:
+        assert len(store) == 0
+    for command in (["top", "--once"], ["top", "--json"], ["inspect"], ["inspect", "--json"], ["doctor"]):
+        ran = CliRunner().invoke(app, command)
+        assert ran.exit_code in (0, 1) and isinstance(ran.exception, SystemExit | None), (command, ran.exception)
+        assert "\x1b[2J" not in ran.output, command
+
+
+# --- the endpoint of metrics ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def endpoint() -> Iterator[PrometheusEndpoint]:
+    pytest.importorskip("prometheus_client")
+    one = PrometheusEndpoint(None, "127.0.0.1", 0)
+    yield one
+    one.close()
+
+
+def scrape(port: int, **headers: str) -> str:
+    asked = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=headers)
+    with urllib.request.urlopen(asked, timeout=patience(10)) as answer:
+        return str(answer.read().decode())
+
+
+def test_metrics_are_served_whatever_files_there_are(host: Path, endpoint: PrometheusEndpoint) -> None:
+    litter(host)
+    for accepted in ("text/plain", "application/openmetrics-text; version=1.0.0", "*/*; q=nan", "\xff"):
+        assert "geartrain_shm_bytes" in scrape(endpoint.port, Accept=accepted)
+
+
+GARBAGE = (
+    b"\0" * 4096,
+    b"\xff\xfe" * 100 + b"\r\n\r\n",
+    b"GET " + b"/" * (1 << 17) + b" HTTP/1.1\r\n\r\n",
+    b"GET /metrics HTTP/1.1\r\n" + b"".join(b"X-%d: 1\r\n" % n for n in range(500)) + b"\r\n",
+    b"GET /metrics HTTP/9.9.9\r\n\r\n",
+    b"POST /metrics HTTP/1.1\r\nContent-Length: 999999999999\r\n\r\nx",
+    b"GET /metrics?name[]=" + b"%ff" * 1000 + b" HTTP/1.1\r\n\r\n",
+    b"GET /metrics HTTP/1.1\r\nContent-Length: -1\r\nTransfer-Encoding: chunked\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+)
+
+
+def test_garbage_at_the_endpoint_is_answered_or_hung_up_on_and_nothing_is_printed(
+    endpoint: PrometheusEndpoint, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for garbage in GARBAGE:
+        with socket.create_connection(("127.0.0.1", endpoint.port), patience(10)) as dialled:
+            said = b""
+            try:
+                dialled.sendall(garbage)
+                dialled.shutdown(socket.SHUT_WR)
+                while more := dialled.recv(1 << 16):
+                    said += more
+            except OSError:
+                pass  # it was hung up on
+            assert not said or said.startswith((b"HTTP/", b"<!DOCTYPE", b"\n<!DOCTYPE")), said[:100]
+    for linger in (b"", b"GET /metrics HTTP/1.1\r\n\r\n"):  # and resets, before and beside the answer
+        with socket.create_connection(("127.0.0.1", endpoint.port)) as dialled:
+            dialled.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            dialled.sendall(linger)
+    assert "geartrain_shm_bytes" in scrape(endpoint.port)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_silent_clients_take_no_place_and_no_thread_from_scrapes(endpoint: PrometheusEndpoint) -> None:
+    before = threading.active_count()
+    silent = [socket.create_connection(("127.0.0.1", endpoint.port)) for _ in range(3 * MOST_CONNECTIONS)]
+    try:
+        for one in silent[::2]:
+            one.send(b"GET /metr")
+        began_s = time.monotonic()
+        assert "geartrain_shm_bytes" in scrape(endpoint.port)
+        assert time.monotonic() - began_s < patience(5)
+        assert threading.active_count() - before <= MOST_CONNECTIONS + 1
+    finally:
+        for one in silent:
+            one.close()
+
+
+def test_the_endpoint_closes_beside_silent_clients(endpoint: PrometheusEndpoint) -> None:
+    with socket.create_connection(("127.0.0.1", endpoint.port)) as silent:
+        began_s = time.monotonic()
+        endpoint.close()
+        assert time.monotonic() - began_s < patience(2)
+        silent.settimeout(patience(5))
+        with contextlib.suppress(ConnectionResetError):
+            assert silent.recv(1) == b""
