@@ -371,19 +371,33 @@ def test_rows_admitted_by_the_rate_limiter_are_given_back_when_nothing_can_be_dr
         assert store.limiter.state().samples == 8
 
 
+def placed(placement: BuildPlacement, durations: list[float], pauses: list[float]) -> bool:
+    """Whether items are made on the consumer's thread after these."""
+    for duration, pause in zip(durations, pauses, strict=True):
+        placement.note(duration, pause)
+    return placement.here
+
+
 def test_cheap_items_are_made_on_the_consumers_thread_and_dear_ones_ahead() -> None:
     placement = BuildPlacement()
 
     def after(durations: list[float]) -> bool:
-        for duration in durations:
-            placement.note(duration)
-        return placement.here
+        return placed(placement, durations, [1.0] * 8)
 
     assert not placement.here
     assert after([1.0] * 3 + [HAND_OVER_S / 2] + [1.0] * 4)  # busy, but cheap
     assert after([1.5 * HAND_OVER_S] * 8)  # not yet dear enough to go back
     assert not after([2.5 * HAND_OVER_S] * 8)
     assert not after([1.5 * HAND_OVER_S] * 8)
+
+
+def test_items_are_made_ahead_only_while_the_consumer_does_something_else() -> None:
+    placement, dear = BuildPlacement(2), [3 * HAND_OVER_S] * 8
+    assert placed(placement, dear, [HAND_OVER_S / 10] * 8)
+    assert placed(placement, dear, [HAND_OVER_S / 10] * 7 + [1.0])  # interrupted once
+    assert not placed(placement, dear, [10 * HAND_OVER_S] * 8)
+    assert not placed(placement, dear, [0, 0, 0, 1.0] * 2)  # in bursts, which the pauses between them are long for
+    assert not placed(placement, [100 * HAND_OVER_S] * 8, [0.0] * 8)  # a handoff costs little beside that
 
 
 def test_the_thread_ends_where_batches_are_cheap_and_none_is_skipped_or_repeated(monkeypatch: Any) -> None:

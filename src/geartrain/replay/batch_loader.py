@@ -72,7 +72,7 @@ class BatchLoader:
         self._timeout_s = config.timeout_s
         # Over ranks and on devices batches are always built on the prefetch thread.
         local = config.prefetch > 0 and isinstance(builder, HostBatchBuilder)
-        self._placement = BuildPlacement() if local else None
+        self._placement = BuildPlacement(config.prefetch) if local else None
         self._updates: list[PriorityUpdate] = []
         self._stop: int | None = None  # the step after the last one that is wanted
         self._asked = -1  # the last step that the thread has leave to build
@@ -104,8 +104,8 @@ class BatchLoader:
             # All ranks have to ask before any of them gets a batch, and engines may ask one after the other.
             self._ask(self.take_updates())
 
-    def next(self) -> BuiltBatch:
-        """The batch of `step`, which moves on by one.
+    def next(self, pause_s: float) -> BuiltBatch:
+        """The batch of `step`, which moves on by one. `pause_s`: how long ago its consumer got the one before.
 
         Raises:
             WaitTimeoutError: not within the time; the next call may have it.
@@ -120,7 +120,7 @@ class BatchLoader:
         else:
             built = self._next_ahead()
         if placement is not None:
-            placement.note(built.make_s)
+            placement.note(built.make_s, pause_s)
         if built.deliver is not nothing:
             built.deliver()
         self.step += 1

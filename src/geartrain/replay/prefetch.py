@@ -23,32 +23,47 @@ Item = TypeVar("Item")
 #: Handing an item to another thread and waking it costs both of them together about this much CPU time.
 HAND_OVER_S = 50e-6
 _LOOKED_AT = 8
+# Of an item that takes so many times as long, the handoff is one twentieth.
+_LONG = 20
 # A signal that comes just before a wait does not end it: its handler runs when the wait looks again.
 _SLICE_S = 0.5
 
 
 class BuildPlacement:
-    """Whether items are made on the consumer's thread or ahead of it: by what the last ones took to make.
+    """Whether items are made on the consumer's thread or ahead of it: ahead where that saves more than it costs.
 
-    Starts with the prefetch thread. The least of the last 8 durations counts: a busy machine makes some of them long.
+    What is made ahead is made while the consumer does something else, for as long as that takes. A consumer that comes
+    back at once waits for an item just as long wherever it is made, and saves nothing. Items that take long are made
+    ahead in any case: a handoff costs little beside them, and a wait has a deadline.
+
+    Starts with the prefetch thread. Of the last 8 items the least duration counts, and the mean of the consumer's
+    pauses, each as far as so many items could be made in it: a busy machine makes some of them long.
+
+    Args:
+        ahead: items that may be made ahead.
 
     Attributes:
         here: on the consumer's thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ahead: int = 1) -> None:
         self.here = False
+        self._ahead = ahead
         self._least_s = float("inf")
+        self._hidden_s = 0.0
         self._seen = 0
 
-    def note(self, make_s: float) -> None:
-        """Takes into account how long an item took."""
+    def note(self, make_s: float, pause_s: float) -> None:
+        """Takes into account how long an item took, and how long the consumer was away before it asked for it."""
         self._least_s = min(self._least_s, make_s)
+        self._hidden_s += min(pause_s, self._ahead * make_s)
         self._seen += 1
         if self._seen == _LOOKED_AT:
-            # Twice as long for the way back, so that items in between do not change the thread time and again.
-            self.here = self._least_s < (2 * HAND_OVER_S if self.here else HAND_OVER_S)
-            self._least_s, self._seen = float("inf"), 0
+            saved_s = min(self._least_s, self._hidden_s / _LOOKED_AT)
+            # Twice as much for the way back, so that items in between do not change the thread time and again.
+            least_s = 2 * HAND_OVER_S if self.here else HAND_OVER_S
+            self.here = saved_s < least_s and self._least_s < _LONG * least_s
+            self._least_s, self._hidden_s, self._seen = float("inf"), 0.0, 0
 
 
 class StillBuildingError(WaitTimeoutError):

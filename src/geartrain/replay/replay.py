@@ -68,9 +68,10 @@ class Replay:
             later. Or `geartrain.Windows`: whole ones, at a row's start or end, every k-th, or where a function says.
             Whole rows by default.
         pad: side on which windows are padded at the start of a row.
-        prefetch: batches prepared ahead, on a thread. Those that take less time than handing them from one thread to
-            another (50 us) are made when they are asked for. With 0 each batch is, and sees every priority updated
-            before; with more, a batch may have been drawn up to so many steps earlier.
+        prefetch: batches prepared ahead, on a thread. They are made when they are asked for as long as that saves less
+            than a handoff from one thread to another costs (50 us): where they take less time, or the consumer asks
+            for the next one at once and they take less than a millisecond. With 0 each batch is, and sees every
+            priority updated before; with more, a batch may have been drawn up to so many steps earlier.
         output: "torch" tensors or "numpy" arrays.
         num_batches: batches per iteration; endless by default.
         min_rows: least number of selectable rows; fewer are not drawn from. Where another process has the store open,
@@ -287,7 +288,7 @@ class Replay:
         consumed.asked_s = asked_s = time.perf_counter()
         if consumed.started_s is None:
             consumed.started_s = asked_s
-        built = self._loader.next()
+        built = self._loader.next(asked_s - (consumed.last_s or asked_s))
         batch = built.batch
         consumed.last_s = last_s = time.perf_counter()
         consumed.wait_s += last_s - asked_s
