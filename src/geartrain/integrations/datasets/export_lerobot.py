@@ -1,4 +1,4 @@
-"""Export to a LeRobotDataset folder (v3.0), the inverse of lerobot.py: Parquet tables and images, no video.
+"""Export to a LeRobotDataset folder (v3.0), the inverse of lerobot.py: Parquet tables, and images or videos.
 
 | stored | written |
 |---|---|
@@ -6,6 +6,7 @@
 | action, reward, done | action, next.reward, next.done |
 | other timed fields | the same names |
 | obs.x of uint8 (height, width, 1 or 3) | the dtype `image`: PNG inside the table, without loss |
+| the same with `video=True` and 3 channels | the dtype `video`: export_video.py |
 
 `index`, `episode_index` and `frame_index` are counted, `timestamp` is frame_index / fps where the store has none, and
 `task_index` is 0 where it has none. meta/stats.json and the episodes' table have each feature's minimum, maximum, mean,
@@ -14,9 +15,11 @@ standard deviation and quantiles, whose means weighted by frames stand for those
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, SourceError
 from geartrain.integrations.datasets.arrow import nested_array
 from geartrain.integrations.datasets.episode import Array, require
+from geartrain.integrations.datasets.export_video import VideoEncoding, VideoFolder
 from geartrain.integrations.datasets.feature_stats import FeatureStats, episode_stats
 from geartrain.integrations.datasets.stored_rows import RowGroup
 from geartrain.integrations.datasets.writer import DatasetWriter, holds_only, is_empty_folder, is_regular, not_real
@@ -33,8 +37,10 @@ from geartrain.integrations.datasets.writer import DatasetWriter, holds_only, is
 _COUNTED = ("index", "episode_index", "frame_index")
 _GIVEN = {"timestamp": Field((), "float32"), "task_index": Field((), "int64")}
 _FILE_BYTES = 100 << 20
+_VIDEO_BYTES = 200 << 20
 _FILES_PER_CHUNK = 1000
 _PATH = "chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+_VIDEO_PATH = "chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 # What a dataset's folder has at its top, and the files in it.
 _ENTRIES = {
     "data": (".parquet",),
@@ -54,6 +60,10 @@ class LeRobotWriter(DatasetWriter):
         task: what the episodes' task is, in words.
         tasks: instead, for rows with a `task_index`: the words for each of its values.
         robot_type: of the dataset's description.
+        video: encode images of 3 channels as videos.
+        video_codec: "h264", "h264-lossless", "hevc" or "av1".
+        video_quality: the encoder's CRF, 0 the best.
+        video_key_frames: frames from one key frame to the next; reading one frame decodes as many at most.
     """
 
     FOLDER = True
@@ -68,6 +78,10 @@ class LeRobotWriter(DatasetWriter):
         task: str | None = None,
         tasks: Sequence[str] | None = None,
         robot_type: str | None = None,
+        video: bool = False,
+        video_codec: str | None = None,
+        video_quality: int | None = None,
+        video_key_frames: int | None = None,
     ) -> None:
         if fps is None or not 1 <= fps <= 1_000_000:
             raise ArgumentError(f"a LeRobot dataset needs the option fps, steps a second, from 1 on; found {fps}")
@@ -77,6 +91,14 @@ class LeRobotWriter(DatasetWriter):
         self._fields = dict(fields)
         self._keys = _keys_of(self._fields)
         self._images = [name for name, field in self._fields.items() if _is_image(name, field)]
+        self._encoding = _encoding_of(video, video_codec, video_quality, video_key_frames)
+        filmed = [name for name in self._images if self._encoding and self._fields[name].shape[2] == 3]
+        self._images = [name for name in self._images if name not in filmed]
+        for name in filmed:
+            assert self._encoding is not None
+            why = self._encoding.why_not(*self._fields[name].shape[:2])
+            if why is not None:
+                raise SourceError(f"{name} is {self._fields[name].shape[:2]}: {why}; take another video_codec")
         if self._images:
             self._pillow = require("PIL.Image", "lerobot", "Encoding images")
         self._fps, self._robot_type = fps, robot_type
@@ -86,6 +108,19 @@ class LeRobotWriter(DatasetWriter):
         path.mkdir()
         self._data = _Files(path / "data", self._parquet)
         self._about = _Files(path / "meta" / "episodes", self._parquet)
+        self._videos = {
+            name: VideoFolder(
+                path / "videos" / self._keys[name],
+                _VIDEO_PATH,
+                self._encoding,
+                self._fields[name].shape,
+                fps,
+                _VIDEO_BYTES,
+                _FILES_PER_CHUNK,
+            )
+            for name in filmed
+            if self._encoding is not None
+        }
 
     @classmethod
     def refused(cls, name: str, field: Field) -> str | None:
@@ -131,7 +166,8 @@ class LeRobotWriter(DatasetWriter):
         columns.setdefault("task_index", np.zeros(len(frame), np.int64))
         self._check_tasks(columns["task_index"])
         images = {self._keys[name] for name in self._images}
-        table = {key: self._column(array, key in images) for key, array in columns.items()}
+        films = {self._keys[name] for name in self._videos}
+        table = {key: self._column(array, key in images) for key, array in columns.items() if key not in films}
         chunk, file = self._data.write(self._arrow.table(table))
         about = {
             "episode_index": self._arrow.array(self._episodes + np.arange(len(lengths))),
@@ -148,8 +184,9 @@ class LeRobotWriter(DatasetWriter):
             "dataset_from_index": self._arrow.array(self._frames + starts),
             "dataset_to_index": self._arrow.array(self._frames + ends),
         }
+        about |= self._encode(values, lengths.tolist())
         for key, array in columns.items():
-            stats = episode_stats(array, starts, ends, image=key in images)
+            stats = episode_stats(array, starts, ends, image=key in images or key in films)
             self._stats.setdefault(key, FeatureStats()).add(stats)
             for name, of_episodes in stats.items():
                 about[f"stats/{key}/{name}"] = nested_array(self._arrow, of_episodes, fixed=False)
@@ -161,8 +198,26 @@ class LeRobotWriter(DatasetWriter):
         self._episodes += len(lengths)
         return sum(array.nbytes for array in values.values())
 
+    def _encode(self, values: Mapping[str, Array], lengths: list[int]) -> dict[str, Any]:
+        """Encodes the videos, a thread for each camera; the columns that tell where they are."""
+        if not self._videos:
+            return {}
+        about = {}
+        with ThreadPoolExecutor(len(self._videos), thread_name_prefix="geartrain-export") as pool:
+            written = {name: pool.submit(video.write, values[name], lengths) for name, video in self._videos.items()}
+        for name, episodes in written.items():
+            column = f"videos/{self._keys[name]}"
+            places = episodes.result()
+            about[f"{column}/chunk_index"] = self._arrow.array([each.chunk for each in places])
+            about[f"{column}/file_index"] = self._arrow.array([each.file for each in places])
+            about[f"{column}/from_timestamp"] = self._arrow.array([each.start_s for each in places])
+            about[f"{column}/to_timestamp"] = self._arrow.array([each.end_s for each in places])
+        return about
+
     def finish(self) -> None:
         """Writes what is known of all episodes."""
+        for video in self._videos.values():
+            video.finish()
         self._data.close()
         self._about.close()
         meta = self._path / "meta"
@@ -177,23 +232,29 @@ class LeRobotWriter(DatasetWriter):
             "total_tasks": len(self._tasks),
             "chunks_size": _FILES_PER_CHUNK,
             "data_files_size_in_mb": _FILE_BYTES >> 20,
-            "video_files_size_in_mb": 200,
+            "video_files_size_in_mb": _VIDEO_BYTES >> 20,
             "fps": self._fps,
             "splits": {"train": f"0:{self._episodes}"},
             "data_path": f"data/{_PATH}",
-            "video_path": None,
+            "video_path": f"videos/{{video_key}}/{_VIDEO_PATH}" if self._videos else None,
             "features": self._features(),
         }
         (meta / "info.json").write_text(json.dumps(info, indent=4))
 
     def close(self) -> None:
-        """Closes the tables."""
-        self._data.close()
-        self._about.close()
+        """Closes the tables and videos."""
+        with contextlib.ExitStack() as files:
+            files.callback(self._data.close)
+            files.callback(self._about.close)
+            for video in self._videos.values():
+                files.callback(video.close)
 
     def _features(self) -> dict[str, Any]:
         features: dict[str, Any] = {}
         for name, field in self._fields.items():
+            if name in self._videos and self._encoding is not None:
+                features[self._keys[name]] = self._encoding.feature(field.shape[0], field.shape[1], self._fps)
+                continue
             is_image = name in self._images
             features[self._keys[name]] = {
                 "dtype": "image" if is_image else field.dtype,
@@ -303,6 +364,19 @@ def _keys_of(fields: Mapping[str, Field]) -> dict[str, str]:
             raise SourceError(f"two fields would be written as {key!r}; fields='other={name}' writes one as another")
         keys[name] = key
     return keys
+
+
+def _encoding_of(video: bool, codec: str | None, quality: int | None, key_frames: int | None) -> VideoEncoding | None:
+    given = {
+        name: value
+        for name, value in (("codec", codec), ("quality", quality), ("key_frames", key_frames))
+        if value is not None
+    }
+    if video:
+        return VideoEncoding(**given)  # type: ignore[arg-type]
+    if given:
+        raise ArgumentError(f"the option video_{next(iter(given))} is of videos: give video=True too")
+    return None
 
 
 def _is_image(name: str, field: Field) -> bool:

@@ -69,6 +69,8 @@ def export(
     The dataset is complete or absent. A store may be in use; it is only looked at.
 
     Example: geartrain export hopper ./hopper.parquet
+
+    Example: geartrain export arm ./arm --format lerobot --option fps=30 --option video=true
     """
     from geartrain.integrations import export_store
 
