@@ -8,7 +8,9 @@ something short.
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
 import sys
 import threading
 import types
@@ -18,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from deadlines import patience
 
 pytest.importorskip("typer")
 
@@ -426,3 +429,22 @@ def test_a_folder_that_is_not_there_is_not_created_for_an_output(call: Any, plac
     assert not (place / "missing").exists()
     assert call("plan ranks", [*SOUND["plan ranks"], "--json", "plan.json"]).exit_code == 0
     assert json.loads((place / "plan.json").read_text())["clusters"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["--help", "inspect --json", "top --once"])
+@pytest.mark.parametrize("stdout", ["| head -c 1", "> /dev/full", ">&-", ">&- 2>&-"])
+def test_a_stdout_that_is_full_closed_or_not_read_is_no_traceback(words: str, stdout: str, tmp_path: Path) -> None:
+    line = f"set -o pipefail; {sys.executable} -m geartrain {words} {stdout}"
+    ran = subprocess.run(
+        ["bash", "-c", line],
+        env={**os.environ, "GEARTRAIN_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=patience(30),
+        check=False,
+    )
+    assert ran.returncode in (0, 1)
+    assert "Traceback" not in ran.stderr and "Exception ignored" not in ran.stderr, ran.stderr
+    if "full" in stdout:
+        assert ran.returncode == 1 and ran.stderr.count("\n") == 1 and "No space left" in ran.stderr
