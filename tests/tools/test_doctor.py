@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -91,3 +92,15 @@ def test_what_is_no_segment_is_removed_by_force_alone(monkeypatch, tmp_path):
     os.mkfifo(path, 0o600)
     assert CliRunner().invoke(app, ["remove", "broken", "--force"]).exit_code == 1
     assert Path(path).exists()
+
+
+def test_tables_cut_no_path_or_name_that_a_reader_would_copy(monkeypatch, tmp_path, name):
+    path = tmp_path / ("deep" * 12) / ("deeper" * 12)
+    path.mkdir(parents=True)
+    monkeypatch.setenv("GEARTRAIN_DIR", str(path))
+    shown = CliRunner().invoke(app, ["doctor"]).output
+    assert str(path) in "".join(re.findall(r"│([^│\n]*)│\n", shown)).replace(" ", "")
+    long = f"{name}-{'store' * 20}"
+    with gt.Store.create(long, {"x": gt.Field((), "int64", per_row=True)}, capacity=4):
+        shown = CliRunner().invoke(app, ["inspect"]).output
+    assert long in "".join(re.findall(r"^│([^│]*)│", shown, re.MULTILINE)).replace(" ", "")

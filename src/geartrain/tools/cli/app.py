@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import typer
 from rich import markup
 from rich.console import Console
+from rich.table import Column, Table
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
@@ -133,3 +134,8 @@ def _is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def make_table(*headers: str, **options: Any) -> Table:
+    """A table with those columns. In a narrow terminal long names and paths go on in the next line."""
+    return Table(*(Column(header, overflow="fold") for header in headers), **options)

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from geartrain.errors import ArgumentError
-from geartrain.tools.cli.app import app, escape, out
+from geartrain.tools.cli.app import app, escape, make_table, out
 from geartrain.tools.cli.checks import input_file, output_file, plot_file
 from geartrain_bench import BENCHES
 
@@ -83,7 +82,7 @@ def doctor(
     if as_json:
         sys.stdout.write(json.dumps([vars(finding) for finding in findings], indent=1) + "\n")
         return
-    table = Table("what", "", "because")
+    table = make_table("what", "", "because")
     for finding in findings:
         table.add_row(
             finding.what,
@@ -94,7 +93,9 @@ def doctor(
 
 
 def _print_report(found: Any) -> None:
-    table = Table("what", "found", title="{name}, process {pid} on {host}".format(**found.about), title_justify="left")
+    table = make_table(
+        "what", "found", title="{name}, process {pid} on {host}".format(**found.about), title_justify="left"
+    )
     for what, text in found.in_words().items():
         table.add_row(what, escape(text))
     out.print(table)

@@ -10,14 +10,13 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.table import Table
 
 import geartrain.core.counters as counters
 import geartrain.weights as weights
 from geartrain.core.shared_files import Trust, check_trust, segments_directory, shared_files
 from geartrain.errors import ArgumentError, GeartrainError, IncompatibleStoreError
 from geartrain.store.store import Store
-from geartrain.tools.cli.app import app, die, escape, out
+from geartrain.tools.cli.app import app, die, escape, make_table, out
 from geartrain.tools.cli.checks import output_folder
 from geartrain.tools.cli.rows import check_rows, print_rows, rows_as_json
 
@@ -117,7 +116,7 @@ def _list_segments(as_json: bool, trust: Trust) -> None:
     if not found:
         out.print(f"no stores in {escape(str(directory))}")
         return
-    table = Table("name", "rows", "capacity", "MB", "processes")
+    table = make_table("name", "rows", "capacity", "MB", "processes")
     for entry in found:
         if "error" in entry:
             table.add_row(escape(entry["name"]), "[red]" + escape(entry["error"]) + "[/]", "", "", "")
@@ -153,7 +152,9 @@ def _inspect_weights(name: str, as_json: bool) -> None:
 
 
 def _print_weights(found: list[dict[str, Any]]) -> None:
-    table = Table("weights", "newest version", "published", "versions", "MB a version", "MB in memory", "publisher")
+    table = make_table(
+        "weights", "newest version", "published", "versions", "MB a version", "MB in memory", "publisher"
+    )
     for entry in found:
         if "error" in entry:
             table.add_row(escape(entry["name"]), "[red]" + escape(entry["error"]) + "[/]", *[""] * 5)
@@ -183,7 +184,7 @@ def _describe_counters(name: str) -> dict[str, Any]:
 
 
 def _print_counters(found: list[dict[str, Any]]) -> None:
-    table = Table("counters", "processes", "created by", "totals")
+    table = make_table("counters", "processes", "created by", "totals")
     for entry in found:
         if "error" in entry:
             table.add_row(escape(entry["name"]), "[red]" + escape(entry["error"]) + "[/]", "", "")
@@ -255,7 +256,7 @@ def _inspect_store(name: str, as_json: bool, trust: Trust) -> None:
         f"{about['rows']:,} of {about['capacity']:,} rows, {about['steps']:,} steps, {about['bytes'] / 1e6:,.1f} MB, "
         + (f"{about['processes']} processes attached" if about["processes"] else "[yellow]no process attached[/]")
     )
-    table = Table("field", "shape of a step", "dtype", "once a row", "bytes a row", title_justify="left")
+    table = make_table("field", "shape of a step", "dtype", "once a row", "bytes a row", title_justify="left")
     for field in about["fields"]:
         table.add_row(
             escape(field["name"]),
@@ -279,7 +280,7 @@ def _print_histogram(priorities: dict[str, Any]) -> None:
         out.print(f"priorities   {priorities['zero']:,} rows have priority 0")
     if not priorities["rows"]:
         return
-    table = Table("priority", "rows", "", box=None, padding=(0, 1))
+    table = make_table("priority", "rows", "", box=None, padding=(0, 1))
     largest = max(priorities["rows"]) or 1
     edges = priorities["edges"]
     for low, high, rows in zip(edges, edges[1:], priorities["rows"], strict=False):
@@ -300,7 +301,7 @@ def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
         f"checkpoint of {manifest['created']}: {manifest['rows']:,} rows, {size / 1e6:,.1f} MB"
         + (f", {shared / 1e6:,.1f} MB of them shared with other checkpoints" if shared else "")
     )
-    table = Table("field", "shape of a row's block", "dtype", "time in front")
+    table = make_table("field", "shape of a row's block", "dtype", "time in front")
     for field in manifest["fields"]:
         table.add_row(
             escape(field["name"]),
@@ -341,7 +342,7 @@ def _inspect_journal(directory: Path, as_json: bool) -> None:
     )
     if newest:
         out.print(f"newest row committed {(time.time_ns() - newest) / 1e9:,.0f} s ago")
-    table = Table("field", "shape of a step, or of a row's value", "dtype", "per row")
+    table = make_table("field", "shape of a step, or of a row's value", "dtype", "per row")
     for name, field in journal.fields.items():
         table.add_row(escape(name), str(field.shape), field.dtype, "yes" if field.per_row else "no")
     out.print(table)
@@ -354,7 +355,7 @@ def _inspect_steps(directory: Path, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(steps, indent=1) + "\n")
         return
-    table = Table("step", "created", "shards", "on this disk", "rows", "MB", "ranks")
+    table = make_table("step", "created", "shards", "on this disk", "rows", "MB", "ranks")
     for step in steps:
         shards = step["shards"]
         table.add_row(
@@ -372,7 +373,7 @@ def _inspect_steps(directory: Path, as_json: bool) -> None:
         out.print("[yellow]no step is complete on this disk[/]")
         return
     out.print(f"step {newest['step']:,}, the newest that is complete on this disk:")
-    table = Table("shard", "rows", "capacity", "MB", "saved by ranks", "on this disk")
+    table = make_table("shard", "rows", "capacity", "MB", "saved by ranks", "on this disk")
     for shard in newest["shards"]:
         table.add_row(
             escape(shard["directory"]),
