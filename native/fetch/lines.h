@@ -11,8 +11,8 @@
 namespace geartrain {
 
 constexpr size_t kLine = 64;
-// Lines of one field that are asked for; a processor fetches further ones by itself.
-constexpr uint64_t kLinesAhead = 8;
+// Of a piece up to this size all lines are asked for; of a longer one a processor fetches most by itself.
+constexpr uint64_t kAskedBytes = 1024;
 constexpr uint64_t kFewBytes = 256;
 constexpr uint64_t kPage = 4096;
 // Pages of one field that are asked for: with 64 rows in flight a third of what a second-level TLB holds.
@@ -27,9 +27,6 @@ inline uint8_t read_byte(const std::byte* from) {
   uint8_t value;
   copy_block(&value, from, 1, false);
   return value;
-}
-inline void touch(const std::byte* at) {
-  __builtin_prefetch(at);
 }
 #else
 // At what a call of memcpy costs before its first byte.
@@ -60,25 +57,17 @@ inline void copy_few(std::byte* to, const std::byte* from, uint64_t bytes) {
 inline uint8_t read_byte(const std::byte* from) {
   return static_cast<uint8_t>(*from);
 }
-// A load and not a prefetch, which processors drop where it needs a page walk: rows lie in pages of 4 KB.
-inline void touch(const std::byte* at) {
-  (void)*reinterpret_cast<const volatile uint8_t*>(at);
-}
 #endif
 
-// The pages behind the first, which was touched: as many as a processor still knows when the piece is copied. Of 32
-// pieces of 35 KB in shared memory of 4 KB pages, a copy takes 62 us with this and 70 without, as long as one out of
-// huge pages (64).
-inline void touch_pages(const std::byte* from, uint64_t bytes) {
-  const uint64_t near = std::min(bytes, kPagesAhead * kPage);
-  for (uint64_t at = kPage; at < near; at += kPage) touch(from + at);
-}
-
-// The lines behind the first, which was touched.
-inline void prefetch_lines(const std::byte* from, uint64_t bytes) {
-  touch_pages(from, bytes);
-  const uint64_t near = std::min(bytes, kLinesAhead * kLine);
-  for (uint64_t at = kLine; at < near; at += kLine) __builtin_prefetch(from + at);
+// Asks for a piece. By prefetches, which walk pages as loads do and hold nothing up, where a load whose line is far
+// away keeps what follows from being completed: 256 windows of 20 steps of three fields 56 us with these, 93 with
+// loads.
+inline void prefetch_piece(const std::byte* from, uint64_t bytes) {
+  asm volatile("");  // g++ takes a function that only prefetches for one without effects, and drops calls of it
+  const uint64_t pages = std::min(bytes, kPagesAhead * kPage);
+  for (uint64_t at = 0; at < pages; at += kPage) __builtin_prefetch(from + at);
+  if (bytes > kAskedBytes) return;
+  for (uint64_t at = kLine; at < bytes; at += kLine) __builtin_prefetch(from + at);
   if (bytes > 1) __builtin_prefetch(from + bytes - 1);
 }
 

@@ -17,9 +17,9 @@
 namespace geartrain {
 namespace {
 
-// Rows whose misses overlap.
+// Rows that are placed together.
 constexpr size_t kInFlightRows = 64;
-// Rows that are copied field by field between two looks at their words.
+// Rows that are copied field by field between two looks at their words, while the pieces of as many more are asked for.
 constexpr size_t kTogether = 16;
 constexpr uint32_t kOwnGoal = UINT32_MAX;  // no step of a row
 
@@ -65,8 +65,11 @@ class TransitionGather {
       }
       for (size_t i = 0; i < n; ++i) place(at + i, {block.high[i], block.low[i]}, block);
       for (size_t part = 0; part < parts_.size(); ++part) locate(parts_[part], block, block.from(part));
-      ask_for(block);
-      for (size_t i = 0; i < block.size; i += kTogether) copy_rows(block, i, std::min(block.size, i + kTogether));
+      ask_for(block, 0);
+      for (size_t i = 0; i < block.size; i += kTogether) {
+        ask_for(block, i + kTogether);
+        copy_rows(block, i, std::min(block.size, i + kTogether));
+      }
     }
     if (stream_) stream_fence();
   }
@@ -181,22 +184,13 @@ class TransitionGather {
     }
   }
 
-  // Asks for the lines that will be copied. The first of each field is loaded, one right after the other, so that as
-  // many page walks as can be are under way; further ones are prefetched, as their page is known by then.
-  void ask_for(const Block& block) const {
-    for (size_t part = 0; part < parts_.size(); ++part) {
-      const std::byte* const* from = block.from(part);
-      for (size_t i = 0; i < block.size; ++i) touch(from[i]);
-    }
-    if (view_.goals.strategy != GoalStrategy::none) {
-      for (size_t i = 0; i < block.size; ++i) {
-        if (block.placed[i].goal != kOwnGoal) touch(goal_of(block.placed[i]));
-      }
-    }
+  // Asks for the pieces of kTogether rows.
+  void ask_for(const Block& block, size_t first) const {
+    const size_t last = std::min(block.size, first + kTogether);
     for (size_t number = 0; number < parts_.size(); ++number) {
       const Part& part = parts_[number];
       const std::byte* const* from = block.from(number);
-      for (size_t i = 0; i < block.size; ++i) {
+      for (size_t i = first; i < last; ++i) {
         const Placed& one = block.placed[i];
         uint64_t steps = 1;
         if (part.role == TransitionRole::observation) {
@@ -204,8 +198,12 @@ class TransitionGather {
         } else if (part.role == TransitionRole::reward) {
           steps = one.count;
         }
-        prefetch_lines(from[i], steps * part.step_bytes);
+        prefetch_piece(from[i], steps * part.step_bytes);
       }
+    }
+    if (view_.goals.strategy == GoalStrategy::none) return;
+    for (size_t i = first; i < last; ++i) {
+      if (block.placed[i].goal != kOwnGoal) __builtin_prefetch(goal_of(block.placed[i]));
     }
   }
 

@@ -22,8 +22,8 @@
 // first marked step from t on, and step 0 the one behind the last marked step before t. A marked step is no transition:
 // it is reported as a row that was lost is, and drawn again.
 //
-// Only these steps are read. Rows are taken a few dozen at a time: their words, then lengths and steps, then the lines
-// that will be copied are asked for before the first of them is used, so that their cache misses overlap.
+// Only these steps are read. Rows are taken a few dozen at a time: their words, then lengths and steps. The lines of
+// the next few are asked for while those before are copied, so that their cache misses overlap.
 #pragma once
 
 #include <cstdint>
