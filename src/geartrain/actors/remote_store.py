@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from geartrain.actors.store_server import pack, unpack
-from geartrain.core.arguments import check_choice, check_text, refuse_copies, timeout, whole_number
+from geartrain.core.arguments import check_choice, check_text, check_whole, refuse_copies, timeout
 from geartrain.core.dtypes import DTYPES, as_tensor
 from geartrain.core.keys import Keys, check_keys
 from geartrain.core.schema import Field
@@ -224,7 +224,8 @@ class RemoteStore(ServedRows):
             options["observations"] = [observations] if isinstance(observations, str) else list(observations)
         if autoreset is not None:
             options["autoreset"] = str(getattr(autoreset, "value", autoreset))
-        whole_number("max_in_flight", max_in_flight, 2**31)
+        if not 0 <= check_whole("max_in_flight", max_in_flight) <= 2**31:
+            raise ArgumentError(f"max_in_flight must be at least 0, and at most 2**31, found {max_in_flight}")
         number, found = self._call("recorder", n_envs, options)
         remote = Remote(self.node, self.peer, number)
         return RemoteRecorder(remote, n_envs, tuple(found), int(max_in_flight), self)
