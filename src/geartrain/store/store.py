@@ -305,7 +305,7 @@ class Store(JournaledStore):
     def load(
         cls,
         directory: str | os.PathLike[str] | Checkpoint,
-        name: str | os.PathLike[str],
+        name: str | os.PathLike[str] | None,
         *,
         create: Literal["missing", "replace"] = "missing",
         progress: bool = False,
@@ -320,7 +320,7 @@ class Store(JournaledStore):
 
         Args:
             directory: what was given to `save`; or an open `Checkpoint`, which stays open.
-            name: of the new store, as in `create`.
+            name: of the new store, as in `create`: None makes one up.
             create: "missing" (a store of that name is an error), or "replace": one that no process uses is removed
                 first, as by `open`. With a journal one that a killed process has left is removed anyhow, where it is
                 the journal's or has no rows.
@@ -340,28 +340,31 @@ class Store(JournaledStore):
 
         check_choice("create", create, ("missing", "replace"))
         check_flag("progress", progress)
-        name = check_name(name)
+        name = None if name is None else check_name(name)
         if not isinstance(directory, Checkpoint):
-            given: dict[str, Any] = {
+            again: dict[str, Any] = {
                 "create": create,
                 "journal": journal,
                 "journal_sync_s": journal_sync_s,
                 "journal_full": journal_full,
                 **options,
             }
-            return read_newest(directory, lambda found: cls.load(found, name, progress=progress, **given))
+            return read_newest(directory, lambda found: cls.load(found, name, progress=progress, **again))
         found = directory
         unknown = set(options) - {"persist", "reserve", "trust", "timeout_s"}
         if unknown:
             raise CheckpointError(f"limits come from the checkpoint; {', '.join(sorted(unknown))} cannot be set")
         wanted = journal_asked_for(journal, journal_sync_s, journal_full)
         trust = check_trust(options.get("trust", "user"))
-        if create == "replace":
+        if name is None:
+            pass  # a name that no store has
+        elif create == "replace":
             remove_unused(name, trust)
         elif wanted is not None:
             remove_journaled(name, wanted.path, trust)
         limits = {key: value for key, value in found.options.items() if key != "persist"}
-        store = cls.create(name, found.fields, max_length=found.max_length, **{**limits, **options})
+        given = {**limits, **options, "max_length": found.max_length}
+        store = cls.create(found.fields, **given) if name is None else cls.create(name, found.fields, **given)
         try:
             if wanted is None:
                 found.fill(store.native, progress=progress)

@@ -120,7 +120,14 @@ def peek(tools: Tools) -> Door:
     return gt.Store.peek, {"name": there.name, "trust": "user"}
 
 
-@door("Store.load", directory=nothing, name=path, progress=flag, journal_sync_s=SECONDS, reserve=flag)
+@door(
+    "Store.load",
+    directory=nothing,
+    name=lambda v: v is None or path(v),
+    progress=flag,
+    journal_sync_s=SECONDS,
+    reserve=flag,
+)
 def load(tools: Tools) -> Door:
     with new_store(tools) as there:
         saved = there.save(tools.folder() / "checkpoint").path
