@@ -9,6 +9,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import preloaded
@@ -30,8 +31,10 @@ def test_the_code_on_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) 
     pytest.importorskip("torch")
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks(page)))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = preloaded.run([sys.executable, str(script)], cwd=tmp_path, env=environment, timeout=patience(100))
+    # Stores on pages have plain names, which others on this host may use.
+    with tempfile.TemporaryDirectory(prefix="geartrain-docs-", dir="/dev/shm") as segments:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GEARTRAIN_DIR": segments}
+        done = preloaded.run([sys.executable, str(script)], cwd=tmp_path, env=environment, timeout=patience(100))
     assert done.returncode == 0, done.stderr
 
 
