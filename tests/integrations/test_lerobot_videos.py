@@ -5,6 +5,7 @@ Frames carry their numbers as patterns, so that a frame that is one off is seen.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from imports import imported, rows, store_name
 
 from geartrain.errors import ArgumentError, MissingDependencyError, SourceError
 from geartrain.integrations import import_dataset, ingest, open_source
+from geartrain.integrations.datasets.episode import DeferredSteps
 from geartrain.store.store import Store
 
 pytest.importorskip("av")
@@ -104,6 +106,34 @@ def test_the_frame_nearest_to_a_steps_time_is_its_frame(tmp_path: Path) -> None:
         import_dataset(tmp_path, store_name(), progress=False)
     with imported(tmp_path, tolerance_s=0.02) as store:  # steps are at 0, 2, 4 and 6 sixtieths of a second
         assert [numbers_of(row["obs.images.top"]) for row in rows(store)] == [[0, 1, 2, 3], [4, 5, 6]]
+
+
+@pytest.mark.parametrize("tolerance_s", [0.05, 0.2])
+def test_a_tolerance_does_not_reach_into_another_episode(tolerance_s: float, tmp_path: Path) -> None:
+    """A step whose frame was dropped got a frame of the episode before or behind it, where that was the nearest."""
+    write_dataset(tmp_path, [4, 4], ["top"])
+    path = next((tmp_path / "videos").rglob("*.mp4"))
+    write_video(path, [0, 1, 5, 6, 7], ticks=[0, 1, 5, 6, 7])  # without the end of one and the beginning of the other
+    if tolerance_s < 2 / 30:
+        with pytest.raises(SourceError, match=r"episode 0 .*frame 3, at 0\.100000 s: .* are 0\.033333 s \(expected"):
+            import_dataset(tmp_path, store_name(), tolerance_s=tolerance_s, progress=False)
+        return
+    with imported(tmp_path, tolerance_s=tolerance_s, threads=1) as store:
+        assert [numbers_of(row["obs.images.top"]) for row in rows(store)] == [[0, 1, 1, 1], [5, 5, 6, 7]]
+
+
+def test_decoding_that_nobody_wants_any_more_ends_before_the_first_frame_that_was_wanted(tmp_path: Path) -> None:
+    write_dataset(tmp_path, [60, 2], ["top"], codec="h264, one key frame")
+    _, last = open_source(tmp_path)
+    frames = last.timed["obs.images.top"]
+    assert isinstance(frames, DeferredSteps)
+    out = np.full(frames.shape, 9, np.uint8)
+    asked = itertools.count()
+    frames.read_into(out, lambda: next(asked) >= 5)
+    assert next(asked) == 6
+    assert (out == 9).all()
+    frames.read_into(out)
+    assert numbers_of(out) == [60, 61]
 
 
 def test_episodes_of_an_opened_source_are_decoded_when_they_are_looked_at(tmp_path: Path) -> None:

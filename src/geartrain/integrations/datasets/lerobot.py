@@ -197,8 +197,8 @@ class LeRobotSource(Source):
         video = self._places[index, key]
         place = f"{self.name}: {episode}: field {found!r}: {video.path.relative_to(self._root)}"
         times = video.frame_times(timestamps, self._fps, self._tolerance_s, place)
-        picture = picture_of(self._features[key])
-        return VideoClip(self._readers, video.path, times, self._tolerance_s, picture, self._form, place)
+        picture, part = picture_of(self._features[key]), video.part_of(self._fps)
+        return VideoClip(self._readers, video.path, times, self._tolerance_s, part, picture, self._form, place)
 
     def _runs(self) -> Iterator[tuple[Path, int, dict[str, Array]]]:
         """Runs of frames of one episode: the file, the episode and the columns."""
