@@ -254,6 +254,23 @@ def test_a_missing_video_is_named(tmp_path: Path) -> None:
     refused(root, r"videos/observation\.images\.top/chunk-000/file-001\.mp4 is missing, meta/ speaks of it")
 
 
+@pytest.mark.parametrize("version", ["v3.0", "v2.1"])
+@pytest.mark.parametrize("lacking", ["video_path", "data_path"])
+def test_a_template_that_names_one_file_for_several_is_refused(version: str, lacking: str, tmp_path: Path) -> None:
+    """Every camera, or every episode, had the same video."""
+    write_dataset(tmp_path, [4, 3], ["top", "wrist"], version=version)
+    whole = json.loads((tmp_path / "meta/info.json").read_text())[lacking]
+    number = "{file_index:03d}" if version == "v3.0" else "{episode_index:06d}"
+    wrong = [(number, "000000"[: 3 if version == "v3.0" else 6], number[1:].partition(":")[0])]
+    if lacking == "video_path":
+        wrong += [("{video_key}", "observation.images.top", "video_key")]
+        wrong += [("{video_key}", "{video_key:.22}", "video_key")]  # cut after "top"
+    for part, instead, said in wrong:
+        edit(tmp_path, lambda info, part=part, instead=instead: info.update({lacking: whole.replace(part, instead)}))
+        with pytest.raises(SourceError, match=rf"meta/info\.json: {lacking}: .*names the same file for every {said}"):
+            open_source(tmp_path, fields=["obs.images.top", "action"])
+
+
 def test_a_video_that_is_none_is_named(tmp_path: Path) -> None:
     root, video = damaged(tmp_path)
     whole = video.read_bytes()

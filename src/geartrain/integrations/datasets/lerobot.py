@@ -317,7 +317,12 @@ class LeRobotSource(Source):
 
     def _file(self, template: str, **parts: int | str) -> Path:
         with reading(f"{self.name}: meta/info.json: {template}", f"a template of {' and '.join(parts)}"):
-            relative = str(self._info[template]).format(**parts)
+            pattern = str(self._info[template])
+            relative = pattern.format(**parts)
+            for part, value in parts.items():
+                other = f"{value}x" if isinstance(value, str) else value + 1
+                if part != "episode_chunk" and pattern.format(**{**parts, part: other}) == relative:
+                    raise ValueError(f"{pattern!r} names the same file for every {part}")
         path = self._root / relative
         if not path.is_file():
             raise SourceError(f"{self.name}: {relative} is missing, meta/ speaks of it")
