@@ -108,3 +108,59 @@ def test_a_row_is_kept_while_a_thread_writes_into_it(store: Store) -> None:
             assert time.monotonic() < until
             time.sleep(0.01)
     assert slow.ended.is_set()
+
+
+def let_go_soon(*steps: Slow) -> threading.Thread:
+    """Lets them go once the first has begun and the source had time for all."""
+
+    def later() -> None:
+        steps[0].begun.wait(30)
+        time.sleep(0.2)
+        for each in steps:
+            each.let_go.set()
+
+    thread = threading.Thread(target=later)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_the_rows_before_an_episode_that_does_not_fit_are_written(broken: bool) -> None:
+    """Which of them were was a matter of how fast the threads were."""
+
+    class Broken(Several):
+        def __iter__(self) -> Iterator[Episode]:
+            yield from super().__iter__()
+            raise SourceError("the file ends")
+
+    steps = [Slow(), Slow()]
+    source = Broken(*steps) if broken else Several(*steps, np.zeros(9, np.int64))
+    with Store.create({"x": Field((), "int64")}, max_length=2, capacity=4) as store:
+        thread = let_go_soon(*steps)
+        try:
+            with pytest.raises(SourceError, match="the file ends" if broken else "episode 2: has 9 steps"):
+                ingest(source, store, progress=False)
+        finally:
+            thread.join()
+        assert len(store) == 2
+
+
+def test_the_error_of_the_first_episode_that_fails_is_told() -> None:
+    steps = [Slow(), Slow(error="episode 1: no frame"), Slow()]
+    with Store.create({"x": Field((), "int64")}, max_length=2, capacity=4) as store:
+        thread = let_go_soon(*steps)
+        try:
+            with pytest.raises(SourceError, match="episode 1: no frame"):
+                ingest(Several(*steps, np.zeros(9, np.int64)), store, progress=False)
+        finally:
+            thread.join()
+        assert len(store) == 1
+
+
+def test_deferred_steps_are_no_array_without_a_copy() -> None:
+    steps = Slow()
+    steps.let_go.set()
+    with pytest.raises(ValueError, match="without a copy"):
+        steps.__array__(copy=False)
+    assert np.asarray(steps).tolist() == [7, 7]
+    assert np.array(steps, copy=True, dtype="f4").tolist() == [7, 7]
