@@ -5,6 +5,7 @@ Frames carry their numbers as patterns, so that a frame that is one off is seen.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Callable
@@ -329,6 +330,39 @@ def test_a_codec_that_is_not_known_is_named(tmp_path: Path) -> None:
     root, video = damaged(tmp_path)
     video.write_bytes(video.read_bytes().replace(b"avc1", b"zzzz"))
     refused(root, r"episode 0 .*mp4: .*codec.* \(expected an MP4 file")
+
+
+def open_files(root: Path) -> int:
+    """How many files below a folder this process has open."""
+    links = []
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            links.append(each.readlink())
+    return sum(link.is_relative_to(root.resolve()) for link in links)
+
+
+def test_a_video_that_was_refused_is_closed(tmp_path: Path) -> None:
+    root, video = damaged(tmp_path)
+    video.write_bytes(video.read_bytes().replace(b"avc1", b"zzzz"))
+    frames = next(iter(open_source(root))).timed["obs.images.top"]
+    with pytest.raises(SourceError) as told:  # the error keeps the frames of the calls
+        np.asarray(frames)
+    assert open_files(root) == 0
+    assert "codec" in str(told.value)
+
+
+def test_few_of_many_videos_are_open(tmp_path: Path) -> None:
+    write_dataset(tmp_path, [1] * 15, ["top"], version="v2.1")
+    source = open_source(tmp_path, threads=2)
+    seen = []
+    for episode in source:
+        np.asarray(episode.timed["obs.images.top"])
+        seen.append(open_files(tmp_path / "videos"))
+    assert seen == [min(n, 2 + 8) for n in range(1, 16)]
+    source.release()
+    assert open_files(tmp_path) == 0
+    with imported(source):
+        assert open_files(tmp_path) == 0
 
 
 def test_damage_in_the_middle_of_a_video_is_no_frame(tmp_path: Path) -> None:

@@ -49,12 +49,14 @@ class VideoReader:
         self._first_group = False  # whether what is read is before the next key frame
         self._refers_back = False  # whether such a group was seen to refer to what is before it
         self._counts_from: int | None = None  # the key frame before which errors do not count
-        self._open = contextlib.ExitStack()
-        with reading(place, "an MP4 file with a video that this build of FFmpeg decodes"):
+        with (
+            reading(place, "an MP4 file with a video that this build of FFmpeg decodes"),
+            contextlib.ExitStack() as opened,
+        ):
             # "file:" and the format keep the container from naming anything but this file.
             options = {"protocol_whitelist": "file"}
             name = f"file:{path.absolute()}"
-            self._container = self._open.enter_context(self._av.open(name, format="mp4", options=options))
+            self._container = opened.enter_context(self._av.open(name, format="mp4", options=options))
             if not self._container.streams.video:
                 raise ValueError("there is no video in it")
             self._stream = self._container.streams.video[0]
@@ -65,6 +67,7 @@ class VideoReader:
             self._stream.codec_context.options = {"err_detect": "explode"}
             self._tick = float(self._stream.time_base)
             self._packets: Iterator[Any] = self._container.demux(self._stream)
+            self._open = opened.pop_all()
 
     @property
     def next_time(self) -> float | None:
