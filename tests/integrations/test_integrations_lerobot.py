@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from PIL import Image
 
 from geartrain.errors import SourceError
 from geartrain.integrations import import_dataset, open_source
+from geartrain.integrations.datasets.images import decode_image
 
 LENGTHS = [4, 7, 1, 5]
 VIDEO = {"dtype": "video", "shape": [48, 64, 3], "names": ["height", "width", "channels"]}
@@ -286,3 +289,23 @@ def test_versions_that_are_not_read_are_refused(tmp_path: Path) -> None:
     (tmp_path / "meta/info.json").write_text("{")
     with pytest.raises(SourceError, match=r"meta/info\.json: cannot be read"):
         open_source(tmp_path)
+
+
+def png_16(channels: int) -> bytes:
+    """A PNG file of 16 bits a value."""
+    colour = {1: 0, 2: 4, 3: 2, 4: 6}[channels]
+    pixels = b"".join(b"\0" + bytes(64 * channels * 2) for _ in range(48))
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", 64, 48, 16, colour, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(pixels)) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", ["uint8", "float32"])
+def test_images_of_16_bits_are_not_cut_to_8(channels: int, dtype: str) -> None:
+    """Pillow opens those of colours, or with alpha, in modes of 8 bits."""
+    with pytest.raises(ValueError, match="16 bits a value"):
+        decode_image(png_16(channels), 3, dtype, "lerobot")

@@ -5,6 +5,8 @@ Frames carry their numbers as patterns, so that a frame that is one off is seen.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from imports import imported, rows, store_name
 
 from geartrain.errors import ArgumentError, MissingDependencyError, SourceError
 from geartrain.integrations import import_dataset, ingest, open_source
+from geartrain.integrations.datasets.episode import DeferredSteps
 from geartrain.store.store import Store
 
 pytest.importorskip("av")
@@ -104,6 +107,34 @@ def test_the_frame_nearest_to_a_steps_time_is_its_frame(tmp_path: Path) -> None:
         import_dataset(tmp_path, store_name(), progress=False)
     with imported(tmp_path, tolerance_s=0.02) as store:  # steps are at 0, 2, 4 and 6 sixtieths of a second
         assert [numbers_of(row["obs.images.top"]) for row in rows(store)] == [[0, 1, 2, 3], [4, 5, 6]]
+
+
+@pytest.mark.parametrize("tolerance_s", [0.05, 0.2])
+def test_a_tolerance_does_not_reach_into_another_episode(tolerance_s: float, tmp_path: Path) -> None:
+    """A step whose frame was dropped got a frame of the episode before or behind it, where that was the nearest."""
+    write_dataset(tmp_path, [4, 4], ["top"])
+    path = next((tmp_path / "videos").rglob("*.mp4"))
+    write_video(path, [0, 1, 5, 6, 7], ticks=[0, 1, 5, 6, 7])  # without the end of one and the beginning of the other
+    if tolerance_s < 2 / 30:
+        with pytest.raises(SourceError, match=r"episode 0 .*frame 3, at 0\.100000 s: .* are 0\.033333 s \(expected"):
+            import_dataset(tmp_path, store_name(), tolerance_s=tolerance_s, progress=False)
+        return
+    with imported(tmp_path, tolerance_s=tolerance_s, threads=1) as store:
+        assert [numbers_of(row["obs.images.top"]) for row in rows(store)] == [[0, 1, 1, 1], [5, 5, 6, 7]]
+
+
+def test_decoding_that_nobody_wants_any_more_ends_before_the_first_frame_that_was_wanted(tmp_path: Path) -> None:
+    write_dataset(tmp_path, [60, 2], ["top"], codec="h264, one key frame")
+    _, last = open_source(tmp_path)
+    frames = last.timed["obs.images.top"]
+    assert isinstance(frames, DeferredSteps)
+    out = np.full(frames.shape, 9, np.uint8)
+    asked = itertools.count()
+    frames.read_into(out, lambda: next(asked) >= 5)
+    assert next(asked) == 6
+    assert (out == 9).all()
+    frames.read_into(out)
+    assert numbers_of(out) == [60, 61]
 
 
 def test_episodes_of_an_opened_source_are_decoded_when_they_are_looked_at(tmp_path: Path) -> None:
@@ -224,6 +255,23 @@ def test_a_missing_video_is_named(tmp_path: Path) -> None:
     refused(root, r"videos/observation\.images\.top/chunk-000/file-001\.mp4 is missing, meta/ speaks of it")
 
 
+@pytest.mark.parametrize("version", ["v3.0", "v2.1"])
+@pytest.mark.parametrize("lacking", ["video_path", "data_path"])
+def test_a_template_that_names_one_file_for_several_is_refused(version: str, lacking: str, tmp_path: Path) -> None:
+    """Every camera, or every episode, had the same video."""
+    write_dataset(tmp_path, [4, 3], ["top", "wrist"], version=version)
+    whole = json.loads((tmp_path / "meta/info.json").read_text())[lacking]
+    number = "{file_index:03d}" if version == "v3.0" else "{episode_index:06d}"
+    wrong = [(number, "000000"[: 3 if version == "v3.0" else 6], number[1:].partition(":")[0])]
+    if lacking == "video_path":
+        wrong += [("{video_key}", "observation.images.top", "video_key")]
+        wrong += [("{video_key}", "{video_key:.22}", "video_key")]  # cut after "top"
+    for part, instead, said in wrong:
+        edit(tmp_path, lambda info, part=part, instead=instead: info.update({lacking: whole.replace(part, instead)}))
+        with pytest.raises(SourceError, match=rf"meta/info\.json: {lacking}: .*names the same file for every {said}"):
+            open_source(tmp_path, fields=["obs.images.top", "action"])
+
+
 def test_a_video_that_is_none_is_named(tmp_path: Path) -> None:
     root, video = damaged(tmp_path)
     whole = video.read_bytes()
@@ -282,6 +330,39 @@ def test_a_codec_that_is_not_known_is_named(tmp_path: Path) -> None:
     root, video = damaged(tmp_path)
     video.write_bytes(video.read_bytes().replace(b"avc1", b"zzzz"))
     refused(root, r"episode 0 .*mp4: .*codec.* \(expected an MP4 file")
+
+
+def open_files(root: Path) -> int:
+    """How many files below a folder this process has open."""
+    links = []
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            links.append(each.readlink())
+    return sum(link.is_relative_to(root.resolve()) for link in links)
+
+
+def test_a_video_that_was_refused_is_closed(tmp_path: Path) -> None:
+    root, video = damaged(tmp_path)
+    video.write_bytes(video.read_bytes().replace(b"avc1", b"zzzz"))
+    frames = next(iter(open_source(root))).timed["obs.images.top"]
+    with pytest.raises(SourceError) as told:  # the error keeps the frames of the calls
+        np.asarray(frames)
+    assert open_files(root) == 0
+    assert "codec" in str(told.value)
+
+
+def test_few_of_many_videos_are_open(tmp_path: Path) -> None:
+    write_dataset(tmp_path, [1] * 15, ["top"], version="v2.1")
+    source = open_source(tmp_path, threads=2)
+    seen = []
+    for episode in source:
+        np.asarray(episode.timed["obs.images.top"])
+        seen.append(open_files(tmp_path / "videos"))
+    assert seen == [min(n, 2 + 8) for n in range(1, 16)]
+    source.release()
+    assert open_files(tmp_path) == 0
+    with imported(source):
+        assert open_files(tmp_path) == 0
 
 
 def test_damage_in_the_middle_of_a_video_is_no_frame(tmp_path: Path) -> None:

@@ -64,6 +64,8 @@ class DeferredSteps(abc.ABC):
         return self.shape[0]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        if copy is False:
+            raise ValueError("these steps are in no array yet, so that they cannot be had without a copy")
         made = np.empty(self.shape, self.dtype)
         self.read_into(made)
         return made if dtype is None else made.astype(dtype, copy=False)

@@ -98,6 +98,8 @@ def decode_image(
         image.load()
     except OSError as error:
         raise ValueError(f"the image cannot be decoded: {error}") from error
+    if dtype != "uint16" and _has_16_bits(data):
+        raise ValueError(f"a PNG image of mode {image.mode} has 16 bits a value, more than the 8 bits that are read")
     if dtype == "float32":
         pixels: Array = np.ascontiguousarray(np.asarray(image.convert("RGBA")))
         return pixels.view("<f4").reshape(*pixels.shape[:2], 1)
@@ -116,3 +118,8 @@ def decode_image(
         image = image.resize(size[::-1], image_module.Resampling.BILINEAR)
     decoded: Array = np.asarray(image)
     return decoded[..., None] if channels == 1 else decoded
+
+
+def _has_16_bits(data: bytes) -> bool:
+    """Whether it is a PNG file whose header says so: Pillow gives such of colours, or with alpha, cut to 8 bits."""
+    return data.startswith(b"\x89PNG\r\n\x1a\n") and data[24:25] == b"\x10"

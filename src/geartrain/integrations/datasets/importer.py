@@ -177,7 +177,8 @@ def ingest(
     names the conversion; anything else is refused.
 
     Raises:
-        SourceError: an episode that does not fit, by name. Rows written before it stay.
+        SourceError: an episode that does not fit, or cannot be read, by name. The rows of all episodes before it are
+            written, and stay.
     """
     casts = casts_of(cast)
     _check_too_long(on_too_long)
@@ -192,25 +193,29 @@ def ingest(
     ):
         opened.callback(source.release)
         rows = opened.enter_context(RowFiller(store, source.threads, bar.advance))
-        for episode in source:
-            if episode.length == 0:
-                empty += 1
-                continue
-            fitting = episode
-            if episode.length > store.max_length:
-                too_long += 1
-                if on_too_long == "skip":
+        try:
+            for episode in source:
+                if episode.length == 0:
+                    empty += 1
                     continue
-                if on_too_long == "truncate":
-                    fitting = episode.cut(store.max_length)
-            if rows.rows == room:
-                raise SourceError(
-                    f"{source.name}: {episode.name}: the store is full ({limit:,} rows): a "
-                    f"larger one is needed, or fewer episodes"
-                )
-            _check(source.name, fitting, schema, store.max_length, casts)
-            rows.add(fitting)
-            steps += fitting.length
+                fitting = episode
+                if episode.length > store.max_length:
+                    too_long += 1
+                    if on_too_long == "skip":
+                        continue
+                    if on_too_long == "truncate":
+                        fitting = episode.cut(store.max_length)
+                if rows.rows == room:
+                    raise SourceError(
+                        f"{source.name}: {episode.name}: the store is full ({limit:,} rows): a "
+                        f"larger one is needed, or fewer episodes"
+                    )
+                _check(source.name, fitting, schema, store.max_length, casts)
+                rows.add(fitting)
+                steps += fitting.length
+        except SourceError:
+            rows.finish()  # or the error of an episode before that one
+            raise
         rows.finish()
         elapsed_s = time.monotonic() - started
         report = ImportReport(bar.done, steps, bar.nbytes, too_long, empty, elapsed_s, rows.deferred)

@@ -197,8 +197,8 @@ class LeRobotSource(Source):
         video = self._places[index, key]
         place = f"{self.name}: {episode}: field {found!r}: {video.path.relative_to(self._root)}"
         times = video.frame_times(timestamps, self._fps, self._tolerance_s, place)
-        picture = picture_of(self._features[key])
-        return VideoClip(self._readers, video.path, times, self._tolerance_s, picture, self._form, place)
+        picture, part = picture_of(self._features[key]), video.part_of(self._fps)
+        return VideoClip(self._readers, video.path, times, self._tolerance_s, part, picture, self._form, place)
 
     def _runs(self) -> Iterator[tuple[Path, int, dict[str, Array]]]:
         """Runs of frames of one episode: the file, the episode and the columns."""
@@ -317,7 +317,12 @@ class LeRobotSource(Source):
 
     def _file(self, template: str, **parts: int | str) -> Path:
         with reading(f"{self.name}: meta/info.json: {template}", f"a template of {' and '.join(parts)}"):
-            relative = str(self._info[template]).format(**parts)
+            pattern = str(self._info[template])
+            relative = pattern.format(**parts)
+            for part, value in parts.items():
+                other = f"{value}x" if isinstance(value, str) else value + 1
+                if part != "episode_chunk" and pattern.format(**{**parts, part: other}) == relative:
+                    raise ValueError(f"{pattern!r} names the same file for every {part}")
         path = self._root / relative
         if not path.is_file():
             raise SourceError(f"{self.name}: {relative} is missing, meta/ speaks of it")

@@ -4,7 +4,8 @@
     videos/chunk-000/observation.images.top/episode_000000.mp4        v2: one
 
 meta/episodes of v3 has, for each camera of an episode, its file and the time in it where the episode begins and ends. A
-step's frame is the one nearest to its `timestamp` after that beginning, and no further from it than the tolerance.
+step's frame is the one of that part nearest to its `timestamp` after that beginning, and no further from it than the
+tolerance.
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ class VideoPlace:
     path: Path
     start_s: float = 0.0
     end_s: float | None = None
+
+    def part_of(self, fps: float) -> tuple[float, float]:
+        """Times between which its frames are shown: from half a frame before its beginning to half a frame before its
+        end, since either may be rounded."""
+        half = 0.5 / fps
+        return self.start_s - half, np.inf if self.end_s is None else self.end_s - half
 
     def frame_times(self, timestamps: Array, fps: float, tolerance_s: float, place: str) -> Array:
         """Times of an episode's frames in the file, (T,) in seconds.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from types import TracebackType
 
 import numpy as np
 
-from geartrain.integrations.datasets.episode import DeferredSteps, Episode
+from geartrain.integrations.datasets.episode import Array, DeferredSteps, Episode
 from geartrain.store.row import Row
 from geartrain.store.store import Store
 
@@ -31,7 +31,8 @@ class RowFiller:
     threads, straight in the rows, of as many rows as keep the threads busy.
 
     Rows are committed in the order of their episodes. After an error, and when the block is left by one, those that
-    are not committed are given back, after the last thread has ended with them.
+    are not committed are given back, after the last thread has ended with them: an interruption meanwhile, such as a
+    second Ctrl-C, is raised after that. The threads are asked to stop, which they do within a frame.
 
     Args:
         store: to fill.
@@ -65,7 +66,7 @@ class RowFiller:
                 filled.deferred += length
                 if self._pool is None:
                     self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="geartrain-import")
-                filled.parts.append(self._pool.submit(values.read_into, block, self._stop.is_set))
+                filled.parts.append(self._pool.submit(_make, values, block, self._stop.is_set, row))
             else:
                 np.copyto(block, values, casting="unsafe")  # the caller has checked the conversion
         for name, value in episode.untimed.items():
@@ -102,10 +103,26 @@ class RowFiller:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
+        interrupted: BaseException | None = None
         if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        # By the parts: a thread whose join was interrupted counts as ended in CPython before 3.13.
+        while writing := [part for filled in self._filling for part in filled.parts if not part.done()]:
+            try:
+                wait(writing)
+            except BaseException as another:  # of a signal
+                interrupted = another
         for filled in self._filling:
             filled.row.abandon()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+        if interrupted is not None:
+            raise interrupted
+
+
+def _make(values: DeferredSteps, block: Array, stopped: Callable[[], bool], row: Row) -> None:
+    """Makes the steps in a block of the row, which is kept meanwhile: one that is dropped gives its block back."""
+    values.read_into(block, stopped)
 
 
 __all__ = ["RowFiller"]

@@ -49,12 +49,14 @@ class VideoReader:
         self._first_group = False  # whether what is read is before the next key frame
         self._refers_back = False  # whether such a group was seen to refer to what is before it
         self._counts_from: int | None = None  # the key frame before which errors do not count
-        self._open = contextlib.ExitStack()
-        with reading(place, "an MP4 file with a video that this build of FFmpeg decodes"):
+        with (
+            reading(place, "an MP4 file with a video that this build of FFmpeg decodes"),
+            contextlib.ExitStack() as opened,
+        ):
             # "file:" and the format keep the container from naming anything but this file.
             options = {"protocol_whitelist": "file"}
             name = f"file:{path.absolute()}"
-            self._container = self._open.enter_context(self._av.open(name, format="mp4", options=options))
+            self._container = opened.enter_context(self._av.open(name, format="mp4", options=options))
             if not self._container.streams.video:
                 raise ValueError("there is no video in it")
             self._stream = self._container.streams.video[0]
@@ -65,6 +67,7 @@ class VideoReader:
             self._stream.codec_context.options = {"err_detect": "explode"}
             self._tick = float(self._stream.time_base)
             self._packets: Iterator[Any] = self._container.demux(self._stream)
+            self._open = opened.pop_all()
 
     @property
     def next_time(self) -> float | None:
@@ -75,30 +78,46 @@ class VideoReader:
         """When a frame is shown, in seconds."""
         return float(frame.pts * self._tick)
 
-    def nearest(self, times: Sequence[float], tolerance_s: float, place: str) -> Iterator[Any]:
+    def nearest(
+        self,
+        times: Sequence[float],
+        tolerance_s: float,
+        part: tuple[float, float],
+        place: str,
+        stopped: Callable[[], bool],
+    ) -> Iterator[Any]:
         """For each time the frame that is nearest to it.
 
         Args:
             times: in seconds, none before the one in front of it.
             tolerance_s: how far it may be away.
+            part: times from which and before which a frame must be shown to be one of these.
             place: for messages.
+            stopped: asked before each frame that is decoded; once it says so, no more are given.
 
         Raises:
             SourceError: there is none; or what comes before it cannot be decoded.
         """
+        begin, end = part
         for number, time in enumerate(times):
+            if stopped():
+                return
             with reading(f"{place}: frame {number}, at {time:.6f} s", "a frame of that time"):
                 if number == 0:
                     self._go_to(time)
-                while (ahead := self._ahead()) is not None and self.time_of(ahead) < time:
+                while (ahead := self._ahead()) is not None and self.time_of(ahead) < max(time, begin):
+                    if stopped():
+                        return
                     self._before = self._frames.popleft()
                 around = [each for each in (self._before, ahead) if each is not None]
+                around = [each for each in around if begin <= self.time_of(each) < end]
                 found = min(around, key=lambda each: abs(self.time_of(each) - time), default=None)
                 if found is None or not abs(self.time_of(found) - time) < tolerance_s:
                     there = " and ".join(f"{self.time_of(each):.6f} s" for each in around) or "none at all"
-                    end = ", where it ends" if ahead is None else ""
+                    last = ", where it ends" if ahead is None else ""
                     raise ValueError(
-                        f"the video has no frame of that time to within {tolerance_s:g} s; the nearest are {there}{end}"
+                        f"the video has no frame of that time to within {tolerance_s:g} s; the nearest of its "
+                        f"part, from {begin:.6f} to {end:.6f} s, are {there}{last}"
                     )
                 if found.is_corrupt:
                     raise ValueError("the frame is damaged")
@@ -233,6 +252,7 @@ class VideoClip(DeferredSteps):
         path: the file.
         times: (T,) of the frames in the file, in seconds, none before the one in front of it.
         tolerance_s: how far a frame may be from its time.
+        part: times from which and before which the file's frames are this episode's.
         picture: (height, width, channels) that the frames must have, with 1 or 3 channels.
         form: what they become.
         place: for messages.
@@ -246,18 +266,20 @@ class VideoClip(DeferredSteps):
         path: Path,
         times: Array,
         tolerance_s: float,
+        part: tuple[float, float],
         picture: tuple[int, int, int],
         form: ImageForm,
         place: str,
     ) -> None:
         self._readers, self._path, self._times = readers, path, times
-        self._tolerance_s, self._picture, self._form, self._place = tolerance_s, picture, form, place
+        self._tolerance_s, self._part = tolerance_s, part
+        self._picture, self._form, self._place = picture, form, place
         self.shape = (len(times), *form.shape(picture))
 
     def first(self, length: int) -> VideoClip:
         """The first frames alone."""
-        times = self._times[:length]
-        return VideoClip(self._readers, self._path, times, self._tolerance_s, self._picture, self._form, self._place)
+        about = (self._tolerance_s, self._part, self._picture, self._form, self._place)
+        return VideoClip(self._readers, self._path, self._times[:length], *about)
 
     def read_into(self, out: Array, stopped: Callable[[], bool] = lambda: False) -> None:
         """Decodes the frames, each into its step."""
@@ -266,17 +288,15 @@ class VideoClip(DeferredSteps):
         height, width, channels = self._picture
         convert = _Converter(*(self._form.size or (height, width)), channels)
         with self._readers.borrowed(self._path, float(self._times[0]), self._place) as reader:
-            frames = reader.nearest(self._times.tolist(), self._tolerance_s, self._place)
-            for number, (frame, step) in enumerate(zip(frames, out, strict=True)):
-                if stopped():
-                    return
+            frames = reader.nearest(self._times.tolist(), self._tolerance_s, self._part, self._place, stopped)
+            for number, frame in enumerate(frames):
                 if (frame.height, frame.width) != (height, width):
                     raise SourceError(
                         f"{self._place}: frame {number} is {frame.height} x {frame.width} pixels, meta/info.json "
                         f"promises {height} x {width}"
                     )
                 with reading(f"{self._place}: frame {number}", f"pixels that convert to {convert.pixels}"):
-                    self._form.put(convert.array(frame), step)
+                    self._form.put(convert.array(frame), out[number])
 
 
 class _Converter:
