@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from decimal import Decimal
+from numbers import Real
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
@@ -20,6 +22,9 @@ from geartrain.store.columns import Columns, as_column, check_priority, check_ve
 if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
+
+#: Numbers that an array of objects may hold.
+_NUMBERS = (Real, Decimal, np.bool_)
 
 
 class _Uncommitted(ABC):
@@ -285,10 +290,26 @@ class RowView:
 
 
 def _put(field: str, block: NDArray[Any], value: Any) -> None:
-    """Writes a value into a block as NumPy does, but for text, which NumPy would read as a number."""
+    """Writes a value into a block as NumPy does, but for what NumPy would read as a number: text, None, times."""
     try:
-        if value.__class__ in (str, bytes, bytearray):
-            raise TypeError("text is no number")
+        if value.__class__ is np.ndarray:
+            if value.dtype is not block.dtype and value.dtype.kind not in "biuf":
+                value = _numbers(value, block.dtype)
+        elif value.__class__ is not float and value.__class__ is not int:
+            value = _numbers(value, block.dtype)
         block[...] = value
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: a tensor with a gradient
         raise SchemaError(f"field {field!r} takes {block.dtype} {block.shape}, found {shown(value)}: {error}") from None
+
+
+def _numbers(value: Any, dtype: np.dtype[Any]) -> Any:
+    """The value, once it holds nothing but numbers that a block of the dtype may take. Raises `TypeError`."""
+    array = np.asarray(value)
+    kind = array.dtype.kind
+    if kind in "biuf":
+        return array
+    if kind in "SUMm" or (kind == "O" and not all(isinstance(each, _NUMBERS) for each in array.flat)):
+        raise TypeError(f"{array.dtype} is no number")
+    if kind == "c" and dtype.kind != "c":
+        raise TypeError("its imaginary part would be lost")
+    return array
