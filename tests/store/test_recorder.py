@@ -248,6 +248,26 @@ def test_tensors_are_taken():
         assert batch["action"][:, 0].tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("field", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("given", ["float16", "bfloat16", "float32"])
+def test_floats_of_another_width_are_converted_by_value(field, given):
+    torch = pytest.importorskip("torch")
+    fields = recorded_fields({"obs": gt.Field((2,), field), "reward": gt.Field((), field)})
+    with gt.Store.create(fields, max_length=4, capacity=8) as store:
+        recorder = store.recorder(2, autoreset="same_step")
+        numbers = torch.tensor([[1.5, -2.0], [0.25, 3.0]], requires_grad=True).to(getattr(torch, given))
+        recorder.reset(numbers)
+        recorder.step(numbers + 1, reward=numbers[:, 0], **flags(2))
+        # One final observation for all environments, or one for each: both are converted.
+        final = numbers - 1
+        recorder.step(numbers, reward=numbers[:, 1], final_observation=final, **flags(2, [0]))
+        recorder.step(numbers, reward=numbers[:, 1], final_observation=list(final), **flags(2, [1]))
+        first, second = (gt.fetch(store, store.keys()[[n]]) for n in (0, 1))
+        assert first["obs"][0].float().tolist() == [[1.5, -2.0], [2.5, -1.0], [0.5, -3.0], [0, 0]]
+        assert second["obs"][0].float().tolist() == [[0.25, 3.0], [1.25, 4.0], [0.25, 3.0], [-0.75, 2.0]]
+        assert first["reward"][0].float().tolist()[:2] == [1.5, -2.0]
+
+
 @pytest.mark.parametrize("given", ["list", "strided", "tensor"])
 @pytest.mark.parametrize("name", ["obs", "observation"])
 def test_observations_are_converted_whatever_their_field_is_called(name, given):

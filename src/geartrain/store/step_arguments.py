@@ -53,7 +53,7 @@ class StepArguments:
             given["values"] = {**given["values"], name: self._array(name, given["values"][name])}
 
     def _flags(self, name: str, value: Any) -> NDArray[np.bool_]:
-        array = _as_array(name, value.detach().cpu() if hasattr(value, "detach") else value)
+        array = _as_array(name, _on_host(value))
         if array.dtype != np.bool_ or array.shape not in (
             (self._n_envs,),
             () if self._n_envs == 1 else (self._n_envs,),
@@ -139,7 +139,7 @@ class StepArguments:
             if len(final) != self._n_envs or final[number] is None:
                 raise SchemaError(f"the episode of environment {number} has ended, and it has no final observation")
             for name, value in self._flat(final[number]).items():
-                one = _as_array(name, value)
+                one = _as_array(name, _on_host(value))
                 if one.shape != fields[name].shape:
                     raise SchemaError(
                         f"the final {name!r} of environment {number} has shape {one.shape}; the store takes "
@@ -147,6 +147,14 @@ class StepArguments:
                     )
                 made[name][number] = one
         return {name: self._array(name, value) for name, value in made.items()}
+
+
+def _on_host(value: Any) -> Any:
+    """A tensor in host memory, in a type that NumPy has; anything else as it is."""
+    if not hasattr(value, "detach"):
+        return value
+    value = value.detach().cpu()
+    return value.float() if value.is_floating_point() and value.dtype.itemsize < 4 else value  # which changes no value
 
 
 def _as_array(name: str, value: Any) -> NDArray[Any]:
