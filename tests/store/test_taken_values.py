@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import geartrain as gt
-from geartrain.errors import SchemaError
+from geartrain.errors import ArgumentError, SchemaError
 
 TEXT_AND_TIMES = [
     "7", np.str_("7"), b"7", ["7"], np.array(["7"]), np.array([b"7"]), None, [1, None], np.array(["7"], object),
@@ -66,3 +66,61 @@ def test_a_block_takes_tensors_and_refuses_those_with_a_gradient(store):
     with pytest.raises(SchemaError, match="requires grad"):
         row["x"] = torch.ones(2, requires_grad=True)
     row.abandon()
+
+
+def scalars(value):
+    """One number as NumPy's scalars and 0-d arrays of several types, and as torch's."""
+    made = [np.float32(value), np.int64(value), np.array(value), np.array(float(value)), Fraction(value)]
+    try:
+        import torch
+    except ImportError:
+        return made
+    return [*made, torch.tensor(value), torch.tensor(float(value))]
+
+
+def test_priorities_of_rows_are_scalars_of_any_library(store):
+    for priority in scalars(2):
+        with store.row(priority=priority) as row:
+            row.publish(length=1)
+            row.priority = priority
+            row.extend(2)
+        store.rows(1, priority=priority).commit()
+    assert (store.status()["priority"] == 2).all()
+
+
+@pytest.mark.parametrize(
+    "priority", [True, np.True_, np.array(True), np.array([1.0]), "1", 1j, np.complex64(1), -1.0, np.nan]
+)
+def test_what_is_no_priority_is_refused_by_each_call_that_takes_one(store, priority):
+    with pytest.raises(SchemaError, match="priority"):
+        store.row(priority=priority)
+    row = store.row()
+    row.publish(length=1)
+    row.priority = priority
+    with pytest.raises(SchemaError, match="priority"):
+        row.extend(2)
+    row.abandon()
+
+
+def test_limits_of_a_store_are_scalars_of_any_library(names):
+    for limit in scalars(3):
+        gt.Store.create(names(), {"x": gt.Field((), "int8")}, max_length=1, capacity=4, max_age_s=limit).close()
+    for limit in (np.int64(3), np.array(3), *[each for each in scalars(3) if str(each) == "tensor(3)"]):
+        limits = {"max_rows": limit, "max_times_sampled": limit}
+        with gt.Store.create(names(), {"x": gt.Field((), "int8")}, max_length=1, capacity=4, **limits) as made:
+            assert made.options["max_rows"] == made.options["max_times_sampled"] == 3
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_a_rate_limiter_checks_what_it_is_asked_also_while_it_is_off(store, limited):
+    if limited:
+        store.limiter.set(samples_per_insert=1, min_size_to_sample=1, error_buffer=1000)
+    for timeout_s in ("1", -1.0, True, None, np.array([1.0]), float("nan")):
+        with pytest.raises(ArgumentError, match="timeout_s must be"):
+            store.limiter.admit_inserts(1, timeout_s)
+        with pytest.raises(ArgumentError, match="timeout_s must be"):
+            store.limiter.admit_samples(0, timeout_s)
+    for timeout_s in scalars(1):
+        store.limiter.admit_inserts(1, timeout_s)
+    with pytest.raises(ArgumentError, match="number of rows"):
+        store.limiter.admit_inserts(-1)

@@ -71,11 +71,13 @@ def whole(least: int, most: int, *, none: bool = False) -> Takes:
 
 
 def number(least: float, *, above: bool = False, none: bool = False, most: float = 1.8e308) -> Takes:
-    """Finite real numbers of a range; with `none` None as well."""
+    """Finite real numbers of a range, arrays () of them too; with `none` None as well."""
 
     def is_number(value: Any) -> bool:
         if value is None:
             return none
+        if isinstance(value, np.ndarray) and value.shape == ():
+            value = value[()]
         if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
             return False
         value = value.item() if isinstance(value, np.generic) else value
