@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import geartrain as gt
+from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, SchemaError
 
 TEXT_AND_TIMES = [
@@ -109,6 +110,37 @@ def test_limits_of_a_store_are_scalars_of_any_library(names):
         limits = {"max_rows": limit, "max_times_sampled": limit}
         with gt.Store.create(names(), {"x": gt.Field((), "int8")}, max_length=1, capacity=4, **limits) as made:
             assert made.options["max_rows"] == made.options["max_times_sampled"] == 3
+
+
+def test_keys_are_joined_from_whatever_gives_them_once(store):
+    keys = store.insert({"x": np.zeros((2, 2), "f4"), "n": np.zeros((2, 2), "i8")})
+    parts = {"a": keys[:1], "b": keys[1:]}
+    for given in (
+        iter(parts.values()),
+        parts.values(),
+        (part for part in parts.values()),
+        map(keys.__getitem__, [[0], [1]]),
+    ):
+        assert Keys.join(given) == keys
+    for given in ("", b"", {}, 3, None):
+        with pytest.raises(ArgumentError, match="joined from a list of Keys"):
+            Keys.join(given)
+
+
+def test_a_shape_is_whatever_gives_its_axes_in_an_order():
+    shapes = [iter([3, 4]), {3: 0, 4: 0}.keys(), range(3, 5), np.array([3, 4]), (n for n in (3, np.array(4)))]
+    assert all(gt.Field(shape, "int8").shape == (3, 4) for shape in shapes)
+    assert gt.Field(np.array(3), "int8").shape == gt.Field(np.int64(3), "int8").shape == (3,)
+    for shape in ({3, 4}, {3: 0}, b"ab", [[3]], None):
+        with pytest.raises(SchemaError, match="a shape is"):
+            gt.Field(shape, "int8")
+
+
+def test_a_shape_is_a_tensor_or_the_size_of_one():
+    torch = pytest.importorskip("torch")
+    shapes = [torch.tensor([3, 4]), torch.Size([3, 4]), torch.zeros(3, 4).shape]
+    assert all(gt.Field(shape, "int8").shape == (3, 4) for shape in shapes)
+    assert gt.Field(torch.tensor(3), "int8").shape == (3,)
 
 
 @pytest.mark.parametrize("limited", [False, True])

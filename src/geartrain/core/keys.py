@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -188,14 +188,18 @@ class Keys:
         return Keys(self.row, self.generation, self.shard, self.draw, self.store)
 
     @staticmethod
-    def join(parts: Sequence[Keys]) -> Keys:
+    def join(parts: Iterable[Keys]) -> Keys:
         """The keys of all parts.
 
         Raises:
             ArgumentError: only some of the parts have a shard, a store or steps.
         """
-        if not isinstance(parts, Sequence):
-            raise ArgumentError(f"keys are joined from a list of Keys, found {shown(parts)}")
+        try:
+            if isinstance(parts, str | bytes | Mapping):
+                raise TypeError
+            parts = list(parts)
+        except TypeError:
+            raise ArgumentError(f"keys are joined from a list of Keys, found {shown(parts)}") from None
         parts = [part for part in parts if len(check_keys(part))]
         if len(parts) <= 1:
             return parts[0] if parts else Keys.empty()
