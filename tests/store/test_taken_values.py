@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import geartrain as gt
+from geartrain.actors import EpisodeRecorder, recorded_fields
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, SchemaError
 
@@ -156,3 +157,39 @@ def test_a_rate_limiter_checks_what_it_is_asked_also_while_it_is_off(store, limi
         store.limiter.admit_inserts(1, timeout_s)
     with pytest.raises(ArgumentError, match="number of rows"):
         store.limiter.admit_inserts(-1)
+
+
+@pytest.fixture
+def recorder(name):
+    fields = recorded_fields(
+        {"obs": gt.Field((2,), "uint8"), "action": gt.Field((), "int64"), "reward": gt.Field((), "float32")}
+    )
+    with gt.Store.create(name, fields, max_length=4, capacity=8) as made:
+        yield EpisodeRecorder(made)
+
+
+def ended(recorder, terminated, obs=0):
+    recorder.begin({"obs": np.zeros(2, "uint8")})
+    step = {"action": 1, "reward": 0.5}, {"obs": obs}
+    return recorder.step(*step, terminated=terminated, truncated=False) is not None
+
+
+def test_an_episodes_end_is_what_equals_zero_or_one(recorder):
+    for yes in (True, 1, 1.0, np.True_, np.array([True]), *scalars(1)[:4]):
+        assert ended(recorder, yes)
+    for no in (False, 0, 0.0, np.False_, np.array([False]), *scalars(0)[:4]):
+        assert not ended(recorder, no)
+    for other in (2, -1, 0.5, float("nan"), "1", "", None, [True, False], [], {}):
+        with pytest.raises(SchemaError, match="`terminated` is True or False, found "):
+            ended(recorder, other)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "obs", [np.nan, np.inf, 256, -1, 0.5, np.array([0, 256]), np.array([-1, 0]), np.array([0.0, np.nan]), 1j]
+)
+def test_an_observation_that_its_field_does_not_hold_is_one_error_without_a_warning(recorder, obs):
+    with pytest.raises(SchemaError, match="does not hold it"):
+        ended(recorder, False, obs)
+    for fits in (255, 255.0, np.array([0, 255]), np.array([0.0, 255.0], "f4"), np.array([True, False])):
+        ended(recorder, False, fits)
