@@ -309,9 +309,10 @@ def _whole(what: str, values: Any, dtype: Any) -> NDArray[Any]:
 
 
 def _store_id(store: Any) -> int:
-    if isinstance(store, (bool, np.bool_)) or not isinstance(store, (int, np.integer)) or not 0 <= store < 2**64:
+    number = check_whole("a store's id", store)
+    if not 0 <= number < 2**64:
         raise ArgumentError(f"a store's id is a whole number from 0 to 2**64 - 1, found {shown(store)}")
-    return int(store)
+    return number
 
 
 def _joined_stores(parts: Sequence[Keys]) -> int | NDArray[np.uint64] | None:
