@@ -12,7 +12,7 @@ import hostile.doors_replays
 import hostile.doors_stores  # noqa: F401
 import pytest
 from hostile.subject import Tools
-from hostile.values import DOORS, sweep
+from hostile.values import DOORS, refused, sweep
 
 # `make test` tries these; the others, which make nodes, groups or stores by the dozen, are for `make test-all`.
 SHORT = ("transport.", "Connection.", "Listener.")
@@ -55,3 +55,9 @@ def tools(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 def test_every_parameter_takes_a_value_or_refuses_it_by_an_error_of_geartrains(tools: Tools, name: str) -> None:
     found = sweep(tools, name)
     assert not found, "\n".join(found[:20])
+
+
+@pytest.mark.parametrize("name", [name for name in DOORS if name.startswith(SHORT) and name not in LONG])
+def test_what_equals_an_argument_that_is_taken_is_taken(tools: Tools, name: str) -> None:
+    found = refused(tools, name)
+    assert not found, "\n".join(found)

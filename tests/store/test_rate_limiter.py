@@ -104,7 +104,8 @@ def test_a_draw_that_failed_is_not_counted(store):
 
 def test_a_commit_that_failed_is_not_counted(store):
     store.limiter.set(samples_per_insert=1, min_size_to_sample=1, error_buffer=50)
-    row = store.row(priority=-1.0)
+    row = store.row()
+    row.priority = -1.0
     with pytest.raises(ArgumentError):
         row.commit()
     rows = store.rows(2)

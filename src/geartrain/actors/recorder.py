@@ -128,8 +128,8 @@ class EpisodeRecorder:
         return self._steps.record(
             self._taken(observation, index),
             {**self._absent, **self._taken(values, index)},
-            terminated,
-            truncated,
+            terminated if terminated.__class__ is bool else _flag("terminated", terminated),
+            truncated if truncated.__class__ is bool else _flag("truncated", truncated),
             version=version,
         )
 
@@ -169,6 +169,17 @@ class EpisodeRecorder:
         return made
 
 
+def _flag(what: str, value: Any) -> bool:
+    """An end of an episode as a bool: whatever is one number, and equals 0 or 1."""
+    try:
+        array = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+        if array.dtype.kind in "biuf" and array.size == 1 and array.item() in (0, 1):
+            return bool(array.item())
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise SchemaError(f"`{what}` is True or False, found {shown(value)}")
+
+
 def _converted(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Numbers as another dtype of their kind; of another kind where nothing is lost. Raises `ValueError`."""
     kind = array.dtype.kind
@@ -176,10 +187,16 @@ def _converted(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
         return array.astype(dtype, copy=False)
     if kind not in "biufc":
         raise ValueError("no number")
-    made = array.real.astype(dtype) if kind == "c" and dtype.kind != "c" else array.astype(dtype)
-    rule: Literal["safe", "same_kind"] = "safe" if dtype.kind in "biu" else "same_kind"
-    if not np.can_cast(array.dtype, dtype, rule) and not np.array_equal(made, array):
-        raise ValueError(f"{dtype} does not hold it")
+    if kind in "iu" and dtype.kind in "iu":
+        most = np.iinfo(dtype)
+        if array.size and not (most.min <= int(array.min()) and int(array.max()) <= most.max):
+            raise ValueError(f"{dtype} does not hold it")
+        return array.astype(dtype)
+    with np.errstate(invalid="ignore", over="ignore"):  # what has no place among whole numbers is told below
+        made = array.real.astype(dtype) if kind == "c" and dtype.kind != "c" else array.astype(dtype)
+        rule: Literal["safe", "same_kind"] = "safe" if dtype.kind in "biu" else "same_kind"
+        if not np.can_cast(array.dtype, dtype, rule) and not (made.astype(array.dtype) == array).all():
+            raise ValueError(f"{dtype} does not hold it")
     return made
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import os
 from collections.abc import Callable, Sequence
@@ -79,17 +78,26 @@ def check_whole(what: str, value: Any) -> int:
         raise ArgumentError(f"{what} must be a whole number, found {shown(value)}") from None
 
 
-def is_real(value: object) -> bool:
-    """Whether the value is a real number of Python's or NumPy's; booleans are none."""
-    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+def real_number(value: Any) -> float:
+    """A real number as a float: Python's, a scalar or an array () of NumPy's or torch's. NaN for all that is none."""
+    if value.__class__ is float:
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, (bool, str, bytes, bytearray)) or getattr(value, "ndim", 0) != 0:  # float(b"1") is a number
+        return float("nan")
+    dtype = getattr(value, "dtype", None)
+    if dtype is not None and (getattr(dtype, "kind", "f") not in "iufV" or str(dtype) == "torch.bool"):
+        return float("nan")  # V: of ml_dtypes
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf") if value > 0 else -float("inf")
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: complex tensors, and those without data
+        return float("nan")
 
 
 def check_real(what: str, value: Any, wanted: str = "a finite number") -> float:
-    """The value as a finite float; text, booleans and arrays are refused."""
-    number = float("nan")
-    with contextlib.suppress(TypeError, ValueError, OverflowError):
-        if not isinstance(value, (bool, np.bool_, np.ndarray, str, bytes, bytearray)):  # float(b"1") is a number
-            number = float(value)
+    """The value as a finite float; text, booleans and arrays of several are refused."""
+    number = real_number(value)
     if not -float("inf") < number < float("inf"):
         raise ArgumentError(f"{what} is {wanted}, found {shown(value)}")
     return number
@@ -183,6 +191,7 @@ def nanoseconds(what: str, seconds: float) -> int:
 
 def timeout(timeout_s: float, name: str = "timeout_s") -> float:
     """The longest wait, in seconds: from 0, which does not wait, to 1e9. There is no wait without an end."""
-    if not is_real(timeout_s) or not 0 <= timeout_s <= 1e9:
+    number = real_number(timeout_s)
+    if not 0 <= number <= 1e9:
         raise ArgumentError(f"{name} must be from 0 to 1e9 seconds, found {shown(timeout_s)}")
-    return float(timeout_s)
+    return number

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -188,14 +188,18 @@ class Keys:
         return Keys(self.row, self.generation, self.shard, self.draw, self.store)
 
     @staticmethod
-    def join(parts: Sequence[Keys]) -> Keys:
+    def join(parts: Iterable[Keys]) -> Keys:
         """The keys of all parts.
 
         Raises:
             ArgumentError: only some of the parts have a shard, a store or steps.
         """
-        if not isinstance(parts, Sequence):
-            raise ArgumentError(f"keys are joined from a list of Keys, found {shown(parts)}")
+        try:
+            if isinstance(parts, str | bytes | Mapping):
+                raise TypeError
+            parts = list(parts)
+        except TypeError:
+            raise ArgumentError(f"keys are joined from a list of Keys, found {shown(parts)}") from None
         parts = [part for part in parts if len(check_keys(part))]
         if len(parts) <= 1:
             return parts[0] if parts else Keys.empty()
@@ -305,9 +309,10 @@ def _whole(what: str, values: Any, dtype: Any) -> NDArray[Any]:
 
 
 def _store_id(store: Any) -> int:
-    if isinstance(store, (bool, np.bool_)) or not isinstance(store, (int, np.integer)) or not 0 <= store < 2**64:
+    number = check_whole("a store's id", store)
+    if not 0 <= number < 2**64:
         raise ArgumentError(f"a store's id is a whole number from 0 to 2**64 - 1, found {shown(store)}")
-    return int(store)
+    return number
 
 
 def _joined_stores(parts: Sequence[Keys]) -> int | NDArray[np.uint64] | None:

@@ -94,10 +94,11 @@ class Field:
 
 
 def _dims(shape: Any) -> tuple[int, ...]:
-    """The axes of a shape that was given as one number, or as a tuple, a list or an array of them."""
-    several = isinstance(shape, Sequence | np.ndarray) and not isinstance(shape, str | bytes | bytearray)
+    """The axes of a shape that was given as one number, or as several in an order: a tuple, an array, an iterator."""
+    unordered = isinstance(shape, str | bytes | bytearray | Mapping | set | frozenset)
+    one = unordered or getattr(shape, "ndim", 1) == 0 or not hasattr(shape, "__iter__")
     try:
-        return tuple(check_whole("an axis", n) for n in (shape if several else (shape,)))
+        return tuple(check_whole("an axis", n) for n in ((shape,) if one else shape))
     except (ArgumentError, TypeError):
         raise SchemaError(
             f"a shape is a whole number or several, such as (84, 84, 4), and () for one number a step; found "

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_whole, is_real, shown
+from geartrain.core.arguments import check_whole, real_number, shown
 from geartrain.core.dtypes import DTYPES, as_tensor, numpy_dtype
 from geartrain.core.schema import Field
 from geartrain.errors import FieldError, SchemaError
@@ -17,6 +17,8 @@ from geartrain.store.rate_limiter import RateLimiter
 
 if TYPE_CHECKING:
     import torch
+
+_INFINITY = float("inf")
 
 
 class Columns:
@@ -74,21 +76,32 @@ class Columns:
 
 def check_priority(priority: Any) -> float:
     """The priority; raises `SchemaError` unless it is a finite number >= 0."""
-    try:
-        number = float(priority) if is_real(priority) else -1.0
-    except OverflowError:
-        number = float("inf")
+    number: float = priority if priority.__class__ is float else real_number(priority)
     if not 0 <= number < float("inf"):
         raise SchemaError(f"the priority of rows is a finite number >= 0, found {shown(priority)}")
     return number
 
 
 def check_version(version: Any) -> int:
-    """The version; raises `ArgumentError` unless it is a whole number of 64 bits."""
+    """The version; raises `ArgumentError`, or `SchemaError`, unless it is a whole number of 64 bits."""
+    if version.__class__ is int and -(2**63) <= version < 2**63:
+        return version  # type: ignore[no-any-return]
     number = check_whole("version", version)
     if not -(2**63) <= number < 2**63:
         raise SchemaError(f"a version is a whole number of 64 bits, found {shown(version)}")
     return number
+
+
+def check_entry(priority: Any, version: Any) -> tuple[float, int]:
+    """What a row enters with: `check_priority` and `check_version`, in one call where they are a float and an int."""
+    if (
+        priority.__class__ is float
+        and 0 <= priority < _INFINITY
+        and version.__class__ is int
+        and -(2**63) <= version < 2**63
+    ):
+        return priority, version
+    return check_priority(priority), check_version(version)
 
 
 def as_column(values: Any, n: int, dtype: Any, what: str) -> NDArray[Any] | None:

@@ -158,9 +158,9 @@ class RateLimiter:
             WaitTimeoutError: not admitted within `timeout_s`; has the limiter's state.
             CallCancelledError: `stopping` returned True.
         """
+        n, timeout_s = _checked(n, timeout_s)
         if not self._native.limited:
             return
-        n, timeout_s = _checked(n, timeout_s)
         state = self.state()
         worth = state.samples_per_insert * n
         start = state.inserts + n <= state.min_size_to_sample or state.lead + worth <= state.error_buffer
@@ -179,9 +179,9 @@ class RateLimiter:
             WaitTimeoutError: not admitted within `timeout_s`; has the limiter's state.
             CallCancelledError: `stopping` returned True.
         """
+        n, timeout_s = _checked(n, timeout_s)
         if not self._native.limited:
             return
-        n, timeout_s = _checked(n, timeout_s)
         state = self.state()
         if state.samples_per_insert and n > 2 * state.error_buffer - state.samples_per_insert:
             raise ArgumentError(
@@ -220,6 +220,8 @@ class RateLimiter:
 
 def _checked(n: int, timeout_s: float = 0.0) -> tuple[int, float]:
     """How many rows, and for how long they wait."""
+    if n.__class__ is int and 0 <= n <= 2**32 and timeout_s.__class__ is float and 0 <= timeout_s <= 1e9:
+        return n, timeout_s
     return whole_number("the number of rows", n, 2**32), timeout(timeout_s)
 
 

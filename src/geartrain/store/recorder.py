@@ -258,8 +258,7 @@ class StepRecorder:
         version: int = 0,
     ) -> Keys | None:
         """`step` with the values in one dict: Python takes a microsecond for as many keyword arguments."""
-        if version.__class__ is not int or not -1 <= version < 2**62:
-            version = check_version(version)
+        version = check_version(version)
         if final_observation is not None and not self._same_step:
             raise ArgumentError("final_observation is for autoreset='same_step'; elsewhere it is the observation")
         try:

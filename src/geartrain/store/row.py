@@ -17,7 +17,7 @@ import geartrain._native as _native
 from geartrain.core.arguments import check_whole, refuse_copies, shown, whole_number
 from geartrain.core.keys import Keys
 from geartrain.errors import SchemaError, StaleKeyError, StoreClosedError
-from geartrain.store.columns import Columns, as_column, check_priority, check_version
+from geartrain.store.columns import Columns, as_column, check_entry, check_priority
 
 if TYPE_CHECKING:
     import torch
@@ -179,11 +179,11 @@ class Row(_Uncommitted):
         self._check_open()
         if not self._open:
             raise SchemaError("this row was not published yet: publish(length=...) comes first")
-        try:
-            self._columns.native.extend(self._index, length, self.priority)
-        except TypeError:  # of the native call, which takes a whole number of 32 bits and a number
-            wanted, priority = whole_number("the row's length", length, 2**32 - 1), check_priority(self.priority)
-            self._columns.native.extend(self._index, wanted, priority)
+        priority = self.priority
+        if length.__class__ is not int or priority.__class__ is not float or not 0 <= length < 2**32:
+            length = whole_number("the row's length", length, 2**32 - 1)
+            priority = check_priority(priority)
+        self._columns.native.extend(self._index, length, priority)
         self.length = length
 
     def _enter(self, call: Callable[[int, int, float, int], int], length: int) -> Keys:
@@ -197,9 +197,7 @@ class Row(_Uncommitted):
             if self._columns.native.limited:
                 limiter.admit_inserts(1)
                 admitted = True
-            priority, version = self.priority, self.version
-            if priority.__class__ is not float or version.__class__ is not int or not -(2**63) <= version < 2**63:
-                priority, version = check_priority(priority), check_version(version)
+            priority, version = check_entry(self.priority, self.version)
             generation = call(self._index, length, priority, version)
         except BaseException:
             if admitted:

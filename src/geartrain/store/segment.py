@@ -14,8 +14,8 @@ from geartrain.core.arguments import (
     check_flag,
     check_text,
     check_whole,
-    is_real,
     nanoseconds,
+    real_number,
     shown,
     timeout,
     whole_number,
@@ -163,9 +163,9 @@ def create_segment(
         ("max_age_s", max_age_s),
         ("max_rows", max_rows),
     ):
-        if limit is not None and (not is_real(limit) or not limit > 0):
+        if limit is not None and not real_number(limit) > 0:
             raise ArgumentError(f"{what} must be above zero, found {shown(limit)} (leave it out for no limit)")
-    age_ns = 0 if max_age_s is None else nanoseconds("max_age_s", max_age_s)
+    age_ns = 0 if max_age_s is None else nanoseconds("max_age_s", real_number(max_age_s))
     try:
         return _native.Store.create(
             name,

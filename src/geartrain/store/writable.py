@@ -12,7 +12,7 @@ from geartrain.core.arguments import check_function, check_real, check_whole, de
 from geartrain.core.keys import Keys, check_keys
 from geartrain.errors import ArgumentError, SchemaError
 from geartrain.store.agents import AgentRecorder
-from geartrain.store.columns import as_column, check_priority, check_version
+from geartrain.store.columns import as_column, check_entry
 from geartrain.store.handle import OPEN, StoreHandle
 from geartrain.store.insert import CASTINGS, Casting, insert_rows
 from geartrain.store.priorities import set_priorities
@@ -42,8 +42,7 @@ class WritableStore(StoreHandle):
         Raises:
             StoreFullError: every block is being written.
         """
-        if priority.__class__ is not float or version.__class__ is not int or not -1 <= version < 2**62:
-            priority, version = check_priority(priority), check_version(version)
+        priority, version = check_entry(priority, version)
         return Row(self.columns, self.native.allocate_one(), priority, version)
 
     def rows(self, n: int, *, priority: float = 1.0, version: int = 0) -> Rows:
@@ -53,8 +52,7 @@ class WritableStore(StoreHandle):
         """
         if not 1 <= check_whole("the number of rows", n) < 2**32:
             raise ArgumentError(f"at least one row must be asked for, and fewer than 2**32, found {shown(n)}")
-        if priority.__class__ is not float or version.__class__ is not int or not -1 <= version < 2**62:
-            priority, version = check_priority(priority), check_version(version)
+        priority, version = check_entry(priority, version)
         return Rows(self.columns, self.native.allocate(n), priority, version)
 
     def insert(

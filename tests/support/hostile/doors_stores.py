@@ -42,6 +42,12 @@ def a_name(value: Any) -> bool:
     return value is None or path(value)
 
 
+def an_end(value: Any) -> bool:
+    """One number that equals 0 or 1."""
+    array = np.asarray(value)
+    return array.dtype.kind in "biuf" and array.size == 1 and array.item() in (0, 1)
+
+
 # --- fields, stores ---------------------------------------------------------------------------------------------------
 
 
@@ -540,7 +546,7 @@ def episode_recorder(tools: Tools) -> Door:
     return EpisodeRecorder, {"store": recorded(tools), "publish_every": 2, "overlap": 1, "priority": 1.0}
 
 
-@door("EpisodeRecorder.step", begin=nothing, observation=nothing, terminated=flag, truncated=flag, version=VERSION)
+@door("EpisodeRecorder.step", begin=nothing, observation=nothing, terminated=an_end, truncated=an_end, version=VERSION)
 def episode_step(tools: Tools) -> Door:
     one = EpisodeRecorder(recorded(tools))
     first = {"obs": np.zeros(2, np.float32)}

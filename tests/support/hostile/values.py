@@ -3,7 +3,8 @@
 `doors` says how to make each call with arguments that it takes. `sweep` replaces each of them, and each parameter that
 is left out, by each value of `VALUES`: the call may take the value or refuse it by an error of geartrain's. Anything
 else is a defect: a TypeError of the native layer with its signatures, an OverflowError, a crash, a wait without an end.
-So is a value that is taken and means nothing, where `door` says what a parameter takes.
+So is a value that is taken and means nothing, where `door` says what a parameter takes. `refused` finds
+values that equal what a call takes, such as NumPy scalars, and are refused.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -71,11 +73,13 @@ def whole(least: int, most: int, *, none: bool = False) -> Takes:
 
 
 def number(least: float, *, above: bool = False, none: bool = False, most: float = 1.8e308) -> Takes:
-    """Finite real numbers of a range; with `none` None as well."""
+    """Finite real numbers of a range, arrays () of them too; with `none` None as well."""
 
     def is_number(value: Any) -> bool:
         if value is None:
             return none
+        if isinstance(value, np.ndarray) and value.shape == ():
+            value = value[()]
         if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
             return False
         value = value.item() if isinstance(value, np.generic) else value
@@ -143,6 +147,32 @@ def sweep(tools: Tools, name: str) -> list[str]:
                 wrong = f"{wrong or 'is told'} after {took_s:.1f} s"
             if wrong is not None:
                 found.append(f"{name}({parameter}={_shown(value)}): {wrong}")
+    return found
+
+
+def equals(value: Any) -> list[Any]:
+    """The same value in other types that mean it: NumPy's scalars and arrays (), torch's where it is imported."""
+    if isinstance(value, bool):
+        return [np.bool_(value)]
+    if isinstance(value, Path):
+        return [str(value)]
+    if not isinstance(value, (int, float)) or abs(value) >= 2**31:
+        return []
+    made = [np.array(value)[()], np.array(value)]
+    if "torch" in sys.modules:
+        made.append(sys.modules["torch"].tensor(value))
+    return made
+
+
+def refused(tools: Tools, name: str) -> list[str]:
+    """What equals the arguments of a call and is refused, though the call takes the arguments themselves."""
+    call, given = DOORS[name](tools)
+    found = []
+    refusals = (GeartrainError, DOCUMENTED.get(name, GeartrainError))
+    for parameter, value in given.items():
+        for other in equals(value):
+            if not attempt(call, {**given, parameter: other}, refusals)[0] and attempt(call, given, refusals)[0]:
+                found.append(f"{name}({parameter}={_shown(other)}): is refused, and {_shown(value)} is taken")
     return found
 
 

@@ -293,7 +293,8 @@ class Placement:
             raise ArgumentError(f"replay is this rank's Replay, found {shown(replay)}")
         if batch_size is None and replay is not None:
             batch_size = int(replay.batch_size)
-        if batch_size is not None and not check_whole("batch_size", batch_size) < 2**31:
+        batch_size = None if batch_size is None else check_whole("batch_size", batch_size)
+        if batch_size is not None and not batch_size < 2**31:
             raise ArgumentError(f"batch_size is below 2**31, found {shown(batch_size)}")
         replicas = len(self._members.replicas)
         if batch_size is not None and (batch_size < 1 or batch_size % replicas):
