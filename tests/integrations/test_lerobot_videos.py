@@ -21,6 +21,7 @@ from imports import imported, rows, store_name
 from geartrain.errors import ArgumentError, MissingDependencyError, SourceError
 from geartrain.integrations import import_dataset, ingest, open_source
 from geartrain.integrations.datasets.episode import DeferredSteps
+from geartrain.integrations.datasets.lerobot import LeRobotSource
 from geartrain.store.store import Store
 
 pytest.importorskip("av")
@@ -194,22 +195,58 @@ def test_fields_without_videos_need_no_decoder(tmp_path: Path, monkeypatch: pyte
         {"image_size": (10.5, 3)},
         {"image_size": True},
         {"image_size": 10**6},
+        {"image_size": (float("inf"), 3)},
+        {"image_size": (float("nan"), 3)},
+        {"image_size": b"AB"},
+        {"image_size": {32: 1, 48: 2}},
+        {"image_size": {32, 48}},
+        {"image_size": (True, 3)},
+        {"image_size": np.array(3.5)},
+        {"image_size": np.ones((2, 2), int)},
+        {"image_size": "3x"},
         {"image_layout": "hcw"},
         {"tolerance_s": 0},
         {"tolerance_s": float("nan")},
+        {"tolerance_s": "often"},
+        {"tolerance_s": True},
+        {"tolerance_s": np.True_},
+        {"tolerance_s": np.array([1e-3, 1e-3])},
         {"threads": 0},
+        {"threads": True},
+        {"threads": np.float64(2)},
         {"threads": 2000},
         {"threads": 1.5},
     ],
 )
 def test_options_of_another_value_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
     write_dataset(tmp_path, [2], ["top"])
-    if options == {"image_size": "12"}:
+    if str(options.get("image_size")) == "12":
         with imported(tmp_path, **options) as store:
             assert store.fields["obs.images.top"].shape == (12, 12, 3)
         return
-    with pytest.raises(ArgumentError, match=next(iter(options))):
-        open_source(tmp_path, **options)
+    for opened in (open_source, LeRobotSource):
+        with pytest.raises(ArgumentError, match=next(iter(options))):
+            opened(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    "feature", [{"dtype": "string"}, {"shape": [2]}, {"shape": 3}, {"dtype": "bool"}, {"dtype": None}]
+)
+def test_times_that_are_no_numbers_are_refused_where_there_are_videos(feature: dict[str, Any], tmp_path: Path) -> None:
+    write_dataset(tmp_path, [2], ["top"])
+    edit(tmp_path, lambda info: info["features"]["timestamp"].update(feature))
+    with pytest.raises(SourceError, match=r"meta/info\.json"):
+        LeRobotSource(tmp_path, fields=["obs.images.top"])
+
+
+def test_times_that_are_no_numbers_in_the_files_are_refused(tmp_path: Path) -> None:
+    write_dataset(tmp_path, [3], ["top"])
+    path = tmp_path / "data/chunk-000/file-000.parquet"
+    table = pq.read_table(path)
+    at = table.schema.get_field_index("timestamp")
+    for values in ([False, True, True], ["a", "b", "c"], [[0.0, 1.0]] * 3):
+        pq.write_table(table.set_column(at, "timestamp", pa.array(values)), path)
+        refused(tmp_path, r"episode 0 .*timestamp")
 
 
 def edit(root: Path, change: Any) -> None:
