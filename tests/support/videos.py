@@ -23,6 +23,7 @@ CODECS: dict[str, tuple[str, dict[str, str], int]] = {  # encoder, its options, 
     "h264, key frames only": ("libx264", {"preset": "fast"}, 1),
     "mpeg4 with B frames": ("mpeg4", {"bf": "2"}, 12),
     "hevc": ("libx265", {"preset": "fast", "x265-params": "log-level=error:pools=1"}, 25),
+    "av1": ("libsvtav1", {"preset": "12", "crf": "30", "svtav1-params": "lp=1"}, 2),  # LeRobot's default
 }
 
 

@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
+
 from geartrain.core.dtypes import as_dtype
 from geartrain.errors import ArgumentError
 
@@ -20,11 +22,18 @@ def checked_options(what: str, kind: Any, options: Mapping[str, Any], common: Co
         options: by name.
         common: keywords of the constructor that are not options of the format.
 
+    Returns:
+        The options by name, with NumPy's flags and numbers as Python's.
+
     Raises:
         ArgumentError: an option that there is not, or a flag, number or word of another type. Arrays and collections
             are the class's own to check.
     """
-    options = {name: value for name, value in options.items() if value is not None}
+    options = {
+        name: value.item() if isinstance(value, np.generic) else value
+        for name, value in options.items()
+        if value is not None
+    }
     known = [
         name
         for name, parameter in inspect.signature(kind).parameters.items()

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from geartrain.core.arguments import check_whole, shown
 from geartrain.errors import ArgumentError
 from geartrain.integrations.datasets.episode import Array, require
 
@@ -48,18 +49,22 @@ class ImageForm:
             raise ArgumentError(f"the option image_layout is 'hwc' or 'chw', found {layout!r}")
         edges: Any = size
         if isinstance(size, str):
-            edges = [int(edge) for edge in size.split("x")] if re.fullmatch(r"[0-9]{1,9}(x[0-9]{1,9})?", size) else ()
+            edges = [int(edge) for edge in size.split("x")] if re.fullmatch(r"[0-9]{1,9}(x[0-9]{1,9})?", size) else []
+            edges *= 3 - len(edges) if edges else 1
         elif isinstance(size, int | np.integer) and not isinstance(size, bool):
-            edges = (size,)
+            edges = (size, size)
         if edges is None:
             return cls(None, layout == "chw")
         try:
-            edges = tuple(edges) * (2 if len(edges) == 1 else 1)
-            height, width = (int(edge) for edge in edges if edge == int(edge) and 1 <= edge <= _MOST_EDGE)
+            if not isinstance(edges, list | tuple | np.ndarray):
+                raise TypeError
+            height, width = (check_whole("an edge", edge) for edge in edges)
+            if not (1 <= height <= _MOST_EDGE and 1 <= width <= _MOST_EDGE):
+                raise ValueError
         except (TypeError, ValueError):
             raise ArgumentError(
                 f"the option image_size is height and width, such as (240, 320) or '240x320', each from 1 to "
-                f"{_MOST_EDGE:,}, or one number for both; found {size!r}"
+                f"{_MOST_EDGE:,}, or one number for both; found {shown(size)}"
             ) from None
         return cls((height, width), layout == "chw")
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from geartrain.core.arguments import whole_number
+from geartrain.core.arguments import check_real, whole_number
 from geartrain.errors import ArgumentError, SourceError
 from geartrain.integrations.datasets.arrow import column_values
 from geartrain.integrations.datasets.episode import (
@@ -49,6 +49,7 @@ from geartrain.integrations.datasets.lerobot_video import (
     columns_of_places,
     is_depth,
     picture_of,
+    why_no_times,
     why_no_video,
 )
 from geartrain.integrations.datasets.video_files import VideoClip, VideoReaders
@@ -99,6 +100,7 @@ class LeRobotSource(Source):
         threads: int | None = None,
     ) -> None:
         self._form = ImageForm.of(image_size, image_layout)
+        tolerance_s = check_real("the option tolerance_s", tolerance_s, "seconds above 0")
         if not 0 < tolerance_s < 1e6:
             raise ArgumentError(f"the option tolerance_s is above 0, in seconds; found {tolerance_s}")
         if threads is None:
@@ -140,6 +142,9 @@ class LeRobotSource(Source):
             require("av", "lerobot", "Importing videos")
             if self._fps <= 0 or "timestamp" not in self._features or not self._info.get("video_path"):
                 raise SourceError(f"{about}: has videos, and lacks the feature timestamp, fps or video_path")
+            why = why_no_times(self._features["timestamp"])
+            if why is not None:
+                raise SourceError(f"{about}: has videos, whose frames are found by timestamp: {why}")
         self._readers = VideoReaders(self.threads)
         self._places: dict[tuple[int, str], VideoPlace] = {}  # by episode and feature
         self._lengths, self._files = self._v3() if version.startswith("v3.") else self._v2()

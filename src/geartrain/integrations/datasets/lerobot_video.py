@@ -51,8 +51,12 @@ class VideoPlace:
             place: for messages.
 
         Raises:
-            SourceError: they are not in order, or not all in this part.
+            SourceError: they are no real numbers, not in order, or not all in this part.
         """
+        if timestamps.dtype.kind not in "iuf" or timestamps.ndim != 1:
+            raise SourceError(
+                f"{place}: timestamp is a real number for each step, the data files have {timestamps.dtype}"
+            )
         times: Array = self.start_s + timestamps.astype(np.float64)
         ordered = np.isfinite(times)
         ordered[1:] &= np.diff(times) >= 0
@@ -110,4 +114,12 @@ def why_no_video(feature: Mapping[str, Any]) -> str | None:
     return None if channels in (1, 3) else f"video of {channels} channels"
 
 
-__all__ = ["VideoPlace", "columns_of_places", "is_depth", "picture_of", "why_no_video"]
+def why_no_times(feature: Mapping[str, Any]) -> str | None:
+    """Why a feature cannot have the steps' times, which are one real number for each, or None."""
+    dtype, shape = str(feature.get("dtype")), list(feature.get("shape") or ())
+    if not dtype.startswith(("float", "int", "uint")) or shape not in ([], [1]):
+        return f"it is a real number for each step, found {dtype} of the shape {shape}"
+    return None
+
+
+__all__ = ["VideoPlace", "columns_of_places", "is_depth", "picture_of", "why_no_times", "why_no_video"]
