@@ -108,7 +108,7 @@ def test_one_death_too_many_is_an_error_that_says_what_it_was(store):
     with pytest.raises(ActorDiedError, match="RuntimeError: no policy for actor 0"):
         with ActorPool(store, environments, broken_policy, 1, max_restarts=1) as pool:
             wait_for(lambda: pool._failed is not None)
-    with pytest.raises(ArgumentError, match="at least one"):
+    with pytest.raises(ArgumentError, match="from 1 to 255 actors"):
         ActorPool(store, environments, policy, 0)
 
 

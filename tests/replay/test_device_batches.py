@@ -330,8 +330,9 @@ def test_a_closed_replay_lets_go_of_the_segment_and_a_dropped_one_too(store: gt.
 
 def test_what_does_not_fit_is_refused_at_the_door(store: gt.Store) -> None:
     device = SimulatedDevice(1)
+    with pytest.raises(ArgumentError, match="dtype is one of"):
+        Convert("int8")
     refused: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"device": DeviceOptions(device, convert={"pixels": Convert("int8")})}, ArgumentError, "cannot become int8"),
         (
             {"device": DeviceOptions(device, convert={"group": Convert("float32")})},
             ArgumentError,

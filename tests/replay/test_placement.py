@@ -256,8 +256,8 @@ def test_so_they_are_when_they_ask_for_different_things(empty_stores: Stores) ->
 def test_what_makes_no_sense_is_refused_at_the_door(empty_stores: Stores) -> None:
     (store,) = empty_stores(5)
     for error, message, options in (
-        (ArgumentError, "by is 'priority' or 'rows', found 'luck'", {"by": "luck"}),
-        (ArgumentError, "lists of names", {"inputs": "obs"}),
+        (ArgumentError, "by is one of 'priority', 'rows', found 'luck'", {"by": "luck"}),
+        (ArgumentError, "list of names", {"inputs": "obs"}),
         (ArgumentError, "at least one step, found window=0", {"window": 0}),
         (FieldError, "nothing", {"inputs": ["nothing"]}),
         (ArgumentError, "no rank of replica 0 reads a field", {"inputs": []}),

@@ -288,7 +288,7 @@ def test_what_does_not_fit_is_refused_at_the_door(make_shards: Callable[..., lis
             chosen = DeviceOptions(SimulatedDevice(1), **options)
             with pytest.raises(error, match=message):
                 gt.Replay(store, Uniform(seed=1), 8, group=rank, device=chosen, **settings)
-    with pytest.raises(ArgumentError, match="exchange is 'host' or 'nccl'"):
+    with pytest.raises(ArgumentError, match="exchange is one of 'host', 'nccl'"):
         DeviceOptions(exchange="mpi")  # type: ignore[arg-type]
 
     def peers(rank: ThreadRankGroup) -> None:

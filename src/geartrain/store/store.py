@@ -271,9 +271,12 @@ class Store(JournaledStore):
                     f"{error}. Join them with adopt=True, start afresh with create='replace', or remove the "
                     f"segment with `geartrain remove {name}`"
                 ) from None
-            except StoreMissingError:
+            except StoreMissingError as error:
                 if create == "never":
-                    raise
+                    raise StoreMissingError(
+                        f"{error}. Store.create makes one, or Store.open(..., fields, create='missing') where "
+                        f"there may be none"
+                    ) from None
                 assert fields is not None
                 try:
                     return cls.create(name, fields, max_length=max_length, trust=trust, timeout_s=timeout_s, **options)
@@ -305,7 +308,7 @@ class Store(JournaledStore):
     def load(
         cls,
         directory: str | os.PathLike[str] | Checkpoint,
-        name: str | os.PathLike[str],
+        name: str | os.PathLike[str] | None,
         *,
         create: Literal["missing", "replace"] = "missing",
         progress: bool = False,
@@ -320,7 +323,7 @@ class Store(JournaledStore):
 
         Args:
             directory: what was given to `save`; or an open `Checkpoint`, which stays open.
-            name: of the new store, as in `create`.
+            name: of the new store, as in `create`; None for one without a name.
             create: "missing" (a store of that name is an error), or "replace": one that no process uses is removed
                 first, as by `open`. With a journal one that a killed process has left is removed anyhow, where it is
                 the journal's or has no rows.
@@ -340,7 +343,9 @@ class Store(JournaledStore):
 
         check_choice("create", create, ("missing", "replace"))
         check_flag("progress", progress)
-        name = check_name(name)
+        named: Any = name if name is None else check_name(name)
+        if named is None and (create == "replace" or journal is not None):
+            raise ArgumentError("create='replace' and a journal need the name of the store")
         if not isinstance(directory, Checkpoint):
             given: dict[str, Any] = {
                 "create": create,
@@ -349,7 +354,7 @@ class Store(JournaledStore):
                 "journal_full": journal_full,
                 **options,
             }
-            return read_newest(directory, lambda found: cls.load(found, name, progress=progress, **given))
+            return read_newest(directory, lambda found: cls.load(found, named, progress=progress, **given))
         found = directory
         unknown = set(options) - {"persist", "reserve", "trust", "timeout_s"}
         if unknown:
@@ -357,11 +362,11 @@ class Store(JournaledStore):
         wanted = journal_asked_for(journal, journal_sync_s, journal_full)
         trust = check_trust(options.get("trust", "user"))
         if create == "replace":
-            remove_unused(name, trust)
+            remove_unused(named, trust)
         elif wanted is not None:
-            remove_journaled(name, wanted.path, trust)
+            remove_journaled(named, wanted.path, trust)
         limits = {key: value for key, value in found.options.items() if key != "persist"}
-        store = cls.create(name, found.fields, max_length=found.max_length, **{**limits, **options})
+        store = cls.create(named, found.fields, max_length=found.max_length, **{**limits, **options})
         try:
             if wanted is None:
                 found.fill(store.native, progress=progress)
