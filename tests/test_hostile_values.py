@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import deadlines
-import hostile.doors_jobs  # registers them
+import hostile.doors_datasets  # registers them
+import hostile.doors_jobs
 import hostile.doors_peers
 import hostile.doors_replays
 import hostile.doors_stores  # noqa: F401
@@ -33,11 +34,13 @@ SHORT += (
     "Field",
 )
 #: Of these the slow ones: they import torch.
-LONG = ("Row.torch",)
+LONG = ("Row.torch", "Convert", "Placement")
 
 
 @pytest.fixture
 def tools(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tools]:
+    if request.node.get_closest_marker("slow"):
+        pytest.importorskip("torch")  # here, and not within a call that is to end soon
     monkeypatch.chdir(tmp_path)  # a value that is taken for a path may be written to
     one = Tools("hostile-values", deadlines.factor())
     yield one

@@ -14,8 +14,9 @@ import torch
 from imports import assert_rows, imported, rows, store_name
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from geartrain.errors import MissingDependencyError, SourceError
-from geartrain.integrations import import_dataset, open_source
+from geartrain import Field, Store
+from geartrain.errors import ArgumentError, MissingDependencyError, SourceError
+from geartrain.integrations import export_store, import_dataset, open_source
 
 RNG = np.random.default_rng(0)
 OBS = RNG.normal(size=(4, 6, 3)).astype(np.float32)
@@ -216,3 +217,12 @@ def test_what_is_no_dataset_is_refused() -> None:
         open_source(5)
     with pytest.raises(SourceError, match="list: holds no item"):
         open_source([])
+
+
+def test_options_take_numbers_and_flags_of_numpy(tmp_path: Path) -> None:
+    with Store.create({"obs": Field((2,), "float32")}, max_length=3, capacity=2) as store:
+        store.insert({"obs": np.zeros((2, 3, 2), np.float32)})
+        made = export_store(store, tmp_path / "rows.npz", progress=np.False_, compress=np.True_)
+    assert made.rows == 2
+    with pytest.raises(ArgumentError, match="compress of the npz exporter is a bool, found 1"):
+        export_store(tmp_path / "rows.npz", tmp_path / "other.npz", progress=False, compress=np.int64(1))

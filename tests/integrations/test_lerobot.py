@@ -169,7 +169,7 @@ def test_images_are_augmented_and_what_is_none_is_not():
 
 def test_shifts_repeat_the_border_and_differ_between_images():
     images = torch.arange(36.0).reshape(1, 1, 6, 6).repeat(200, 2, 1, 1)
-    shifted = random_shift(images, pad=1)
+    shifted = random_shift(images, pad=np.int64(1))
     assert shifted.shape == images.shape
     rows, columns = torch.meshgrid(torch.arange(6), torch.arange(6), indexing="ij")
     possible = {

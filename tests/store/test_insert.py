@@ -9,7 +9,14 @@ import pytest
 
 import geartrain as gt
 from geartrain.core.dtypes import DTYPES
-from geartrain.errors import ArgumentError, FieldError, SchemaError, StoreClosedError, WaitTimeoutError
+from geartrain.errors import (
+    ArgumentError,
+    FieldError,
+    SchemaError,
+    StoreClosedError,
+    StoreMissingError,
+    WaitTimeoutError,
+)
 
 NUMPY = [name for name, dtype in DTYPES.items() if dtype.numpy_name is not None]
 
@@ -181,3 +188,24 @@ def test_keys_of_an_insert_are_keys(store):
         row.length = 2
     assert row.key == store.keys()[6:]
     assert store.update_priorities(keys + row.key, 2.0) == 0
+
+
+def test_what_makes_no_array_is_told_with_what_to_do():
+    torch = pytest.importorskip("torch")
+    with gt.Store.create({"x": gt.Field((2,), "float32")}, max_length=3, capacity=4) as store:
+        for given, told in (
+            ([[[1.0, 2.0]], [[1.0, 2.0], [3.0, 4.0]]], "padded, with lengths="),
+            (torch.zeros(2, 3, 2).to_sparse(), r"to_dense\(\)"),
+            (torch.zeros(2, 3, 2, device="meta"), "host memory"),
+            (torch.zeros(2, 3, 2, dtype=torch.complex64), "convert it first"),
+        ):
+            with pytest.raises(SchemaError, match=told):
+                store.insert({"x": given})
+        assert len(store) == 0
+        keys = store.insert({"x": np.zeros((2, 3, 2), np.float32)})
+        with pytest.raises(SchemaError, match="`priorities` must be one number or an array"):
+            store.update_priorities(keys, torch.zeros(2, device="meta"))
+        with pytest.raises(ArgumentError, match=r"a strategy such as Uniform\(seed=0\)"):
+            gt.Replay(store, gt.selection.Uniform, 2)
+        with pytest.raises(StoreMissingError, match=r"Store\.create makes one"):
+            gt.Store.open("no-such-store")

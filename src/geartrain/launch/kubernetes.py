@@ -24,6 +24,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from geartrain.core.arguments import whole_number
 from geartrain.errors import ArgumentError
 from geartrain.launch.hosts import POD_FIRST_HOST, POD_HOSTS, POD_MASTER, PORT
 from geartrain.launch.job import Job
@@ -86,8 +87,7 @@ def job_set(
     for variable, value in (env or {}).items():
         if not _VARIABLE.fullmatch(variable) or not value.isprintable():
             raise ArgumentError(f"an environment variable is NAME=VALUE on one line, found {variable}={value!r}")
-    if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
-        raise ArgumentError(f"max_restarts is a whole number from 0 on, found {max_restarts!r}")
+    max_restarts = whole_number("max_restarts", max_restarts, 2**31)
     groups = list(_groups(job, host_resources(job, hosts)))
     master = f"{name}-{groups[0][0]}-0-0.{name}:{PORT}"
     variables: list[dict[str, Any]] = [{"name": POD_HOSTS, "value": str(hosts)}]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from geartrain.core.arguments import check_whole
 from geartrain.errors import ArgumentError
 from geartrain.launch.amounts import check_shared_memory
 from geartrain.launch.job import Job
@@ -48,7 +49,7 @@ def host_resources(job: Job, hosts: int) -> list[HostResources]:
     Raises:
         ArgumentError: the job cannot be placed on so many hosts.
     """
-    if isinstance(hosts, bool) or not isinstance(hosts, int) or hosts < 1:
+    if check_whole("the number of a job's hosts", hosts) < 1:
         raise ArgumentError(f"a job runs on a whole number of hosts, from 1 on, found {hosts!r}")
     placed = place(job, hosts)
     shared = _shared_memory(job, hosts)

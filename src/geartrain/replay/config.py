@@ -155,7 +155,7 @@ def seeded_selection(stores: Sequence[Store], selection: Selection, seed: int) -
     if isinstance(selection, Mixture):
         if len(selection.strategies) != len(stores):
             raise ArgumentError(f"a mixture of {len(selection.strategies)} needs as many stores, found {len(stores)}")
-    elif not isinstance(selection, Strategy):
+    elif isinstance(selection, type) or not isinstance(selection, Strategy):  # a class has a strategy's attributes
         raise ArgumentError(f"selection must be a strategy such as Uniform(seed=0), found {selection!r}")
     elif len(stores) != 1:
         raise ArgumentError(f"{len(stores)} stores need a Mixture, found {selection!r}")

@@ -109,8 +109,8 @@ def as_column(values: Any, n: int, dtype: Any, what: str) -> NDArray[Any] | None
     if values is None:
         return None
     try:
-        array = np.asarray(values)
-    except (TypeError, ValueError, OverflowError):
+        array = np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor without values, as on meta
         raise SchemaError(f"`{what}` must be one number or an array ({n},), found {type(values).__name__}") from None
     if array.ndim == 0:
         array = np.broadcast_to(array, (n,))

@@ -76,12 +76,19 @@ def checked_source(columns: Columns, name: str, data: Any, casting: Casting) -> 
     """The data as a C-contiguous array of the field's bytes, its rows and its steps."""
     field = columns.fields[name]
     if not hasattr(data, "dtype"):
-        data = np.asarray(data)
+        try:
+            data = np.asarray(data)
+        except (TypeError, ValueError, OverflowError) as error:  # lists of several lengths
+            raise SchemaError(
+                f"field {name!r} takes an array of all rows, and what was given makes none: {error}. Rows of several "
+                f"lengths are padded, with lengths=, or inserted one by one"
+            ) from None
     found = as_dtype(data.dtype)
     if found.name != field.dtype:
         if not _castable(found, DTYPES[field.dtype], casting):
             allowed = "" if casting == "no" else f", which casting={casting!r} does not convert"
-            hint = '; casting="same_kind" converts it' if _castable(found, DTYPES[field.dtype], "same_kind") else ""
+            castable = _castable(found, DTYPES[field.dtype], "same_kind")
+            hint = '; casting="same_kind" converts it' if castable else ", of another kind: convert it first"
             raise SchemaError(f"field {name!r} holds {field.dtype}, found {found.name}{allowed or hint}")
         data = data.to(torch_dtype(DTYPES[field.dtype])) if hasattr(data, "detach") else data.astype(field.numpy_dtype)
     shape = tuple(data.shape)
@@ -97,6 +104,8 @@ def checked_source(columns: Columns, name: str, data: Any, casting: Casting) -> 
     if hasattr(data, "detach"):  # a torch tensor
         if data.device.type != "cpu":
             raise SchemaError(f"field {name!r} is on {data.device}; the store takes host memory")
+        if "strided" not in str(data.layout):
+            raise SchemaError(f"field {name!r} is a tensor of the layout {data.layout}: give its to_dense()")
         data = data.detach().contiguous()
     else:
         data = np.ascontiguousarray(data)

@@ -53,7 +53,7 @@ class StepArguments:
             given["values"] = {**given["values"], name: self._array(name, given["values"][name])}
 
     def _flags(self, name: str, value: Any) -> NDArray[np.bool_]:
-        array = _as_array(name, _on_host(value))
+        array = _as_array(name, _on_host(name, value))
         if array.dtype != np.bool_ or array.shape not in (
             (self._n_envs,),
             () if self._n_envs == 1 else (self._n_envs,),
@@ -65,7 +65,7 @@ class StepArguments:
         """A field's values as the native call takes them. Raises `SchemaError` where they do not fit."""
         field = self._fields[name]
         if hasattr(value, "detach"):
-            value = value.detach().cpu()
+            value = _fetched(name, value)
             value = value.numpy() if DTYPES[field.dtype].numpy_name is not None else self._raw(name, value)
         array = _as_array(name, value)
         shape = (self._n_envs, *field.shape)
@@ -139,7 +139,7 @@ class StepArguments:
             if len(final) != self._n_envs or final[number] is None:
                 raise SchemaError(f"the episode of environment {number} has ended, and it has no final observation")
             for name, value in self._flat(final[number]).items():
-                one = _as_array(name, _on_host(value))
+                one = _as_array(name, _on_host(name, value))
                 if one.shape != fields[name].shape:
                     raise SchemaError(
                         f"the final {name!r} of environment {number} has shape {one.shape}; the store takes "
@@ -149,11 +149,19 @@ class StepArguments:
         return {name: self._array(name, value) for name, value in made.items()}
 
 
-def _on_host(value: Any) -> Any:
+def _fetched(name: str, tensor: Any) -> Any:
+    """A tensor in host memory. Raises `SchemaError` where it has no values, as on the meta device."""
+    try:
+        return tensor.detach().cpu()
+    except (RuntimeError, NotImplementedError) as error:
+        raise SchemaError(f"{name!r} is a tensor on {tensor.device} that cannot be read: {error}") from None
+
+
+def _on_host(name: str, value: Any) -> Any:
     """A tensor in host memory, in a type that NumPy has; anything else as it is."""
     if not hasattr(value, "detach"):
         return value
-    value = value.detach().cpu()
+    value = _fetched(name, value)
     return value.float() if value.is_floating_point() and value.dtype.itemsize < 4 else value  # which changes no value
 
 

@@ -271,9 +271,12 @@ class Store(JournaledStore):
                     f"{error}. Join them with adopt=True, start afresh with create='replace', or remove the "
                     f"segment with `geartrain remove {name}`"
                 ) from None
-            except StoreMissingError:
+            except StoreMissingError as error:
                 if create == "never":
-                    raise
+                    raise StoreMissingError(
+                        f"{error}. Store.create makes one, or Store.open(..., fields, create='missing') where "
+                        f"there may be none"
+                    ) from None
                 assert fields is not None
                 try:
                     return cls.create(name, fields, max_length=max_length, trust=trust, timeout_s=timeout_s, **options)
@@ -320,7 +323,7 @@ class Store(JournaledStore):
 
         Args:
             directory: what was given to `save`; or an open `Checkpoint`, which stays open.
-            name: of the new store, as in `create`: None makes one up.
+            name: of the new store, as in `create`; None for one without a name.
             create: "missing" (a store of that name is an error), or "replace": one that no process uses is removed
                 first, as by `open`. With a journal one that a killed process has left is removed anyhow, where it is
                 the journal's or has no rows.
@@ -340,31 +343,30 @@ class Store(JournaledStore):
 
         check_choice("create", create, ("missing", "replace"))
         check_flag("progress", progress)
-        name = None if name is None else check_name(name)
+        named: Any = name if name is None else check_name(name)
+        if named is None and (create == "replace" or journal is not None):
+            raise ArgumentError("create='replace' and a journal need the name of the store")
         if not isinstance(directory, Checkpoint):
-            again: dict[str, Any] = {
+            given: dict[str, Any] = {
                 "create": create,
                 "journal": journal,
                 "journal_sync_s": journal_sync_s,
                 "journal_full": journal_full,
                 **options,
             }
-            return read_newest(directory, lambda found: cls.load(found, name, progress=progress, **again))
+            return read_newest(directory, lambda found: cls.load(found, named, progress=progress, **given))
         found = directory
         unknown = set(options) - {"persist", "reserve", "trust", "timeout_s"}
         if unknown:
             raise CheckpointError(f"limits come from the checkpoint; {', '.join(sorted(unknown))} cannot be set")
         wanted = journal_asked_for(journal, journal_sync_s, journal_full)
         trust = check_trust(options.get("trust", "user"))
-        if name is None:
-            pass  # a name that no store has
-        elif create == "replace":
-            remove_unused(name, trust)
+        if create == "replace":
+            remove_unused(named, trust)
         elif wanted is not None:
-            remove_journaled(name, wanted.path, trust)
+            remove_journaled(named, wanted.path, trust)
         limits = {key: value for key, value in found.options.items() if key != "persist"}
-        given = {**limits, **options, "max_length": found.max_length}
-        store = cls.create(found.fields, **given) if name is None else cls.create(name, found.fields, **given)
+        store = cls.create(named, found.fields, max_length=found.max_length, **{**limits, **options})
         try:
             if wanted is None:
                 found.fill(store.native, progress=progress)

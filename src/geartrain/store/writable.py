@@ -174,8 +174,6 @@ class WritableStore(StoreHandle):
         Cost: no lock (one with the lowest_priority remover or max_times_sampled); a cache miss per level of the tree.
         """
         check_keys(keys).check_store(self.id, self.name)
-        if hasattr(priorities, "detach"):
-            priorities = priorities.detach().cpu()
         column = as_column(priorities, len(keys), np.float64, "priorities")
         if column is None:
             raise SchemaError("update_priorities needs priorities, found None")

@@ -184,7 +184,9 @@ def job(tools: Tools) -> Door:
 
 @door("launch.load", description=nothing)
 def launch_load(tools: Tools) -> Door:
-    return launch.load, {"description": "nowhere.toml"}
+    description = tools.folder() / "job.toml"
+    description.write_text('name = "doors"\n[role.one]\nrun = ["/bin/true"]\n')
+    return launch.load, {"description": str(description)}
 
 
 @door(

@@ -170,8 +170,8 @@ def batch_to(tools: Tools) -> Door:
     path=choice(),
     select=choice(),
     packed=flag,
-    pin_limit_bytes=whole(1, 2**63, none=True),
-    crossover_bytes=whole(0, 2**63, none=True),
+    pin_limit_bytes=whole(0, 10**400, none=True),
+    crossover_bytes=whole(0, 10**400, none=True),
     exchange=choice(),
 )
 def device_options(tools: Tools) -> Door:
@@ -180,7 +180,7 @@ def device_options(tools: Tools) -> Door:
     def call(**arguments: Any) -> None:
         gt.Replay(there, Uniform(seed=1), 2, device=gt.DeviceOptions(**arguments), threads=1).close()
 
-    given = {"path": "staged", "select": "host", "convert": {}, "packed": False}
+    given = {"path": "staged", "select": "host", "convert": {}, "packed": False, "exchange": "host"}
     return call, {"device": SimulatedDevice(), **given, "pin_limit_bytes": None, "crossover_bytes": None}
 
 
@@ -232,7 +232,7 @@ def rebalance(tools: Tools) -> Door:
     directory=path,
     ranks=choice(None),
     step=whole(0, 10**18),
-    keep=whole(1, 2**400),
+    keep=whole(1, 10**400),
     timeout_s=SECONDS,
     progress=flag,
 )

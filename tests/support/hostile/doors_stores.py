@@ -110,7 +110,7 @@ def open_store(tools: Tools) -> Door:
     return gt.Store.open, {"name": there.name, "fields": there.fields, **given}
 
 
-@door("Store.open, that creates")
+@door("Store.open, that creates", name=path, fields=nothing, capacity=whole(1, 2**32))
 def open_or_create(tools: Tools) -> Door:
     def call(**arguments: Any) -> None:
         made = gt.Store.open(**arguments)
@@ -120,20 +120,13 @@ def open_or_create(tools: Tools) -> Door:
     return call, {"name": tools.name(), "fields": LARGE, "create": "missing", "capacity": 2, "reserve": False}
 
 
-@door("Store.peek")
+@door("Store.peek", name=nothing, trust=nothing)
 def peek(tools: Tools) -> Door:
     there = tools.enter(new_store(tools))
     return gt.Store.peek, {"name": there.name, "trust": "user"}
 
 
-@door(
-    "Store.load",
-    directory=nothing,
-    name=lambda v: v is None or path(v),
-    progress=flag,
-    journal_sync_s=SECONDS,
-    reserve=flag,
-)
+@door("Store.load", directory=nothing, name=a_name, progress=flag, journal_sync_s=SECONDS, reserve=flag)
 def load(tools: Tools) -> Door:
     with new_store(tools) as there:
         saved = there.save(tools.folder() / "checkpoint").path

@@ -42,7 +42,14 @@ TAKES: dict[str, dict[str, Takes]] = {}
 #: Longest that a refusal may take, in seconds on an idle machine.
 SOON_S = 5.0
 #: Built-in errors that a call documents beside geartrain's.
-DOCUMENTED = {"rpc.batch_stats": LookupError, "Rows[]": IndexError, "Keys[]": IndexError}
+DOCUMENTED = {"export_store": OSError, "rpc.batch_stats": LookupError, "Rows[]": IndexError, "Keys[]": IndexError}
+#: Calls that are refused whatever they are given, and why; all others must take what the sweep begins with.
+REFUSED = {
+    "transport.TLS": "there are no certificates",
+    "Node.unsubscribe": "nothing is subscribed to",
+    "Node.remote": "no class is registered",
+    "rpc.batch_stats": "no function is batched",
+}
 
 
 def door(name: str, /, **takes: Takes) -> Callable[[Callable[[Tools], Door]], Callable[[Tools], Door]]:
@@ -134,7 +141,12 @@ def sweep(tools: Tools, name: str) -> list[str]:
     found, takes = [], TAKES[name]
     unknown = set(takes) - set(parameters(call, given))
     assert not unknown, f"{name} has no {unknown}"
-    refusals = (GeartrainError, DOCUMENTED.get(name, GeartrainError))
+    refusals = (GeartrainError, DOCUMENTED.get(name.partition(", ")[0], GeartrainError))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        taken, wrong = attempt(call, given, refusals)  # imports what takes long to import
+    if taken == (name in REFUSED):
+        found.append(f"{name}: {'takes' if taken else 'refuses'} what the sweep begins with ({wrong})")
     for parameter in parameters(call, given):
         for value in VALUES:
             began_s = time.monotonic()

@@ -9,6 +9,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
+from geartrain.core.arguments import check_texts, shown
 from geartrain.core.dtypes import as_dtype
 from geartrain.errors import ArgumentError
 
@@ -48,7 +49,7 @@ def checked_options(what: str, kind: Any, options: Mapping[str, Any], common: Co
         kinds = set(get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)) - {type(None)}
         if kinds <= {bool, int, float, str} and type(value) not in kinds:
             wanted = " or ".join(sorted(kind.__name__ for kind in kinds))
-            raise ArgumentError(f"the option {name} of {what} is a {wanted}, found {value!r}")
+            raise ArgumentError(f"the option {name} of {what} is a {wanted}, found {shown(value)}")
     return options
 
 
@@ -61,10 +62,10 @@ def casts_of(cast: Mapping[str, str] | Sequence[str] | str) -> dict[str, str]:
     if isinstance(cast, Mapping):
         pairs = list(cast.items())
     else:
-        texts = [cast] if isinstance(cast, str) else list(cast)
+        texts = check_texts("cast", [cast] if isinstance(cast, str) else cast)
         pairs = [(found, wanted) for found, _, wanted in (text.partition("=") for text in texts)]
     for found, wanted in pairs:
-        if not found or not wanted:
+        if isinstance(found, str) and isinstance(wanted, str) and not (found and wanted):
             raise ArgumentError(f"a cast is found=wanted, such as float64=float32, found '{found}={wanted}'")
     return {as_dtype(found).name: as_dtype(wanted).name for found, wanted in pairs}
 

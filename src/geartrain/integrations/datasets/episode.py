@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from geartrain.core.arguments import check_text, check_texts
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError, SchemaError, SourceError
 
@@ -206,9 +207,11 @@ def choose(
     if wanted is None:
         pairs = [(name, name) for name in default]
     elif isinstance(wanted, Mapping):
-        pairs = [(str(stored), str(found)) for stored, found in wanted.items()]
+        pairs = [
+            (check_text("a field's name", stored), check_text("a field", found)) for stored, found in wanted.items()
+        ]
     else:
-        names = [wanted] if isinstance(wanted, str) else list(wanted)
+        names = check_texts("fields", [wanted] if isinstance(wanted, str) else wanted)
         pairs = []
         for text in names:
             stored, equals, found = text.partition("=")

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from geartrain.core.arguments import check_text, check_texts, shown
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, SourceError
 from geartrain.integrations.datasets.arrow import nested_array
@@ -85,6 +86,8 @@ class LeRobotWriter(DatasetWriter):
     ) -> None:
         if fps is None or not 1 <= fps <= 1_000_000:
             raise ArgumentError(f"a LeRobot dataset needs the option fps, steps a second, from 1 on; found {fps}")
+        if robot_type is not None:
+            check_text("robot_type", robot_type)
         self._tasks = _task_names(task, tasks, "task_index" in fields)
         self._arrow = require("pyarrow", "lerobot", "Writing LeRobot datasets")
         self._parquet = require("pyarrow.parquet", "lerobot", "Writing LeRobot datasets")
@@ -341,6 +344,8 @@ class _Files:
 
 
 def _task_names(task: str | None, tasks: Sequence[str] | None, indexed: bool) -> tuple[str, ...]:
+    if tasks is not None and not isinstance(tasks, str | Sequence):
+        raise ArgumentError(f"tasks are texts, each another one, found {shown(tasks)}")
     if tasks is not None and task is not None:
         raise ArgumentError("task is for rows without a task_index, tasks for those with one: give one of them")
     if indexed and tasks is None:
@@ -351,7 +356,8 @@ def _task_names(task: str | None, tasks: Sequence[str] | None, indexed: bool) ->
         )
     names = (task or "unknown",) if tasks is None else (tasks,) if isinstance(tasks, str) else tuple(tasks)
     if not names or not all(isinstance(each, str) for each in names) or len(set(names)) != len(names):
-        raise ArgumentError(f"tasks are texts, each another one, found {tasks!r}")
+        raise ArgumentError(f"tasks are texts, each another one, found {shown(tasks)}")
+    check_texts("tasks", names)
     return names
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import geartrain._native as _native
+from geartrain.core.arguments import check_flag, shown
 from geartrain.core.progress import Progress
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import Trust, check_trust
@@ -137,6 +138,13 @@ def export_store(
     target, format = _target(path, format)
     casts = casts_of(cast)
     trust = check_trust(trust)
+    for what, value in (
+        ("skip_unsupported", skip_unsupported),
+        ("metadata", metadata),
+        ("overwrite", overwrite),
+        ("progress", progress),
+    ):
+        check_flag(what, value)
     module, kind, _ = EXPORT_FORMATS[format]
     writer_class: type[DatasetWriter] = getattr(importlib.import_module(module), kind)
     options = checked_options(f"the {format} exporter", writer_class, options, ("fields", "about"))
@@ -222,9 +230,11 @@ def _target(path: str | os.PathLike[str], format: str) -> tuple[Path, str]:
         name = os.fspath(path)
         name.encode()
     except (TypeError, AttributeError, UnicodeEncodeError):
-        raise ArgumentError(f"a path is needed to write to, found {path!r}") from None
+        raise ArgumentError(f"a path is needed to write to, found {shown(path)}") from None
     if not name.strip() or "\0" in name or Path(name).name in ("", "."):
-        raise ArgumentError(f"a path is needed to write to, found {path!r}")
+        raise ArgumentError(f"a path is needed to write to, found {shown(path)}")
+    if not isinstance(format, str) or format not in ("auto", *EXPORT_FORMATS):
+        raise ArgumentError(f"format {shown(format)} is unknown; there are auto, {', '.join(EXPORT_FORMATS)}")
     if format == "auto":
         by_ending = {ending: each for each, (_, _, ending) in EXPORT_FORMATS.items() if ending}
         if Path(name).suffix not in by_ending:
@@ -232,8 +242,6 @@ def _target(path: str | os.PathLike[str], format: str) -> tuple[Path, str]:
                 f"{name!r} does not end in {' or '.join(by_ending)}: give format=, one of {', '.join(EXPORT_FORMATS)}"
             )
         format = by_ending[Path(name).suffix]
-    elif format not in EXPORT_FORMATS:
-        raise ArgumentError(f"format {format!r} is unknown; there are auto, {', '.join(EXPORT_FORMATS)}")
     return Path(os.path.realpath(name)), format
 
 

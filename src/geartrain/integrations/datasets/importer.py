@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from geartrain.core.arguments import whole_number
+from geartrain.core.arguments import check_choice, check_flag, check_path, shown, whole_number
 from geartrain.core.dtypes import as_dtype
 from geartrain.core.progress import Progress
 from geartrain.core.schema import Field
@@ -27,6 +27,7 @@ from geartrain.errors import ArgumentError, SourceError, StoreExistsError, Store
 from geartrain.integrations.datasets.arguments import casts_of, checked_options
 from geartrain.integrations.datasets.episode import Array, DeferredSteps, Episode, FieldChoice, Source, reading
 from geartrain.integrations.datasets.row_filling import RowFiller
+from geartrain.store.segment import check_name
 from geartrain.store.store import Store
 
 _log = logging.getLogger(__name__)
@@ -134,12 +135,15 @@ def import_dataset(
         ...     len(store), store.max_length
         (3, 10)
     """
-    casts = casts_of(cast)
+    casts, name = casts_of(cast), check_name(into)
     _check_too_long(on_too_long)
+    check_flag("progress", progress)
+    if persist is not None:
+        check_flag("persist", persist)
     for what, value in (("capacity", capacity), ("max_length", max_length)):
         if value is not None and whole_number(what, value, 2**62) < 1:
             raise ArgumentError(f"{what} is at least 1, found {value}")
-    _check_absent(str(into))  # before a long pass over the data
+    _check_absent(name)  # before a long pass over the data
     opened = open_source(source, format=format, fields=fields, skip_unsupported=skip_unsupported, **options)
     if capacity is None:
         capacity = opened.episodes
@@ -153,7 +157,7 @@ def import_dataset(
         name: Field(found.shape, casts.get(found.dtype, found.dtype), per_row=found.per_row)
         for name, found in opened.fields().items()
     }
-    store = Store.create(str(into), schema, max_length=max_length, capacity=capacity, persist=persist)
+    store = Store.create(name, schema, max_length=max_length, capacity=capacity, persist=persist)
     try:
         ingest(opened, store, on_too_long=on_too_long, cast=casts, progress=progress)
     except BaseException:
@@ -182,6 +186,7 @@ def ingest(
     """
     casts = casts_of(cast)
     _check_too_long(on_too_long)
+    check_flag("progress", progress)
     schema = dict(store.fields)
     limit = store.options["max_rows"] or store.capacity
     room = limit - len(store)
@@ -243,8 +248,11 @@ def open_source(
         if fields is not None or options:
             raise SourceError(f"{source.name}: is open already; fields and options are for opening it")
         return source
-    if format not in ("auto", *FORMATS):
-        raise ArgumentError(f"format {format!r} is unknown; there are auto, {', '.join(FORMATS)}")
+    check_flag("skip_unsupported", skip_unsupported)
+    if not isinstance(format, str) or format not in ("auto", *FORMATS):
+        raise ArgumentError(f"format {shown(format)} is unknown; there are auto, {', '.join(FORMATS)}")
+    if isinstance(source, str | Path):
+        check_path("the source of an import", source)
     if format == "auto":
         format = _recognise(source)
     module, kind = FORMATS[format]
@@ -335,5 +343,4 @@ def _check_absent(name: str) -> None:
 
 
 def _check_too_long(on_too_long: str) -> None:
-    if on_too_long not in ("error", "truncate", "skip"):
-        raise ArgumentError(f"on_too_long is {on_too_long!r}; it can be 'error', 'truncate' or 'skip'")
+    check_choice("on_too_long", on_too_long, ("error", "truncate", "skip"))

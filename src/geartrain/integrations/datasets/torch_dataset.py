@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from geartrain.core.arguments import check_texts
 from geartrain.errors import MissingDependencyError, SourceError
 from geartrain.integrations.datasets.episode import Array, Episode, FieldChoice, Source, choose, flatten
 
@@ -55,6 +56,12 @@ class TorchSource(Source):
         length: str | None = None,
     ) -> None:
         self.name = type(dataset).__name__
+        if isinstance(dataset, Mapping) or (isinstance(dataset, np.ndarray) and dataset.ndim == 0):
+            raise SourceError(f"{self.name} is no dataset of items; a dict of arrays is of the format 'arrays'")
+        if names is not None:
+            names = check_texts("names", names)
+        if not isinstance(untimed, bool):
+            untimed = check_texts("untimed", [untimed] if isinstance(untimed, str) else untimed)
         self._dataset = dataset
         self._mapped = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
         if not self._mapped and not hasattr(dataset, "__iter__"):

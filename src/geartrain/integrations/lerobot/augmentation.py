@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from geartrain.core.arguments import whole_number
 from geartrain.errors import ArgumentError
 
 
@@ -19,8 +20,7 @@ def random_shift(images: torch.Tensor, pad: int = 4) -> torch.Tensor:
         New images of the same shape and dtype. Shifts are drawn from torch's global generator.
     """
     _check(images)
-    if isinstance(pad, bool) or not isinstance(pad, int) or pad < 0:
-        raise ArgumentError(f"pad is a number of pixels, at least 0, found {pad!r}")
+    pad = whole_number("pad, in pixels,", pad, 2**31)
     padded = functional.pad(images, (pad, pad, pad, pad), mode="replicate")
     return random_crop_vectorized(padded, tuple(images.shape[2:]))
 

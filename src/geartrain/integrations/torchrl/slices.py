@@ -221,11 +221,11 @@ class Slices:
             raise ArgumentError(f"margin must be at least 0, found {margin}")
         both = tuple(span) if isinstance(span, tuple | list) and len(span) == 2 else (span, span)
         for out in both:
-            if not isinstance(out, bool) and check_whole("span", out) < 0:
+            if not isinstance(out, (bool, np.bool_)) and check_whole("span", out) < 0:
                 raise ArgumentError(f"span is a bool or a number of steps >= 0, or two of them, found {span}")
         self.num_slices, self.slice_len = num_slices, slice_len
         self.strict_length, self.margin = bool(strict_length), margin
-        self.span = both
+        self.span = (_plain(both[0]), _plain(both[1]))
         self._truncated = None if truncated_key is None else _path(truncated_key)
         self._init = None if init_key is None else _path(init_key)
         ends = [end_key] if end_key is not None else end_keys
@@ -350,6 +350,11 @@ def _path(key: Key) -> tuple[str, ...]:
 
 def _key(path: tuple[str, ...]) -> Key:
     return path[0] if len(path) == 1 else path
+
+
+def _plain(out: bool | int) -> bool | int:
+    """The bool or int that stands for a number of NumPy's."""
+    return bool(out) if isinstance(out, (bool, np.bool_)) else int(out)
 
 
 __all__ = ["PrioritizedSliceSampler", "SliceSampler"]
