@@ -236,6 +236,8 @@ class Store final : public OpenStore {
   // Processes attached and alive. Works read-only.
   uint32_t live_clients() const;
   uint64_t committed_count() const { return control().committed_count.load(std::memory_order_acquire); }
+  // The next commit's; changed by the lock's holder, read by any thread.
+  uint64_t next_sequence() const { return std::atomic_ref(control().next_sequence).load(kRelaxed); }
   // Keys of all committed rows, oldest first; and of all free rows, next to be allocated first.
   void keys(std::vector<uint32_t>* rows, std::vector<uint32_t>* generations);
   std::vector<uint32_t> free_rows();

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ import geartrain.replay.distributed.draw as draw
 import geartrain.replay.distributed.members as members
 import geartrain.replay.distributed.read_agreement as read_agreement
 from geartrain.errors import EmptyStoreError
+from geartrain.replay.distributed.draw import ShardedSampler
 from geartrain.replay.distributed.native_read import NativeReader
 from geartrain.replay.distributed.rank_group import DIRECT_RANKS
 from geartrain.replay.distributed.read import ShardReader
@@ -31,20 +32,37 @@ STRATEGIES = {
 def lose_rows(
     monkeypatch: pytest.MonkeyPatch, store: gt.Store, step: int, which: slice = slice(None)
 ) -> threading.Event:
-    """Removes rows of a store once, after they were drawn for a step and before they are read."""
-    lost = threading.Event()
+    """Removes rows of a store once, after they were drawn for a step and before they are read.
 
-    def before(read: Callable[..., Any]) -> Callable[..., Any]:
-        def loses_rows(self: Any, at: int, *rest: Any) -> Any:
-            if at == step and self.samplers[0].plan.store is store and not lost.is_set():
-                lost.set()
-                store.delete(store.keys()[which])
-            return read(self, at, *rest)
+    Where a batch is one native call, once all ranks have told their totals, which decide what is drawn.
+    """
+    lost, building = threading.Event(), threading.local()
+    read, build, send_parts = ShardReader.read, NativeReader.build, ShardedSampler.send_parts
 
-        return loses_rows
+    def lose(at: int | None, samplers: Sequence[Any]) -> None:
+        if at == step and samplers[0].plan.store is store and not lost.is_set():
+            lost.set()
+            store.delete(store.keys()[which])
 
-    for reader in (ShardReader, NativeReader):
-        monkeypatch.setattr(reader, "read", before(reader.read))
+    def loses_and_reads(self: Any, at: int, *rest: Any) -> Any:
+        lose(at, self.samplers)
+        return read(self, at, *rest)
+
+    def builds(self: Any, at: int, *rest: Any) -> Any:
+        building.at = at
+        try:
+            return build(self, at, *rest)
+        finally:
+            building.at = None
+
+    def sends_and_loses(self: Any, *parts: Any) -> Any:
+        received = send_parts(self, *parts)
+        lose(getattr(building, "at", None), self.samplers)
+        return received
+
+    monkeypatch.setattr(ShardReader, "read", loses_and_reads)
+    monkeypatch.setattr(NativeReader, "build", builds)
+    monkeypatch.setattr(ShardedSampler, "send_parts", sends_and_loses)
     return lost
 
 
