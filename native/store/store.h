@@ -386,6 +386,7 @@ class Store final : public OpenStore {
   size_t evict_some_of_the_worst(Sums& sums, size_t needed);
   void reserve_for_ranking();
   void note_sampled(uint32_t row, uint64_t samples) const;
+  void set_next_sequence(uint64_t next) { std::atomic_ref(control().next_sequence).store(next, kRelaxed); }
   uint64_t samples_so_far() const { return control().counters.sampled.load(kRelaxed); }
   void retire(Sums& sums, uint32_t row);  // a committed row: no longer selectable, on no list
   void make_unselectable(Sums& sums, uint32_t row);

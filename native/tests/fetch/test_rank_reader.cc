@@ -248,15 +248,16 @@ class Job {
       std::vector<int64_t> numbers, shards;
       Part part(kRows / ranks_);
       for (uint64_t step = 0; step < batches; ++step) {
-        // In two calls, the later draws first: the order of calls and draws decides, not that of rows.
+        // In two calls, the later half of the global batch first: calls and draws decide the order, not rows.
         std::vector<GivenPriorities> given;
-        const size_t half = priorities.size() / 2;
+        const auto later = std::ranges::lower_bound(numbers, static_cast<int64_t>(kRows / 2));
+        const auto half = static_cast<size_t>(later - numbers.begin());
         const auto from = [&](size_t first, size_t n) {
           return GivenPriorities{std::span(part.rows).subspan(first, n), std::span(part.generations).subspan(first, n),
                                  std::span(numbers).subspan(first, n), std::span(shards).subspan(first, n),
                                  std::span(priorities).subspan(first, n)};
         };
-        if (half != 0) given = {from(half, half), from(0, half)};
+        if (step != 0) given = {from(half, priorities.size() - half), from(0, half)};
         const RankSteps::Agreed agreed = steps.agree(step, given, nullptr, exchange);
         CHECK(agreed.refusal == RankSteps::Refusal::none && agreed.changed == (step != 0));
         const RankReader::Draws draws = reader.draw(step, kRows, agreed.totals);
