@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from deadlines import patience
 from rank_batches import B, N, as_record, insert, join, rows, same
 
 import geartrain as gt
@@ -36,13 +37,14 @@ def lose_rows(
 
     Where a batch is one native call, once all ranks have told their totals, which decide what is drawn.
     """
-    lost, building = threading.Event(), threading.local()
+    lost, building, one_at_a_time = threading.Event(), threading.local(), threading.Lock()
     read, build, send_parts = ShardReader.read, NativeReader.build, ShardedSampler.send_parts
 
     def lose(at: int | None, samplers: Sequence[Any]) -> None:
-        if at == step and samplers[0].plan.store is store and not lost.is_set():
-            lost.set()
-            store.delete(store.keys()[which])
+        with one_at_a_time:
+            if at == step and samplers[0].plan.store is store and not lost.is_set():
+                store.delete(store.keys()[which])
+                lost.set()
 
     def loses_and_reads(self: Any, at: int, *rest: Any) -> Any:
         lose(at, self.samplers)
@@ -57,7 +59,10 @@ def lose_rows(
 
     def sends_and_loses(self: Any, *parts: Any) -> Any:
         received = send_parts(self, *parts)
-        lose(getattr(building, "at", None), self.samplers)
+        at = getattr(building, "at", None)
+        lose(at, self.samplers)
+        # No rank reads them before: a batch that is read by then has them by right.
+        assert at != step or lost.wait(patience(30))
         return received
 
     monkeypatch.setattr(ShardReader, "read", loses_and_reads)
