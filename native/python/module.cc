@@ -66,13 +66,14 @@ NB_MODULE(_native, module) {
   bind_store(module);
   bind_fetch(module);
   bind_batch(module);
-  bind_rank_reader(module);
   bind_inserter(module);
   bind_step_writer(module);
   bind_selection(module);
   bind_codec(module);
   bind_planner(module);
   bind_transport(module);
+  bind_rank_exchange(module);
+  bind_rank_reader(module);
   bind_collectives(module);
   bind_testing(module);
 }

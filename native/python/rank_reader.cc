@@ -1,4 +1,5 @@
-// Binding of rank readers: the rows of a global batch that one rank reads, into its batch and into messages.
+// Binding of rank readers: a rank's part of a global batch, agreed on, drawn and read, into its batch and into
+// messages.
 
 #include "fetch/rank_reader.h"
 
@@ -11,9 +12,12 @@
 #include <tuple>
 #include <utility>
 
+#include "base/clock.h"
 #include "base/errors.h"
+#include "fetch/rank_steps.h"
 #include "python/batch_memory.h"
 #include "python/bind.h"
+#include "python/rank_exchange.h"
 #include "selection/importance_weights.h"
 
 namespace geartrain {
@@ -40,12 +44,20 @@ struct RowsOfPeer {
   }
 };
 
-// What a rank has read of one global batch, and what it is to get.
+// rows, generations, draws (none), shards, priorities
+using GivenTuple = std::tuple<In<uint32_t>, In<uint32_t>, std::optional<In<int64_t>>, In<int64_t>, In<double>>;
+
+constexpr const char* kRefusalNames[] = {"", "disagree", "few rows", "nothing to draw"};
+
+// What a rank has agreed on with the others and has read of one global batch, and what it is to get.
 struct RankRead {
   RankRead() = default;
   RankRead(RankRead&&) = default;
   RankRead(const RankRead&) = delete;
 
+  RankSteps::Agreed agreed;
+  std::optional<RankSteps::Outcome> outcome;  // none: it is to be told with the rows
+  double agreed_s = 0, read_s = 0;            // (CLOCK_MONOTONIC) when ranks had agreed, and when rows were read
   RankReader::Found found;
   std::vector<RowsOfPeer> outgoing, incoming;
   std::vector<int64_t> draws;  // of this rank's batch: their numbers in the global one
@@ -69,35 +81,45 @@ class BoundRankReader {
     reader_ = std::make_unique<RankReader>(std::move(settings), std::move(views), nb::cast<const Assigner&>(assigner_));
   }
 
- private:
-  // Without the GIL, as a call of all stores.
-  template <typename Work>
-  decltype(auto) at_work(Work&& work) const {
-    const Unlocked unlocked;
-    std::vector<std::unique_ptr<Store::Call>> calls;
-    for (const Store* store : stores_) calls.push_back(std::make_unique<Store::Call>(*store));
-    return std::forward<Work>(work)();
-  }
-
- public:
-  RankRead read(const nb::object& batch, uint64_t step, size_t n, const In<uint64_t>& totals) const {
+  // Agrees with the other ranks on the batch of a step, draws it and reads this rank's rows; tells the outcome, and
+  // weighs the rows, where the exchange does so. `change` is given the priorities of updates that this rank applies,
+  // and returns those that are stored; None: they are taken as they are, but positive.
+  RankRead build(const nb::object& batch, const RankSteps& steps, PythonRankExchange& exchange, uint64_t step, size_t n,
+                 const std::vector<GivenTuple>& updates, const nb::object& change, std::optional<double> beta) const {
     const RankReader::Batch to = checked(batch);
-    return at_work([&] {
-      const RankReader::Draws draws = reader_->draw(step, n, view(totals));
+    const std::span<double> weights = beta ? weights_to_fill(batch) : std::span<double>{};
+    std::vector<GivenPriorities> given;
+    for (const auto& [rows, generations, draws, shards, priorities] : updates) {
+      given.push_back({view(rows), view(generations), view(draws), view(shards), view(priorities)});
+    }
+    return raising([&] {
+      const Unlocked unlocked;
+      const PythonRankExchange::Use use(exchange, unlocked);
+      RankSteps::Change changed;
+      if (!change.is_none()) {
+        changed = [&](std::span<double> priorities) {
+          call_python(unlocked, [&] {
+            const nb::object asked = to_numpy(std::vector<double>(priorities.begin(), priorities.end()));
+            const auto found = nb::cast<In<double>>(nb::object(change(asked)));
+            if (found.size() != priorities.size())
+              fail(ErrorKind::schema, "as many priorities are raised as are given");
+            std::ranges::copy(view(found), priorities.begin());
+          });
+        };
+      }
       RankRead made;
-      for (size_t i = 0; i < n; ++i) {
-        if (consumers_[static_cast<size_t>(draws.assigned.replica[i])] == rank_) {
-          made.draws.push_back(static_cast<int64_t>(i));
-        }
+      made.agreed = steps.agree(step, given, changed, exchange);
+      made.agreed_s = static_cast<double>(monotonic_ns()) * 1e-9;
+      if (made.agreed.refusal != RankSteps::Refusal::none) return made;
+      {
+        const auto calls = enter();
+        read(made, to, step, n);
       }
-      if (made.draws.size() != to.shards.size()) {
-        fail(ErrorKind::schema, "the batch has ", to.shards.size(), " rows, this rank gets ", made.draws.size());
+      made.read_s = static_cast<double>(monotonic_ns()) * 1e-9;
+      made.outcome = steps.tell(made.found.failed.has_value(), made.found.lowest, exchange);
+      if (made.outcome && beta) {
+        importance_weights(to.arrays.probability, made.agreed.rows, *beta, made.outcome->lowest, weights);
       }
-      for (RankReader::Traffic& each : reader_->outgoing(draws)) made.outgoing.push_back(message(std::move(each)));
-      for (RankReader::Traffic& each : reader_->incoming(draws)) made.incoming.push_back(message(std::move(each)));
-      std::vector<RankReader::Message> messages;
-      for (const RowsOfPeer& each : made.outgoing) messages.push_back({each.peer, each.memory.base()});
-      made.found = reader_->read(draws, to, messages);
       return made;
     });
   }
@@ -106,9 +128,9 @@ class BoundRankReader {
   void place(const nb::object& batch, const RankRead& read) const {
     const RankReader::Batch to = checked(batch);
     if (read.draws.size() != to.shards.size()) fail(ErrorKind::schema, "the rows were read for another batch");
-    at_work([&] {
-      for (const RowsOfPeer& each : read.incoming) reader_->place(to, each.places, each.memory.base());
-    });
+    const Unlocked unlocked;
+    const auto calls = enter();
+    for (const RowsOfPeer& each : read.incoming) reader_->place(to, each.places, each.memory.base());
   }
 
   uint64_t row_bytes() const {
@@ -118,6 +140,30 @@ class BoundRankReader {
   }
 
  private:
+  // A call of all stores, which those that close them wait for.
+  std::vector<std::unique_ptr<Store::Call>> enter() const {
+    std::vector<std::unique_ptr<Store::Call>> calls;
+    for (const Store* store : stores_) calls.push_back(std::make_unique<Store::Call>(*store));
+    return calls;
+  }
+
+  void read(RankRead& made, const RankReader::Batch& to, uint64_t step, size_t n) const {
+    const RankReader::Draws draws = reader_->draw(step, n, made.agreed.totals);
+    for (size_t i = 0; i < n; ++i) {
+      if (consumers_[static_cast<size_t>(draws.assigned.replica[i])] == rank_) {
+        made.draws.push_back(static_cast<int64_t>(i));
+      }
+    }
+    if (made.draws.size() != to.shards.size()) {
+      fail(ErrorKind::schema, "the batch has ", to.shards.size(), " rows, this rank gets ", made.draws.size());
+    }
+    for (RankReader::Traffic& each : reader_->outgoing(draws)) made.outgoing.push_back(message(std::move(each)));
+    for (RankReader::Traffic& each : reader_->incoming(draws)) made.incoming.push_back(message(std::move(each)));
+    std::vector<RankReader::Message> messages;
+    for (const RowsOfPeer& each : made.outgoing) messages.push_back({each.peer, each.memory.base()});
+    made.found = reader_->read(draws, to, messages);
+  }
+
   RowsOfPeer message(RankReader::Traffic traffic) const {
     const size_t bytes = reader_->layout(traffic.places.size()).bytes;
     return RowsOfPeer(std::move(traffic), bytes);
@@ -149,7 +195,46 @@ nb::list rows_of_peers(const std::vector<RowsOfPeer>& all) {
 }  // namespace
 
 void bind_rank_reader(nb::module_& module) {
+  nb::class_<RankSteps>(module, "RankSteps")
+      .def(
+          "__init__",
+          [](RankSteps* self, Store& store, uint32_t rank, uint32_t ranks, int64_t fingerprint, bool by_priority,
+             const std::vector<uint32_t>& leaders, uint64_t min_rows, bool with_lowest) {
+            new (self) RankSteps(
+                {rank, ranks, fingerprint, by_priority ? By::priority : By::row, leaders, min_rows, with_lowest},
+                store);
+          },
+          nb::arg("store"), nb::arg("rank"), nb::arg("ranks"), nb::arg("fingerprint"), nb::arg("by_priority"),
+          nb::arg("leaders"), nb::arg("min_rows"), nb::arg("with_lowest"), nb::keep_alive<1, 2>());
   nb::class_<RankRead>(module, "RankRead")
+      // "disagree", "few rows", "nothing to draw", or ""
+      .def_prop_ro("refusal", [](const RankRead& r) { return kRefusalNames[static_cast<size_t>(r.agreed.refusal)]; })
+      // (fingerprint, step) of every rank
+      .def_prop_ro("status",
+                   [](const RankRead& r) {
+                     nb::list made;
+                     for (const RankStatus& each : r.agreed.status) {
+                       made.append(nb::make_tuple(each.fingerprint, each.step));
+                     }
+                     return made;
+                   })
+      .def_prop_ro("changed", [](const RankRead& r) { return r.agreed.changed; })
+      .def_prop_ro("rows", [](const RankRead& r) { return r.agreed.rows; })
+      .def_prop_ro("selection_bytes", [](const RankRead& r) { return r.agreed.sent_bytes; })
+      .def_ro("agreed_s", &RankRead::agreed_s)
+      .def_ro("read_s", &RankRead::read_s)
+      // None where it is told with the rows; of every rank whether it has lost rows for good
+      .def_prop_ro("outcome",
+                   [](const RankRead& r) -> nb::object {
+                     if (!r.outcome) return nb::none();
+                     nb::list made;
+                     for (const uint8_t each : r.outcome->failed) made.append(each != 0);
+                     return made;
+                   })
+      .def_prop_ro("lowest_of_all",
+                   [](const RankRead& r) -> nb::object {
+                     return r.outcome ? nb::float_(r.outcome->lowest) : nb::object(nb::none());
+                   })
       // (rank, message) each
       .def_prop_ro("sends", [](const RankRead& r) { return rows_of_peers(r.outgoing); })
       .def_prop_ro("receives", [](const RankRead& r) { return rows_of_peers(r.incoming); })
@@ -195,7 +280,8 @@ void bind_rank_reader(nb::module_& module) {
           nb::arg("rank"), nb::arg("consumers"), nb::arg("shards"), nb::arg("assigner"), nb::arg("window"),
           nb::arg("pad_left"), nb::arg("threads"), nb::arg("seed"), nb::arg("by_priority"), nb::arg("stratified"),
           nb::arg("in_order"), nb::arg("windows").none() = nb::none())
-      .def("read", &BoundRankReader::read, nb::arg("batch"), nb::arg("step"), nb::arg("n"), nb::arg("totals"))
+      .def("build", &BoundRankReader::build, nb::arg("batch"), nb::arg("steps"), nb::arg("exchange"), nb::arg("step"),
+           nb::arg("n"), nb::arg("updates"), nb::arg("change").none(), nb::arg("beta").none())
       .def("place", &BoundRankReader::place, nb::arg("batch"), nb::arg("read"))
       .def_prop_ro("row_bytes", &BoundRankReader::row_bytes)
       // The importance weights of a batch's rows, as `importance_weights` makes them.

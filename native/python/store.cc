@@ -315,7 +315,7 @@ void bind_store(nb::module_& module) {
                return s.per_step() ? s.step_tree().total() : s.priority_tree().total();
              });
            })
-      .def("next_sequence", [](const Store& s) { return entered(s, [&] { return s.control().next_sequence; }); })
+      .def("next_sequence", [](const Store& s) { return entered(s, [&] { return s.next_sequence(); }); })
       .def("reap", [](Store& s) { return released(s, [&] { return s.reap(); }); })
       .def("rebuild", [](Store& s) { return released(s, [&] { return s.rebuild(); }); })
       .def("audit", [](Store& s) { return released(s, [&] { return s.audit(); }); })

@@ -27,7 +27,7 @@ constexpr double kCancelTimeoutS = 0.1;  // for a peer to take a cancellation
 // The same for waits that throw timed_out.
 template <typename Wait>
 void patiently_or_throw(double timeout_s, Wait&& wait) {
-  patiently(timeout_s, [&](Deadline slice, Deadline deadline) {
+  const bool ended = patiently(timeout_s, [&](Deadline slice, Deadline deadline) {
     try {
       wait(slice);
       return true;
@@ -36,6 +36,9 @@ void patiently_or_throw(double timeout_s, Wait&& wait) {
       return false;
     }
   });
+  if (ended) return;
+  const Unlocked unlocked;  // the deadline passed while the GIL was waited for: a last look
+  wait(Deadline::after(0));
 }
 
 Options options_from(const nb::dict& given) {

@@ -39,6 +39,22 @@ Assigner::Assigner(const std::vector<ReplicaRanks>& replicas, std::vector<std::v
     std::stable_sort(local_[number].begin(), local_[number].end(),
                      [](const auto& a, const auto& b) { return a.first < b.first; });
   }
+  find_owners(replicas);
+}
+
+void Assigner::find_owners(const std::vector<ReplicaRanks>& replicas) {
+  std::vector<Owner> found(shard_ranks_.size());
+  for (uint32_t number = 0; number < replicas_; ++number) {
+    bool has_one = false;
+    for (size_t preference = 0; preference < replicas[number].local_shards.size(); ++preference) {
+      for (const uint32_t shard : replicas[number].local_shards[preference]) {
+        if (has_one || found[shard].replica >= 0) return;
+        has_one = true;
+        found[shard] = {static_cast<int32_t>(number), replicas[number].ranks[preference]};
+      }
+    }
+  }
+  owners_ = std::move(found);
 }
 
 int64_t Assigner::local_rank(int64_t replica, int64_t shard) const {
@@ -122,10 +138,59 @@ void Assigner::local_first(const Atoms& atoms, std::vector<int64_t>& room, std::
   }
 }
 
+int64_t Assigner::reader_in_turn(int64_t shard, std::vector<uint32_t>& turn) const {
+  const auto& ranks = shard_ranks_[static_cast<size_t>(shard)];
+  if (ranks.empty()) fail(ErrorKind::schema, "no rank has shard ", shard);
+  uint32_t& next = turn[static_cast<size_t>(shard)];
+  const uint32_t reader = ranks[next];
+  next = next + 1 == ranks.size() ? 0 : next + 1;
+  return reader;
+}
+
+// What local_first does, where the draws of a shard have one replica to go to first, and a replica those of one shard:
+// then neither has to know of others before the surplus is given away.
+Assigner::Assigned Assigner::local_first_of_owners(std::span<const int64_t> shard, std::vector<int64_t> room) const {
+  const size_t n = shard.size();
+  Assigned made;
+  made.replica.resize(n), made.reader.resize(n), made.place.resize(n);
+  for (size_t i = 0; i < n; ++i) {
+    if (static_cast<uint64_t>(shard[i]) >= owners_.size()) fail(ErrorKind::schema, "there is no shard ", shard[i]);
+    const Owner owner = owners_[static_cast<size_t>(shard[i])];
+    const bool fits = owner.replica >= 0 && room[static_cast<size_t>(owner.replica)] > 0;
+    made.replica[i] = fits ? owner.replica : -1;
+    made.reader[i] = owner.rank;
+    if (fits) --room[static_cast<size_t>(owner.replica)];
+  }
+  std::vector<uint32_t> among(replicas_), turn(shard_ranks_.size(), 0);
+  std::iota(among.begin(), among.end(), 0);
+  std::vector<int64_t> next(replicas_, 0);
+  size_t at = among.size();
+  for (size_t i = 0; i < n; ++i) {
+    if (made.replica[i] < 0) {  // the surplus goes to those that have room, one each
+      if (at == among.size()) {
+        std::erase_if(among, [&](uint32_t each) { return room[each] == 0; });
+        at = 0;
+      }
+      const uint32_t replica = among[at++];
+      --room[replica];
+      made.replica[i] = replica;
+      const int64_t reader = local_rank(replica, shard[i]);
+      made.reader[i] = reader < 0 ? reader_in_turn(shard[i], turn) : reader;
+    }
+    made.place[i] = next[static_cast<size_t>(made.replica[i])]++;
+  }
+  return made;
+}
+
 Assigner::Assigned Assigner::assign(std::span<const int64_t> shard, std::span<const int64_t> sizes,
                                     bool in_order) const {
   Atoms atoms;
   const size_t n = shard.size();
+  std::vector<int64_t> room(replicas_, static_cast<int64_t>(n / replicas_));
+  for (size_t i = 0; i < n % replicas_; ++i) ++room[i];
+  if (sizes.empty() && !in_order && replicas_ > 1 && !owners_.empty()) {
+    return local_first_of_owners(shard, std::move(room));
+  }
   if (sizes.empty()) {
     atoms.shard.assign(shard.begin(), shard.end());
     atoms.size.assign(n, 1);
@@ -145,8 +210,6 @@ Assigner::Assigned Assigner::assign(std::span<const int64_t> shard, std::span<co
       fail(ErrorKind::schema, "there is no shard ", each);
   }
 
-  std::vector<int64_t> room(replicas_, static_cast<int64_t>(n / replicas_));
-  for (size_t i = 0; i < n % replicas_; ++i) ++room[i];
   Assigned made;
   made.replica.reserve(n), made.reader.reserve(n), made.place.reserve(n);
   std::vector<int64_t> of_atom(atoms.shard.size(), -1);
@@ -169,14 +232,10 @@ Assigner::Assigned Assigner::assign(std::span<const int64_t> shard, std::span<co
     }
   }
 
-  std::vector<size_t> turn(shard_ranks_.size(), 0);
+  std::vector<uint32_t> turn(shard_ranks_.size(), 0);
   for (size_t atom = 0; atom < of_atom.size(); ++atom) {
     int64_t reader = local_rank(of_atom[atom], atoms.shard[atom]);
-    if (reader < 0) {  // the shard's ranks in turn
-      const auto& ranks = shard_ranks_[static_cast<size_t>(atoms.shard[atom])];
-      if (ranks.empty()) fail(ErrorKind::schema, "no rank has shard ", atoms.shard[atom]);
-      reader = ranks[turn[static_cast<size_t>(atoms.shard[atom])]++ % ranks.size()];
-    }
+    if (reader < 0) reader = reader_in_turn(atoms.shard[atom], turn);
     if (atoms.alone) {
       made.reader.push_back(reader);
     } else {

@@ -69,7 +69,7 @@ JournalChanges Store::journal_changes(uint64_t sequence, std::span<const uint32_
       if (status()[row].sequence.load(kRelaxed) < sequence) break;
       add(row, generation_of(words()[row].load(kRelaxed)));
     }
-    found.next_sequence = c.next_sequence;
+    found.next_sequence = next_sequence();
     found.inserted = c.counters.inserted.load(kRelaxed);
     found.open = c.open_count;
   }

@@ -77,7 +77,7 @@ void Store::advance_sequence(uint64_t next) {
   if (next > uint64_t{1} << 63) fail(ErrorKind::schema, "sequence numbers go up to 2^63, found ", next);
   ensure_client();
   Guard guard(*this);
-  control().next_sequence = std::max(control().next_sequence, next);
+  set_next_sequence(std::max(next_sequence(), next));
 }
 
 void Store::check_rows(std::span<const uint32_t> rows) const {

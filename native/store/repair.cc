@@ -145,8 +145,8 @@ void Store::rebuild_locked(Steps steps) {
   c.heap_count = 0;
   PendingCommit& pending = pending_commit();
   // Others may have committed since where an earlier build, which does not know of it, repaired the segment.
-  if (pending.first.load(kRelaxed) + pending.rows != c.next_sequence) pending.first.store(0, kRelaxed);
-  if (c.next_sequence > kLastSequence) c.next_sequence = 1;
+  if (pending.first.load(kRelaxed) + pending.rows != next_sequence()) pending.first.store(0, kRelaxed);
+  if (next_sequence() > kLastSequence) set_next_sequence(1);
 
   const uint64_t rows = header().capacity;
   std::vector<std::pair<uint64_t, uint32_t>> committed;  // (sequence, row)
@@ -178,7 +178,7 @@ void Store::rebuild_locked(Steps steps) {
       if (s.state == RowState::open && owner_alive) {
         hold(row, s.owner, RowState::open);
         if (s.sequence > kLastSequence) s.sequence = 0;
-        c.next_sequence = std::max(c.next_sequence, s.sequence + 1);
+        set_next_sequence(std::max(next_sequence(), s.sequence + 1));
         ++open_rows;
       } else {
         s.state = RowState::committed;
@@ -217,7 +217,7 @@ void Store::rebuild_locked(Steps steps) {
   }
   for (const auto& [sequence, row] : committed) {
     link_order({&row, 1});
-    c.next_sequence = std::max(c.next_sequence, sequence + 1);
+    set_next_sequence(std::max(next_sequence(), sequence + 1));
   }
   c.committed_count.store(committed.size() + open_rows, kRelaxed);
   if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) {
@@ -396,7 +396,7 @@ void Store::restore(std::span<const RestoredRow> rows, uint64_t next_sequence, s
     sums.settle();
     c.committed_count.fetch_add(1, std::memory_order_release);
   }
-  c.next_sequence = next_sequence;
+  set_next_sequence(next_sequence);
 }
 
 }  // namespace geartrain

@@ -236,6 +236,8 @@ class Store final : public OpenStore {
   // Processes attached and alive. Works read-only.
   uint32_t live_clients() const;
   uint64_t committed_count() const { return control().committed_count.load(std::memory_order_acquire); }
+  // The next commit's; changed by the lock's holder, read by any thread.
+  uint64_t next_sequence() const { return std::atomic_ref(control().next_sequence).load(kRelaxed); }
   // Keys of all committed rows, oldest first; and of all free rows, next to be allocated first.
   void keys(std::vector<uint32_t>* rows, std::vector<uint32_t>* generations);
   std::vector<uint32_t> free_rows();
@@ -384,6 +386,7 @@ class Store final : public OpenStore {
   size_t evict_some_of_the_worst(Sums& sums, size_t needed);
   void reserve_for_ranking();
   void note_sampled(uint32_t row, uint64_t samples) const;
+  void set_next_sequence(uint64_t next) { std::atomic_ref(control().next_sequence).store(next, kRelaxed); }
   uint64_t samples_so_far() const { return control().counters.sampled.load(kRelaxed); }
   void retire(Sums& sums, uint32_t row);  // a committed row: no longer selectable, on no list
   void make_unselectable(Sums& sums, uint32_t row);

@@ -150,9 +150,9 @@ void Store::enter(Sums& sums, const RowChanges::Entering& publish, const RowChan
   Control& c = control();
   PendingCommit& pending = pending_commit();
   const size_t rows = publish.rows.size() + commit.rows.size();
-  const uint64_t first = c.next_sequence, now_ns = commit_time();
+  const uint64_t first = next_sequence(), now_ns = commit_time();
   // Advanced before any row has such a number, which no other row may ever get.
-  c.next_sequence = first + rows;
+  set_next_sequence(first + rows);
   std::atomic_signal_fence(std::memory_order_release);
   uint64_t sequence = first;
   for (const RowChanges::Entering* part : {&publish, &commit}) {
@@ -275,7 +275,9 @@ void Store::seal_locked(uint32_t row, uint64_t now_ns) {
   RowStatus& s = status()[row];
   unhold(row);
   // Its number and age are those of its end: it is the newest, and the order list stays sorted.
-  s.sequence.store(control().next_sequence++, kRelaxed);
+  const uint64_t sequence = next_sequence();
+  set_next_sequence(sequence + 1);
+  s.sequence.store(sequence, kRelaxed);
   s.inserted_at_ns.store(now_ns, kRelaxed);
   // After the number: a pass that finds the row complete finds it under that (selection/epochs.cc).
   std::atomic_ref<RowState>(s.state).store(RowState::committed, std::memory_order_release);

@@ -186,7 +186,68 @@ def importance_weights(
     probability: NDArray[np.float64], count: int, beta: float, lowest: float, /
 ) -> NDArray[np.float64]: ...
 
+# rows, generations, draws, shards, priorities
+GivenPriorities = tuple[_U32, _U32, _I64 | None, _I64, _F64]
+
+class RankRounds:
+    def __init__(self, rank: int, ranks: int, inline_bytes: int) -> None: ...
+    def add(self, peer: int, connection: Connection, /) -> None: ...
+    def begin(self) -> int: ...
+    def carries(self, nbytes: int, /) -> bool: ...
+    def all_to_all(
+        self, number: int, parts: Sequence[NDArray[np.uint8]], timeout_s: float, /
+    ) -> list[NDArray[np.uint8]]: ...
+    @property
+    def failure(self) -> tuple[int, str, str] | None: ...
+    @property
+    def sent_bytes(self) -> int: ...
+    @property
+    def sent_messages(self) -> int: ...
+
+class RankExchange:
+    def __init__(
+        self,
+        rounds: RankRounds | None,
+        timeout_s: float,
+        totals_by_rounds: bool,
+        outcomes_by_rounds: bool,
+        leaders: Sequence[int],
+        all_to_all: Callable[[list[NDArray[np.uint8]]], list[NDArray[np.uint8]]],
+        totals: Callable[[int], _U64],
+    ) -> None: ...
+
+class RankSteps:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        ranks: int,
+        fingerprint: int,
+        by_priority: bool,
+        leaders: Sequence[int],
+        min_rows: int,
+        with_lowest: bool,
+    ) -> None: ...
+
 class RankRead:
+    @property
+    def refusal(self) -> str: ...
+    @property
+    def status(self) -> list[tuple[int, int]]: ...
+    @property
+    def changed(self) -> bool: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def selection_bytes(self) -> int: ...
+    @property
+    def agreed_s(self) -> float: ...
+    @property
+    def read_s(self) -> float: ...
+    @property
+    def outcome(self) -> list[bool] | None: ...
+    @property
+    def lowest_of_all(self) -> float | None: ...
     @property
     def sends(self) -> list[tuple[int, NDArray[np.uint8]]]: ...
     @property
@@ -221,7 +282,17 @@ class RankReader:
         in_order: bool,
         windows: tuple[int, bool, bool, int] | None,
     ) -> None: ...
-    def read(self, batch: SampledBatch, step: int, n: int, totals: NDArray[np.uint64]) -> RankRead: ...
+    def build(
+        self,
+        batch: SampledBatch,
+        steps: RankSteps,
+        exchange: RankExchange,
+        step: int,
+        n: int,
+        updates: Sequence[GivenPriorities],
+        change: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None,
+        beta: float | None,
+    ) -> RankRead: ...
     def place(self, batch: SampledBatch, read: RankRead) -> None: ...
     @property
     def row_bytes(self) -> int: ...

@@ -78,13 +78,28 @@ def jobs(draw: st.DrawFn) -> Job:
     return replicas, shard_ranks
 
 
+@st.composite
+def owners(draw: st.DrawFn) -> Job:
+    """Replicas of one to three ranks with at most one shard each, which no other replica has."""
+    counts = draw(st.lists(st.integers(1, 3), min_size=2, max_size=6))
+    has_shard = draw(st.lists(st.booleans(), min_size=len(counts), max_size=len(counts)))
+    ranks, replicas, shard_ranks = iter(range(sum(counts))), [], [[90, 91]]
+    for count, has in zip(counts, has_shard, strict=True):
+        mine = tuple(next(ranks) for _ in range(count))
+        holder = draw(st.sampled_from(mine)) if has else -1
+        replicas.append(Replica(mine, tuple(frozenset({len(shard_ranks)} if r == holder else ()) for r in mine)))
+        if has:
+            shard_ranks.append([holder, 92][: draw(st.integers(1, 2))])
+    return replicas, shard_ranks
+
+
 def as_tuples(assigned: Assigned) -> list[tuple[int, int, int]]:
     arrays = assigned.replica, assigned.reader, assigned.place
     return list(zip(*(array.tolist() for array in arrays), strict=True))
 
 
 @settings(deadline=None)
-@given(jobs(), st.data(), st.booleans())
+@given(jobs() | owners(), st.data(), st.booleans())
 def test_single_draws_go_where_the_reference_says(job: Job, data: st.DataObject, in_order: bool) -> None:
     shards = data.draw(st.lists(st.integers(0, len(job[1]) - 1), max_size=40))
     found = Assigner(*job).assign(np.array(shards, np.int64), "ordered" if in_order else "local_first")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from deadlines import patience
 from rank_batches import B, N, as_record, insert, join, rows, same
 
 import geartrain as gt
@@ -14,6 +15,7 @@ import geartrain.replay.distributed.draw as draw
 import geartrain.replay.distributed.members as members
 import geartrain.replay.distributed.read_agreement as read_agreement
 from geartrain.errors import EmptyStoreError
+from geartrain.replay.distributed.draw import ShardedSampler
 from geartrain.replay.distributed.native_read import NativeReader
 from geartrain.replay.distributed.rank_group import DIRECT_RANKS
 from geartrain.replay.distributed.read import ShardReader
@@ -31,20 +33,41 @@ STRATEGIES = {
 def lose_rows(
     monkeypatch: pytest.MonkeyPatch, store: gt.Store, step: int, which: slice = slice(None)
 ) -> threading.Event:
-    """Removes rows of a store once, after they were drawn for a step and before they are read."""
-    lost = threading.Event()
+    """Removes rows of a store once, after they were drawn for a step and before they are read.
 
-    def before(read: Callable[..., Any]) -> Callable[..., Any]:
-        def loses_rows(self: Any, at: int, *rest: Any) -> Any:
-            if at == step and self.samplers[0].plan.store is store and not lost.is_set():
-                lost.set()
+    Where a batch is one native call, once all ranks have told their totals, which decide what is drawn.
+    """
+    lost, building, one_at_a_time = threading.Event(), threading.local(), threading.Lock()
+    read, build, send_parts = ShardReader.read, NativeReader.build, ShardedSampler.send_parts
+
+    def lose(at: int | None, samplers: Sequence[Any]) -> None:
+        with one_at_a_time:
+            if at == step and samplers[0].plan.store is store and not lost.is_set():
                 store.delete(store.keys()[which])
-            return read(self, at, *rest)
+                lost.set()
 
-        return loses_rows
+    def loses_and_reads(self: Any, at: int, *rest: Any) -> Any:
+        lose(at, self.samplers)
+        return read(self, at, *rest)
 
-    for reader in (ShardReader, NativeReader):
-        monkeypatch.setattr(reader, "read", before(reader.read))
+    def builds(self: Any, at: int, *rest: Any) -> Any:
+        building.at = at
+        try:
+            return build(self, at, *rest)
+        finally:
+            building.at = None
+
+    def sends_and_loses(self: Any, *parts: Any) -> Any:
+        received = send_parts(self, *parts)
+        at = getattr(building, "at", None)
+        lose(at, self.samplers)
+        # No rank reads them before: a batch that is read by then has them by right.
+        assert at != step or lost.wait(patience(30))
+        return received
+
+    monkeypatch.setattr(ShardReader, "read", loses_and_reads)
+    monkeypatch.setattr(NativeReader, "build", builds)
+    monkeypatch.setattr(ShardedSampler, "send_parts", sends_and_loses)
     return lost
 
 

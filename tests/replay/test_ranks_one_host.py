@@ -12,6 +12,7 @@ from rank_batches import B, as_record, join, over_ranks, same
 
 import geartrain as gt
 from geartrain.errors import GeartrainError, StoreError
+from geartrain.replay.distributed.draw import ShardedSampler
 from geartrain.replay.distributed.messages import rank_status
 from geartrain.replay.distributed.native_read import NativeReader
 from geartrain.selection import Prioritized, Uniform
@@ -141,15 +142,17 @@ def test_rows_that_go_while_another_rank_reads_them_are_drawn_again(
     sharded_stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stores = sharded_stores(2)
-    read = NativeReader.read
+    send_parts = ShardedSampler.send_parts
     left = stores[1].keys()[:3]
 
-    def loses_rows(self: NativeReader, step: int, totals: Any) -> Any:
-        if step == 1 and self.samplers[0].plan.store is stores[0]:
+    def loses_rows(self: ShardedSampler, parts: Any) -> Any:
+        received = send_parts(self, parts)
+        (status,) = parts[0].view(rank_status(1))
+        if status["step"] == 1 and self.samplers[0].plan.store is stores[0]:
             stores[1].delete(stores[1].keys()[3:])  # after its total was told
-        return read(self, step, totals)
+        return received
 
-    monkeypatch.setattr(NativeReader, "read", loses_rows)
+    monkeypatch.setattr(ShardedSampler, "send_parts", loses_rows)
 
     def body(rank: ThreadRankGroup) -> gt.Batch:
         settings: dict[str, Any] = {"assignment": "ordered", "output": "numpy", "prefetch": 0}

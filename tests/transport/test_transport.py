@@ -147,6 +147,35 @@ def test_a_killed_peer_is_lost_and_what_it_sent_stays(echo: Start, name: str) ->
     assert (kept.buffers[0].view(np.int64) == array).all()
 
 
+def test_a_deadline_that_passes_while_the_interpreter_is_busy_is_a_deadline(listener: Listener) -> None:
+    connection = transport.connect(listener.address, timeout_s=patience(20))
+    other = listener.accept(timeout_s=patience(20))
+    found: list[object] = []
+
+    def receive(wait: Callable[..., object]) -> None:
+        try:
+            found.append(wait(timeout_s=0.4))
+        except WaitTimeoutError as error:
+            found.append(error)
+
+    before_s = sys.getswitchinterval()
+    for wait in (connection.receive, listener.accept):
+        waiting = threading.Thread(target=receive, args=(wait,))
+        sys.setswitchinterval(60)  # whoever has the interpreter keeps it
+        try:
+            waiting.start()
+            time.sleep(0.05)  # it waits, without the interpreter
+            until_s = time.monotonic() + 0.6
+            while time.monotonic() < until_s:
+                pass
+        finally:
+            sys.setswitchinterval(before_s)
+        waiting.join()
+    assert [type(each) for each in found] == [WaitTimeoutError, WaitTimeoutError]
+    for each in (connection, other):
+        each.close()
+
+
 @pytest.mark.parametrize("name", WAYS)
 def test_a_stopped_peer_is_a_deadline_and_bounds_what_is_queued(echo: Start, name: str) -> None:
     connection, process = echo(name)

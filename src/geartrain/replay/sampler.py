@@ -99,6 +99,7 @@ class StoreSampler:
     Attributes:
         redrawn: rows that were lost between their draw and their copy.
         alpha: that the store's priorities are of.
+        raises: whether priorities that are given are not stored as they are: the alpha is not 1, or follows a schedule.
         atom: rows that stand or fall together (a group), and so are replaced together.
         stage: what it is doing, for error messages.
         draws_natively: whether rows are drawn by native code, or by the strategy's own.
@@ -127,6 +128,7 @@ class StoreSampler:
         # Of a strategy that has its own traits at hand, and cannot change them.
         fixed = isinstance(strategy, (Uniform, Prioritized)) and not callable(self.traits.alpha)
         self._fixed_alpha = self.alpha if fixed else None
+        self.raises = self._fixed_alpha != 1
         self.atom = self.traits.atom
         self.stage = "idle"
         # Built-in strategies and others that follow from their traits; the rest are asked for their draws.

@@ -11,7 +11,8 @@ For every batch all ranks take the same steps, in the same order (GEAR, sections
                    (assembly.py: into host memory, into a GPU's through it, or from GPU to GPU)
     7. copies      tensor-parallel peers get a copy of the batch                                       one copy each
 
-Where draws are independent, of one store and in host memory, steps 3 to 5 are one native call (native_read.py).
+Where draws are independent, of one store and in host memory, steps 1 to 5 are one native call, and step 6 as well where
+no row moves (native_read.py).
 
 No rank requests a row: both ends know what moves. A row that is overwritten between 3 and 5 is redrawn by the rank that
 reads it, from the same shard, so no other rank has to know. Where that shard has no other row all ranks learn it in
@@ -41,7 +42,7 @@ from geartrain.replay.device import DeviceOptions
 from geartrain.replay.distributed.assembly import BatchAssembler, check_options, open_assembler
 from geartrain.replay.distributed.assembly_host import HostAssembler, Incoming
 from geartrain.replay.distributed.assignment import Assigner, sizes_of
-from geartrain.replay.distributed.draw import CommonError, ShardedSampler, ShardTotals
+from geartrain.replay.distributed.draw import CommonError, ShardedSampler
 from geartrain.replay.distributed.fingerprint import describe_job, fingerprint_of
 from geartrain.replay.distributed.members import Consumer, Members
 from geartrain.replay.distributed.messages import flat_bytes
@@ -153,7 +154,7 @@ class DistributedBatchBuilder:
 
         try:
             run_on_all_ranks(group, open_mine)
-            self._native = open_native_reader(samplers, selection, config, self.members)
+            self._native = open_native_reader(self._sampler, selection, config)
         except BaseException:
             self.assembler.close()
             raise
@@ -257,9 +258,9 @@ class DistributedBatchBuilder:
     def _build_once(
         self, step: int, state: State, updates: list[PriorityUpdate], quotas: list[int], began_s: float, sent: int
     ) -> BuiltBatch:
-        known = self._sampler.gather_totals(step, state, updates, quotas)
         if self._native is not None:
-            return self._build_natively(self._native, step, known, began_s, sent)
+            return self._build_natively(self._native, step, state, updates, began_s)
+        known = self._sampler.gather_totals(step, state, updates, quotas)
         drawn = [self._sampler.draw(number, quota, step, known) for number, quota in enumerate(quotas)]
         state = [old if each is None else each.state for old, each in zip(known.state, drawn, strict=True)]
         quotas = self._found(drawn, quotas)
@@ -282,26 +283,22 @@ class DistributedBatchBuilder:
         return BuiltBatch(batch, state, deliver)
 
     def _build_natively(
-        self, native: NativeReader, step: int, known: ShardTotals, began_s: float, sent: int
+        self, native: NativeReader, step: int, state: State, updates: list[PriorityUpdate], began_s: float
     ) -> BuiltBatch:
-        """Steps 3 to 6 where draws and reads are one native call."""
-        totals = native.totals(known.totals[0])
-        self.traffic.selection_bytes += self.group.sent_bytes - sent
-        selected_s = time.perf_counter()
-        rows, read, outcome = native.read(step, totals)
-        read_s = time.perf_counter()
-        agreement = self._reader.agreement(outcome, with_lowest=self._has_importance)
+        """Steps 1 to 6 where they are one native call, or two around a message of rows."""
+        rows, read = native.build(step, updates)
+        agreement = self._reader.agreement(native.outcome(read), with_lowest=self._has_importance)
         native.exchange(agreement, rows, read)
-        lowest = None if agreement.lowest is None else float(agreement.lowest[0])
-        batch = native.finish(rows, read, lowest, known.counts[0], step)
+        batch = native.finish(rows, read, agreement, step)
         traffic, ended_s = self.traffic, time.perf_counter()
+        traffic.selection_bytes += read.selection_bytes
         traffic.local_bytes, traffic.sent_bytes, traffic.received_bytes = (
             count * native.row_bytes for count in (native.local_rows, native.sent_rows, native.received_rows)
         )
-        traffic.select_s += selected_s - began_s
-        traffic.fetch_s += read_s - selected_s
-        traffic.exchange_s += ended_s - read_s
-        return BuiltBatch(batch, known.state)
+        traffic.select_s += read.agreed_s - began_s
+        traffic.fetch_s += read.read_s - read.agreed_s
+        traffic.exchange_s += ended_s - read.read_s
+        return BuiltBatch(batch, state)
 
     def _found(self, drawn: Sequence[ShardedDraw | None], quotas: Sequence[int]) -> list[int]:
         """Rows of each store in the batch: fewer than were asked for where a pass ends."""

@@ -19,6 +19,9 @@ Bytes = NDArray[np.uint8]
 # A peer's rank, and the bytes sent to it or received from it.
 Message = tuple[int, Bytes]
 
+# Messages of so many bytes to one rank in one exchange fit into a ring, or into the buffers of a socket whose peer has
+# received everything of the exchanges before: sending them waits for nobody.
+INLINE_BYTES = 16 << 10
 # Most messages between two ranks in one exchange; more would share a tag.
 MAX_MESSAGES = 256
 
@@ -85,4 +88,4 @@ def by_peer(messages: Sequence[Message]) -> dict[int, list[Bytes]]:
     return found
 
 
-__all__ = ["MAX_MESSAGES", "Bytes", "Carrier", "CarrierError", "Cause", "Message", "by_peer"]
+__all__ = ["INLINE_BYTES", "MAX_MESSAGES", "Bytes", "Carrier", "CarrierError", "Cause", "Message", "by_peer"]

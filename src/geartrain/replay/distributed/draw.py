@@ -19,8 +19,8 @@ from geartrain.errors import EmptyStoreError, RanksDisagreeError, SplitGroupErro
 from geartrain.replay.builder import PriorityUpdate, State
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import PRIORITY_UPDATE, flat_bytes, rank_status
-from geartrain.replay.distributed.priority_updates import apply_updates, parts_of, send_updates
-from geartrain.replay.distributed.rank_group import DIRECT_RANKS
+from geartrain.replay.distributed.priority_updates import apply_updates, parts_of
+from geartrain.replay.distributed.rank_group import DIRECT_RANKS, Bytes, all_to_all_of_known_sizes
 from geartrain.replay.pass_sampler import PassSampler
 from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
 from geartrain.selection.sharded import (
@@ -93,6 +93,7 @@ class ShardedSampler:
         fingerprint: of the configuration (fingerprint.py).
 
     Attributes:
+        fingerprint: see above.
         cursors: for each store, the last sequence number that a redraw on this rank has used, for FIFO; 0 for none.
     """
 
@@ -100,7 +101,7 @@ class ShardedSampler:
         self.samplers = samplers
         self.members = members
         self.cursors = [0 for _ in samplers]
-        self._fingerprint = fingerprint
+        self.fingerprint = fingerprint
         self._status = rank_status(len(samplers))
         # Stores whose draws begin with their shards' totals.
         self._by_totals = [is_independent(each.strategy) for each in samplers]
@@ -177,33 +178,29 @@ class ShardedSampler:
         members = self.members
         mine, parts = self._status_of(step, updates), parts_of(members, updates)
         offers: list[NDArray[np.uint64] | None] = [None for _ in self.samplers]
-        if members.group.size > DIRECT_RANKS:
-            status = members.all_gather(mine)[:, 0]
-            self._check(status, step)
-            if status["updates"].any():
-                parts = send_updates(members, parts)
-        else:  # the offers and the updates travel with the status
-            heads = [flat_bytes(mine)]
-            shapes = [
-                offer_shape(sampler.traits, quota) if of and quota else None
-                for sampler, of, quota in zip(self.samplers, self._by_offers, quotas, strict=True)
-            ]
-            for number, shape in enumerate(shapes):
-                if shape is not None and members.leads(number):
-                    heads.append(flat_bytes(self._offer(number, quotas[number], state[number])))
-            received = members.group.all_to_all([np.concatenate([*heads, flat_bytes(part)]) for part in parts])
-            status = np.concatenate([each[: mine.nbytes] for each in received]).view(self._status)
-            self._check(status, step)
-            at = [mine.nbytes for _ in received]
-            for number, shape in enumerate(shapes):
-                if shape is not None:
-                    told = []
-                    for leader in members.stores[number].leaders:
-                        size = 8 * shape[0] * shape[1]
-                        told.append(received[leader][at[leader] : at[leader] + size])
-                        at[leader] += size
-                    offers[number] = np.stack(told).view(np.uint64).reshape(-1, *shape)
-            parts = [each[first:].view(PRIORITY_UPDATE) for each, first in zip(received, at, strict=True)]
+        # Offers and updates travel with the status. Beyond ranks that send directly offers have a round of their own.
+        heads = [flat_bytes(mine)]
+        direct = members.group.size <= DIRECT_RANKS
+        shapes = [
+            offer_shape(sampler.traits, quota) if direct and of and quota else None
+            for sampler, of, quota in zip(self.samplers, self._by_offers, quotas, strict=True)
+        ]
+        for number, shape in enumerate(shapes):
+            if shape is not None and members.leads(number):
+                heads.append(flat_bytes(self._offer(number, quotas[number], state[number])))
+        received = self.send_parts([np.concatenate([*heads, flat_bytes(part)]) for part in parts])
+        status = np.concatenate([each[: mine.nbytes] for each in received]).view(self._status)
+        self.check_ranks(status[["fingerprint", "step"]].tolist(), step)
+        at = [mine.nbytes for _ in received]
+        for number, shape in enumerate(shapes):
+            if shape is not None:
+                told = []
+                for leader in members.stores[number].leaders:
+                    size = 8 * shape[0] * shape[1]
+                    told.append(received[leader][at[leader] : at[leader] + size])
+                    at[leader] += size
+                offers[number] = np.stack(told).view(np.uint64).reshape(-1, *shape)
+        parts = [each[first:].view(PRIORITY_UPDATE) for each, first in zip(received, at, strict=True)]
         changed = bool(status["updates"].any())
         if changed:
             for number, sampler in enumerate(self.samplers):
@@ -225,7 +222,7 @@ class ShardedSampler:
     def _status_of(self, step: int, updates: Sequence[PriorityUpdate]) -> NDArray[Any]:
         """This rank's status, (1,)."""
         mine = np.zeros(1, self._status)
-        mine["fingerprint"], mine["step"] = self._fingerprint, step
+        mine["fingerprint"], mine["step"] = self.fingerprint, step
         # An update of no rows counts, too: as without a group, alpha follows its schedule with it.
         mine["updates"] = sum(max(1, len(update.keys)) for update in updates)
         for number, sampler in enumerate(self.samplers):
@@ -238,11 +235,31 @@ class ShardedSampler:
             mine["stores"][0, number] = (rows, sequence, self.cursors[number], total)
         return mine
 
-    def _check(self, status: NDArray[Any], step: int) -> None:
-        """Raises `RanksDisagreeError` where a rank has another configuration or is at another step."""
+    def send_parts(self, parts: Sequence[Bytes]) -> list[Bytes]:
+        """Sends each rank its part, a status and what follows it: as `RankGroup.all_to_all`. Collective.
+
+        Beyond `DIRECT_RANKS` ranks statuses are relayed, and only updates follow: these take rounds of their own.
+        """
+        members, size = self.members, self._status.itemsize
+        if members.group.size <= DIRECT_RANKS:
+            return members.group.all_to_all(parts)
+        status = members.all_gather(parts[0][:size])
+        rest = [part[size:] for part in parts]
+        if not status.reshape(-1).view(self._status)["updates"].any():
+            return list(status)
+        rest = all_to_all_of_known_sizes(members.group, rest)
+        return [np.concatenate(each) for each in zip(status, rest, strict=True)]
+
+    def check_ranks(self, told: Sequence[tuple[int, int]], step: int) -> None:
+        """Raises `RanksDisagreeError` where a rank has another configuration or is at another step.
+
+        Args:
+            told: the fingerprint and the step of every rank.
+            step: of this one.
+        """
         rank = self.members.group.rank
-        for other, (fingerprint, other_step) in enumerate(status[["fingerprint", "step"]].tolist()):
-            if fingerprint != self._fingerprint:
+        for other, (fingerprint, other_step) in enumerate(told):
+            if fingerprint != self.fingerprint:
                 raise RanksDisagreeError(
                     f"rank {other} draws with another strategy, seed or batch size than rank {rank} by now"
                 )

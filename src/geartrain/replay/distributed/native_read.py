@@ -14,31 +14,32 @@ leads a shard counts the samples of rows that others read so.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.errors import EmptyStoreError, GeartrainError
+from geartrain.replay.builder import PriorityUpdate, raised
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.assignment import Assigner
-from geartrain.replay.distributed.draw import CommonError
+from geartrain.replay.distributed.draw import CommonError, ShardedSampler, common_errors
 from geartrain.replay.distributed.members import Members
+from geartrain.replay.distributed.rank_group import RADIX
 from geartrain.replay.distributed.read_agreement import ReadAgreement, ReadOutcome
 from geartrain.replay.distributed.single_rank import is_one_call
 from geartrain.replay.native_batch import RankNativeBatch, rank_batch
-from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.mixture import Selection
-from geartrain.selection.sharded import total_of
 from geartrain.selection.strategy import Draw, importance_of, seed_of
 from geartrain.store.store import Store
 
 
-def open_native_reader(
-    samplers: Sequence[StoreSampler], selection: Selection, config: ReplayConfig, members: Members
-) -> NativeReader | None:
+def open_native_reader(agreed: ShardedSampler, selection: Selection, config: ReplayConfig) -> NativeReader | None:
     """What reads this rank's rows natively; None where a batch is more than that. Collective."""
+    samplers, members = agreed.samplers, agreed.members
     names = samplers[0].plan.names
     everyone_reads = len(members.consumers) == members.group.size and all(
         each.fields == tuple(names) and not each.peers for each in members.consumers
@@ -58,7 +59,7 @@ def open_native_reader(
             reached = [(each, []) for each, _ in reached]
         if not viable:
             return None
-        reader = NativeReader(samplers, config, members, near, [shards for _, shards in reached])
+        reader = NativeReader(agreed, config, near, [shards for _, shards in reached])
         opened.pop_all()
     return reader
 
@@ -89,9 +90,8 @@ class NativeReader:
     """Reads this rank's rows of each batch, in one native call, which makes the draws as well.
 
     Args:
-        samplers: of this rank's shard of the one store.
+        agreed: of this rank's shard of the one store, and of the ranks.
         config: of the replay.
-        members: the ranks.
         near: by number, shards of ranks of this host, which this rank has open to read.
         reached: for every rank, the numbers of those that it has.
 
@@ -102,21 +102,22 @@ class NativeReader:
 
     def __init__(
         self,
-        samplers: Sequence[StoreSampler],
+        agreed: ShardedSampler,
         config: ReplayConfig,
-        members: Members,
         near: dict[int, Store],
         reached: Sequence[Sequence[int]],
     ) -> None:
+        samplers, members = agreed.samplers, agreed.members
         self.samplers = samplers
         self.near = near
         self.local_rows = self.sent_rows = self.received_rows = 0
-        self._members = members
+        self._agreed, self._members, self._config = agreed, members, config
         sampler, rank, shards = samplers[0], members.group.rank, members.stores[0]
         plan, traits, self._sampler = sampler.plan, sampler.traits, sampler
         self._n = config.batch_size
         self._rows = config.batch_size // len(members.replicas)
         own = shards.of_rank[rank]
+        self._leads = members.leads(0)
         self._idle = all(len({shards.of_rank[other], *each}) == len(shards.ranks) for other, each in enumerate(reached))
         assigner = Assigner(members.replicas, shards.ranks, {at: set(each) for at, each in enumerate(reached)})
         views: list[tuple[_native.Store | None, list[int], bool, int, int, list[int]]] = []
@@ -143,36 +144,91 @@ class NativeReader:
             config.assignment == "ordered",
             None if plan.windows is None else plan.windows.native,
         )
+        group: Any = members.group
+        self._rounds: Any = getattr(group, "native_rounds", None)  # of a group of the user's own there are none
+        direct = group.size <= RADIX
+        self._exchange = _native.RankExchange(
+            self._rounds,
+            0.0 if self._rounds is None else group.timeout_s,
+            direct and len(shards.leaders) == group.size,
+            direct and self._idle,
+            shards.leaders,
+            agreed.send_parts,
+            lambda mine: members.all_gather_shards(0, np.array([mine], np.uint64))[:, 0].copy(),
+        )
+        self._steps = _native.RankSteps(
+            plan.store.native,
+            rank,
+            group.size,
+            agreed.fingerprint,
+            traits.by_priority,
+            shards.leaders,
+            sampler.min_rows,
+            traits.importance,
+        )
         self._nothing = (
             "no selectable row has a priority above zero"
             if traits.by_priority
             else "no store of the group has a selectable row"
         )
 
-    def totals(self, known: NDArray[np.uint64] | None) -> NDArray[np.uint64]:
-        """(shards,) of all shards, as their leaders tell them where they are not known already.
+    def build(self, step: int, updates: list[PriorityUpdate]) -> tuple[_native.SampledBatch, _native.RankRead]:
+        """Steps 1 to 5, and 6 where no row moves: this rank's rows of a batch, with the updates of all ranks before it.
 
         Raises:
-            CommonError: there is nothing to draw.
+            RanksDisagreeError: a rank has another configuration or is at another step.
+            CommonError: there is nothing to draw, or too little.
+            PeerLostError: a rank is lost.
         """
-        if known is None:
-            total = total_of(self._sampler.strategy, self._sampler.candidates) or 0
-            known = self._members.all_gather_shards(0, np.array([total], np.uint64))[:, 0]
-        if not known.any():
-            raise CommonError(EmptyStoreError(self._nothing))
-        return np.ascontiguousarray(known)
+        sampler, group = self._sampler, self._members.group
+        if self._leads:
+            sampler.expire()
+        batch = sampler.empty_batch(self._rows, True, None)
+        beta = sampler.beta_at(step) if sampler.traits.importance else None
+        given = [self._given(update) for update in updates]
+        change = functools.partial(self._change, step) if sampler.raises else None
+        try:
+            if self._rounds is not None:
+                group.check_usable()  # type: ignore[attr-defined]
+            read = self._native.build(batch, self._steps, self._exchange, step, self._n, given, change, beta)
+        except GeartrainError as error:
+            if self._rounds is None:
+                raise
+            group.round_failed(error)  # type: ignore[attr-defined]
+        if read.changed:
+            updates.clear()  # they are not sent again when this batch fails
+        if read.refusal:
+            self._refuse(read, step)
+        sampler.redrawn += read.redrawn
+        return batch, read
 
-    def read(self, step: int, totals: NDArray[np.uint64]) -> tuple[_native.SampledBatch, _native.RankRead, ReadOutcome]:
-        """Draws the batch of a step, and reads this rank's rows of it."""
-        batch = self._sampler.empty_batch(self._rows, True, None)
-        read = self._native.read(batch, step, self._n, totals)
-        self._sampler.redrawn += read.redrawn
+    def _given(self, update: PriorityUpdate) -> _native.GivenPriorities:
+        keys = update.keys
+        return keys.row, keys.generation, keys.draw, self._members.shard_of(keys), update.priorities
+
+    def _change(self, step: int, priorities: NDArray[np.float64]) -> NDArray[np.float64]:
+        """What this rank's shard stores of priorities that are updated before a step."""
+        self._sampler.follow_alpha(step, apply=self._leads)
+        return raised(priorities, self._sampler.alpha)
+
+    def _refuse(self, read: _native.RankRead, step: int) -> NoReturn:
+        if read.refusal == "disagree":
+            self._agreed.check_ranks(read.status, step)
+        elif read.refusal == "few rows":
+            common_errors(lambda: self._sampler.check_count(read.rows))
+        raise CommonError(EmptyStoreError(self._nothing))
+
+    def outcome(self, read: _native.RankRead) -> ReadOutcome:
+        """Of this rank's read."""
         failed = read.failed
-        return batch, read, ReadOutcome([read.lowest], None if failed is None else EmptyStoreError(failed))
+        return ReadOutcome([read.lowest], None if failed is None else EmptyStoreError(failed))
 
     def exchange(self, agreement: ReadAgreement, batch: _native.SampledBatch, read: _native.RankRead) -> None:
-        """Sends and receives rows of shards that a rank does not have open. Collective; raises what that raises."""
-        agreement.exchange(read.sends, read.receives, idle=self._idle)
+        """Step 6: rows of shards that a rank does not have open. Collective; raises what `agreement` raises."""
+        if read.outcome is not None:  # no row moves, and all ranks have told already
+            agreement.check(read.outcome)
+        else:
+            agreement.exchange(read.sends, read.receives, idle=self._idle)
         if read.received_rows:
             self._native.place(batch, read)
         self.local_rows += read.local_rows
@@ -180,20 +236,26 @@ class NativeReader:
         self.received_rows += read.received_rows
 
     def finish(
-        self, batch: _native.SampledBatch, read: _native.RankRead, lowest: float | None, count: int, step: int
+        self, batch: _native.SampledBatch, read: _native.RankRead, agreement: ReadAgreement, step: int
     ) -> RankNativeBatch:
         """The batch, with importance weights scaled by the largest of the global one."""
         sampler = self._sampler
-        if lowest is not None:
+        if sampler.traits.importance:
             beta = sampler.beta_at(step)
-            if beta is not None:
-                self._native.weigh(batch, count, beta, lowest)
-            else:
-                draw = Draw(batch.rows(), batch.generations(), batch.probability(), lowest=lowest)
-                weights = importance_of(sampler.strategy, draw, count, step)
-                if weights is not None:
-                    batch.set_importance(0, weights)
+            lowest = read.lowest_of_all if agreement.lowest is None else float(agreement.lowest[0])
+            assert lowest is not None
+            if beta is None or read.outcome is None:  # else they are made already
+                self._weigh(batch, read.rows, beta, lowest, step)
         return rank_batch(batch, sampler.plan, step, self._members.shard_ids, read.draws())
+
+    def _weigh(self, batch: _native.SampledBatch, count: int, beta: float | None, lowest: float, step: int) -> None:
+        if beta is not None:
+            self._native.weigh(batch, count, beta, lowest)
+            return
+        draw = Draw(batch.rows(), batch.generations(), batch.probability(), lowest=lowest)
+        weights = importance_of(self._sampler.strategy, draw, count, step)
+        if weights is not None:
+            batch.set_importance(0, weights)
 
     @property
     def row_bytes(self) -> int:

@@ -13,7 +13,6 @@ from geartrain.errors import ArgumentError
 from geartrain.replay.builder import PriorityUpdate, raised
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import PRIORITY_UPDATE, flat_bytes
-from geartrain.replay.distributed.rank_group import all_to_all_of_known_sizes
 from geartrain.replay.sampler import StoreSampler
 
 
@@ -26,12 +25,6 @@ def parts_of(members: Members, updates: Sequence[PriorityUpdate]) -> list[NDArra
     records = _pack(members, updates, shards)
     leader = members.leader_of_shard[np.concatenate(shards)]
     return [np.ascontiguousarray(records[leader == to]) for to in range(size)]
-
-
-def send_updates(members: Members, parts: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-    """Sends each rank its part, and returns what all ranks have sent to this one. Collective."""
-    received = all_to_all_of_known_sizes(members.group, [flat_bytes(part) for part in parts])
-    return [part.view(PRIORITY_UPDATE) for part in received]
 
 
 def apply_updates(samplers: Sequence[StoreSampler], parts: Sequence[NDArray[Any]]) -> None:
@@ -95,4 +88,4 @@ def _pack(members: Members, updates: Sequence[PriorityUpdate], shards: Sequence[
     return records
 
 
-__all__ = ["apply_updates", "check_steps", "parts_of", "send_updates"]
+__all__ = ["apply_updates", "check_steps", "parts_of"]

@@ -29,11 +29,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 import numpy as np
 
 from geartrain.core.extras import require_torch
-from geartrain.errors import ArgumentError, PeerLostError, RanksDisagreeError, WaitTimeoutError
+from geartrain.errors import ArgumentError, GeartrainError, PeerLostError, RanksDisagreeError, WaitTimeoutError
 from geartrain.replay.distributed.carrier import MAX_MESSAGES, Bytes, Carrier, CarrierError, Cause, Message
 from geartrain.replay.distributed.gloo_carrier import GlooCarrier
 
 if TYPE_CHECKING:  # the network is loaded by the group that uses it
+    import geartrain._native as _native
     from geartrain.replay.distributed.transport_carrier import TransportCarrier
 
 # Longest wait for the key-value store when the reason of a failure is read or written.
@@ -241,6 +242,10 @@ class TorchRankGroup:
             them construct the group at the same point of the program.
         timeout_s: timeout of each collective.
 
+    Attributes:
+        native_rounds: of the transports, for native code that exchanges small messages; None where Gloo carries them.
+        timeout_s: see above.
+
     Raises:
         ArgumentError: there is no process group, this rank is not a member, or `GEARTRAIN_RANK_CARRIER` says something
             else; or, on all ranks, a rank has settings that cannot be followed: certificates that cannot be used, TLS
@@ -263,10 +268,11 @@ class TorchRankGroup:
             raise ArgumentError(f"rank {here} is not a member of the group {self._members}")
         self.rank = self._members.index(here)
         self.size = len(self._members)
-        self.sent_bytes = 0
-        self.sent_messages = 0
-        self._timeout_s = timeout_s
-        self._calls = 0
+        self.native_rounds: _native.RankRounds | None = None
+        self.timeout_s = timeout_s
+        self._sent_bytes = 0  # besides those of native rounds
+        self._sent_messages = 0
+        self._calls = 0  # where there are none
         self._broken: str | None = None
         self._pid = os.getpid()
         self._why_gloo = ""
@@ -295,7 +301,7 @@ class TorchRankGroup:
                 self._store,
                 self.rank,
                 self.size,
-                self._timeout_s,
+                self.timeout_s,
                 self._is_broken,
                 transport="tcp" if wanted == "tcp" else None,
                 refuse="GEARTRAIN_RANK_CARRIER says gloo" if wanted == "gloo" else None,
@@ -304,15 +310,28 @@ class TorchRankGroup:
                 self._why_gloo = opened
                 if wanted != "gloo":
                     warnings.warn(f"the ranks use Gloo, because of {opened}", RuntimeWarning, stacklevel=4)
-                self._carrier = GlooCarrier(self._store, self.rank, self.size, self._timeout_s)
+                self._carrier = GlooCarrier(self._store, self.rank, self.size, self.timeout_s)
             else:
                 self._carrier = self._transports = opened
+                self.native_rounds = opened.rounds
             self.all_gather(np.zeros(1, np.uint8))  # all of them reach those they have most to do with
         except (RuntimeError, WaitTimeoutError) as error:
             which = f": missing are {error}" if isinstance(error, WaitTimeoutError) else f": {error}"
             raise PeerLostError(
-                f"ranks {self._members} did not all join within {self._timeout_s} s{which}{_restart_hint()}"
+                f"ranks {self._members} did not all join within {self.timeout_s} s{which}{_restart_hint()}"
             ) from error
+
+    @property
+    def sent_bytes(self) -> int:
+        """See `RankGroup`."""
+        rounds = self.native_rounds
+        return self._sent_bytes + (0 if rounds is None else rounds.sent_bytes)
+
+    @property
+    def sent_messages(self) -> int:
+        """See `RankGroup`."""
+        rounds = self.native_rounds
+        return self._sent_messages + (0 if rounds is None else rounds.sent_messages)
 
     def all_gather(self, mine: Bytes) -> Bytes:
         """See `RankGroup`."""
@@ -333,42 +352,57 @@ class TorchRankGroup:
 
     def all_to_all(self, parts: Sequence[Bytes]) -> list[Bytes]:
         """See `RankGroup`."""
-        self._check_usable()
+        self.check_usable()
         carrier = self._transports
         if carrier is None:
             return all_to_all_of_known_sizes(self, parts)
-        self._calls += 1
-        self.sent_bytes += sum(part.size for part in parts) - parts[self.rank].size
-        self.sent_messages += self.size - 1
+        number = carrier.rounds.begin()
+        if not carrier.rounds.carries(max(part.size for part in parts)):
+            self._sent_bytes += sum(part.size for part in parts) - parts[self.rank].size
+            self._sent_messages += self.size - 1
         try:
-            return carrier.all_to_all(self._calls, parts, time.monotonic() + self._timeout_s)
+            return carrier.all_to_all(number, parts, time.monotonic() + self.timeout_s)
         except CarrierError as error:
             self._lost(error)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """See `RankGroup`."""
-        self._check_usable()
+        self.check_usable()
         for messages in (sends, receives):
             if len(messages) > MAX_MESSAGES and max(Counter(peer for peer, _ in messages).values()) > MAX_MESSAGES:
                 raise ArgumentError(f"one exchange takes at most {MAX_MESSAGES} messages a peer")
-        self._calls += 1
+        number = self._next_number()
         sends = [message for message in sends if message[1].size]
         receives = [message for message in receives if message[1].size]
         carrier = self._carrier
         if carrier is None or not (sends or receives):
             return
-        self.sent_bytes += sum(array.size for _, array in sends)
-        self.sent_messages += len({peer for peer, _ in sends})
+        self._sent_bytes += sum(array.size for _, array in sends)
+        self._sent_messages += len({peer for peer, _ in sends})
         try:
-            carrier.exchange(self._calls, sends, receives, time.monotonic() + self._timeout_s)
+            carrier.exchange(number, sends, receives, time.monotonic() + self.timeout_s)
         except CarrierError as error:
             self._lost(error)
 
-    def _check_usable(self) -> None:
+    def _next_number(self) -> int:
+        """The number of an exchange, equal on all ranks."""
+        if self.native_rounds is not None:
+            return self.native_rounds.begin()
+        self._calls += 1
+        return self._calls
+
+    def check_usable(self) -> None:
+        """Raises `PeerLostError` where this rank has left the group, or is the child of one that is in it."""
         if os.getpid() != self._pid:
             raise PeerLostError("a rank group belongs to the process that made it: this one was forked from it")
         if self._broken is not None:
             raise PeerLostError(self._broken)
+
+    def round_failed(self, error: GeartrainError) -> NoReturn:
+        """Raises what an error of native code that uses `native_rounds` means: the error itself, or `PeerLostError`."""
+        if self._transports is None:
+            raise error
+        self._lost(self._transports.error_of_round(error))
 
     def peers(self) -> dict[str, int]:
         """See `RankGroup`."""
@@ -409,7 +443,7 @@ class TorchRankGroup:
             self._leave(error.detail)
             raise PeerLostError(f"{error.detail} [told by {who}]") from error
         found = {
-            Cause.timed_out: f"{who} did not answer within {self._timeout_s} s",
+            Cause.timed_out: f"{who} did not answer within {self.timeout_s} s",
             Cause.lost: f"{who} was lost: its connection closed",
             Cause.refused: f"{who} {error.detail}",
         }[error.cause]

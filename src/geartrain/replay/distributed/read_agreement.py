@@ -86,14 +86,18 @@ class ReadAgreement:
         self._check(every)
 
     def _check(self, every: NDArray[Any]) -> None:
-        if every[:, 0].any():
-            rank = int(np.flatnonzero(every[:, 0])[0])
+        self.check(every[:, 0])
+        if self._with_lowest:
+            self.lowest = every[:, 1:].min(0)
+
+    def check(self, failed: Sequence[Any] | NDArray[Any]) -> None:
+        """Raises what `exchange` raises, where a rank, by number, has lost rows."""
+        if any(failed):
+            rank = next(other for other, lost in enumerate(failed) if lost)
             error = self._outcome.failed or NotEnoughRowsError(
                 f"rank {rank} found no other rows in its shard for those that were lost"
             )
             raise RowsLostError(error) if self._can_redraw else CommonError(error)
-        if self._with_lowest:
-            self.lowest = every[:, 1:].min(0)
 
 
 __all__ = ["ReadAgreement", "ReadOutcome", "RowsLostError"]

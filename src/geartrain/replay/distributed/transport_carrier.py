@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+import geartrain._native as _native
 from geartrain.errors import (
     ArgumentError,
     ConnectionClosedError,
@@ -40,14 +41,11 @@ from geartrain.errors import (
     PeerLostError,
     WaitTimeoutError,
 )
-from geartrain.replay.distributed.carrier import Bytes, CarrierError, Cause, Message, by_peer
-from geartrain.transport.connection import Connection, Listener, Payload, connect, listen
+from geartrain.replay.distributed.carrier import INLINE_BYTES, Bytes, CarrierError, Cause, Message, by_peer
+from geartrain.transport.connection import Connection, Listener, connect, listen
 from geartrain.transport.rendezvous import address_towards
 from geartrain.transport.tls import VARIABLES
 
-# Messages of so many bytes to one rank in one exchange fit into a ring, or into the buffers of a socket whose peer has
-# received everything of the exchanges before: sending them waits for nobody.
-INLINE_BYTES = 16 << 10
 # How long a rank waits for one peer before it looks after the others.
 GLANCE_S = 0.5
 # Longest single wait for the store, whose own threads print a line about each that times out.
@@ -83,6 +81,9 @@ class TransportCarrier:
         key: that connections authenticate with.
         transport: the one to use; None for the fastest that works.
         failed: whether another rank has told of a failure; asked while a rank is waited for that has yet to connect.
+
+    Attributes:
+        rounds: numbers all exchanges of the group; makes those of small messages once all ranks are connected.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class TransportCarrier:
         self._size = len(addresses)
         self._key = key
         self._failed = failed
+        self.rounds = _native.RankRounds(rank, len(addresses), INLINE_BYTES)
         self._transport = transport
         self._connections: dict[int, Connection] = {}
         self._lock = threading.Lock()  # of the connections, and of their closing
@@ -124,26 +126,14 @@ class TransportCarrier:
 
     def all_to_all(self, number: int, parts: Sequence[Bytes], until_s: float) -> list[Bytes]:
         """See `geartrain.replay.distributed.rank_group.RankGroup`; numbers are those of exchanges."""
-        if len(self._connections) == self._size - 1 and max(part.size for part in parts) <= INLINE_BYTES:
-            return self._all_to_all_inline(number, parts, until_s)
+        if self.rounds.carries(max(part.size for part in parts)):
+            try:
+                return self.rounds.all_to_all(number, parts, max(until_s - time.monotonic(), 0.001))
+            except GeartrainError as error:
+                raise self.error_of_round(error) from error
         outgoing = {peer: [part] for peer, part in enumerate(parts) if peer != self._rank}
         received = list(parts)
         for peer, found in self._transfer(number, outgoing, outgoing.keys(), until_s):
-            received[peer] = found[0] if found else np.empty(0, np.uint8)
-        return received
-
-    def _all_to_all_inline(self, number: int, parts: Sequence[Bytes], until_s: float) -> list[Bytes]:
-        """An all-to-all of what is sent without a wait, among ranks that are connected: what most rounds are."""
-        rank, connections, received = self._rank, self._connections, list(parts)
-        peers = [peer % self._size for peer in range(rank + 1, rank + self._size)]
-        left_s = max(until_s - time.monotonic(), 0.001)
-        for peer in peers:
-            try:
-                connections[peer].native.send(number, 0, Payload(parts[peer].tobytes(), []), left_s)
-            except GeartrainError as error:
-                raise self._error_of(peer, error) from error
-        for peer in reversed(peers):
-            found = self._receive(number, peer, peers, until_s)
             received[peer] = found[0] if found else np.empty(0, np.uint8)
         return received
 
@@ -236,6 +226,14 @@ class TransportCarrier:
         header = message.header
         return [np.frombuffer(header, np.uint8)] if header else message.buffers
 
+    def error_of_round(self, error: GeartrainError) -> CarrierError:
+        """What it means that the group's rounds have failed with this error. Raises the error where they have not."""
+        failure = self.rounds.failure
+        if failure is None:
+            raise error
+        peer, cause, detail = failure
+        return self._error_of(peer, error) if cause == "error" else CarrierError(peer, Cause(cause), detail)
+
     def _error_of(self, peer: int, error: GeartrainError) -> CarrierError:
         if self._closed or isinstance(error, ConnectionClosedError):
             return CarrierError(peer, Cause.left)
@@ -299,6 +297,7 @@ class TransportCarrier:
     def _keep(self, peer: int, connection: Connection) -> None:
         with self._lock:
             self._connections[peer] = connection
+            self.rounds.add(peer, connection.native)
             closed = self._closed
         if closed:
             connection.close()

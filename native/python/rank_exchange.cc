@@ -1,0 +1,137 @@
+// Bindings of the rounds of ranks, and of what exchanges messages for a rank's steps.
+
+#include "python/rank_exchange.h"
+
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
+#include "base/errors.h"
+#include "base/interruption.h"
+#include "python/messages.h"
+
+namespace geartrain {
+namespace {
+
+constexpr const char* kCauseNames[] = {"error", "lost", "timed out", "told", "refused"};
+
+nb::object array_of(std::span<const std::byte> bytes) {
+  const auto* const first = reinterpret_cast<const uint8_t*>(bytes.data());
+  return to_numpy(std::vector<uint8_t>(first, first + bytes.size()));
+}
+
+std::vector<std::byte> bytes_of(const Message& message) {
+  const Bytes found = RankRounds::content_of(message);
+  return {found.begin(), found.end()};
+}
+
+// One message to every other rank of arrays (ranks), and one from each, as arrays; this rank's own is its part.
+nb::list all_to_all(RankRounds& rounds, uint64_t number, const std::vector<In<uint8_t>>& parts, double timeout_s) {
+  std::vector<Bytes> sent;
+  for (const In<uint8_t>& part : parts) sent.push_back(std::as_bytes(view(part)));
+  std::vector<Message> received(sent.size());
+  interruptibly([&] { rounds.all_to_all(number, sent, received, Deadline::after(timeout_s)); });
+  nb::list made;
+  for (size_t rank = 0; rank < received.size(); ++rank) {
+    made.append(array_of(rank == rounds.rank() ? sent[rank] : RankRounds::content_of(received[rank])));
+  }
+  return made;
+}
+
+}  // namespace
+
+std::vector<std::vector<std::byte>> PythonRankExchange::round(std::vector<std::vector<std::byte>> parts) const {
+  RankRounds& rounds = *settings_.rounds;
+  const std::vector<Bytes> sent(parts.begin(), parts.end());
+  std::vector<Message> received(sent.size());
+  const Interruption interruption([this] {
+    call_python(*unlocked_, [] {
+      if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    });
+  });
+  rounds.all_to_all(rounds.begin(), sent, received, Deadline::after(settings_.timeout_s));
+  std::vector<std::vector<std::byte>> made(sent.size());
+  for (size_t rank = 0; rank < made.size(); ++rank) {
+    made[rank] = rank == rounds.rank() ? std::move(parts[rank]) : bytes_of(received[rank]);
+  }
+  return made;
+}
+
+std::vector<std::vector<std::byte>> PythonRankExchange::gather(std::span<const std::byte> mine) const {
+  return round(std::vector<std::vector<std::byte>>(settings_.rounds->ranks(), {mine.begin(), mine.end()}));
+}
+
+std::vector<std::vector<std::byte>> PythonRankExchange::all_to_all(std::vector<std::vector<std::byte>> parts) {
+  size_t most = 0;
+  for (const auto& each : parts) most = std::max(most, each.size());
+  if (settings_.rounds != nullptr && settings_.rounds->carries(most)) return round(std::move(parts));
+  std::vector<std::vector<std::byte>> made;
+  call_python(*unlocked_, [&] {
+    nb::list given;
+    for (const auto& each : parts) given.append(array_of(each));
+    for (const nb::handle each : nb::object(settings_.all_to_all(given))) {
+      const auto bytes = std::as_bytes(view(nb::cast<In<uint8_t>>(each)));
+      made.emplace_back(bytes.begin(), bytes.end());
+    }
+  });
+  return made;
+}
+
+std::vector<uint64_t> PythonRankExchange::totals(uint64_t mine) {
+  std::vector<uint64_t> made;
+  if (settings_.totals_by_rounds && by_rounds()) {
+    const auto every = gather(std::as_bytes(std::span(&mine, 1)));
+    for (const uint32_t leader : settings_.leaders) {
+      if (every[leader].size() != sizeof mine) fail(ErrorKind::frame, "rank ", leader, " sent no total");
+      std::memcpy(&made.emplace_back(), every[leader].data(), sizeof mine);
+    }
+    return made;
+  }
+  call_python(*unlocked_, [&] {
+    const auto found = nb::cast<In<uint64_t>>(nb::object(settings_.totals(mine)));
+    made.assign(found.data(), found.data() + found.size());
+  });
+  return made;
+}
+
+std::optional<std::vector<std::vector<std::byte>>> PythonRankExchange::outcomes(std::span<const std::byte> mine) {
+  if (!settings_.outcomes_by_rounds || !by_rounds()) return std::nullopt;
+  return gather(mine);
+}
+
+void bind_rank_exchange(nb::module_& module) {
+  nb::class_<RankRounds>(module, "RankRounds")
+      .def(nb::init<uint32_t, uint32_t, size_t>(), nb::arg("rank"), nb::arg("ranks"), nb::arg("inline_bytes"))
+      .def("add", &RankRounds::add)
+      .def("begin", &RankRounds::begin)
+      .def("carries", &RankRounds::carries)
+      .def("all_to_all", &all_to_all)
+      // (peer, cause, detail) of the last round, or None where it did not fail
+      .def_prop_ro("failure",
+                   [](const RankRounds& rounds) -> nb::object {
+                     if (!rounds.failure()) return nb::none();
+                     const auto& [peer, cause, detail] = *rounds.failure();
+                     const nb::object text = nb::steal(
+                         PyUnicode_DecodeUTF8(detail.data(), static_cast<Py_ssize_t>(detail.size()), "replace"));
+                     return nb::make_tuple(peer, kCauseNames[static_cast<size_t>(cause)], text);
+                   })
+      .def_prop_ro("sent_bytes", &RankRounds::sent_bytes)
+      .def_prop_ro("sent_messages", &RankRounds::sent_messages);
+  nb::class_<PythonRankExchange>(module, "RankExchange")
+      .def(
+          "__init__",
+          [](PythonRankExchange* self, RankRounds* rounds, double timeout_s, bool totals_by_rounds,
+             bool outcomes_by_rounds, const std::vector<uint32_t>& leaders, const nb::object& all_to_all,
+             const nb::object& totals) {
+            new (self) PythonRankExchange(
+                {rounds, timeout_s, totals_by_rounds, outcomes_by_rounds, leaders, all_to_all, totals});
+          },
+          nb::arg("rounds").none(), nb::arg("timeout_s"), nb::arg("totals_by_rounds"), nb::arg("outcomes_by_rounds"),
+          nb::arg("leaders"), nb::arg("all_to_all"), nb::arg("totals"), nb::keep_alive<1, 2>());
+}
+
+}  // namespace geartrain

@@ -1,0 +1,87 @@
+// Exchange of a rank with the others of its group: by native rounds where it is connected with all of them, and by the
+// group's own functions in Python elsewhere.
+#pragma once
+
+#include <exception>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "fetch/rank_steps.h"
+#include "python/bind.h"
+#include "transport/rank_rounds.h"
+
+namespace geartrain {
+
+// act() with the GIL, for a thread that works without it. What Python raised becomes PythonRaised: the error stays this
+// thread's, and `raising` throws it once the GIL is held for good.
+struct PythonRaised {};
+
+template <typename Act>
+void call_python(const Unlocked& unlocked, Act&& act) {
+  std::exception_ptr thrown;
+  bool raised = false;
+  unlocked.locked([&] {
+    try {
+      act();
+    } catch (nb::python_error& error) {
+      error.restore();
+      raised = true;
+    } catch (...) {
+      thrown = std::current_exception();
+    }
+  });
+  if (raised) throw PythonRaised();
+  if (thrown) std::rethrow_exception(thrown);
+}
+
+template <typename Work>
+decltype(auto) raising(Work&& work) {
+  try {
+    return std::forward<Work>(work)();
+  } catch (const PythonRaised&) {
+    throw nb::python_error();
+  }
+}
+
+class PythonRankExchange final : public RankExchange {
+ public:
+  struct Settings {
+    RankRounds* rounds = nullptr;  // null: the group has none
+    double timeout_s = 0;
+    bool totals_by_rounds = false;    // every shard's leader is a rank of its own, and one round reaches all
+    bool outcomes_by_rounds = false;  // no row moves between ranks, and one round reaches all
+    std::vector<uint32_t> leaders;
+    nb::object all_to_all, totals;  // list of arrays to list of arrays; total to array of totals
+  };
+  explicit PythonRankExchange(Settings settings) : settings_(std::move(settings)) {}
+
+  // The thread's GIL for the time of one piece of work.
+  class Use {
+   public:
+    Use(PythonRankExchange& exchange, const Unlocked& unlocked) : exchange_(exchange) {
+      exchange.unlocked_ = &unlocked;
+    }
+    ~Use() { exchange_.unlocked_ = nullptr; }
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+
+   private:
+    PythonRankExchange& exchange_;
+  };
+
+  std::vector<std::vector<std::byte>> all_to_all(std::vector<std::vector<std::byte>> parts) override;
+  std::vector<uint64_t> totals(uint64_t mine) override;
+  std::optional<std::vector<std::vector<std::byte>>> outcomes(std::span<const std::byte> mine) override;
+
+ private:
+  std::vector<std::vector<std::byte>> round(std::vector<std::vector<std::byte>> parts) const;
+  std::vector<std::vector<std::byte>> gather(std::span<const std::byte> mine) const;
+  bool by_rounds() const { return settings_.rounds != nullptr && settings_.rounds->carries(0); }
+
+  Settings settings_;
+  const Unlocked* unlocked_ = nullptr;
+};
+
+}  // namespace geartrain

@@ -1,0 +1,156 @@
+// Rounds of ranks (rank_rounds.h): what each has sent arrives, and whoever does not take part is named.
+
+#include "transport/rank_rounds.h"
+
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "tests/support/check.h"
+#include "tests/transport/peers.h"
+
+namespace geartrain {
+namespace {
+
+constexpr uint32_t kRanks = 3;
+constexpr size_t kInline = 4096;
+
+struct Group {
+  explicit Group(const std::string& transport) {
+    for (uint32_t rank = 0; rank < kRanks; ++rank)
+      rounds.push_back(std::make_unique<RankRounds>(rank, kRanks, kInline));
+    for (uint32_t one = 0; one < kRanks; ++one) {
+      for (uint32_t other = one + 1; other < kRanks; ++other) {
+        CHECK(!rounds[one]->carries(0));
+        Pair pair = connected(transport);
+        rounds[one]->add(other, pair.one);
+        rounds[other]->add(one, pair.other);
+        ends.push_back(std::move(pair));
+      }
+    }
+  }
+  // The end of a connection that is this rank's.
+  Connection& end(uint32_t rank, uint32_t peer) const {
+    const uint32_t low = std::min(rank, peer), high = std::max(rank, peer);
+    const Pair& pair = ends[low == 0 ? high - 1 : 2];
+    return rank == low ? *pair.one : *pair.other;
+  }
+  std::vector<std::unique_ptr<RankRounds>> rounds;
+  std::vector<Pair> ends;
+};
+
+std::vector<Bytes> nothing() {
+  return std::vector<Bytes>(kRanks);
+}
+
+TEST(every_rank_gets_what_each_has_sent_it_round_after_round) {
+  for (const char* transport : transports()) {
+    const Group group(transport);
+    const auto part = [](uint64_t round, uint32_t from, uint32_t to) {
+      return pattern(round * 100 + from * 10 + to, (round * 37 + from * 5 + to) % kInline);
+    };
+    std::atomic<uint64_t> wrong{0};
+    std::vector<std::thread> threads;
+    for (uint32_t rank = 0; rank < kRanks; ++rank) {
+      threads.emplace_back([&, rank] {
+        RankRounds& rounds = *group.rounds[rank];
+        for (uint64_t round = 1; round <= 300; ++round) {
+          std::vector<std::vector<std::byte>> sent;
+          for (uint32_t to = 0; to < kRanks; ++to) sent.push_back(part(round, rank, to));
+          const std::vector<Bytes> parts(sent.begin(), sent.end());
+          std::vector<Message> received(kRanks);
+          wrong += rounds.begin() != round;
+          rounds.all_to_all(round, parts, received, soon());
+          for (uint32_t from = 0; from < kRanks; ++from) {
+            const std::vector<std::byte> expected = from == rank ? std::vector<std::byte>{} : part(round, from, rank);
+            wrong += !std::ranges::equal(RankRounds::content_of(received[from]), expected);
+          }
+        }
+      });
+    }
+    for (std::thread& each : threads) each.join();
+    CHECK_EQ(wrong.load(), uint64_t{0});
+    for (const auto& each : group.rounds) {
+      CHECK(each->carries(kInline) && !each->carries(kInline + 1));
+      CHECK_EQ(each->sent_messages(), uint64_t{300 * (kRanks - 1)});
+    }
+  }
+}
+
+TEST(a_rank_that_does_not_take_part_is_named) {
+  for (const char* transport : transports()) {
+    // It sends nothing.
+    {
+      const Group group(transport);
+      std::vector<Message> received(kRanks);
+      CHECK_THROWS(timed_out, group.rounds[0]->all_to_all(1, nothing(), received, Deadline::after(0.3)));
+      CHECK_EQ(group.rounds[0]->failure()->peer, 2u);
+      CHECK(group.rounds[0]->failure()->cause == RankRounds::Cause::timed_out);
+    }
+    // It is gone, while another one is waited for. Over TCP only who waits for that one finds out.
+    if (provider_of(transport) != "tcp") {
+      const Group group(transport);
+      group.end(1, 0).close();
+      std::vector<Message> received(kRanks);
+      const uint64_t began = monotonic_ns();
+      bool thrown = false;
+      try {
+        group.rounds[0]->all_to_all(1, nothing(), received, soon());
+      } catch (const Error&) {
+        thrown = true;
+      }
+      CHECK(thrown && testing::within(began, 5));
+      CHECK_EQ(group.rounds[0]->failure()->peer, 1u);
+    }
+    // It has left, and said why.
+    {
+      const Group group(transport);
+      const std::string why = "rank 2 aborted";
+      group.end(2, 0).send({0, RankRounds::kReason, std::as_bytes(std::span(why)), {}}, soon());
+      std::vector<Message> received(kRanks);
+      CHECK_THROWS(peer_lost, group.rounds[0]->all_to_all(1, nothing(), received, soon()));
+      CHECK(group.rounds[0]->failure()->cause == RankRounds::Cause::told);
+      CHECK_EQ(group.rounds[0]->failure()->detail, why);
+    }
+    // It is at another exchange.
+    {
+      const Group group(transport);
+      group.end(2, 0).send({7, 0, {}, {}}, soon());
+      std::vector<Message> received(kRanks);
+      CHECK_THROWS(peer_lost, group.rounds[0]->all_to_all(1, nothing(), received, soon()));
+      CHECK(group.rounds[0]->failure()->cause == RankRounds::Cause::refused);
+      CHECK_EQ(group.rounds[0]->failure()->detail, std::string("is at its exchange 7, this rank at 1"));
+    }
+  }
+}
+
+TEST(closing_a_connection_ends_a_round_that_waits) {
+  const Group group("shm");
+  std::thread closer([&] {
+    ::usleep(100'000);
+    for (uint32_t peer = 1; peer < kRanks; ++peer) group.end(0, peer).close();
+  });
+  std::vector<Message> received(kRanks);
+  const uint64_t began = monotonic_ns();
+  CHECK_THROWS(hung_up, group.rounds[0]->all_to_all(1, nothing(), received, soon(60)));
+  CHECK(testing::within(began, 5));
+  closer.join();
+}
+
+TEST(a_rank_is_connected_once_with_every_other) {
+  RankRounds rounds(1, kRanks, kInline);
+  const Pair pair = connected("inproc");
+  rounds.add(0, pair.one);
+  CHECK_THROWS(schema, rounds.add(0, pair.other));
+  CHECK_THROWS(schema, rounds.add(1, pair.other));
+  CHECK_THROWS(schema, rounds.add(kRanks, pair.other));
+  CHECK_THROWS(schema, rounds.add(2, nullptr));
+  std::vector<Message> received(kRanks);
+  CHECK_THROWS(schema, rounds.all_to_all(1, nothing(), received, soon()));
+  CHECK_THROWS(schema, RankRounds(kRanks, kRanks, kInline));
+}
+
+}  // namespace
+}  // namespace geartrain
+
+RUN_TESTS()

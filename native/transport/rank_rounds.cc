@@ -1,0 +1,88 @@
+#include "transport/rank_rounds.h"
+
+#include "base/errors.h"
+#include "base/interruption.h"
+
+namespace geartrain {
+namespace {
+
+// How long one peer is waited for before the others are looked after.
+constexpr double kGlanceS = 0.25;
+
+}  // namespace
+
+RankRounds::RankRounds(uint32_t rank, uint32_t ranks, size_t inline_bytes)
+    : rank_(rank), inline_bytes_(inline_bytes), connections_(ranks), missing_(ranks - 1) {
+  if (rank >= ranks) fail(ErrorKind::schema, "rank ", rank, " is none of ", ranks);
+}
+
+void RankRounds::add(uint32_t peer, std::shared_ptr<Connection> connection) {
+  if (peer >= ranks() || peer == rank_ || connections_[peer] != nullptr || connection == nullptr) {
+    fail(ErrorKind::schema, "rank ", peer, " is no other rank of ", ranks(), " or is connected already");
+  }
+  connections_[peer] = std::move(connection);
+  --missing_;
+}
+
+Bytes RankRounds::content_of(const Message& message) {
+  if (!message.header.empty() || message.buffers.empty()) return message.header;
+  return message.buffers.front();
+}
+
+void RankRounds::all_to_all(uint64_t number, std::span<const Bytes> parts, std::span<Message> received,
+                            Deadline deadline) {
+  failure_.reset();
+  if (parts.size() != ranks() || received.size() != ranks() || missing_ != 0) {
+    fail(ErrorKind::schema, "a round of ", ranks(), " connected ranks has as many parts");
+  }
+  for (uint32_t distance = 1; distance < ranks(); ++distance) {
+    const uint32_t peer = (rank_ + distance) % ranks();
+    try {
+      connections_[peer]->send({number, 0, parts[peer], {}}, deadline);
+    } catch (const Error&) {
+      failure_ = {peer, Cause::error, ""};
+      throw;
+    }
+    sent_bytes_ += parts[peer].size();
+    ++sent_messages_;
+  }
+  for (uint32_t distance = 1; distance < ranks(); ++distance) {
+    const uint32_t peer = (rank_ + ranks() - distance) % ranks();
+    receive(number, peer, &received[peer], deadline);
+  }
+}
+
+void RankRounds::receive(uint64_t number, uint32_t peer, Message* message, Deadline deadline) {
+  for (;;) {
+    try {
+      connections_[peer]->receive(message, deadline.sooner(kGlanceS));
+      break;
+    } catch (const Error& error) {
+      if (error.kind != ErrorKind::timed_out) {
+        failure_ = {peer, Cause::error, ""};
+        throw;
+      }
+    }
+    for (uint32_t other = 0; other < ranks(); ++other) {  // one that is gone is an error now, not after this one's turn
+      if (other != rank_ && connections_[other]->lost()) fail_by(other, Cause::lost, "");
+    }
+    if (deadline.passed()) fail_by(peer, Cause::timed_out, "");
+    Interruption::check();
+  }
+  if (message->kind == kReason) {
+    const auto* const text = reinterpret_cast<const char*>(message->header.data());
+    fail_by(peer, Cause::told, std::string(text, message->header.size()));
+  }
+  if (message->tag != number) {
+    std::string detail = "is at its exchange " + std::to_string(message->tag) + ", this rank at ";
+    fail_by(peer, Cause::refused, detail += std::to_string(number));
+  }
+}
+
+void RankRounds::fail_by(uint32_t peer, Cause cause, const std::string& detail) {
+  failure_ = {peer, cause, detail};
+  const bool late = cause == Cause::timed_out;
+  fail(late ? ErrorKind::timed_out : ErrorKind::peer_lost, "the round of the ranks failed by rank ", peer);
+}
+
+}  // namespace geartrain

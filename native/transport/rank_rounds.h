@@ -1,0 +1,68 @@
+// Rank rounds: all-to-all of small messages among ranks that are connected with each other, one message to every other
+// rank and one from each of them. What the agreements of a batch over ranks are (geartrain/replay/distributed/).
+//
+// Messages carry the number of their round as tag. A rank that leaves the group says why in a message of another kind
+// instead. Up to `inline_bytes` a message is sent as a header, which waits for nobody whose peer has received all
+// rounds before; so every rank sends all of its messages before it receives the first.
+//
+// Threads: one at a time makes rounds; others may close the connections, which ends its waits.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "transport/connection.h"
+
+namespace geartrain {
+
+class RankRounds {
+ public:
+  static constexpr uint32_t kReason = 1;  // kind of the message that tells why a rank leaves
+
+  RankRounds(uint32_t rank, uint32_t ranks, size_t inline_bytes);
+
+  void add(uint32_t peer, std::shared_ptr<Connection> connection);
+  // Whether this rank is connected with all others, and messages of so many bytes may be sent.
+  bool carries(size_t bytes) const { return missing_ == 0 && bytes <= inline_bytes_; }
+
+  // The next round's number; exchanges of rows count as rounds as well.
+  uint64_t begin() { return ++number_; }
+
+  // Sends parts[i] to rank i, and receives one message of each. parts[rank] is not looked at, and received[rank] stays
+  // as it is. Throws what Connection throws, with failure() set.
+  void all_to_all(uint64_t number, std::span<const Bytes> parts, std::span<Message> received, Deadline deadline);
+  // What a rank has sent, of a message received; empty for none.
+  static Bytes content_of(const Message& message);
+
+  // Of the last round, where it threw: which peer it was and what of it. `error`: what the connection threw.
+  enum class Cause : uint8_t { error, lost, timed_out, told, refused };
+  struct Failure {
+    uint32_t peer;
+    Cause cause;
+    std::string detail;
+  };
+  const std::optional<Failure>& failure() const { return failure_; }
+
+  uint32_t rank() const { return rank_; }
+  uint32_t ranks() const { return static_cast<uint32_t>(connections_.size()); }
+  uint64_t sent_bytes() const { return sent_bytes_; }
+  uint64_t sent_messages() const { return sent_messages_; }
+
+ private:
+  void receive(uint64_t number, uint32_t peer, Message* message, Deadline deadline);
+  [[noreturn]] void fail_by(uint32_t peer, Cause cause, const std::string& detail);
+
+  const uint32_t rank_;
+  const size_t inline_bytes_;
+  std::vector<std::shared_ptr<Connection>> connections_;  // by rank; null: itself, or not connected yet
+  uint32_t missing_;
+  uint64_t number_ = 0, sent_bytes_ = 0, sent_messages_ = 0;
+  std::optional<Failure> failure_;
+};
+
+}  // namespace geartrain
