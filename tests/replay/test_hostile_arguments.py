@@ -42,6 +42,12 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 
 
+def scalar(least: float, **options: Any) -> Callable[[Any], bool]:
+    """Numbers that a strategy or a replay keeps as they are given: no arrays ()."""
+    takes = number(least, **options)
+    return lambda value: not isinstance(value, np.ndarray) and takes(value)
+
+
 def limits(value: Any) -> bool:
     return value is None or isinstance(value, Limits)
 
@@ -54,8 +60,8 @@ ALLOWED: dict[Any, dict[str, Callable[[Any], bool]]] = {
     Uniform: {**RANDOM, "over": lambda value: isinstance(value, str) and value in ("rows", "steps")},
     Prioritized: {
         **RANDOM,
-        "alpha": lambda value: callable(value) or number(0, above=True)(value),
-        "beta": lambda value: callable(value) or number(0, none=True)(value),
+        "alpha": lambda value: callable(value) or scalar(0, above=True)(value),
+        "beta": lambda value: callable(value) or scalar(0, none=True)(value),
     },
     TopK: COMMON,
     Lifo: COMMON,
@@ -65,16 +71,16 @@ ALLOWED: dict[Any, dict[str, Callable[[Any], bool]]] = {
     },
     Limits: {
         "min_version": lambda value: callable(value) or whole(-(2**63), 2**63 - 1, none=True)(value),
-        "max_age_s": number(0, above=True, none=True),
+        "max_age_s": scalar(0, above=True, none=True),
         "min_length": whole(0, 2**32 - 1),
     },
-    Linear: {"start": number(-1e308), "end": number(-1e308), "steps": number(0)},
+    Linear: {"start": scalar(-1e308), "end": scalar(-1e308), "steps": scalar(0)},
     Traits: {
         "form": lambda value: value == "custom" if isinstance(value, str) else False,
         "atom": whole(1, 2**31 - 1),
         **dict.fromkeys(("by_priority", "over_steps", "replacement", "stratified"), flag),
         **dict.fromkeys(("cursor", "stateless", "importance"), flag),
-        "alpha": lambda value: callable(value) or number(0, above=True)(value),
+        "alpha": lambda value: callable(value) or scalar(0, above=True)(value),
         "limits": limits,
     },
 }  # fmt: skip
@@ -124,7 +130,7 @@ REPLAY: dict[str, Callable[[Any], bool]] = {
     "num_batches": whole(0, 2**63 - 1, none=True),
     "min_rows": whole(1, 2**32, none=True),
     "threads": whole(1, 4096, none=True),
-    "timeout_s": number(0, most=1e9),
+    "timeout_s": scalar(0, most=1e9),
     "inputs": lambda value: value is None or value == ["x"],
     "targets": lambda value: value is None or value == ["x"],
     "assignment": lambda value: isinstance(value, str) and value in ("local_first", "ordered"),
@@ -179,7 +185,7 @@ def test_a_replay_is_of_stores_and_strategies(store: gt.Store) -> None:
 
 def test_a_mixture_is_of_shares_and_strategies(store: gt.Store) -> None:
     two = [Uniform(), Prioritized()]
-    share = number(0)
+    share = scalar(0)
     for value in VALUES:
         for shares in ([value, 1], [1, value]):
             if share(value):

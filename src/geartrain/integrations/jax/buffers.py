@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.core.arguments import check_whole, is_real
+from geartrain.core.arguments import check_real, check_whole
 from geartrain.core.keys import Keys
 from geartrain.core.schema import MAX_NAME_BYTES, Field
 from geartrain.errors import ArgumentError, MissingDependencyError
@@ -330,9 +329,7 @@ def make_prioritised_flat_buffer(
     Raises:
         ArgumentError: sizes that make no buffer, or an exponent that is not from 0 to 1.
     """
-    if not is_real(priority_exponent):
-        raise ArgumentError(f"priority_exponent is a number, found {priority_exponent!r}")
-    if not math.isfinite(priority_exponent) or not 0 <= priority_exponent <= 1:
+    if not 0 <= check_real("priority_exponent", priority_exponent) <= 1:
         raise ArgumentError(f"priority_exponent is from 0 to 1, found {priority_exponent}")
     sizes = (max_length, min_length, sample_batch_size, 2, add_sequences, add_batch_size)
     return _made(*sizes, store, writers, reserve, exponent=float(priority_exponent))
