@@ -71,6 +71,37 @@ PICKLES = """
         while True:
             codec.encode(Slow(), True)
 """
+COPIES = """
+    import numpy as np
+    from geartrain.transport.codec import native_codec
+
+    codec = native_codec()
+    columns = np.zeros((3000, 3000), np.float32)[:, ::2]
+
+    def call():
+        while True:
+            codec.encode(columns, True)
+"""
+KEYS = """
+    from geartrain.transport.codec import native_codec, pack
+
+    codec = native_codec()
+
+    class Key:
+        def __hash__(self):
+            for _ in range(1000):
+                pass
+            return 1
+
+        def __eq__(self, other):
+            return self is other
+
+    packed = pack(codec.encode([{Key(): 1 for _ in range(10)}, {Key() for _ in range(10)}], True))
+
+    def call():
+        while True:
+            codec.decode(packed, True)
+"""
 END = """
     for _ in range(4):
         threading.Thread(target=call, daemon=True).start()
@@ -85,6 +116,8 @@ END = """
         pytest.param(HANDSHAKES, id="handshakes"),
         pytest.param(MEETINGS, id="meetings", marks=pytest.mark.slow),
         pytest.param(PICKLES, id="pickles"),
+        pytest.param(COPIES, id="copies"),
+        pytest.param(KEYS, id="keys"),
     ],
 )
 def test_a_process_ends_beside_daemon_threads(calls):

@@ -31,6 +31,7 @@ void ShareExposure::ask_for_parts(uint64_t operation, OwnedShare& share, uint32_
 
 uint64_t ShareExposure::piece(const OwnedShare& share) const {
   if (!share.only_reads()) return chunk_;
+  if (world_ == 1) return chunk_;  // nobody else reads
   return std::max(chunk_, std::min(kReadBytes, kReadTogether / (world_ - 1)) / chunk_ * chunk_);
 }
 

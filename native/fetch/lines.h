@@ -15,7 +15,8 @@ constexpr size_t kLine = 64;
 constexpr uint64_t kAskedBytes = 1024;
 constexpr uint64_t kFewBytes = 256;
 constexpr uint64_t kPage = 4096;
-// Pages of one field that are asked for: with 64 rows in flight a third of what a second-level TLB holds.
+// Pages of one field that are asked for of a row. With the 2 to 8 rows of a fetch in flight, or the 16 of transitions,
+// they are 256 at most: far fewer than a second-level TLB holds.
 constexpr uint64_t kPagesAhead = 16;
 
 #if defined(__SANITIZE_THREAD__)

@@ -45,6 +45,7 @@ class Codec {
     types_.names.numpy_array = numpy.attr("ndarray");
     types_.names.numpy_scalar = numpy.attr("generic");
     types_.names.as_array = numpy.attr("asarray");
+    types_.names.as_contiguous = numpy.attr("ascontiguousarray");
     types_.names.numpy_codes = std::move(numpy_codes);
     for (const auto& [code, size] : itemsizes) types_.itemsizes.at(nb::cast<uint8_t>(code)) = nb::cast<uint8_t>(size);
     types_.torch_part = std::move(torch_part);

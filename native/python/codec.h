@@ -10,8 +10,9 @@ namespace geartrain {
 
 // Python attributes that both use, looked up once.
 struct Names {
-  nb::object numpy_array, numpy_scalar, as_array, numpy_codes;  // dict: numpy dtype -> code
-  nb::object torch_tensor, torch_codes, torch_dtypes;           // set once torch is there; dicts both ways
+  nb::object numpy_array, numpy_scalar, as_array, as_contiguous;
+  nb::object numpy_codes;                              // dict: numpy dtype -> code
+  nb::object torch_tensor, torch_codes, torch_dtypes;  // set once torch is there; dicts both ways
   nb::object to_plain, from_numpy;
   nb::object to_parts, from_parts;  // of the format's x
 };

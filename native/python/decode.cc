@@ -22,8 +22,9 @@ class KeyHashes {
  public:
   KeyHashes(uint32_t keys, bool trusted) : counted_(!trusted && keys > kMostOfOneHash) {}
   void add(PyObject* key) {
-    if (!counted_ || PyUnicode_CheckExact(key) || PyBytes_CheckExact(key)) return;
-    const Py_hash_t hash = PyObject_Hash(key);
+    const bool of_text = PyUnicode_CheckExact(key) || PyBytes_CheckExact(key);
+    if (!counted_ || of_text) return;
+    const Py_hash_t hash = into_python([&] { return PyObject_Hash(key); });
     if (hash == -1) throw nb::python_error();
     if (++counts_[hash] > kMostOfOneHash) ValueReader::refuse("too many keys of a dict or set have the same hash");
   }
@@ -70,8 +71,8 @@ struct MessageReader {
       case 'I': {
         const Bytes found = in.digits();
         const nb::bytes digits(chars(found), found.size());
-        return nb::handle(reinterpret_cast<PyObject*>(&PyLong_Type))
-            .attr("from_bytes")(digits, "little", nb::arg("signed") = true);
+        const nb::handle type(reinterpret_cast<PyObject*>(&PyLong_Type));
+        return into_python([&] { return type.attr("from_bytes")(digits, "little", nb::arg("signed") = true); });
       }
       case 'd':
         return checked(PyFloat_FromDouble(in.number<double>()));
@@ -117,7 +118,7 @@ struct MessageReader {
         for (uint32_t i = 0; i < n; ++i) {
           const nb::object key = value(depth + 1);
           hashes.add(key.ptr());
-          if (PySet_Add(made.ptr(), key.ptr()) != 0) throw nb::python_error();
+          if (into_python([&] { return PySet_Add(made.ptr(), key.ptr()); }) != 0) throw nb::python_error();
         }
         return made;
       }
@@ -129,7 +130,9 @@ struct MessageReader {
           const nb::object key = value(depth + 1);
           hashes.add(key.ptr());
           const nb::object item = value(depth + 1);
-          if (PyDict_SetItem(made.ptr(), key.ptr(), item.ptr()) != 0) throw nb::python_error();
+          if (into_python([&] { return PyDict_SetItem(made.ptr(), key.ptr(), item.ptr()); }) != 0) {
+            throw nb::python_error();
+          }
         }
         return made;
       }
@@ -179,11 +182,14 @@ struct MessageReader {
     // By way of NumPy: several times as fast as torch's own DLPack import.
     codec.need_torch();
     if (code == kUint64) dtype.code = static_cast<uint8_t>(nb::dlpack::dtype_code::Int);  // it knows one name of two
-    nb::object made = codec.names.from_numpy(
-        nb::cast(nb::ndarray<nb::numpy>(elements, shape.size(), shape.data(), keep, nullptr, dtype)));
+    const nb::object plain =
+        nb::cast(nb::ndarray<nb::numpy>(elements, shape.size(), shape.data(), keep, nullptr, dtype));
+    nb::object made = into_python([&] { return codec.names.from_numpy(plain); });
     const bool as_raw =
         code == kUint64 || (dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::UInt) && !is_unsigned(code));
-    return as_raw ? made.attr("view")(nb::object(codec.names.torch_dtypes[nb::int_(code)])) : made;
+    if (!as_raw) return made;
+    const nb::object type = codec.names.torch_dtypes[nb::int_(code)];
+    return into_python([&] { return made.attr("view")(type); });
   }
 
   static constexpr uint8_t kUint64 = 8;
@@ -216,7 +222,7 @@ struct MessageReader {
 nb::object decode(const CodecTypes& codec, const Message& message, bool pickle) {
   MessageReader reader{codec, message, pickle};
   try {
-    nb::object value = into_python([&] { return reader.value(0); });  // keys may have a __hash__ of Python
+    nb::object value = reader.value(0);
     reader.in.finish();
     return value;
   } catch (nb::python_error& error) {

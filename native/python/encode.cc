@@ -66,7 +66,7 @@ struct Writer {
     if (PyDict_CheckExact(o)) return dict(o, depth);
     if (PyBytes_CheckExact(o)) return bytes(object, 'b', PyBytes_AS_STRING(o), PyBytes_GET_SIZE(o));
     if (Py_TYPE(o) == reinterpret_cast<PyTypeObject*>(codec.names.numpy_array.ptr())) return numpy(object, 'a');
-    if (codec.torch_is_loaded() && is_tensor(o)) {
+    if (codec.torch_is_loaded() && is_instance(o, codec.names.torch_tensor)) {
       return tensor(object, depth);
     }
     rare(object, depth);
@@ -80,9 +80,10 @@ struct Writer {
       return put(static_cast<int64_t>(number));
     }
     const nb::handle object(o);
-    const auto n = nb::cast<size_t>(object.attr("bit_length")()) / 8 + 1;
+    const auto n = nb::cast<size_t>(into_python([&] { return object.attr("bit_length")(); })) / 8 + 1;
     if (n > kMostIntBytes) fail(ErrorKind::frame, "an int has ", kMostIntBytes, " bytes at most, found ", n);
-    const auto digits = nb::cast<nb::bytes>(object.attr("to_bytes")(n, "little", nb::arg("signed") = true));
+    const auto digits = nb::cast<nb::bytes>(
+        into_python([&] { return object.attr("to_bytes")(n, "little", nb::arg("signed") = true); }));
     tag('I');
     count(n);
     raw(digits.c_str(), n);
@@ -146,8 +147,8 @@ struct Writer {
       for (const nb::handle item : items) value(item, depth + 1);
       return;
     }
-    if (PyObject_IsInstance(o, codec.names.numpy_scalar.ptr()) == 1) {
-      const nb::object array = codec.names.as_array(object);
+    if (is_instance(o, codec.names.numpy_scalar)) {
+      const nb::object array = into_python([&] { return codec.names.as_array(object); });
       if (PyDict_Contains(codec.names.numpy_codes.ptr(), nb::object(array.attr("dtype")).ptr()) == 1) {
         return numpy(array, 'g');
       }
@@ -156,8 +157,9 @@ struct Writer {
     pickled(object);
   }
 
-  bool is_tensor(PyObject* o) const {  // (a class of torch's decides, in Python)
-    return into_python([&] { return PyObject_IsInstance(o, codec.names.torch_tensor.ptr()); }) == 1;
+  // (Python decides: torch's class of tensors, or an object's own __class__)
+  static bool is_instance(PyObject* o, const nb::object& type) {
+    return into_python([&] { return PyObject_IsInstance(o, type.ptr()); }) == 1;
   }
 
   // What torch makes of a value; false for anything else.
@@ -191,7 +193,7 @@ struct Writer {
     Py_buffer view;
     if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_C_CONTIGUOUS) != 0) {
       PyErr_Clear();
-      const nb::object plain = nb::module_::import_("numpy").attr("ascontiguousarray")(object);
+      const nb::object plain = into_python([&] { return codec.names.as_contiguous(object); });
       return numpy(plain, which);
     }
     std::vector<uint64_t> shape(view.shape, view.shape + view.ndim);
@@ -209,16 +211,18 @@ struct Writer {
     // A plain tensor: on the CPU, dense, contiguous, without history. Most are, and are returned as they are.
     const nb::object plain = into_python([&] { return codec.names.to_plain(object); });
     if (plain.is_none()) return parts(object, depth) ? void() : pickled(object);
-    PyObject* code = PyDict_GetItemWithError(codec.names.torch_codes.ptr(), nb::object(plain.attr("dtype")).ptr());
+    const nb::object dtype = into_python([&] { return nb::object(plain.attr("dtype")); });
+    PyObject* code = PyDict_GetItemWithError(codec.names.torch_codes.ptr(), dtype.ptr());
     if (code == nullptr) return pickled(object);
-    const nb::object size = plain.attr("shape");
+    const nb::object size = into_python([&] { return nb::object(plain.attr("shape")); });
     std::vector<uint64_t> shape;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(size.ptr()); ++i) {
       shape.push_back(nb::cast<uint64_t>(nb::handle(PyTuple_GET_ITEM(size.ptr(), i))));
     }
     uint64_t bytes = codec.itemsizes.at(static_cast<size_t>(PyLong_AsLong(code)));
     for (const uint64_t axis : shape) bytes *= axis;
-    const auto* data = reinterpret_cast<const void*>(nb::cast<uintptr_t>(plain.attr("data_ptr")()));
+    const auto* data =
+        reinterpret_cast<const void*>(nb::cast<uintptr_t>(into_python([&] { return plain.attr("data_ptr")(); })));
     const bool in_line = stands_inline(bytes);
     array_head('A', static_cast<uint8_t>(PyLong_AsLong(code)), in_line, shape);
     if (in_line) {
@@ -230,14 +234,15 @@ struct Writer {
 
   void pickled(nb::handle object) {
     if (!pickle) {
-      fail(ErrorKind::frame, "a ", nb::cast<std::string>(nb::object(nb::str(object.type()))),
+      fail(ErrorKind::frame, "a ",
+           nb::cast<std::string>(into_python([&] { return nb::object(nb::str(object.type())); })),
            " is sent by pickle only, and that is for peers that proved they know the cluster's secret, where "
            "pickle is allowed");
     }
     uint32_t buffers = 0;
     const nb::object add = nb::cpp_function([&](nb::handle exported) {
       if (payload.buffers().size() >= kMostBuffers) return true;  // in band
-      payload.add(nb::object(exported.attr("raw")()));
+      payload.add(into_python([&] { return exported.attr("raw")(); }));
       ++buffers;
       return false;
     });
