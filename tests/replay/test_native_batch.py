@@ -344,16 +344,19 @@ def test_tensors_are_the_arrays_and_hold_the_memory_until_the_last_is_dropped() 
 
 
 @pytest.mark.parametrize("megabytes", [2.1, 3.2, 4.1])
-def test_a_batch_takes_up_at_most_a_quarter_more_memory_than_it_holds(megabytes: float) -> None:
+def test_a_batch_takes_up_at_most_a_third_more_memory_than_it_holds(megabytes: float) -> None:
     rows = int(megabytes * 2**20 / 65536)
     with gt.Store.create({"x": gt.Field((64, 256), "float32")}, max_length=1, capacity=4) as store:
         store.insert({"x": np.zeros((4, 1, 64, 256), np.float32)})
-        before = _native.pool_counts()
         with gt.Replay(store, Uniform(seed=0), rows, prefetch=0, output="numpy") as replay:
-            batch = replay.sample()
-            after = _native.pool_counts()
-            made = after["buffers_made"] - before["buffers_made"]
-            assert made == 0 or after["bytes_in_use"] - before["bytes_in_use"] <= 4 / 3 * batch.nbytes
+            batches, made = [], 0
+            while made == 0 and len(batches) < 20:  # the pool may have some from before
+                before = _native.pool_counts()
+                batches.append(replay.sample())
+                after = _native.pool_counts()
+                made = after["buffers_made"] - before["buffers_made"]
+            assert made == 1
+            assert after["bytes_in_use"] - before["bytes_in_use"] <= 4 / 3 * batches[-1].nbytes
 
 
 def test_what_cannot_be_drawn_is_refused_by_name() -> None:
