@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,10 @@ def test_videos_come_back_frame_by_frame(
     monkeypatch.setattr(stored_rows, "GROUP_BYTES", 400_000)  # a row or so
     if f"{export_encoder(codec)}" not in av.codecs_available:
         pytest.skip("not in this build of PyAV")
+    policy = os.sched_getscheduler(0)
     export(robots, tmp_path / "x", video_codec=codec)
+    policies = {os.sched_getscheduler(int(task.name)) for task in Path("/proc/self/task").iterdir()}
+    assert policies == {policy}, "an encoder has made a thread a real-time one"
     assert "[info]" not in capfd.readouterr().err, "an encoder writes to stderr"
     with imported(tmp_path / "x", fields=list(FIELDS)) as found:
         assert found.fields == FIELDS

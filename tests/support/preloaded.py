@@ -221,6 +221,7 @@ class Server:
             with self._ended:
                 self._codes[answer["pid"]] = answer["code"]
                 self._ended.notify_all()
+        self._pids.put(0)  # whoever waits for a process need not wait for the deadline
 
     def start(self, order: dict[str, Any], files: Sequence[int]) -> int:
         """Forks a program that has the first three files as its standard streams; returns its process id."""
@@ -232,6 +233,9 @@ class Server:
             try:
                 socket.send_fds(self._socket, [json.dumps(order).encode()], list(files))
                 pid = self._pids.get(timeout=patience(100))
+                if pid == 0:
+                    self._pids.put(0)  # for the next one, too
+                    raise RuntimeError("the process that forks programs for the tests has ended")
             finally:
                 if adopted:
                     _adopt_orphans(False)

@@ -12,6 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from geartrain.integrations.datasets.export_video import scheduling_kept
+
 HEIGHT, WIDTH = 64, 96
 _BLOCK = 16  # pixels of one bit: large enough for any codec, and for a half of the size
 _BITS = 16
@@ -73,7 +75,9 @@ def write_video(
         for at, number in enumerate(numbers):
             frame = av.VideoFrame.from_ndarray(picture(number, height, width), "rgb24")
             frame.pts, frame.time_base = at if ticks is None else ticks[at], Fraction(1, fps)
-            file.mux(stream.encode(frame))
+            with scheduling_kept():
+                packets = stream.encode(frame)
+            file.mux(packets)
         file.mux(stream.encode())
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -30,6 +31,20 @@ _OPTIONS = {
 }
 _LEAST_AV1_EDGE = 64
 _MOST_THREADS = 4
+
+
+@contextmanager
+def scheduling_kept() -> Iterator[None]:
+    """Gives the calling thread its scheduling policy back: SVT-AV1 makes it a real-time one's where root encodes.
+
+    Left so, it and all that it starts would keep others from their cores.
+    """
+    policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
+    try:
+        yield
+    finally:
+        if os.sched_getscheduler(0) != policy:
+            os.sched_setscheduler(0, policy, parameters)
 
 
 @dataclass(frozen=True)
@@ -156,7 +171,9 @@ class VideoFolder:
                 frame.pts, frame.time_base = self._frames, Fraction(1, self._fps)
                 if number == at:
                     frame.pict_type = self._av.video.frame.PictureType.I
-                self._container.mux(self._stream.encode(frame))
+                with scheduling_kept():
+                    packets = self._stream.encode(frame)
+                self._container.mux(packets)
                 self._frames += 1
             at += length
             chunk, file = divmod(self._number, self._files_per_chunk)
@@ -186,7 +203,9 @@ class VideoFolder:
     def finish(self) -> None:
         """Completes the file that is being written."""
         if self._container is not None:
-            self._container.mux(self._stream.encode())
+            with scheduling_kept():
+                packets = self._stream.encode()
+            self._container.mux(packets)
         self.close()
 
     def close(self) -> None:
@@ -201,4 +220,4 @@ class VideoFolder:
                 file.close()
 
 
-__all__ = ["EncodedEpisode", "VideoEncoding", "VideoFolder"]
+__all__ = ["EncodedEpisode", "VideoEncoding", "VideoFolder", "scheduling_kept"]
