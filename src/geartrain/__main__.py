@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 
 def main() -> None:
     """Runs the command line, or says how to install what it needs."""
+    if sys.stdout is None:  # the caller closed it
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     try:
         from geartrain.tools.cli import app
     except ModuleNotFoundError as error:

@@ -272,8 +272,9 @@ def load_checkpoint(tools: Tools) -> Door:
     return call, {"directory": folder, "name": tools.name(), **given, **more}
 
 
-@door("load_checkpoint, resharded", capacity=whole(1, 2**32, none=True), together=choice(None))
+@door("load_checkpoint, resharded", together=choice(None))
 def load_resharded(tools: Tools) -> Door:
+    # Without `capacity`: 2**31 rows are allowed, and what is kept of each fills the memory of a small machine.
     folder = tools.folder()
     with new_store(tools) as there:
         gt.save_checkpoint(there, folder, step=1)
@@ -283,5 +284,5 @@ def load_resharded(tools: Tools) -> Door:
         made.unlink()
         made.close()
 
-    given = {"reshard": True, "together": "tag", "capacity": None, "part": 0, "reserve": False}
+    given = {"reshard": True, "together": "tag", "part": 0, "reserve": False}
     return call, {"directory": folder, "name": tools.name(), **given}
