@@ -188,7 +188,12 @@ print("fine")
         probe.bind(("127.0.0.1", 0))
         url = {"file": f"file://{tmp_path}/store", "tcp": f"tcp://127.0.0.1:{probe.getsockname()[1]}"}[scheme]
     ranks = [
-        preloaded.Popen([sys.executable, str(script), str(rank), url], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        preloaded.Popen(
+            [sys.executable, str(script), str(rank), url],
+            env={**os.environ, "PYTHONPATH": str(Path(preloaded.__file__).parent)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )  # fmt: skip
         for rank in range(3)
     ]
     for rank in ranks:
