@@ -193,7 +193,7 @@ print("fine")
             env={**os.environ, "PYTHONPATH": str(Path(preloaded.__file__).parent)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-        )  # fmt: skip
+        )
         for rank in range(3)
     ]
     for rank in ranks:
