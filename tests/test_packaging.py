@@ -14,6 +14,7 @@ import pytest
 from deadlines import patience
 
 import geartrain as gt
+import geartrain._native as _native
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
@@ -29,6 +30,7 @@ class Absent:
 sys.meta_path.insert(0, Absent())
 import numpy as np
 import geartrain as gt
+import geartrain._native as _native
 """
 
 
@@ -51,6 +53,20 @@ def test_the_version_stands_once_more_than_once() -> None:
     assert gt.__version__ == version[1]
     assert f"geartrain:{version[1]}" in (ROOT / "compose.yaml").read_text()
     assert f"=={version[1]}" in (ROOT / "Dockerfile").read_text()
+
+
+def test_no_library_that_users_link_holds_code_for_tests() -> None:
+    """By its texts, which stay in a library whose symbols are stripped."""
+    sources = "".join(path.read_text() for path in (ROOT / "native" / "testing").glob("*.cc"))
+    texts = {text.encode() for text in re.findall(r'"([a-z0-9 ,;:.]{20,})"', sources)}
+    texts.add(b"run_switch")
+    package = Path(_native.__file__).parent
+    module = Path(_native.__file__).read_bytes()  # geartrain.tools.testing runs the switch of it
+    assert len(texts) > 3 and all(text in module for text in texts)
+    libraries = [path for path in package.rglob("*.so*") if not path.name.startswith("_native")]
+    assert any(path.name == "libgeartrain_allreduce.so" for path in libraries)
+    for path in libraries:
+        assert not [text for text in texts if text in path.read_bytes()], path
 
 
 def test_every_extra_that_an_error_names_is_one() -> None:

@@ -96,7 +96,7 @@ def test_one_endpoint_serves_metrics_of_everything_and_the_dashboard_asks_for_no
     assert value("geartrain_weights_reader_version", weights="busy-w") == 7
     assert value("geartrain_rpc_messages_received", node="node", peer="peer") >= 1
     assert value("geartrain_group_operations", group="default", rank="0") == 1
-    assert value("geartrain_process_steps", job="odd\nname") == 5
+    assert value("geartrain_process_steps", job="odd\\nname") == 5
     assert value("geartrain_process_stopped", pid=str(program.pid)) == 0
 
     asked = json.loads(DASHBOARD.read_text())

@@ -6,12 +6,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from geartrain.collectives.reducer import Reducer
-from geartrain.errors import GeartrainError, MissingDependencyError
+from geartrain.core.metrics_server import Metric, MetricsServer, Values
+from geartrain.errors import GeartrainError
 
 SECRET_VARIABLE = "GEARTRAIN_SECRET"
 
@@ -45,9 +45,10 @@ def serve(
         signal.signal(number, lambda *_: stopped.set())
     secret = read_secret(secret_file)
     reducer = Reducer(bind, secret=secret, max_window_bytes=window_bytes)
+    served = None
     try:
         if metrics_port is not None:
-            serve_metrics(reducer, reducer.address.rpartition(":")[0], metrics_port)
+            served = serve_metrics(reducer, reducer.address.rpartition(":")[0], metrics_port)
         print(f"reducer listening on {reducer.address}, {'with' if secret else 'without'} a secret", flush=True)
         before, at = reducer.metrics(), time.monotonic()
         while not stopped.wait(every_s or None):
@@ -58,6 +59,8 @@ def serve(
         print("reducer stops", flush=True)
     finally:
         reducer.close(grace_s)
+        if served is not None:
+            served.close()
 
 
 def line(before: dict[str, Any], now: dict[str, Any], seconds: float) -> str:
@@ -83,25 +86,15 @@ def read_secret(path: Path | None) -> bytes | None:
     return secret
 
 
-def serve_metrics(reducer: Reducer, host: str, port: int) -> None:
-    """Serves a reducer's counters over HTTP in Prometheus' text format."""
-    try:
-        from prometheus_client import CollectorRegistry, start_http_server
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-        from prometheus_client.registry import Collector
-    except ImportError:
-        raise MissingDependencyError("metrics need prometheus-client: pip install 'geartrain[metrics]'") from None
+def serve_metrics(reducer: Reducer, host: str, port: int) -> MetricsServer:
+    """Serves a reducer's counters to Prometheus over HTTP."""
+    metrics = {
+        name: Metric(f"geartrain_reducer_{name}", "gauge" if name in GAUGES else "counter", about, ())
+        for name, about in METRICS.items()
+    }
 
-    class Counters(Collector):
-        def collect(self) -> Iterable[Any]:
-            found = reducer.metrics()
-            for name, what in METRICS.items():
-                family = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
-                yield family(f"geartrain_reducer_{name}", what, value=found[name])
+    def read() -> Values:
+        found = reducer.metrics()
+        return [(metric, {(): float(found[name])}) for name, metric in metrics.items()]
 
-    registry = CollectorRegistry()
-    registry.register(Counters())
-    try:
-        start_http_server(port, addr=host, registry=registry)
-    except OSError as error:
-        raise GeartrainError(f"cannot serve metrics on {host}:{port}: {error}") from None
+    return MetricsServer(read, host, port)

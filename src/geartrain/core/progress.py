@@ -7,6 +7,8 @@ import time
 from types import TracebackType
 from typing import Any, TextIO
 
+from geartrain.core.printable import printable
+
 LINE_EVERY_S = 5.0
 
 
@@ -30,7 +32,7 @@ class Progress:
         enabled: bool = True,
         stream: TextIO | None = None,
     ) -> None:
-        self.title = title
+        self.title = printable(title)
         self.total = total
         self.unit = unit
         self.enabled = enabled
@@ -63,7 +65,7 @@ class Progress:
     def say(self, line: str) -> None:
         """One line, once."""
         if self.enabled:
-            print(line, file=self.stream, flush=True)
+            print(printable(line), file=self.stream, flush=True)
 
     def __exit__(
         self,

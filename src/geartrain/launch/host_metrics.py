@@ -6,22 +6,14 @@ replays of one store in one process, counters are added up, and of gauges the la
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
-from geartrain.errors import MissingDependencyError
+from geartrain.core.metrics_server import Metric
+from geartrain.core.printable import printable
 from geartrain.launch.metrics import COUNTS
 
 Value = tuple[str, tuple[str, ...], float]
-
-
-class Metric(NamedTuple):
-    """A metric: a counter's name is shown with `_total`."""
-
-    name: str
-    kind: Literal["counter", "gauge"]
-    about: str
-    labels: tuple[str, ...]
 
 
 def _metrics() -> Iterator[Metric]:
@@ -132,39 +124,11 @@ def values_of(snapshot: Mapping[str, Any]) -> dict[str, dict[tuple[str, ...], fl
     found: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in METRICS}
     for short, labels, value in _values(snapshot):
         name = f"geartrain_{short}"
-        shown = tuple(each.encode(errors="backslashreplace").decode() for each in labels)
+        shown = tuple(map(printable, labels))
         before = found[name].get(shown)
         merged = (before + value if METRICS[name].kind == "counter" else max(before, value)) if before else value
         found[name][shown] = float(merged)
     return found
-
-
-def collector_of(read: Any) -> Any:
-    """A `prometheus_client` collector of what `read()` returns, a snapshot, at each scrape.
-
-    Raises:
-        MissingDependencyError: prometheus-client is not installed.
-    """
-    try:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-        from prometheus_client.registry import Collector
-    except ImportError:
-        raise MissingDependencyError("metrics need prometheus-client: pip install 'geartrain[metrics]'") from None
-
-    class HostCollector(Collector):
-        def collect(self) -> Iterable[Any]:
-            for name, values in values_of(read()).items():
-                metric = METRICS[name]
-                family = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-                made = family(name, metric.about, labels=metric.labels)
-                for labels, value in values.items():
-                    made.add_metric(labels, value)
-                yield made
-
-        def describe(self) -> Iterable[Any]:
-            return []
-
-    return HostCollector()
 
 
 def _values(snapshot: Mapping[str, Any]) -> Iterator[Value]:
@@ -250,4 +214,4 @@ def _of_object(process: str, kind: str, name: str, figures: Mapping[str, Any]) -
         yield "weights_reader_version", (name, process), figures["version"]
 
 
-__all__ = ["METRICS", "Metric", "collector_of", "values_of"]
+__all__ = ["METRICS", "values_of"]

@@ -18,16 +18,17 @@ CAPACITY = 1 << 16
 INTENDED, COMMITTED, DELETING, DELETED, DELIVERED = range(1, 6)
 #: Kinds of rows: of an insert or commit; or published while it grows.
 WHOLE, OPEN = 0, 1
-_ENTRY = np.dtype([("tag", "<u8"), ("state", "u1"), ("kind", "u1"), ("pad", "V6")])
+_ENTRY = np.dtype([("tag", "<u8"), ("state", "u1"), ("kind", "u1"), ("steps", "<u2"), ("pad", "V4")])
 _HEADER = 64
 
 
 class Entry(NamedTuple):
-    """One tag of a journal."""
+    """One tag of a journal, and of an episode how many of its actions are in the store for certain."""
 
     tag: int
     state: int
     kind: int
+    steps: int = 0
 
 
 class Journal:
@@ -73,6 +74,10 @@ class Journal:
         """The state of entries from now on."""
         self._entries["state"][entries] = state
 
+    def published(self, entries: slice, steps: int) -> None:
+        """That many actions of an episode are in the store from now on."""
+        self._entries["steps"][entries] = steps
+
     def of(self, tags: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Entries of tags of this process's."""
         return (tags & np.uint64((1 << 24) - 1)).astype(np.int64)
@@ -93,4 +98,4 @@ def read(path: Path) -> Iterator[Entry]:
         return  # it was killed before it had one
     count = int(np.fromfile(path, np.uint64, 1)[0])
     for entry in np.fromfile(path, _ENTRY, count, offset=_HEADER).tolist():
-        yield Entry(*entry[:3])
+        yield Entry(*entry[:4])

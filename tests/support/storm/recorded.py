@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 import geartrain as gt
 from geartrain.errors import GeartrainError
 from geartrain.store.recorder import EPISODES, recorded_fields
-from storm.journal import COMMITTED, DELIVERED, OPEN, Journal, read
+from storm.journal import COMMITTED, DELIVERED, OPEN, Entry, Journal, read
 from storm.roles import EXPECTED, Ending, Part
-from storm.rows import length_of
+from storm.rows import STEPS, length_of
 
 FIELDS = recorded_fields(
     {"observation": gt.Field((2,), "uint64"), "action": gt.Field((), "uint64")},
@@ -46,8 +46,8 @@ class Recorder:
         self.store, self.journal, self.choose = store, journal, choose
         self.every = choose.choice(EVERY)
         self.recorder = store.recorder(ENVIRONMENTS, share_rows=True, publish_every=self.every)
-        self._steps = 0
-        self._over: list[tuple[int, slice]] = []  # ended episodes: at which step, entries
+        self._row_steps = np.zeros(ENVIRONMENTS, np.int64)  # where the next action goes in its row
+        self._pending = np.zeros(ENVIRONMENTS, np.int64)  # actions since the last publication
         self.entries, self.tags, self.at = self._new(np.ones(ENVIRONMENTS, bool))
         self.ended = np.zeros(ENVIRONMENTS, bool)
         self.recorder.reset(self._observation())
@@ -63,7 +63,7 @@ class Recorder:
         """One step of all environments. What it could not record is given again by the next call."""
         entries, tags, at = self._new(self.ended)
         acted = _actions(self.tags, self.at)
-        before = self.entries, self.tags, self.at, self.ended
+        before, began = (self.entries, self.tags, self.at, self.ended), self.ended
         self.tags = np.where(self.ended, tags, self.tags)
         self.at = np.where(self.ended, at, self.at + np.uint64(1))
         self.entries = [new if over else old for new, old, over in zip(entries, self.entries, self.ended, strict=True)]
@@ -79,17 +79,32 @@ class Recorder:
         except BaseException:
             self.entries, self.tags, self.at, self.ended = before
             raise
-        self._steps += 1
-        self._over += [(self._steps, self.entries[one]) for one in np.flatnonzero(self.ended)]
-        while self._over and self._over[0][0] + self.every < self._steps:  # published by now
-            self.journal.set(self._over.pop(0)[1], COMMITTED)
+        for one in np.flatnonzero(~began):
+            self._note(int(one))
+
+    def _note(self, one: int) -> None:
+        """Notes what this step has published of an environment's episode.
+
+        A recorder publishes where `every` actions wait for it, where an episode ends, and where its row is full.
+        """
+        ended, steps = bool(self.ended[one]), int(self._row_steps[one]) + 1
+        full = not ended and steps + 1 == STEPS
+        self._pending[one] += 1
+        if ended and steps + 3 <= STEPS:  # the next episode goes on in the row
+            self._row_steps[one] = steps + 1
+        else:
+            self._row_steps[one] = 0 if ended or full else steps
+        if ended or full or self._pending[one] >= self.every:
+            self._pending[one] = 0
+            self.journal.published(self.entries[one], int(self.at[one]))
+        if ended:
+            self.journal.set(self.entries[one], COMMITTED)
 
     def close(self) -> None:
         """Ends the episodes where they are, and publishes all."""
         self.recorder.close()
-        for _, entries in self._over:
-            self.journal.set(entries, COMMITTED)
-        self._over.clear()
+        for entries, at in zip(self.entries, self.at, strict=True):
+            self.journal.published(entries, int(at))
 
 
 def record(part: Part) -> None:
@@ -161,7 +176,7 @@ def view(part: Part) -> None:
             keys = store.keys()
             if len(keys):
                 at = choose.randrange(len(keys))
-                wrong = _wrong(gt.fetch(store, keys[at : at + 8], output="numpy", threads=1, on_stale="drop"))[1]
+                wrong = actions(gt.fetch(store, keys[at : at + 8], output="numpy", threads=1, on_stale="drop"))[1]
                 assert not wrong, f"rows were returned torn: {wrong[:3]}"
             if replay is None:
                 strategy = gt.selection.Uniform(seed=part.seed, over="steps")
@@ -191,7 +206,7 @@ def _wrong_windows(batch: gt.Batch) -> list[str]:
     return found
 
 
-def _wrong(batch: gt.Batch) -> tuple[Counter[tuple[int, int]], list[str]]:
+def actions(batch: gt.Batch) -> tuple[Counter[tuple[int, int]], list[str]]:
     """The (tag, step) of all actions in whole rows, and what is wrong with the rows."""
     acted: Counter[tuple[int, int]] = Counter()
     found = []
@@ -215,28 +230,44 @@ def _wrong(batch: gt.Batch) -> tuple[Counter[tuple[int, int]], list[str]]:
 
 
 def rows(store: gt.Store, kind: str, journals: list[Path]) -> tuple[list[str], Counter[str]]:
-    """Every step that is there was recorded, once; of an episode that was published all steps are there."""
+    """What is wrong with all rows of a store, see `missing`; with their contents, and their counts of episodes."""
     del kind
     keys = store.keys()
     batch = gt.fetch(store, keys, output="numpy", threads=1) if len(keys) else None
-    acted, found = _wrong(batch) if batch is not None else (Counter(), [])
+    acted, found = actions(batch) if batch is not None else (Counter(), [])
     if batch is not None:
         counted = [len(np.unique(batch["observation"][row][mask][:, 0])) for row, mask in enumerate(batch.mask)]
         # A recorder counts an episode just before its steps are published, and may be killed in between.
         if (wrong := np.flatnonzero((batch[EPISODES] - counted) // 2)).size:
             one = int(wrong[0])
             found.append(f"a row says {batch[EPISODES][one]} episodes and has {counted[one]}")
+    entries = [entry for path in journals for entry in read(path) if entry.state != DELIVERED]
+    found += missing(acted, entries)
+    published = sum(entry.state == COMMITTED for entry in entries)
+    return found[:20], Counter({"episodes proven": published, "steps proven": len(acted)})
+
+
+def missing(acted: Counter[tuple[int, int]], entries: list[Entry]) -> list[str]:
+    """What is wrong with the actions that are there, (episode, number), beside what the recorders have noted.
+
+    Every action was recorded, and is there once. Of an episode that ended there are all, of another one those that its
+    recorder has published; what a call may have published in which its process died follows these without a gap.
+    """
+    found = []
     if twice := [step for step, times in acted.items() if times > 1]:
         found.append(f"steps {twice[:5]} are there more than once")
-    entries = [entry for path in journals for entry in read(path) if entry.state != DELIVERED]
-    if unknown := {tag for tag, _ in acted} - {entry.tag for entry in entries}:
+    there: dict[int, list[int]] = {entry.tag: [] for entry in entries}
+    for tag, step in acted:
+        there.setdefault(tag, []).append(step)
+    if unknown := there.keys() - {entry.tag for entry in entries}:
         found.append(f"episodes {sorted(unknown)[:5]} are there that nobody recorded")
-    whole = [entry.tag for entry in entries if entry.state == COMMITTED]
-    for tag, length in zip(whole, length_of(np.array(whole, np.uint64)).tolist(), strict=True):
-        if missing := [step for step in range(length) if (tag, step) not in acted]:
-            found.append(f"episode {tag} of {length} actions was published, and misses {missing[:5]}")
-    figures = Counter({"episodes proven": len(whole), "steps proven": len(acted)})
-    return found[:20], figures
+    lengths = length_of(np.array([entry.tag for entry in entries], np.uint64)).tolist()
+    for entry, length in zip(entries, lengths, strict=True):
+        steps = there[entry.tag]
+        promised = length if entry.state == COMMITTED else entry.steps
+        if lost := sorted(set(range(max([promised, *(step + 1 for step in steps)]))) - set(steps)):
+            found.append(f"{promised} of {length} actions of episode {entry.tag} were published; missing: {lost[:5]}")
+    return found
 
 
 def contents(store: gt.Store) -> tuple[list[int], list[str]]:
@@ -244,7 +275,7 @@ def contents(store: gt.Store) -> tuple[list[int], list[str]]:
     keys = store.keys()
     if not len(keys):
         return [], []
-    acted, wrong = _wrong(gt.fetch(store, keys, output="numpy", threads=1))
+    acted, wrong = actions(gt.fetch(store, keys, output="numpy", threads=1))
     return sorted({tag for tag, _ in acted}), wrong[:5]
 
 

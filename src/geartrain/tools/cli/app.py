@@ -24,6 +24,7 @@ from rich.table import Column, Table
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
+from geartrain.core.printable import printable
 from geartrain.errors import ArgumentError, GeartrainError, JobError
 
 #: typer has a copy of click in newer versions and depends on it in older ones; this is the base of either's refusals.
@@ -107,18 +108,14 @@ def die(message: str, code: int = 1) -> NoReturn:
     raise typer.Exit(code)
 
 
-def escape(text: str) -> str:
-    """Text from elsewhere, such as a file's name, for `out`: markup and control characters are shown, not obeyed."""
-    return markup.escape(_printable(text, lines=True))
-
-
-def _printable(text: str, lines: bool) -> str:
-    return "".join(each if each.isprintable() or (lines and each == "\n") else ascii(each)[1:-1] for each in text)
+def escape(text: str, lines: bool = False) -> str:
+    """Text from elsewhere for `out`: markup and control characters, but for `lines`' ends, are shown, not obeyed."""
+    return markup.escape(printable(text, lines))
 
 
 def print_error(message: str, lines: bool = False) -> None:
     """Prints it on stderr without markup and emoji, control characters escaped (but line ends where `lines`)."""
-    shown = _printable(message.rstrip(), lines)
+    shown = printable(message.rstrip(), lines)
     console = Console(stderr=True, emoji=False, highlight=False, markup=False)
     console.print(Text.assemble(("error:", "red"), " ", shown), soft_wrap=True)
 

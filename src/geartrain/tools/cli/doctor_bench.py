@@ -93,11 +93,10 @@ def doctor(
 
 
 def _print_report(found: Any) -> None:
-    table = make_table(
-        "what", "found", title="{name}, process {pid} on {host}".format(**found.about), title_justify="left"
-    )
+    title = escape("{name}, process {pid} on {host}".format(**found.about))
+    table = make_table("what", "found", title=title, title_justify="left")
     for what, text in found.in_words().items():
-        table.add_row(what, escape(text))
+        table.add_row(escape(what), escape(text))
     out.print(table)
 
 

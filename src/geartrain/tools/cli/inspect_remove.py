@@ -267,7 +267,7 @@ def _inspect_store(name: str, as_json: bool, trust: Trust) -> None:
         )
     out.print(table)
     limits = {key: value for key, value in about["options"].items() if value is not None}
-    out.print("options   " + ", ".join(f"{key}={value}" for key, value in limits.items()))
+    out.print("options   " + escape(", ".join(f"{key}={value}" for key, value in limits.items())))
     shown = {key: value for key, value in about["counters"].items() if value}
     out.print("counters  " + (", ".join(f"{key} {value:,}" for key, value in shown.items()) or "none yet"))
     if about["versions"]:
@@ -298,7 +298,7 @@ def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
         sys.stdout.write(json.dumps(manifest, indent=1) + "\n")
         return
     out.print(
-        f"checkpoint of {manifest['created']}: {manifest['rows']:,} rows, {size / 1e6:,.1f} MB"
+        f"checkpoint of {escape(manifest['created'])}: {manifest['rows']:,} rows, {size / 1e6:,.1f} MB"
         + (f", {shared / 1e6:,.1f} MB of them shared with other checkpoints" if shared else "")
     )
     table = make_table("field", "shape of a row's block", "dtype", "time in front")
@@ -306,7 +306,7 @@ def _inspect_checkpoint(directory: Path, as_json: bool) -> None:
         table.add_row(
             escape(field["name"]),
             str(tuple(field["shape"])),
-            field["dtype"],
+            escape(field["dtype"]),
             "yes" if field["timed"] else "no",
         )
     out.print(table)
@@ -360,7 +360,7 @@ def _inspect_steps(directory: Path, as_json: bool) -> None:
         shards = step["shards"]
         table.add_row(
             f"{step['step']:,}",
-            step["created"] if step["complete"] else "[yellow]not complete[/]",
+            escape(str(step["created"])) if step["complete"] else "[yellow]not complete[/]",
             f"{len(shards):,}",
             f"{sum(shard['here'] for shard in shards):,}",
             f"{sum(shard['rows'] for shard in shards):,}",
@@ -386,7 +386,7 @@ def _inspect_steps(directory: Path, as_json: bool) -> None:
     out.print(table)
     if newest["state"]:
         known = {key: newest["state"][key] for key in ("step", "seed") if key in newest["state"]}
-        out.print("replay    " + ", ".join(f"{key} {value}" for key, value in known.items()))
+        out.print("replay    " + escape(", ".join(f"{key} {value}" for key, value in known.items())))
 
 
 def _audit(name: str, trust: Trust) -> None:

@@ -124,7 +124,7 @@ def print_rows(store: Store, n: int, out: Console, folder: Path | None) -> None:
             first = picture_of(steps[0], field) if len(steps) else None
             if first is None:
                 text = np.array2string(values, threshold=24, edgeitems=_EDGE_ITEMS, precision=4, suppress_small=True)
-                out.print(f"{escape(name)} {escape(text)}", soft_wrap=True, highlight=False)
+                out.print(f"{escape(name)} {escape(text, lines=True)}", soft_wrap=True, highlight=False)
                 continue
             last = picture_of(steps[-1], field)
             assert last is not None

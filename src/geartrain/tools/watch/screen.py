@@ -14,6 +14,7 @@ from typing import Any
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
+from geartrain.core.printable import printable
 from geartrain.tools.watch.causes import Diagnosis
 from geartrain.tools.watch.sections import Column, Line, Section, sections_of, size
 
@@ -195,13 +196,13 @@ def flat(found: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
                 entries += flat(each, f"{prefix}{name}.{at}.")
         else:
             shown = f"{value:,.6g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
-            entries.append((f"{prefix}{name}", _printable(shown)))
+            entries.append((f"{prefix}{name}", printable(shown)))
     return entries
 
 
 def text_of(line: Line) -> str:
     """A line's name."""
-    return _printable(str(line.values[0]))
+    return printable(str(line.values[0]))
 
 
 def _columns(columns: list[Column], lines: list[Line], kept: int, width: int) -> list[tuple[int, int]]:
@@ -209,7 +210,7 @@ def _columns(columns: list[Column], lines: list[Line], kept: int, width: int) ->
     chosen: list[tuple[int, int]] = []
     left = width
     for at, column in enumerate(columns):
-        shown = [cell_len(_printable(column.show(line.values[at]))) for line in lines if line.values[at] is not None]
+        shown = [cell_len(printable(column.show(line.values[at]))) for line in lines if line.values[at] is not None]
         if at not in (0, kept) and not any(shown):
             continue
         wide = min(max([len(column.name) + 1, *shown]), max(12, width // 3))
@@ -222,7 +223,7 @@ def _columns(columns: list[Column], lines: list[Line], kept: int, width: int) ->
 
 
 def _cell(content: str, width: int, right: bool) -> str:
-    content = _printable(content)
+    content = printable(content)
     if cell_len(content) > width:
         return set_cell_size(content, max(0, width - 1)) + ("…" if width else "")
     pad = " " * (width - cell_len(content))
@@ -230,7 +231,7 @@ def _cell(content: str, width: int, right: bool) -> str:
 
 
 def _fit(content: str, width: int, style: str = "") -> Text:
-    content = _printable(content)
+    content = printable(content)
     if cell_len(content) > width:
         content = set_cell_size(content, max(0, width - 1)) + ("…" if width else "")
     elif "reverse" in style:
@@ -241,18 +242,13 @@ def _fit(content: str, width: int, style: str = "") -> Text:
 def _wrap(content: str, width: int) -> list[str]:
     """Lines of words; the second and later ones are set in."""
     lines, line = [], ""
-    for word in _printable(content).split(" "):
+    for word in printable(content).split(" "):
         if line and cell_len(line) + 1 + cell_len(word) > width and line.strip():
             lines.append(line)
             line = f"  {word}"
         else:
             line = f"{line} {word}" if line else word
     return [*lines, line]
-
-
-def _printable(content: str) -> str:
-    """Names may hold anything: control characters are shown, not obeyed."""
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in content)
 
 
 __all__ = ["HELP", "Screen", "flat", "plain_lines"]

@@ -1,0 +1,246 @@
+"""HTTP endpoint for Prometheus: scrapes share one reading, and clients of any kind cost a bounded amount.
+
+One thread serves all clients, by asyncio; requests are parsed by http.server, values written by prometheus-client. A
+client has one request, and is hung up on after its answer, or `CLIENT_S` after it came, whatever it has sent or read by
+then. Of more than `MOST_CLIENTS` the oldest is hung up on: the new one may be a scrape. Values are read again when the
+last reading ended more than `FRESH_S` ago.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from http.server import BaseHTTPRequestHandler
+from typing import Any, Literal, NamedTuple, cast
+
+from geartrain.errors import GeartrainError, MissingDependencyError
+
+#: Clients at a time.
+MOST_CLIENTS = 64
+#: From a client's coming until its answer must have been sent.
+CLIENT_S = 10.0
+#: Age of the values that a scrape is answered with, at most, but for the time that reading them took.
+FRESH_S = 1.0
+#: Size of a request, its headers included.
+MOST_REQUEST_BYTES = 1 << 16
+#: Connections that the kernel holds ready while values are read.
+_QUEUE = 128
+#: Of those, how many are taken before clients that are there already are heard again.
+_ACCEPTED_AT_ONCE = 16
+_CLOSE_S = 1.0
+_END_OF_REQUEST = re.compile(rb"\r?\n\r?\n")
+
+
+class Metric(NamedTuple):
+    """A metric: a counter's name is shown with `_total`."""
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    about: str
+    labels: tuple[str, ...]
+
+
+#: Values of metrics, by the values of their labels.
+Values = Iterable[tuple[Metric, Mapping[tuple[str, ...], float]]]
+
+
+class MetricsServer:
+    """Serves metrics on a thread of its own until `close`.
+
+    GET and HEAD of any path are answered, other methods refused (405).
+
+    Args:
+        read: returns the metrics and their values; called on the server's thread, after a scrape came.
+        host, port: to listen on; port 0 is a free one.
+
+    Raises:
+        MissingDependencyError: prometheus-client is not installed.
+        GeartrainError: the port cannot be had.
+    """
+
+    def __init__(self, read: Callable[[], Values], host: str, port: int) -> None:
+        app = _app(read)
+        try:
+            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+            self._listening = socket.create_server(
+                cast(Any, address), family=family, backlog=_QUEUE, dualstack_ipv6=both
+            )
+        except (OSError, UnicodeError, OverflowError) as error:  # no name of a host; no port
+            raise GeartrainError(f"cannot serve metrics on {host}:{port}: {error}") from None
+        self.port: int = self._listening.getsockname()[1]
+        self._loop = asyncio.new_event_loop()
+        self._ended = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, args=(app,), name="geartrain metrics", daemon=True)
+        self._pid = os.getpid()
+        self._closing = threading.Lock()
+        self._closed = False
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops the server; any thread may, more than once. In a forked child, which has none, it frees the socket.
+
+        A reading under way is waited for, a second at most, and ends by itself.
+        """
+        if self._pid != os.getpid():
+            self._listening.close()
+            return
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            self._loop.call_soon_threadsafe(self._ended.set)
+            self._thread.join(_CLOSE_S)
+
+    def _run(self, app: Callable[..., Any]) -> None:
+        self._loop.run_until_complete(self._serve(app))
+        self._loop.close()
+
+    async def _serve(self, app: Callable[..., Any]) -> None:
+        loop = self._loop
+        clients: dict[_Client, None] = {}  # the oldest first
+        loop.set_exception_handler(lambda *_: None)  # of clients that have hung up
+        server = await loop.create_server(
+            lambda: _Client(loop, app, clients), sock=self._listening, backlog=_ACCEPTED_AT_ONCE
+        )
+        self._listening.listen(_QUEUE)  # asyncio has one number for both
+        await self._ended.wait()
+        server.close()
+        for client in list(clients):
+            client.hang_up()
+        await asyncio.sleep(0)  # closes their sockets
+
+
+class _Client(asyncio.Protocol):
+    """One request, and its answer."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, app: Callable[..., Any], clients: dict[_Client, None]) -> None:
+        self._loop, self._app, self._clients = loop, app, clients
+        self._said = bytearray()
+        self._answered = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._deadline = self._loop.call_later(CLIENT_S, self.hang_up)
+        self._clients[self] = None
+        if len(self._clients) > MOST_CLIENTS:
+            next(iter(self._clients)).hang_up()
+
+    def data_received(self, data: bytes) -> None:
+        if self._answered:
+            return  # is read: a connection that is closed with bytes unread is reset, which may destroy the answer
+        before = len(self._said)
+        self._said += data
+        if _END_OF_REQUEST.search(self._said, max(0, before - 3)) or len(self._said) > MOST_REQUEST_BYTES:
+            self._answer()
+
+    def eof_received(self) -> None:
+        """Closes, once the answer is sent."""
+        if not self._answered:
+            self._answer()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._deadline.cancel()
+        self._clients.pop(self, None)
+
+    def hang_up(self) -> None:
+        self._clients.pop(self, None)
+        self._transport.abort()
+
+    def _answer(self) -> None:
+        self._answered = True
+        self._transport.write(_Request(bytes(self._said), self._app).answer)
+        self._transport.write_eof()
+        self._said.clear()
+
+
+class _Request(BaseHTTPRequestHandler):
+    """A request as bytes, and the answer to it as bytes, whatever it says."""
+
+    def __init__(self, said: bytes, app: Callable[..., Any]) -> None:
+        self.client_address = ("", 0)
+        self.rfile, self.wfile = io.BytesIO(said), io.BytesIO()
+        self.raw_requestline = self.rfile.readline(MOST_REQUEST_BYTES + 1)
+        self.requestline, self.request_version, self.command = "", "", ""
+        if len(self.raw_requestline) > MOST_REQUEST_BYTES:
+            self.send_error(414)
+        elif self.parse_request():  # otherwise it has answered
+            self._answer(app)
+        self.answer = self.wfile.getvalue()
+
+    def _answer(self, app: Callable[..., Any]) -> None:
+        if self.command not in ("GET", "HEAD"):
+            self._send(405, [("Allow", "GET, HEAD"), ("Content-Type", "text/plain")], b"GET or HEAD\n")
+            return
+        path, _, query = self.path.partition("?")
+        asked = {
+            "REQUEST_METHOD": "GET",
+            "PATH_INFO": path,
+            "QUERY_STRING": query,
+            "HTTP_ACCEPT": self.headers.get("Accept"),
+            "HTTP_ACCEPT_ENCODING": self.headers.get("Accept-Encoding"),
+        }
+        said: list[Any] = []
+        try:
+            body = b"".join(app(asked, lambda *status: said.extend(status)))
+        except Exception as error:
+            self.send_error(500, explain=f"{type(error).__name__}: {error}"[:1000])
+            return
+        self._send(int(said[0].split()[0]), said[1], body)
+
+    def _send(self, code: int, headers: Iterable[tuple[str, str]], body: bytes) -> None:
+        self.send_response(code)
+        for name, value in headers:
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing, of what clients say."""
+
+
+def _app(read: Callable[[], Values]) -> Callable[..., Any]:
+    """A WSGI application whose answers share a reading."""
+    try:
+        from prometheus_client import CollectorRegistry, make_wsgi_app
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client.registry import Collector
+    except ImportError:
+        raise MissingDependencyError("metrics need prometheus-client: pip install 'geartrain[metrics]'") from None
+
+    class Reading(Collector):
+        def __init__(self) -> None:
+            self._found: list[Any] = []
+            self._until_s = 0.0
+
+        def collect(self) -> Iterable[Any]:
+            if time.monotonic() >= self._until_s:
+                self._found = [family_of(metric, values) for metric, values in read()]
+                self._until_s = time.monotonic() + FRESH_S
+            return self._found
+
+        def describe(self) -> Iterable[Any]:
+            return []
+
+    def family_of(metric: Metric, values: Mapping[tuple[str, ...], float]) -> Any:
+        family = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+        made = family(metric.name, metric.about, labels=metric.labels)
+        for labels, value in values.items():
+            made.add_metric(labels, value)
+        return made
+
+    registry = CollectorRegistry()
+    registry.register(Reading())
+    return make_wsgi_app(registry)
+
+
+__all__ = ["CLIENT_S", "FRESH_S", "MOST_CLIENTS", "Metric", "MetricsServer", "Values"]
