@@ -162,7 +162,8 @@ if __name__ == "__main__":
     assert (made.stdout, made.stderr) == ("[6, 6]\n", "")
 
 
-def test_what_cannot_be_pickled_is_refused_by_the_constructor(store):
+def test_what_cannot_be_pickled_is_refused_by_the_constructor(store, monkeypatch, tmp_path):
+    monkeypatch.setenv("GEARTRAIN_DIR", str(tmp_path))  # other jobs of this user have counters, too
     with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
         ActorPool(store, lambda context: [Counting()], policy, 1)
     assert [name for name in counters.names() if name.startswith("actors-")] == []
