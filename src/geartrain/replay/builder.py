@@ -17,7 +17,7 @@ from geartrain.errors import ArgumentError
 from geartrain.replay.batch import Batch
 from geartrain.replay.native_batch import BatchPlan, native_batch
 from geartrain.replay.pass_sampler import PassSampler
-from geartrain.replay.sampler import StoreSampler
+from geartrain.replay.sampler import StoreSampler, wait_together
 from geartrain.selection.mixture import Selection, quotas_of
 from geartrain.store.priorities import set_priorities
 
@@ -226,6 +226,7 @@ class HostBatchBuilder:
             return batch, [self.samplers[0].sample_into(batch, 0, self.rows, step, state[0])]
         state = list(state)
         first = 0
+        wait_together(self.samplers)
         for number, (sampler, quota) in enumerate(zip(self.samplers, self.quotas(step), strict=True)):
             if quota:
                 state[number] = sampler.sample_into(batch, first, quota, step, state[number])

@@ -46,8 +46,7 @@ class PassSampler(StoreSampler):
 
         A row that is lost between being taken and being copied is skipped; the next one takes its place.
         """
-        self.wait_for_rows()
-        self.admit(n)
+        self.wait_to_draw(n)
         try:
             self.expire()
             self.check_count(len(self.plan.store))
@@ -82,8 +81,7 @@ class PassSampler(StoreSampler):
         A row that is lost between being taken and being copied is skipped like one that was gone before: the next of
         the pass takes its place, and at the end of the pass the batch gets smaller.
         """
-        self.wait_for_rows()
-        self.admit(n)
+        self.wait_to_draw(n)
         given = 0
         try:
             self.expire()

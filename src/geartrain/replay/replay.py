@@ -80,7 +80,9 @@ class Replay:
             store's rate limiter (`store.limiter.set(min_size_to_sample=...)`). 1 by default; for a store with
             `max_times_sampled` the batch size, lest half a batch use up rows that nobody gets to see.
         threads: threads that copy; up to 4 of the process's cores by default.
-        timeout_s: longest wait for a batch, and for another rank.
+        timeout_s: longest wait for a batch, and for another rank. A batch that is built on the consumer's own thread
+            waits so long for the rows and rate limiters of all its stores; a strategy's own code, or a transform, is
+            not cut short there.
         group: the ranks of a job that train together, each with the shard of its host as `store`: a process group of
             `torch.distributed` (data parallel), or a `RankGroup` (geartrain.replay.distributed.rank_group). Every rank
             makes the replay and asks for batches alike; each gets its part of one global batch (docs/ranks.md).

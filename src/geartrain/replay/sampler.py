@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -85,6 +86,13 @@ class _DrawnInPython:
         return np.delete(self.draw.rows, lost)
 
 
+def wait_together(samplers: Sequence[StoreSampler]) -> None:
+    """Gives the stores of a batch that begins one deadline, for all of their waits."""
+    until_s = time.monotonic() + samplers[0].timeout_s
+    for sampler in samplers:
+        sampler.until_s = until_s
+
+
 class StoreSampler:
     """Draws from one store by one strategy and fetches by one plan.
 
@@ -92,7 +100,7 @@ class StoreSampler:
         plan: what is fetched, and from which store.
         strategy: which rows.
         min_rows: fewer selectable rows than this are not drawn from.
-        timeout_s: longest wait for rows, and for the store's rate limiter.
+        timeout_s: longest wait for rows and the store's rate limiter together.
         stopping: asked while it waits; when it says so, the wait ends with `CallCancelledError`.
         transitions: what of the rows is gathered instead of windows.
 
@@ -102,6 +110,7 @@ class StoreSampler:
         raises: whether priorities that are given are not stored as they are: the alpha is not 1, or follows a schedule.
         atom: rows that stand or fall together (a group), and so are replaced together.
         stage: what it is doing, for error messages.
+        until_s: when a wait ends at the latest (`time.monotonic`): of a batch from several stores, for all of them.
         draws_natively: whether rows are drawn by native code, or by the strategy's own.
         in_one_call: whether a whole batch is one native call; else Python draws its rows or places its windows.
     """
@@ -121,6 +130,7 @@ class StoreSampler:
         self.traits = traits_of(strategy)
         self.min_rows = min_rows
         self.timeout_s = timeout_s
+        self.until_s = math.inf
         self.stopping = stopping
         self.waits = True  # for `min_rows` rows
         self.redrawn = 0
@@ -199,8 +209,7 @@ class StoreSampler:
         self.stage = "drawing and copying rows"
         result = call(*into, n, step, limits, cursor, False, beta)
         if result is None:  # rows, or the rate limiter, have to be waited for
-            self.wait_for_rows()
-            self.admit(n)
+            self.wait_to_draw(n)
             try:
                 self.check_count(len(self.plan.store))
                 self.stage = "drawing and copying rows"
@@ -282,8 +291,7 @@ class StoreSampler:
     def _sample_in_python(
         self, batch: _native.SampledBatch, first: int, n: int, step: int, state: dict[str, int]
     ) -> dict[str, int]:
-        self.wait_for_rows()
-        self.admit(n)
+        self.wait_to_draw(n)
         try:
             self.expire()
             count = len(self.plan.store)
@@ -338,24 +346,31 @@ class StoreSampler:
 
     # --- its steps, which drawing over several ranks takes one by one -----------------------------------------
 
-    def admit(self, n: int) -> None:
-        """Waits until the store's rate limiter lets so many rows be drawn."""
+    def wait_to_draw(self, n: int) -> None:
+        """Waits for rows, and until the rate limiter lets so many be drawn; raises what either raises."""
+        until_s = time.monotonic() + self.timeout_s
+        self.wait_for_rows(until_s)
+        self.admit(n, until_s)
+
+    def admit(self, n: int, until_s: float = math.inf) -> None:
+        """Waits until the store's rate limiter lets so many rows be drawn, for `timeout_s` at most."""
         self.stage = "waiting for the rate limiter"
-        self.plan.store.limiter.admit_samples(n, self.timeout_s, self.stopping)
+        left_s = max(0.0, min(self.timeout_s, min(until_s, self.until_s) - time.monotonic()))
+        self.plan.store.limiter.admit_samples(n, left_s, self.stopping)
         self.stage = "admitted by the rate limiter"
 
     def give_back(self, n: int) -> None:
         """Tells the store's rate limiter that rows were admitted and not drawn."""
         self.plan.store.limiter.give_back(samples=n)
 
-    def wait_for_rows(self) -> None:
+    def wait_for_rows(self, until_s: float) -> None:
         """Waits until `min_rows` rows are selectable, as long as another process could insert some.
 
         Another process is another handle on the store, of whichever process. Where there is none this returns at once,
         and `check_count` raises.
 
         Raises:
-            WaitTimeoutError: too few rows within `timeout_s`.
+            WaitTimeoutError: too few rows by `until_s`, which follows from `timeout_s`.
             CallCancelledError: `stopping` said so.
         """
         self.expire()
@@ -363,11 +378,10 @@ class StoreSampler:
         if len(store) >= self.min_rows or not self.waits or store.native.live_clients() < 2:
             return
         self.stage = "waiting for rows"
-        until_s = time.monotonic() + self.timeout_s
         while len(store) < self.min_rows and store.native.live_clients() > 1:
             if self.stopping is not None and self.stopping():
                 raise CallCancelledError(f"told to stop while {self.min_rows} rows were waited for")
-            if time.monotonic() >= until_s:
+            if time.monotonic() >= min(until_s, self.until_s):
                 raise WaitTimeoutError(f"too few rows within {self.timeout_s:g} s: {self.describe_wait()}")
             time.sleep(LOOK_EVERY_S)
             self.expire()

@@ -36,7 +36,7 @@ from geartrain.replay.device.target import DeviceTarget
 from geartrain.replay.device.transfer import BatchTransfer, ReadyBatch
 from geartrain.replay.fetch import FetchedRows
 from geartrain.replay.native_batch import keys_of
-from geartrain.replay.sampler import StoreSampler
+from geartrain.replay.sampler import StoreSampler, wait_together
 from geartrain.selection.mixture import Selection
 from geartrain.selection.strategy import Draw, Redraw, importance_of, seed_of
 
@@ -176,11 +176,11 @@ class DeviceBatchBuilder:
     def _admit(self, step: int) -> list[tuple[StoreSampler, int]]:
         """Waits for rows and for the stores' rate limiters, not holding what `close` waits for."""
         admitted: list[tuple[StoreSampler, int]] = []
+        wait_together(self.samplers)
         try:
             for sampler, quota in zip(self.samplers, self._host.quotas(step), strict=True):
                 if quota:
-                    sampler.wait_for_rows()
-                    sampler.admit(quota)
+                    sampler.wait_to_draw(quota)
                     admitted.append((sampler, quota))
         except BaseException:
             _give_back(admitted)

@@ -54,7 +54,7 @@ from geartrain.replay.distributed.read_agreement import ReadAgreement, RowsLostE
 from geartrain.replay.distributed.topology import MeshPosition
 from geartrain.replay.distributed.transition_rows import TransitionRows
 from geartrain.replay.fetch import FetchPlan
-from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
+from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler, wait_together
 from geartrain.selection.mixture import Selection, quotas_of
 from geartrain.selection.sharded import ShardedDraw, check_strategy
 from geartrain.selection.strategy import Draw, importance_of, seed_of
@@ -240,6 +240,7 @@ class DistributedBatchBuilder:
     def _build(self, step: int, state: State, updates: list[PriorityUpdate]) -> BuiltBatch:
         began_s, sent = time.perf_counter(), self.group.sent_bytes
         quotas = quotas_of(self.selection, self.batch_size, step)
+        wait_together(self.samplers)
         for number, quota in enumerate(quotas):
             if quota and self.members.leads(number):
                 # The shard's rate limiter admits an even share: how many rows it will be drawn for is not known yet.
