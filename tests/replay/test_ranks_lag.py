@@ -15,6 +15,7 @@ import geartrain as gt
 from geartrain.errors import ArgumentError, EmptyStoreError, PeerLostError
 from geartrain.replay.distributed.native_read import NativeReader
 from geartrain.replay.distributed.rounds_in_flight import LateRounds
+from geartrain.replay.distributed.topology import MeshPosition
 from geartrain.selection import Epochs, Fifo, Limits, Linear, Prioritized, TopK, Uniform
 from geartrain.store.recorder import recorded_fields
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
@@ -296,6 +297,18 @@ def test_views_and_mixtures_refuse_the_lag(store_name: Callable[[], str]) -> Non
             gt.Replay([store, store], both, B, prefetch=0, update_lag=1)
         with gt.Replay(store, Uniform(seed=1), B, view=gt.Transitions(), prefetch=0, update_lag=0):
             pass
+
+
+def test_stages_of_a_pipeline_refuse_the_lag(sharded_stores: Callable[..., list[gt.Store]]) -> None:
+    stores = sharded_stores(2)
+
+    def body(rank: ThreadRankGroup) -> None:
+        options: dict[str, Any] = {"inputs": ["obs"], "targets": ["action"], "prefetch": 0, "update_lag": 1}
+        with pytest.raises(ArgumentError, match="stages of a pipeline"):
+            place = MeshPosition(pp=rank.rank, pp_size=2)
+            gt.Replay(stores[rank.rank], Uniform(seed=1), B, group=rank, mesh=place, **options)
+
+    run_ranks(2, body)
 
 
 def test_a_lag_below_prefetch_is_refused(sharded_stores: Callable[..., list[gt.Store]]) -> None:

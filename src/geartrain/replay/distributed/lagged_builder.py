@@ -64,6 +64,7 @@ class _Begun:
         self.error: BaseException | None = None
         self.parts: list[Bytes] = []  # that it told; none: it has yet to tell, or its round is over
         self.round = self.outcomes = self.rows = 0
+        self.read = False  # and its rows are sent; those below are kept until its batch is finished
         self.heard: _native.RankRead | None = None
         self.batch: Any = None
         self.told: Any = None
@@ -147,7 +148,7 @@ class LaggedBuilder:
 
     def _read(self, begun: _Begun) -> None:
         """Draws a batch that has begun and reads this rank's rows, once all ranks have begun it; and sends them."""
-        if begun.built is not None or begun.heard is not None:
+        if begun.built is not None or begun.read:
             return
         if begun.error is not None:  # as it was
             raise begun.error
@@ -163,7 +164,7 @@ class LaggedBuilder:
             begun.told = np.array([failed, *outcome.lowest] if self._with_lowest else [failed])
             begun.outcomes = self._rounds.post(dict.fromkeys(self._others, flat_bytes(begun.told)))
             begun.rows = self._rounds.post(dict(heard.sends))
-            begun.heard = heard
+            begun.heard, begun.read = heard, True
         except BaseException as error:
             begun.error = error
             raise
@@ -171,8 +172,9 @@ class LaggedBuilder:
     def _finish(self, begun: _Begun) -> BuiltBatch | None:
         """The batch; None where all ranks are to draw it again."""
         self._read(begun)
-        heard, native = begun.heard, self._native
+        heard, batch, native = begun.heard, begun.batch, self._native
         assert heard is not None
+        begun.heard = begun.batch = None
         outcomes = self._rounds.collect(begun.outcomes, self._others)
         receives = heard.receives
         rows = self._rounds.collect(begun.rows, [peer for peer, _ in receives])
@@ -188,11 +190,11 @@ class LaggedBuilder:
             self._end_rounds(begun)
             self._rounds.flush()
             return None
-        native.place(begun.batch, heard)
-        batch = native.finish(begun.batch, heard, agreement, begun.step)
+        native.place(batch, heard)
+        made = native.finish(batch, heard, agreement, begun.step)
         self._inner.count(native, begun.began_s, heard)
         self._inner.note(time.perf_counter() - begun.began_s)
-        return BuiltBatch(batch, begun.state)
+        return BuiltBatch(made, begun.state)
 
     def _every(self) -> range:
         return range(len(self._others) + 1)
