@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import struct
 from typing import Any
@@ -112,6 +113,20 @@ def test_netpbm_of_8_bits_is_exact(kind: bytes) -> None:
 @pytest.mark.parametrize("data", [b"P1\n3 1\n1 0 1\n", b"P4\n3 1\n\xa0"])
 def test_bitmaps_are_read_as_black_and_white(data: bytes) -> None:
     assert decode_image(data, None, "uint8", "rlds").tolist() == [[0, 255, 0]]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("form", ["AVIF", "PNG", "TIFF", "GIF", "WEBP", "JPEG2000", "PPM", "BMP", "SGI"])
+def test_a_damaged_image_is_one_kind_of_error(form: str) -> None:
+    whole = saved("RGB", form)
+    rng = np.random.default_rng(0)
+    for at in rng.integers(4, len(whole), 40).tolist():
+        data = bytearray(whole)
+        data[at] ^= 0xFF
+        with contextlib.suppress(ValueError):
+            decode_image(bytes(data), 3, "uint8", "rlds")
+        with contextlib.suppress(ValueError):
+            decode_image(whole[:at], 3, "uint8", "rlds")
 
 
 def test_colours_of_more_than_8_bits_in_jpeg_2000_are_refused() -> None:

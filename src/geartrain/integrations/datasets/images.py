@@ -102,7 +102,7 @@ def decode_image(
         image = image_module.open(io.BytesIO(data))
         lossy = _what_is_lost(image, data)
         image.load()
-    except OSError as error:
+    except Exception as error:  # Pillow's decoders raise OSError, RuntimeError, SyntaxError and others
         raise ValueError(f"the image cannot be decoded: {error}") from error
     if lossy and not (dtype == "uint16" and lossy == _MORE_BITS and image.mode.startswith("I")):
         raise ValueError(f"a {image.format} image of mode {image.mode} has {lossy}")
