@@ -307,5 +307,5 @@ def png_16(channels: int) -> bytes:
 @pytest.mark.parametrize("dtype", ["uint8", "float32"])
 def test_images_of_16_bits_are_not_cut_to_8(channels: int, dtype: str) -> None:
     """Pillow opens those of colours, or with alpha, in modes of 8 bits."""
-    with pytest.raises(ValueError, match="16 bits a value"):
+    with pytest.raises(ValueError, match="8 bits a value"):
         decode_image(png_16(channels), 3, dtype, "lerobot")

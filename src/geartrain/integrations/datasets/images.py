@@ -100,11 +100,12 @@ def decode_image(
         raise ValueError("the image is empty")
     try:
         image = image_module.open(io.BytesIO(data))
+        lossy = _what_is_lost(image, data)
         image.load()
-    except OSError as error:
+    except Exception as error:  # Pillow's decoders raise OSError, RuntimeError, SyntaxError and others
         raise ValueError(f"the image cannot be decoded: {error}") from error
-    if dtype != "uint16" and _has_16_bits(data):
-        raise ValueError(f"a PNG image of mode {image.mode} has 16 bits a value, more than the 8 bits that are read")
+    if lossy and not (dtype == "uint16" and lossy == _MORE_BITS and image.mode.startswith("I")):
+        raise ValueError(f"a {image.format} image of mode {image.mode} has {lossy}")
     if dtype == "float32":
         pixels: Array = np.ascontiguousarray(np.asarray(image.convert("RGBA")))
         return pixels.view("<f4").reshape(*pixels.shape[:2], 1)
@@ -125,6 +126,25 @@ def decode_image(
     return decoded[..., None] if channels == 1 else decoded
 
 
-def _has_16_bits(data: bytes) -> bool:
-    """Whether it is a PNG file whose header says so: Pillow gives such of colours, or with alpha, cut to 8 bits."""
-    return data.startswith(b"\x89PNG\r\n\x1a\n") and data[24:25] == b"\x10"
+_MORE_BITS = "more than the 8 bits a value that are read"
+
+
+def _what_is_lost(image: Any, data: bytes) -> str:
+    """What Pillow would change of an image's values, before it is decoded; "" for nothing.
+
+    Pillow gives images in colours, or with alpha, cut to 8 bits a value, and those of a largest value of their own
+    scaled.
+    """
+    if data.startswith(b"\x89PNG\r\n\x1a\n") and data[24:25] == b"\x10":
+        return _MORE_BITS
+    for decoder, _, _, found in image.tile:
+        options = found if isinstance(found, tuple) else (found,)
+        if decoder in ("ppm", "ppm_plain") and options[-1] not in (255, "1;I", "1"):
+            return _MORE_BITS if options[-1] == 65535 else f"values up to {options[-1]}, which would be scaled"
+        if decoder == "SGI16" or any(isinstance(option, str) and ";16" in option for option in options):
+            return _MORE_BITS
+    if image.format == "JPEG2000" and (at := data.find(b"\xff\x4f\xff\x51")) >= 0:  # its component's precision
+        return _MORE_BITS if data[at + 42 : at + 43] > b"\x07" and data[at + 42] & 0x7F > 7 else ""
+    if image.format == "AVIF" and (at := data.find(b"pixi")) >= 0:  # bits of its first channel
+        return _MORE_BITS if data[at + 9 : at + 10] > b"\x08" else ""
+    return ""
