@@ -227,6 +227,44 @@ def test_too_few_rows_are_the_same_error_on_all_ranks_which_go_on_later(
     run_ranks(group, body)
 
 
+class CountedGroup(ThreadRankGroup):
+    """Counts messages and bytes of each round that its rank begins and does not wait for."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.posts: list[tuple[int, int]] = []
+
+    def post(self, parts: Any) -> int:
+        self.posts.append((len(parts), sum(part.size for part in parts.values())))
+        return super().post(parts)
+
+
+@pytest.mark.parametrize(("beta", "outcome"), [(None, 1), (0.4, 16)])
+def test_a_batch_takes_a_status_with_updates_an_outcome_and_the_rows(
+    sharded_stores: Callable[..., list[gt.Store]], beta: float | None, outcome: int
+) -> None:
+    stores, size, batches = sharded_stores(3), 3, 4
+
+    def body(rank: CountedGroup) -> int:
+        options: dict[str, Any] = {"prefetch": 0, "update_lag": 1, "num_batches": batches, "output": "numpy"}
+        given_to_others = 0
+        with gt.Replay(stores[rank.rank], Prioritized(seed=1, beta=beta), B, group=rank, **options) as replay:
+            for batch in replay:
+                replay.update_priorities(batch.keys, np.ones(len(batch.keys)))
+                if batch.step < batches - 1:
+                    given_to_others += int((batch.keys.store != stores[rank.rank].id).sum())
+            sent_bytes = replay.stats()["sent_bytes"]
+        statuses, outcomes, rows = (rank.posts[at::3] for at in range(3))
+        assert len(rank.posts) == 3 * (batches - 1)  # the first batch waits for its updates
+        assert all(messages == size - 1 for messages, _ in [*statuses, *outcomes])
+        assert sum(nbytes for _, nbytes in statuses) == 56 * (size - 1) * len(statuses) + 32 * given_to_others
+        assert all(nbytes == outcome * (size - 1) for _, nbytes in outcomes)
+        assert (sum(nbytes for _, nbytes in rows) > 0) <= (sent_bytes > 0)
+        return given_to_others
+
+    assert sum(run_ranks(CountedGroup.make(size), body)) > 0
+
+
 def test_a_rank_that_is_lost_with_rounds_in_flight_is_an_error_on_all_others(
     sharded_stores: Callable[..., list[gt.Store]],
 ) -> None:
