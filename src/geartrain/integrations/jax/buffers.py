@@ -103,7 +103,7 @@ class TrajectoryBuffer:
                 raise ArgumentError(
                     f"the store {name!r} is of a buffer {'with' if store.per_step else 'without'} priorities"
                 )
-            made = Streams(store, fields, streams, sequence, options["batch_size"], exponent)
+            made = Streams(store, fields, streams, timesteps, sequence, options["batch_size"], exponent)
         except BaseException:
             store.close()
             raise
