@@ -1,10 +1,10 @@
-# make demo | test | test-all | test-failed | test-long | storm | soak | upstream | bench | results | check | docs | wheels | sbom | audit | lint-images. Everything is installed into .venv from pyproject.toml and constraints.txt.
+# make demo | test | test-all | test-failed | test-long | races | storm | soak | upstream | bench | results | check | docs | wheels | sbom | audit | lint-images. Everything is installed into .venv from pyproject.toml and constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
 TESTS := $(wildcard native/tests/*/*.h native/tests/*/*.cc)
 NATIVE := CMakeLists.txt $(filter-out $(TESTS),$(wildcard native/*/*.h native/*/*.cc native/*/*/*.h native/*/*/*.cc))
 
-.PHONY: setup demo test test-all test-failed test-long storm soak upstream bench results check docs wheels sbom audit lint-images native-check gpu-bundle gpu-check format clean
+.PHONY: setup demo test test-all test-failed test-long races storm soak upstream bench results check docs wheels sbom audit lint-images native-check gpu-bundle gpu-check format clean
 setup: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt $(NATIVE)
@@ -20,7 +20,7 @@ demo: setup
 WORKERS ?= 4
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist worksteal
 # Workers and hundreds of processes import the same files: without bytecode each of them compiles all of them.
-test test-all test-failed test-long: export PYTHONDONTWRITEBYTECODE =
+test test-all test-failed test-long races: export PYTHONDONTWRITEBYTECODE =
 test: setup  # at least one case of every guarantee: about five minutes on two cores
 	$(PYTEST)
 
@@ -32,6 +32,12 @@ test-failed: setup  # what failed in the last run, one after the other
 
 test-long: setup  # soak tests, minutes each, sequential
 	$(BIN)/pytest -m 'long'
+
+# For example: make races ROUNDS=60 OF=fork_beside_calls
+ROUNDS ?= 1000
+OF ?= thousand_rounds
+races: setup  # each class of the public API closed by two threads, closed beside calls and forked beside calls
+	GEARTRAIN_TEST_ROUNDS=$(ROUNDS) $(BIN)/pytest -n 0 -v -m long tests/test_hostile_callers.py -k 'thousand_rounds and $(OF)'
 
 # For example: make storm SECONDS=60 SEED=7
 SECONDS ?= 600

@@ -9,6 +9,8 @@ import deadlines
 import hostile.doors_datasets  # registers them
 import hostile.doors_jobs
 import hostile.doors_peers
+import hostile.doors_rate_limiters
+import hostile.doors_recorders
 import hostile.doors_replays
 import hostile.doors_stores  # noqa: F401
 import pytest

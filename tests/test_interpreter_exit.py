@@ -10,9 +10,9 @@ import pytest
 from deadlines import patience
 
 # CPython before 3.14 ends a thread that wants the GIL of an interpreter that has ended by unwinding its stack, which
-# aborts a process whose C++ code is in the way. `sum` is called after everything else that runs at exit: it holds the
-# GIL without a break until the interpreter has ended, so whoever comes back meanwhile waits for it at that instant.
-# Then the interpreter takes its time, so that they are unwound.
+# aborts a process whose C++ code is in the way (native/python/finalization.h). `sum` is called after everything else
+# that runs at exit: it holds the GIL without a break until the interpreter has ended, so whoever comes back meanwhile
+# waits for it at that instant. Then the interpreter takes its time, so that they are unwound.
 PROGRAM = """
     import atexit, sys, threading, time
 
@@ -102,6 +102,48 @@ KEYS = """
         while True:
             codec.decode(packed, True)
 """
+# torch's own functions are noexcept where they take the GIL again, and a program makes its tensors as it calls.
+TENSORS = """
+    import itertools
+    import torch
+    import geartrain as gt
+    from geartrain.errors import StaleKeyError
+    from geartrain.transport.codec import native_codec
+
+    codec = native_codec()
+    fields = {"x": gt.Field((8,), "float32"), "y": gt.Field((8,), "bfloat16")}
+    store = gt.Store.create(fields, max_length=4, capacity=64)
+
+    def rows():
+        return {"x": torch.ones(2, 4, 8), "y": torch.ones(2, 4, 8, dtype=torch.bfloat16)}
+
+    out = rows()
+    keys = store.insert(rows())
+
+    def insert():
+        global keys
+        keys = store.insert({**rows(), "x": torch.ones(2, 4, 8, requires_grad=True)})
+
+    def fetch():
+        try:
+            gt.fetch(store, keys, out=out)
+        except StaleKeyError:
+            pass
+
+    def write():
+        store.write(keys, rows())
+
+    def encode():
+        codec.encode([torch.ones(3, 4).t(), torch.ones(3, requires_grad=True), torch.Size([1])], False)
+
+    calls = itertools.cycle([insert, fetch, write, encode])
+
+    def call(lock=threading.Lock()):
+        with lock:
+            mine = next(calls)
+        while True:
+            mine()
+"""
 END = """
     for _ in range(4):
         threading.Thread(target=call, daemon=True).start()
@@ -118,6 +160,7 @@ END = """
         pytest.param(PICKLES, id="pickles"),
         pytest.param(COPIES, id="copies"),
         pytest.param(KEYS, id="keys"),
+        pytest.param(TENSORS, id="tensors"),
     ],
 )
 def test_a_process_ends_beside_daemon_threads(calls):

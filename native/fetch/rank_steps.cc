@@ -36,9 +36,8 @@ uint64_t RankSteps::total() const {
   return settings_.by == By::priority ? store_.priority_tree().total() : store_.bit_tree().total();
 }
 
-std::vector<std::vector<std::byte>> RankSteps::parts(const RankStatus& mine,
-                                                     std::span<const GivenPriorities> given) const {
-  std::vector<std::vector<std::byte>> made(settings_.ranks);
+RankSteps::Parts RankSteps::parts(const RankStatus& mine, std::span<const GivenPriorities> given) const {
+  Parts made(settings_.ranks);
   for (auto& each : made) append(each, mine);
   for (size_t call = 0; call < given.size(); ++call) {
     const GivenPriorities& from = given[call];
@@ -80,8 +79,7 @@ void RankSteps::apply(std::vector<PriorityRecord> updates, const Change& change)
   store_.update_priorities(rows, generations, priorities);
 }
 
-RankSteps::Agreed RankSteps::agree(uint64_t step, std::span<const GivenPriorities> given, const Change& change,
-                                   RankExchange& exchange) const {
+RankSteps::Parts RankSteps::begin(uint64_t step, std::span<const GivenPriorities> given) const {
   RankStatus mine{.fingerprint = settings_.fingerprint,
                   .step = static_cast<int64_t>(step),
                   .updates = 0,
@@ -98,18 +96,17 @@ RankSteps::Agreed RankSteps::agree(uint64_t step, std::span<const GivenPrioritie
     mine.rows = static_cast<int64_t>(store_.committed_count());
     mine.next_sequence = static_cast<int64_t>(store_.next_sequence());
   }
-  Agreed made;
-  std::vector<std::vector<std::byte>> sent = parts(mine, given);
-  for (uint32_t rank = 0; rank < settings_.ranks; ++rank) {
-    if (rank != settings_.rank) made.sent_bytes += sent[rank].size();
-  }
-  const std::vector<std::vector<std::byte>> received = exchange.all_to_all(std::move(sent));
+  return parts(mine, given);
+}
+
+RankSteps::Heard RankSteps::hear(uint64_t step, std::span<const std::span<const std::byte>> received) const {
   if (received.size() != settings_.ranks)
     fail(ErrorKind::frame, "a round of ", settings_.ranks, " ranks has as many parts");
-  std::vector<PriorityRecord> updates;
+  Heard heard;
+  Agreed& made = heard.agreed;
   int64_t next_sequence = 0;
   for (uint32_t rank = 0; rank < settings_.ranks; ++rank) {
-    const std::vector<std::byte>& part = received[rank];
+    const std::span<const std::byte> part = received[rank];
     RankStatus status;
     if (part.size() < sizeof status)
       fail(ErrorKind::frame, "rank ", rank, " sent ", part.size(), " bytes as its status");
@@ -117,14 +114,16 @@ RankSteps::Agreed RankSteps::agree(uint64_t step, std::span<const GivenPrioritie
     made.status.push_back(status);
     made.changed = made.changed || status.updates != 0;
     next_sequence = std::max(next_sequence, status.next_sequence);
-    if (made.refusal == Refusal::none && (status.fingerprint != mine.fingerprint || status.step != mine.step)) {
+    const bool differs = status.fingerprint != settings_.fingerprint || status.step != static_cast<int64_t>(step);
+    if (made.refusal == Refusal::none && differs) {
       made.refusal = Refusal::disagree;
       made.rank = rank;
     }
   }
-  if (made.refusal != Refusal::none) return made;
+  if (made.refusal != Refusal::none) return heard;
+  std::vector<PriorityRecord>& updates = heard.updates;
   for (uint32_t rank = 0; rank < settings_.ranks; ++rank) {
-    const std::span<const std::byte> rest = std::span(received[rank]).subspan(sizeof(RankStatus));
+    const std::span<const std::byte> rest = received[rank].subspan(sizeof(RankStatus));
     if (rest.size() % sizeof(PriorityRecord) != 0) {
       fail(ErrorKind::frame, "rank ", rank, " sent ", rest.size(), " bytes of priority updates");
     }
@@ -132,7 +131,6 @@ RankSteps::Agreed RankSteps::agree(uint64_t step, std::span<const GivenPrioritie
     updates.resize(before + rest.size() / sizeof(PriorityRecord));
     if (!rest.empty()) std::memcpy(&updates[before], rest.data(), rest.size());
   }
-  if (made.changed) apply(std::move(updates), change);
   if (leads()) {
     const Store::Call call(store_);
     store_.advance_sequence(static_cast<uint64_t>(next_sequence));
@@ -141,21 +139,41 @@ RankSteps::Agreed RankSteps::agree(uint64_t step, std::span<const GivenPrioritie
     made.rows += static_cast<uint64_t>(made.status[leader].rows);
     made.totals.push_back(made.status[leader].total);
   }
-  if (made.rows < settings_.min_rows) {
-    made.refusal = Refusal::few_rows;
-    return made;
+  made.refusal = refusal_of(made);
+  return heard;
+}
+
+RankSteps::Refusal RankSteps::refusal_of(const Agreed& agreed) const {
+  if (agreed.rows < settings_.min_rows) return Refusal::few_rows;
+  const bool empty = std::ranges::count(agreed.totals, uint64_t{0}) == std::ssize(agreed.totals);
+  return empty ? Refusal::nothing_to_draw : Refusal::none;
+}
+
+RankSteps::Agreed RankSteps::agree(uint64_t step, std::span<const GivenPriorities> given, const Change& change,
+                                   RankExchange& exchange) const {
+  Parts sent = begin(step, given);
+  size_t sent_bytes = 0;
+  for (uint32_t rank = 0; rank < settings_.ranks; ++rank) {
+    if (rank != settings_.rank) sent_bytes += sent[rank].size();
   }
-  if (made.changed) {
-    {
-      const Store::Call call(store_);
-      mine.total = total();
-    }
-    made.totals = exchange.totals(mine.total);
-    if (made.totals.size() != settings_.leaders.size()) fail(ErrorKind::frame, "every shard has a total");
-    if (leads()) made.sent_bytes += (settings_.ranks - 1) * sizeof mine.total;
+  const Parts received = exchange.all_to_all(std::move(sent));
+  const std::vector<std::span<const std::byte>> views(received.begin(), received.end());
+  Heard heard = hear(step, views);
+  Agreed& made = heard.agreed;
+  made.sent_bytes = sent_bytes;
+  if (made.refusal == Refusal::disagree || !made.changed) return std::move(made);
+  apply(std::move(heard.updates), change);
+  if (made.refusal == Refusal::few_rows) return std::move(made);
+  uint64_t mine = 0;
+  {
+    const Store::Call call(store_);
+    mine = total();
   }
-  if (std::ranges::count(made.totals, uint64_t{0}) == std::ssize(made.totals)) made.refusal = Refusal::nothing_to_draw;
-  return made;
+  made.totals = exchange.totals(mine);
+  if (made.totals.size() != settings_.leaders.size()) fail(ErrorKind::frame, "every shard has a total");
+  if (leads()) made.sent_bytes += (settings_.ranks - 1) * sizeof mine;
+  made.refusal = refusal_of(made);
+  return std::move(made);
 }
 
 std::optional<RankSteps::Outcome> RankSteps::tell(bool failed, double lowest, RankExchange& exchange) const {

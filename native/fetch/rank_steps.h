@@ -6,6 +6,10 @@
 //   3. read        the caller's: draws and rows
 //   4. outcome     of every rank's read: whether it has lost rows for good, and the lowest probability
 //
+// Where updates take effect with a later batch, the totals that come with the status are those of the draws: `begin`
+// and `hear` are the halves of that round, between which other messages may be on their way, and `apply` is the
+// caller's.
+//
 // Messages are laid out as in geartrain/replay/distributed/messages.py, so that a rank that takes the same steps one by
 // one in Python is understood. What ranks find to be wrong all of them find, from the same data.
 //
@@ -89,6 +93,18 @@ class RankSteps {
   Agreed agree(uint64_t step, std::span<const GivenPriorities> given, const Change& change,
                RankExchange& exchange) const;
 
+  // Step 1 in halves: what this rank tells each rank, and what all of them have told this one. `changed` says that
+  // there are updates, of which `updates` are for this rank; none is applied.
+  using Parts = std::vector<std::vector<std::byte>>;
+  Parts begin(uint64_t step, std::span<const GivenPriorities> given) const;
+  struct Heard {
+    Agreed agreed;
+    std::vector<PriorityRecord> updates;
+  };
+  Heard hear(uint64_t step, std::span<const std::span<const std::byte>> received) const;
+  // Updates of one round, in the order of calls and draws. `change`: see agree.
+  void apply(std::vector<PriorityRecord> updates, const Change& change) const;
+
   // Of all ranks' reads: whether each has lost rows for good, and the lowest probability of all (with_lowest).
   struct Outcome {
     std::vector<uint8_t> failed;
@@ -99,8 +115,8 @@ class RankSteps {
  private:
   bool leads() const;
   uint64_t total() const;
-  std::vector<std::vector<std::byte>> parts(const RankStatus& mine, std::span<const GivenPriorities> given) const;
-  void apply(std::vector<PriorityRecord> updates, const Change& change) const;
+  Refusal refusal_of(const Agreed& agreed) const;  // of a batch of these rows and totals
+  Parts parts(const RankStatus& mine, std::span<const GivenPriorities> given) const;
 
   Settings settings_;
   Store& store_;

@@ -4,10 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
-#include <unistd.h>
-
 #include <cstdint>
-#include <exception>
 #include <memory>
 #include <optional>
 #include <span>
@@ -17,6 +14,7 @@
 #include "base/deadline.h"
 #include "base/errors.h"
 #include "base/interruption.h"
+#include "python/finalization.h"
 #include "python/limited_api.h"
 #include "python/pooled_memory.h"
 #include "store/store.h"
@@ -51,48 +49,14 @@ nb::object to_numpy(std::vector<T>&& values) {
   return nb::cast(nb::ndarray<nb::numpy, T>(moved->data(), 1, shape, owner));
 }
 
-// Stops a thread that the interpreter's end unwinds. CPython before 3.14 ends a daemon thread that wants the GIL of an
-// interpreter that has ended by pthread_exit, which unwinds its stack (forced unwinding), and no C++ may be in the way:
-// a destructor may not let it pass, a handler may not catch it while it handles another exception, and nanobind's
-// functions catch everything. Each of that ends the process. So wherever a native thread may come to the GIL, that is
-// in Unlocked and in calls of Python (into_python), one of these is the innermost frame with a destructor, and in that
-// the thread sleeps until the process is gone.
-class ForcedUnwindGuard {
- public:
-  ForcedUnwindGuard() : exceptions_(std::uncaught_exceptions()) {}
-  ~ForcedUnwindGuard() {
-    // An exception of C++ that passes here is one more; forced unwinding is none.
-    if (!returned_ && std::uncaught_exceptions() == exceptions_) sleep_for_ever();
-  }
-  ForcedUnwindGuard(const ForcedUnwindGuard&) = delete;
-  ForcedUnwindGuard& operator=(const ForcedUnwindGuard&) = delete;
-  // What it guards has returned.
-  void returned() { returned_ = true; }
-
-  [[noreturn]] static void sleep_for_ever() {
-    for (;;) ::pause();
-  }
-
- private:
-  const int exceptions_;
-  bool returned_ = false;
-};
-
-// call(), which may run any Python.
-template <typename Call>
-auto into_python(Call&& call) {
-  ForcedUnwindGuard guard;
-  auto result = std::forward<Call>(call)();
-  guard.returned();
-  return result;
-}
-
 // Without the GIL for its lifetime. A daemon thread that comes back from a call while the interpreter ends must not run
-// Python again: here it sleeps until the process is gone. It may be made and destroyed anywhere, in handlers and in
-// destructors too.
+// Python again: it sleeps until the process is gone (finalization.h).
 class Unlocked {
  public:
-  Unlocked() : interpreter_lived_(Py_IsInitialized() != 0), state_(PyEval_SaveThread()) {}
+  Unlocked() : interpreter_lived_(Py_IsInitialized() != 0) {
+    sleep_at_finalization();
+    state_ = PyEval_SaveThread();
+  }
   ~Unlocked() { lock(); }
   Unlocked(const Unlocked&) = delete;
   Unlocked& operator=(const Unlocked&) = delete;
@@ -110,16 +74,13 @@ class Unlocked {
   }
 
  private:
-  // A function of its own: within a destructor the compiler might end the process at once for what unwinds it.
-  [[gnu::noinline]] void lock() const {
+  void lock() const {
     // Where the interpreter was ending already, this is the thread that ends it.
-    if (interpreter_lived_ && Py_IsInitialized() == 0) ForcedUnwindGuard::sleep_for_ever();
-    ForcedUnwindGuard guard;
+    if (interpreter_lived_ && Py_IsInitialized() == 0) sleep_for_ever();
     PyEval_RestoreThread(state_);
-    guard.returned();
   }
   const bool interpreter_lived_;
-  PyThreadState* const state_;
+  PyThreadState* state_;
 };
 
 // work() on a store that any thread may close, as a call that close() waits for (Store::Call). Every binding that takes
@@ -136,6 +97,7 @@ decltype(auto) released(const Store& store, Work&& work) {
 // entered: with the GIL, for a few instructions that make no Python object: collecting garbage may run anything.
 template <typename Work>
 decltype(auto) entered(const Store& store, Work&& work) {
+  sleep_at_finalization();
   const Store::Call call(store);
   return std::forward<Work>(work)();
 }

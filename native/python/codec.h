@@ -26,7 +26,7 @@ struct CodecTypes {
 
   void need_torch() const {
     if (names.torch_tensor.is_valid()) return;
-    const nb::tuple part = nb::cast<nb::tuple>(into_python([this] { return torch_part(); }));
+    const nb::tuple part = nb::cast<nb::tuple>(torch_part());
     names.torch_codes = part[1];
     names.torch_dtypes = part[2];
     names.to_plain = part[3];

@@ -24,7 +24,7 @@ class KeyHashes {
   void add(PyObject* key) {
     const bool of_text = PyUnicode_CheckExact(key) || PyBytes_CheckExact(key);
     if (!counted_ || of_text) return;
-    const Py_hash_t hash = into_python([&] { return PyObject_Hash(key); });
+    const Py_hash_t hash = PyObject_Hash(key);
     if (hash == -1) throw nb::python_error();
     if (++counts_[hash] > kMostOfOneHash) ValueReader::refuse("too many keys of a dict or set have the same hash");
   }
@@ -72,7 +72,7 @@ struct MessageReader {
         const Bytes found = in.digits();
         const nb::bytes digits(chars(found), found.size());
         const nb::handle type(reinterpret_cast<PyObject*>(&PyLong_Type));
-        return into_python([&] { return type.attr("from_bytes")(digits, "little", nb::arg("signed") = true); });
+        return type.attr("from_bytes")(digits, "little", nb::arg("signed") = true);
       }
       case 'd':
         return checked(PyFloat_FromDouble(in.number<double>()));
@@ -118,7 +118,7 @@ struct MessageReader {
         for (uint32_t i = 0; i < n; ++i) {
           const nb::object key = value(depth + 1);
           hashes.add(key.ptr());
-          if (into_python([&] { return PySet_Add(made.ptr(), key.ptr()); }) != 0) throw nb::python_error();
+          if (PySet_Add(made.ptr(), key.ptr()) != 0) throw nb::python_error();
         }
         return made;
       }
@@ -130,7 +130,7 @@ struct MessageReader {
           const nb::object key = value(depth + 1);
           hashes.add(key.ptr());
           const nb::object item = value(depth + 1);
-          if (into_python([&] { return PyDict_SetItem(made.ptr(), key.ptr(), item.ptr()); }) != 0) {
+          if (PyDict_SetItem(made.ptr(), key.ptr(), item.ptr()) != 0) {
             throw nb::python_error();
           }
         }
@@ -146,7 +146,7 @@ struct MessageReader {
         const uint8_t kind = in.kind();
         const nb::object parts = value(depth + 1);
         codec.need_torch();
-        return into_python([&] { return codec.names.from_parts(kind, parts); });
+        return codec.names.from_parts(kind, parts);
       }
       default:
         ValueReader::refuse("it holds a value of unknown type");
@@ -184,12 +184,12 @@ struct MessageReader {
     if (code == kUint64) dtype.code = static_cast<uint8_t>(nb::dlpack::dtype_code::Int);  // it knows one name of two
     const nb::object plain =
         nb::cast(nb::ndarray<nb::numpy>(elements, shape.size(), shape.data(), keep, nullptr, dtype));
-    nb::object made = into_python([&] { return codec.names.from_numpy(plain); });
+    nb::object made = codec.names.from_numpy(plain);
     const bool as_raw =
         code == kUint64 || (dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::UInt) && !is_unsigned(code));
     if (!as_raw) return made;
     const nb::object type = codec.names.torch_dtypes[nb::int_(code)];
-    return into_python([&] { return made.attr("view")(type); });
+    return made.attr("view")(type);
   }
 
   static constexpr uint8_t kUint64 = 8;
@@ -211,7 +211,7 @@ struct MessageReader {
       given.append(nb::cast(nb::ndarray<nb::numpy, uint8_t>(one.data(), 1, shape, keep)));
     }
     in_pickle = true;
-    nb::object value = into_python([&] { return codec.loads(text, given); });
+    nb::object value = codec.loads(text, given);
     in_pickle = false;
     return value;
   }
@@ -220,6 +220,7 @@ struct MessageReader {
 }  // namespace
 
 nb::object decode(const CodecTypes& codec, const Message& message, bool pickle) {
+  sleep_at_finalization();
   MessageReader reader{codec, message, pickle};
   try {
     nb::object value = reader.value(0);

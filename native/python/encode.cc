@@ -80,10 +80,9 @@ struct Writer {
       return put(static_cast<int64_t>(number));
     }
     const nb::handle object(o);
-    const auto n = nb::cast<size_t>(into_python([&] { return object.attr("bit_length")(); })) / 8 + 1;
+    const auto n = nb::cast<size_t>(object.attr("bit_length")()) / 8 + 1;
     if (n > kMostIntBytes) fail(ErrorKind::frame, "an int has ", kMostIntBytes, " bytes at most, found ", n);
-    const auto digits = nb::cast<nb::bytes>(
-        into_python([&] { return object.attr("to_bytes")(n, "little", nb::arg("signed") = true); }));
+    const auto digits = nb::cast<nb::bytes>(object.attr("to_bytes")(n, "little", nb::arg("signed") = true));
     tag('I');
     count(n);
     raw(digits.c_str(), n);
@@ -148,7 +147,7 @@ struct Writer {
       return;
     }
     if (is_instance(o, codec.names.numpy_scalar)) {
-      const nb::object array = into_python([&] { return codec.names.as_array(object); });
+      const nb::object array = codec.names.as_array(object);
       if (PyDict_Contains(codec.names.numpy_codes.ptr(), nb::object(array.attr("dtype")).ptr()) == 1) {
         return numpy(array, 'g');
       }
@@ -158,13 +157,11 @@ struct Writer {
   }
 
   // (Python decides: torch's class of tensors, or an object's own __class__)
-  static bool is_instance(PyObject* o, const nb::object& type) {
-    return into_python([&] { return PyObject_IsInstance(o, type.ptr()); }) == 1;
-  }
+  static bool is_instance(PyObject* o, const nb::object& type) { return PyObject_IsInstance(o, type.ptr()) == 1; }
 
   // What torch makes of a value; false for anything else.
   bool parts(nb::handle object, uint32_t depth) {
-    const nb::object found = into_python([&] { return codec.names.to_parts(object); });
+    const nb::object found = codec.names.to_parts(object);
     if (found.is_none()) return false;
     const auto pair = nb::cast<nb::tuple>(found);
     tag('x');
@@ -193,7 +190,7 @@ struct Writer {
     Py_buffer view;
     if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_C_CONTIGUOUS) != 0) {
       PyErr_Clear();
-      const nb::object plain = into_python([&] { return codec.names.as_contiguous(object); });
+      const nb::object plain = codec.names.as_contiguous(object);
       return numpy(plain, which);
     }
     std::vector<uint64_t> shape(view.shape, view.shape + view.ndim);
@@ -209,20 +206,19 @@ struct Writer {
 
   void tensor(nb::handle object, uint32_t depth) {
     // A plain tensor: on the CPU, dense, contiguous, without history. Most are, and are returned as they are.
-    const nb::object plain = into_python([&] { return codec.names.to_plain(object); });
+    const nb::object plain = codec.names.to_plain(object);
     if (plain.is_none()) return parts(object, depth) ? void() : pickled(object);
-    const nb::object dtype = into_python([&] { return nb::object(plain.attr("dtype")); });
+    const nb::object dtype = plain.attr("dtype");
     PyObject* code = PyDict_GetItemWithError(codec.names.torch_codes.ptr(), dtype.ptr());
     if (code == nullptr) return pickled(object);
-    const nb::object size = into_python([&] { return nb::object(plain.attr("shape")); });
+    const nb::object size = plain.attr("shape");
     std::vector<uint64_t> shape;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(size.ptr()); ++i) {
       shape.push_back(nb::cast<uint64_t>(nb::handle(PyTuple_GET_ITEM(size.ptr(), i))));
     }
     uint64_t bytes = codec.itemsizes.at(static_cast<size_t>(PyLong_AsLong(code)));
     for (const uint64_t axis : shape) bytes *= axis;
-    const auto* data =
-        reinterpret_cast<const void*>(nb::cast<uintptr_t>(into_python([&] { return plain.attr("data_ptr")(); })));
+    const auto* data = reinterpret_cast<const void*>(nb::cast<uintptr_t>(plain.attr("data_ptr")()));
     const bool in_line = stands_inline(bytes);
     array_head('A', static_cast<uint8_t>(PyLong_AsLong(code)), in_line, shape);
     if (in_line) {
@@ -234,19 +230,18 @@ struct Writer {
 
   void pickled(nb::handle object) {
     if (!pickle) {
-      fail(ErrorKind::frame, "a ",
-           nb::cast<std::string>(into_python([&] { return nb::object(nb::str(object.type())); })),
+      fail(ErrorKind::frame, "a ", nb::cast<std::string>(nb::str(object.type())),
            " is sent by pickle only, and that is for peers that proved they know the cluster's secret, where "
            "pickle is allowed");
     }
     uint32_t buffers = 0;
     const nb::object add = nb::cpp_function([&](nb::handle exported) {
       if (payload.buffers().size() >= kMostBuffers) return true;  // in band
-      payload.add(into_python([&] { return exported.attr("raw")(); }));
+      payload.add(exported.attr("raw")());
       ++buffers;
       return false;
     });
-    const auto text = nb::cast<nb::bytes>(into_python([&] { return codec.dumps(object, add); }));
+    const auto text = nb::cast<nb::bytes>(codec.dumps(object, add));
     tag('p');
     count(text.size());
     put(buffers);
@@ -257,6 +252,7 @@ struct Writer {
 }  // namespace
 
 Payload* encode(const CodecTypes& codec, nb::handle value, bool pickle) {
+  sleep_at_finalization();
   auto payload = std::make_unique<Payload>();
   payload->header.reserve(128);
   Writer{codec, *payload, pickle}.value(value, 0);

@@ -61,6 +61,7 @@ const char* error_class(ErrorKind kind) {
 }
 
 void translate(const std::exception_ptr& pointer, void*) {
+  sleep_at_finalization();
   try {
     std::rethrow_exception(pointer);
   } catch (const Error& error) {

@@ -4,11 +4,13 @@
 
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <tuple>
 
 #include "base/errors.h"
 #include "base/interruption.h"
@@ -39,6 +41,26 @@ nb::list all_to_all(RankRounds& rounds, uint64_t number, const std::vector<In<ui
   for (size_t rank = 0; rank < received.size(); ++rank) {
     made.append(array_of(rank == rounds.rank() ? sent[rank] : RankRounds::content_of(received[rank])));
   }
+  return made;
+}
+
+// The halves of the same, with some of the ranks.
+void send_parts(RankRounds& rounds, uint64_t number, const std::vector<std::tuple<uint32_t, In<uint8_t>>>& messages,
+                double timeout_s, bool beside) {
+  std::vector<RankRounds::PartFor> sent;
+  for (const auto& [peer, part] : messages) sent.push_back({peer, std::as_bytes(view(part))});
+  interruptibly([&] {
+    const Deadline deadline = Deadline::after(timeout_s);
+    beside ? rounds.send_beside(number, sent, deadline) : rounds.send(number, sent, deadline);
+  });
+}
+
+nb::list receive_parts(RankRounds& rounds, uint64_t number, const std::vector<uint32_t>& peers, double timeout_s) {
+  std::vector<RankRounds::PartFrom> received;
+  for (const uint32_t peer : peers) received.push_back({peer, {}});
+  interruptibly([&] { rounds.receive(number, received, Deadline::after(timeout_s)); });
+  nb::list made;
+  for (const RankRounds::PartFrom& each : received) made.append(array_of(RankRounds::content_of(each.message)));
   return made;
 }
 
@@ -110,6 +132,9 @@ void bind_rank_exchange(nb::module_& module) {
       .def("begin", &RankRounds::begin)
       .def("carries", &RankRounds::carries)
       .def("all_to_all", &all_to_all)
+      .def("send", &send_parts, nb::arg("number"), nb::arg("messages"), nb::arg("timeout_s"), nb::kw_only(),
+           nb::arg("beside") = false)
+      .def("receive", &receive_parts)
       // (peer, cause, detail) of the last round, or None where it did not fail
       .def_prop_ro("failure",
                    [](const RankRounds& rounds) -> nb::object {

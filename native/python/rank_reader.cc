@@ -8,6 +8,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
 #include <memory>
 #include <tuple>
 #include <utility>
@@ -63,6 +64,73 @@ struct RankRead {
   std::vector<int64_t> draws;  // of this rank's batch: their numbers in the global one
 };
 
+std::vector<GivenPriorities> given_of(const std::vector<GivenTuple>& updates) {
+  std::vector<GivenPriorities> given;
+  for (const auto& [rows, generations, draws, shards, priorities] : updates) {
+    given.push_back({view(rows), view(generations), view(draws), view(shards), view(priorities)});
+  }
+  return given;
+}
+
+// What `change`, a function of priorities, makes of them; nothing for None.
+RankSteps::Change change_by(const nb::object& change, const Unlocked& unlocked) {
+  if (change.is_none()) return {};
+  return [&change, &unlocked](std::span<double> priorities) {
+    call_python(unlocked, [&] {
+      const nb::object asked = to_numpy(std::vector<double>(priorities.begin(), priorities.end()));
+      const auto found = nb::cast<In<double>>(nb::object(change(asked)));
+      if (found.size() != priorities.size()) fail(ErrorKind::schema, "as many priorities are raised as are given");
+      std::ranges::copy(view(found), priorities.begin());
+    });
+  };
+}
+
+// --- a round in halves -------------------------------------------------------------------------------------------
+
+nb::list begin_round(const RankSteps& steps, uint64_t step, const std::vector<GivenTuple>& updates) {
+  const std::vector<GivenPriorities> given = given_of(updates);
+  RankSteps::Parts parts;
+  {
+    const Unlocked unlocked;
+    parts = steps.begin(step, given);
+  }
+  nb::list made;
+  for (const std::vector<std::byte>& each : parts) {
+    const auto* const first = reinterpret_cast<const uint8_t*>(each.data());
+    made.append(to_numpy(std::vector<uint8_t>(first, first + each.size())));
+  }
+  return made;
+}
+
+// What all ranks have told, for `RankReader.read`, and the updates for this rank as bytes, for `apply`.
+nb::object hear_round(const RankSteps& steps, uint64_t step, const std::vector<In<uint8_t>>& parts) {
+  std::vector<std::span<const std::byte>> received;
+  for (const In<uint8_t>& part : parts) received.push_back(std::as_bytes(view(part)));
+  RankRead made;
+  std::vector<uint8_t> updates;
+  {
+    const Unlocked unlocked;
+    RankSteps::Heard heard = steps.hear(step, received);
+    made.agreed = std::move(heard.agreed);
+    made.agreed_s = static_cast<double>(monotonic_ns()) * 1e-9;
+    const auto bytes = std::as_bytes(std::span(heard.updates));
+    const auto* const first = reinterpret_cast<const uint8_t*>(bytes.data());
+    updates.assign(first, first + bytes.size());
+  }
+  return nb::make_tuple(nb::cast(std::move(made)), to_numpy(std::move(updates)));
+}
+
+void apply_round(const RankSteps& steps, const In<uint8_t>& updates, const nb::object& change) {
+  const auto bytes = std::as_bytes(view(updates));
+  if (bytes.size() % sizeof(PriorityRecord) != 0) fail(ErrorKind::schema, "updates are those that `hear` gave");
+  std::vector<PriorityRecord> records(bytes.size() / sizeof(PriorityRecord));
+  if (!records.empty()) std::memcpy(records.data(), bytes.data(), bytes.size());
+  raising([&] {
+    const Unlocked unlocked;
+    steps.apply(std::move(records), change_by(change, unlocked));
+  });
+}
+
 class BoundRankReader {
  public:
   BoundRankReader(RankReader::Settings settings, const std::vector<ShardTuple>& shards, nb::object assigner)
@@ -88,27 +156,12 @@ class BoundRankReader {
                  const std::vector<GivenTuple>& updates, const nb::object& change, std::optional<double> beta) const {
     const RankReader::Batch to = checked(batch);
     const std::span<double> weights = beta ? weights_to_fill(batch) : std::span<double>{};
-    std::vector<GivenPriorities> given;
-    for (const auto& [rows, generations, draws, shards, priorities] : updates) {
-      given.push_back({view(rows), view(generations), view(draws), view(shards), view(priorities)});
-    }
+    const std::vector<GivenPriorities> given = given_of(updates);
     return raising([&] {
       const Unlocked unlocked;
       const PythonRankExchange::Use use(exchange, unlocked);
-      RankSteps::Change changed;
-      if (!change.is_none()) {
-        changed = [&](std::span<double> priorities) {
-          call_python(unlocked, [&] {
-            const nb::object asked = to_numpy(std::vector<double>(priorities.begin(), priorities.end()));
-            const auto found = nb::cast<In<double>>(nb::object(change(asked)));
-            if (found.size() != priorities.size())
-              fail(ErrorKind::schema, "as many priorities are raised as are given");
-            std::ranges::copy(view(found), priorities.begin());
-          });
-        };
-      }
       RankRead made;
-      made.agreed = steps.agree(step, given, changed, exchange);
+      made.agreed = steps.agree(step, given, change_by(change, unlocked), exchange);
       made.agreed_s = static_cast<double>(monotonic_ns()) * 1e-9;
       if (made.agreed.refusal != RankSteps::Refusal::none) return made;
       {
@@ -122,6 +175,18 @@ class BoundRankReader {
       }
       return made;
     });
+  }
+
+  // Draws the batch of a step from what all ranks have told (`RankSteps.hear`), and reads this rank's rows.
+  void read_heard(const nb::object& batch, RankRead& heard, uint64_t step, size_t n) const {
+    if (heard.agreed.refusal != RankSteps::Refusal::none || !heard.draws.empty()) {
+      fail(ErrorKind::schema, "a batch is read once, and after all ranks have agreed");
+    }
+    const RankReader::Batch to = checked(batch);
+    const Unlocked unlocked;
+    const auto calls = enter();
+    read(heard, to, step, n);
+    heard.read_s = static_cast<double>(monotonic_ns()) * 1e-9;
   }
 
   // Puts the rows of received messages to their places.
@@ -205,7 +270,10 @@ void bind_rank_reader(nb::module_& module) {
                 store);
           },
           nb::arg("store"), nb::arg("rank"), nb::arg("ranks"), nb::arg("fingerprint"), nb::arg("by_priority"),
-          nb::arg("leaders"), nb::arg("min_rows"), nb::arg("with_lowest"), nb::keep_alive<1, 2>());
+          nb::arg("leaders"), nb::arg("min_rows"), nb::arg("with_lowest"), nb::keep_alive<1, 2>())
+      .def("begin", &begin_round)
+      .def("hear", &hear_round)
+      .def("apply", &apply_round, nb::arg("updates"), nb::arg("change").none());
   nb::class_<RankRead>(module, "RankRead")
       // "disagree", "few rows", "nothing to draw", or ""
       .def_prop_ro("refusal", [](const RankRead& r) { return kRefusalNames[static_cast<size_t>(r.agreed.refusal)]; })
@@ -282,6 +350,7 @@ void bind_rank_reader(nb::module_& module) {
           nb::arg("in_order"), nb::arg("windows").none() = nb::none())
       .def("build", &BoundRankReader::build, nb::arg("batch"), nb::arg("steps"), nb::arg("exchange"), nb::arg("step"),
            nb::arg("n"), nb::arg("updates"), nb::arg("change").none(), nb::arg("beta").none())
+      .def("read", &BoundRankReader::read_heard, nb::arg("batch"), nb::arg("heard"), nb::arg("step"), nb::arg("n"))
       .def("place", &BoundRankReader::place, nb::arg("batch"), nb::arg("read"))
       .def_prop_ro("row_bytes", &BoundRankReader::row_bytes)
       // The importance weights of a batch's rows, as `importance_weights` makes them.

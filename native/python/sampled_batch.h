@@ -94,8 +94,8 @@ class SampledBatch {
 
  private:
   static nb::object made_by(nb::handle from_dlpack, const nb::object& capsule) {
-    PyObject* made =
-        into_python([&] { return PyObject_CallFunctionObjArgs(from_dlpack.ptr(), capsule.ptr(), nullptr); });
+    sleep_at_finalization();
+    PyObject* made = PyObject_CallFunctionObjArgs(from_dlpack.ptr(), capsule.ptr(), nullptr);
     if (made == nullptr) throw nb::python_error();
     return nb::steal(made);
   }

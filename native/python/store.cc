@@ -325,7 +325,11 @@ void bind_store(nb::module_& module) {
              s.close(keep);
            })
       .def("unlink", [](Store& s) { return released(s, [&] { return s.unlink(); }); })
-      .def_prop_ro("closed", &Store::is_closed);
+      // What most operations ask first, before they call any library's functions.
+      .def_prop_ro("closed", [](const Store& s) {
+        sleep_at_finalization();
+        return s.is_closed();
+      });
 }
 
 }  // namespace geartrain

@@ -29,6 +29,11 @@ Bytes RankRounds::content_of(const Message& message) {
   return message.buffers.front();
 }
 
+Connection& RankRounds::connection_of(uint32_t peer) const {
+  if (peer >= ranks() || connections_[peer] == nullptr) fail(ErrorKind::schema, "rank ", peer, " is not connected");
+  return *connections_[peer];
+}
+
 void RankRounds::all_to_all(uint64_t number, std::span<const Bytes> parts, std::span<Message> received,
                             Deadline deadline) {
   failure_.reset();
@@ -37,22 +42,49 @@ void RankRounds::all_to_all(uint64_t number, std::span<const Bytes> parts, std::
   }
   for (uint32_t distance = 1; distance < ranks(); ++distance) {
     const uint32_t peer = (rank_ + distance) % ranks();
-    try {
-      connections_[peer]->send({number, 0, parts[peer], {}}, deadline);
-    } catch (const Error&) {
-      failure_ = {peer, Cause::error, ""};
-      throw;
-    }
-    sent_bytes_ += parts[peer].size();
-    ++sent_messages_;
+    const PartFor message{peer, parts[peer]};
+    send(number, std::span(&message, 1), deadline);
   }
   for (uint32_t distance = 1; distance < ranks(); ++distance) {
     const uint32_t peer = (rank_ + ranks() - distance) % ranks();
-    receive(number, peer, &received[peer], deadline);
+    receive_from(number, peer, &received[peer], deadline);
   }
 }
 
-void RankRounds::receive(uint64_t number, uint32_t peer, Message* message, Deadline deadline) {
+void RankRounds::send_to(uint64_t number, const PartFor& message, Deadline deadline) {
+  const bool small = message.bytes.size() <= inline_bytes_;
+  const Bytes buffer = message.bytes;
+  connection_of(message.peer)
+      .send({number, 0, small ? buffer : Bytes{}, small ? std::span<const Bytes>{} : std::span(&buffer, 1)}, deadline);
+  sent_bytes_ += message.bytes.size();
+  ++sent_messages_;
+}
+
+void RankRounds::send(uint64_t number, std::span<const PartFor> messages, Deadline deadline) {
+  failure_.reset();
+  for (const PartFor& each : messages) {
+    try {
+      send_to(number, each, deadline);
+    } catch (const Error&) {
+      failure_ = {each.peer, Cause::error, ""};
+      throw;
+    }
+  }
+}
+
+void RankRounds::send_beside(uint64_t number, std::span<const PartFor> messages, Deadline deadline) {
+  for (const PartFor& each : messages) send_to(number, each, deadline);
+}
+
+void RankRounds::receive(uint64_t number, std::span<PartFrom> messages, Deadline deadline) {
+  failure_.reset();
+  for (PartFrom& each : messages) {
+    connection_of(each.peer);
+    receive_from(number, each.peer, &each.message, deadline);
+  }
+}
+
+void RankRounds::receive_from(uint64_t number, uint32_t peer, Message* message, Deadline deadline) {
   for (;;) {
     try {
       connections_[peer]->receive(message, deadline.sooner(kGlanceS));
@@ -64,7 +96,7 @@ void RankRounds::receive(uint64_t number, uint32_t peer, Message* message, Deadl
       }
     }
     for (uint32_t other = 0; other < ranks(); ++other) {  // one that is gone is an error now, not after this one's turn
-      if (other != rank_ && connections_[other]->lost()) fail_by(other, Cause::lost, "");
+      if (connections_[other] != nullptr && connections_[other]->lost()) fail_by(other, Cause::lost, "");
     }
     if (deadline.passed()) fail_by(peer, Cause::timed_out, "");
     Interruption::check();

@@ -8,6 +8,7 @@
 // Threads: one at a time makes rounds; others may close the connections, which ends its waits.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -36,6 +37,21 @@ class RankRounds {
   // Sends parts[i] to rank i, and receives one message of each. parts[rank] is not looked at, and received[rank] stays
   // as it is. Throws what Connection throws, with failure() set.
   void all_to_all(uint64_t number, std::span<const Bytes> parts, std::span<Message> received, Deadline deadline);
+  // Its halves, with some of the ranks. Between them other rounds may be begun: a rank sends and receives its rounds
+  // each in the order of their numbers, as all ranks do. Messages beyond `inline_bytes` wait for their peers.
+  // `send_beside` is called by another thread than the one that makes rounds: what it throws sets no failure(), since a
+  // rank that does not take its messages is found by those that are received.
+  struct PartFor {
+    uint32_t peer;
+    Bytes bytes;
+  };
+  struct PartFrom {
+    uint32_t peer;
+    Message message;
+  };
+  void send(uint64_t number, std::span<const PartFor> messages, Deadline deadline);
+  void send_beside(uint64_t number, std::span<const PartFor> messages, Deadline deadline);
+  void receive(uint64_t number, std::span<PartFrom> messages, Deadline deadline);
   // What a rank has sent, of a message received; empty for none.
   static Bytes content_of(const Message& message);
 
@@ -54,14 +70,17 @@ class RankRounds {
   uint64_t sent_messages() const { return sent_messages_; }
 
  private:
-  void receive(uint64_t number, uint32_t peer, Message* message, Deadline deadline);
+  void receive_from(uint64_t number, uint32_t peer, Message* message, Deadline deadline);
+  Connection& connection_of(uint32_t peer) const;
+  void send_to(uint64_t number, const PartFor& message, Deadline deadline);
   [[noreturn]] void fail_by(uint32_t peer, Cause cause, const std::string& detail);
 
   const uint32_t rank_;
   const size_t inline_bytes_;
   std::vector<std::shared_ptr<Connection>> connections_;  // by rank; null: itself, or not connected yet
   uint32_t missing_;
-  uint64_t number_ = 0, sent_bytes_ = 0, sent_messages_ = 0;
+  uint64_t number_ = 0;
+  std::atomic<uint64_t> sent_bytes_ = 0, sent_messages_ = 0;
   std::optional<Failure> failure_;
 };
 

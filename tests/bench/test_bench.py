@@ -213,14 +213,14 @@ def test_what_is_no_saved_result_is_refused_in_one_line(text: str, said: str, tm
 # --- peers ------------------------------------------------------------------------------------------------------
 
 
-def test_a_peer_that_is_not_installed_is_an_error_that_says_so() -> None:
-    with pytest.raises(BaselineError, match="No module named"):
-        BaselineProcess("reverb", sys.executable, 4, {"x": Field((2,), "float32")}, 2)
-
-
-def test_an_interpreter_that_does_not_exist_is_an_error() -> None:
-    with pytest.raises(BaselineError, match="does not start"):
-        BaselineProcess("cpprb", "/nowhere/python", 4, {"x": Field((2,), "float32")}, 2)
+@pytest.mark.parametrize(
+    ("name", "python", "said"),
+    [("reverb", sys.executable, "No module named"), ("cpprb", "/nowhere/python", "does not start")],
+    ids=["reverb", "no interpreter"],
+)
+def test_a_baseline_that_cannot_be_started_is_an_error_that_says_why(name: str, python: str, said: str) -> None:
+    with pytest.raises(BaselineError, match=said):
+        BaselineProcess(name, python, 4, {"x": Field((2,), "float32")}, 2)
 
 
 def test_a_peer_that_never_answers_is_an_error_not_a_hang(tmp_path: Path) -> None:

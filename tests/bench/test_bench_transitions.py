@@ -34,6 +34,7 @@ def test_every_case_has_its_floor_and_finite_numbers(tiny: bench.BenchResult) ->
         systems = {row.system for row in tiny.rows if row.case == case}
         assert {"floor", "geartrain"} <= systems
         assert ("geartrain prefetch=0" in systems) == ("sample" in case)
+        assert ("NumPy" in systems) == ("windows" in case)
 
 
 def test_a_step_takes_the_bytes_of_its_fields_and_little_more(tiny: bench.BenchResult) -> None:
@@ -67,6 +68,29 @@ def test_a_baseline_is_filled_with_steps_of_the_case() -> None:
     observation, following, action, reward, ended = made.noise[0]
     assert observation.shape == following.shape == (1, 4, 84, 84) and observation.dtype == np.uint8
     assert action.shape == (1, 6) and reward.shape == ended.shape == (1,)
+
+
+def test_a_buffer_without_windows_is_left_out_of_their_cases() -> None:
+    case = transitions.CASES[-1]
+    with pytest.raises(ValueError, match="no windows of steps"):
+        _Kept(transitions.setup_of(case, "sb3", 50, fill=True))
+
+
+def test_torchrl_samples_as_many_steps_as_the_windows_have() -> None:
+    pytest.importorskip("torchrl")
+    case = next(case for case in transitions.CASES if case.window == 20)
+    made = worker.Torchrl(transitions.setup_of(case, "torchrl", 400, fill=True))
+    sampled = made.buffer.sample(case.batch * case.window)
+    assert sampled["observation"].shape == (case.batch * case.window, 17) and ("next", "observation") not in sampled
+    assert sampled["action"].shape[1:] == (6,) and sampled["next", "reward"].shape == (case.batch * case.window,)
+    made.sample(case.batch)
+
+
+def test_the_floor_of_windows_copies_every_step_of_four_fields() -> None:
+    ten, twenty = (case for case in transitions.CASES if case.window)
+    assert ten.copied == dict.fromkeys(("obs", "action", "reward", "terminated"), 10)
+    assert twenty.copied == dict.fromkeys(ten.read, 20)
+    assert transitions.CASES[0].copied == {"obs": 2, "action": 1, "reward": 1, "terminated": 1, "truncated": 1}
 
 
 def test_a_request_that_fails_is_an_error_and_the_worker_goes_on() -> None:

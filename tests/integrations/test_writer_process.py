@@ -11,6 +11,7 @@ import deadlines
 import preloaded
 import pytest
 import writer_kinds
+from ended import has_ended
 
 from geartrain.errors import ProcessDiedError, WaitTimeoutError
 from geartrain.integrations.datasets.writer_process import WriterProcess
@@ -22,14 +23,6 @@ def writer(folder: Path) -> WriterProcess:
     return WriterProcess(KIND, {"folder": str(folder)}, "the test's dataset", answer_s=deadlines.patience(60))
 
 
-def gone(pid: int) -> bool:
-    """Whether the process has ended; one that nobody waits for has, too."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
 @pytest.mark.usefixtures("preloaded_children")
 def test_a_child_that_does_not_answer_in_time_is_killed_and_gives_no_late_answer(tmp_path):
     one = writer(tmp_path)
@@ -37,7 +30,7 @@ def test_a_child_that_does_not_answer_in_time_is_killed_and_gives_no_late_answer
     one.answer_s = 0.3
     with pytest.raises(WaitTimeoutError, match=r"writes the test's dataset has not answered in 0.3 s, and was killed"):
         one.call("sleep", 3600)
-    assert gone(one.pid)
+    assert has_ended(one.pid)
     with pytest.raises(ProcessDiedError, match="was ended"):
         one.call("echo", 2)
     one.close()
@@ -50,7 +43,7 @@ def test_a_stopped_child_is_the_same_error_and_ends(tmp_path):
     deadlines.stop(one.pid)
     with pytest.raises(WaitTimeoutError):
         one.call("echo", bytes(1 << 22))  # more than the socket holds: it is the sending that waits
-    assert gone(one.pid)
+    assert has_ended(one.pid)
     one.close()
     one.close()
 
@@ -93,7 +86,7 @@ def test_threads_that_close_it_at_once_close_it_once_and_end_a_call(tmp_path):
         thread.join(deadlines.patience(10))
     assert ended.wait(deadlines.patience(10))
     assert len(errors) == 1
-    assert gone(one.pid)
+    assert has_ended(one.pid)
 
 
 @pytest.mark.slow  # interpreters of their own
@@ -118,5 +111,5 @@ time.sleep(3600)
     with deadlines.killed(preloaded.Popen([preloaded.sys.executable, str(script), str(tmp_path), how])):
         deadlines.until(there.exists)
         pid = int((tmp_path / "pid").read_text())
-    deadlines.until(lambda: gone(pid), "the child is still there", 15.0)
+    deadlines.until(lambda: has_ended(pid), "the child is still there", 15.0)
     assert (tmp_path / "awake").exists() == (how == "while it works")

@@ -15,6 +15,7 @@ import preloaded
 import pytest
 from counting import Counting, Numbers
 from deadlines import patience
+from ended import has_ended
 from launch_jobs import wait_for
 
 import geartrain as gt
@@ -161,7 +162,8 @@ if __name__ == "__main__":
     assert (made.stdout, made.stderr) == ("[6, 6]\n", "")
 
 
-def test_what_cannot_be_pickled_is_refused_by_the_constructor(store):
+def test_what_cannot_be_pickled_is_refused_by_the_constructor(store, monkeypatch, tmp_path):
+    monkeypatch.setenv("GEARTRAIN_DIR", str(tmp_path))  # other jobs of this user have counters, too
     with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
         ActorPool(store, lambda context: [Counting()], policy, 1)
     assert [name for name in counters.names() if name.startswith("actors-")] == []
@@ -201,19 +203,11 @@ if __name__ == "__main__":
     assert len(pids) == 2
     made.kill()
     made.wait()
-    wait_for(lambda: not any(_runs(pid) for pid in pids), 20)
+    wait_for(lambda: all(has_ended(pid) for pid in pids), 20)
     wait_for(lambda: store.reap() >= 0 and store.stats()["writing"] == 0, 20)  # once their last threads are gone
     assert Path(path).exists()  # nobody was left to remove it
     with SharedCounters.create(f"{store.name}-next", 1, ("steps",)):
         assert not Path(path).exists()  # the next one did
-
-
-def _runs(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
 
 
 def test_a_board_is_seen_by_all_and_refuses_what_is_none(store_name, tmp_path):

@@ -12,6 +12,7 @@ from pathlib import Path
 import launched
 import pytest
 from deadlines import patience
+from ended import has_ended
 from launch_jobs import LINGER, nobody_is_left, run, text, wait_for
 
 from geartrain import launch
@@ -118,10 +119,3 @@ def test_ranks_that_die_at_the_same_time_are_started_again_once(job, tmp_path, m
     summary = run(job(launch.learners(launched.die_together, 2, max_restarts=1, args=args)), tmp_path)
     assert summary.restarts == {"learner": 1}
     assert [summary.processes[f"learner-{rank}"]["restarts"] for rank in range(2)] == [1, 1]
-
-
-def has_ended(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True

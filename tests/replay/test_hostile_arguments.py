@@ -131,6 +131,7 @@ REPLAY: dict[str, Callable[[Any], bool]] = {
     "min_rows": whole(1, 2**32, none=True),
     "threads": whole(1, 4096, none=True),
     "timeout_s": scalar(0, most=1e9),
+    "update_lag": whole(2, 2048, none=True),  # and `prefetch` is 2
     "inputs": lambda value: value is None or value == ["x"],
     "targets": lambda value: value is None or value == ["x"],
     "assignment": lambda value: isinstance(value, str) and value in ("local_first", "ordered"),

@@ -15,6 +15,7 @@ from deadlines import patience
 import geartrain.replay.distributed.transport_carrier as transport_carrier
 from geartrain.errors import ArgumentError, TransportError, UntrustedPeerError, WaitTimeoutError
 from geartrain.replay.distributed.carrier import CarrierError, Cause
+from geartrain.replay.distributed.rounds_in_flight import TransportRounds
 from geartrain.replay.distributed.transport_carrier import INLINE_BYTES, TransportCarrier, open_carrier
 from geartrain.transport.connection import connect
 from geartrain.transport.tls import TLS
@@ -297,6 +298,68 @@ def test_an_all_to_all_carries_sizes_that_only_senders_know(ranks: Callable[...,
             assert isinstance(parts, list), parts
             for peer, part in enumerate(parts):
                 assert np.array_equal(part, bytes_of(peer, rank, most * (rank + peer) // 2))
+
+
+class BareGroup:
+    """As much of a group as its rounds need."""
+
+    def __init__(self, rank: int, carrier: TransportCarrier, size: int) -> None:
+        self.rank, self.size, self.timeout_s = rank, size, patience(20)
+        self.native_rounds = carrier.rounds
+        self.carrier = carrier
+
+    def check_usable(self) -> None:
+        pass
+
+    def round_failed(self, error: Any) -> None:
+        raise self.carrier.error_of_round(error)
+
+
+@pytest.mark.parametrize("transport", ["inproc", "shm", "tcp"])
+def test_rounds_are_begun_before_others_are_received_however_long_their_messages_are(
+    ranks: Callable[..., Ranks], transport: str
+) -> None:
+    group, size = ranks(3, transport), 3
+    most = 9 << 20 if transport == "tcp" else 1 << 20  # what no socket holds
+    everyone = [(peer, np.ones(1, np.uint8)) for peer in range(size)]
+    sizes = [100, most, 5, INLINE_BYTES + 1, 0]
+
+    def body(rank: int) -> None:
+        others = [peer for peer in range(size) if peer != rank]
+        ones = [each for each in everyone if each[0] != rank]
+        into = [(peer, np.zeros(1, np.uint8)) for peer in others]
+        group.carriers[rank].exchange(group.carriers[rank].rounds.begin(), ones, into, time.monotonic() + patience(20))
+        bare: Any = BareGroup(rank, group.carriers[rank], size)
+        rounds = TransportRounds(bare)
+        numbers = []
+        for nbytes in sizes:  # all of them at once, and the last one for the next rank alone
+            to = others if nbytes else [(rank + 1) % size]
+            numbers.append(rounds.post({peer: bytes_of(rank, peer, nbytes or 7) for peer in to}))
+        for number, nbytes in zip(numbers, sizes, strict=True):
+            of = others if nbytes else [(rank - 1) % size]
+            found = rounds.collect(number, of)
+            assert sorted(found) == of
+            for peer, part in found.items():
+                assert np.array_equal(part, bytes_of(peer, rank, nbytes or 7))
+        rounds.flush()
+
+    assert on_threads(size, body) == [None] * size
+
+
+def test_a_round_of_a_rank_that_is_lost_names_it(ranks: Callable[..., Ranks]) -> None:
+    group = ranks(2, "tcp")
+    assert group.exchange(lambda rank: ([(1 - rank, np.ones(1, np.uint8))], [(1 - rank, np.zeros(1, np.uint8))])) == [
+        None,
+        None,
+    ]
+    bare: Any = BareGroup(0, group.carriers[0], 2)
+    rounds = TransportRounds(bare)
+    number = rounds.post({1: np.zeros(9 << 20, np.uint8)})  # which waits for rank 1 to receive it
+    group.carriers[1].close()
+    with pytest.raises(CarrierError) as error:
+        rounds.collect(number, [1])
+    assert (error.value.peer, error.value.cause) == (1, Cause.lost)
+    rounds.flush()
 
 
 @pytest.mark.parametrize("transport", ["inproc", "shm", "tcp"])

@@ -67,6 +67,19 @@ def test_processes_make_the_same_global_batch_however_many_there_are(
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
+def test_processes_whose_updates_take_effect_later_make_the_same_batches_however_many_there_are(
+    store_name: Callable[[], str], tmp_path: Path
+) -> None:
+    found = []
+    for ranks, carrier in ((1, "auto"), (3, "auto"), (3, "tcp"), (3, "gloo")):
+        folder = tmp_path / f"{ranks}-{carrier}"
+        folder.mkdir()
+        env = {"GEARTRAIN_RANK_CARRIER": carrier, "UPDATE_LAG": "3"}
+        found.append(drawn([lines(p) for p in start("batches", store_name(), ranks, folder, **env)]))
+    assert all(each == found[0] for each in found)
+
+
 @contextmanager
 def ended(processes: list[subprocess.Popen[str]], name: str) -> Iterator[None]:
     """Context at whose end ranks are killed, and what they left in /dev/shm under that name is removed."""
@@ -237,12 +250,14 @@ def test_an_interrupt_is_not_kept_waiting_by_a_rank_that_does_not_answer(
             Path(f"/dev/shm/geartrain.{name}-{rank}").unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize(("how", "prefetch"), [("kill", "0"), ("kill", "2"), ("stop", "2")])
+@pytest.mark.parametrize(
+    ("how", "prefetch", "extra_lag"), [("kill", "0", "0"), ("kill", "2", "0"), ("stop", "2", "0"), ("kill", "2", "1")]
+)
 def test_a_rank_killed_or_stopped_is_a_named_error_within_the_deadline(
-    store_name: Callable[[], str], tmp_path: Path, how: str, prefetch: str
+    store_name: Callable[[], str], tmp_path: Path, how: str, prefetch: str, extra_lag: str
 ) -> None:
     name = store_name()
-    processes = start("killed", name, 3, tmp_path, HOW=how, PREFETCH=prefetch)
+    processes = start("killed", name, 3, tmp_path, HOW=how, PREFETCH=prefetch, EXTRA_LAG=extra_lag)
     with ended(processes, name):
         for rank in (0, 2):
             (said,) = lines(processes[rank])

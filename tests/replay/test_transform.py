@@ -94,7 +94,7 @@ def test_what_is_no_transform_is_refused() -> None:
     with make_store() as store:
         with pytest.raises(ArgumentError, match="transform is a function of a batch"):
             gt.Replay(store, Uniform(), 2, transform="shuffle")  # type: ignore[arg-type]
-        with pytest.raises(ArgumentError, match="leave out group, mesh and device"):
+        with pytest.raises(ArgumentError, match="leave out group, mesh, device and update_lag"):
             gt.Replay(store, Uniform(), 2, transform=by_hand, device="cuda")
 
 

@@ -177,7 +177,8 @@ def test_a_forked_childs_copy_of_a_future_is_refused_while_the_parent_waits_for_
         assert node.call("server", "life-same", 1) == 1
 
 
-def close_at_random(rounds: int) -> None:
+@pytest.mark.parametrize("rounds", [5, pytest.param(1000, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
+def test_nodes_are_closed_by_two_threads_beside_calls(rounds: int) -> None:
     """Two threads close one of two nodes at a random instant while three threads call over it."""
     random_ = random.Random(1)
     for _ in range(rounds):
@@ -218,16 +219,6 @@ def close_at_random(rounds: int) -> None:
             node.call("server", "life-same", 1)
 
 
-def test_nodes_are_closed_by_two_threads_beside_calls() -> None:
-    close_at_random(5)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_nodes_are_closed_by_two_threads_beside_calls_a_thousand_times() -> None:
-    close_at_random(1000)
-
-
 AT_EXIT = """
 import random, sys, threading, time
 from geartrain import rpc
@@ -249,19 +240,10 @@ time.sleep(random.random() * 0.05)
 """
 
 
-def end_beside_calls(times: int) -> None:
+@pytest.mark.parametrize("times", [2, pytest.param(100, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
+def test_an_interpreter_ends_while_its_daemon_threads_call(times: int) -> None:
     for _ in range(times):
         ended = subprocess.run(
             [sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=patience(60), check=False
         )
         assert (ended.returncode, ended.stderr) == (0, "")
-
-
-def test_an_interpreter_ends_while_its_daemon_threads_call() -> None:
-    end_beside_calls(2)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_an_interpreter_ends_while_its_daemon_threads_call_many_times() -> None:
-    end_beside_calls(100)

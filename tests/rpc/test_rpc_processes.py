@@ -177,8 +177,8 @@ here = Path(sys.argv[0]).parent
 (here / f"{rank}.here").rename(here / f"called-{rank}")
 while len(list(here.glob("called-*"))) < 3:  # not by the store, which may go while another asks it
     time.sleep(0.01)
-before = rank and Path(f"/proc/{(here / f'called-{rank - 1}').read_text()}/stat")
-while before and before.exists() and before.read_text().rsplit(")", 1)[1].split()[0] != "Z":
+from ended import has_ended
+while rank and not has_ended(int((here / f"called-{rank - 1}").read_text())):
     time.sleep(0.01)  # rank 0, which has the tcp store, goes first: one that asks it as it goes is told so by torch
 rpc.shutdown()
 print("fine")
@@ -188,7 +188,12 @@ print("fine")
         probe.bind(("127.0.0.1", 0))
         url = {"file": f"file://{tmp_path}/store", "tcp": f"tcp://127.0.0.1:{probe.getsockname()[1]}"}[scheme]
     ranks = [
-        preloaded.Popen([sys.executable, str(script), str(rank), url], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        preloaded.Popen(
+            [sys.executable, str(script), str(rank), url],
+            env={**os.environ, "PYTHONPATH": str(Path(preloaded.__file__).parent)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         for rank in range(3)
     ]
     for rank in ranks:

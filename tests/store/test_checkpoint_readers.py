@@ -87,7 +87,10 @@ def inspected(directory: Path) -> dict[str, Any]:
     return dict(json.loads(shown.output))
 
 
-def loads(store_name: Any, tmp_path: Path, fork: Any, times: int) -> None:
+@pytest.mark.parametrize("times", [10, pytest.param(1000, marks=pytest.mark.long)])
+def test_a_load_beside_saves_to_the_same_path_gets_one_of_them(
+    store_name: Any, tmp_path: Path, fork: Any, times: int
+) -> None:
     """Loads while two processes save to the same path, one of them without links."""
     with gt.Store.create(store_name(), FIELDS, capacity=CAPACITY) as store:
         put(store, 0, CAPACITY)
@@ -106,15 +109,6 @@ def loads(store_name: Any, tmp_path: Path, fork: Any, times: int) -> None:
         assert len(saves) > 1
         store.save(tmp_path / "ckpt")  # it removes what the killed ones have left
     assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".making")] == ["ckpt"]
-
-
-def test_a_load_beside_saves_to_the_same_path_gets_one_of_them(store_name: Any, tmp_path: Path, fork: Any) -> None:
-    loads(store_name, tmp_path, fork, 10)
-
-
-@pytest.mark.long
-def test_a_thousand_loads_beside_saves_to_the_same_path(store_name: Any, tmp_path: Path, fork: Any) -> None:
-    loads(store_name, tmp_path, fork, 1000)
 
 
 def test_a_load_beside_saves_on_a_file_system_without_locks_starts_again(

@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+from recorded_steps import flags, rows_of, store_of
 
 import geartrain as gt
 from geartrain.errors import (
@@ -78,27 +79,6 @@ def expected_rows(episode, max_length, overlap):
         first += n - overlap
         if first + overlap == total and overlap == 0:
             return rows
-
-
-def store_of(max_length, capacity=4000, **more):
-    fields = recorded_fields(
-        {"obs": gt.Field((3,), "float32"), "action": gt.Field((), "int32"), "reward": gt.Field((), "float32")},
-        truncated=gt.Field((), "bool"),
-        step_version=gt.Field((), "int64"),
-        episode_return=gt.Field((), "float32", per_row=True),
-        **more,
-    )
-    return gt.Store.create(fields, max_length=max_length, capacity=capacity)
-
-
-def rows_of(store):
-    keys = store.keys()
-    batch, lengths = gt.fetch(store, keys, output="numpy"), store.status(keys)["length"]
-    timed = [name for name, field in store.fields.items() if not field.per_row]
-    return [
-        {name: batch[name][i, : lengths[i]] for name in timed} | {"episode_return": batch["episode_return"][i]}
-        for i in range(len(keys))
-    ]
 
 
 def record(envs, recorder, steps, rng, check=None):
@@ -175,123 +155,6 @@ def test_unfinished_rows_are_published_every_few_steps():
         del recorder  # published steps stay
         assert store.status()["length"].tolist() == [9, 9]
         assert store.stats()["open"] == 0
-
-
-def flags(n, ended=()):
-    return {"terminated": np.isin(np.arange(n), list(ended)), "truncated": np.zeros(n, bool)}
-
-
-def test_one_environment_takes_plain_numbers():
-    with store_of(5) as store, store.recorder(autoreset="disabled") as recorder:
-        recorder.reset(np.zeros(3))
-        assert recorder.step(np.ones(3), action=7, reward=0.25, terminated=False, truncated=False) is None
-        key = recorder.step(np.ones(3), action=True, reward=1, terminated=np.bool_(False), truncated=True)
-        assert key == store.keys()
-        row = rows_of(store)[0]
-        assert row["action"].tolist() == [7, 1, 0]
-        assert row["reward"].tolist() == [0.25, 1, 0]
-        assert row["truncated"].tolist() == [False, True, False]
-        recorder.reset(np.zeros(3))
-        recorder.step(np.ones(3), action=np.int64(1000), reward=np.float32(2), terminated=True, truncated=False)
-        with pytest.raises(SchemaError, match="in which 5000000000 has no place"):
-            recorder.reset(np.zeros(3))
-            recorder.step(np.ones(3), action=5_000_000_000, reward=1.0, terminated=True, truncated=False)
-
-
-def test_dicts_of_observations_are_fields_by_dotted_names():
-    fields = recorded_fields(
-        {
-            "obs.pixels": gt.Field((2, 2), "uint8"),
-            "obs.pose.arm": gt.Field((2,), "float16"),
-            "reward": gt.Field((), "float64"),
-        }
-    )
-    with gt.Store.create(fields, max_length=4, capacity=8) as store:
-        recorder = store.recorder(2, autoreset="same_step")
-
-        def seen(number):
-            return {"pixels": np.full((2, 2, 2), number, np.uint8), "pose": {"arm": np.full((2, 2), number / 2)}}
-
-        recorder.reset(seen(0))
-        recorder.step(seen(1), reward=np.ones(2), **flags(2))
-        final = np.full(2, None, object)
-        final[1] = {"pixels": np.full((2, 2), 9, np.uint8), "pose": {"arm": np.full(2, 4.5)}}
-        key = recorder.step(seen(2), reward=np.ones(2), final_observation=final, **flags(2, [1]))
-        batch = gt.fetch(store, key, output="numpy")
-        assert batch["obs.pixels"][0, :, 0, 0].tolist() == [0, 1, 9, 0]
-        assert batch["obs.pose.arm"][0, :, 0].tolist() == [0, 0.5, 4.5, 0]
-        whole = {"obs.pixels": np.full((2, 2, 2), 8, np.uint8), "obs.pose.arm": np.full((2, 2), 4, np.float16)}
-        key = recorder.step(seen(3), reward=np.ones(2), final_observation=whole, **flags(2, [0]))
-        batch = gt.fetch(store, key, output="numpy")
-        assert batch["obs.pixels"][0, :, 0, 0].tolist() == [0, 1, 2, 8]
-        with pytest.raises(FieldError, match=r"has no 'obs\.pose\.arm'"):
-            recorder.step({"pixels": seen(0)["pixels"]}, reward=np.ones(2), **flags(2))
-        with pytest.raises(FieldError, match="give a dict"):
-            recorder.step(np.zeros(2), reward=np.ones(2), **flags(2))
-
-
-def test_tensors_are_taken():
-    torch = pytest.importorskip("torch")
-    with store_of(4, logits=gt.Field((2,), "bfloat16")) as store:
-        recorder = store.recorder(2, autoreset="disabled")
-        recorder.reset(torch.zeros(2, 3))
-        recorder.step(
-            torch.ones(2, 3),
-            action=torch.tensor([1, 2]),
-            reward=torch.ones(2, requires_grad=True),
-            logits=torch.full((2, 2), 1.5, dtype=torch.bfloat16),
-            terminated=torch.tensor([True, True]),
-            truncated=torch.tensor([False, False]),
-        )
-        batch = gt.fetch(store, store.keys())
-        assert batch["logits"][:, 0].eq(1.5).all()
-        assert batch["action"][:, 0].tolist() == [1, 2]
-
-
-@pytest.mark.parametrize("field", ["bfloat16", "float8_e4m3fn"])
-@pytest.mark.parametrize("given", ["float16", "bfloat16", "float32"])
-def test_floats_of_another_width_are_converted_by_value(field, given):
-    torch = pytest.importorskip("torch")
-    fields = recorded_fields({"obs": gt.Field((2,), field), "reward": gt.Field((), field)})
-    with gt.Store.create(fields, max_length=4, capacity=8) as store:
-        recorder = store.recorder(2, autoreset="same_step")
-        numbers = torch.tensor([[1.5, -2.0], [0.25, 3.0]], requires_grad=True).to(getattr(torch, given))
-        recorder.reset(numbers)
-        recorder.step(numbers + 1, reward=numbers[:, 0], **flags(2))
-        # One final observation for all environments, or one for each: both are converted.
-        final = numbers - 1
-        recorder.step(numbers, reward=numbers[:, 1], final_observation=final, **flags(2, [0]))
-        recorder.step(numbers, reward=numbers[:, 1], final_observation=list(final), **flags(2, [1]))
-        first, second = (gt.fetch(store, store.keys()[[n]]) for n in (0, 1))
-        assert first["obs"][0].float().tolist() == [[1.5, -2.0], [2.5, -1.0], [0.5, -3.0], [0, 0]]
-        assert second["obs"][0].float().tolist() == [[0.25, 3.0], [1.25, 4.0], [0.25, 3.0], [-0.75, 2.0]]
-        assert first["reward"][0].float().tolist()[:2] == [1.5, -2.0]
-
-
-@pytest.mark.parametrize("given", ["list", "strided", "tensor"])
-@pytest.mark.parametrize("name", ["obs", "observation"])
-def test_observations_are_converted_whatever_their_field_is_called(name, given):
-    fields = recorded_fields({name: gt.Field((3,), "float32"), "reward": gt.Field((), "float32")})
-    values = np.arange(6, dtype=np.float32).reshape(2, 3)
-    observation = values.tolist() if given == "list" else np.repeat(values, 2, 1)[:, ::2]
-    if given == "tensor":
-        observation = pytest.importorskip("torch").tensor(values)
-    with gt.Store.create(fields, max_length=4, capacity=8) as store:
-        recorder = store.recorder(2, autoreset="disabled")
-        recorder.reset(observation)
-        recorder.step(observation, reward=np.ones(2), **flags(2, [0, 1]))
-        assert gt.fetch(store, store.keys(), output="numpy")[name][:, :2].tolist() == [
-            [one] * 2 for one in values.tolist()
-        ]
-
-
-def test_no_final_observation_is_wanted_of_environments_that_took_no_step():
-    with store_of(4) as store:
-        recorder = store.recorder(2, autoreset="same_step")
-        recorder.reset(np.zeros((2, 3)))
-        step = {"action": np.zeros(2, np.int32), "reward": np.ones(2), "mask": np.array([True, False])}
-        keys = recorder.step(np.ones((2, 3)), final_observation=[np.full(3, 7), None], **step, **flags(2, [0, 1]))
-        assert len(keys) == 1 and rows_of(store)[0]["obs"][1].tolist() == [7, 7, 7]
 
 
 def test_a_cut_of_a_wrong_mask_loses_no_episode():

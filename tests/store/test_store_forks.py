@@ -22,7 +22,10 @@ from geartrain.errors import StaleKeyError, StaleStoreError, StoreClosedError, S
 # --- forks ------------------------------------------------------------------------------------------------------
 
 
-def _fork_beside_allocate(name: str, fork: Callable[[Callable[[], object]], int], forks: int) -> None:
+@pytest.mark.parametrize("forks", [30, pytest.param(1000, marks=[pytest.mark.long, pytest.mark.timeout(300)])])
+def test_a_child_forked_while_other_threads_allocate_uses_the_store(
+    name: str, fork: Callable[[Callable[[], object]], int], forks: int
+) -> None:
     with gt.Store.create(name, X, capacity=64) as store:
         stop = threading.Event()
 
@@ -48,16 +51,6 @@ def _fork_beside_allocate(name: str, fork: Callable[[Callable[[], object]], int]
         assert codes == [0] * forks
         assert store.stats()["inserted"] == 2 * forks
         assert store.audit() == []
-
-
-def test_a_child_forked_while_other_threads_allocate_uses_the_store(name, fork):
-    _fork_beside_allocate(name, fork, 30)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(300)
-def test_a_thousand_children_forked_while_other_threads_allocate_use_the_store(name, fork):
-    _fork_beside_allocate(name, fork, 1000)
 
 
 def test_the_rows_of_a_killed_creator_come_back_while_its_forked_child_lives(names, fork):

@@ -45,7 +45,9 @@ def batches(name: str) -> None:
     """Prints the rows of this rank's part of five batches."""
     rank, size = dist.get_rank(), dist.get_world_size()
     store = store_of(f"{name}-{rank}", N * rank // size, N * (rank + 1) // size)
-    with store, gt.Replay(store, Prioritized(seed=3), B, window=3, num_batches=5, group=dist.group.WORLD) as replay:
+    lag = int(os.environ.get("UPDATE_LAG", "2"))
+    options: Any = {"window": 3, "num_batches": 5, "update_lag": lag}
+    with store, gt.Replay(store, Prioritized(seed=3), B, group=dist.group.WORLD, **options) as replay:
         for batch in replay:
             assert (batch["x"][:, -1, 0] == batch["number"]).all()
             replay.update_priorities(batch.keys, batch["number"] % 7)
@@ -180,9 +182,10 @@ def killed(name: str) -> None:
     """Rank 1 kills itself (or stops) in the middle; the others say what they see, and when."""
     rank, how = dist.get_rank(), os.environ["HOW"]
     store = store_of(f"{name}-{rank}", N * rank // 3, N * (rank + 1) // 3)
-    replay = gt.Replay(
-        store, Uniform(seed=1), B, group=dist.group.WORLD, prefetch=int(os.environ["PREFETCH"]), timeout_s=3
-    )
+    prefetch = int(os.environ["PREFETCH"])
+    lag = prefetch + int(os.environ.get("EXTRA_LAG", "0"))
+    options: Any = {"prefetch": prefetch, "update_lag": lag, "timeout_s": 3}
+    replay = gt.Replay(store, Uniform(seed=1), B, group=dist.group.WORLD, **options)
     for step in range(1000):
         if rank == 1 and step == 5:
             os.kill(os.getpid(), 9 if how == "kill" else 19)

@@ -227,12 +227,12 @@ import geartrain.transport.connection as transport
 from geartrain.errors import NoSpaceError
 connection = transport.connect(sys.argv[1], transport="shm")
 connection.send(b"before", [bytes(2_000_000)])
+array = np.zeros(50_000_000 if sys.argv[2] == "files" else 400_000_000, np.uint8)
 if sys.argv[2] == "files":  # what a memory file may hold, as on a host whose shared memory is full
     resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 20, -1))
-else:
+else:  # threads that allocate for the first time take an arena of up to 128 MB, now or later
     used = int(open("/proc/self/statm").read().split()[0]) * 4096
-    resource.setrlimit(resource.RLIMIT_AS, (used + (80 << 20), -1))
-array = np.ones(50_000_000, np.uint8) if sys.argv[2] == "files" else np.ones(60_000_000, np.uint8)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (300 << 20), -1))
 try:
     connection.send(b"big", [array], timeout_s=20)
 except NoSpaceError as error:

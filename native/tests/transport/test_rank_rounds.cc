@@ -77,6 +77,35 @@ TEST(every_rank_gets_what_each_has_sent_it_round_after_round) {
   }
 }
 
+TEST(rounds_are_begun_before_others_are_received_and_reach_some_of_the_ranks) {
+  for (const char* transport : transports()) {
+    const Group group(transport);
+    const auto part = [](uint64_t round, uint32_t from) { return pattern(round * 10 + from, 40 + round); };
+    for (uint32_t rank = 0; rank < kRanks; ++rank) {
+      RankRounds& rounds = *group.rounds[rank];
+      const uint32_t next = (rank + 1) % kRanks, last = (rank + 2) % kRanks;
+      const auto one = part(1, rank), two = part(2, rank), three = part(3, rank);
+      const RankRounds::PartFor both[] = {{next, one}, {last, one}}, to_next[] = {{next, two}},
+                                again[] = {{next, three}};
+      rounds.send(rounds.begin(), both, soon());
+      rounds.send(rounds.begin(), to_next, soon());
+      rounds.send_beside(rounds.begin(), again, soon());
+      CHECK_EQ(rounds.sent_messages(), uint64_t{4});
+    }
+    for (uint32_t rank = 0; rank < kRanks; ++rank) {
+      const uint32_t next = (rank + 1) % kRanks, last = (rank + 2) % kRanks;
+      RankRounds::PartFrom both[] = {{next, {}}, {last, {}}}, of_last[] = {{last, {}}};
+      group.rounds[rank]->receive(1, both, soon());
+      for (const RankRounds::PartFrom& each : both)
+        CHECK(std::ranges::equal(RankRounds::content_of(each.message), part(1, each.peer)));
+      group.rounds[rank]->receive(2, of_last, soon());
+      CHECK(std::ranges::equal(RankRounds::content_of(of_last[0].message), part(2, last)));
+      CHECK_THROWS(peer_lost, group.rounds[rank]->receive(4, of_last, soon()));  // it is at its third
+      CHECK(group.rounds[rank]->failure()->cause == RankRounds::Cause::refused);
+    }
+  }
+}
+
 TEST(a_rank_that_does_not_take_part_is_named) {
   for (const char* transport : transports()) {
     // It sends nothing.

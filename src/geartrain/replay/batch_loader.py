@@ -66,8 +66,9 @@ class BatchLoader:
         self._finish = _finish_with(builder, config.transform)
         at_once = isinstance(builder, HostBatchBuilder | SingleRankBuilder)
         self._finishes_at_once = config.transform is None and at_once and not trace.on
-        # One rank of a group of one asks nobody else, and keeps updates for the next request all the same.
-        alone = isinstance(builder, SingleRankBuilder)
+        # One rank of a group of one asks nobody else, and keeps updates for the next request all the same; where they
+        # wait for a later one, they are counted from the start of the thread on, as over several ranks.
+        alone = isinstance(builder, SingleRankBuilder) and not config.extra_lag
         self._never_ahead = config.prefetch == 0 and (not builder.collective or alone)
         self._timeout_s = config.timeout_s
         # Over ranks and on devices batches are always built on the prefetch thread.

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 # More batches ahead than any machine has use for: a mistake.
 MAX_PREFETCH = 1024
+MAX_UPDATE_LAG = 2 * MAX_PREFETCH
 
 
 class ReplayOptions(TypedDict, total=False):
@@ -46,6 +47,7 @@ class ReplayOptions(TypedDict, total=False):
     min_rows: int | None
     threads: int | None
     timeout_s: float
+    update_lag: int | None
     group: ProcessGroup | RankGroup | None
     mesh: Mesh | None
     inputs: Sequence[str] | None
@@ -88,6 +90,7 @@ class ReplayConfig:
     seed: int = 0
     view: Transitions | None = None
     transform: Callable[[Batch], Any] | None = None
+    update_lag: int | None = None
 
     def __post_init__(self) -> None:
         for what, value, least, most in (
@@ -95,14 +98,20 @@ class ReplayConfig:
             ("prefetch", self.prefetch, 0, MAX_PREFETCH),
             ("min_rows", self.min_rows, 1, 2**32),
             ("num_batches", self.num_batches, 0, 2**63 - 1),
+            ("update_lag", self.update_lag, 0, MAX_UPDATE_LAG),
         ):
-            if value is None and what in ("min_rows", "num_batches"):
+            if value is None and what in ("min_rows", "num_batches", "update_lag"):
                 continue
             number = check_whole(what, value)
             if number < least:
                 raise ArgumentError(f"{what} must be at least {least}, found {value}")
             if number > most:
                 raise ArgumentError(f"{what} is at most {most}, found {value}")
+        if self.update_lag is not None and self.update_lag < self.prefetch:
+            raise ArgumentError(
+                f"update_lag is at least prefetch, since batches are drawn so much earlier: found {self.update_lag} "
+                f"with prefetch={self.prefetch}"
+            )
         check_number("timeout_s", self.timeout_s, "from 0 to 1e9 seconds", least=0)
         if self.timeout_s > 1e9:
             raise ArgumentError(f"timeout_s must be from 0 to 1e9 seconds, found {self.timeout_s}")
@@ -127,6 +136,11 @@ class ReplayConfig:
             object.__setattr__(self, "inputs", list(self.inputs or ()))
             object.__setattr__(self, "targets", list(self.targets or ()))
             object.__setattr__(self, "fields", list(dict.fromkeys([*(self.inputs or ()), *(self.targets or ())])))
+
+    @property
+    def extra_lag(self) -> int:
+        """Batches after which updates take effect, beyond the prefetched ones."""
+        return 0 if self.update_lag is None else self.update_lag - self.prefetch
 
     def _check_view(self, view: Transitions) -> None:
         if not isinstance(view, Transitions):

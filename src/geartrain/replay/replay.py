@@ -83,6 +83,11 @@ class Replay:
         timeout_s: longest wait for a batch, and for another rank. A batch that is built on the consumer's own thread
             waits so long for the rows and rate limiters of all its stores; a strategy's own code, or a transform, is
             not cut short there.
+        update_lag: after how many batches priority updates take effect, the same on one rank and on many: batch t is
+            drawn with those that were given before batch `t - update_lag` was asked for, and no others. At least
+            `prefetch`, which it is over several ranks by default; without a group the default is at once. With more
+            than `prefetch`, for independent draws, ranks draw without waiting for each other's updates, which hides
+            the delay between hosts (docs/ranks.md). A replay without a group is that of a group of one then.
         group: the ranks of a job that train together, each with the shard of its host as `store`: a process group of
             `torch.distributed` (data parallel), or a `RankGroup` (geartrain.replay.distributed.rank_group). Every rank
             makes the replay and asks for batches alike; each gets its part of one global batch (docs/ranks.md).
@@ -153,6 +158,7 @@ class Replay:
         min_rows: int | None = None,
         threads: int | None = None,
         timeout_s: float = 60.0,
+        update_lag: int | None = None,
         group: ProcessGroup | RankGroup | None = None,
         mesh: Mesh | None = None,
         inputs: Sequence[str] | None = None,
@@ -186,6 +192,7 @@ class Replay:
             seed=seed,
             view=view,
             transform=transform,
+            update_lag=update_lag,
         )
         self._builder, release = open_builder(stores, self.selection, config, group, mesh)
         self._loader = BatchLoader(self._builder, config, self.stores)

@@ -7,6 +7,7 @@ Reads one JSON object a line from stdin and answers each with one on stdout (cli
     {"do": "fill", "store": "bench", "rows": 3000, "row_bytes": 102400, "capacity": 3000}   -> {"rows": 3000}
     {"do": "floor", "store": ..., "rows": 64, "calls": 20}  -> {"seconds": all calls}: a C loop copies random rows
     {"do": "prepare", "store": ..., "strategy": "prioritized", "batch": 256, "assignment": "local_first", "warm": 3}
+                                                          ("learns": priorities are updated after every batch)
     {"do": "go", "batches": 40, "train_ms": 100}          -> {"ends_s": [...], "wait_s": ..., "stats": {...}, ...}
     {"do": "finish"}                                      -> {}: the replay is closed
     {"do": "leave"}                                       -> {}: another group may be joined
@@ -32,6 +33,7 @@ import geartrain._native as _native
 import geartrain.selection as selection
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError
+from geartrain.replay.batch import Batch
 from geartrain.replay.distributed.assignment import Assignment
 from geartrain.replay.replay import Replay
 from geartrain.store.store import Store
@@ -53,6 +55,8 @@ class Rank:
         self.stores: dict[str, Store] = {}
         self.keeper: Any = None
         self.replay: Replay | None = None
+        self.learns = False
+        self.random = np.random.default_rng(SEED)
 
     def listen(self, host: str) -> dict[str, Any]:
         """Hosts the key-value store of a later job."""
@@ -109,8 +113,17 @@ class Rank:
             seconds[number] = time.perf_counter() - began_s
         return {"seconds": seconds[1]}
 
-    def prepare(self, store: str, strategy: str, batch: int, assignment: Assignment, warm: int) -> dict[str, Any]:
-        """Creates a replay over all ranks and takes warm-up batches."""
+    def prepare(
+        self,
+        store: str,
+        strategy: str,
+        batch: int,
+        assignment: Assignment,
+        warm: int,
+        learns: bool = False,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """Creates a replay over all ranks and takes warm-up batches. `learns`: its consumer updates priorities."""
         import torch.distributed as dist
 
         self.replay = Replay(
@@ -120,10 +133,16 @@ class Rank:
             group=dist.group.WORLD,
             assignment=assignment,
             timeout_s=TIMEOUT_S,
+            **options,
         )
+        self.learns = learns
         for _ in range(warm):
-            self.replay.sample()
+            self._learn(self.replay, self.replay.sample())
         return {}
+
+    def _learn(self, replay: Replay, batch: Batch) -> None:
+        if self.learns:
+            replay.update_priorities(batch.keys, self.random.standard_exponential(len(batch.keys)) + 0.05)
 
     def go(self, batches: int, train_ms: float) -> dict[str, Any]:
         """Takes batches and trains on each for `train_ms`: sleeps, as on a CPU while a GPU computes."""
@@ -141,9 +160,12 @@ class Rank:
             batch = replay.sample()
             wait_s += time.perf_counter() - asked_s
             rows += len(batch.keys)
-            del batch
+            if not self.learns:
+                del batch  # its memory may be used again
             if train_ms:
                 time.sleep(train_ms / 1e3)
+            if self.learns:
+                self._learn(replay, batch)
             ends_s.append(time.perf_counter() - began_s)
         after = replay.stats()
         return {

@@ -1,4 +1,4 @@
-"""Transitions as DQN and SAC use them, compared with the buffers of other libraries: CPU microseconds a call.
+"""Transitions and windows of steps, compared with the buffers of other libraries: CPU microseconds a call.
 
 | case | geartrain | baselines |
 |---|---|---|
@@ -6,12 +6,15 @@
 | SAC, n-step 3, sample 256 | `Transitions(n_step=3)` | SB3's `NStepReplayBuffer`, cpprb's `Nstep` |
 | Atari, sample 32 | frames stored once, `frame_stack=4` | stacks of 4 stored |
 | SAC, add a step of 1, of 16 environments | `recorder.step` | `add`, `extend` |
+| windows of 10 and 20 steps, sample 256 | `Windows(10, whole=True)`, four fields | `SliceSampler`, NumPy |
 | bytes a step | rows of 1 to 1,000 steps, all lengths alike, until the store is full | their arrays |
 
 SAC: observations of 17 and actions of 6 float32, episodes of 1,000 steps; Atari: frames of 84 x 84 bytes. The floor of
 a case copies the same bytes in C: from each field's array in plain memory, at random steps drawn before the clock
 starts, into warm memory; for `add`, one step of every environment. It draws nothing, and makes no tensors; it is a call
 of Python for each field, so that one call that adds a step may be faster.
+
+NumPy draws a window's first steps and indexes each field's array, in this process.
 
 Threats to validity: arrays of baselines and floor lie in private memory, with huge pages where the system gives them,
 geartrain's in shared memory. Batches are dropped unread. On a busy machine only the ratios mean something, and
@@ -39,6 +42,7 @@ from geartrain.core.schema import Field
 from geartrain.errors import ReplayError
 from geartrain.replay.replay import Replay
 from geartrain.replay.transitions import Transitions
+from geartrain.replay.windows import Windows
 from geartrain.selection import Uniform
 from geartrain.store.recorder import EPISODES, recorded_fields
 from geartrain.store.store import Store
@@ -68,12 +72,12 @@ class Plan:
 
 
 FULL = Plan()
-QUICK = Plan(60_000, 1_500, 50_000, repeats=7, case_s=0.5, calls=30, baselines_until_s=45.0)
+QUICK = Plan(60_000, 1_500, 50_000, repeats=7, case_s=0.5, calls=30, baselines_until_s=40.0)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed: samples of `batch` transitions, or with 0 a step added."""
+    """What is timed: samples of `batch` transitions or windows of steps, or with a batch of 0 a step added."""
 
     name: str
     observation: tuple[int, ...]
@@ -82,6 +86,8 @@ class Case:
     n_envs: int = 1
     n_step: int = 1
     frame_stack: int = 1
+    #: Steps of a window; 0 for transitions.
+    window: int = 0
 
     @property
     def stacked(self) -> tuple[int, ...]:
@@ -100,6 +106,21 @@ class Case:
         )
         return {**made, "truncated": Field((), "bool")}
 
+    @property
+    def read(self) -> tuple[str, ...]:
+        """Names of what is read of a batch."""
+        if self.window:
+            return ("obs", "action", "reward", "terminated")
+        return ("obs", "next_obs", "action", "reward", "discount")
+
+    @property
+    def copied(self) -> dict[str, int]:
+        """By field how many steps of it a transition or window takes."""
+        if self.window:
+            return dict.fromkeys(self.read, self.window)
+        steps = {"obs": self.frame_stack + self.n_step, "reward": self.n_step}
+        return {name: steps.get(name, 1) for name in self.fields if name != "last"}
+
 
 SAC: dict[str, Any] = {"observation": (17,), "dtype": "float32"}
 CASES = (
@@ -108,6 +129,8 @@ CASES = (
     Case("Atari 4 x 84 x 84, sample 32", (84, 84), "uint8", batch=32, frame_stack=4),
     Case("SAC, add a step of 1", **SAC),
     Case("SAC, add a step of 16", **SAC, n_envs=16),
+    Case("windows of 10 steps, sample 256", **SAC, batch=256, window=10),
+    Case("windows of 20 steps, sample 256", **SAC, batch=256, window=20),
 )
 
 
@@ -212,14 +235,15 @@ class _CaseBench:
     def _sample(self, store: Store) -> None:
         case = self.case
         self._fill(store)
-        view = Transitions(n_step=case.n_step, gamma=GAMMA, frame_stack=case.frame_stack)
-        names = ("obs", "next_obs", "action", "reward", "discount")
         selection = Uniform(seed=0, over="steps")
+        more: dict[str, Any] = {"view": Transitions(n_step=case.n_step, gamma=GAMMA, frame_stack=case.frame_stack)}
+        if case.window:
+            more = {"window": Windows(case.window, whole=True), "fields": case.read}
 
         def reads(replay: Replay) -> Callable[[], None]:
             def one() -> None:
                 batch = replay.sample()
-                for name in names:
+                for name in case.read:
                     _ = batch[name]
 
             for _ in range(32):  # it finds out on which thread to build batches
@@ -227,10 +251,12 @@ class _CaseBench:
             return one
 
         with (
-            Replay(store, selection, case.batch, view=view) as replay,
-            Replay(store, selection, case.batch, view=view, prefetch=0) as other,
+            Replay(store, selection, case.batch, **more) as replay,
+            Replay(store, selection, case.batch, **more, prefetch=0) as other,
         ):
             ours = [self._system("geartrain", reads(replay)), self._system("geartrain prefetch=0", reads(other))]
+            if case.window:
+                ours.append(self._system("NumPy", self._numpy_windows()))
             self._take(ours, self._sample_floor())
             if replay.stats()["path"] != "native":
                 raise ReplayError(f"batches came by another path: {replay.stats()['path']}")
@@ -247,15 +273,13 @@ class _CaseBench:
             store.insert(episodes, lengths=np.full(rows, 1001))
 
     def _sample_floor(self) -> Callable[[], None]:
-        """A copy of the bytes of a batch's transitions, out of arrays of as many steps."""
-        case, window = self.case, self.case.frame_stack + self.case.n_step
+        """A copy of the bytes of a batch's transitions or windows, out of arrays of as many steps."""
+        case, longest = self.case, max(self.case.copied.values())
         parts = []
-        for name, field in case.fields.items():
-            if name == "last":
-                continue
-            count = window if name == "obs" else case.n_step if name == "reward" else 1
+        for name, count in case.copied.items():
+            field = case.fields[name]
             step = int(np.prod(field.shape)) * np.dtype(field.dtype).itemsize
-            source = np.ones((self.steps + window) * step, np.uint8)
+            source = np.ones((self.steps + longest) * step, np.uint8)
             parts.append((source, np.empty(case.batch * count * step, np.uint8), count * step, step))
         drawn = self.random.integers(0, self.steps, (4096, case.batch)).astype(np.uint32)
         at = 0
@@ -265,6 +289,19 @@ class _CaseBench:
             rows, at = drawn[at], (at + 1) % len(drawn)
             for source, out, size, step in parts:
                 _native.gather_floor(source, out, rows, size, step, False)
+
+        return one
+
+    def _numpy_windows(self) -> Callable[[], None]:
+        """Windows by indices of their steps, out of arrays of as many steps."""
+        case = self.case
+        arrays = [np.ones((self.steps, *case.fields[name].shape), case.fields[name].dtype) for name in case.read]
+        within = np.arange(case.window)
+
+        def one() -> None:
+            steps = self.random.integers(0, self.steps - case.window, (case.batch, 1)) + within
+            for array in arrays:
+                _ = array[steps]
 
         return one
 
@@ -370,6 +407,7 @@ def setup_of(case: Case, name: str, steps: int, fill: bool) -> dict[str, Any]:
         "steps": steps,
         "n_envs": case.n_envs,
         "n_step": case.n_step,
+        "window": case.window,
         "fill": fill,
     }
 

@@ -3,7 +3,7 @@
 Reads one JSON object a line from stdin and answers each with one on stdout:
 
     {"do": "setup", "baseline": "sb3", "observation": [17], "dtype": "float32", "action": 6, "steps": 500000,
-     "n_envs": 1, "n_step": 1, "fill": true}     -> {"versions": {...}, "bytes": of its arrays}
+     "n_envs": 1, "n_step": 1, "window": 0, "fill": true}  -> {"versions": {...}, "bytes": of its arrays}
     {"do": "sample", "batch": 256, "calls": 50}  -> {"seconds": per call, "cpu_seconds": ..., "disturbed": ...}
     {"do": "add", "calls": 100}                  -> the same, one step of all environments a call
 
@@ -32,15 +32,21 @@ PREPARED = 64
 class Buffer:
     """Interface of a library's buffer."""
 
+    #: Whether it samples windows of consecutive steps.
+    windows = False
+
     def __init__(self, request: dict[str, Any]) -> None:
         self.shape = tuple(request["observation"])
         self.dtype = np.dtype(request["dtype"])
         self.action: int = request["action"]
         self.n_envs: int = request["n_envs"]
         self.n_step: int = request["n_step"]
+        self.window: int = request["window"]
         self.steps: int = request["steps"]
         self.random = np.random.default_rng(0)
         self.versions: dict[str, str] = {}
+        if self.window and not self.windows:
+            raise ValueError("it samples single transitions, no windows of steps")
         self.make()
         self.noise = [self.prepare(*self.arrays()) for _ in range(PREPARED)]
         self.at = 0
@@ -156,7 +162,9 @@ class Cpprb(Buffer):
 
 
 class Torchrl(Buffer):
-    """`TensorDictReplayBuffer` over a `LazyTensorStorage`; it has no n-step returns of its own."""
+    """`TensorDictReplayBuffer` over a `LazyTensorStorage`, with a `SliceSampler` for windows; no n-step returns."""
+
+    windows = True
 
     def make(self) -> None:
         """See `Buffer`."""
@@ -175,7 +183,15 @@ class Torchrl(Buffer):
             "tensordict": tensordict.__version__,
             "torch": torch.__version__,
         }
-        self.buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(self.steps), batch_size=32)
+        more: dict[str, Any] = {}
+        if self.window:
+            from torchrl.data.replay_buffers import SliceSampler
+
+            # The ends of episodes are looked up once, not for each batch.
+            more["sampler"] = SliceSampler(
+                slice_len=self.window, end_key=("next", "done"), truncated_key=None, cache_values=True
+            )
+        self.buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(self.steps), **more)
 
     def prepare(self, *step: Any) -> Any:
         """See `Buffer`."""
@@ -185,8 +201,13 @@ class Torchrl(Buffer):
         tensors = {
             name: self.torch.from_numpy(np.ascontiguousarray(each)) for name, each in zip(names, step, strict=True)
         }
+        observation = {"observation": tensors.pop("next")}
         following = TensorDict(
-            {"observation": tensors.pop("next"), "reward": tensors.pop("reward"), "done": tensors.pop("done")},
+            {
+                **({} if self.window else observation),
+                "reward": tensors.pop("reward"),
+                "done": tensors.pop("done").unsqueeze(-1),
+            },
             batch_size=[self.n_envs],
         )
         made = TensorDict({**tensors, "next": following}, batch_size=[self.n_envs])
@@ -199,7 +220,7 @@ class Torchrl(Buffer):
 
     def sample(self, batch: int) -> None:
         """See `Buffer`."""
-        self.buffer.sample(batch)
+        self.buffer.sample(batch * max(1, self.window))  # it counts steps
 
     def nbytes(self) -> int:
         """See `Buffer`."""

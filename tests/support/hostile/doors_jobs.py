@@ -21,10 +21,7 @@ from geartrain.launch import ActorPool
 from geartrain.launch.launcher import Launcher
 from hostile.jobs import Environments, Zeros, environments, episodes, policy, served, two_rows
 from hostile.subject import Tools
-from hostile.values import Door, choice, door, flag, nothing, number, path, whole
-
-SECONDS = number(0, most=1e9)
-
+from hostile.values import SECONDS, Door, choice, door, flag, nothing, number, path, whole
 
 # --- actors -----------------------------------------------------------------------------------------------------------
 

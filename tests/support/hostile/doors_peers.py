@@ -8,10 +8,7 @@ import numpy as np
 
 from geartrain import collectives, rpc, transport, weights
 from hostile.subject import Tools
-from hostile.values import Door, door
-
-SHORT_S = 0.02
-
+from hostile.values import SHORT_S, Door, door
 
 # --- transport --------------------------------------------------------------------------------------------------------
 

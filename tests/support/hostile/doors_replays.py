@@ -22,12 +22,11 @@ from geartrain.selection import (
     Uniform,
 )
 from geartrain.tools.testing import SimulatedDevice
-from hostile.doors_stores import recorded
+from hostile.doors_recorders import recorded
 from hostile.stores import STEPS, new_store
 from hostile.subject import Tools
-from hostile.values import Door, choice, door, flag, nothing, number, one_or_array, path, whole
+from hostile.values import SECONDS, Door, choice, door, flag, nothing, number, one_or_array, path, whole
 
-SECONDS = number(0, most=1e9)
 FIELDS = choice(None, "x")
 
 

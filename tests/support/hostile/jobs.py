@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import io
 import urllib.request
 from typing import Any
@@ -368,7 +369,7 @@ def endpoint(tools: Tools) -> Subject:
     def read() -> None:
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{one.port}/metrics", timeout=tools.patience(5)).read()
-        except OSError:
+        except (OSError, http.client.HTTPException):  # the latter where the answer is cut off
             raise gt.errors.TransportError("not reached") from None
 
     return Subject(calls={"read": read, "port": lambda: one.port}, close=one.close, survives=frozenset({"port"}))

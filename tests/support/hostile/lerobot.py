@@ -9,7 +9,7 @@ import numpy as np
 from hostile.subject import Subject, Tools, factory
 
 
-@factory("LeRobotReplayBuffer", makes_tensors=True)
+@factory("LeRobotReplayBuffer")
 def lerobot_replay_buffer(tools: Tools) -> Subject:
     import torch
 

@@ -375,8 +375,6 @@ def applies(scenario: str, factory: Factory) -> bool:
     """Whether a scenario says anything about a subject."""
     if factory.one_thread and scenario in THREADED:
         return False
-    if factory.makes_tensors and scenario == "daemon_thread_at_exit":
-        return False
     return factory.waits or scenario not in WAITING
 
 

@@ -98,14 +98,12 @@ class Factory:
         make: makes one.
         waits: whether it has calls that wait until it is closed.
         one_thread: why no scenario uses it from several threads; "" where it may be.
-        makes_tensors: its calls run torch, which aborts the process where a daemon thread is in it at exit.
     """
 
     of: str
     make: Callable[[Tools], Subject]
     waits: bool = False
     one_thread: str = ""
-    makes_tensors: bool = False
 
 
 def order_lock() -> threading.Lock:
@@ -119,7 +117,7 @@ FACTORIES: dict[str, Factory] = {}
 
 
 def factory(
-    of: type | str, variant: str = "", *, waits: bool = False, one_thread: str = "", makes_tensors: bool = False
+    of: type | str, variant: str = "", *, waits: bool = False, one_thread: str = ""
 ) -> Callable[[Callable[[Tools], Subject]], Any]:
     """Registers a function as factory of a class, or of the class of a name; with `variant`, as a further one."""
     of_name = of if isinstance(of, str) else of.__name__
@@ -127,7 +125,7 @@ def factory(
     def register(make: Callable[[Tools], Subject]) -> Callable[[Tools], Subject]:
         name = f"{of_name}: {variant}" if variant else of_name
         assert name not in FACTORIES, name
-        FACTORIES[name] = Factory(of_name, make, waits, one_thread, makes_tensors)
+        FACTORIES[name] = Factory(of_name, make, waits, one_thread)
         return make
 
     return register

@@ -128,6 +128,11 @@ def nothing(value: Any) -> bool:
     return False
 
 
+#: What many calls take: seconds to wait, a row's priority and its version; and a wait that ends with nothing.
+SECONDS, PRIORITY, VERSION = number(0, most=1e9), number(0), whole(-(2**63), 2**63 - 1)
+SHORT_S = 0.02
+
+
 def parameters(call: Callable[..., Any], given: dict[str, Any]) -> Iterator[str]:
     """Names of the parameters that can be given by name."""
     found = inspect.signature(call).parameters.values()

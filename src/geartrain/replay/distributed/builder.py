@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+import geartrain._native as _native
 from geartrain.core.keys import Keys
 from geartrain.device.nccl import DeviceGroup
 from geartrain.errors import ArgumentError, PeerLostError
@@ -124,7 +125,7 @@ class DistributedBatchBuilder:
         mine = [*(inputs if position.is_first_stage else ()), *(targets if position.is_last_stage else ())]
         fields = tuple(dict.fromkeys(mine))
         job = describe_job(samplers, selection, config.batch_size, config.view)
-        job |= {name: getattr(config, name) for name in ("assignment", "prefetch", "num_batches")}
+        job |= {name: getattr(config, name) for name in ("assignment", "prefetch", "num_batches", "update_lag")}
         job["exchange"] = "host" if options is None else options.exchange
         if options is not None and options.exchange == "nccl":
             # The consumer's batch holds what the reader's GPU has converted.
@@ -154,7 +155,7 @@ class DistributedBatchBuilder:
 
         try:
             run_on_all_ranks(group, open_mine)
-            self._native = open_native_reader(self._sampler, selection, config)
+            self.native = open_native_reader(self._sampler, selection, config)
         except BaseException:
             self.assembler.close()
             raise
@@ -211,10 +212,14 @@ class DistributedBatchBuilder:
         """
         began_s = time.perf_counter()
         with self.assembler.at_work():
-            built = self._or_abort(lambda: self._build(step, state, updates))
-        self._make_s += time.perf_counter() - began_s
-        self._built += 1
+            built = self.or_abort(lambda: self._build(step, state, updates))
+        self.note(time.perf_counter() - began_s)
         return built
+
+    def note(self, make_s: float) -> None:
+        """Counts a batch that took so long to make."""
+        self._make_s += make_s
+        self._built += 1
 
     def finish(self, started: BuiltBatch) -> BuiltBatch:
         """See `BatchBuilder`."""
@@ -222,9 +227,9 @@ class DistributedBatchBuilder:
 
     def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
         """Steps 1 and 2 alone: applies the priority updates of all ranks. Raises `PeerLostError`."""
-        self._or_abort(lambda: self._sampler.settle(step, updates))
+        self.or_abort(lambda: self._sampler.settle(step, updates))
 
-    def _or_abort(self, body: Callable[[], T]) -> T:
+    def or_abort(self, body: Callable[[], T]) -> T:
         """Runs steps of the protocol; a rank that fails in the middle of them aborts the group."""
         try:
             return body()
@@ -239,12 +244,7 @@ class DistributedBatchBuilder:
 
     def _build(self, step: int, state: State, updates: list[PriorityUpdate]) -> BuiltBatch:
         began_s, sent = time.perf_counter(), self.group.sent_bytes
-        quotas = quotas_of(self.selection, self.batch_size, step)
-        wait_together(self.samplers)
-        for number, quota in enumerate(quotas):
-            if quota and self.members.leads(number):
-                # The shard's rate limiter admits an even share: how many rows it will be drawn for is not known yet.
-                self.samplers[number].admit(-(-quota // len(self.members.stores[number].ranks)))
+        quotas = self.admit(step)
         used = list(self._sampler.cursors)
         for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
@@ -256,11 +256,21 @@ class DistributedBatchBuilder:
                     raise  # on all ranks; otherwise all of them draw again from what there is now
         return built
 
+    def admit(self, step: int) -> list[int]:
+        """Waits for the rate limiters of this rank's shards; returns how many rows of each store the batch has."""
+        quotas = quotas_of(self.selection, self.batch_size, step)
+        wait_together(self.samplers)
+        for number, quota in enumerate(quotas):
+            if quota and self.members.leads(number):
+                # The shard's rate limiter admits an even share: how many rows it will be drawn for is not known yet.
+                self.samplers[number].admit(-(-quota // len(self.members.stores[number].ranks)))
+        return quotas
+
     def _build_once(
         self, step: int, state: State, updates: list[PriorityUpdate], quotas: list[int], began_s: float, sent: int
     ) -> BuiltBatch:
-        if self._native is not None:
-            return self._build_natively(self._native, step, state, updates, began_s)
+        if self.native is not None:
+            return self._build_natively(self.native, step, state, updates, began_s)
         known = self._sampler.gather_totals(step, state, updates, quotas)
         drawn = [self._sampler.draw(number, quota, step, known) for number, quota in enumerate(quotas)]
         state = [old if each is None else each.state for old, each in zip(known.state, drawn, strict=True)]
@@ -291,15 +301,19 @@ class DistributedBatchBuilder:
         agreement = self._reader.agreement(native.outcome(read), with_lowest=self._has_importance)
         native.exchange(agreement, rows, read)
         batch = native.finish(rows, read, agreement, step)
+        self.traffic.selection_bytes += read.selection_bytes
+        self.count(native, began_s, read)
+        return BuiltBatch(batch, state)
+
+    def count(self, native: NativeReader, began_s: float, read: _native.RankRead) -> None:
+        """Counts what was read for a batch that is finished now."""
         traffic, ended_s = self.traffic, time.perf_counter()
-        traffic.selection_bytes += read.selection_bytes
         traffic.local_bytes, traffic.sent_bytes, traffic.received_bytes = (
             count * native.row_bytes for count in (native.local_rows, native.sent_rows, native.received_rows)
         )
         traffic.select_s += read.agreed_s - began_s
         traffic.fetch_s += read.read_s - read.agreed_s
         traffic.exchange_s += ended_s - read.read_s
-        return BuiltBatch(batch, state)
 
     def _found(self, drawn: Sequence[ShardedDraw | None], quotas: Sequence[int]) -> list[int]:
         """Rows of each store in the batch: fewer than were asked for where a pass ends."""
@@ -470,8 +484,8 @@ class DistributedBatchBuilder:
     def close(self) -> None:
         """Leaves the group."""
         self._sampler.close()
-        if self._native is not None:
-            self._native.close()
+        if self.native is not None:
+            self.native.close()
         self.assembler.close()
         self.group.close()
 

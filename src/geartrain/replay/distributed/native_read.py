@@ -9,6 +9,9 @@ that a rank gets of such a shard it copies from there itself, checked for writer
 message carries them. A segment that is read so has no client for it: it is removed, adopted and repaired as if nobody
 did, and its mapping stays readable where it was removed. A rank that is lost is told by the exchanges, as ever. Who
 leads a shard counts the samples of rows that others read so.
+
+Where priority updates take effect later than with the next batch (lagged_builder.py), a rank applies those of its shard
+while others may not have drawn yet. So only the rank that leads a shard reads it then, and sends others their rows.
 """
 
 from __future__ import annotations
@@ -25,10 +28,10 @@ import geartrain._native as _native
 from geartrain.errors import EmptyStoreError, GeartrainError
 from geartrain.replay.builder import PriorityUpdate, raised
 from geartrain.replay.config import ReplayConfig
-from geartrain.replay.distributed.assignment import Assigner
+from geartrain.replay.distributed.assignment import Assigner, Replica
 from geartrain.replay.distributed.draw import CommonError, ShardedSampler, common_errors
 from geartrain.replay.distributed.members import Members
-from geartrain.replay.distributed.rank_group import RADIX
+from geartrain.replay.distributed.rank_group import RADIX, Bytes
 from geartrain.replay.distributed.read_agreement import ReadAgreement, ReadOutcome
 from geartrain.replay.distributed.single_rank import is_one_call
 from geartrain.replay.native_batch import RankNativeBatch, rank_batch
@@ -49,7 +52,7 @@ def open_native_reader(agreed: ShardedSampler, selection: Selection, config: Rep
     near: dict[int, Store] = {}
     with contextlib.ExitStack() as opened:  # closes what is open where this fails
         opened.callback(_close_all, near)
-        if viable:
+        if viable and not config.extra_lag:
             _open_near(near, samplers[0].plan.store, members, paths)
         # What one rank has open all others know, since they do not send it those rows.
         reached = members.group.all_gather_object((viable, sorted(near)))
@@ -86,6 +89,15 @@ def _open_near(found: dict[int, Store], mine: Store, members: Members, paths: Se
                 store.close()
 
 
+def _with_led_shards(replica: Replica, leaders: Sequence[int]) -> Replica:
+    """A replica whose ranks have none but the shards that they lead in their memory."""
+    local = [
+        frozenset(shard for shard in shards if leaders[shard] == rank)
+        for rank, shards in zip(replica.ranks, replica.local_shards, strict=True)
+    ]
+    return Replica(replica.ranks, tuple(local))
+
+
 class NativeReader:
     """Reads this rank's rows of each batch, in one native call, which makes the draws as well.
 
@@ -119,9 +131,13 @@ class NativeReader:
         own = shards.of_rank[rank]
         self._leads = members.leads(0)
         self._idle = all(len({shards.of_rank[other], *each}) == len(shards.ranks) for other, each in enumerate(reached))
-        assigner = Assigner(members.replicas, shards.ranks, {at: set(each) for at, each in enumerate(reached)})
+        shard_ranks, replicas = shards.ranks, members.replicas
+        if config.extra_lag:
+            shard_ranks, self._idle = [[leader] for leader in shards.leaders], False
+            replicas = [_with_led_shards(each, shards.leaders) for each in replicas]
+        assigner = Assigner(replicas, shard_ranks, {at: set(each) for at, each in enumerate(reached)})
         views: list[tuple[_native.Store | None, list[int], bool, int, int, list[int]]] = []
-        for shard, ranks in enumerate(shards.ranks):
+        for shard, ranks in enumerate(shard_ranks):
             readers = [*ranks, *(other for other, each in enumerate(reached) if shard in each)]
             store = plan.store if shard == own else near.get(shard)
             if store is None:
@@ -129,7 +145,8 @@ class NativeReader:
                 continue
             numbers = [store.field_number(name) for name in plan.names]
             counts = ranks[0] == rank and len(readers) > len(ranks)
-            views.append((store.native, numbers, counts, readers.index(rank), len(readers), ranks))
+            turn = readers.index(rank) if rank in readers else 0  # one that is none of them reads nothing here
+            views.append((store.native, numbers, counts, turn, len(readers), ranks))
         self._native = _native.RankReader(
             rank,
             [consumer.rank for consumer in sorted(members.consumers, key=lambda each: each.replica)],
@@ -197,10 +214,39 @@ class NativeReader:
             group.round_failed(error)  # type: ignore[attr-defined]
         if read.changed:
             updates.clear()  # they are not sent again when this batch fails
-        if read.refusal:
-            self._refuse(read, step)
+        self.check(read, step)
         sampler.redrawn += read.redrawn
         return batch, read
+
+    # --- the same in steps, between which other rounds may be begun -------------------------------------------------
+
+    def begin(self, step: int, updates: list[PriorityUpdate]) -> list[Bytes]:
+        """What this rank tells each rank before a batch: rows and total of its shard, and the updates, taken out."""
+        if self._leads:
+            self._sampler.expire()
+        parts = self._steps.begin(step, [self._given(update) for update in updates])
+        updates.clear()
+        return parts
+
+    def hear(self, step: int, parts: Sequence[Bytes]) -> tuple[_native.RankRead, Bytes]:
+        """What all ranks have told, to be checked; and the updates for this one, which `apply` takes."""
+        return self._steps.hear(step, parts)
+
+    def apply(self, step: int, updates: Bytes) -> None:
+        """Applies the updates of one round before the batch of a step. All ranks do, with those that they got."""
+        self._steps.apply(updates, functools.partial(self._change, step) if self._sampler.raises else None)
+
+    def read(self, step: int, heard: _native.RankRead) -> _native.SampledBatch:
+        """Draws the batch of a step, and reads this rank's rows, into it and into the messages of `heard`."""
+        batch = self._sampler.empty_batch(self._rows, True, None)
+        self._native.read(batch, heard, step, self._n)
+        self._sampler.redrawn += heard.redrawn
+        return batch
+
+    def check(self, read: _native.RankRead, step: int) -> None:
+        """Raises what all ranks have found wrong before they draw: see `build`."""
+        if read.refusal:
+            self._refuse(read, step)
 
     def _given(self, update: PriorityUpdate) -> _native.GivenPriorities:
         keys = update.keys
@@ -229,6 +275,10 @@ class NativeReader:
             agreement.check(read.outcome)
         else:
             agreement.exchange(read.sends, read.receives, idle=self._idle)
+        self.place(batch, read)
+
+    def place(self, batch: _native.SampledBatch, read: _native.RankRead) -> None:
+        """Puts rows that have been received into the batch, and counts those that were moved."""
         if read.received_rows:
             self._native.place(batch, read)
         self.local_rows += read.local_rows

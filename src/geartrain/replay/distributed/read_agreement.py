@@ -69,10 +69,10 @@ class ReadAgreement:
         if idle and group.size <= RADIX:
             # An all-gather of one round, which a rank that does not know (its batches are on a device) meets below with
             # the one exchange that it makes: another call here would be one that it does not make.
-            self._check(self.members.all_gather(mine))
+            self.take(self.members.all_gather(mine))
             return
         if group.size > DIRECT_RANKS:  # to tell each of the others would take longer than the rounds of an all-gather
-            self._check(self.members.all_gather(mine))
+            self.take(self.members.all_gather(mine))
             group.exchange(sends, receives)
             return
         others = [peer for peer in range(group.size) if peer != group.rank]
@@ -83,9 +83,10 @@ class ReadAgreement:
             [*((peer, told) for peer in others), *sends],
             [*((peer, flat_bytes(every[peer])) for peer in others), *receives],
         )
-        self._check(every)
+        self.take(every)
 
-    def _check(self, every: NDArray[Any]) -> None:
+    def take(self, every: NDArray[Any]) -> None:
+        """Takes what every rank tells, (ranks, 1), with lowest probabilities (ranks, 1 + stores); as `exchange`."""
         self.check(every[:, 0])
         if self._with_lowest:
             self.lowest = every[:, 1:].min(0)

@@ -24,6 +24,7 @@ from geartrain.replay.builder import (
     raised,
 )
 from geartrain.replay.config import ReplayConfig
+from geartrain.replay.distributed.later_updates import LaterUpdates
 from geartrain.replay.distributed.priority_updates import check_steps
 from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.replay.native_batch import global_batch, numbers_of
@@ -78,6 +79,8 @@ class SingleRankBuilder:
         self._store = samplers[0].plan.store
         self._draw, _ = numbers_of(config.batch_size)
         self._row_bytes = sum(self._plan.row_bytes(name) for name in self._plan.names)
+        self._later = LaterUpdates[list[PriorityUpdate]](config.extra_lag) if config.extra_lag else None
+        self._first = True  # batch since the thread was started
         samplers[0].waits = False  # as in any group, whose ranks could not agree how long
         self.samplers = samplers
         self.rows = config.batch_size
@@ -85,11 +88,18 @@ class SingleRankBuilder:
 
     def enter(self) -> None:
         """See `BatchBuilder`."""
+        self._first = True
 
     def start(self, step: int, state: State, updates: list[PriorityUpdate]) -> BuiltBatch:
         """See `BatchBuilder`. The batch is finished when this returns."""
-        if updates:
+        if self._later is not None and not self._first:
+            self._later.keep(step, updates.copy())
+            updates.clear()
+            for each in self._later.due(step):
+                self._apply(step, each)
+        elif updates or self._later is not None:
             self.settle(step, updates)
+            self._first = False
         began_s = time.perf_counter()
         rows, after = self._sampler.sample(self.rows, step, state[0])
         batch = global_batch(rows, self._plan, step, self.store_ids)
@@ -114,6 +124,12 @@ class SingleRankBuilder:
 
     def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
         """See `BatchBuilder`."""
+        for each in [] if self._later is None else self._later.all():
+            self._apply(step, each)
+        self._apply(step, updates)
+        updates.clear()
+
+    def _apply(self, step: int, updates: list[PriorityUpdate]) -> None:
         for update in updates:
             self._sampler.follow_alpha(step)
             keys, priorities = update.keys, update.priorities
@@ -128,13 +144,14 @@ class SingleRankBuilder:
                 there = keys.row < self._store.capacity
                 rows, generations = np.where(there, keys.row, 0), np.where(there, keys.generation, 0)
                 self._set(Keys(rows, generations), priorities)
-        updates.clear()
 
     def _set(self, keys: Keys, priorities: NDArray[np.float64]) -> None:
         self._store.native.update_priorities(keys.row, keys.generation, raised(priorities, self._sampler.alpha))
 
     def rewind(self) -> None:
-        """See `BatchBuilder`. Nothing is kept but the state."""
+        """See `BatchBuilder`. What is kept besides the state are updates that are not applied yet."""
+        if self._later is not None:
+            self._later.all()
 
     def stats(self) -> dict[str, Any]:
         """See `BatchBuilder`: with the figures that there are over several ranks."""

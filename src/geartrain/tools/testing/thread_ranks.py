@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from geartrain.errors import PeerLostError
@@ -36,6 +36,7 @@ class ThreadRankGroup:
 
     Attributes:
         one_host: all ranks are of one host, and may read each other's shards; else each stands for a host.
+        exchanges: how many this rank has begun.
     """
 
     def __init__(self, wire: _Wire, rank: int, timeout_s: float, die_at: int | None = None) -> None:
@@ -45,7 +46,7 @@ class ThreadRankGroup:
         self.sent_bytes = 0
         self.sent_messages = 0
         self._timeout_s = timeout_s
-        self._exchanges = 0
+        self.exchanges = 0
         self.die_at = die_at
         self.one_host = False
 
@@ -76,6 +77,23 @@ class ThreadRankGroup:
                 self.sent_messages += 1
         deadline_s = time.monotonic() + self._timeout_s
         return [part if peer == self.rank else self._receive(peer, deadline_s) for peer, part in enumerate(parts)]
+
+    def post(self, parts: Mapping[int, Bytes]) -> int:
+        """See `geartrain.replay.distributed.rounds_in_flight.Rounds`."""
+        self._begin()
+        for peer, part in parts.items():
+            self._queue(self.rank, peer).put(part.copy())
+            self.sent_bytes += part.size
+            self.sent_messages += 1
+        return self.exchanges
+
+    def collect(self, number: int, peers: Collection[int]) -> dict[int, Bytes]:
+        """See `geartrain.replay.distributed.rounds_in_flight.Rounds`."""
+        deadline_s = time.monotonic() + self._timeout_s
+        return {peer: self._receive(peer, deadline_s) for peer in peers}
+
+    def flush(self) -> None:
+        """See `geartrain.replay.distributed.rounds_in_flight.Rounds`."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """See `RankGroup`."""
@@ -112,9 +130,9 @@ class ThreadRankGroup:
         """See `RankGroup`."""
 
     def _begin(self) -> None:
-        if self._exchanges == self.die_at:
+        if self.exchanges == self.die_at:
             self.abort("die_at was reached")
-        self._exchanges += 1
+        self.exchanges += 1
         if self._wire.broken is not None:
             raise PeerLostError(self._wire.broken)
 

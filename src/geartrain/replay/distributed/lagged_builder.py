@@ -1,0 +1,250 @@
+"""Lagged batch builder: batches over ranks whose priority updates take effect a stated number of batches later.
+
+With its status a rank tells the total of its shard, and in the same message sends the updates for the others. Where
+those take effect with this batch (builder.py), totals need another round. Here they take effect with a later one, so
+that the totals that came with the status are those of the draws, and nothing has to wait for a round trip:
+
+    batch t      begin: status, totals, updates of t  |  hear all: draw, read, send rows  |  receive rows: finished
+    batch t + 1                                          begin ...                        |  hear all ...
+
+What came with batch t is applied before batch t + lag begins, by the rank that leads the shard, which alone reads it.
+So batch t is drawn with the updates of batches up to t - lag on any number of ranks, whatever their speed. The first
+batch after a start, an error or `settle` sees all updates that were given by then, as in any group.
+
+All ranks begin and receive rounds in one order: of batch t the status, the outcome of its read and its rows, and then
+those of t + 1. Where rows were lost for good, which ranks learn last, some may have begun batch t + 1: all begin it
+then, take its updates, and draw batch t again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import geartrain._native as _native
+from geartrain.errors import ArgumentError
+from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State
+from geartrain.replay.config import ReplayConfig
+from geartrain.replay.distributed.builder import DistributedBatchBuilder
+from geartrain.replay.distributed.later_updates import LaterUpdates
+from geartrain.replay.distributed.messages import flat_bytes
+from geartrain.replay.distributed.rank_group import Bytes
+from geartrain.replay.distributed.read_agreement import ReadAgreement, RowsLostError
+from geartrain.replay.distributed.rounds_in_flight import rounds_of
+from geartrain.replay.distributed.single_rank import is_one_call
+from geartrain.replay.sampler import StoreSampler
+from geartrain.selection.mixture import Selection
+
+
+def check_lag(samplers: Sequence[StoreSampler], selection: Selection, config: ReplayConfig) -> None:
+    """Raises `ArgumentError` where updates cannot take effect later than with the batch that they come with."""
+    if config.extra_lag and not is_one_call(list(samplers), selection, config):
+        raise _refusal(config.extra_lag)
+
+
+def _refusal(extra_lag: int) -> ArgumentError:
+    return ArgumentError(
+        f"an update_lag of prefetch + {extra_lag} is for batches of one store in host memory whose draws are "
+        f"independent (Uniform or Prioritized with replacement, of whole rows or windows, without limits, views and "
+        f"stages of a pipeline); with others it is prefetch"
+    )
+
+
+class _Begun:
+    """A batch whose round has begun on this rank: what it has told and heard, and what it has read."""
+
+    def __init__(self, step: int, state: State) -> None:
+        self.step = step
+        self.state = state
+        self.began_s = time.perf_counter()
+        self.built: BuiltBatch | None = None
+        self.error: BaseException | None = None
+        self.parts: list[Bytes] = []  # that it told; none: it has yet to tell, or its round is over
+        self.round = self.outcomes = self.rows = 0
+        self.read = False  # and its rows are sent; those below are kept until its batch is finished
+        self.heard: _native.RankRead | None = None
+        self.batch: Any = None
+        self.told: Any = None
+
+
+class LaggedBuilder:
+    """See `geartrain.replay.builder.BatchBuilder`.
+
+    Args:
+        inner: builds batches whose updates take effect at once, in the same group: the first one after a start.
+        lag: batches after the one that they came with.
+
+    Raises:
+        ArgumentError: on all ranks alike, where batches are more than one native call.
+    """
+
+    overlaps = True  # the next batch begins before this one's rows are received
+    collective = True
+
+    def __init__(self, inner: DistributedBatchBuilder, lag: int) -> None:
+        if inner.native is None:
+            inner.assembler.close()
+            raise _refusal(lag)
+        self.samplers = inner.samplers
+        self.rows = inner.rows
+        self.store_ids = inner.store_ids
+        self._inner = inner
+        self._native = inner.native
+        self._rank = inner.group.rank
+        self._others = [rank for rank in range(inner.group.size) if rank != inner.group.rank]
+        self._rounds = rounds_of(inner.group)
+        self._later = LaterUpdates[Bytes](lag)
+        self._with_lowest = inner.samplers[0].traits.importance
+        self._first = True  # batch since the thread was started
+        self._newest: _Begun | None = None
+
+    def enter(self) -> None:
+        """See `BatchBuilder`."""
+        self._inner.enter()
+        self._first, self._newest = True, None
+
+    # --- a batch ----------------------------------------------------------------------------------------------------
+
+    def start(self, step: int, state: State, updates: list[PriorityUpdate]) -> _Begun:
+        """See `BatchBuilder`. Reads the batch before it, where that was only begun."""
+        if not self._first:
+            return self._inner.or_abort(lambda: self._begin(step, state, updates))
+        self._rounds.flush()
+        self._inner.or_abort(lambda: self._apply(step, self._later.all()))
+        begun = _Begun(step, state)
+        begun.built = self._inner.start(step, state, updates)
+        self._first = False
+        return begun
+
+    def finish(self, begun: _Begun) -> BuiltBatch:
+        """See `BatchBuilder`."""
+        built = begun.built or self._inner.or_abort(lambda: self._finish(begun))
+        return built or self._inner.start(begun.step, begun.state, [])
+
+    def _begin(self, step: int, state: State, updates: list[PriorityUpdate]) -> _Begun:
+        if self._newest is not None:
+            self._read(self._newest)
+        self._newest = begun = _Begun(step, state)
+        self._tell(begun, updates)
+        return begun
+
+    def _tell(self, begun: _Begun, updates: list[PriorityUpdate]) -> None:
+        self._apply(begun.step, self._later.due(begun.step))
+        begun.parts = self._native.begin(begun.step, updates)
+        begun.round = self._rounds.post({rank: begun.parts[rank] for rank in self._others})
+
+    def _hear(self, begun: _Begun) -> _native.RankRead:
+        received = self._rounds.collect(begun.round, self._others)
+        parts, begun.parts = begun.parts, []
+        every = [received.get(rank, part) for rank, part in enumerate(parts)]
+        heard, updates = self._native.hear(begun.step, every)
+        if heard.changed:
+            self._later.keep(begun.step, updates)
+        self._inner.traffic.selection_bytes += sum(parts[rank].size for rank in self._others)
+        return heard
+
+    def _read(self, begun: _Begun) -> None:
+        """Draws a batch that has begun and reads this rank's rows, once all ranks have begun it; and sends them."""
+        if begun.built is not None or begun.read:
+            return
+        if begun.error is not None:  # as it was
+            raise begun.error
+        try:
+            self._inner.admit(begun.step)
+            if not begun.parts:  # its round was over before, with that of a batch that was drawn again
+                self._tell(begun, [])
+            heard = self._hear(begun)
+            self._native.check(heard, begun.step)
+            begun.batch = self._native.read(begun.step, heard)
+            outcome = self._native.outcome(heard)
+            failed = outcome.failed is not None
+            begun.told = np.array([failed, *outcome.lowest] if self._with_lowest else [failed])
+            begun.outcomes = self._rounds.post(dict.fromkeys(self._others, flat_bytes(begun.told)))
+            begun.rows = self._rounds.post(dict(heard.sends))
+            begun.heard, begun.read = heard, True
+        except BaseException as error:
+            begun.error = error
+            raise
+
+    def _finish(self, begun: _Begun) -> BuiltBatch | None:
+        """The batch; None where all ranks are to draw it again."""
+        self._read(begun)
+        heard, batch, native = begun.heard, begun.batch, self._native
+        assert heard is not None
+        begun.heard = begun.batch = None
+        outcomes = self._rounds.collect(begun.outcomes, self._others)
+        receives = heard.receives
+        rows = self._rounds.collect(begun.rows, [peer for peer, _ in receives])
+        for peer, into in receives:
+            into[:] = rows[peer]
+        agreement = ReadAgreement(
+            self._inner.members, native.outcome(heard), with_lowest=self._with_lowest, can_redraw=True
+        )
+        told = [outcomes[rank].view(begun.told.dtype) if rank in outcomes else begun.told for rank in self._every()]
+        try:
+            agreement.take(np.stack(told))
+        except RowsLostError:
+            self._end_rounds(begun)
+            self._rounds.flush()
+            return None
+        native.place(batch, heard)
+        made = native.finish(batch, heard, agreement, begun.step)
+        self._inner.count(native, begun.began_s, heard)
+        self._inner.note(time.perf_counter() - begun.began_s)
+        return BuiltBatch(made, begun.state)
+
+    def _every(self) -> range:
+        return range(len(self._others) + 1)
+
+    def _end_rounds(self, begun: _Begun) -> None:
+        """Has all ranks begin the batch after this one, as some have, and takes the updates that came with it."""
+        after = self._newest
+        if after is None or after is begun or not after.parts:
+            after = _Begun(begun.step + 1, begun.state)
+            after.parts = self._native.begin(after.step, [])
+            after.round = self._rounds.post({rank: after.parts[rank] for rank in self._others})
+        self._hear(after)
+
+    def _apply(self, step: int, updates: Sequence[Bytes]) -> None:
+        for each in updates:
+            self._native.apply(step, each)
+
+    # --- priorities, state, leaving ---------------------------------------------------------------------------------
+
+    def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
+        """See `BatchBuilder`. They go to the rows' shards with the next batch, and wait there."""
+        return self._inner.submit_updates(update, step)
+
+    def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
+        """See `BatchBuilder`."""
+        self._rounds.flush()
+        self._inner.or_abort(lambda: self._apply(step, self._later.all()))
+        self._inner.settle(step, updates)
+
+    def rewind(self) -> None:
+        """See `BatchBuilder`: with updates that are not applied yet."""
+        self._later.all()
+        self._inner.rewind()
+
+    def stats(self) -> dict[str, float]:
+        """See `BatchBuilder`: as of all groups."""
+        return self._inner.stats()
+
+    def describe(self) -> list[dict[str, Any]]:
+        """See `BatchBuilder`."""
+        return self._inner.describe()
+
+    def abort(self, reason: str) -> None:
+        """See `BatchBuilder`."""
+        self._inner.abort(reason)
+
+    def close(self) -> None:
+        """See `BatchBuilder`. What other ranks have yet to receive is sent before."""
+        self._rounds.flush()
+        self._inner.close()
+
+
+__all__ = ["LaggedBuilder", "check_lag"]

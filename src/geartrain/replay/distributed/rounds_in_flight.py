@@ -1,0 +1,163 @@
+"""Rounds in flight: what ranks send each other now and receive later.
+
+A rank begins a round by what it sends, and receives its messages when it needs them; others may be begun in between.
+All ranks begin the same rounds in one order, and receive them in that order, so no message has to say what it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from geartrain.errors import GeartrainError
+from geartrain.replay.distributed.carrier import INLINE_BYTES
+from geartrain.replay.distributed.rank_group import Bytes, RankGroup, TorchRankGroup
+
+
+class Rounds(Protocol):
+    """Rounds of the ranks of a group. One thread begins and receives them."""
+
+    def post(self, parts: Mapping[int, Bytes]) -> int:
+        """Begins a round: sends some ranks a message each, without waiting for them. Returns the round's number.
+
+        The messages may not be changed before their receivers have answered to them.
+        """
+        ...
+
+    def collect(self, number: int, peers: Collection[int]) -> dict[int, Bytes]:
+        """The messages of a round, of all ranks that have sent one to this rank. Raises `PeerLostError`."""
+        ...
+
+    def flush(self) -> None:
+        """Waits until all messages of this rank are on their way, before it sends others or leaves."""
+        ...
+
+
+def rounds_of(group: RankGroup) -> Rounds:
+    """The rounds of a group: its own, those of its transports, or ones that are made when they are received.
+
+    Collective: all ranks are connected with each other when it returns.
+    """
+    group.all_to_all([np.empty(0, np.uint8)] * group.size)
+    any_group: Any = group
+    if hasattr(group, "post"):
+        own: Rounds = any_group
+        return own
+    return TransportRounds(any_group) if getattr(group, "native_rounds", None) is not None else LateRounds(group)
+
+
+class TransportRounds:
+    """Rounds over geartrain's transports.
+
+    Messages that may wait for their receiver are sent on a thread of their own, and those after them behind them.
+
+    Args:
+        group: with `native_rounds`, all of whose ranks are connected.
+    """
+
+    def __init__(self, group: TorchRankGroup) -> None:
+        assert group.native_rounds is not None
+        self._group = group
+        self._rounds = group.native_rounds
+        self._behind = _Sender(self._rounds, group.timeout_s)
+
+    def post(self, parts: Mapping[int, Bytes]) -> int:
+        """See `Rounds`."""
+        group, size = self._group, self._group.size
+        group.check_usable()
+        number = self._rounds.begin()
+        # In the order of a ring, so that not all begin with the same one.
+        messages = sorted(parts.items(), key=lambda each: (each[0] - group.rank) % size)
+        if self._behind.idle and all(part.size <= INLINE_BYTES for _, part in messages):
+            try:
+                self._rounds.send(number, messages, group.timeout_s)
+            except GeartrainError as error:
+                group.round_failed(error)
+        else:
+            self._behind.send(number, messages)
+        return number
+
+    def collect(self, number: int, peers: Collection[int]) -> dict[int, Bytes]:
+        """See `Rounds`."""
+        group, size = self._group, self._group.size
+        group.check_usable()
+        order = sorted(peers, key=lambda peer: (group.rank - peer) % size)
+        try:
+            return dict(zip(order, self._rounds.receive(number, order, group.timeout_s), strict=True))
+        except GeartrainError as error:
+            group.round_failed(error)
+
+    def flush(self) -> None:
+        """See `Rounds`."""
+        self._behind.flush(self._group.timeout_s)
+
+
+class _Sender:
+    """Sends messages one after the other on a thread, which is there while there are some."""
+
+    def __init__(self, rounds: Any, timeout_s: float) -> None:
+        self._rounds = rounds
+        self._timeout_s = timeout_s
+        self._waiting: queue.SimpleQueue[tuple[int, list[tuple[int, Bytes]]]] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._unsent = 0
+
+    @property
+    def idle(self) -> bool:
+        return self._unsent == 0
+
+    def send(self, number: int, messages: list[tuple[int, Bytes]]) -> None:
+        self._waiting.put((number, messages))
+        with self._changed:
+            self._unsent += 1
+            if self._unsent > 1:
+                return  # the thread is there
+        threading.Thread(target=self._run, name="geartrain-rank-sends", daemon=True).start()
+
+    def flush(self, timeout_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._unsent == 0, timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            number, messages = self._waiting.get()
+            # A rank that does not take them is found by what is received of it, which has a deadline as well.
+            with contextlib.suppress(GeartrainError):
+                self._rounds.send(number, messages, self._timeout_s, beside=True)
+            with self._changed:
+                self._unsent -= 1
+                if self._unsent == 0:
+                    self._changed.notify_all()
+                    return
+
+
+class LateRounds:
+    """Rounds of any group: each is made, by an all-to-all, when its messages are received."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+        self._posted: dict[int, Mapping[int, Bytes]] = {}
+        self._number = 0
+
+    def post(self, parts: Mapping[int, Bytes]) -> int:
+        """See `Rounds`."""
+        self._number += 1
+        self._posted[self._number] = parts
+        return self._number
+
+    def collect(self, number: int, peers: Collection[int]) -> dict[int, Bytes]:
+        """See `Rounds`."""
+        parts, nothing = self._posted.pop(number), np.empty(0, np.uint8)
+        received = self._group.all_to_all([parts.get(rank, nothing) for rank in range(self._group.size)])
+        return {peer: received[peer] for peer in peers}
+
+    def flush(self) -> None:
+        """See `Rounds`. Nothing is sent but when it is received."""
+
+
+__all__ = ["LateRounds", "Rounds", "TransportRounds", "rounds_of"]

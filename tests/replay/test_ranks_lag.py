@@ -1,0 +1,320 @@
+"""`update_lag` of more than `prefetch`: updates take effect so many batches later, on one rank and on many alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from deadlines import patience
+from rank_batches import B, as_record, check, insert, join, same
+
+import geartrain as gt
+from geartrain.errors import ArgumentError, EmptyStoreError, PeerLostError
+from geartrain.replay.distributed.native_read import NativeReader
+from geartrain.replay.distributed.rounds_in_flight import LateRounds
+from geartrain.replay.distributed.topology import MeshPosition
+from geartrain.selection import Epochs, Fifo, Limits, Linear, Prioritized, TopK, Uniform
+from geartrain.store.recorder import recorded_fields
+from geartrain.tools.testing import ThreadRankGroup, run_ranks
+
+BATCHES = 10
+
+
+def given(batch: gt.Batch) -> Any:
+    return batch["number"] % 13 + batch.step
+
+
+def run(stores: list[gt.Store], ranks: int, selection: Any, prefetch: int, lag: int, **options: Any) -> list[Any]:
+    """Global batches of a job whose consumers update the priorities of each."""
+
+    def body(rank: ThreadRankGroup) -> list[gt.Batch]:
+        settings = {"window": 4, "output": "numpy", "num_batches": BATCHES, "prefetch": prefetch, "update_lag": lag}
+        with gt.Replay(stores[rank.rank % len(stores)], selection, B, group=rank, **settings, **options) as replay:
+            made = []
+            for batch in replay:
+                check(batch)
+                replay.update_priorities(batch.keys, given(batch))
+                made.append(batch)
+            return made
+
+    results = run_ranks(ranks, body)
+    return [join([result[step] for result in results]) for step in range(BATCHES)]
+
+
+def by_hand(store: gt.Store, selection: Any, lag: int) -> list[Any]:
+    """The same by one process that sets priorities at once, and holds them back itself."""
+    made, waiting = [], []
+    with gt.Replay(store, selection, B, window=4, output="numpy", prefetch=0) as replay:
+        for step in range(BATCHES):
+            # Before batch s + 1 was asked for are those of batch s.
+            while waiting and waiting[0].step + 1 + lag <= step:
+                batch = waiting.pop(0)
+                replay.update_priorities(batch.keys, given(batch))
+            batch = replay.sample()
+            waiting.append(batch)
+            made.append(as_record(batch))
+    return made
+
+
+@pytest.mark.parametrize(("prefetch", "lag"), [(0, 1), (1, 2), (2, 3), (0, 4), (3, 5)])
+def test_batches_are_those_of_one_process_that_holds_updates_back_on_any_number_of_ranks(
+    sharded_stores: Callable[..., list[gt.Store]], prefetch: int, lag: int
+) -> None:
+    selection = Prioritized(seed=2, alpha=Linear(0.4, 1.0, 8), beta=0.4)
+    (store,) = sharded_stores(1)
+    expected = by_hand(store, selection, lag)
+    assert len(np.unique(np.round(expected[-1]["probability"], 12))) > 5
+    for shards, ranks in ((1, 1), (2, 2), (3, 3), (1, 2), (2, 4)):
+        assert same(run(sharded_stores(shards), ranks, selection, prefetch, lag), expected), (shards, ranks)
+
+
+def test_a_replay_without_a_group_holds_updates_back_as_well(sharded_stores: Callable[..., list[gt.Store]]) -> None:
+    selection = Prioritized(seed=2, beta=0.4)
+    for prefetch, lag in ((0, 0), (0, 2), (2, 2), (2, 4)):
+        (store,) = sharded_stores(1)
+        made = []
+        options: dict[str, Any] = {"window": 4, "output": "numpy", "num_batches": BATCHES}
+        with gt.Replay(store, selection, B, prefetch=prefetch, update_lag=lag, **options) as replay:
+            for batch in replay:
+                replay.update_priorities(batch.keys, given(batch))
+                made.append(as_record(batch))
+        (other,) = sharded_stores(1)
+        assert same(made, by_hand(other, selection, lag)), (prefetch, lag)
+
+
+def test_a_group_without_rounds_in_flight_makes_the_same_batches(
+    sharded_stores: Callable[..., list[gt.Store]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    selection = Prioritized(seed=2, beta=0.4)
+    expected = run(sharded_stores(3), 3, selection, 2, 3)
+    monkeypatch.setattr(
+        "geartrain.replay.distributed.lagged_builder.rounds_of", LateRounds
+    )  # as of a group of the user's own, and of Gloo
+    assert same(run(sharded_stores(3), 3, selection, 2, 3), expected)
+
+
+@pytest.mark.parametrize("assignment", ["local_first", "ordered"])
+def test_ranks_of_one_host_send_each_other_rows_that_only_a_shards_leader_reads(
+    sharded_stores: Callable[..., list[gt.Store]], assignment: str
+) -> None:
+    stores, selection = sharded_stores(2), Prioritized(seed=2)
+    group = ThreadRankGroup.make(4, one_host=True)
+
+    def body(rank: ThreadRankGroup) -> tuple[list[gt.Batch], dict[str, Any]]:
+        options: dict[str, Any] = {"window": 4, "output": "numpy", "num_batches": 4, "assignment": assignment}
+        store = stores[rank.rank % 2]
+        with gt.Replay(store, selection, B, group=rank, prefetch=1, update_lag=2, **options) as replay:
+            return list(replay), replay.stats()
+
+    results = run_ranks(group, body)
+    for step in range(4):
+        check_draws = join([batches[step] for batches, _ in results])
+        assert len(check_draws["number"]) == B
+    assert all(stats["local_bytes"] == stats["sent_bytes"] == 0 for _, stats in results[2:])  # who lead no shard
+    assert sum(stats["received_bytes"] for _, stats in results) == sum(stats["sent_bytes"] for _, stats in results) > 0
+
+
+def test_a_run_that_is_resumed_goes_on_as_the_settled_one_with_rounds_in_flight(
+    sharded_stores: Callable[..., list[gt.Store]],
+) -> None:
+    selection = Prioritized(seed=5, alpha=Linear(0.5, 1.0, 12), beta=0.4)
+    for prefetch, lag in ((0, 2), (2, 3)):
+        stores = sharded_stores(2)
+        saved: dict[int, Any] = {}
+
+        def body(rank: ThreadRankGroup, resume: bool, made_of: Any = (stores, prefetch, lag, saved)) -> Any:
+            stores, prefetch, lag, saved = made_of
+            store = stores[rank.rank]
+            options = {"window": 4, "output": "numpy", "group": rank, "prefetch": prefetch, "update_lag": lag}
+            with gt.Replay(store, selection, B, **options) as replay:
+                if resume:
+                    state, keys, priorities = saved[rank.rank]
+                    store.update_priorities(keys, priorities)
+                    replay.load_state_dict(state)
+                made = []
+                for step in range(replay.step, 9):
+                    batch = replay.sample()
+                    replay.update_priorities(batch.keys, given(batch))
+                    made.append(as_record(batch))
+                    if step == 4 and not resume:
+                        replay.settle()
+                        keys = store.keys()
+                        saved[rank.rank] = (replay.state_dict(), keys, store.status(keys)["priority"])
+                return made
+
+        first = run_ranks(2, lambda rank: body(rank, False))
+        again = run_ranks(2, lambda rank: body(rank, True))
+        for one, other in zip(first, again, strict=True):
+            assert same(one[5:], other), (prefetch, lag)
+
+
+def test_settle_applies_what_waits(sharded_stores: Callable[..., list[gt.Store]]) -> None:
+    for ranks in (1, 2):
+        stores = sharded_stores(ranks)
+
+        def body(rank: ThreadRankGroup, stores: Any = stores) -> None:
+            store = stores[rank.rank]
+            with gt.Replay(store, Prioritized(seed=1), B, group=rank, prefetch=0, update_lag=5) as replay:
+                batch = replay.sample()
+                replay.update_priorities(batch.keys, np.full(len(batch.keys), 7.0))
+                own = batch.keys[np.flatnonzero(np.broadcast_to(batch.keys.store == store.id, len(batch.keys)))]
+                replay.sample()
+                assert not (store.status(own)["priority"] == 7).all()
+                replay.settle()
+                assert (store.status(own)["priority"] == 7).all()
+
+        run_ranks(ranks, body)
+
+
+def test_rows_that_are_lost_are_drawn_again_by_ranks_of_which_some_are_a_batch_ahead(
+    sharded_stores: Callable[..., list[gt.Store]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, last = stores = sharded_stores(2)
+    read = NativeReader.read
+
+    def loses_and_reads(self: NativeReader, step: int, heard: Any) -> Any:
+        if step == 3 and self.samplers[0].plan.store is last and len(last):
+            last.delete(last.keys())
+        return read(self, step, heard)
+
+    monkeypatch.setattr(NativeReader, "read", loses_and_reads)
+
+    def body(rank: ThreadRankGroup) -> list[gt.Batch]:
+        options: dict[str, Any] = {"window": 4, "output": "numpy", "num_batches": 8, "prefetch": 2, "update_lag": 3}
+        with gt.Replay(stores[rank.rank], Uniform(seed=1), B, group=rank, **options) as replay:
+            made = []
+            for batch in replay:
+                if rank.rank:
+                    time.sleep(0.01)  # its thread has no leave to go on while the other's has
+                replay.update_priorities(batch.keys, given(batch))
+                made.append(batch)
+            return made
+
+    parts = run_ranks(2, body)
+    made = [join([part[step] for part in parts]) for step in range(8)]
+    with gt.Replay(first, Uniform(seed=1), B, window=4, output="numpy", num_batches=8, prefetch=0) as replay:
+        expected = [as_record(batch) for batch in replay]  # of one process that never had the other rows
+    assert same(made[3:], expected[3:])
+    assert not same(made[:3], expected[:3])
+
+
+def test_too_few_rows_are_the_same_error_on_all_ranks_which_go_on_later(
+    sharded_stores: Callable[..., list[gt.Store]],
+) -> None:
+    stores = sharded_stores(2)
+    group = ThreadRankGroup.make(2)
+
+    def body(rank: ThreadRankGroup) -> None:
+        store = stores[rank.rank]
+        options: dict[str, Any] = {"window": 4, "output": "numpy", "prefetch": 2, "update_lag": 3}
+        with gt.Replay(store, Prioritized(seed=1), B, group=rank, **options) as replay:
+            for _ in range(3):
+                replay.update_priorities(replay.sample().keys, np.ones(B // 2))
+            store.delete(store.keys())
+            with pytest.raises(EmptyStoreError):
+                for _ in range(4):
+                    replay.sample()
+            step = replay.step
+            with pytest.raises(EmptyStoreError):
+                replay.sample()
+            assert replay.step == step
+            insert(store, 0, 20)
+            assert len(replay.sample()["number"]) == B // 2
+
+    run_ranks(group, body)
+
+
+def test_a_rank_that_is_lost_with_rounds_in_flight_is_an_error_on_all_others(
+    sharded_stores: Callable[..., list[gt.Store]],
+) -> None:
+    stores = sharded_stores(3)
+    for at in range(3, 6):  # the status, the outcome, and the rows of the third batch
+
+        def body(rank: ThreadRankGroup, at: int = at) -> str:
+            options: dict[str, Any] = {"window": 4, "prefetch": 2, "update_lag": 3}
+            with gt.Replay(stores[rank.rank], Uniform(seed=1), B, group=rank, **options) as replay:
+                if rank.rank == 1:
+                    rank.die_at = rank.exchanges + 2 + at  # the first batch takes two
+                began_s = time.monotonic()
+                with pytest.raises(PeerLostError, match="rank 1 aborted"):
+                    for _ in range(20):
+                        replay.sample()
+                assert time.monotonic() - began_s < patience(2)
+            return "told"
+
+        assert run_ranks(3, body) == ["told"] * 3
+
+
+def test_a_replay_with_rounds_in_flight_closes_within_a_second(sharded_stores: Callable[..., list[gt.Store]]) -> None:
+    stores = sharded_stores(2)
+
+    def body(rank: ThreadRankGroup) -> float:
+        replay = gt.Replay(stores[rank.rank], Uniform(seed=1), B, group=rank, prefetch=8, update_lag=9)
+        replay.sample()
+        began_s = time.monotonic()
+        replay.close()
+        return time.monotonic() - began_s
+
+    assert max(run_ranks(2, body)) < patience(1)
+
+
+@pytest.mark.parametrize(
+    "selection",
+    [
+        Fifo(),
+        TopK(),
+        Uniform(seed=1, replacement=False),
+        Uniform(seed=1, over="steps"),
+        Epochs(seed=1),
+        Uniform(seed=1, limits=Limits(min_length=2)),
+    ],
+    ids=["fifo", "top-k", "without replacement", "steps", "epochs", "limits"],
+)
+def test_draws_that_are_not_independent_refuse_the_lag_on_all_ranks(
+    sharded_stores: Callable[..., list[gt.Store]], selection: Any
+) -> None:
+    for ranks in (1, 2):
+        stores = sharded_stores(ranks)
+
+        def body(rank: ThreadRankGroup, stores: Any = stores) -> None:
+            store = stores[rank.rank]
+            with pytest.raises(ArgumentError, match=r"update_lag of prefetch \+ 2 is for .* independent"):
+                gt.Replay(store, selection, B, group=rank, prefetch=1, update_lag=3)
+
+        run_ranks(ranks, body)
+
+
+def test_views_and_mixtures_refuse_the_lag(store_name: Callable[[], str]) -> None:
+    fields = recorded_fields({"obs": gt.Field((4,), "float32"), "reward": gt.Field((), "float32")})
+    with gt.Store.create(store_name(), fields, max_length=5, capacity=4) as store:
+        with pytest.raises(ArgumentError, match="for batches of one store in host memory"):
+            gt.Replay(store, Uniform(seed=1), B, view=gt.Transitions(), prefetch=0, update_lag=1)
+        with pytest.raises(ArgumentError, match="for batches of one store in host memory"):
+            both = gt.selection.Mixture([0.5, 0.5], [Uniform(), Uniform()])
+            gt.Replay([store, store], both, B, prefetch=0, update_lag=1)
+        with gt.Replay(store, Uniform(seed=1), B, view=gt.Transitions(), prefetch=0, update_lag=0):
+            pass
+
+
+def test_stages_of_a_pipeline_refuse_the_lag(sharded_stores: Callable[..., list[gt.Store]]) -> None:
+    stores = sharded_stores(2)
+
+    def body(rank: ThreadRankGroup) -> None:
+        options: dict[str, Any] = {"inputs": ["obs"], "targets": ["action"], "prefetch": 0, "update_lag": 1}
+        with pytest.raises(ArgumentError, match="stages of a pipeline"):
+            place = MeshPosition(pp=rank.rank, pp_size=2)
+            gt.Replay(stores[rank.rank], Uniform(seed=1), B, group=rank, mesh=place, **options)
+
+    run_ranks(2, body)
+
+
+def test_a_lag_below_prefetch_is_refused(sharded_stores: Callable[..., list[gt.Store]]) -> None:
+    (store,) = sharded_stores(1)
+    with pytest.raises(ArgumentError, match="update_lag is at least prefetch"):
+        gt.Replay(store, Uniform(seed=0), B, prefetch=2, update_lag=1)
+    for wrong in (-1, 1.5, "2", 2**40):
+        with pytest.raises(ArgumentError, match="update_lag"):
+            gt.Replay(store, Uniform(seed=0), B, prefetch=0, update_lag=wrong)
