@@ -245,6 +245,11 @@ void bind_transport(nb::module_& module) {
       .def_prop_ro("tls", &Connection::tls)
       .def_prop_ro("considered", &Connection::considered)
       .def_prop_ro("lost", &Connection::lost)
+      .def("found_lost",
+           [](Connection& connection) {
+             const Unlocked unlocked;
+             return connection.look_for_end().lost;
+           })
       .def_prop_ro("closed", &Connection::closed);
 
   nb::class_<Exposed>(module, "Region")

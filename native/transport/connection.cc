@@ -19,6 +19,10 @@
 namespace geartrain {
 namespace {
 
+// What a look at a connection reads at most, of a peer that sends all the time.
+constexpr int kMostReadsAhead = 1000;
+constexpr size_t kMostShown = 1 << 16;
+
 void pause_briefly() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -144,6 +148,23 @@ bool Connection::read_ahead() {
   has_ahead_.store(true, std::memory_order_release);
   wake_self();
   return true;
+}
+
+Connection::Look Connection::look_for_end() {
+  Look found;
+  if (!forked()) {
+    prepare_to_sleep();  // after which a read looks for the end where it else looks for messages alone
+    for (int reads = 0; reads < kMostReadsAhead && !closed() && read_ahead(); ++reads) {
+    }
+    std::unique_lock lock(read_mutex_, std::try_to_lock);  // another thread's read finds the end itself
+    if (lock && !ahead_.empty()) {
+      const Message& last = ahead_.back();
+      const auto* const text = reinterpret_cast<const char*>(last.header.data());
+      found = {false, true, last.kind, {text, std::min(last.header.size(), kMostShown)}};
+    }
+  }
+  found.lost = lost();
+  return found;
 }
 
 Patience::Patience(double spin_us) : most_us_(spin_us) {

@@ -112,6 +112,14 @@ class Connection {
 
   // The peer is lost, as far as is known without a query.
   bool lost() const { return lost_.load(std::memory_order_acquire); }
+  // Whether it is lost after a look at the connection, for those that wait for another one: what has come is read
+  // ahead, within the limit of what may queue, so that the end behind it is found. Never blocks.
+  struct Look {
+    bool lost = false, unread = false;  // unread: there are messages to be received
+    uint32_t kind = 0;                  // of the last one of them, and what 64 KB hold of its header
+    std::string header;
+  };
+  Look look_for_end();
   // Hangs up; other threads' waits end with hung_up. Idempotent, any thread.
   void close();
   bool closed() const { return closed_.load(std::memory_order_acquire); }

@@ -12,7 +12,7 @@ constexpr double kGlanceS = 0.25;
 }  // namespace
 
 RankRounds::RankRounds(uint32_t rank, uint32_t ranks, size_t inline_bytes)
-    : rank_(rank), inline_bytes_(inline_bytes), connections_(ranks), missing_(ranks - 1) {
+    : rank_(rank), inline_bytes_(inline_bytes), connections_(ranks), received_(ranks), missing_(ranks - 1) {
   if (rank >= ranks) fail(ErrorKind::schema, "rank ", rank, " is none of ", ranks);
 }
 
@@ -95,9 +95,7 @@ void RankRounds::receive_from(uint64_t number, uint32_t peer, Message* message, 
         throw;
       }
     }
-    for (uint32_t other = 0; other < ranks(); ++other) {  // one that is gone is an error now, not after this one's turn
-      if (connections_[other] != nullptr && connections_[other]->lost()) fail_by(other, Cause::lost, "");
-    }
+    check_others(number, deadline.passed());  // one that is gone is an error now, not after this one's turn
     if (deadline.passed()) fail_by(peer, Cause::timed_out, "");
     Interruption::check();
   }
@@ -108,6 +106,16 @@ void RankRounds::receive_from(uint64_t number, uint32_t peer, Message* message, 
   if (message->tag != number) {
     std::string detail = "is at its exchange " + std::to_string(message->tag) + ", this rank at ";
     fail_by(peer, Cause::refused, detail += std::to_string(number));
+  }
+  received_[peer] = number;
+}
+
+void RankRounds::check_others(uint64_t number, bool late) {
+  for (uint32_t other = 0; other < ranks(); ++other) {
+    if (connections_[other] == nullptr) continue;
+    const Connection::Look found = connections_[other]->look_for_end();
+    if (found.unread && found.kind == kReason) fail_by(other, Cause::told, found.header);
+    if (found.lost && (late || (!found.unread && received_[other] < number))) fail_by(other, Cause::lost, "");
   }
 }
 

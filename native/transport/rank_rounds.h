@@ -73,11 +73,15 @@ class RankRounds {
   void receive_from(uint64_t number, uint32_t peer, Message* message, Deadline deadline);
   Connection& connection_of(uint32_t peer) const;
   void send_to(uint64_t number, const PartFor& message, Deadline deadline);
+  // While another rank is waited for: throws where one is gone whose message of the round has not come, or where one
+  // has said why it leaves; `late`: also where one is gone that has done its part.
+  void check_others(uint64_t number, bool late);
   [[noreturn]] void fail_by(uint32_t peer, Cause cause, const std::string& detail);
 
   const uint32_t rank_;
   const size_t inline_bytes_;
   std::vector<std::shared_ptr<Connection>> connections_;  // by rank; null: itself, or not connected yet
+  std::vector<uint64_t> received_;                        // by rank: the number of its last round that has come
   uint32_t missing_;
   uint64_t number_ = 0;
   std::atomic<uint64_t> sent_bytes_ = 0, sent_messages_ = 0;

@@ -114,6 +114,55 @@ def test_messages_of_all_sizes_arrive_in_order(ranks: Callable[..., Ranks], tran
     assert [carrier.peers() for carrier in group.carriers] == [{transport: size - 1}] * size
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("nbytes", [1, INLINE_BYTES + 1], ids=["short", "long"])
+@pytest.mark.parametrize("dead", [0, 1, 2])
+def test_a_rank_that_dies_is_named_while_another_one_is_waited_for(
+    ranks: Callable[..., Ranks], transport: str, nbytes: int, dead: int
+) -> None:
+    group = ranks(3, transport)
+    parts = [np.zeros(nbytes, np.uint8)] * 3
+    until_s = time.monotonic() + patience(30)
+    numbers = [each.rounds.begin() for each in group.carriers]
+    first = on_threads(3, lambda rank: group.carriers[rank].all_to_all(numbers[rank], parts, until_s))
+    assert all(isinstance(found, list) for found in first), first
+    waits = (dead + 2) % 3  # for rank dead + 1 first, which is alive and late
+    timer = threading.Timer(0.1, group.carriers[dead].close)
+    timer.start()
+    began_s = time.monotonic()
+    with pytest.raises(CarrierError) as raised:
+        group.carriers[waits].all_to_all(group.carriers[waits].rounds.begin(), parts, until_s)
+    timer.join()
+    assert (raised.value.peer, raised.value.cause) == (dead, Cause.lost)
+    assert time.monotonic() - began_s < patience(5)
+
+
+@pytest.mark.parametrize("nbytes", [1, INLINE_BYTES + 1], ids=["short", "long"])
+def test_a_rank_that_has_sent_its_part_may_leave_before_a_late_one_comes(
+    ranks: Callable[..., Ranks], nbytes: int
+) -> None:
+    group = ranks(3, "tcp")
+    parts = [np.zeros(nbytes, np.uint8)] * 3
+    until_s = time.monotonic() + patience(30)
+    numbers = [[each.rounds.begin() for each in group.carriers] for _ in range(2)]
+    for number, late_s in zip(numbers, (0.0, 1.2), strict=True):
+
+        def take_part(rank: int, number: list[int] = number, late_s: float = late_s) -> list[Any]:
+            if rank == 2 and late_s:  # sends to rank 1 long before it sends to rank 0
+                carrier = group.carriers[2]
+                carrier._send(number[2], 1, [parts[1]], until_s)
+                time.sleep(late_s)
+                carrier._send(number[2], 0, [parts[0]], until_s)
+                return []
+            found = group.carriers[rank].all_to_all(number[rank], parts, until_s)
+            if late_s and rank == 1:
+                group.carriers[1].close()
+            return found
+
+        found = on_threads(3, take_part)
+        assert [len(each) if isinstance(each, list) else each for each in found[:2]] == [3, 3]
+
+
 def test_ranks_connect_with_those_they_have_messages_for(ranks: Callable[..., Ranks]) -> None:
     group = ranks(4)
     into = np.zeros(2, np.uint8)

@@ -211,7 +211,10 @@ def test_what_is_no_step_of_agents_is_refused():
                 ({"a": one}, {"reward": 1.0}, ArgumentError, "reward is a dict by agent, found float"),
                 ({"a": one}, {"reward": {"b": 1.0}}, FieldError, "agent 'a' acted and has no 'reward'"),
                 ({"a": one}, {"terminated": {}}, FieldError, "acted and has no 'terminated'"),
-                ({"a": one}, {"terminated": {"a": [True, False]}}, SchemaError, "'terminated' of agent 'a' is a bool"),
+                *(
+                    ({"a": one}, {"terminated": {"a": flag}}, SchemaError, "'terminated' of agent 'a' is a bool")
+                    for flag in ([True, False], "False", b"", 0, 1.0, float("nan"), np.datetime64("now"), {})
+                ),
                 ({"a": one}, {"speed": {"a": 1}}, FieldError, "speed"),
                 ({"a": {"at": np.zeros(2)}}, {}, FieldError, "mine"),
                 ({"a": {"at": np.zeros(3), "mine": 0}}, {}, SchemaError, "at"),

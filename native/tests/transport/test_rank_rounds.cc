@@ -116,8 +116,8 @@ TEST(a_rank_that_does_not_take_part_is_named) {
       CHECK_EQ(group.rounds[0]->failure()->peer, 2u);
       CHECK(group.rounds[0]->failure()->cause == RankRounds::Cause::timed_out);
     }
-    // It is gone, while another one is waited for. Over TCP only who waits for that one finds out.
-    if (provider_of(transport) != "tcp") {
+    // It is gone, while another one is waited for.
+    {
       const Group group(transport);
       group.end(1, 0).close();
       std::vector<Message> received(kRanks);
@@ -130,6 +130,29 @@ TEST(a_rank_that_does_not_take_part_is_named) {
       }
       CHECK(thrown && testing::within(began, 5));
       CHECK_EQ(group.rounds[0]->failure()->peer, 1u);
+    }
+    // It has left and said why, while another one is waited for.
+    {
+      const Group group(transport);
+      const std::string why = "rank 2 was lost";
+      group.end(1, 0).send({0, RankRounds::kReason, std::as_bytes(std::span(why)), {}}, soon());
+      group.end(1, 0).close();
+      std::vector<Message> received(kRanks);
+      const uint64_t began = monotonic_ns();
+      CHECK_THROWS(peer_lost, group.rounds[0]->all_to_all(1, nothing(), received, soon()));
+      CHECK(testing::within(began, 5));
+      CHECK(group.rounds[0]->failure()->cause == RankRounds::Cause::told);
+      CHECK_EQ(group.rounds[0]->failure()->detail, why);
+    }
+    // It has sent its part, and is gone: what does not come within the deadline may wait for it.
+    {
+      const Group group(transport);
+      group.end(1, 0).send({1, 0, {}, {}}, soon());
+      group.end(1, 0).close();
+      std::vector<Message> received(kRanks);
+      CHECK_THROWS(peer_lost, group.rounds[0]->all_to_all(1, nothing(), received, Deadline::after(0.6)));
+      CHECK_EQ(group.rounds[0]->failure()->peer, 1u);
+      CHECK(group.rounds[0]->failure()->cause == RankRounds::Cause::lost);
     }
     // It has left, and said why.
     {
@@ -150,6 +173,23 @@ TEST(a_rank_that_does_not_take_part_is_named) {
       CHECK(group.rounds[0]->failure()->cause == RankRounds::Cause::refused);
       CHECK_EQ(group.rounds[0]->failure()->detail, std::string("is at its exchange 7, this rank at 1"));
     }
+  }
+}
+
+TEST(a_rank_that_has_sent_its_part_may_leave_while_others_have_not) {
+  for (const char* transport : transports()) {
+    const Group group(transport);
+    group.end(1, 0).send({1, 0, {}, {}}, soon());
+    std::thread late([&] {
+      ::usleep(100'000);
+      group.end(1, 0).close();
+      ::usleep(600'000);
+      group.end(2, 0).send({1, 0, {}, {}}, soon());
+    });
+    std::vector<Message> received(kRanks);
+    group.rounds[0]->all_to_all(1, nothing(), received, soon());
+    late.join();
+    CHECK(!group.rounds[0]->failure());
   }
 }
 

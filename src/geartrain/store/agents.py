@@ -230,7 +230,7 @@ def _checked(what: str, by_agent: object) -> ByAgent:
 
 def _is_set(name: str, agent: Hashable, flags: ByAgent) -> bool:
     flag = np.asarray(flags.get(agent, False))
-    if flag.shape != () or flag.dtype == object:
+    if flag.shape != () or flag.dtype != np.bool_:
         raise SchemaError(f"{name!r} of agent {agent!r} is a bool, found {flags[agent]!r}")
     return bool(flag)
 

@@ -152,8 +152,11 @@ class TransportCarrier:
         sender = None
         if later:
             sender = _Sender(lambda: self._send_all(number, later, until_s))
+        here: dict[int, list[Bytes]] = {}
         for peer in sorted(incoming, key=lambda peer: (self._rank - peer) % self._size):
-            yield peer, self._receive(number, peer, incoming, until_s)
+            self._receive(number, peer, incoming, here, until_s)
+            yield peer, here[peer]
+            here[peer] = []
         if sender is not None:  # where a receive has failed the group is closed, which ends the sends
             sender.join()
 
@@ -204,27 +207,38 @@ class TransportCarrier:
         except GeartrainError as error:
             raise self._error_of(peer, error) from error
 
-    def _receive(self, number: int, peer: int, incoming: Collection[int], until_s: float) -> list[Bytes]:
-        connection = self._connections[peer]
-        while True:
+    def _receive(
+        self, number: int, peer: int, incoming: Collection[int], here: dict[int, list[Bytes]], until_s: float
+    ) -> None:
+        """Puts a peer's message into `here`, and those of others that have come by then."""
+        while peer not in here:
             left_s = max(until_s - time.monotonic(), 0.001)
-            try:
-                message = connection.native.receive(min(left_s, GLANCE_S))
-                break
-            except WaitTimeoutError as error:
-                for other in incoming:  # one that is gone is an error now, not after this one's message
-                    if self._connections[other].native.lost:
-                        raise CarrierError(other, Cause.lost) from error
-                if left_s <= GLANCE_S:
-                    raise CarrierError(peer, Cause.timed_out) from error
-            except GeartrainError as error:
-                raise self._error_of(peer, error) from error
+            if self._take(number, peer, here, min(left_s, GLANCE_S)):
+                return
+            for other in incoming:  # one that is gone is an error now, not after this one's message
+                if other not in here and self._connections[other].native.found_lost():
+                    self._take(number, other, here, 0.0)  # its message, or why it left, or that it is gone
+            if left_s <= GLANCE_S and peer not in here:
+                for other in incoming:  # one that was lost later is what this one may wait for
+                    if self._connections[other].native.found_lost():
+                        raise CarrierError(other, Cause.lost)
+                raise CarrierError(peer, Cause.timed_out)
+
+    def _take(self, number: int, peer: int, here: dict[int, list[Bytes]], timeout_s: float) -> bool:
+        """Whether a peer's message came within a time."""
+        try:
+            message = self._connections[peer].native.receive(timeout_s)
+        except WaitTimeoutError:
+            return False
+        except GeartrainError as error:
+            raise self._error_of(peer, error) from error
         if message.kind == REASON:
             raise CarrierError(peer, Cause.told, message.header.decode(errors="replace"))
         if message.tag != number:
             raise CarrierError(peer, Cause.refused, f"is at its exchange {message.tag}, this rank at {number}")
         header = message.header
-        return [np.frombuffer(header, np.uint8)] if header else message.buffers
+        here[peer] = [np.frombuffer(header, np.uint8)] if header else message.buffers
+        return True
 
     def error_of_round(self, error: GeartrainError) -> CarrierError:
         """What it means that the group's rounds have failed with this error. Raises the error where they have not."""
