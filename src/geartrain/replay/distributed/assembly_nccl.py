@@ -12,8 +12,11 @@ from numpy.typing import NDArray
 from geartrain.core.keys import Keys
 from geartrain.replay.batch import Batch
 from geartrain.replay.builder import nothing
-from geartrain.replay.device import BatchTransfer, DeviceOptions, DeviceSession, DeviceTarget
 from geartrain.replay.device.layout import scatter_lines
+from geartrain.replay.device.options import DeviceOptions
+from geartrain.replay.device.session import DeviceSession
+from geartrain.replay.device.target import DeviceTarget
+from geartrain.replay.device.transfer import BatchTransfer
 from geartrain.replay.distributed.assembly_device import DeviceRowBuffer, GatherAssembler
 from geartrain.replay.distributed.assembly_host import Incoming
 from geartrain.replay.distributed.messages import ROW_HEADER, flat_bytes
