@@ -5,7 +5,7 @@
 
 The lower bound is the bytes that a rank must send, at the link's rate: (N-1)/N K of an array of K bytes, K for the root
 of a broadcast; 3(N-1)/N K for a step of FSDP2 with K bytes of parameters, which are gathered for the forward and for
-the backward pass, and whose gradients are scattered. The floor beside it is what one-way TCP takes for as many bytes,
+the backward pass, and whose gradients are scattered. The floor next to it is what one-way TCP takes for as many bytes,
 by a transfer of K bytes from rank 0 to rank 1 in every round. Bytes are the kernel's count of the busiest rank's
 interface; on one host that of loopback for all ranks together, while geartrain's go through shared memory and are its
 own count of one rank.
