@@ -16,6 +16,7 @@ from geartrain.errors import ArgumentError, EmptyStoreError, PeerLostError
 from geartrain.replay.distributed.native_read import NativeReader
 from geartrain.replay.distributed.rounds_in_flight import LateRounds
 from geartrain.replay.distributed.topology import MeshPosition
+from geartrain.replay.prefetch import Prefetcher, StillBuildingError
 from geartrain.selection import Epochs, Fifo, Limits, Linear, Prioritized, TopK, Uniform
 from geartrain.store.recorder import recorded_fields
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
@@ -347,6 +348,27 @@ def test_stages_of_a_pipeline_refuse_the_lag(sharded_stores: Callable[..., list[
             gt.Replay(stores[rank.rank], Uniform(seed=1), B, group=rank, mesh=place, **options)
 
     run_ranks(2, body)
+
+
+def test_an_item_that_is_asked_for_while_another_waits_is_begun_first() -> None:
+    begun: list[int] = []
+
+    def start(number: int) -> int:
+        begun.append(number)
+        return number
+
+    def ready(number: int) -> bool:
+        time.sleep(0.001)
+        return len(begun) > number  # only with the next one
+
+    ahead = Prefetcher(start, "test", lambda number: number, overlaps=True, ready=ready)
+    ahead.ask(1)
+    with pytest.raises(StillBuildingError):
+        ahead.get(0.05)
+    ahead.ask(2)
+    assert ahead.get(patience(10)) == 1 and begun == [1, 2]
+    assert ahead.stop(patience(10), finish=True) == []
+    assert ahead.get(0) == 2  # whatever it waits for: others wait for this rank's part of it
 
 
 def test_a_lag_below_prefetch_is_refused(sharded_stores: Callable[..., list[gt.Store]]) -> None:

@@ -119,6 +119,16 @@ class LaggedBuilder:
         self._first = False
         return begun
 
+    def ready(self, begun: _Begun) -> bool:
+        """Whether all ranks have sent what this one needs to finish a batch; waits a little for their rows."""
+        if begun.built is None:
+            self._inner.or_abort(lambda: self._read(begun))
+        heard = begun.heard
+        return heard is None or (
+            self._rounds.arrived(begun.outcomes, self._others)
+            and self._rounds.arrived(begun.rows, [peer for peer, _ in heard.receives])
+        )
+
     def finish(self, begun: _Begun) -> BuiltBatch:
         """See `BatchBuilder`."""
         built = begun.built or self._inner.or_abort(lambda: self._finish(begun))

@@ -92,6 +92,10 @@ class ThreadRankGroup:
         deadline_s = time.monotonic() + self._timeout_s
         return {peer: self._receive(peer, deadline_s) for peer in peers}
 
+    def arrived(self, number: int, peers: Collection[int]) -> bool:
+        """See `geartrain.replay.distributed.rounds_in_flight.Rounds`."""
+        return True
+
     def flush(self) -> None:
         """See `geartrain.replay.distributed.rounds_in_flight.Rounds`."""
 
