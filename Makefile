@@ -105,9 +105,10 @@ REQUIREMENTS ?= constraints.txt
 audit: build/release/bin/pip-audit
 	build/release/bin/pip-audit --strict --no-deps --disable-pip -r $(REQUIREMENTS)
 
-lint-images: build/release/bin/hadolint build/release/bin/check-jsonschema  # the Dockerfile, and the Compose file by its schema
+lint-images: build/release/bin/hadolint build/release/bin/check-jsonschema  # the Dockerfile; Compose and workflow files by their schemas
 	build/release/bin/hadolint Dockerfile
 	build/release/bin/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml
+	build/release/bin/check-jsonschema --builtin-schema vendor.github-workflows $(wildcard .github/workflows/*.yml)
 
 gpu-bundle: setup  # for a GPU machine without a package index: copy build/gpu-bundle there, then make gpu-check
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/gpu/check.py --bundle
