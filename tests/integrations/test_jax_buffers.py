@@ -112,8 +112,8 @@ def test_a_training_loop_is_one_program(flat: TrajectoryBuffer) -> None:
         return state, newest
 
     state, newest = jax.jit(lambda state: jax.lax.scan(body, state, jnp.arange(40)))(flat.init(step(0)))
-    assert newest[:9].tolist() == [-1] * 9
-    assert all(8 < int(most) <= number for number, most in enumerate(newest.tolist()) if number >= 9)
+    assert newest[:10].tolist() == [-1] * 10  # min_length=10: ten pairs, as in flashbax
+    assert all(8 < int(most) <= number for number, most in enumerate(newest.tolist()) if number >= 10)
     assert int(state.added) == 40
     assert sorted(set(pairs(flat.sample(state, jax.random.key(0)))))[0] >= 0
 
