@@ -125,6 +125,11 @@ class ThreadRankGroup:
         """See `RankGroup`: all others, or none."""
         return set(range(self.size)) - {self.rank} if self.one_host else set()
 
+    def check_peers(self) -> None:
+        """See `RankGroup`."""
+        if self._wire.broken is not None:
+            raise PeerLostError(str(self._wire.broken))
+
     def abort(self, reason: str) -> None:
         """See `RankGroup`."""
         if self._wire.broken is None:
