@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,7 +28,6 @@ import geartrain._native as _native
 from geartrain.errors import ArgumentError
 from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State
 from geartrain.replay.config import ReplayConfig
-from geartrain.replay.distributed.builder import DistributedBatchBuilder
 from geartrain.replay.distributed.later_updates import LaterUpdates
 from geartrain.replay.distributed.messages import flat_bytes
 from geartrain.replay.distributed.rank_group import Bytes
@@ -37,6 +36,9 @@ from geartrain.replay.distributed.rounds_in_flight import rounds_of
 from geartrain.replay.distributed.single_rank import is_one_call
 from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.mixture import Selection
+
+if TYPE_CHECKING:
+    from geartrain.replay.distributed.builder import DistributedBatchBuilder
 
 
 def check_lag(samplers: Sequence[StoreSampler], selection: Selection, config: ReplayConfig) -> None:
