@@ -137,8 +137,9 @@ def draw(content: dict[str, Any], picture: Path) -> None:
     if content["lines"]:
         axes.legend(frameon=False)
     axes.set(xlabel=content["x"], ylabel=content["y"])
-    cost = f"{content['result']['cpu_s']:.0f} CPU s"  # which other jobs on the machine change least
-    axes.set_title(f"{content['title']}, seed {content['seed']}, {cost}", fontsize=10)
+    result = content["result"]  # empty where the run was cut short
+    cost = f", {result['cpu_s']:.0f} CPU s" if result else ""  # which other jobs on the machine change least
+    axes.set_title(f"{content['title']}, seed {content['seed']}{cost}", fontsize=10)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(picture, dpi=120)

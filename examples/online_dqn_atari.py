@@ -1,12 +1,17 @@
-"""A game of Atari learned from its pixels: double DQN with prioritized replay and n-step targets.
+"""A game of Atari learned from its pixels: double DQN with prioritized replay of steps and n-step targets.
 
     pip install "geartrain[torch,cli,plot,atari]"
     python examples/online_dqn_atari.py                         under three CPU minutes
     python examples/online_dqn_atari.py --game breakout --steps 50000
 
 Actors in processes of their own step the games and write each frame once into rows of shared memory; they take the
-newest weights by their version. The learner draws windows of frames, the rows with the largest errors most often, and
-makes stacks and n-step targets of them. The store's rate limiter keeps both to a fixed number of samples per step.
+newest weights by their version. The learner draws transitions, those with the largest errors most often, whose stacks
+and n-step rewards the view makes. The store's rate limiter keeps both to a fixed number of samples per step.
+
+Where an action makes little difference for long, as at the kerb in Freeway, the values of the actions differ by less
+than the network's error, and what is greedy changes from one update to the next. Three things make it last: the targets
+of actions that are not the best are lowered by a part of what they are behind (advantage learning, Bellemare et al.,
+2016), the learning rate falls with the steps taken, and a running mean of the weights acts.
 """
 
 from __future__ import annotations
@@ -31,9 +36,10 @@ from geartrain.actors import LocalPolicy, recorded_fields
 from geartrain.actors.envs import make
 from geartrain.launch import ActorContext, ActorPool
 
-FRAME, STACK, N_STEP, GAMMA = (42, 40), 4, 5, 0.98
-WINDOW = STACK + N_STEP  # frames from the oldest of a stack to the newest of the one that is bootstrapped from
-ROW = 40  # steps of a row, of which WINDOW - 1 repeat the row before, so that no transition falls between two rows
+FRAME, STACK, N_STEP, GAMMA = (42, 40), 4, 10, 0.99
+VIEW = gt.Transitions(n_step=N_STEP, gamma=GAMMA, frame_stack=STACK)
+OVERLAP = STACK - 1  # steps of a row that repeat the row before, so that stacks are whole
+ROW = 128 + OVERLAP + 1  # steps of a row: 128 new ones, and the observation that the last one led to
 EVERY = 50  # learner steps from one version of the weights to the next
 
 
@@ -101,34 +107,24 @@ def make_policy(chosen: argparse.Namespace, reader: str, context: ActorContext) 
 # ----------------------------------------------------------------------------------------------- the learner
 
 
-def stacks_of(frames: Tensor, first: Tensor) -> Tensor:
-    """The STACK frames of each window from its frame number `first` on."""
-    return frames[torch.arange(len(frames))[:, None], first[:, None] + torch.arange(STACK)]
-
-
-def errors_of(online: QNetwork, target: QNetwork, batch: gt.Batch, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def errors_of(online: QNetwork, target: QNetwork, batch: gt.Batch, widen: float = 0.0) -> tuple[Tensor, Tensor]:
     """(B,) temporal-difference errors, and which of them mean anything.
 
-    A window ends with the state that is bootstrapped from, and begins with the stack N_STEP before. Where the episode
-    ended with the window, any of its last N_STEP states may be the one to learn about.
+    The first steps of a row that continues an episode lack frames of their stacks; they are the row before's.
+
+    Args:
+        widen: how much of what an action is behind the best one its target is lowered by, from 0 to below 1. The best
+            action stays the best, and the others fall behind by up to 1 / (1 - widen) times as much.
     """
-    frames, reward = batch["observation.frame"], batch["reward"]
-    n = len(frames)
-    over = batch["terminated"][:, -2]
-    shift = torch.where(over, torch.randint(N_STEP, (n,), generator=generator), 0)
-    at = STACK - 1 + shift  # the state's newest frame
-    every = torch.arange(n)
-    real = batch.mask[every, at] & (batch.mask[every, shift] | (batch["observation.age"][every, at] < STACK - 1))
-    steps = torch.arange(WINDOW - 1)
-    ahead = steps - at[:, None]
-    returns = torch.where(ahead >= 0, GAMMA ** ahead.clamp(min=0) * reward[:, :-1], 0.0).sum(1)
+    stacks, following = batch["observation.frame"], batch["next_observation.frame"]
+    real = batch.mask.all(1) | (batch["observation.age"][:, -1] < STACK - 1)
+    action = batch["action"][:, None]
     with torch.no_grad():
-        last = frames[:, -STACK:]
-        best = online(last).argmax(1, keepdim=True)
-        bootstrap = target(last).gather(1, best)[:, 0]
-        wanted = returns + torch.where(over, 0.0, GAMMA ** (N_STEP - shift) * bootstrap)
-    action = batch["action"][every, at]
-    values = online(stacks_of(frames, shift)).gather(1, action[:, None])[:, 0]
+        best = online(following).argmax(1, keepdim=True)
+        wanted = batch["reward"] + batch["discount"] * target(following).gather(1, best)[:, 0]
+        before = target(stacks)
+        wanted -= widen * (before.amax(1) - before.gather(1, action)[:, 0])
+    values = online(stacks).gather(1, action)[:, 0]
     return torch.where(real, wanted - values, 0.0), real
 
 
@@ -142,12 +138,14 @@ class Learner:
         torch.manual_seed(chosen.seed)
         self.online, self.mean = QNetwork(actions), QNetwork(actions)
         self.mean.load_state_dict(self.online.state_dict())
-        self.optimizer = torch.optim.Adam(self.online.parameters(), lr=chosen.rate, eps=1.5e-4)
-        self.generator = torch.Generator().manual_seed(chosen.seed)
+        self.optimizer = torch.optim.Adam(self.online.parameters(), lr=chosen.rate, eps=1e-5)
+        # By the steps taken, not by those still to come: a longer run begins as a shorter one.
+        self.rate = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step / chosen.halve_rate))
+        self.widen = chosen.widen
 
     def train(self, batch: gt.Batch, follow: float = 0.01) -> tuple[Tensor, Tensor]:
         """One step; the sizes of the errors, and which of them mean anything."""
-        error, real = errors_of(self.online, self.mean, batch, self.generator)
+        error, real = errors_of(self.online, self.mean, batch, self.widen)
         size = error.abs()
         huber = torch.where(size < 1, 0.5 * error.square(), size - 0.5)
         loss = (batch.importance_weights * huber).sum() / real.sum().clamp(min=1)
@@ -155,6 +153,7 @@ class Learner:
         loss.backward()
         nn.utils.clip_grad_norm_(self.online.parameters(), 10.0)
         self.optimizer.step()
+        self.rate.step()
         with torch.no_grad():
             for mean, value in zip(self.mean.parameters(), self.online.parameters(), strict=True):
                 mean.lerp_(value, follow)
@@ -170,14 +169,14 @@ def learn(
     curve.point(0, random.mean(), random.min(), random.max())
     screen.print(f"random actions: {random.mean():.1f}")
 
-    new_steps = ROW - WINDOW  # of each row
+    new_steps = ROW - OVERLAP - 1  # of each row
     samples_per_row = chosen.samples_per_step * new_steps
     store.limiter.set(
         samples_per_insert=samples_per_row,
         min_size_to_sample=max(1, chosen.first_steps // new_steps),
         error_buffer=max(20 * samples_per_row, 8 * chosen.batch),
     )
-    selection = gt.selection.Prioritized(seed=chosen.seed, alpha=0.6, beta=0.5)
+    selection = gt.selection.Prioritized(seed=chosen.seed, alpha=0.5, beta=0.5)
     games, policy = functools.partial(make_games, chosen), functools.partial(make_policy, chosen, store.name)
     every, train_s = max(1, chosen.steps // chosen.evaluations), 0.0
     with (
@@ -186,16 +185,16 @@ def learn(
         contextlib.ExitStack() as stack,
     ):
         publisher.publish(1, learner.mean.state_dict())
-        pool = ActorPool(store, games, policy, chosen.actors, seed=chosen.seed, overlap=WINDOW - 1)
+        pool = ActorPool(store, games, policy, chosen.actors, seed=chosen.seed, overlap=OVERLAP)
         stack.enter_context(pool)
-        replay = gt.Replay(store, selection, chosen.batch, window=WINDOW, num_batches=chosen.steps, timeout_s=120)
+        replay = gt.Replay(store, selection, chosen.batch, view=VIEW, num_batches=chosen.steps, timeout_s=120)
         stack.enter_context(replay)
         bar = bars.add_task("waiting for the first steps", total=chosen.steps)
         since = None
         for step, batch in enumerate(replay, start=1):
             since = since or time.perf_counter()  # it starts when there is something to learn from
             size, real = learner.train(batch)
-            replay.update_priorities(batch.keys[real.numpy()], size[real] + 0.01)
+            replay.update_priorities(batch.keys, torch.where(real, size + 0.01, 0.0))  # 0: is not drawn again
             if step % EVERY == 0:
                 publisher.publish(1 + step, learner.mean.state_dict())
                 pool.check()
@@ -204,7 +203,7 @@ def learn(
                 bars.update(bar, completed=step, description=words)
             if step % every == 0 and step < chosen.steps:
                 train_s += time.perf_counter() - since
-                played, returns = pool.stats(), evaluate(learner.mean, chosen, max(1, chosen.eval_episodes // 2))
+                played, returns = pool.stats(), evaluate(learner.mean, chosen, chosen.eval_episodes)
                 curve.point(played["steps"], returns.mean(), returns.min(), returns.max())
                 words = f"{train_s:4.0f} s, {step:,} batches, {played['steps']:,} steps"
                 bars.console.print(f"{words}: return {returns.mean():.1f}")
@@ -253,12 +252,14 @@ def main(arguments: list[str] | None = None) -> int:
     add("--seconds", type=float, default=float("inf"), help="stop at the first evaluation after so long")
     add("--actors", type=int, default=1, help="processes that play (1)")
     add("--games", type=int, default=8, help="that each of them plays side by side (8)")
-    add("--batch", type=int, default=64, help="windows of a batch (64)")
-    add("--rate", type=float, default=3e-4, help="learning rate (3e-4)")
+    add("--batch", type=int, default=64, help="transitions of a batch (64)")
+    add("--rate", type=float, default=3e-4, help="first learning rate; half of it after --halve-rate steps (3e-4)")
+    add("--halve-rate", type=float, default=1500, help="at three times as many it is a quarter, and so on (1500)")
+    add("--widen", type=float, default=0.5, help="of advantage learning, 0 for none (0.5)")
     add("--samples-per-step", type=float, default=4.0, help="how often a step is trained on (4)")
     add("--first-steps", type=int, default=5000, help="steps in the store before the first batch (5000)")
     add("--capacity", type=int, default=200_000, help="steps that the store keeps (200,000)")
-    add("--eval-episodes", type=int, default=10, help="of the last evaluation; half as many on the way (10)")
+    add("--eval-episodes", type=int, default=6, help="of an evaluation (6)")
     add("--evaluations", type=int, default=4, help="while it trains (4)")
     chosen = text.parse_args(arguments)
     chosen.eval_steps = 27_000
@@ -270,8 +271,9 @@ def main(arguments: list[str] | None = None) -> int:
     screen = console.Console()
     curve = curves.Curve(f"DQN on {chosen.game}", "environment steps", "return", chosen)
     fields = recorded_fields(make(f"atari/{chosen.game}").fields())
-    rows = max(64, chosen.capacity // (ROW - WINDOW))
-    with gt.Store.create(f"atari-{os.getpid()}", fields, max_length=ROW, capacity=rows) as store:
+    rows = max(64, chosen.capacity // (ROW - OVERLAP - 1))
+    name = f"atari-{os.getpid()}"
+    with gt.Store.create(name, fields, max_length=ROW, capacity=rows, priority_per="step") as store:
         result = learn(chosen, store, curve, screen)
     finished = curve.finish(**result)["result"]
     screen.print(" ".join(f"{name}={value:,.2f}" for name, value in finished.items()))

@@ -113,7 +113,8 @@ class Tables(torch.nn.Module):
         return self.scale * torch.stack([newest, 100 - newest + oldest], 1)
 
 
-def test_dqn_targets_are_those_of_a_slow_loop(store_name):
+@pytest.mark.parametrize("widen", [0.0, 0.5])
+def test_dqn_targets_are_those_of_a_slow_loop(store_name, widen):
     """Episodes over several rows: every n-step target, stack and end is what the episode itself says."""
     import online_dqn_atari as dqn
     from geartrain.actors import EpisodeRecorder, recorded_fields
@@ -125,7 +126,7 @@ def test_dqn_targets_are_those_of_a_slow_loop(store_name):
         "reward": gt.Field((), "float32"),
     }
     rng = np.random.default_rng(0)
-    length, ends = 90, True
+    length, ends = 2 * dqn.ROW - 10, True
     frames = rng.permutation(255)[: length + 1]
     actions, rewards = rng.integers(2, size=length), rng.normal(size=length).astype(np.float32)
     online, target = Tables(1.0), Tables(0.5)
@@ -134,16 +135,22 @@ def test_dqn_targets_are_those_of_a_slow_loop(store_name):
         stack = [frames[s] if s >= 0 else 0 for s in range(t - dqn.STACK + 1, t + 1)]
         return net(torch.tensor(stack).reshape(1, dqn.STACK, 1, 1))[0]
 
-    def wanted(t):
-        n = min(dqn.N_STEP, length - t)
-        total = sum(dqn.GAMMA**j * rewards[t + j] for j in range(n))
-        if t + n == length and ends:
-            return total
-        return total + dqn.GAMMA**n * float(values(target, t + n)[values(online, t + n).argmax()])
+    def errors(t):
+        """What the error of a step may be: at the end of a row its sum has fewer rewards."""
+        here, found = values(target, t), []
+        for n in range(1, min(dqn.N_STEP, length - t) + 1):
+            wanted = sum(dqn.GAMMA**j * rewards[t + j] for j in range(n))
+            if t + n < length or not ends:
+                wanted += dqn.GAMMA**n * float(values(target, t + n)[values(online, t + n).argmax()])
+            wanted -= widen * float(here.max() - here[actions[t]])
+            found.append(wanted - float(values(online, t)[actions[t]]))
+        return found
 
-    expected = {int(frames[t]): wanted(t) - float(values(online, t)[actions[t]]) for t in range(length)}
-    with gt.Store.create(store_name(), recorded_fields(fields), max_length=dqn.ROW, capacity=10) as store:
-        recorder = EpisodeRecorder(store, overlap=dqn.WINDOW - 1)
+    expected = {int(frames[t]): errors(t) for t in range(length)}
+    with gt.Store.create(
+        store_name(), recorded_fields(fields), max_length=dqn.ROW, capacity=10, priority_per="step"
+    ) as store:
+        recorder = EpisodeRecorder(store, overlap=dqn.OVERLAP)
 
         def seen(t):
             return {"observation.frame": frames[t].reshape(1, 1), "observation.age": np.int32(t)}
@@ -152,22 +159,22 @@ def test_dqn_targets_are_those_of_a_slow_loop(store_name):
         for t in range(length):
             values_of_step = {"action": actions[t], "reward": rewards[t]}
             recorder.step(values_of_step, seen(t + 1), terminated=t + 1 == length, truncated=False)
-        assert len(store) == 3
-        learned, count = set(), 0
-        generator = torch.Generator().manual_seed(0)
-        with gt.Replay(store, gt.selection.Uniform(seed=0), 64, window=dqn.WINDOW, num_batches=60) as replay:
+        assert len(store) == 2
+        learned, whole, count = set(), 0, 0
+        strategy = gt.selection.Prioritized(seed=0)
+        with gt.Replay(store, strategy, 64, view=dqn.VIEW, num_batches=60, prefetch=0) as replay:
             for batch in replay:
-                errors, real = dqn.errors_of(online, target, batch, generator)
-                shift = dqn.STACK - 1
+                found, real = dqn.errors_of(online, target, batch, widen)
                 for row in np.flatnonzero(real.numpy()).tolist():
-                    # Which state it was is told by its frame; at the end it may be any of the last few.
-                    places = [shift] if not batch["terminated"][row, -2] else range(shift, shift + dqn.N_STEP)
-                    states = [int(batch["observation.frame"][row, at, 0, 0]) for at in places]
-                    close = [s for s in states if abs(expected[s] - float(errors[row])) < 1e-3]
-                    assert close, (states, float(errors[row]))
-                    learned |= set(close)
+                    frame = int(batch["observation.frame"][row, -1, 0, 0])
+                    close = [abs(each - float(found[row])) < 1e-3 for each in expected[frame]]
+                    assert any(close), (frame, float(found[row]), expected[frame])
+                    learned.add(frame)
+                    whole += close[-1]
                     count += 1
-        assert count > 0.75 * 64 * 60, "few windows are without a state to learn about"
+                assert (found[~real] == 0).all()
+        assert count > 0.9 * 64 * 60, "few transitions lack frames of their stacks"
+        assert whole > 0.9 * count, "few are at the end of a row, with fewer rewards"
         assert learned == set(expected), "every step of the episode is learned about, the first and the last too"
 
 

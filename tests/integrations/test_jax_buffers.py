@@ -188,7 +188,7 @@ def test_trajectories_are_the_memory_that_was_gathered(monkeypatch: pytest.Monke
         return found
 
     monkeypatch.setattr(streams.Streams, "draw", noted)
-    with make_trajectory_buffer(2, 8, 5, 5, 64) as buffer:
+    with make_trajectory_buffer(2, 8, 5, 5, 64, period=1) as buffer:
         state = buffer.init({"x": jnp.zeros(3), "t": jnp.int32(0)})
         t = jnp.arange(40) + jnp.arange(2)[:, None] * 1000
         state = buffer.add(state, {"x": jnp.stack([t] * 3, -1).astype("f"), "t": t})
@@ -274,6 +274,9 @@ def test_wrong_calls_are_told_before_anything_is_written(flat: TrajectoryBuffer)
     for options in ({"add_batch_size": 0}, {"writers": 0}, {"add_batch_size": 8}):
         with pytest.raises(ArgumentError):
             make_flat_buffer(10, 1, 1, **options)  # type: ignore[arg-type]
+    for period in (0, 2, 1.5):
+        with pytest.raises(ArgumentError, match="period"):
+            make_trajectory_buffer(2, 8, 5, 5, 64, period=period)  # type: ignore[arg-type]
     for exponent in (-0.1, 1.1, float("nan"), "x", True):
         with pytest.raises(ArgumentError, match="priority_exponent"):
             make_prioritised_flat_buffer(10, 1, 1, priority_exponent=exponent)  # type: ignore[arg-type]

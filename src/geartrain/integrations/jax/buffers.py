@@ -342,6 +342,7 @@ def make_trajectory_buffer(
     min_length_time_axis: int,
     max_length_time_axis: int,
     *,
+    period: int = 1,
     store: str | None = None,
     writers: int = 1,
     reserve: bool = True,
@@ -356,8 +357,14 @@ def make_trajectory_buffer(
         sample_sequence_length: timesteps of a sequence.
         min_length_time_axis: timesteps of each stream from which `can_sample` is true.
         max_length_time_axis: timesteps of each stream that are kept at least.
+        period: 1: sequences begin at any timestep.
         store, writers, reserve: as of `make_flat_buffer`.
+
+    Raises:
+        ArgumentError: sizes that make no buffer, or another period.
     """
+    if check_whole("period", period) != 1:
+        raise ArgumentError(f"sequences begin at any timestep: period is 1, found {period}")
     for what, value in (
         ("add_batch_size", add_batch_size),
         ("max_length_time_axis", max_length_time_axis),
