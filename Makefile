@@ -4,7 +4,7 @@ BIN := .venv/bin
 TESTS := $(wildcard native/tests/*/*.h native/tests/*/*.cc)
 NATIVE := CMakeLists.txt $(filter-out $(TESTS),$(wildcard native/*/*.h native/*/*.cc native/*/*/*.h native/*/*/*.cc))
 
-.PHONY: setup demo test test-all test-failed test-long races storm soak upstream bench results check docs wheels sbom audit lint-images native-check gpu-bundle gpu-check format clean
+.PHONY: setup demo test test-all test-failed test-long races sanitized-module storm soak upstream bench results check docs wheels sbom audit lint-images native-check gpu-bundle gpu-check format clean
 setup: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt $(NATIVE)
@@ -33,11 +33,18 @@ test-failed: setup  # what failed in the last run, one after the other
 test-long: setup  # soak tests, minutes each, sequential
 	$(BIN)/pytest -m 'long'
 
-# For example: make races ROUNDS=60 OF=fork_beside_calls
+# For example: make races ROUNDS=60 OF=fork_beside_calls SANITIZE=address
 ROUNDS ?= 1000
 OF ?= thousand_rounds
-races: setup  # each class of the public API closed by two threads, closed beside calls and forked beside calls
-	GEARTRAIN_TEST_ROUNDS=$(ROUNDS) $(BIN)/pytest -n 0 -v -m long tests/test_hostile_callers.py -k 'thousand_rounds and $(OF)'
+SANITIZED = LD_PRELOAD="$(shell gcc -print-file-name=libasan.so) $(shell gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
+  PYTHONPATH=tests/support/sanitized GEARTRAIN_TEST_NATIVE=$$(echo $(CURDIR)/build/python-$(SANITIZE)/_native.*.so)
+races: setup $(if $(SANITIZE),sanitized-module)  # public classes closed by two threads, closed beside calls, forked beside calls
+	$(if $(SANITIZE),$(SANITIZED)) GEARTRAIN_TEST_ROUNDS=$(ROUNDS) $(BIN)/pytest -n 0 -v -m long tests/test_hostile_callers.py -k 'thousand_rounds and $(OF)'
+
+sanitized-module: setup  # geartrain._native under SANITIZE=address, in build/python-address
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/python-$(SANITIZE) -G Ninja -DSKBUILD=ON -DGEARTRAIN_SANITIZE=$(SANITIZE) \
+	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -Dnanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir) > /dev/null
+	$(BIN)/cmake --build build/python-$(SANITIZE) --target _native
 
 # For example: make storm SECONDS=60 SEED=7
 SECONDS ?= 600
@@ -98,9 +105,10 @@ REQUIREMENTS ?= constraints.txt
 audit: build/release/bin/pip-audit
 	build/release/bin/pip-audit --strict --no-deps --disable-pip -r $(REQUIREMENTS)
 
-lint-images: build/release/bin/hadolint build/release/bin/check-jsonschema  # the Dockerfile, and the Compose file by its schema
+lint-images: build/release/bin/hadolint build/release/bin/check-jsonschema  # the Dockerfile; Compose and workflow files by their schemas
 	build/release/bin/hadolint Dockerfile
 	build/release/bin/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml
+	build/release/bin/check-jsonschema --builtin-schema vendor.github-workflows $(wildcard .github/workflows/*.yml)
 
 gpu-bundle: setup  # for a GPU machine without a package index: copy build/gpu-bundle there, then make gpu-check
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/gpu/check.py --bundle

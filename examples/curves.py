@@ -95,6 +95,7 @@ class Curve:
         if low is not None and high is not None:
             made |= {"low": float(low), "high": float(high)}
         self.content["points"].append(made)
+        self._write()  # what a run that is cut short has found
 
     def finish(self, others_cpu_s: float = 0.0, **result: float) -> dict[str, Any]:
         """Writes what was asked for, and adds wall and processor time.
@@ -106,13 +107,16 @@ class Curve:
             "wall_s": time.perf_counter() - self.began_s,
             "cpu_s": used_cpu_s() + others_cpu_s,
         }
-        if self.file:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            self.file.write_text(json.dumps(self.content, indent=1))
+        self._write()
         if self.picture:
             self.picture.parent.mkdir(parents=True, exist_ok=True)
             draw(self.content, self.picture)
         return self.content
+
+    def _write(self) -> None:
+        if self.file:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.file.write_text(json.dumps(self.content, indent=1))
 
 
 def draw(content: dict[str, Any], picture: Path) -> None:

@@ -1,25 +1,29 @@
 """SAC of Stable-Baselines3 over a replay buffer of geartrain's: `python examples/sb3_sac.py [--stock]`.
 
-Pendulum takes a few minutes on one core; with MuJoCo installed, `--env HalfCheetah-v5 --steps 100000` takes hours.
+Pendulum takes a few minutes on one core, and with MuJoCo installed `--env InvertedPendulum-v5 --steps 3000` one or two;
+`--env HalfCheetah-v5 --steps 100000` takes hours.
 """
 
 from __future__ import annotations
 
-import argparse
-
 from stable_baselines3 import SAC
+from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 
+import curves
 from geartrain.integrations.sb3 import ReplayBuffer
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = curves.options(__doc__)
     parser.add_argument("--env", default="Pendulum-v1")
     parser.add_argument("--steps", type=int, default=5000)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--evaluations", type=int, default=5, help="while it trains (5)")
     parser.add_argument("--stock", action="store_true", help="with Stable-Baselines3's own buffer, to compare")
     options = parser.parse_args()
+    steps, evaluations = (200, 1) if options.tiny else (options.steps, options.evaluations)
+    curves.prepare()
+    curve = curves.Curve(f"SAC on {options.env}{', stock' * options.stock}", "environment steps", "return", options)
     model = SAC(
         "MlpPolicy",
         options.env,
@@ -29,9 +33,17 @@ def main() -> None:
         policy_kwargs={"net_arch": [64, 64]},
         seed=options.seed,
     )
-    model.learn(options.steps)
-    mean, spread = evaluate_policy(model, model.get_env(), n_eval_episodes=10)
-    print(f"{options.env}, seed {options.seed}: mean return {mean:.1f}, spread {spread:.1f}, of 10 episodes")
+    others = make_vec_env(options.env, seed=1_000_000 + options.seed)
+    mean = 0.0
+    for number in range(evaluations):
+        model.learn(steps // evaluations, reset_num_timesteps=number == 0)
+        returns = evaluate_policy(model, others, n_eval_episodes=10, return_episode_rewards=True)[0]
+        mean = sum(returns) / len(returns)
+        curve.point(model.num_timesteps, mean, min(returns), max(returns))
+        print(
+            f"{options.env}, seed {options.seed}, {model.num_timesteps:,} steps: mean return {mean:.1f} of 10 episodes"
+        )
+    curve.finish(**{"return": mean})
 
 
 if __name__ == "__main__":

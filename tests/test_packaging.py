@@ -189,6 +189,26 @@ def test_a_wheel_of_the_sdist_works_where_nothing_else_is(tmp_path: Path) -> Non
     assert done.stdout.startswith("geartrain ")
 
 
+def test_workflows_run_what_is_in_the_tree_and_wait_for_jobs_of_their_own() -> None:
+    """What their schema (`make lint-images`) does not know."""
+    yaml = pytest.importorskip("yaml")
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    seen = set()
+    for path in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
+        jobs = yaml.safe_load(path.read_text())["jobs"]
+        for name, job in jobs.items():
+            needs = job.get("needs", [])
+            wanted = {needs} if isinstance(needs, str) else set(needs)
+            assert wanted <= jobs.keys() - {name}, f"{path.name}: {name}"
+            for text in (step.get("run", "") for step in job["steps"]):
+                asked = set(re.findall(r"\bmake ([a-z-]+)", text))
+                assert asked <= targets, f"{path.name}: {name} makes {asked - targets}"
+                files = re.findall(r"(?:^|\s)((?:release|\.ci)/[\w./]+)", text)
+                assert all((ROOT / file).is_file() for file in files), f"{path.name}: {name} runs {files}"
+                seen |= asked | set(files)
+    assert {"wheels", "docs", "test", "lint-images", ".ci/run", "release/smoke.py"} <= seen
+
+
 def test_the_images_checkers_are_installed_where_the_audits_tools_are_already(tmp_path: Path) -> None:
     folder = tmp_path / "build" / "release" / "bin"
     folder.mkdir(parents=True)

@@ -133,4 +133,12 @@ void random_bytes(std::span<uint8_t> out) {
   }
 }
 
+uint64_t random_number() {
+  uint8_t bytes[sizeof(uint64_t)];
+  random_bytes(bytes);
+  uint64_t number;
+  std::memcpy(&number, bytes, sizeof number);
+  return number;
+}
+
 }  // namespace geartrain

@@ -23,5 +23,6 @@ bool same_digest(const Digest& one, const Digest& other);
 
 // Unpredictable bytes from the kernel. Throws os.
 void random_bytes(std::span<uint8_t> out);
+uint64_t random_number();  // of 64 random bits
 
 }  // namespace geartrain

@@ -11,11 +11,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <random>
 #include <utility>
 #include <vector>
 
 #include "base/errors.h"
+#include "base/sha256.h"
 
 namespace geartrain {
 namespace {
@@ -32,9 +32,8 @@ std::string mebibytes(uint64_t bytes) {
 }
 
 std::string temporary_suffix() {
-  std::random_device random;
   char suffix[32];
-  std::snprintf(suffix, sizeof suffix, ".%08x%08x.new", random(), random());
+  std::snprintf(suffix, sizeof suffix, ".%016llx.new", static_cast<unsigned long long>(random_number()));
   return suffix;
 }
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <sstream>
 #include <thread>
 
 #include "collectives/closing.h"
@@ -279,17 +278,18 @@ class Group::Body final : public Peer::Side {
         members_.end(members_.left_fault(member, operation));
       return;
     }
-    std::ostringstream text;
-    text << members_.name_of(member) << " went away (" << why << ")";
+    std::string when;
     if (operations_.shares().owes(member, &operation, &bytes, &of)) {
-      text << " in operation " << operation << ", after " << bytes << " of " << of << " bytes of its share";
+      when = message_of({"in operation ", operation, ", after ", bytes, " of ", of, " bytes of its share"});
     } else if (member < options_.world && operations_.owner().involves(member, &operation, &bytes, &of)) {
-      text << " in operation " << operation << ", after sending " << bytes << " of " << of << " bytes";
+      when = message_of({"in operation ", operation, ", after sending ", bytes, " of ", of, " bytes"});
     } else {
-      text << " between operations, after " << operations_.done();
+      when = message_of({"between operations, after ", operations_.done()});
     }
-    text << " [seen by rank " << options_.rank << "]";
-    members_.end({member < options_.world ? FaultKind::rank_lost : FaultKind::reducer_lost, text.str(), {member}});
+    members_.end(
+        {member < options_.world ? FaultKind::rank_lost : FaultKind::reducer_lost,
+         message_of({members_.name_of(member), " went away (", why, ") ", when, " [seen by rank ", options_.rank, "]"}),
+         {member}});
   }
 
   void left(uint32_t member, uint64_t done) {

@@ -6,10 +6,7 @@
 namespace geartrain {
 namespace {
 
-// Nobody waits for all ranks before a report, so that senders drift apart and meet at one receiver: the more each has
-// under way, the longer the queue there. 256 KB took 4 % longer than this at 4 ranks of 200 Mbit/s
-// (python -m geartrain_bench.allreduce.exchanges), 32 KB at 2 ranks 11 %.
-constexpr uint64_t kLeastDirect = 96 << 10;
+constexpr uint64_t kLeastDirect = 256 << 10;
 
 }  // namespace
 
@@ -158,8 +155,9 @@ void Operations::took(const Peer& peer, const WireHeader& header, std::span<std:
 }
 
 bool Operations::next(const Peer& peer, OutFrame* frame) {
-  // Results first: they are what the other side waits for before it may go on.
   if (options_.ring) return peer.member() == members_.next_rank() && ring_.next(frame);
+  shares_.announce(peer.member());
+  // Results first: they are what the other side waits for before it may go on.
   return (peer.member() < options_.world && owner_.next(peer.member(), frame)) || shares_.next(peer.member(), frame);
 }
 

@@ -64,6 +64,7 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   void taken(uint32_t owner, uint64_t operation, uint64_t bytes) override;
   void unreadable(uint32_t owner, uint64_t operation, uint64_t from) override;
   CongestionWindow* window() override { return &direct_; }
+  double received(uint64_t operation) const override { return shares_.received(operation); }
   void served(uint64_t operation) override { shares_.served(operation); }
   void open_next(uint64_t operation, const Open& what) override { open(members_.next_rank(), operation, what); }
   void ring_for_next() override { members_.kick(members_.next_rank()); }

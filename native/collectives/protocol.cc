@@ -1,7 +1,6 @@
 #include "collectives/protocol.h"
 
 #include <cstddef>
-#include <sstream>
 
 namespace geartrain {
 namespace {
@@ -87,11 +86,9 @@ std::vector<uint32_t> members_from(std::span<const std::byte> payload, uint64_t*
 
 std::string disagreement(uint64_t number, uint32_t rank, const Shape& shape, uint32_t other, const Shape& others) {
   const bool in_order = rank < other;
-  std::ostringstream text;
-  text << "ranks disagree at operation " << number << ": rank " << (in_order ? rank : other) << " asks for the "
-       << (in_order ? shape : others).text() << ", rank " << (in_order ? other : rank) << " for the "
-       << (in_order ? others : shape).text();
-  return text.str();
+  return message_of({"ranks disagree at operation ", number, ": rank ", in_order ? rank : other, " asks for the ",
+                     (in_order ? shape : others).text(), ", rank ", in_order ? other : rank, " for the ",
+                     (in_order ? others : shape).text()});
 }
 
 Shape shape_from(const Open& open) {

@@ -5,10 +5,6 @@
 #include <cstring>
 #include <type_traits>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 #define GEARTRAIN_INLINE inline __attribute__((always_inline))
 
 namespace geartrain {
@@ -184,6 +180,10 @@ struct Kernel {
     ATTRIBUTE static void combine(const std::byte* a, const std::byte* b, std::byte* out, size_t n) { \
       combine_block<T, F>(a, b, out, n);                                                              \
     }                                                                                                 \
+    template <size_t kSize, typename F>                                                               \
+    static void combine_bits(const std::byte* a, const std::byte* b, std::byte* out, size_t n) {      \
+      combine<uint8_t, F>(a, b, out, n * kSize);                                                      \
+    }                                                                                                 \
     template <typename T>                                                                             \
     ATTRIBUTE static void divide(std::byte* values, size_t n, uint32_t divisor) {                     \
       divide_block<T>(values, n, divisor);                                                            \
@@ -208,16 +208,32 @@ GEARTRAIN_KERNEL(Avx2, __attribute__((target("avx2"))))
 GEARTRAIN_KERNEL(Avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))))
 #endif
 
+template <typename F>
+constexpr bool kOrders = std::is_same_v<F, Min> || std::is_same_v<F, Max>;
+template <typename F>
+constexpr bool kBitwise = std::is_same_v<F, And> || std::is_same_v<F, Or> || std::is_same_v<F, Xor>;
+
+// What gives the same bits is compiled once: of signed and unsigned numbers unless it goes by their order, and of bytes
+// what takes each bit by itself.
+template <typename S, typename F, typename T>
+constexpr Combine combine_of_integers() {
+  if constexpr (kBitwise<F>) {
+    return S::template combine_bits<sizeof(T), F>;
+  } else {
+    return S::template combine<std::conditional_t<kOrders<F>, T, std::make_unsigned_t<T>>, F>;
+  }
+}
+
 template <typename S, typename F>
 constexpr void fill_integers(Combine (&row)[kDtypes]) {
-  row[static_cast<size_t>(Dtype::int8)] = S::template combine<int8_t, F>;
-  row[static_cast<size_t>(Dtype::int16)] = S::template combine<int16_t, F>;
-  row[static_cast<size_t>(Dtype::int32)] = S::template combine<int32_t, F>;
-  row[static_cast<size_t>(Dtype::int64)] = S::template combine<int64_t, F>;
-  row[static_cast<size_t>(Dtype::uint8)] = S::template combine<uint8_t, F>;
-  row[static_cast<size_t>(Dtype::uint16)] = S::template combine<uint16_t, F>;
-  row[static_cast<size_t>(Dtype::uint32)] = S::template combine<uint32_t, F>;
-  row[static_cast<size_t>(Dtype::uint64)] = S::template combine<uint64_t, F>;
+  row[static_cast<size_t>(Dtype::int8)] = combine_of_integers<S, F, int8_t>();
+  row[static_cast<size_t>(Dtype::int16)] = combine_of_integers<S, F, int16_t>();
+  row[static_cast<size_t>(Dtype::int32)] = combine_of_integers<S, F, int32_t>();
+  row[static_cast<size_t>(Dtype::int64)] = combine_of_integers<S, F, int64_t>();
+  row[static_cast<size_t>(Dtype::uint8)] = combine_of_integers<S, F, uint8_t>();
+  row[static_cast<size_t>(Dtype::uint16)] = combine_of_integers<S, F, uint16_t>();
+  row[static_cast<size_t>(Dtype::uint32)] = combine_of_integers<S, F, uint32_t>();
+  row[static_cast<size_t>(Dtype::uint64)] = combine_of_integers<S, F, uint64_t>();
 }
 
 // `OfBool` is what the operation comes to on truth values.
@@ -226,7 +242,7 @@ constexpr void fill(Kernel* made, Op op) {
   Combine(&row)[kDtypes] = made->combine[static_cast<size_t>(op)];
   fill_integers<S, F>(row);
   row[static_cast<size_t>(Dtype::boolean)] = S::template combine<uint8_t, Truth<OfBool>>;
-  if constexpr (!std::is_same_v<F, And> && !std::is_same_v<F, Or> && !std::is_same_v<F, Xor>) {
+  if constexpr (!kBitwise<F>) {
     row[static_cast<size_t>(Dtype::float32)] = S::template combine<float, F>;
     row[static_cast<size_t>(Dtype::float64)] = S::template combine<double, F>;
   }

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <sstream>
 
 namespace geartrain {
 
@@ -99,15 +98,12 @@ void ReducerSession::lost(Peer& peer, const std::string& why) {
   uint64_t operation, bytes, of;
   const bool owes = owner_.involves(rank, &operation, &bytes, &of);
   if (left_at_[rank] != ~uint64_t{0}) return;
-  std::ostringstream text;
-  text << "rank " << rank << " went away (" << why << ")";
-  if (owes) {
-    text << " in operation " << operation << ", after sending " << bytes << " of " << of << " bytes";
-  } else {
-    text << " between operations";
-  }
-  text << " [seen by reducer " << where_ << "]";
-  end({FaultKind::rank_lost, text.str(), {rank}});
+  const std::string when =
+      owes ? message_of({"in operation ", operation, ", after sending ", bytes, " of ", of, " bytes"})
+           : "between operations";
+  end({FaultKind::rank_lost,
+       message_of({"rank ", rank, " went away (", why, ") ", when, " [seen by reducer ", where_, "]"}),
+       {rank}});
 }
 
 void ReducerSession::disagree(const std::string& text, std::vector<uint32_t> ranks) {

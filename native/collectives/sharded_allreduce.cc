@@ -167,6 +167,33 @@ uint64_t ShardedAllreduce::limit(const Operation& operation, const Part& part) c
 
 // --- sending --------------------------------------------------------------------------------------------------------
 
+// An owner is told of the operation. Its numbers may be exposed there instead of sent.
+void ShardedAllreduce::open(uint32_t owner, Operation& operation) {
+  Part& part = operation.parts[owner];
+  const Shape& shape = operation.work->shape;
+  Open what = open_of(shape, std::max(part.bytes, part.back), completed());
+  what.reads = shape.direct() || operation.exposed;
+  part.exposed = operation.exposed && part.bytes != 0 && host_.exposes_to(owner);
+  if (part.exposed) {
+    what.address = reinterpret_cast<uintptr_t>(part.from);
+    part.sent = part.bytes;
+  }
+  host_.open(owner, operation.number, what);
+  part.opened = true;
+}
+
+void ShardedAllreduce::announce(uint32_t owner) {
+  if (operations_.empty()) return;
+  const uint64_t oldest = operations_.front().number;
+  size_t& first = unsent_[owner];
+  for (first = std::max<size_t>(first, oldest); first - oldest < operations_.size(); ++first) {
+    Operation& operation = operations_[first - oldest];
+    const Part& part = operation.parts[owner];
+    if (part.used && part.sent != part.bytes) return;
+    if (part.used && !part.opened) open(owner, operation);
+  }
+}
+
 bool ShardedAllreduce::next(uint32_t owner, OutFrame* frame) {
   if (operations_.empty()) return false;
   const uint64_t oldest = operations_.front().number;
@@ -182,15 +209,7 @@ bool ShardedAllreduce::next(uint32_t owner, OutFrame* frame) {
         probe_.hold_up();
         return false;
       }
-      Open what = open_of(shape, std::max(part.bytes, part.back), completed());
-      what.reads = shape.direct() || operation.exposed;
-      part.exposed = operation.exposed && part.bytes != 0 && host_.exposes_to(owner);
-      if (part.exposed) {
-        what.address = reinterpret_cast<uintptr_t>(part.from);
-        part.sent = part.bytes;
-      }
-      host_.open(owner, operation.number, what);
-      part.opened = true;
+      open(owner, operation);
       if (part.sent == part.bytes) continue;
     }
     if (part.sent >= allowed) {
@@ -336,6 +355,18 @@ void ShardedAllreduce::release(Operation& operation) {
   const std::shared_ptr<Work> work = std::move(operation.work);
   while (!operations_.empty() && operations_.front().left == 0) operations_.pop_front();
   host_.completed(work);
+}
+
+double ShardedAllreduce::received(uint64_t number) const {
+  const Operation* const operation = find(number);
+  if (operation == nullptr) return 1;
+  double least = 1;
+  for (uint32_t owner = 0; owner < operation->parts.size(); ++owner) {
+    const Part& part = operation->parts[owner];
+    if (owner == self_ || part.back == 0) continue;
+    least = std::min(least, static_cast<double>(part.got) / static_cast<double>(part.back));
+  }
+  return least;
 }
 
 std::vector<uint32_t> ShardedAllreduce::incomplete(uint64_t number) const {

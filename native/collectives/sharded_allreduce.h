@@ -68,6 +68,9 @@ class ShardedAllreduce {
   Own begin(const std::shared_ptr<Work>& work, bool exposed = false);
   // Announces it to the other owners; after the caller's own share was passed on.
   void start();
+  // Opens those operations at an owner that send it nothing: before anything else, since an open is what allows it to
+  // send. Behind a window of this rank's own numbers it would keep the other direction of the link idle for so long.
+  void announce(uint32_t owner);
   bool next(uint32_t owner, OutFrame* frame);
   // The destination of a result. Throws frame when it is not the expected one.
   std::span<std::byte> room(uint32_t owner, const WireHeader& result);
@@ -86,6 +89,8 @@ class ShardedAllreduce {
   void took_credit(uint32_t owner, const WireHeader& credit);
   void served(uint64_t operation);  // all ranks have what they get from this one's memory
 
+  // The part, 0 to 1, that has come of what this rank gets in an operation, from the owner furthest behind.
+  double received(uint64_t operation) const;
   // Owners that have not returned all of an operation, for diagnosis.
   std::vector<uint32_t> incomplete(uint64_t operation) const;
   // What an owner has returned of the first operation that it has not finished.
@@ -115,7 +120,9 @@ class ShardedAllreduce {
   };
 
   void divide(Operation* operation) const;
+  void open(uint32_t owner, Operation& operation);
   Operation* find(uint64_t number);
+  const Operation* find(uint64_t number) const { return const_cast<ShardedAllreduce*>(this)->find(number); }
   void done(Operation& operation, Part& part);
   void release(Operation& operation);
   uint64_t returned() const;

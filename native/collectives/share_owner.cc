@@ -111,9 +111,10 @@ void ShareOwner::send_local(uint64_t number, const Shape& shape, std::vector<Seg
   OwnedShare& share = place->second;
   share.sends = std::move(sends);
   share.wanted.resize(world_);
-  std::vector<uint32_t> waiting;
-  for (uint32_t rank = 0; rank < world_; ++rank) {
-    if (rank == self_ || !share.opened[rank]) continue;
+  std::vector<uint32_t> waiting;  // not all ranks begin with the same one
+  for (uint32_t i = 1; i < world_; ++i) {
+    const uint32_t rank = (self_ + i) % world_;
+    if (!share.opened[rank]) continue;
     if (!agrees(number, share, rank)) return;
     waiting.push_back(rank);
   }
@@ -364,7 +365,7 @@ bool ShareOwner::next_local(Place place, uint32_t rank, OutFrame* frame) {
     exposure_.expose(place->first, share, rank, share.sends[rank].at + at, std::min(kExposedBytes, all - at), frame);
     return true;
   }
-  if (!may_send(share, rank)) {
+  if (!may_send(place->first, share, rank)) {
     probe_.hold_up();
     return false;
   }
@@ -378,11 +379,12 @@ bool ShareOwner::next_local(Place place, uint32_t rank, OutFrame* frame) {
 }
 
 // The window over all that is under way; and within an operation all ranks move on together, so that none is served
-// last.
-bool ShareOwner::may_send(const OwnedShare& share, uint32_t rank) const {
+// last, in both directions: numbers that run ahead fill the queue in which reports of what is received wait, and the
+// links' two directions take turns.
+bool ShareOwner::may_send(uint64_t operation, const OwnedShare& share, uint32_t rank) const {
   const uint64_t window = host_.window()->bytes();
   if (under_way_ != 0 && under_way_ + chunk_ > window) return false;
-  double least = 1, all = 0;
+  double least = host_.received(operation), all = 0;
   for (uint32_t other = 0; other < world_; ++other) {
     if (other == self_ || !share.opened[other] || share.wanted[other] == 0 || share.reads[other]) continue;
     const auto wanted = static_cast<double>(share.wanted[other]);

@@ -12,8 +12,9 @@
 // Who contributes and gets no result gets credits, by which it knows how far it may run ahead. An owner that passes on
 // one rank's numbers, a relay, gives credit for what all recipients have taken. An owner that is the only contributor
 // holds nothing: it sends from the caller's memory (send_local) to each rank that has opened the operation, no more
-// than the group's window ahead of what these have taken, and to all at one pace. A rank of the same host that can read
-// that memory is told where it is instead: one copy where a ring takes two, and none of them here.
+// than the group's window ahead of what these have taken and of what this rank itself gets in that operation, so that
+// all transfers of it go on at one pace. A rank of the same host that can read that memory is told where it is instead:
+// one copy where a ring takes two, and none of them here.
 //
 // Ranks on one host may expose their numbers instead of sending them (Open::address). They are then read from there
 // (share_exposure.h), and reduced right into the place of this rank's result, which the others read in turn. A few
@@ -51,6 +52,8 @@ class ShareOwner {
     virtual void served([[maybe_unused]] uint64_t operation) {}
     virtual void go_on() {}                                 // calls go_on() soon, and not from here
     virtual CongestionWindow* window() { return nullptr; }  // of a rank
+    // The part, 0 to 1, that has come of what this rank gets in an operation, from the rank furthest behind.
+    virtual double received([[maybe_unused]] uint64_t operation) const { return 1; }
     virtual void disagree(const std::string& text, std::vector<uint32_t> ranks) = 0;
   };
   // `self` is the owner's own rank, or kNoRank. `window_bytes` is what a rank may have here and not yet reduced.
@@ -102,7 +105,7 @@ class ShareOwner {
   bool reduce_chunk(uint64_t number, OwnedShare& share, uint64_t bytes);
   void end(Place place, uint32_t rank);
   bool forget_sent(OwnedShare& share);
-  bool may_send(const OwnedShare& share, uint32_t rank) const;
+  bool may_send(uint64_t operation, const OwnedShare& share, uint32_t rank) const;
   bool next_local(Place place, uint32_t rank, OutFrame* frame);
   bool agrees(uint64_t number, const OwnedShare& share, uint32_t rank);
   void disagree(uint64_t number, uint32_t rank, const Shape& shape, uint32_t other, const Shape& others);

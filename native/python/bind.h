@@ -97,7 +97,6 @@ decltype(auto) released(const Store& store, Work&& work) {
 // entered: with the GIL, for a few instructions that make no Python object: collecting garbage may run anything.
 template <typename Work>
 decltype(auto) entered(const Store& store, Work&& work) {
-  sleep_at_finalization();
   const Store::Call call(store);
   return std::forward<Work>(work)();
 }

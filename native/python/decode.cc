@@ -4,9 +4,9 @@
 
 #include <algorithm>
 #include <cstring>
-#include <random>
 #include <unordered_map>
 
+#include "base/sha256.h"
 #include "python/codec.h"
 #include "transport/value_reader.h"
 
@@ -33,7 +33,7 @@ class KeyHashes {
   // The standard library's own hash is the number itself, and collides as easily. This one is keyed.
   struct Scatter {
     size_t operator()(Py_hash_t hash) const {
-      static const uint64_t key = uint64_t{std::random_device{}()} << 32 | std::random_device{}();
+      static const uint64_t key = random_number();
       uint64_t mixed = static_cast<uint64_t>(hash) ^ key;
       mixed = (mixed ^ (mixed >> 30)) * 0xbf58476d1ce4e5b9u;
       mixed = (mixed ^ (mixed >> 27)) * 0x94d049bb133111ebu;

@@ -28,8 +28,8 @@ namespace geartrain {
 }
 
 // From here on the calling thread sleeps until the process is gone where it would be unwound: for its life, in whatever
-// library it is then. Called wherever Python may be about to run below native code; a few instructions after the first
-// time.
+// library it is then. Called wherever Python may be about to run below native code, ours or torch's; a few instructions
+// after the first time.
 inline void sleep_at_finalization() {
 #if defined(__GLIBC__)
   class Handler {

@@ -10,8 +10,6 @@
 #include <cstdint>
 #include <span>
 
-#include "python/finalization.h"
-
 namespace geartrain {
 
 class HostArray {
@@ -23,7 +21,6 @@ class HostArray {
 
   // False, and no Python error set, for what is no C-contiguous array of a dtype that a store can hold by itself.
   bool open(PyObject* object) {
-    sleep_at_finalization();
     release();
     if (PyObject_CheckBuffer(object) == 0) return false;
     if (PyObject_GetBuffer(object, &view_, PyBUF_STRIDES | PyBUF_FORMAT) != 0) {

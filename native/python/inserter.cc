@@ -27,6 +27,7 @@ class Inserter {
   // Inserts the rows of a dict of NumPy arrays. Returns their keys, row numbers and then generations as uint32; or
   // None, with nothing done, for arguments that it does not take.
   nb::object insert(nb::handle fields, unsigned threads) {
+    sleep_at_finalization();
     const size_t count = names_.size();
     if (PyDict_CheckExact(fields.ptr()) == 0 || static_cast<size_t>(PyDict_GET_SIZE(fields.ptr())) != count) {
       return nb::none();

@@ -62,6 +62,7 @@ NB_MODULE(_native, module) {
   module.def("descend_kernel", &descend_kernel);
   module.def("set_descend_kernel", [](const std::string& name) { return set_descend_kernel(name.c_str()); });
   module.def("available_cores", &available_cores);
+  module.def("sleep_at_finalization", &sleep_at_finalization);
   bind_base(module);
   bind_store(module);
   bind_fetch(module);

@@ -14,6 +14,7 @@
 
 #include "base/buffer_pool.h"
 #include "base/errors.h"
+#include "python/finalization.h"
 #include "segment/segment.h"
 
 namespace geartrain {
@@ -116,6 +117,7 @@ class PooledMemory {
   // `row_elements`: from one entry of the first axis to the next, where they do not lie one after the other; or 0.
   nb::object array(std::byte* at, const std::vector<size_t>& shape, nb::dlpack::dtype dtype,
                    int64_t row_elements = 0) const {
+    sleep_at_finalization();
     std::vector<int64_t> strides(row_elements != 0 ? shape.size() : 0, 1);
     for (size_t axis = strides.size(); axis-- > 1;) {
       strides[axis - 1] = strides[axis] * static_cast<int64_t>(shape[axis]);

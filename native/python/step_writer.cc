@@ -124,6 +124,7 @@ class Recorder {
   class Use {
    public:
     explicit Use(Recorder& recorder) : recorder_(recorder) {
+      sleep_at_finalization();
       // A forked child finds it busy for ever where another thread of its parent was in a call.
       if (recorder.writer_->is_foreign()) recorder.writer_->check_usable();
       if (recorder.busy_.exchange(true)) fail(ErrorKind::schema, "two threads use one recorder at the same time");

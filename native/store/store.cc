@@ -14,10 +14,10 @@
 #include <cstring>
 #include <mutex>
 #include <new>
-#include <random>
 
 #include "base/clock.h"
 #include "base/errors.h"
+#include "base/sha256.h"
 #include "base/timed_lock.h"
 
 namespace geartrain {
@@ -42,8 +42,7 @@ std::unique_ptr<Store> Store::create(const std::string& name, const std::vector<
                                      const StoreOptions& options) {
   std::vector<FieldRecord> records;
   Header header = plan_segment(fields, options, &records);
-  std::random_device random;
-  header.store_id = static_cast<uint64_t>(random()) << 32 | random();
+  header.store_id = random_number();
   header.created_ns = clock_ns(CLOCK_REALTIME);
 
   const std::string path = segment_path(name);

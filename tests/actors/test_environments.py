@@ -160,6 +160,18 @@ def test_atari_keeps_each_frame_once_and_the_last_one_of_an_episode(store_name):
         actor.close()
 
 
+def test_a_small_atari_frame_has_the_means_of_the_large_ones_pixels():
+    pytest.importorskip("ale_py", reason="ALE is an extra: pip install 'geartrain[atari]'")
+    large, small = (environments.make("atari/pong", shrink=shrink) for shrink in ((1, 1), (5, 4)))
+    seen = [(large.reset(seed=1), small.reset(seed=1))]
+    for action in range(6):
+        pair = (games.step(np.array([action])) for games in (large, small))
+        seen.append(tuple(each.observation for each in pair))
+    for one, other in seen:
+        means = one["frame"][0].reshape(42, 5, 40, 4).mean((1, 3))
+        assert (other["frame"][0] == np.floor(means)).all()
+
+
 def test_atari_episodes_repeat_with_their_seed():
     pytest.importorskip("ale_py", reason="ALE is an extra: pip install 'geartrain[atari]'")
     rng = np.random.default_rng(0)

@@ -19,7 +19,8 @@ import torch
 import geartrain as gt
 import geartrain.device.kernels.gather_order as gather_order
 from geartrain.device.kernels import interpreting
-from geartrain.replay.device import Convert, gather_plan_of
+from geartrain.replay.device.options import Convert
+from geartrain.replay.device.target import gather_plan_of
 from geartrain.replay.fetch import FetchPlan
 
 HERE = Path(__file__).parents[1] / "support"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import threading
@@ -111,8 +112,8 @@ def test_a_training_loop_is_one_program(flat: TrajectoryBuffer) -> None:
         return state, newest
 
     state, newest = jax.jit(lambda state: jax.lax.scan(body, state, jnp.arange(40)))(flat.init(step(0)))
-    assert newest[:9].tolist() == [-1] * 9
-    assert all(8 < int(most) <= number for number, most in enumerate(newest.tolist()) if number >= 9)
+    assert newest[:10].tolist() == [-1] * 10  # min_length=10: ten pairs, as in flashbax
+    assert all(8 < int(most) <= number for number, most in enumerate(newest.tolist()) if number >= 10)
     assert int(state.added) == 40
     assert sorted(set(pairs(flat.sample(state, jax.random.key(0)))))[0] >= 0
 
@@ -143,6 +144,36 @@ def test_batches_and_sequences_continue_their_own_streams() -> None:
             assert int(state.added) == 3 * 64
             drawn = {n for seed in range(30) for n in pairs(buffer.sample(state, jax.random.key(seed)))}
             assert drawn == {stream * 1000 + number for stream in range(3) for number in range(63)}
+
+
+def test_a_state_tells_its_place_and_shows_what_was_added_by_then() -> None:
+    streams = np.arange(2, dtype=np.int32)[:, None] * 1000
+    with make_flat_buffer(40, 4, 8, True, 2) as buffer:
+        state, at, places = buffer.init(np.int32(0)), 0, []
+        first = copy.deepcopy(state)
+        for take in (1, 7, 12, 30, 5):  # rows of 17 timesteps, a ring of 20 of each stream
+            older, state = state, buffer.add(state, streams + np.arange(at, at + take, dtype=np.int32))
+            at += take
+            places.append((int(state.current_index), bool(state.is_full)))
+            newest = np.arange(max(0, at - 20), at)
+            wanted = np.zeros((2, 20), np.int32)
+            wanted[:, newest % 20] = streams + newest
+            np.testing.assert_array_equal(state.experience, wanted)
+        assert places == [(1, False), (8, False), (0, True), (10, True), (15, True)]
+        assert not first.experience.any() and int(first.added) == 0 and first.store is state.store
+        assert not buffer.can_sample(first) and buffer.can_sample(copy.deepcopy(state))
+        older_newest = np.arange(30, 50)
+        np.testing.assert_array_equal(older.experience[:, older_newest % 20], streams + older_newest)
+        for number in (200, 300):  # what is gone is zeros, and nothing else
+            state = buffer.add(state, streams + np.arange(at, number, dtype=np.int32))
+            at = number
+        assert set(older.experience[0].tolist()) <= {0, *older_newest.tolist()}
+        inside = jax.jit(lambda state: (state.current_index, state.is_full))(state)
+        assert [int(each) for each in inside] == [0, 1]
+        with pytest.raises(ArgumentError, match="outside of jit"):
+            jax.jit(lambda state: state.experience)(state)
+    with pytest.raises(StoreClosedError):
+        _ = state.experience
 
 
 def test_trajectories_are_the_memory_that_was_gathered(monkeypatch: pytest.MonkeyPatch) -> None:

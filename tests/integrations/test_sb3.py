@@ -239,7 +239,7 @@ def test_a_store_of_another_size_is_not_joined(tmp_path):
 @pytest.mark.slow
 def test_the_example_runs():
     script = Path(__file__).parents[2] / "examples" / "sb3_sac.py"
-    done = preloaded.run([sys.executable, str(script), "--steps", "110"], timeout=patience(100))
+    done = preloaded.run([sys.executable, str(script), "--steps", "110", "--evaluations", "1"], timeout=patience(100))
     assert done.returncode == 0, done.stderr
     assert "mean return -" in done.stdout
 

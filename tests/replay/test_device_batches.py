@@ -19,8 +19,8 @@ import tagged
 from device_batches import check_same, filled_store
 
 import geartrain as gt
-import geartrain.replay.device as on_device
 import geartrain.replay.device.gather_threshold as crossover
+import geartrain.replay.device.gather_threshold as gather_threshold
 from geartrain.errors import ArgumentError, PinError, StoreClosedError
 from geartrain.replay.device import Convert, DeviceOptions
 from geartrain.selection import Fifo, GroupSampling, Lifo, Limits, Mixture, Prioritized, TopK, Uniform
@@ -275,7 +275,7 @@ def test_the_chooser_goes_by_bytes_of_a_row(store: gt.Store, monkeypatch: pytest
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(crossover.VARIABLE, raising=False)
     assert chosen()[0] == "gather"
-    assert f"{on_device.CROSSOVER_BYTES} (an estimate" in chosen()[1]
+    assert f"{gather_threshold.CROSSOVER_BYTES} (an estimate" in chosen()[1]
     crossover.remember("another", 5000)
     assert crossover.remember(device.model, 100, command="a bench") == tmp_path / "geartrain" / "crossover.json"
     assert chosen()[0] == "staged"

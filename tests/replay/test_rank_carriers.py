@@ -386,6 +386,9 @@ def test_rounds_are_begun_before_others_are_received_however_long_their_messages
             numbers.append(rounds.post({peer: bytes_of(rank, peer, nbytes or 7) for peer in to}))
         for number, nbytes in zip(numbers, sizes, strict=True):
             of = others if nbytes else [(rank - 1) % size]
+            until_s = time.monotonic() + patience(20)
+            while nbytes != 5 and not rounds.arrived(number, of):
+                assert time.monotonic() < until_s
             found = rounds.collect(number, of)
             assert sorted(found) == of
             for peer, part in found.items():
@@ -409,6 +412,27 @@ def test_a_round_of_a_rank_that_is_lost_names_it(ranks: Callable[..., Ranks]) ->
         rounds.collect(number, [1])
     assert (error.value.peer, error.value.cause) == (1, Cause.lost)
     rounds.flush()
+
+
+def test_a_round_is_waited_for_as_long_as_the_group_says_however_often_it_is_asked_after(
+    ranks: Callable[..., Ranks],
+) -> None:
+    group = ranks(2, "tcp")
+    one = np.ones(1, np.uint8)
+    group.exchange(lambda rank: ([(1 - rank, one)], [(1 - rank, np.zeros(1, np.uint8))]))
+    bare: Any = BareGroup(0, group.carriers[0], 2)
+    bare.timeout_s = 0.3
+    rounds = TransportRounds(bare)
+    first, second = rounds.post({1: one}), rounds.post({1: one})
+    assert not rounds.arrived(first, [1])
+    group.carriers[1].exchange(first, [(0, one)], [], time.monotonic() + patience(10))
+    assert (rounds.collect(first, [1])[1] == one).all()
+    began_s = time.monotonic()
+    with pytest.raises(CarrierError) as error:
+        while not rounds.arrived(second, [1]):
+            pass
+    assert 0.3 <= time.monotonic() - began_s < patience(2)
+    assert (error.value.peer, error.value.cause) == (1, Cause.timed_out)
 
 
 @pytest.mark.parametrize("transport", ["inproc", "shm", "tcp"])

@@ -65,8 +65,11 @@ def test_ranks_of_one_store_may_differ_in_where_their_batches_are(
     assert [len(each) for each in said] == [8, 8, 8], "four batches of each of two strategies"
 
 
-def test_a_killed_rank_is_an_error_on_the_others_and_not_a_hang(store_name: Callable[[], str], tmp_path: Path) -> None:
-    processes = start("killed", store_name(), 3, tmp_path)
+@pytest.mark.parametrize("when", ["killed", "killed_in_all_to_all"])
+def test_a_killed_rank_is_an_error_on_the_others_and_not_a_hang(
+    store_name: Callable[[], str], tmp_path: Path, when: str
+) -> None:
+    processes = start(when, store_name(), 3, tmp_path)
     for rank, process in enumerate(processes):
         if rank != 1:
             (said,) = lines(process, timeout_s=patience(30))

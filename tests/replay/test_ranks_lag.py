@@ -16,6 +16,7 @@ from geartrain.errors import ArgumentError, EmptyStoreError, PeerLostError
 from geartrain.replay.distributed.native_read import NativeReader
 from geartrain.replay.distributed.rounds_in_flight import LateRounds
 from geartrain.replay.distributed.topology import MeshPosition
+from geartrain.replay.prefetch import Prefetcher, StillBuildingError
 from geartrain.selection import Epochs, Fifo, Limits, Linear, Prioritized, TopK, Uniform
 from geartrain.store.recorder import recorded_fields
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
@@ -227,6 +228,44 @@ def test_too_few_rows_are_the_same_error_on_all_ranks_which_go_on_later(
     run_ranks(group, body)
 
 
+class CountedGroup(ThreadRankGroup):
+    """Counts messages and bytes of each round that its rank begins and does not wait for."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.posts: list[tuple[int, int]] = []
+
+    def post(self, parts: Any) -> int:
+        self.posts.append((len(parts), sum(part.size for part in parts.values())))
+        return super().post(parts)
+
+
+@pytest.mark.parametrize(("beta", "outcome"), [(None, 1), (0.4, 16)])
+def test_a_batch_takes_a_status_with_updates_an_outcome_and_the_rows(
+    sharded_stores: Callable[..., list[gt.Store]], beta: float | None, outcome: int
+) -> None:
+    stores, size, batches = sharded_stores(3), 3, 4
+
+    def body(rank: CountedGroup) -> int:
+        options: dict[str, Any] = {"prefetch": 0, "update_lag": 1, "num_batches": batches, "output": "numpy"}
+        given_to_others = 0
+        with gt.Replay(stores[rank.rank], Prioritized(seed=1, beta=beta), B, group=rank, **options) as replay:
+            for batch in replay:
+                replay.update_priorities(batch.keys, np.ones(len(batch.keys)))
+                if batch.step < batches - 1:
+                    given_to_others += int((batch.keys.store != stores[rank.rank].id).sum())
+            sent_bytes = replay.stats()["sent_bytes"]
+        statuses, outcomes, rows = (rank.posts[at::3] for at in range(3))
+        assert len(rank.posts) == 3 * (batches - 1)  # the first batch waits for its updates
+        assert all(messages == size - 1 for messages, _ in [*statuses, *outcomes])
+        assert sum(nbytes for _, nbytes in statuses) == 56 * (size - 1) * len(statuses) + 32 * given_to_others
+        assert all(nbytes == outcome * (size - 1) for _, nbytes in outcomes)
+        assert (sum(nbytes for _, nbytes in rows) > 0) <= (sent_bytes > 0)
+        return given_to_others
+
+    assert sum(run_ranks(CountedGroup.make(size), body)) > 0
+
+
 def test_a_rank_that_is_lost_with_rounds_in_flight_is_an_error_on_all_others(
     sharded_stores: Callable[..., list[gt.Store]],
 ) -> None:
@@ -309,6 +348,27 @@ def test_stages_of_a_pipeline_refuse_the_lag(sharded_stores: Callable[..., list[
             gt.Replay(stores[rank.rank], Uniform(seed=1), B, group=rank, mesh=place, **options)
 
     run_ranks(2, body)
+
+
+def test_an_item_that_is_asked_for_while_another_waits_is_begun_first() -> None:
+    begun: list[int] = []
+
+    def start(number: int) -> int:
+        begun.append(number)
+        return number
+
+    def ready(number: int) -> bool:
+        time.sleep(0.001)
+        return len(begun) > number  # only with the next one
+
+    ahead = Prefetcher(start, "test", lambda number: number, overlaps=True, ready=ready)
+    ahead.ask(1)
+    with pytest.raises(StillBuildingError):
+        ahead.get(0.05)
+    ahead.ask(2)
+    assert ahead.get(patience(10)) == 1 and begun == [1, 2]
+    assert ahead.stop(patience(10), finish=True) == []
+    assert ahead.get(0) == 2  # whatever it waits for: others wait for this rank's part of it
 
 
 def test_a_lag_below_prefetch_is_refused(sharded_stores: Callable[..., list[gt.Store]]) -> None:

@@ -251,7 +251,8 @@ def test_an_interrupt_is_not_kept_waiting_by_a_rank_that_does_not_answer(
 
 
 @pytest.mark.parametrize(
-    ("how", "prefetch", "extra_lag"), [("kill", "0", "0"), ("kill", "2", "0"), ("stop", "2", "0"), ("kill", "2", "1")]
+    ("how", "prefetch", "extra_lag"),
+    [("kill", "0", "0"), ("kill", "2", "0"), ("stop", "2", "0"), ("kill", "2", "1"), ("stop", "2", "1")],
 )
 def test_a_rank_killed_or_stopped_is_a_named_error_within_the_deadline(
     store_name: Callable[[], str], tmp_path: Path, how: str, prefetch: str, extra_lag: str

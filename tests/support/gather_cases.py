@@ -18,7 +18,8 @@ import geartrain as gt
 from geartrain.core.dtypes import DTYPES, as_tensor
 from geartrain.device.kernels.gather_layout import CONVERTED_FROM, CONVERTED_TO
 from geartrain.device.kernels.gather_reference import reference_gather, reference_window
-from geartrain.replay.device import Convert, gather_plan_of
+from geartrain.replay.device.options import Convert
+from geartrain.replay.device.target import gather_plan_of
 from geartrain.replay.fetch import FetchPlan
 
 DTYPES_TRIED = [

@@ -6,7 +6,9 @@ On a simulated device, whose collectives are Gloo's; with DEVICE=cuda on this ra
 from __future__ import annotations
 
 import functools
+import itertools
 import os
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -19,6 +21,7 @@ from ranks_worker import say
 from test_ranks_device import FIELDS, STEPS, B, N, values
 
 import geartrain as gt
+from geartrain.device.nccl import DeviceGroup
 from geartrain.errors import PeerLostError
 from geartrain.replay.device import Convert, DeviceOptions
 from geartrain.selection import Fifo, GroupSampling, Prioritized, Uniform
@@ -119,7 +122,21 @@ def shared(name: str) -> None:
     say(rank=rank, numbers=numbers)
 
 
-def killed(name: str) -> None:
+def killed_in_all_to_all(name: str) -> None:
+    """As `killed`, where the others are in the all-to-all, or will be, and have agreed on the batch."""
+    if dist.get_rank() == 1:
+        exchange, calls = DeviceGroup.all_to_all, itertools.count()
+
+        def all_to_all(*args: Any) -> None:
+            if next(calls) == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            exchange(*args)
+
+        DeviceGroup.all_to_all = all_to_all  # type: ignore[method-assign]
+    killed(name, at=-1)
+
+
+def killed(name: str, at: int = 5) -> None:
     """Rank 1 kills itself in the middle; the others say what they see, and when."""
     rank, size = dist.get_rank(), dist.get_world_size()
     device = device_of(rank)
@@ -129,8 +146,8 @@ def killed(name: str) -> None:
         store, Uniform(seed=1), B, window=5, assignment="ordered", group=dist.group.WORLD, device=options, timeout_s=3
     )
     for step in range(1000):
-        if rank == 1 and step == 5:
-            os.kill(os.getpid(), 9)
+        if rank == 1 and step == at:
+            os.kill(os.getpid(), signal.SIGKILL)
         began_s = time.monotonic()
         try:
             replay.sample()
@@ -147,5 +164,11 @@ if __name__ == "__main__":
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", os.environ["MEET"], timedelta(seconds=30), size, rank)
-    {"batches": batches, "stages": stages, "shared": shared, "killed": killed}[scenario](name)
+    {
+        "batches": batches,
+        "stages": stages,
+        "shared": shared,
+        "killed": killed,
+        "killed_in_all_to_all": killed_in_all_to_all,
+    }[scenario](name)
     dist.destroy_process_group()

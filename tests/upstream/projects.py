@@ -85,6 +85,22 @@ PROJECTS = {
             ),
         },
     ),
+    "flashbax": Project(
+        "flashbax",
+        "flashbax",
+        (
+            "flashbax/buffers/flat_buffer_test.py",
+            "flashbax/buffers/prioritised_flat_buffer_test.py",
+            "flashbax/buffers/trajectory_buffer_test.py",
+        ),
+        "flashbax_buffers",
+        apart={
+            "a buffer for each device (pmap): calls of a store are ordered": ("_does_not_smoke",),
+            "init inside of jit": ("call it outside of jit",),
+            "samples before can_sample is true": ("NotEnoughRowsError", "EmptyStoreError"),
+            "trajectories that begin at multiples of a period": ("unexpected keyword argument 'period'",),
+        },
+    ),
     "lerobot": Project(
         "lerobot",
         "lerobot",

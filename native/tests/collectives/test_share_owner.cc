@@ -16,6 +16,7 @@ class Alone final : public ShareOwner::Host {
   void deliver(uint64_t, uint64_t, std::span<const std::byte>) override {}
   void served(uint64_t) override { ++times_served; }
   CongestionWindow* window() override { return &window_; }
+  double received(uint64_t) const override { return arrived; }
   void disagree(const std::string& text, std::vector<uint32_t>) override { said = text; }
   ReadExposed read(uint32_t, uint64_t address, std::span<std::byte> into) override {
     if (answer == ReadExposed::read) std::memcpy(into.data(), reinterpret_cast<const void*>(address), into.size());
@@ -31,6 +32,7 @@ class Alone final : public ShareOwner::Host {
   ReadExposed answer = ReadExposed::read;
   uint64_t times_read = 0, denied_from = ~uint64_t{0}, times_served = 0, parts_from = ~uint64_t{0};
   bool again = false;
+  double arrived = 1;  // part of what this rank gets itself
   std::string said;
 
  private:
@@ -259,6 +261,34 @@ TEST(what_a_rank_cannot_read_is_sent_from_there_on) {
   }
   CHECK_EQ(at, kBytes);
   CHECK_EQ(rank.owner.operations(), uint64_t{1});
+}
+
+// Reports wait in the queue that numbers fill: two ranks that did not wait for each other sent by turns.
+TEST(a_rank_sends_no_more_than_a_window_ahead_of_what_it_gets_itself) {
+  constexpr uint64_t kBytes = 8 << 20, kWindow = 1 << 20;
+  Array numbers(kBytes);
+  const Shape shape{2 * kBytes, Dtype::uint8, Dtype::uint8, Op::sum, 0, Collective::all_gather, 0};
+  Alone rank;
+  rank.arrived = 0;
+  rank.owner.send_local(0, shape, {{numbers.data(), kBytes}, {numbers.data(), kBytes}}, 0);
+  rank.owner.open(1, 0, open_of(shape, kBytes, 0));
+  uint64_t at = 0;
+  const auto send = [&] {
+    for (OutFrame frame; rank.owner.next(1, &frame);) {
+      at += frame.header.bytes;
+      rank.owner.took_taken(1, frame_of(FrameKind::taken, 0, at, 0));
+    }
+  };
+  for (const double arrived : {0.0, 0.25, 0.5}) {
+    rank.arrived = arrived;
+    send();
+    const auto got = static_cast<uint64_t>(arrived * kBytes);
+    CHECK(at > got + kWindow / 2 && at <= got + kWindow + kChunkBytes);
+  }
+  rank.arrived = 1;
+  send();
+  CHECK_EQ(at, kBytes);
+  CHECK_EQ(rank.times_served, uint64_t{1});
 }
 
 }  // namespace

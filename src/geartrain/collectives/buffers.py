@@ -95,6 +95,7 @@ def buffer_of(array: Any) -> HostBuffer:
         if not dtype.isnative:  # its name does not say so
             raise ArgumentError(f"an array to reduce has this machine's byte order, found {dtype.str}")
         return HostBuffer(array.ctypes.data, array.size, _reduced_dtype(name))
+    _native.sleep_at_finalization()
     try:
         address, count, code, bits = _native.array_memory(array)
     except TypeError:

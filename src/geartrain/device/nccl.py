@@ -9,7 +9,8 @@ behind the collectives that this stream has waited for (docs/decisions/013-nccl-
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,9 @@ from geartrain.errors import ArgumentError, PeerLostError
 
 if TYPE_CHECKING:
     import torch
+
+# Until the connections of a rank that has died end, once a collective has failed for it.
+NOTICE_S = 1.0
 
 
 class DeviceGroup:
@@ -58,6 +62,7 @@ class DeviceGroup:
         receives: Mapping[int, int],
         source: torch.Tensor,
         sends: Mapping[int, int],
+        check_peers: Callable[[], None],
     ) -> None:
         """Queues the exchange on the current stream. All ranks call it, in one order with the job's other collectives.
 
@@ -70,6 +75,7 @@ class DeviceGroup:
             receives: bytes from each rank of the replay that sends any.
             source: (bytes,) uint8, the bytes to send by receiver, in the same order.
             sends: bytes for each rank of the replay that receives any.
+            check_peers: raises PeerLostError, with its name, where a rank is known to be gone: backends name none.
         """
         import torch.distributed as dist
 
@@ -79,6 +85,10 @@ class DeviceGroup:
             try:
                 dist.all_to_all_single(to, source, received, sent, group=group)
             except RuntimeError as error:
+                until_s = time.monotonic() + NOTICE_S
+                while time.monotonic() < until_s:
+                    check_peers()
+                    time.sleep(NOTICE_S / 100)
                 raise PeerLostError(f"the all-to-all of device memory failed: {error}") from error
 
         device.run(work)

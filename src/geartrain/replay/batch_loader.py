@@ -19,6 +19,7 @@ from geartrain.errors import StoreClosedError, WaitTimeoutError
 from geartrain.replay.batch import Batch
 from geartrain.replay.builder import BatchBuilder, BuiltBatch, HostBatchBuilder, PriorityUpdate, State, nothing
 from geartrain.replay.config import ReplayConfig
+from geartrain.replay.distributed.lagged_builder import LaggedBuilder
 from geartrain.replay.distributed.rank_group import NOTE_S
 from geartrain.replay.distributed.single_rank import SingleRankBuilder
 from geartrain.replay.prefetch import BuildPlacement, Prefetcher, StillBuildingError
@@ -182,8 +183,9 @@ class BatchLoader:
                 step, state = step + 1, started.state
                 return started
 
+            ready = builder.ready if isinstance(builder, LaggedBuilder) else None
             ahead = self._ahead = Prefetcher(
-                start_next, "geartrain-prefetch", self._finish, builder.enter, overlaps=builder.overlaps
+                start_next, "geartrain-prefetch", self._finish, builder.enter, builder.overlaps, ready
             )
             self._finalizer = weakref.finalize(
                 self, _stop, ahead, self._halt, self._timeout_s, self._builder.collective

@@ -80,6 +80,8 @@ class Prefetcher(Generic[Item]):
         enter: called first on the thread.
         overlaps: whether an item that was asked for already is begun before the one before is finished; by default
             where there is a `finish`.
+        ready: where items overlap, whether one that was begun can be finished without a wait; waits a little itself. An
+            item that is asked for meanwhile is begun first. What it raises `finish` raises as well.
     """
 
     def __init__(
@@ -89,11 +91,13 @@ class Prefetcher(Generic[Item]):
         finish: Callable[[Any], Item] | None = None,
         enter: Callable[[], None] | None = None,
         overlaps: bool | None = None,
+        ready: Callable[[Any], bool] | None = None,
     ) -> None:
         self._make = make
         self._finish: Callable[[Any], Item] = finish or (lambda item: item)
         self._overlaps = finish is not None if overlaps is None else overlaps
         self._enter = enter
+        self._ready_to_finish = ready
         self._asked: queue.SimpleQueue[tuple[Any] | None] = queue.SimpleQueue()
         self._ready: queue.SimpleQueue[Item | BaseException] = queue.SimpleQueue()
         self._pid = os.getpid()
@@ -156,7 +160,7 @@ class Prefetcher(Generic[Item]):
         begun: list[Any] = []  # one at most
         while True:
             if begun and (not self._overlaps or self._asked.empty()):
-                if not self._hand_out(begun):
+                if self._is_ready(begun[0]) and not self._hand_out(begun):
                     return
                 continue
             asked = self._asked.get()
@@ -178,6 +182,14 @@ class Prefetcher(Generic[Item]):
                 return
             begun.append(next_item)
             del next_item
+
+    def _is_ready(self, item: Any) -> bool:
+        if self._ready_to_finish is None:
+            return True
+        try:
+            return self._ready_to_finish(item)
+        except BaseException:
+            return True
 
     def _hand_out(self, begun: list[Any]) -> bool:
         """Finishes the item that was begun; False when that failed, which is handed out instead."""

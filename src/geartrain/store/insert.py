@@ -106,7 +106,7 @@ def checked_source(columns: Columns, name: str, data: Any, casting: Casting) -> 
             raise SchemaError(f"field {name!r} is on {data.device}; the store takes host memory")
         if "strided" not in str(data.layout):
             raise SchemaError(f"field {name!r} is a tensor of the layout {data.layout}: give its to_dense()")
-        data = data.detach().contiguous()
+        data = (data.detach() if data.requires_grad else data).contiguous()
     else:
         data = np.ascontiguousarray(data)
     if DTYPES[field.dtype].numpy_name is None:

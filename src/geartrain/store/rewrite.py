@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+import geartrain._native as _native
 from geartrain.core.arguments import check_choice, shown
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, FieldError, SchemaError
@@ -24,6 +25,7 @@ def rewrite_rows(
     casting: Casting,
 ) -> int:
     """Writes fields of rows and returns how many keys were skipped; see `Store.write`."""
+    _native.sleep_at_finalization()
     check_choice("casting", casting, CASTINGS)
     if not isinstance(fields, Mapping) or not fields:
         raise FieldError(f"give the fields to write: a mapping of names to arrays, found {shown(fields)}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from decimal import Decimal
 from numbers import Real
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
@@ -22,9 +21,6 @@ from geartrain.store.columns import Columns, as_column, check_entry, check_prior
 if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
-
-#: Numbers that an array of objects may hold.
-_NUMBERS = (Real, Decimal, np.bool_)
 
 
 class _Uncommitted(ABC):
@@ -306,8 +302,14 @@ def _numbers(value: Any, dtype: np.dtype[Any]) -> Any:
     kind = array.dtype.kind
     if kind in "biuf":
         return array
-    if kind in "SUMm" or (kind == "O" and not all(isinstance(each, _NUMBERS) for each in array.flat)):
+    if kind in "SUMm" or (kind == "O" and not _are_numbers(array)):
         raise TypeError(f"{array.dtype} is no number")
     if kind == "c" and dtype.kind != "c":
         raise TypeError("its imaginary part would be lost")
     return array
+
+
+def _are_numbers(objects: NDArray[Any]) -> bool:
+    from decimal import Decimal  # here: importing it takes longer than most of this package's modules
+
+    return all(isinstance(each, (Real, Decimal, np.bool_)) for each in objects.flat)

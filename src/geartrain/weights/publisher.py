@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import geartrain._native as _native
 from geartrain.core.arguments import check_whole, timeout
 from geartrain.core.shared_files import Trust, check_trust
 from geartrain.errors import ArgumentError
@@ -96,6 +97,7 @@ class Publisher:
             NoSpaceError: /dev/shm, or GEARTRAIN_DIR, is full.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout(timeout_s)
+        _native.sleep_at_finalization()
         number = check_whole("version", version)
         if not 0 <= number < 2**63:
             raise ArgumentError(f"versions are numbers from 0 to 2**63 - 1, found {number}")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import geartrain._native as _native
 from geartrain.core.arguments import check_text, check_whole, timeout
 from geartrain.core.process_report import register
 from geartrain.core.shared_files import Trust, check_trust
@@ -125,6 +126,7 @@ class Reader:
             WaitTimeoutError: not published in time; says which version is there, and whether a publisher is alive.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout(timeout_s)
+        _native.sleep_at_finalization()
         if at_least is not None:
             at_least = check_whole("at_least", at_least)
         until_s = time.monotonic() + limit_s

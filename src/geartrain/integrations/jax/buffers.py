@@ -103,7 +103,7 @@ class TrajectoryBuffer:
                 raise ArgumentError(
                     f"the store {name!r} is of a buffer {'with' if store.per_step else 'without'} priorities"
                 )
-            made = Streams(store, fields, streams, sequence, options["batch_size"], exponent)
+            made = Streams(store, fields, streams, timesteps, sequence, options["batch_size"], exponent)
         except BaseException:
             store.close()
             raise
@@ -181,7 +181,7 @@ class TrajectoryBuffer:
         return Sample(experience, *others)
 
     def can_sample(self, state: BufferState) -> Any:
-        """Whether `min_length` timesteps are there: a boolean, inside jit a traced one.
+        """Whether as much is there as `min_length` says: a boolean, inside jit a traced one.
 
         Of a buffer with a store of its own: those that were added. Of a shared one: sequences of all processes.
         """
@@ -297,7 +297,7 @@ def make_flat_buffer(
 
     Args:
         max_length: timesteps of all streams that are kept at least.
-        min_length: timesteps from which `can_sample` is true.
+        min_length: pairs from which `can_sample` is true, rounded down to those of a timestep of each stream.
         sample_batch_size: pairs of a sample.
         add_sequences: `add` takes a time axis.
         add_batch_size: `add` takes a batch axis in front, of so many streams.
@@ -401,9 +401,11 @@ def _made(
             f"max_length={max_length} holds {timesteps} timesteps of each of {streams} streams, and a sample needs "
             f"{sequence}"
         )
+    if flat:  # one timestep of each stream more: as many pairs as timesteps are asked for
+        min_length = (min_length // streams + 1) * streams
     least = max(min_length, (sequence - 1) * streams + 1)
     if least > min(max_length, _MOST_ADDED):
-        raise ArgumentError(f"min_length={least} is more than max_length={max_length} holds")
+        raise ArgumentError(f"min_length needs {least} timesteps, and max_length={max_length} holds fewer")
     return TrajectoryBuffer(
         {
             "timesteps": timesteps,

@@ -9,6 +9,7 @@ Each stream (an environment, say) has one row at a time, which grows and can be 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from geartrain.core.keys import Keys
 from geartrain.core.schema import Field
+from geartrain.replay.fetch import fetch
 from geartrain.replay.replay import Replay
 from geartrain.replay.windows import Windows
 from geartrain.selection.random import Prioritized, Uniform
@@ -45,17 +47,32 @@ class Streams:
         store: with `fields`, and priorities of steps where `exponent` is given.
         fields: by name, in the order in which values are given and returned.
         n: streams.
+        timesteps: of each stream that are kept at least.
         sequence: steps of what is drawn.
         batch_size: sequences of a draw.
         exponent: of priorities; None: draws are uniform.
+
+    Attributes:
+        store, n, timesteps: as given.
     """
 
     def __init__(
-        self, store: Store, fields: Mapping[str, Field], n: int, sequence: int, batch_size: int, exponent: float | None
+        self,
+        store: Store,
+        fields: Mapping[str, Field],
+        n: int,
+        timesteps: int,
+        sequence: int,
+        batch_size: int,
+        exponent: float | None,
     ) -> None:
-        self.store = store
+        self.store, self.n, self.timesteps = store, n, timesteps
         self._names = list(fields)
-        self._n, self._sequence = n, sequence
+        self._sequence = sequence
+        self._count = 0  # timesteps of each stream
+        # Rows that are whole, of all streams, by the number of their first timestep; as many as hold `timesteps`.
+        rows = -(-timesteps // (store.max_length - sequence + 1)) + 1
+        self._whole: deque[tuple[int, list[Keys]]] = deque(maxlen=rows)
         self._rows: list[Row] = []
         self._place = 0
         self._published = False
@@ -86,15 +103,16 @@ class Streams:
                     self._next_rows()
                 take = min(steps - done, self.store.max_length - self._place)
                 index = [row.index for row in self._rows]
-                where: Any = index[0] if self._n == 1 else index
+                where: Any = index[0] if self.n == 1 else index
                 for name, value in zip(self._names, values, strict=True):
                     part = value[:, done : done + take]
                     self.store.columns.numpy(name)[where, self._place : self._place + take] = (
-                        part[0] if self._n == 1 else part
+                        part[0] if self.n == 1 else part
                     )
                 self._place += take
                 self._publish()
                 done += take
+                self._count += take
 
     def draw(self, number: int) -> tuple[list[NDArray[Any]], Keys, NDArray[Any]]:
         """Sequences (batch, sequence, *shape) by field, in memory of their own; their keys and probabilities.
@@ -122,6 +140,33 @@ class Streams:
                 self._greatest = max(self._greatest, float(np.abs(priorities).max()) ** self._exponent)
         return gone
 
+    def written(self, count: int) -> list[NDArray[Any]]:
+        """The last of the first `count` timesteps that were added here, (n, timesteps, *shape) by field.
+
+        Timestep t of a stream is at t % timesteps; those that are gone, or were never there, are zeros.
+        """
+        found = {
+            name: np.zeros((self.n, self.timesteps, *field.shape), field.numpy_dtype)
+            for name, field in self.store.fields.items()
+        }
+
+        def take(stream: int, first: int, values: Mapping[str, NDArray[Any]], length: int) -> None:
+            number = first + np.arange(length)
+            mine = np.flatnonzero((number >= count - self.timesteps) & (number < count))
+            for name in self._names:
+                found[name][stream, number[mine] % self.timesteps] = values[name][mine]
+
+        with self._lock:
+            for first, keys in self._whole:
+                for stream, key in enumerate(keys):
+                    batch: Any = fetch(self.store, key, fields=self._names, output="numpy", on_stale="drop")
+                    if len(batch):
+                        take(stream, first, {name: batch[name][0] for name in self._names}, int(batch.length[0]))
+            for stream, row in enumerate(self._rows):
+                values = {name: self.store.columns.numpy(name)[row.index] for name in self._names}
+                take(stream, self._count - self._place, values, self._place)
+        return [found[name] for name in self._names]
+
     def sequences(self) -> int:
         """Whole sequences in the store, of all its writers."""
         lengths = self.store.status()["length"].astype(np.int64)
@@ -142,7 +187,7 @@ class Streams:
         """Rows that begin with the last steps of those that are full."""
         fresh: list[Row] = []
         try:
-            for _ in range(self._n):
+            for _ in range(self.n):
                 fresh.append(self.store.row())
         except BaseException:
             for row in fresh:
@@ -154,8 +199,8 @@ class Streams:
                 column = self.store.columns.numpy(name)
                 old = column[[row.index for row in self._rows], self._place - repeated :]
                 column[[row.index for row in fresh], :repeated] = old
-        for row in self._rows:
-            row.commit()
+        if self._rows:
+            self._whole.append((self._count - self._place, [row.commit() for row in self._rows]))
         self._rows, self._place, self._published = fresh, repeated, False
 
     def _publish(self) -> None:

@@ -25,28 +25,6 @@ for the consumer's stream: its memory is reused once the batch was dropped and t
 | `builder` | `DeviceBatchBuilder` |
 """
 
-from geartrain.replay.device.gather_threshold import CROSSOVER_BYTES
-from geartrain.replay.device.layout import arrangement, scatter_lines
 from geartrain.replay.device.options import Convert, DeviceOptions
-from geartrain.replay.device.pinned_pool import PinnedPool
-from geartrain.replay.device.session import DeviceSession
-from geartrain.replay.device.staging import StagingBuffer
-from geartrain.replay.device.target import DeviceTarget, gather_plan_of
-from geartrain.replay.device.transfer import MOST_UNCONSUMED, BatchTransfer, ReadyBatch, StreamHandoff
 
-__all__ = [
-    "CROSSOVER_BYTES",
-    "MOST_UNCONSUMED",
-    "PinnedPool",
-    "Convert",
-    "BatchTransfer",
-    "StreamHandoff",
-    "ReadyBatch",
-    "DeviceSession",
-    "DeviceTarget",
-    "DeviceOptions",
-    "StagingBuffer",
-    "arrangement",
-    "gather_plan_of",
-    "scatter_lines",
-]
+__all__ = ["Convert", "DeviceOptions"]

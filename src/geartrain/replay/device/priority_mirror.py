@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from geartrain.errors import NotEnoughRowsError
-from geartrain.replay.device import DeviceTarget
+from geartrain.replay.device.target import DeviceTarget
 from geartrain.selection.strategy import Redraw, Strategy, seed_of, traits_of
 
 # When the CPU chooses faster. Nanoseconds of a draw on the CPU: docs/benchmarks.md. The link's rate and the launches

@@ -26,8 +26,9 @@ from numpy.typing import NDArray
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError
 from geartrain.replay.batch import Batch
-from geartrain.replay.device import DeviceOptions, DeviceSession, DeviceTarget
-from geartrain.replay.device.options import Path
+from geartrain.replay.device.options import DeviceOptions, Path
+from geartrain.replay.device.session import DeviceSession
+from geartrain.replay.device.target import DeviceTarget
 from geartrain.replay.distributed.assembly_device import DeviceAssembler, GatherAssembler, StagedAssembler
 from geartrain.replay.distributed.assembly_host import Incoming
 from geartrain.replay.distributed.assembly_nccl import NcclAssembler

@@ -14,18 +14,12 @@ from numpy.typing import NDArray
 from geartrain.core.keys import Keys
 from geartrain.core.schema import round_up
 from geartrain.replay.batch import Batch
-from geartrain.replay.device import (
-    BatchTransfer,
-    DeviceOptions,
-    DeviceSession,
-    DeviceTarget,
-    ReadyBatch,
-    StagingBuffer,
-    arrangement,
-    gather_plan_of,
-    scatter_lines,
-)
-from geartrain.replay.device.layout import convert_rows
+from geartrain.replay.device.layout import arrangement, convert_rows, scatter_lines
+from geartrain.replay.device.options import DeviceOptions
+from geartrain.replay.device.session import DeviceSession
+from geartrain.replay.device.staging import StagingBuffer
+from geartrain.replay.device.target import DeviceTarget, gather_plan_of
+from geartrain.replay.device.transfer import BatchTransfer, ReadyBatch
 from geartrain.replay.distributed.assembly_host import HostAssembler, raw_of
 from geartrain.replay.distributed.messages import RowLayout, RowMessage
 from geartrain.replay.distributed.rank_group import Bytes

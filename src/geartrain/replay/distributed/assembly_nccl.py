@@ -12,8 +12,11 @@ from numpy.typing import NDArray
 from geartrain.core.keys import Keys
 from geartrain.replay.batch import Batch
 from geartrain.replay.builder import nothing
-from geartrain.replay.device import BatchTransfer, DeviceOptions, DeviceSession, DeviceTarget
 from geartrain.replay.device.layout import scatter_lines
+from geartrain.replay.device.options import DeviceOptions
+from geartrain.replay.device.session import DeviceSession
+from geartrain.replay.device.target import DeviceTarget
+from geartrain.replay.device.transfer import BatchTransfer
 from geartrain.replay.distributed.assembly_device import DeviceRowBuffer, GatherAssembler
 from geartrain.replay.distributed.assembly_host import Incoming
 from geartrain.replay.distributed.messages import ROW_HEADER, flat_bytes
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
     from geartrain.device.kernels.gather_layout import Arena
     from geartrain.device.nccl import DeviceGroup
+    from geartrain.replay.distributed.rank_group import RankGroup
 
 
 class NcclAssembler(GatherAssembler):
@@ -105,11 +109,13 @@ class NcclAssembler(GatherAssembler):
         with self.device.on(self.stream):
             gathered = self.device.record()
         counts = [(peer, len(at)) for peer, at in incoming]
-        self._pending = functools.partial(self._all_to_all, gathered, outbox, sends, mine, counts, places)
+        group = agreement.members.group
+        self._pending = functools.partial(self._all_to_all, group, gathered, outbox, sends, mine, counts, places)
         return sum(mine.nbytes * len(at) // mine.n for _, at in incoming) if mine is not None else 0
 
     def _all_to_all(
         self,
+        ranks: RankGroup,
         gathered: Any,
         outbox: torch.Tensor,
         sends: Mapping[int, int],
@@ -126,7 +132,7 @@ class NcclAssembler(GatherAssembler):
         device.wait(gathered)
         device.record_stream(outbox)
         inbox = device.empty((sum(receives.values()),), torch.uint8)
-        self._group.all_to_all(device, inbox, receives, outbox, sends)
+        self._group.all_to_all(device, inbox, receives, outbox, sends, ranks.check_peers)
         if mine is not None and places is not None:
             device.record_stream(mine.transfer.arena)
             device.record_stream(places)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,7 +28,6 @@ import geartrain._native as _native
 from geartrain.errors import ArgumentError
 from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State
 from geartrain.replay.config import ReplayConfig
-from geartrain.replay.distributed.builder import DistributedBatchBuilder
 from geartrain.replay.distributed.later_updates import LaterUpdates
 from geartrain.replay.distributed.messages import flat_bytes
 from geartrain.replay.distributed.rank_group import Bytes
@@ -37,6 +36,9 @@ from geartrain.replay.distributed.rounds_in_flight import rounds_of
 from geartrain.replay.distributed.single_rank import is_one_call
 from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.mixture import Selection
+
+if TYPE_CHECKING:
+    from geartrain.replay.distributed.builder import DistributedBatchBuilder
 
 
 def check_lag(samplers: Sequence[StoreSampler], selection: Selection, config: ReplayConfig) -> None:
@@ -118,6 +120,16 @@ class LaggedBuilder:
         begun.built = self._inner.start(step, state, updates)
         self._first = False
         return begun
+
+    def ready(self, begun: _Begun) -> bool:
+        """Whether all ranks have sent what this one needs to finish a batch; waits a little for their rows."""
+        if begun.built is None:
+            self._inner.or_abort(lambda: self._read(begun))
+        heard = begun.heard
+        return heard is None or (
+            self._rounds.arrived(begun.outcomes, self._others)
+            and self._rounds.arrived(begun.rows, [peer for peer, _ in heard.receives])
+        )
 
     def finish(self, begun: _Begun) -> BuiltBatch:
         """See `BatchBuilder`."""

@@ -77,6 +77,10 @@ class RankGroup(Protocol):
         """Ranks that are known to be of this one's host: their messages come through shared memory."""
         ...
 
+    def check_peers(self) -> None:
+        """Raises `PeerLostError` where a rank is known to be gone, without a message; any thread may call it."""
+        ...
+
     def all_gather(self, mine: Bytes) -> Bytes:
         """All-gather of bytes: (n,) uint8, the same n on every rank, to (size, n)."""
         ...
@@ -120,6 +124,9 @@ class SingleRank:
     def shm_peers(self) -> set[int]:
         """See `RankGroup`."""
         return set()
+
+    def check_peers(self) -> None:
+        """See `RankGroup`."""
 
     def all_gather(self, mine: Bytes) -> Bytes:
         """See `RankGroup`."""
@@ -411,6 +418,12 @@ class TorchRankGroup:
     def shm_peers(self) -> set[int]:
         """See `RankGroup`: of those that it is connected with by now."""
         return set() if self._transports is None else self._transports.shm_peers()
+
+    def check_peers(self) -> None:
+        """See `RankGroup`. Over Gloo no rank is known to be gone before a call fails."""
+        self.check_usable()
+        for peer in sorted(self._transports.lost_peers()) if self._transports is not None else ():
+            self._lost(CarrierError(peer, Cause.lost))
 
     def abort(self, reason: str) -> None:
         """See `RankGroup`."""

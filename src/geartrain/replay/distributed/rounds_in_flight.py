@@ -9,14 +9,18 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
-from geartrain.errors import GeartrainError
+from geartrain.errors import GeartrainError, WaitTimeoutError
 from geartrain.replay.distributed.carrier import INLINE_BYTES
 from geartrain.replay.distributed.rank_group import Bytes, RankGroup, TorchRankGroup
+
+# How long one message is waited for before the program is asked whether there is something else to do.
+GLANCE_S = 0.002
 
 
 class Rounds(Protocol):
@@ -31,6 +35,10 @@ class Rounds(Protocol):
 
     def collect(self, number: int, peers: Collection[int]) -> dict[int, Bytes]:
         """The messages of a round, of all ranks that have sent one to this rank. Raises `PeerLostError`."""
+        ...
+
+    def arrived(self, number: int, peers: Collection[int]) -> bool:
+        """Whether `collect` has no need to wait; waits a little itself. Raises `PeerLostError`."""
         ...
 
     def flush(self) -> None:
@@ -65,6 +73,7 @@ class TransportRounds:
         self._group = group
         self._rounds = group.native_rounds
         self._behind = _Sender(self._rounds, group.timeout_s)
+        self._early: dict[int, _Early] = {}
 
     def post(self, parts: Mapping[int, Bytes]) -> int:
         """See `Rounds`."""
@@ -86,15 +95,41 @@ class TransportRounds:
         """See `Rounds`."""
         group, size = self._group, self._group.size
         group.check_usable()
-        order = sorted(peers, key=lambda peer: (group.rank - peer) % size)
+        early = self._early.pop(number, None) or _Early()
+        found = early.parts
+        order = sorted(set(peers) - found.keys(), key=lambda peer: (group.rank - peer) % size)
+        left_s = max(early.since_s + group.timeout_s - time.monotonic(), 0.001)
         try:
-            return dict(zip(order, self._rounds.receive(number, order, group.timeout_s), strict=True))
+            found.update(zip(order, self._rounds.receive(number, order, left_s), strict=True))
         except GeartrainError as error:
             group.round_failed(error)
+        return found
+
+    def arrived(self, number: int, peers: Collection[int]) -> bool:
+        """See `Rounds`."""
+        early, group = self._early.setdefault(number, _Early()), self._group
+        for peer in sorted(set(peers) - early.parts.keys(), key=lambda peer: (group.rank - peer) % group.size):
+            try:
+                (early.parts[peer],) = self._rounds.receive(number, [peer], GLANCE_S)
+            except WaitTimeoutError as error:
+                if time.monotonic() > early.since_s + group.timeout_s:
+                    group.round_failed(error)
+                return False
+            except GeartrainError as error:
+                group.round_failed(error)
+        return True
 
     def flush(self) -> None:
         """See `Rounds`."""
         self._behind.flush(self._group.timeout_s)
+
+
+class _Early:
+    """What has come of a round, and since when it has been waited for."""
+
+    def __init__(self) -> None:
+        self.since_s = time.monotonic()
+        self.parts: dict[int, Bytes] = {}
 
 
 class _Sender:
@@ -155,6 +190,10 @@ class LateRounds:
         parts, nothing = self._posted.pop(number), np.empty(0, np.uint8)
         received = self._group.all_to_all([parts.get(rank, nothing) for rank in range(self._group.size)])
         return {peer: received[peer] for peer in peers}
+
+    def arrived(self, number: int, peers: Collection[int]) -> bool:
+        """See `Rounds`. What comes is not known before."""
+        return True
 
     def flush(self) -> None:
         """See `Rounds`. Nothing is sent but when it is received."""

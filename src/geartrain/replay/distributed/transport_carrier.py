@@ -172,6 +172,11 @@ class TransportCarrier:
         with self._lock:
             return {peer for peer, each in self._connections.items() if each.transport == "shm"}
 
+    def lost_peers(self) -> set[int]:
+        """The peers whose connections have ended."""
+        with self._lock:
+            return {peer for peer, each in self._connections.items() if each.native.found_lost()}
+
     def close(self, reason: str = "") -> None:
         """See `Carrier`. The reason is told to all that are connected: the store may go before they ask it."""
         with self._lock:

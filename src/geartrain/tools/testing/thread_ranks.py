@@ -92,6 +92,10 @@ class ThreadRankGroup:
         deadline_s = time.monotonic() + self._timeout_s
         return {peer: self._receive(peer, deadline_s) for peer in peers}
 
+    def arrived(self, number: int, peers: Collection[int]) -> bool:
+        """See `geartrain.replay.distributed.rounds_in_flight.Rounds`."""
+        return True
+
     def flush(self) -> None:
         """See `geartrain.replay.distributed.rounds_in_flight.Rounds`."""
 
@@ -120,6 +124,11 @@ class ThreadRankGroup:
     def shm_peers(self) -> set[int]:
         """See `RankGroup`: all others, or none."""
         return set(range(self.size)) - {self.rank} if self.one_host else set()
+
+    def check_peers(self) -> None:
+        """See `RankGroup`."""
+        if self._wire.broken is not None:
+            raise PeerLostError(str(self._wire.broken))
 
     def abort(self, reason: str) -> None:
         """See `RankGroup`."""

@@ -1,0 +1,132 @@
+"""Callbacks for experiment trackers (TensorBoard, Weights & Biases): what Prometheus is shown, as curves of a run.
+
+    callback = TensorBoardCallback(SummaryWriter("runs/1"))
+    for step, batch in enumerate(replay):
+        ...
+        callback(step)
+
+Names are those of `host_metrics.METRICS`, then the labels: `geartrain/store_rows/hopper`. Counters become rates a
+second since the snapshot before, so they are there from the second one on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from geartrain.core.arguments import check_real, shown, whole_number
+from geartrain.core.shared_files import Trust, check_trust
+from geartrain.errors import ArgumentError
+from geartrain.launch.host_metrics import METRICS, values_of
+from geartrain.launch.host_snapshot import take_snapshot
+
+_MOST_STEPS = 2**63 - 1
+
+
+class TrackerCallback:
+    """Hands a host's metrics to a function, at most every so many seconds.
+
+    Several threads may not share one.
+
+    Args:
+        write: takes scalars by name, and the step.
+        every_s: seconds between snapshots; a call before that costs a look at the clock. A snapshot is taken by the
+            calling thread, and opens a file for each store, weights and process of the host.
+        trust: whose segments are read, as for `Store.open`.
+
+    Raises:
+        ArgumentError: `write` is no function, `every_s` below zero, or `trust` none of the three.
+    """
+
+    def __init__(
+        self, write: Callable[[dict[str, float], int], object], every_s: float = 10.0, trust: Trust = "user"
+    ) -> None:
+        if not callable(write):
+            raise ArgumentError(f"write is a function of scalars and the step, found {shown(write)}")
+        self._write = write
+        self._every_s = check_real("every_s", every_s)
+        if self._every_s < 0:
+            raise ArgumentError(f"every_s is at least zero, found {every_s}")
+        self._trust = check_trust(trust)
+        self._due_s = 0.0
+        self._counted: tuple[float, dict[str, float]] = (0.0, {})
+
+    def __call__(self, step: int) -> bool:
+        """Writes the metrics of now, where it is time; returns whether it did.
+
+        Args:
+            step: of the training, for the axis of the curves.
+
+        Raises:
+            ArgumentError: `step` is no whole number from 0 to 2^63 - 1.
+        """
+        step = whole_number("step", step, _MOST_STEPS)
+        now_s = time.monotonic()
+        if now_s < self._due_s:
+            return False
+        self._due_s = now_s + self._every_s
+        found = values_of(take_snapshot(self._trust))
+        counters = _named(found, "counter")
+        before_s, before = self._counted
+        self._counted = now_s, counters
+        scalars = _named(found, "gauge")
+        for name, value in counters.items():
+            if name in before and now_s > before_s:
+                # One that is below what it was has begun anew: another process has its name.
+                scalars[f"{name}_per_s"] = max(0.0, value - before[name]) / (now_s - before_s)
+        self._write(scalars, step)
+        return True
+
+
+class TensorBoardCallback(TrackerCallback):
+    """Writes a host's metrics to TensorBoard.
+
+    Args:
+        writer: a `torch.utils.tensorboard.SummaryWriter`, or one of tensorboardX; it stays the caller's to close.
+        every_s, trust: see `TrackerCallback`.
+
+    Raises:
+        ArgumentError: `writer` has no `add_scalar`.
+    """
+
+    def __init__(self, writer: Any, every_s: float = 10.0, trust: Trust = "user") -> None:
+        if not callable(getattr(writer, "add_scalar", None)):
+            raise ArgumentError(f"writer is a SummaryWriter, found {shown(writer)}")
+
+        def write(scalars: Mapping[str, float], step: int) -> None:
+            for name, value in scalars.items():
+                writer.add_scalar(name, value, step)
+
+        super().__init__(write, every_s, trust)
+
+
+class WandbCallback(TrackerCallback):
+    """Logs a host's metrics to a run of Weights & Biases.
+
+    Args:
+        run: what `wandb.init` returns; it stays the caller's to finish. The metrics go into the row of `step`, so call
+            it before `run.log(..., step=step)` of later steps.
+        every_s, trust: see `TrackerCallback`.
+
+    Raises:
+        ArgumentError: `run` has no `log`.
+    """
+
+    def __init__(self, run: Any, every_s: float = 10.0, trust: Trust = "user") -> None:
+        if not callable(getattr(run, "log", None)):
+            raise ArgumentError(f"run is what wandb.init() returns, found {shown(run)}")
+        super().__init__(lambda scalars, step: run.log(scalars, step=step), every_s, trust)
+
+
+def _named(found: Mapping[str, Mapping[tuple[str, ...], float]], kind: str) -> dict[str, float]:
+    """The values of metrics of a kind, by `geartrain/METRIC/LABELS`; a slash in a label would look like two labels."""
+    return {
+        "/".join(["geartrain", name.removeprefix("geartrain_"), *(label.replace("/", "|") for label in labels)]): value
+        for name, values in found.items()
+        if METRICS[name].kind == kind
+        for labels, value in values.items()
+    }
+
+
+__all__ = ["TensorBoardCallback", "TrackerCallback", "WandbCallback"]
