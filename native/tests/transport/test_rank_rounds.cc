@@ -131,15 +131,19 @@ TEST(a_rank_that_does_not_take_part_is_named) {
       CHECK(thrown && testing::within(began, 5));
       CHECK_EQ(group.rounds[0]->failure()->peer, 1u);
     }
-    // It has left and said why, while another one is waited for.
+    // It leaves and says why, while another one is waited for.
     {
       const Group group(transport);
       const std::string why = "rank 2 was lost";
-      group.end(1, 0).send({0, RankRounds::kReason, std::as_bytes(std::span(why)), {}}, soon());
-      group.end(1, 0).close();
+      std::thread leaver([&] {
+        ::usleep(100'000);
+        group.end(1, 0).send({0, RankRounds::kReason, std::as_bytes(std::span(why)), {}}, soon());
+        group.end(1, 0).close();
+      });
       std::vector<Message> received(kRanks);
       const uint64_t began = monotonic_ns();
       CHECK_THROWS(peer_lost, group.rounds[0]->all_to_all(1, nothing(), received, soon()));
+      leaver.join();
       CHECK(testing::within(began, 5));
       CHECK(group.rounds[0]->failure()->cause == RankRounds::Cause::told);
       CHECK_EQ(group.rounds[0]->failure()->detail, why);
@@ -148,9 +152,13 @@ TEST(a_rank_that_does_not_take_part_is_named) {
     {
       const Group group(transport);
       group.end(1, 0).send({1, 0, {}, {}}, soon());
-      group.end(1, 0).close();
+      std::thread leaver([&] {
+        ::usleep(100'000);
+        group.end(1, 0).close();
+      });
       std::vector<Message> received(kRanks);
       CHECK_THROWS(peer_lost, group.rounds[0]->all_to_all(1, nothing(), received, Deadline::after(0.6)));
+      leaver.join();
       CHECK_EQ(group.rounds[0]->failure()->peer, 1u);
       CHECK(group.rounds[0]->failure()->cause == RankRounds::Cause::lost);
     }
