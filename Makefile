@@ -1,10 +1,10 @@
-# make demo | test | test-all | test-failed | test-long | races | storm | soak | upstream | bench | results | check | docs | wheels | sbom | audit | lint-images. Everything is installed into .venv from pyproject.toml and constraints.txt.
+# make demo | test | test-all | test-failed | test-long | races | storm | soak | fuzz | upstream | bench | results | check | docs | wheels | sbom | audit | lint-images. Everything is installed into .venv from pyproject.toml and constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
 TESTS := $(wildcard native/tests/*/*.h native/tests/*/*.cc)
 NATIVE := CMakeLists.txt $(filter-out $(TESTS),$(wildcard native/*/*.h native/*/*.cc native/*/*/*.h native/*/*/*.cc))
 
-.PHONY: setup demo test test-all test-failed test-long races sanitized-module storm soak upstream bench results check docs wheels sbom audit lint-images native-check gpu-bundle gpu-check format clean
+.PHONY: setup demo test test-all test-failed test-long races sanitized-module storm soak fuzz upstream bench results check docs wheels sbom audit lint-images native-check gpu-bundle gpu-check format clean
 setup: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt $(NATIVE)
@@ -54,6 +54,14 @@ storm: setup  # seeded kills, stops, forks, full disks and clock jumps at one st
 MINUTES ?= 60
 soak: setup  # a job whose processes are killed: memory, threads, descriptors and segments must not grow
 	PYTHONPATH=tests/support $(BIN)/python -m soak --minutes $(MINUTES) --json runs/soak.json
+
+# For example: make fuzz EXECUTIONS=1000000
+EXECUTIONS ?= 100000000
+FUZZERS := $(filter-out fuzz_driver,$(basename $(notdir $(wildcard native/tests/*/fuzz_*.cc))))
+fuzz: setup  # all native fuzzers under ASan and UBSan, so many executions together; native/tests/fuzz_counts.json counts
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/address -G Ninja -DGEARTRAIN_TESTS=ON -DGEARTRAIN_SANITIZE=address > /dev/null
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cmake --build build/address --target $(FUZZERS)
+	$(BIN)/python tests/support/fuzz_native.py --build build/address --executions $(EXECUTIONS)
 
 # The own tests of a project whose classes geartrain stands in for. SOURCE: an sdist, a wheel with tests, a checkout;
 # none for torch. OPTIONS: --short, for example

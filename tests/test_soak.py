@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from deadlines import patience
+from soak.__main__ import last_words
 from soak.figures import ALLOWED, Sample, growths
 
 SUPPORT = Path(__file__).parent / "support"
@@ -34,6 +35,18 @@ def test_what_stays_as_it_was_has_not_grown() -> None:
 )  # fmt: skip
 def test_each_figure_that_grows_is_found(late: dict[str, float]) -> None:
     assert [one.figure for one in growths(samples_that_end(**late)) if one.grew] == list(late)
+
+
+def test_a_learner_that_does_not_end_is_told_and_costs_no_samples() -> None:
+    ignored = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    program = f"{ignored}; print('ready', flush=True); time.sleep(600)"
+    learner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        assert learner.stdout is not None and learner.stdout.readline() == "ready\n"
+        assert last_words(learner, 0.1)["problems"] == ["the learner did not end within 0.1 s of SIGTERM"]
+    finally:
+        learner.kill()
+        learner.communicate()
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -43,9 +44,22 @@ class Process:
 
     def last(self) -> dict[str, Any]:
         """What it says last."""
-        out, err = self.child.communicate(timeout=patience(60))
+        assert self.child.stdout is not None and self.child.stderr is not None
+        ends = threading.Timer(patience(60), self.child.kill)
+        ends.start()
+        try:  # communicate() would miss what readline() has read ahead
+            out, err = self.child.stdout.read(), self.child.stderr.read()
+        finally:
+            ends.cancel()
         assert out, err
         return json.loads(out.strip().splitlines()[-1])
+
+
+def test_what_a_process_has_said_ahead_of_its_reader_is_not_lost() -> None:
+    process = Process(sys.executable, "-c", "print('{\"step\": 3}'); print('{\"done\": true}')")
+    process.child.wait(patience(60))
+    assert process.say() == {"step": 3}
+    assert process.last() == {"done": True}
 
 
 @pytest.fixture

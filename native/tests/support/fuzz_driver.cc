@@ -1,5 +1,6 @@
-// Fuzz driver (fuzz_x [runs] [seconds]): the seeds as they are, and then mutations of them, the same with every run.
-// Findings are those of the sanitizers, an exception that is not an Error, or a run that takes a second.
+// Fuzz driver (fuzz_x [runs] [seconds] [seed]): the seeds as they are, and then mutations of them, the same for the
+// same seed of the generator. Findings are those of the sanitizers, an exception that is not an Error, or a run that
+// takes a second.
 
 #include <algorithm>
 #include <chrono>
@@ -62,10 +63,10 @@ void mutate(Input* input, const std::vector<Input>& seeds, std::mt19937_64& rand
   if (input->size() > 1 << 16) input->resize(1 << 16);
 }
 
-int run(uint64_t runs, double seconds) {
+int run(uint64_t runs, double seconds, uint64_t seed) {
   const auto seeds = fuzz_seeds();
   const auto began = Clock::now();
-  std::mt19937_64 random(20261122);
+  std::mt19937_64 random(20261122 + seed);
   double slowest = 0;
   uint64_t done = 0;
   for (; done < runs && seconds_since(began) < seconds; ++done) {
@@ -84,5 +85,6 @@ int run(uint64_t runs, double seconds) {
 
 int main(int argc, char** argv) {
   const uint64_t runs = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 20'000;
-  return geartrain::run(runs, argc > 2 ? std::strtod(argv[2], nullptr) : 10);
+  const double seconds = argc > 2 ? std::strtod(argv[2], nullptr) : 10;
+  return geartrain::run(runs, seconds, argc > 3 ? std::strtoull(argv[3], nullptr, 10) : 0);
 }

@@ -13,6 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from deadlines import patience
+
 from soak.figures import Sample, growths, sample
 
 KILLED = ("actor", "actor", "second-rank")
@@ -74,13 +76,11 @@ def run(folder: Path, segments: Path, seconds: float) -> dict[str, Any]:
                 others[at] = start(KILLED[at])
                 kills += 1
             time.sleep(SAMPLE_EVERY_S)
-        learner.terminate()
-        out, _ = learner.communicate(timeout=120)
+        told = last_words(learner, patience(120))
     finally:
         for process in (learner, *others):
             process.kill()
             process.wait()
-    told = json.loads(out) if out else {"figures": {}, "problems": ["the learner ended by itself"]}
     return {
         **told,
         "seconds": round(time.monotonic() - began_s, 1),
@@ -89,6 +89,17 @@ def run(folder: Path, segments: Path, seconds: float) -> dict[str, Any]:
         "growth": [asdict(one) for one in growths(samples)],
         "samples": [one._asdict() for one in samples],
     }
+
+
+def last_words(learner: subprocess.Popen[str], timeout_s: float) -> dict[str, Any]:
+    """Ends the learner: its figures and what it found, or how it ended; neither costs the samples."""
+    learner.terminate()
+    try:
+        out, _ = learner.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return {"figures": {}, "problems": [f"the learner did not end within {timeout_s:g} s of SIGTERM"]}
+    found: dict[str, Any] = json.loads(out) if out else {"figures": {}, "problems": ["the learner ended by itself"]}
+    return found
 
 
 def show(found: dict[str, Any]) -> int:
