@@ -376,7 +376,7 @@ bool convertible(Dtype from, Dtype to) {
 
 void convert(Dtype from, const std::byte* in, Dtype to, std::byte* out, size_t count) {
   if (from == to) {
-    if (in != out) std::memmove(out, in, count * bytes_of(from));
+    if (in != out && count != 0) std::memmove(out, in, count * bytes_of(from));  // of nothing there may be no address
     return;
   }
   const Kernel& with = kernel();

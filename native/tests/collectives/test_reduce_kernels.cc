@@ -196,6 +196,14 @@ TEST(a_nan_is_passed_on_by_min_and_max) {
   CHECK(std::isnan(out[0]) && std::isnan(out[1]) && out[2] == 3 && out[3] == 1);
 }
 
+TEST(nothing_is_converted_where_there_is_no_address) {
+  std::byte untouched{7};
+  for (const Dtype to : {Dtype::float32, Dtype::bfloat16}) {
+    convert(Dtype::float32, nullptr, to, &untouched, 0);  // which the sanitizer of undefined behaviour judges
+  }
+  CHECK(untouched == std::byte{7});
+}
+
 }  // namespace
 }  // namespace geartrain
 
