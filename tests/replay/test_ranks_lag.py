@@ -174,6 +174,7 @@ def test_rows_that_are_lost_are_drawn_again_by_ranks_of_which_some_are_a_batch_a
     sharded_stores: Callable[..., list[gt.Store]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, last = stores = sharded_stores(2)
+    first.limiter.set(min_size_to_sample=1)  # which counts
     read = NativeReader.read
 
     def loses_and_reads(self: NativeReader, step: int, heard: Any) -> Any:
@@ -195,11 +196,13 @@ def test_rows_that_are_lost_are_drawn_again_by_ranks_of_which_some_are_a_batch_a
             return made
 
     parts = run_ranks(2, body)
+    admitted = first.limiter.state().samples
     made = [join([part[step] for part in parts]) for step in range(8)]
     with gt.Replay(first, Uniform(seed=1), B, window=4, output="numpy", num_batches=8, prefetch=0) as replay:
         expected = [as_record(batch) for batch in replay]  # of one process that never had the other rows
     assert same(made[3:], expected[3:])
     assert not same(made[:3], expected[:3])
+    assert admitted == 8 * B // 2  # the batch that was drawn again counts once
 
 
 def test_too_few_rows_are_the_same_error_on_all_ranks_which_go_on_later(

@@ -203,8 +203,11 @@ class DistributedBatchBuilder:
         """See `BatchBuilder`."""
         self.assembler.enter()
 
-    def start(self, step: int, state: State, updates: list[PriorityUpdate]) -> BuiltBatch:
+    def start(self, step: int, state: State, updates: list[PriorityUpdate], *, admitted: bool = False) -> BuiltBatch:
         """See `BatchBuilder`. This rank's part of the batch is finished when this returns.
+
+        Args:
+            admitted: by the rate limiters, already.
 
         Raises:
             EmptyStoreError, NotEnoughRowsError: on all ranks alike; the replay can go on.
@@ -212,7 +215,7 @@ class DistributedBatchBuilder:
         """
         began_s = time.perf_counter()
         with self.assembler.at_work():
-            built = self.or_abort(lambda: self._build(step, state, updates))
+            built = self.or_abort(lambda: self._build(step, state, updates, admitted))
         self.note(time.perf_counter() - began_s)
         return built
 
@@ -242,9 +245,9 @@ class DistributedBatchBuilder:
             self.abort(f"{type(error).__name__}: {error}")
             raise
 
-    def _build(self, step: int, state: State, updates: list[PriorityUpdate]) -> BuiltBatch:
+    def _build(self, step: int, state: State, updates: list[PriorityUpdate], admitted: bool) -> BuiltBatch:
         began_s, sent = time.perf_counter(), self.group.sent_bytes
-        quotas = self.admit(step)
+        quotas = quotas_of(self.selection, self.batch_size, step) if admitted else self.admit(step)
         used = list(self._sampler.cursors)
         for attempt in range(1, MAX_ATTEMPTS + 1):
             try:

@@ -13,7 +13,7 @@ batch after a start, an error or `settle` sees all updates that were given by th
 
 All ranks begin and receive rounds in one order: of batch t the status, the outcome of its read and its rows, and then
 those of t + 1. Where rows were lost for good, which ranks learn last, some may have begun batch t + 1: all begin it
-then, take its updates, and draw batch t again.
+then, with the updates that are due before it, take those that come with it, and draw batch t again.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class LaggedBuilder:
     def finish(self, begun: _Begun) -> BuiltBatch:
         """See `BatchBuilder`."""
         built = begun.built or self._inner.or_abort(lambda: self._finish(begun))
-        return built or self._inner.start(begun.step, begun.state, [])
+        return built or self._inner.start(begun.step, begun.state, [], admitted=True)
 
     def _begin(self, step: int, state: State, updates: list[PriorityUpdate]) -> _Begun:
         if self._newest is not None:
@@ -216,8 +216,7 @@ class LaggedBuilder:
         after = self._newest
         if after is None or after is begun or not after.parts:
             after = _Begun(begun.step + 1, begun.state)
-            after.parts = self._native.begin(after.step, [])
-            after.round = self._rounds.post({rank: after.parts[rank] for rank in self._others})
+            self._tell(after, [])
         self._hear(after)
 
     def _apply(self, step: int, updates: Sequence[Bytes]) -> None:
