@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +14,10 @@ from deadlines import patience
 from rank_batches import B, as_record, check, insert, join, same
 
 import geartrain as gt
-from geartrain.errors import ArgumentError, EmptyStoreError, PeerLostError
+from geartrain.errors import ArgumentError, EmptyStoreError, PeerLostError, WaitTimeoutError
+from geartrain.replay.distributed.carrier import INLINE_BYTES
 from geartrain.replay.distributed.native_read import NativeReader
-from geartrain.replay.distributed.rounds_in_flight import LateRounds
+from geartrain.replay.distributed.rounds_in_flight import LateRounds, TransportRounds
 from geartrain.replay.distributed.topology import MeshPosition
 from geartrain.replay.prefetch import Prefetcher, StillBuildingError
 from geartrain.selection import Epochs, Fifo, Limits, Linear, Prioritized, TopK, Uniform
@@ -381,3 +384,43 @@ def test_a_lag_below_prefetch_is_refused(sharded_stores: Callable[..., list[gt.S
     for wrong in (-1, 1.5, "2", 2**40):
         with pytest.raises(ArgumentError, match="update_lag"):
             gt.Replay(store, Uniform(seed=0), B, prefetch=0, update_lag=wrong)
+
+
+def test_ranks_that_name_the_lag_that_others_have_by_default_agree(
+    sharded_stores: Callable[..., list[gt.Store]],
+) -> None:
+    (store,) = sharded_stores(1)
+
+    def body(rank: ThreadRankGroup) -> int:
+        lag = 2 if rank.rank else None
+        with gt.Replay(store, Uniform(seed=1), B, group=rank, prefetch=2, update_lag=lag, output="numpy") as replay:
+            return len(replay.sample())
+
+    assert sum(run_ranks(2, body)) == B
+
+
+def test_messages_that_ranks_do_not_take_in_time_are_an_error_and_not_passed_by() -> None:
+    class NobodyTakes:
+        timeout_s, rank, size = 0.05, 0, 2
+
+        def __init__(self) -> None:
+            self.native_rounds, self.taken, self.numbers = self, threading.Event(), itertools.count()
+
+        def check_usable(self) -> None:
+            """It always is."""
+
+        def begin(self) -> int:
+            return next(self.numbers)
+
+        def send(self, number: int, messages: Any, timeout_s: float, *, beside: bool = False) -> None:
+            assert beside
+            self.taken.wait(patience(30))
+
+    group: Any = NobodyTakes()
+    rounds = TransportRounds(group)
+    rounds.post({1: np.zeros(INLINE_BYTES + 1, np.uint8)})
+    with pytest.raises(WaitTimeoutError, match=r"did not take the messages of this one within 0\.05 s"):
+        rounds.flush()
+    group.taken.set()
+    group.timeout_s = patience(30)
+    rounds.flush()

@@ -87,7 +87,8 @@ class Replay:
             drawn with those that were given before batch `t - update_lag` was asked for, and no others. At least
             `prefetch`, which it is over several ranks by default; without a group the default is at once. With more
             than `prefetch`, for independent draws, ranks draw without waiting for each other's updates, which hides
-            the delay between hosts (docs/ranks.md). A replay without a group is that of a group of one then.
+            the delay between hosts (docs/ranks.md); a batch that is drawn again, where a shard lost rows, sees those
+            of one batch more. A replay without a group is that of a group of one then.
         group: the ranks of a job that train together, each with the shard of its host as `store`: a process group of
             `torch.distributed` (data parallel), or a `RankGroup` (geartrain.replay.distributed.rank_group). Every rank
             makes the replay and asks for batches alike; each gets its part of one global batch (docs/ranks.md).

@@ -125,7 +125,8 @@ class DistributedBatchBuilder:
         mine = [*(inputs if position.is_first_stage else ()), *(targets if position.is_last_stage else ())]
         fields = tuple(dict.fromkeys(mine))
         job = describe_job(samplers, selection, config.batch_size, config.view)
-        job |= {name: getattr(config, name) for name in ("assignment", "prefetch", "num_batches", "update_lag")}
+        job |= {name: getattr(config, name) for name in ("assignment", "prefetch", "num_batches")}
+        job["update_lag"] = config.prefetch + config.extra_lag
         job["exchange"] = "host" if options is None else options.exchange
         if options is not None and options.exchange == "nccl":
             # The consumer's batch holds what the reader's GPU has converted.

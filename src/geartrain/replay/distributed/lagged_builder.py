@@ -19,13 +19,14 @@ then, with the updates that are due before it, take those that come with it, and
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.errors import ArgumentError
+from geartrain.errors import ArgumentError, PeerLostError
 from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.later_updates import LaterUpdates
@@ -53,6 +54,12 @@ def _refusal(extra_lag: int) -> ArgumentError:
         f"independent (Uniform or Prioritized with replacement, of whole rows or windows, without limits, views and "
         f"stages of a pipeline); with others it is prefetch"
     )
+
+
+def _whole(rank: int, received: Bytes, nbytes: int) -> Bytes:
+    if received.size != nbytes:
+        raise PeerLostError(f"rank {rank} sent {received.size} bytes, {nbytes} were expected")
+    return received
 
 
 class _Begun:
@@ -97,7 +104,11 @@ class LaggedBuilder:
         self._native = inner.native
         self._rank = inner.group.rank
         self._others = [rank for rank in range(inner.group.size) if rank != inner.group.rank]
-        self._rounds = rounds_of(inner.group)
+        try:
+            self._rounds = rounds_of(inner.group)
+        except BaseException:
+            inner.assembler.close()
+            raise
         self._later = LaterUpdates[Bytes](lag)
         self._with_lowest = inner.samplers[0].traits.importance
         self._first = True  # batch since the thread was started
@@ -114,8 +125,7 @@ class LaggedBuilder:
         """See `BatchBuilder`. Reads the batch before it, where that was only begun."""
         if not self._first:
             return self._inner.or_abort(lambda: self._begin(step, state, updates))
-        self._rounds.flush()
-        self._inner.or_abort(lambda: self._apply(step, self._later.all()))
+        self._inner.or_abort(lambda: self._apply_all(step))
         begun = _Begun(step, state)
         begun.built = self._inner.start(step, state, updates)
         self._first = False
@@ -191,11 +201,11 @@ class LaggedBuilder:
         receives = heard.receives
         rows = self._rounds.collect(begun.rows, [peer for peer, _ in receives])
         for peer, into in receives:
-            into[:] = rows[peer]
+            into[:] = _whole(peer, rows[peer], into.size)
         agreement = ReadAgreement(
             self._inner.members, native.outcome(heard), with_lowest=self._with_lowest, can_redraw=True
         )
-        told = [outcomes[rank].view(begun.told.dtype) if rank in outcomes else begun.told for rank in self._every()]
+        told = [begun.told if rank not in outcomes else self._told_by(rank, outcomes, begun) for rank in self._every()]
         try:
             agreement.take(np.stack(told))
         except RowsLostError:
@@ -208,6 +218,9 @@ class LaggedBuilder:
         self._inner.note(time.perf_counter() - begun.began_s)
         return BuiltBatch(made, begun.state)
 
+    def _told_by(self, rank: int, outcomes: Mapping[int, Bytes], begun: _Begun) -> NDArray[Any]:
+        return _whole(rank, outcomes[rank], begun.told.nbytes).view(begun.told.dtype)
+
     def _every(self) -> range:
         return range(len(self._others) + 1)
 
@@ -218,6 +231,11 @@ class LaggedBuilder:
             after = _Begun(begun.step + 1, begun.state)
             self._tell(after, [])
         self._hear(after)
+
+    def _apply_all(self, step: int) -> None:
+        """Before calls that end rounds of their own: what this rank has sent is on its way."""
+        self._rounds.flush()
+        self._apply(step, self._later.all())
 
     def _apply(self, step: int, updates: Sequence[Bytes]) -> None:
         for each in updates:
@@ -231,8 +249,7 @@ class LaggedBuilder:
 
     def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
         """See `BatchBuilder`."""
-        self._rounds.flush()
-        self._inner.or_abort(lambda: self._apply(step, self._later.all()))
+        self._inner.or_abort(lambda: self._apply_all(step))
         self._inner.settle(step, updates)
 
     def rewind(self) -> None:
@@ -254,8 +271,10 @@ class LaggedBuilder:
 
     def close(self) -> None:
         """See `BatchBuilder`. What other ranks have yet to receive is sent before."""
-        self._rounds.flush()
-        self._inner.close()
+        try:
+            self._rounds.flush()
+        finally:
+            self._inner.close()
 
 
 __all__ = ["LaggedBuilder", "check_lag"]

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from geartrain.replay.distributed.rank_group import Bytes, RankGroup, TorchRankG
 GLANCE_S = 0.002
 
 
+@runtime_checkable
 class Rounds(Protocol):
     """Rounds of the ranks of a group. One thread begins and receives them."""
 
@@ -42,7 +43,11 @@ class Rounds(Protocol):
         ...
 
     def flush(self) -> None:
-        """Waits until all messages of this rank are on their way, before it sends others or leaves."""
+        """Waits until all messages of this rank are on their way, before it sends others or leaves.
+
+        Raises:
+            WaitTimeoutError: ranks did not take them in time.
+        """
         ...
 
 
@@ -52,10 +57,9 @@ def rounds_of(group: RankGroup) -> Rounds:
     Collective: all ranks are connected with each other when it returns.
     """
     group.all_to_all([np.empty(0, np.uint8)] * group.size)
+    if isinstance(group, Rounds):
+        return group
     any_group: Any = group
-    if hasattr(group, "post"):
-        own: Rounds = any_group
-        return own
     return TransportRounds(any_group) if getattr(group, "native_rounds", None) is not None else LateRounds(group)
 
 
@@ -121,7 +125,8 @@ class TransportRounds:
 
     def flush(self) -> None:
         """See `Rounds`."""
-        self._behind.flush(self._group.timeout_s)
+        if not self._behind.flush(self._group.timeout_s):
+            raise WaitTimeoutError(f"ranks did not take the messages of this one within {self._group.timeout_s} s")
 
 
 class _Early:
@@ -154,9 +159,9 @@ class _Sender:
                 return  # the thread is there
         threading.Thread(target=self._run, name="geartrain-rank-sends", daemon=True).start()
 
-    def flush(self, timeout_s: float) -> None:
+    def flush(self, timeout_s: float) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._unsent == 0, timeout_s)
+            return self._changed.wait_for(lambda: self._unsent == 0, timeout_s)
 
     def _run(self) -> None:
         while True:
