@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import select
 import socket
@@ -192,3 +193,14 @@ def test_the_server_closes_beside_clients_and_refuses_new_ones(server: MetricsSe
         assert heard(silent) == heard(half) == b""
     with pytest.raises(OSError):
         urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=patience(5))
+
+
+def test_a_client_that_comes_as_the_server_closes_is_hung_up_on() -> None:
+    for pause_s in [0.0, 0.0005, 0.001] * 10:
+        server = MetricsServer(lambda: [], "127.0.0.1", 0)
+        time.sleep(pause_s)
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            server.close()
+            client.settimeout(patience(5))
+            with contextlib.suppress(ConnectionResetError):
+                assert client.recv(1) == b""

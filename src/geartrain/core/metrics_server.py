@@ -111,6 +111,10 @@ class MetricsServer:
         )
         self._listening.listen(_QUEUE)  # asyncio has one number for both
         await self._ended.wait()
+        # A client that is accepted and no transport yet is hung up on by nobody once the server is closed.
+        until_s = time.monotonic() + _CLOSE_S / 2
+        while (coming := asyncio.all_tasks() - {asyncio.current_task()}) and time.monotonic() < until_s:
+            await asyncio.wait(coming, timeout=_CLOSE_S / 2)
         server.close()
         for client in list(clients):
             client.hang_up()
