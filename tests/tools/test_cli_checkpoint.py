@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from geartrain.store.checkpoint_reader import Checkpoint
 from geartrain.store.checkpoint_series import LATEST, saved_in
 
 pytest.importorskip("typer")
+from geartrain.tools.cli.app import app
 
 FIELDS = {"x": gt.Field((1000,), "float32")}
 
@@ -155,6 +158,27 @@ def test_what_cannot_be_printed_ends_no_saving_and_repeats_none(tmp_path: Path, 
                 process.send_signal(signal.SIGINT)
                 assert process.wait(patience(30)) in (130, 120)  # 120: what is left to print cannot be
                 assert "error: stopped by Ctrl-C" in process.stderr.read()
+
+
+@pytest.mark.timeout(60)
+def test_ctrl_c_ends_saving_also_while_what_cannot_be_printed_is_printed(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import geartrain.tools.cli.checkpoint as checkpoint
+
+    class Output:
+        def print(self, *_: Any, **__: Any) -> None:
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(patience(30))
+            finally:
+                raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(checkpoint, "out", Output())
+    monkeypatch.setattr(sys, "argv", ["geartrain", "checkpoint", name, str(tmp_path / "series"), "--every", "1h"])
+    with make(name), pytest.raises(SystemExit) as ended:
+        app()
+    assert ended.value.code == 130
 
 
 def _rows(series: Path) -> list[int]:

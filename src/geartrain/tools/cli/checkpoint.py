@@ -79,8 +79,11 @@ def _save_every(name: str, path: Path, keep: int, trust: Trust, every_s: float) 
         except (GeartrainError, OSError) as error:
             print_error(str(error) or type(error).__name__)
         if saved is not None:
-            with contextlib.suppress(OSError, SystemExit):  # rich's of a broken pipe: nobody reads, and saving goes on
+            try:
                 _show(saved)
+            except (OSError, SystemExit) as error:  # rich's of a broken pipe: nobody reads, and saving goes on
+                if _hides_interrupt(error):
+                    raise KeyboardInterrupt from None
         now_s = time.monotonic()
         if waits:
             time.sleep(min(_LOOK_S, every_s))
@@ -88,6 +91,13 @@ def _save_every(name: str, path: Path, keep: int, trust: Trust, every_s: float) 
         else:
             due_s += every_s * max(1, -((due_s - now_s) // every_s))  # those that a slow save has missed are left out
             time.sleep(max(0.0, due_s - now_s))
+
+
+def _hides_interrupt(error: BaseException | None) -> bool:
+    """Whether it came in place of a Ctrl-C: rich writes what it has as it is left, which fails again."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
 
 
 def _save(name: str, path: Path, keep: int, trust: Trust, seen: object) -> tuple[object, Saved | None]:
