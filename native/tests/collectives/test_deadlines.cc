@@ -36,7 +36,7 @@ TEST(a_rank_that_is_held_up_is_not_to_blame_for_a_later_operation) {
           }
           const auto work = start(group, &first, 120);
           ++begun;
-          const auto ahead = rank == 0 ? start(group, &second, 0.4) : nullptr;
+          const auto ahead = rank == 0 ? start(group, &second, 0.4 * testing::patience()) : nullptr;
           CHECK(work->wait(soon(60)));
           CHECK(work->fault().kind == FaultKind::timed_out);
           CHECK(work->fault().members == std::vector<uint32_t>{1});
