@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -160,6 +162,29 @@ def test_odd_sizes_are_encoded_or_refused_by_name(codec: str, tmp_path: Path) ->
     with imported(tmp_path / "x", fields="obs.view") as found:
         difference = np.abs(rows(found)[0]["obs.view"].astype(int) - pixels[0])
         assert difference.mean() <= (0 if codec == "h264-lossless" else 3)
+
+
+ENCODE = """
+import pathlib, sys
+import numpy as np
+from geartrain.integrations.datasets.export_video import VideoEncoding, VideoFolder
+
+frames = np.random.default_rng(0).integers(0, 256, (3, 42, 34, 3), np.uint8)
+folder = VideoFolder(pathlib.Path(sys.argv[1]), "0.mp4", VideoEncoding(sys.argv[2]), (42, 34, 3), 10, 1, 1)
+folder.write(frames, [3])
+folder.finish()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["h264", "hevc"])
+def test_sizes_that_are_not_of_whole_blocks_leave_the_heap_whole(codec: str, tmp_path: Path) -> None:
+    if export_encoder(codec) == "none":
+        pytest.skip("not in this build of PyAV")
+    checked = {"LD_PRELOAD": "libc_malloc_debug.so.0", "MALLOC_CHECK_": "3"}  # aborts where a block was overrun
+    command = [sys.executable, "-c", ENCODE, str(tmp_path), codec]
+    done = subprocess.run(command, check=False, env=os.environ | checked, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_a_disk_that_fills_while_videos_are_written_is_one_error(robots: gt.Store, tmp_path: Path) -> None:
