@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from deadlines import patience
 
 pytest.importorskip("rich", reason="progress bars need rich")
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -38,7 +39,7 @@ def table(tmp_path, monkeypatch):
     )
 
     def entry(seed, code=0, **how):
-        how = {"at_least": 6.0, "timeout_s": 60.0, **how}
+        how = {"at_least": 6.0, "timeout_s": patience(60.0), **how}
         return results.Result(f"python {script} {code} --seed {seed}", "score of 6", "score", **how)
 
     made = {
