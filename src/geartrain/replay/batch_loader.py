@@ -6,6 +6,7 @@ from which thread builds, nor when.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
@@ -16,13 +17,23 @@ from typing import Any
 
 import geartrain.core.trace as trace
 from geartrain.errors import StoreClosedError, WaitTimeoutError
+from geartrain.replay.admission import give_back
 from geartrain.replay.batch import Batch
-from geartrain.replay.builder import BatchBuilder, BuiltBatch, HostBatchBuilder, PriorityUpdate, State, nothing
+from geartrain.replay.builder import (
+    BatchBuilder,
+    BuiltBatch,
+    HostBatchBuilder,
+    PriorityUpdate,
+    StartedBatch,
+    State,
+    nothing,
+)
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.lagged_builder import LaggedBuilder
 from geartrain.replay.distributed.rank_group import NOTE_S
 from geartrain.replay.distributed.single_rank import SingleRankBuilder
 from geartrain.replay.prefetch import BuildPlacement, Prefetcher, StillBuildingError
+from geartrain.replay.sampler import StoreSampler
 from geartrain.store.store import Store
 
 _NO_UPDATES: list[PriorityUpdate] = []
@@ -76,6 +87,7 @@ class BatchLoader:
         local = config.prefetch > 0 and isinstance(builder, HostBatchBuilder)
         self._placement = BuildPlacement(config.prefetch) if local else None
         self._updates: list[PriorityUpdate] = []
+        self._admitted: Sequence[int] = ()  # of the newest batch
         self._stop: int | None = None  # the step after the last one that is wanted
         self._asked = -1  # the last step that the thread has leave to build
         self._ahead: Prefetcher[BuiltBatch] | None = None
@@ -124,10 +136,22 @@ class BatchLoader:
         if placement is not None:
             placement.note(built.make_s, pause_s)
         if built.deliver is not nothing:
-            built.deliver()
+            try:
+                built.deliver()
+            except BaseException:
+                _drop(self._builder.samplers, built)
+                raise
         self.step += 1
         self.state = built.state
+        self._admitted = built.admitted
         return built
+
+    def put_back(self, step: int, state: State) -> None:
+        """Goes back to a step, whose batch nobody gets: it is built again, from this state, when it is asked for."""
+        self.restart()
+        if self._admitted:
+            give_back(self._builder.samplers, self._admitted)
+        self.step, self.state, self._admitted = step, state, ()
 
     def _next_ahead(self) -> BuiltBatch:
         if self._ahead is not None and not self._ahead.is_mine():
@@ -184,8 +208,9 @@ class BatchLoader:
                 return started
 
             ready = builder.ready if isinstance(builder, LaggedBuilder) else None
+            drop = functools.partial(_drop, builder.samplers)
             ahead = self._ahead = Prefetcher(
-                start_next, "geartrain-prefetch", self._finish, builder.enter, builder.overlaps, ready
+                start_next, "geartrain-prefetch", self._finish, builder.enter, builder.overlaps, ready, drop
             )
             self._finalizer = weakref.finalize(
                 self, _stop, ahead, self._halt, self._timeout_s, self._builder.collective
@@ -253,6 +278,12 @@ class BatchLoader:
             ahead.interrupt(error)
 
 
+def _drop(samplers: Sequence[StoreSampler], batch: StartedBatch) -> None:
+    """Gives back what rate limiters have admitted for a batch that nobody gets."""
+    if batch.admitted:
+        give_back(samplers, batch.admitted)
+
+
 def _finish_with(builder: BatchBuilder[Any], transform: Callable[[Batch], Any] | None) -> Callable[[Any], BuiltBatch]:
     """The builder's `finish`, and then the transform. Knows no loader, which the thread would keep alive."""
     if transform is None:
@@ -265,6 +296,9 @@ def _finish_with(builder: BatchBuilder[Any], transform: Callable[[Batch], Any] |
             sampler.stage = "in `transform`"
         try:
             made = transform(built.batch)
+        except BaseException:
+            _drop(builder.samplers, built)
+            raise
         finally:
             for sampler in builder.samplers:
                 sampler.stage = "idle"

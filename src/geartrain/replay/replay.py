@@ -255,8 +255,7 @@ class Replay:
             begun = self._begun_after(epoch)
             if begun is not None:  # nothing was left of the pass: this is the next one's, and made again when it begins
                 with self._turn:
-                    self._loader.restart()
-                    self._loader.step, self._loader.state = step, [begun]
+                    self._loader.put_back(step, [begun])
                 return
             yield batch
 

@@ -36,6 +36,7 @@ import geartrain._native as _native
 from geartrain.core.keys import Keys
 from geartrain.device.nccl import DeviceGroup
 from geartrain.errors import ArgumentError, PeerLostError
+from geartrain.replay.admission import Admission
 from geartrain.replay.batch import Batch
 from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State, build_stats, check_priorities
 from geartrain.replay.config import ReplayConfig
@@ -52,11 +53,12 @@ from geartrain.replay.distributed.priority_updates import check_steps
 from geartrain.replay.distributed.rank_group import Message, RankGroup, run_on_all_ranks
 from geartrain.replay.distributed.read import AssignedDraws, RowBuffer, ShardReader
 from geartrain.replay.distributed.read_agreement import ReadAgreement, RowsLostError
+from geartrain.replay.distributed.shard_admission import ShardAdmission
 from geartrain.replay.distributed.topology import MeshPosition
 from geartrain.replay.distributed.transition_rows import TransitionRows
 from geartrain.replay.fetch import FetchPlan
-from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler, wait_together
-from geartrain.selection.mixture import Selection, quotas_of
+from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
+from geartrain.selection.mixture import Selection
 from geartrain.selection.sharded import ShardedDraw, check_strategy
 from geartrain.selection.strategy import Draw, importance_of, seed_of
 
@@ -88,6 +90,9 @@ class DistributedBatchBuilder:
         members: global ranks of the job where the group is one of `torch.distributed`: the ranks that may exchange
             device memory.
 
+    Attributes:
+        admission: of each batch by the rate limiters of this rank's shards.
+
     Raises:
         RanksDisagreeError: the ranks differ in strategy, seed, schema or sizes.
         ArgumentError: the batch cannot be divided evenly.
@@ -108,7 +113,6 @@ class DistributedBatchBuilder:
         for sampler in samplers:
             check_strategy(sampler.strategy)
         self.samplers = samplers
-        self.selection = selection
         self.batch_size = config.batch_size
         self.group = group
         self.position = position
@@ -141,6 +145,7 @@ class DistributedBatchBuilder:
         )
         self.store_ids: list[int] = self.members.shard_ids.tolist()
         self._check_sizes()
+        self.admission = ShardAdmission(samplers, self.members, selection, config.batch_size)
         # Fetch plans by the fields of each consumer; those of the first store serve as memory format for all stores.
         wanted = {consumer.fields for consumer in self.members.consumers if consumer.fields}
         self._plans = [{names: each.of_fields(names) for names in wanted} for each in plans]
@@ -204,11 +209,13 @@ class DistributedBatchBuilder:
         """See `BatchBuilder`."""
         self.assembler.enter()
 
-    def start(self, step: int, state: State, updates: list[PriorityUpdate], *, admitted: bool = False) -> BuiltBatch:
+    def start(
+        self, step: int, state: State, updates: list[PriorityUpdate], *, admitted: Admission | None = None
+    ) -> BuiltBatch:
         """See `BatchBuilder`. This rank's part of the batch is finished when this returns.
 
         Args:
-            admitted: by the rate limiters, already.
+            admitted: of the batch, where it was admitted before.
 
         Raises:
             EmptyStoreError, NotEnoughRowsError: on all ranks alike; the replay can go on.
@@ -246,39 +253,41 @@ class DistributedBatchBuilder:
             self.abort(f"{type(error).__name__}: {error}")
             raise
 
-    def _build(self, step: int, state: State, updates: list[PriorityUpdate], admitted: bool) -> BuiltBatch:
+    def _build(self, step: int, state: State, updates: list[PriorityUpdate], admitted: Admission | None) -> BuiltBatch:
         began_s, sent = time.perf_counter(), self.group.sent_bytes
-        quotas = quotas_of(self.selection, self.batch_size, step) if admitted else self.admit(step)
+        admission = self.admission.wait(step) if admitted is None else admitted
+        try:
+            built = self._draw_until_whole(step, state, updates, admission, began_s, sent)
+        except BaseException:
+            admission.give_back()
+            raise
+        built.admitted = admission.rows
+        return built
+
+    def _draw_until_whole(
+        self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission, began_s: float, sent: int
+    ) -> BuiltBatch:
         used = list(self._sampler.cursors)
         for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
-                built = self._build_once(step, state, updates, quotas, began_s, sent)
-                break
+                return self._build_once(step, state, updates, admission, began_s, sent)
             except CommonError as error:
                 self._sampler.cursors[:] = used  # no one has got what was redrawn for this batch
                 if attempt == MAX_ATTEMPTS or not isinstance(error, RowsLostError):
                     raise  # on all ranks; otherwise all of them draw again from what there is now
-        return built
-
-    def admit(self, step: int) -> list[int]:
-        """Waits for the rate limiters of this rank's shards; returns how many rows of each store the batch has."""
-        quotas = quotas_of(self.selection, self.batch_size, step)
-        wait_together(self.samplers)
-        for number, quota in enumerate(quotas):
-            if quota and self.members.leads(number):
-                # The shard's rate limiter admits an even share: how many rows it will be drawn for is not known yet.
-                self.samplers[number].admit(-(-quota // len(self.members.stores[number].ranks)))
-        return quotas
+        raise AssertionError("unreachable")
 
     def _build_once(
-        self, step: int, state: State, updates: list[PriorityUpdate], quotas: list[int], began_s: float, sent: int
+        self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission, began_s: float, sent: int
     ) -> BuiltBatch:
         if self.native is not None:
             return self._build_natively(self.native, step, state, updates, began_s)
+        quotas = self.admission.quotas(step)
         known = self._sampler.gather_totals(step, state, updates, quotas)
         drawn = [self._sampler.draw(number, quota, step, known) for number, quota in enumerate(quotas)]
         state = [old if each is None else each.state for old, each in zip(known.state, drawn, strict=True)]
-        quotas = self._found(drawn, quotas)
+        quotas = [0 if each is None else len(each.shard) for each in drawn]  # fewer where a pass ends
+        self.admission.keep(admission, quotas)
         self.traffic.selection_bytes += self.group.sent_bytes - sent
         selected_s = time.perf_counter()
         draws = self._assign(drawn, quotas)
@@ -318,15 +327,6 @@ class DistributedBatchBuilder:
         traffic.select_s += read.agreed_s - began_s
         traffic.fetch_s += read.read_s - read.agreed_s
         traffic.exchange_s += ended_s - read.read_s
-
-    def _found(self, drawn: Sequence[ShardedDraw | None], quotas: Sequence[int]) -> list[int]:
-        """Rows of each store in the batch: fewer than were asked for where a pass ends."""
-        found = [0 if each is None else len(each.shard) for each in drawn]
-        for number, (n, quota) in enumerate(zip(found, quotas, strict=True)):
-            if n < quota and self.members.leads(number):
-                ranks = len(self.members.stores[number].ranks)
-                self.samplers[number].give_back(-(-quota // ranks) - -(-n // ranks))
-        return found
 
     def _assign(self, drawn: Sequence[ShardedDraw | None], quotas: Sequence[int]) -> AssignedDraws:
         """Step 4, for the draws of all stores one after the other."""
