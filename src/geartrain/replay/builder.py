@@ -52,7 +52,7 @@ def given_priorities(rows: Keys, priorities: ArrayLike) -> PriorityUpdate:
             given = np.asarray(given)
         if getattr(given.dtype, "kind", "f") in "SUcmM":  # which NumPy may read as numbers, or cut
             raise TypeError
-        values = np.array(given, np.float64)
+        values = np.array(given, np.float64) if given.dtype.itemsize <= 8 else _narrowed(given)
     except (TypeError, ValueError, OverflowError):
         raise ArgumentError(f"priorities are numbers, found {type(given).__name__}") from None
     if values.ndim == 0:
@@ -60,6 +60,12 @@ def given_priorities(rows: Keys, priorities: ArrayLike) -> PriorityUpdate:
     if values.shape != (len(rows),):
         raise ArgumentError(f"{len(rows)} rows were given with priorities of shape {values.shape}")
     return PriorityUpdate(rows, values)
+
+
+def _narrowed(wide: NDArray[np.longdouble]) -> NDArray[np.float64]:
+    """Numbers of more than 64 bits; those beyond all of 64 bits are infinite, which is refused, without a warning."""
+    with np.errstate(over="ignore"):
+        return np.array(wide, np.float64)
 
 
 def nothing() -> None:
@@ -319,7 +325,8 @@ def apply_updates(samplers: Sequence[StoreSampler], update: PriorityUpdate, step
 
 def check_priorities(priorities: NDArray[np.float64]) -> None:
     """Raises `ArgumentError` unless all priorities are finite."""
-    if math.isfinite(priorities.dot(priorities)):  # of large ones the sum may not be, and they are
+    # Of large ones the sum may not be finite, and they are: `vdot` does not warn of that overflow, as `dot` does.
+    if math.isfinite(np.vdot(priorities, priorities)):
         return
     bad = np.flatnonzero(~np.isfinite(priorities))
     if bad.size:
