@@ -127,40 +127,6 @@ def test_ranks_of_one_host_send_each_other_rows_that_only_a_shards_leader_reads(
     assert sum(stats["received_bytes"] for _, stats in results) == sum(stats["sent_bytes"] for _, stats in results) > 0
 
 
-def test_a_run_that_is_resumed_goes_on_as_the_settled_one_with_rounds_in_flight(
-    sharded_stores: Callable[..., list[gt.Store]],
-) -> None:
-    selection = Prioritized(seed=5, alpha=Linear(0.5, 1.0, 12), beta=0.4)
-    for prefetch, lag in ((0, 2), (2, 3)):
-        stores = sharded_stores(2)
-        saved: dict[int, Any] = {}
-
-        def body(rank: ThreadRankGroup, resume: bool, made_of: Any = (stores, prefetch, lag, saved)) -> Any:
-            stores, prefetch, lag, saved = made_of
-            store = stores[rank.rank]
-            options = {"window": 4, "output": "numpy", "group": rank, "prefetch": prefetch, "update_lag": lag}
-            with gt.Replay(store, selection, B, **options) as replay:
-                if resume:
-                    state, keys, priorities = saved[rank.rank]
-                    store.update_priorities(keys, priorities)
-                    replay.load_state_dict(state)
-                made = []
-                for step in range(replay.step, 9):
-                    batch = replay.sample()
-                    replay.update_priorities(batch.keys, given(batch))
-                    made.append(as_record(batch))
-                    if step == 4 and not resume:
-                        replay.settle()
-                        keys = store.keys()
-                        saved[rank.rank] = (replay.state_dict(), keys, store.status(keys)["priority"])
-                return made
-
-        first = run_ranks(2, lambda rank: body(rank, False))
-        again = run_ranks(2, lambda rank: body(rank, True))
-        for one, other in zip(first, again, strict=True):
-            assert same(one[5:], other), (prefetch, lag)
-
-
 def test_settle_applies_what_waits(sharded_stores: Callable[..., list[gt.Store]]) -> None:
     for ranks in (1, 2):
         stores = sharded_stores(ranks)
