@@ -67,10 +67,12 @@ class BatchLoader:
     Attributes:
         step: the number of the next batch.
         state: the strategies' state before it.
+        waits: whether `next` waits for the prefetch thread.
     """
 
     def __init__(self, builder: BatchBuilder[Any], config: ReplayConfig, stores: Sequence[Store]) -> None:
         self.step = 0
+        self.waits = False
         self.state: State = [{} for _ in stores]
         self._builder = builder
         self._stores = stores
@@ -165,6 +167,7 @@ class BatchLoader:
             ahead = self._ask(self.take_updates())
             if self._shut.is_set():  # `interrupt` is for the thread that it finds, and may have come before this one
                 raise StoreClosedError("this replay was closed")
+            self.waits = True
             return ahead.get(patience_s)
         except StillBuildingError:  # the next call may have it
             waits = "; ".join(sampler.describe_wait() for sampler in self._builder.samplers)
@@ -172,11 +175,17 @@ class BatchLoader:
         except KeyboardInterrupt:
             self._give_up("interrupted")
             raise
-        except BaseException:
-            # Over ranks whoever shuts does it, after it has told the others.
-            if not (self._shut.is_set() and self._builder.collective):
-                self.restart()
+        except BaseException as error:
+            if self._builder.collective:
+                if self._shut.is_set():  # whoever shuts ends the thread, after it has told the others
+                    raise
+                if self._ahead is not None and not self._ahead.has_raised(error):
+                    self._give_up(f"{type(error).__name__} while a batch was waited for")  # which may never come
+                    raise
+            self.restart()
             raise
+        finally:
+            self.waits = False
 
     def _builds_here(self) -> bool:
         """Whether this thread builds the next batch; the prefetch thread is ended once its batches are used up."""
@@ -266,6 +275,15 @@ class BatchLoader:
         if self._ahead is not None:
             _stop(self._ahead, self._halt, 0.5, False)  # a wait looks at it every 10 ms
             self._ahead = None
+
+    def leave(self, patience_s: float, reason: str) -> None:
+        """Ends the prefetch thread, before `restart`; leaves the other ranks where it waits for them for longer."""
+        ahead = self._ahead
+        if ahead is None or not ahead.is_mine():
+            return
+        _stop(ahead, self._halt, patience_s, True)
+        if ahead.is_at_work():
+            self._builder.abort(reason)
 
     def shut(self) -> None:
         """Ends waits for rows and limiters, for good."""

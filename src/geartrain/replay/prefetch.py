@@ -106,6 +106,7 @@ class Prefetcher(Generic[Item]):
         self._pid = os.getpid()
         self._stopping = False
         self._stopped = False
+        self._raised: BaseException | None = None
         self._left: list[Any] = []
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -125,12 +126,21 @@ class Prefetcher(Generic[Item]):
                 if time.monotonic() >= until_s:
                     raise StillBuildingError(f"no item was ready within {timeout_s:g} s") from None
         if isinstance(item, BaseException):
+            self._raised = item
             raise item
         return item
+
+    def has_raised(self, error: BaseException) -> bool:
+        """Whether `get` has raised this: else it is of a signal's handler, and an item may still be on its way."""
+        return error is self._raised
 
     def interrupt(self, error: BaseException) -> None:
         """Has a `get` that waits, now or later, raise this. Any thread may call it; `stop` is to follow."""
         self._ready.put(error)
+
+    def is_at_work(self) -> bool:
+        """Whether the thread has not ended."""
+        return self._thread.is_alive()
 
     def is_mine(self) -> bool:
         """Whether the thread belongs to this process, and not to the one it was forked from."""
