@@ -30,8 +30,8 @@ from geartrain.replay.builder import (
 )
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.lagged_builder import LaggedBuilder
-from geartrain.replay.distributed.rank_group import NOTE_S
 from geartrain.replay.distributed.single_rank import SingleRankBuilder
+from geartrain.replay.distributed.torch_rank_group import NOTE_S
 from geartrain.replay.prefetch import BuildPlacement, Prefetcher, StillBuildingError
 from geartrain.replay.sampler import StoreSampler
 from geartrain.store.store import Store

@@ -50,7 +50,8 @@ from geartrain.replay.distributed.members import Consumer, Members
 from geartrain.replay.distributed.messages import flat_bytes
 from geartrain.replay.distributed.native_read import NativeReader, open_native_reader
 from geartrain.replay.distributed.priority_updates import check_steps
-from geartrain.replay.distributed.rank_group import Message, RankGroup, run_on_all_ranks
+from geartrain.replay.distributed.rank_collectives import run_on_all_ranks
+from geartrain.replay.distributed.rank_group import Message, RankGroup
 from geartrain.replay.distributed.read import AssignedDraws, RowBuffer, ShardReader
 from geartrain.replay.distributed.read_agreement import ReadAgreement, RowsLostError
 from geartrain.replay.distributed.shard_admission import ShardAdmission
