@@ -5,7 +5,7 @@ For every batch all ranks take the same steps, in the same order (GEAR, sections
     1. status      every rank's step, fingerprint, row counts and totals (draw.py)                     all-gather
     2. priorities  priority updates go to the leaders of their rows' shards, with the status           only if any
     3. draw        each rank computes which shard owns each draw; its ranks look the rows up           all-gather
-    4. assign      draws to replicas (consumers) and ranks (readers) (assignment.py)                   none
+    4. assign      draws to replicas (consumers) and ranks (readers) (batch_assignment.py)             none
     5. read        rows from shared memory, into the batch or into messages (read.py)                  none
     6. exchange    one row message per pair of ranks that has rows to move, of a size both know        the surplus
                    (assembly.py: into host memory, into a GPU's through it, or from GPU to GPU)
@@ -23,11 +23,10 @@ step 6, and draw the batch again (read_agreement.py). A rank that fails aborts t
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +34,7 @@ from numpy.typing import NDArray
 import geartrain._native as _native
 from geartrain.core.keys import Keys
 from geartrain.device.nccl import DeviceGroup
-from geartrain.errors import ArgumentError, PeerLostError
+from geartrain.errors import PeerLostError
 from geartrain.replay.admission import Admission
 from geartrain.replay.batch import Batch
 from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State, build_stats, check_priorities
@@ -43,7 +42,7 @@ from geartrain.replay.config import ReplayConfig
 from geartrain.replay.device import DeviceOptions
 from geartrain.replay.distributed.assembly import BatchAssembler, check_options, open_assembler
 from geartrain.replay.distributed.assembly_host import HostAssembler, Incoming
-from geartrain.replay.distributed.assignment import Assigner, sizes_of
+from geartrain.replay.distributed.batch_assignment import BatchAssigner, check_sizes
 from geartrain.replay.distributed.draw import CommonError, ShardedSampler
 from geartrain.replay.distributed.fingerprint import describe_job, fingerprint_of
 from geartrain.replay.distributed.members import Consumer, Members
@@ -60,7 +59,7 @@ from geartrain.replay.distributed.transition_rows import TransitionRows
 from geartrain.replay.fetch import FetchPlan
 from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
 from geartrain.selection.mixture import Selection
-from geartrain.selection.sharded import ShardedDraw, check_strategy
+from geartrain.selection.sharded import check_strategy
 from geartrain.selection.strategy import Draw, importance_of, seed_of
 
 T = TypeVar("T")
@@ -114,13 +113,11 @@ class DistributedBatchBuilder:
         for sampler in samplers:
             check_strategy(sampler.strategy)
         self.samplers = samplers
-        self.batch_size = config.batch_size
         self.group = group
         self.position = position
         self.traffic = Traffic()
         self._make_s = 0.0
         self._built = 0
-        self._assignment = config.assignment
         self._has_importance = any(sampler.traits.importance for sampler in samplers)
         plans = [_rows_of(each) for each in samplers]
         self._plan = plan = plans[0]
@@ -145,15 +142,14 @@ class DistributedBatchBuilder:
             sum(plan.row_bytes(name) for name in fields),
         )
         self.store_ids: list[int] = self.members.shard_ids.tolist()
-        self._check_sizes()
+        check_sizes(samplers, len(self.members.replicas), config.batch_size, config.assignment)
+        self.rows = config.batch_size // len(self.members.replicas)
         self.admission = ShardAdmission(samplers, self.members, selection, config.batch_size)
         # Fetch plans by the fields of each consumer; those of the first store serve as memory format for all stores.
         wanted = {consumer.fields for consumer in self.members.consumers if consumer.fields}
         self._plans = [{names: each.of_fields(names) for names in wanted} for each in plans]
         self._sampler = ShardedSampler(samplers, self.members, fingerprint_of(job))
-        shard_ranks = [ranks for store in self.members.stores for ranks in store.ranks]
-        self._assigner = Assigner(self.members.replicas, shard_ranks)
-        self._layouts: dict[tuple[int, ...], _Layout] = {}
+        self._assigner = BatchAssigner(samplers, self.members, config.assignment)
         self._reader = ShardReader(samplers, self.members, self._plans, self._sampler.cursors)
         self.assembler: BatchAssembler = HostAssembler()
 
@@ -180,29 +176,6 @@ class DistributedBatchBuilder:
         if members is not None:
             make_group = lambda device: DeviceGroup(device.collectives, members, timeout_s)  # noqa: E731
         return open_assembler(options, self._plans, fields, has_peers, make_group)
-
-    def _check_sizes(self) -> None:
-        replicas = len(self.members.replicas)
-        if self.batch_size % replicas:
-            raise ArgumentError(
-                f"a global batch of {self.batch_size} rows cannot be divided evenly over {replicas} data-parallel "
-                f"replicas"
-            )
-        self.rows = self.batch_size // replicas
-        sizes = sorted({sampler.atom for sampler in self.samplers})
-        for size in sizes:
-            if self.rows % size:
-                raise ArgumentError(
-                    f"{self.rows} rows a replica do not hold whole groups of {size}; choose a batch_size "
-                    f"that is a multiple of {size * replicas}"
-                )
-        for small, large in itertools.pairwise(sizes):
-            if large % small:
-                raise ArgumentError(
-                    f"groups of {small} and of {large} rows cannot fill a replica together; one must divide the other"
-                )
-        if len(sizes) > 1 and self._assignment == "ordered" and replicas > 1:
-            raise ArgumentError("slices of a mixture with groups would cut groups; use assignment='local_first'")
 
     # --- a batch ------------------------------------------------------------------------------------------------
 
@@ -291,7 +264,7 @@ class DistributedBatchBuilder:
         self.admission.keep(admission, quotas)
         self.traffic.selection_bytes += self.group.sent_bytes - sent
         selected_s = time.perf_counter()
-        draws = self._assign(drawn, quotas)
+        draws = self._assigner.assign(drawn, quotas)
         buffers, mine = self._buffers(draws)
         outcome = self._reader.read(step, state, drawn, draws, buffers)
         read_s = time.perf_counter()
@@ -328,21 +301,6 @@ class DistributedBatchBuilder:
         traffic.select_s += read.agreed_s - began_s
         traffic.fetch_s += read.read_s - read.agreed_s
         traffic.exchange_s += ended_s - read.read_s
-
-    def _assign(self, drawn: Sequence[ShardedDraw | None], quotas: Sequence[int]) -> AssignedDraws:
-        """Step 4, for the draws of all stores one after the other."""
-        layout = self._layouts.get(tuple(quotas))
-        if layout is None:
-            if len(self._layouts) > 64:  # of mixtures whose shares follow a schedule
-                self._layouts.clear()
-            layout = self._layouts[tuple(quotas)] = _layout_of(self.samplers, quotas, len(self.members.replicas))
-        stores = self.members.stores
-        parts = [each.shard + of.first for each, of in zip(drawn, stores, strict=True) if each is not None]
-        shard = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        assigned = self._assigner.assign(shard, self._assignment, layout.atom_sizes)
-        return AssignedDraws(
-            layout.store, shard, assigned.replica, assigned.reader, assigned.place, layout.first, layout.counts
-        )
 
     def _buffers(self, draws: AssignedDraws) -> tuple[dict[int, RowBuffer], RowBuffer | None]:
         """Buffers for the rows that this rank reads, by the consumer's rank; and the one of its own batch."""
@@ -499,29 +457,6 @@ def _rows_of(sampler: StoreSampler) -> FetchPlan:
     """The arrays of a sampler's rows, as ranks exchange them."""
     view = sampler.transitions
     return sampler.plan if view is None else TransitionRows(view, sampler.plan, seed_of(sampler.strategy))
-
-
-class _Layout(NamedTuple):
-    """The draws of a batch by their stores, each of which has so many.
-
-    `store` (n,), `atom_sizes` (None where every draw stands alone), `first` (stores + 1,) and `counts` (replicas,).
-    """
-
-    store: NDArray[np.int64]
-    atom_sizes: NDArray[np.int64] | None
-    first: NDArray[np.int64]
-    counts: NDArray[np.int64]
-
-
-def _layout_of(samplers: Sequence[StoreSampler], quotas: Sequence[int], replicas: int) -> _Layout:
-    atoms = [sampler.atom for sampler in samplers]
-    sizes = None
-    if any(atom > 1 for atom in atoms):
-        whole = [quota // atom for quota, atom in zip(quotas, atoms, strict=True)]
-        sizes = np.repeat(np.array(atoms, np.int64), whole)
-    store = np.repeat(np.arange(len(quotas)), quotas)
-    first = np.concatenate([[0], np.cumsum(quotas)]).astype(np.int64)
-    return _Layout(store, sizes, first, sizes_of(sum(quotas), replicas))
 
 
 __all__ = ["DistributedBatchBuilder", "Traffic"]
