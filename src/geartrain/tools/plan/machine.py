@@ -203,7 +203,7 @@ _RANK_PAIR = """
 import json, sys, time
 import numpy as np
 import torch, torch.distributed as dist
-from geartrain.replay.distributed.rank_group import TorchRankGroup
+from geartrain.replay.distributed.torch_rank_group import TorchRankGroup
 torch.set_num_threads(1)
 rank = int(sys.argv[2])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)

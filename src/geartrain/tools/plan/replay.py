@@ -36,7 +36,7 @@ import numpy as np
 from geartrain.errors import ArgumentError
 from geartrain.replay.distributed.assignment import Replica, assign
 from geartrain.replay.distributed.messages import rank_status
-from geartrain.replay.distributed.rank_group import DIRECT_RANKS, RADIX
+from geartrain.replay.distributed.rank_collectives import DIRECT_RANKS, RADIX
 from geartrain.tools.plan.machine import Constants, median_s
 
 Arm = Literal["local_first", "ordered", "central"]
