@@ -45,6 +45,13 @@ def test_links_between_pages_lead_somewhere() -> None:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_code_on_pages_fits_a_window_of_1400_pixels() -> None:
+    """120 columns (docs/site.css)."""
+    for page in PAGES:
+        for code in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+            assert not [line for line in code.splitlines() if len(line) > 120], page
+
+
 @pytest.mark.parametrize(
     ("words", "page"),
     [

@@ -25,6 +25,7 @@ SLOW_SUBJECTS = (
     "ActorPool",
     "Group: hierarchical",
     "Hosts",
+    "Replay: of two ranks",
     "Replay: on a device",
     "ReplayDataset",
     "Store: with a journal that begins with a checkpoint",

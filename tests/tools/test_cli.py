@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -53,6 +54,19 @@ def test_help_names_every_command() -> None:
         assert command in shown
 
 
+def test_a_paragraph_of_help_fills_the_lines_of_any_terminal() -> None:
+    for width in (80, 110):
+        lines = [line.strip() for line in geartrain("import", "-h", COLUMNS=str(width)).stdout.splitlines()]
+        first = next(at for at, line in enumerate(lines) if line.startswith("Reads Minari"))
+        paragraph = lines[first : lines.index("", first)]
+        for line, after in itertools.pairwise(paragraph):
+            assert len(line) + 1 + len(after.split()[0]) > width - 4, line
+
+
+def test_version_is_told_without_a_command() -> None:
+    assert geartrain("--version").stdout.startswith(f"geartrain {gt.__version__}, Python 3.")
+
+
 def test_inspect_shows_schema_rows_bytes_and_weights(store_name: Any) -> None:
     with make(store_name()) as store:
         shown = geartrain("inspect", store.name).stdout
@@ -64,7 +78,22 @@ def test_inspect_shows_schema_rows_bytes_and_weights(store_name: Any) -> None:
         assert sum(about["priorities"]["rows"]) == 4 and about["priorities"]["zero"] == 1
         assert store.name in geartrain("inspect").stdout
         assert "every row is accounted for" in geartrain("inspect", store.name, "--audit").stdout
+        audited = json.loads(geartrain("inspect", store.name, "--audit", "--json").stdout)
+        assert audited["problems"] == [] and audited["rows"] == 5
         assert len(store) == 5, "looking changes nothing"
+
+
+def test_inspect_says_what_it_does_not_audit(store_name: Any, tmp_path: Path) -> None:
+    with make(store_name()) as store:
+        store.save(tmp_path / "saved")
+    for words, code, said in (
+        (["--audit"], 2, "--audit is for one store: name it"),
+        ([store.name, "--audit", "--rows", "1"], 2, "one of the two"),
+        ([str(tmp_path / "saved"), "--audit"], 1, "names a checkpoint"),
+        ([str(tmp_path / "saved"), "--rows", "1"], 1, "--rows is for stores"),
+    ):
+        done = geartrain("inspect", *words)
+        assert done.returncode == code and said in done.stderr and not done.stdout, done
 
 
 def test_what_a_killed_run_left_can_be_looked_at_audited_and_removed(store_name: Any) -> None:

@@ -38,8 +38,9 @@ from geartrain.replay.distributed.balance import deal, expected_up_to, flows
 from geartrain.replay.distributed.members import Members, check_same
 from geartrain.replay.distributed.messages import PROTOCOL
 from geartrain.replay.distributed.placement_moves import RowMover
-from geartrain.replay.distributed.rank_group import RankGroup, SingleRank, as_rank_group
+from geartrain.replay.distributed.rank_group import RankGroup, SingleRank
 from geartrain.replay.distributed.topology import MeshPosition, topology_of
+from geartrain.replay.distributed.torch_rank_group import as_rank_group
 from geartrain.replay.fetch import FetchPlan, check_names_of
 from geartrain.replay.windows import as_windows
 from geartrain.store.store import Store

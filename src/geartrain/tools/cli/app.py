@@ -11,11 +11,13 @@ Commands raise; `_Commands.main` alone maps errors.
 
 from __future__ import annotations
 
+import importlib.metadata
+import inspect
 import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich import markup
@@ -61,6 +63,10 @@ class _Commands(TyperGroup):
 class _Command(TyperCommand):
     """A command whose numbers are finite, whose integers fit 64 bits, and whose words are UTF-8."""
 
+    def __init__(self, *args: Any, help: str | None = None, **options: Any) -> None:
+        """As typer's. A paragraph of the help is filled to the terminal's width, whatever its lines are here."""
+        super().__init__(*args, help=_filled(help), **options)
+
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Parses, then checks every value."""
         rest = super().parse_args(ctx, args)
@@ -92,14 +98,38 @@ class Commands(typer.Typer):
         return super().command(name, **{"cls": _Command, **options})
 
 
+def _filled(help: str | None) -> str | None:
+    """Each paragraph as one line, but for those that begin with \\b."""
+    if help is None:
+        return None
+    paragraphs = inspect.cleandoc(help).split("\n\n")
+    return "\n\n".join(each if each.startswith("\b") else each.replace("\n", " ") for each in paragraphs)
+
+
 app = Commands(
     cls=_Commands,
     help="The data plane for training large models with reinforcement learning.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["--help", "-h"]},
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 out = Console(emoji=False)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"geartrain {importlib.metadata.version('geartrain')}, Python {sys.version.split()[0]}")
+        raise typer.Exit
+
+
+@app.callback()
+def _of_all_commands(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 def die(message: str, code: int = 1) -> NoReturn:

@@ -43,7 +43,7 @@ def doctor(
     timeout_s: Annotated[
         float, typer.Option(min=1e-3, max=1e9, help="With --peer: for connecting, and for every reply.")
     ] = 10.0,
-    megabytes: Annotated[float, typer.Option(help="With --peer: of one big message, 67 at most.")] = 16.0,
+    megabytes: Annotated[float, typer.Option(help="With --peer: size of the big message, 67 at most.")] = 16.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Report this machine's capabilities, with the reason where one is missing; or probe a peer.
@@ -132,7 +132,7 @@ def bench(
 
     `bench plot FILE.json…` draws results saved with --json: FILE.png beside each, or --plot for one.
 
-    rpc-rl and allreduce take further arguments: python -m geartrain_bench.rpc_rl.bench --help, and so on.
+    rpc-rl and allreduce take further arguments: python -m geartrain_bench.rpc_rl.bench --help tells them.
 
     Example: geartrain bench store --quick --json store.json --plot store.png
     """

@@ -6,16 +6,19 @@ from typing import Annotated
 
 import typer
 
+from geartrain.integrations.datasets.importer import FORMATS
 from geartrain.store.store import Store
 from geartrain.tools.cli.app import app, escape, out
 from geartrain.tools.cli.dataset_options import Casts, FormatOptions, Quiet, key_values
+
+_FORMATS = [name for name in FORMATS if name != "torch"]  # of files
 
 
 @app.command("import")
 def import_(
     source: Annotated[str, typer.Argument(help="Dataset: a directory or file.")],
     into: Annotated[str, typer.Option(help="The store to create: a path (./data/hopper.gt) or a name in /dev/shm.")],
-    format: Annotated[str, typer.Option(help="auto, or the format's name.")] = "auto",
+    format: Annotated[str, typer.Option(help=f"{', '.join(_FORMATS)}; auto looks into the files.")] = "auto",
     field: Annotated[
         list[str] | None,
         typer.Option(help="Field to import, or stored=found; repeat for several. All usual ones by default."),
@@ -24,8 +27,12 @@ def import_(
     capacity: Annotated[
         int | None, typer.Option(min=1, help="Rows of the store; as many as episodes by default.")
     ] = None,
-    max_length: Annotated[int | None, typer.Option(min=1, help="Steps of the longest row; found by default.")] = None,
-    on_too_long: Annotated[str, typer.Option(help="error, truncate or skip episodes longer than that.")] = "error",
+    max_length: Annotated[
+        int | None, typer.Option(min=1, help="Steps that a row has room for; the longest episode's by default.")
+    ] = None,
+    on_too_long: Annotated[
+        str, typer.Option(help="What becomes of an episode longer than --max-length: error, truncate or skip.")
+    ] = "error",
     skip_unsupported: Annotated[
         bool, typer.Option(help="Leave out fields that no store can hold, such as text, instead of refusing.")
     ] = False,

@@ -44,39 +44,58 @@ def inspect(
     ] = None,
     trust: Annotated[str, typer.Option(help=TRUST_HELP)] = "user",
 ) -> None:
-    """Show a store: schema, rows, bytes, priorities, counters; or a model's weights. Attaches only with --audit.
+    """Show a store: schema, rows, bytes, priorities, counters; or a model's weights, a checkpoint, a journal.
+
+    Without a name: a list of what this host has. A store is attached to with --audit alone, which checks its metadata
+    and exits with 1 where something is wrong.
 
     Example: geartrain inspect pendulum --rows 3
     """
     trusted = check_trust(trust)
     check_rows(rows, png)
-    if rows is not None:
-        _inspect_rows(name, rows, png, as_json, trusted)
-    elif name is None:
+    if audit and rows is not None:
+        raise ArgumentError("--audit checks a store's metadata, and --rows shows rows: one of the two")
+    if name is None:
+        if audit or rows is not None:
+            raise ArgumentError(f"{'--audit' if audit else '--rows'} is for one store: name it")
         _list_segments(as_json, trusted)
-    elif (Path(name) / "manifest.json").is_file():
+        return
+    kind = _kind_of(name)
+    if kind == "store":
+        if rows is not None:
+            _inspect_rows(name, rows, png, as_json, trusted)
+        else:
+            _inspect_store(name, as_json, audit, trusted)
+        return
+    if audit or rows is not None:
+        die(f"{'--audit' if audit else '--rows'} is for stores; {name!r} names {kind}")
+    if kind == "a checkpoint":
         _inspect_checkpoint(Path(name), as_json)
-    elif (Path(name) / "journal.json").is_file():
+    elif kind == "a journal":
         _inspect_journal(Path(name), as_json)
-    elif any(Path(name).glob("step-*")):
+    elif kind == "steps of a job":
         _inspect_steps(Path(name), as_json)
-    elif _is_weights(name):
+    elif kind == "weights":
         _inspect_weights(name, as_json)
-    elif _is_counters(name):
+    else:
         about = {"kind": "counters", **counters.describe(name)._asdict()}
         if as_json:
             sys.stdout.write(json.dumps(about, indent=1) + "\n")
         else:
             _print_counters([about])
-    else:
-        _inspect_store(name, as_json, trusted)
-        if audit:
-            _audit(name, trusted)
 
 
-def _inspect_rows(name: str | None, rows: int, png: Path | None, as_json: bool, trust: Trust) -> None:
-    if name is None:
-        raise ArgumentError("--rows shows the rows of one store: name it")
+def _kind_of(name: str) -> str:
+    if (Path(name) / "manifest.json").is_file():
+        return "a checkpoint"
+    if (Path(name) / "journal.json").is_file():
+        return "a journal"
+    if any(Path(name).glob("step-*")):
+        return "steps of a job"
+    return "weights" if _is_weights(name) else "counters" if _is_counters(name) else "store"
+
+
+def _inspect_rows(name: str, rows: int, png: Path | None, as_json: bool, trust: Trust) -> None:
     store = Store.peek(name, trust=trust)
     if as_json:
         sys.stdout.write(json.dumps(rows_as_json(store, rows)) + "\n")
@@ -246,11 +265,19 @@ def _histogram_edges(priorities: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return edges
 
 
-def _inspect_store(name: str, as_json: bool, trust: Trust) -> None:
+def _inspect_store(name: str, as_json: bool, audit: bool, trust: Trust) -> None:
     about = _describe(Store.peek(name, trust=trust))
+    if audit:
+        about["problems"] = _problems(name, trust)
     if as_json:
         sys.stdout.write(json.dumps(about, indent=1) + "\n")
-        return
+    else:
+        _print_store(about)
+    if about.get("problems"):
+        raise typer.Exit(1)
+
+
+def _print_store(about: dict[str, Any]) -> None:
     out.print(f"[bold]{escape(about['name'])}[/]  {escape(about['path'])}", soft_wrap=True)
     out.print(
         f"{about['rows']:,} of {about['capacity']:,} rows, {about['steps']:,} steps, {about['bytes'] / 1e6:,.1f} MB, "
@@ -273,6 +300,10 @@ def _inspect_store(name: str, as_json: bool, trust: Trust) -> None:
     if about["versions"]:
         out.print(f"versions  {about['versions'][0]} to {about['versions'][1]}")
     _print_histogram(about["priorities"])
+    for problem in about.get("problems", ()):
+        out.print(f"[red]wrong:[/] {escape(problem)}")
+    if about.get("problems") == []:
+        out.print("[green]audit: every row is accounted for, every sum is exact[/]")
 
 
 def _print_histogram(priorities: dict[str, Any]) -> None:
@@ -368,6 +399,9 @@ def _inspect_steps(directory: Path, as_json: bool) -> None:
             f"{step['world'] or 0:,}",
         )
     out.print(table)
+    for step in steps:
+        if step["damaged"] is not None:
+            out.print(f"[yellow]step {step['step']:,}:[/] " + escape(step["damaged"]), soft_wrap=True)
     newest = next((step for step in steps if step["complete"]), None)
     if newest is None:
         out.print("[yellow]no step is complete on this disk[/]")
@@ -389,15 +423,12 @@ def _inspect_steps(directory: Path, as_json: bool) -> None:
         out.print("replay    " + escape(", ".join(f"{key} {value}" for key, value in known.items())))
 
 
-def _audit(name: str, trust: Trust) -> None:
+def _problems(name: str, trust: Trust) -> list[str]:
     store = Store.open(name, adopt=True, trust=trust)
-    problems = store.audit()
-    store.close(keep=True)  # an audit must not remove a dead run's store
-    for problem in problems:
-        out.print(f"[red]wrong:[/] {escape(problem)}")
-    if problems:
-        raise typer.Exit(1)
-    out.print("[green]audit: every row is accounted for, every sum is exact[/]")
+    try:
+        return store.audit()
+    finally:
+        store.close(keep=True)  # an audit must not remove a dead run's store
 
 
 @app.command()
@@ -408,7 +439,10 @@ def remove(
     ] = False,
     trust: Annotated[str, typer.Option(help=TRUST_HELP)] = "user",
 ) -> None:
-    """Remove a stale store, a model's weights, or counters."""
+    """Remove a store that a dead run left behind, a model's weights, or counters.
+
+    Example: geartrain remove pendulum
+    """
     trusted = check_trust(trust)
     if _is_weights(name):
         about = weights.describe(name)

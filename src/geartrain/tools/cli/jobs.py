@@ -35,7 +35,7 @@ def reducer(
     ] = 10.0,
     grace_s: Annotated[float, typer.Option(min=0, max=1e9, help="Time limit of groups to leave after SIGTERM.")] = 10.0,
 ) -> None:
-    """Own shares of other hosts' all-reduces: receive arrays, sum them, return the results. Needs no accelerator.
+    """Reduce for other hosts: receive arrays of their all-reduces, sum them, return the sums. Needs no accelerator.
 
     One process a host serves any number of groups. SIGTERM or Ctrl-C stops it: it accepts no new groups, gives active
     ones time to leave, and disconnects the rest.

@@ -18,7 +18,7 @@ app.add_typer(plan, name="plan", no_args_is_help=True)
 @plan.command("ranks")
 def plan_ranks(
     hosts: Annotated[
-        int | None, typer.Option(min=1, help="Hosts, each with a shard. Two known clusters without.")
+        int | None, typer.Option(min=1, help="Hosts, each with a shard. Without it: the clusters of docs/plan.md.")
     ] = None,
     gpus: Annotated[int, typer.Option(min=1, help="Ranks that read data, on each host.")] = 8,
     rows: Annotated[float, typer.Option(min=1, help="Rows of all shards together.")] = 1e9,
@@ -30,7 +30,9 @@ def plan_ranks(
         list[float] | None,
         typer.Option(min=0, max=1, help="Probability that a draw falls on a host; once for each. Equal by default."),
     ] = None,
-    cores: Annotated[int | None, typer.Option(min=1, help="Of a host; as measured by default.")] = None,
+    cores: Annotated[
+        int | None, typer.Option(min=1, help="Cores of a host; those of the constants by default.")
+    ] = None,
     memory_gb: Annotated[
         float | None, typer.Option(min=1e-9, help="Memory of a host: check whether the rows fit.")
     ] = None,
@@ -55,7 +57,7 @@ def plan_ranks(
     Example: geartrain plan ranks --hosts 3 --gpus 8 --rows 1e9 --batch 1032 --row-bytes 100e3 --link-gbit 200
     """
     import geartrain.tools.plan.report as report
-    from geartrain.tools.plan.machine import DEFAULTS, read_constants, read_json
+    from geartrain.tools.plan.machine import DEFAULTS, read_constants, read_result
     from geartrain.tools.plan.machine import measure as measure_constants
     from geartrain.tools.plan.replay import Cluster
     from geartrain.tools.plan.replay import check as check_cases
@@ -64,7 +66,7 @@ def plan_ranks(
         raise ArgumentError("--measure and --constants are two sources of the same constants")
     known = measure_constants() if measure else read_constants(constants) if constants else None
     if check is not None:
-        if not report.show_checked(check_cases(read_json(check), known)):
+        if not report.show_checked(check_cases(read_result(check), known)):
             raise typer.Exit(1)
         return
     if hosts is None:
