@@ -303,7 +303,7 @@ def test_a_batch_that_takes_too_long_is_an_error_in_time_and_is_still_there_late
                 replay.sample()
             assert time.monotonic() - began_s < patience(5)
         go.set()
-        replay._timeout_s = 20
+        replay._loader._timeout_s = patience(20)
         assert replay.sample().step == 1
 
 
