@@ -61,7 +61,7 @@ def damage(path: Path, chance: random.Random) -> None:
         if kind == 0:
             name = chance.choice(("kind", "count", "steps", "number", "synced", "next_sequence", "payload_bytes"))
             header[name] = chance.choice(NUMBERS) % (1 << 8 * header.dtype[name].itemsize)
-        elif header["kind"] == BEGIN:
+        elif number == 0:  # the begin
             content = json.loads(payload)
             key = chance.choice(list(content))
             content[key] = chance.choice((*TELLING, nested(500)))
@@ -90,7 +90,7 @@ def original(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return path, options
 
 
-@pytest.mark.parametrize("runs", [60, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runs", [60, pytest.param(600, marks=pytest.mark.slow)])
 def test_frames_of_any_content_are_an_error_or_a_store(
     original: tuple[Path, dict[str, Any]], tmp_path: Path, runs: int
 ) -> None:
