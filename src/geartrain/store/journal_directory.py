@@ -341,6 +341,9 @@ class JournalDirectory:
         on: _Readers,
     ) -> None:
         on_rows, on_steps = on
+        damaged = f"{path} is damaged at byte {frame.offset}"
+        if max(frame.number, frame.synced, frame.next_sequence) >= _MOST_SEQUENCES:
+            raise JournalError(f"{damaged}: its number, or the store's next sequence number, is one that none reaches")
         if frame.kind == BEGIN:
             begin = begin_of(frame, path)
             if begin["journal"] != self.id or begin["segment"] != number:
@@ -349,7 +352,6 @@ class JournalDirectory:
             return
         records = frame.records()
         rows = records["row"]
-        damaged = f"{path} is damaged at byte {frame.offset}"
         if len(rows) and int(rows.max()) >= self.capacity:
             raise JournalError(f"{damaged}: it names a row that the store does not have")
         steps = max(frame.steps, int(records["length"].max(initial=0))) if frame.kind in (ROWS, STEPS) else 0
