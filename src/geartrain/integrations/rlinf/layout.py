@@ -27,7 +27,7 @@ from geartrain.core.schema import Field
 from geartrain.errors import IncompatibleStoreError, SchemaError
 from geartrain.integrations.rlinf.samples import GROUPS, STORED_AS, Place, TrajectorySamples, tensor_of
 from geartrain.integrations.transitions.layout import FLAGS, TRANSITION
-from geartrain.store.row import RowView
+from geartrain.store.row import Row, RowView
 
 #: Fields that a row has once: the trajectory's number, from 1, in the order of additions; samples that were added up to
 #: its last one; and those in the row.
@@ -35,6 +35,7 @@ NUMBER, TOTAL, COUNT = "trajectory.number", "trajectory.total", "trajectory.coun
 _CURRENT, _NEXT = GROUPS[:2]
 _SHARED, _SAMPLE = "obs", "sample"
 _OF_ROWS = {name: Field((), "int64", per_row=True) for name in (NUMBER, TOTAL, COUNT)}
+_SHARED_PREFIX = f"{_SHARED}."
 # Steps of fewer bytes are put into a row all at once, others environment by environment.
 _SMALL_BYTES = 4096
 
@@ -116,7 +117,7 @@ class SampleLayout:
             ]
         except (KeyError, AttributeError):
             found = []
-        shared = [entry.place[1] for entry in found if entry.field.startswith(f"{_SHARED}.")]
+        shared = [entry.place[1] for entry in found if entry.field.startswith(_SHARED_PREFIX)]
         layout = SampleLayout({entry.place: entry for entry in found}, shared)
         if not found or layout.fields() != dict(fields):
             raise IncompatibleStoreError(f"the store {name!r} is of no replay buffer of trajectories: {list(fields)}")
@@ -178,19 +179,21 @@ class SampleLayout:
             first = end
         return found
 
-    def write(self, block: RowView, samples: TrajectorySamples, part: TrajectoryPart) -> None:
+    def write(self, block: Row | RowView, samples: TrajectorySamples, part: TrajectoryPart) -> None:
         """Puts the samples of a part into a row."""
         flags = block[FLAGS]
         flags[: part.length] = 0
         flags[part.places] = TRANSITION
         block[COUNT] = part.end - part.first
+        if self.shared:
+            begins = np.flatnonzero(flags[: part.length] == 0) - np.arange(part.length - len(part.places))
+            b, t = np.divmod(part.first + begins, samples.steps)
+            in_front = part.places[begins] - 1
         for place, entry in self.entries.items():
             to = block[entry.field]
-            if len(place) == 2 and place[1] in self.shared and place[0] == _CURRENT:
+            if entry.field.startswith(_SHARED_PREFIX):
                 self._put(to, part, samples.arrays[_NEXT, place[1]])
-                begins = np.flatnonzero(np.diff(part.places, prepend=-1) > 1)
-                t, b = (part.first + begins) % samples.steps, (part.first + begins) // samples.steps
-                to[part.places[begins] - 1] = samples.arrays[place][t, b]
+                to[in_front] = samples.arrays[place][t, b]
             else:
                 self._put(to, part, samples.arrays[place])
 
@@ -219,7 +222,7 @@ class SampleLayout:
             windows = fields[entry.field]
             if len(place) == 1:
                 found[place[0]] = tensor_of(np.ascontiguousarray(windows[:, -1]), entry.dtype)
-            elif place[1] in self.shared and place[0] == _CURRENT:
+            elif entry.field.startswith(_SHARED_PREFIX):
                 for group, step in ((_CURRENT, 0), (_NEXT, 1)):
                     found.setdefault(group, {})[place[1]] = tensor_of(windows[:, step], entry.dtype)
             else:
@@ -234,7 +237,7 @@ class SampleLayout:
         dtypes: dict[Place, torch.dtype] = {}
         for place, entry in self.entries.items():
             values = steps[entry.field]
-            if len(place) == 2 and place[1] in self.shared and place[0] == _CURRENT:
+            if entry.field.startswith(_SHARED_PREFIX):
                 arrays[_NEXT, place[1]], dtypes[_NEXT, place[1]] = values[places][:, None], entry.dtype
                 values = values[places - 1]
             else:

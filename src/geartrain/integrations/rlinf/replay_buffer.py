@@ -296,6 +296,12 @@ class TrajectoryReplayBuffer:
         if counted is None:
             number, total = self._counted(store)
             counted = number + 1, total + samples.total
+        if len(parts) == 1:
+            with store.row() as row:
+                row.length = parts[0].length
+                self._layout.write(row, samples, parts[0])
+                row[NUMBER], row[TOTAL] = counted
+            return
         with store.rows(len(parts)) as rows:
             rows.lengths = [part.length for part in parts]
             for block, part in zip(rows, parts, strict=True):

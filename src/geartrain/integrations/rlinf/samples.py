@@ -16,12 +16,16 @@ from geartrain.errors import ArgumentError, SchemaError
 #: Attributes of a trajectory that are dicts of tensors.
 GROUPS = ("curr_obs", "next_obs", "forward_inputs")
 #: What else has one more entry an epoch: flags one before its first step, values one after its last.
-_FLAGS, _VALUES = ("dones", "terminations", "truncations"), ("prev_values",)
+_FLAGS = ("dones", "terminations", "truncations")
+_WITH_MORE = (*_FLAGS, "prev_values")
 #: Torch dtypes that NumPy lacks are stored as integers of their size.
 STORED_AS = {
     torch.bfloat16: torch.int16,
     torch.float8_e4m3fn: torch.uint8,
     torch.float8_e5m2: torch.uint8,
+}
+_HELD = {getattr(torch, name) for name, known in DTYPES.items() if known.numpy_name and hasattr(torch, name)} | {
+    *STORED_AS
 }
 # Steps are compared in pieces of so many bytes.
 _COMPARED_BYTES = 1 << 18
@@ -72,10 +76,21 @@ class TrajectorySamples(NamedTuple):
         steps, environments = first.shape[:2]
         if not steps or not environments:
             return None
-        found: dict[Place, torch.Tensor] = {}
+        arrays: dict[Place, NDArray[Any]] = {}
+        dtypes: dict[Place, torch.dtype] = {}
+
+        def take(place: Place, tensor: torch.Tensor) -> None:
+            shape = tensor.shape
+            if shape[0] != steps or shape[1] != environments:
+                raise SchemaError(
+                    f"{'.'.join(place)} of a trajectory of {steps} steps of {environments} environments has shape "
+                    f"{tuple(shape)}"
+                )
+            arrays[place], dtypes[place] = array_of(place, tensor), tensor.dtype
+
         for name, value in given.items():
             if isinstance(value, torch.Tensor) and value.ndim >= 2:
-                found[name,] = _of_steps(name, value, steps)
+                take((name,), _of_steps(name, value, steps) if name in _WITH_MORE else value)
         for group in GROUPS:
             entries = given.get(group)
             if entries is None:
@@ -84,19 +99,8 @@ class TrajectorySamples(NamedTuple):
                 raise SchemaError(f"{group} of a trajectory is a dict of tensors, found {type(entries).__name__}")
             for key, value in entries.items():
                 if isinstance(value, torch.Tensor) and value.ndim >= 2:
-                    found[group, check_text(f"a key of {group}", key)] = value
-        for place, tensor in found.items():
-            if tensor.shape[:2] != (steps, environments):
-                raise SchemaError(
-                    f"{'.'.join(place)} of a trajectory of {steps} steps of {environments} environments has shape "
-                    f"{tuple(tensor.shape)}"
-                )
-        return TrajectorySamples(
-            steps,
-            environments,
-            {place: array_of(".".join(place), tensor) for place, tensor in found.items()},
-            {place: tensor.dtype for place, tensor in found.items()},
-        )
+                    take((group, check_text(f"a key of {group}", key)), value)
+        return TrajectorySamples(steps, environments, arrays, dtypes)
 
     def begins(self, observations: list[str]) -> NDArray[np.bool_]:
         """Which steps do not continue the one before, (B, T): it led to other observations."""
@@ -114,7 +118,7 @@ class TrajectorySamples(NamedTuple):
 def _of_steps(name: str, tensor: torch.Tensor, steps: int) -> torch.Tensor:
     """A tensor's entries of the T steps, where it has one more for each epoch."""
     epochs = tensor.shape[0] - steps
-    if epochs <= 0 or name not in (*_FLAGS, *_VALUES):
+    if epochs <= 0:
         return tensor
     if steps % epochs:
         raise SchemaError(f"{name} of a trajectory of {steps} steps has {tensor.shape[0]} entries")
@@ -123,18 +127,22 @@ def _of_steps(name: str, tensor: torch.Tensor, steps: int) -> torch.Tensor:
     return kept.reshape(steps, *tensor.shape[1:])
 
 
-def array_of(what: str, tensor: torch.Tensor) -> NDArray[Any]:
+def array_of(place: Place, tensor: torch.Tensor) -> NDArray[Any]:
     """A tensor's values as an array; not a copy where it is in host memory.
 
     Raises:
         SchemaError: stores have no such dtype.
     """
-    stored = STORED_AS.get(tensor.dtype)
-    known = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
-    if stored is None and (known is None or known.numpy_name is None):
-        raise SchemaError(f"{what} is {tensor.dtype}, which a store does not hold")
-    plain = tensor.detach().cpu()
-    array: NDArray[Any] = (plain if stored is None else plain.view(stored)).numpy()
+    array: NDArray[Any]
+    dtype = tensor.dtype
+    if dtype not in _HELD:
+        raise SchemaError(f"{'.'.join(place)} is {dtype}, which a store does not hold")
+    if dtype in STORED_AS:
+        tensor = tensor.detach().view(STORED_AS[dtype])
+    try:
+        array = tensor.numpy()
+    except (RuntimeError, TypeError):  # needs a gradient, or is elsewhere
+        array = tensor.detach().cpu().numpy()
     return array
 
 
