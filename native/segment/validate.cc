@@ -189,4 +189,13 @@ bool lock_owner_died(const pthread_mutex_t& mutex) {
 #endif
 }
 
+bool lock_is_free(const pthread_mutex_t& mutex) {
+#if defined(__GLIBC__)
+  return __atomic_load_n(&mutex.__data.__lock, __ATOMIC_ACQUIRE) == 0;
+#else
+  static_cast<void>(mutex);
+  return false;
+#endif
+}
+
 }  // namespace geartrain

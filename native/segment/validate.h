@@ -38,6 +38,8 @@ std::string damaged_lists(const Control& control, const Client* clients, const R
 bool is_robust_mutex(const pthread_mutex_t& mutex);
 // Whether a process died in the lock and nobody has taken it since: the kernel marks the word.
 bool lock_owner_died(const pthread_mutex_t& mutex);
+// Whether nobody holds the lock at this moment; false where the C library does not tell.
+bool lock_is_free(const pthread_mutex_t& mutex);
 // Makes it one. Nobody may hold it.
 void init_robust_mutex(pthread_mutex_t* mutex);
 

@@ -7,6 +7,7 @@
 #include "base/copy.h"
 #include "base/deadline.h"
 #include "base/errors.h"
+#include "segment/validate.h"
 #include "store/row_copy.h"
 #include "store/store.h"
 
@@ -16,6 +17,8 @@ namespace {
 // What is copied under one hold of the lock, unless one row is more: a few microseconds.
 constexpr uint64_t kRewritePiece = 64 << 10;
 constexpr uint32_t kSpins = 200;
+// Of the lock, 20 us apart: many more than what one processor needs to see what another one did first.
+constexpr uint32_t kFreeLooks = 50;
 
 }  // namespace
 
@@ -97,6 +100,8 @@ uint64_t Store::rewrite(std::span<const uint32_t> rows, std::span<const uint32_t
 
 bool Store::await_content(uint32_t row) const noexcept {
   const Deadline deadline = Deadline::after(lock_timeout_s_);
+  const uint64_t number = content_number(row);
+  uint32_t free = 0;  // times in a row that nobody held the lock and the number was the same
   for (uint32_t attempt = 0; (content_number(row) & 1) != 0; ++attempt) {
     if (attempt < kSpins) {
 #if defined(__x86_64__)
@@ -114,6 +119,8 @@ bool Store::await_content(uint32_t row) const noexcept {
       }
       continue;
     }
+    free = lock_is_free(control().mutex) && content_number(row) == number ? free + 1 : 0;
+    if (free == kFreeLooks) return false;
     const struct timespec pause{0, 20'000};
     ::nanosleep(&pause, nullptr);
   }

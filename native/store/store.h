@@ -185,7 +185,8 @@ class Store final : public OpenStore {
     return status_.data()[row].inserted_at_ns.load(std::memory_order_relaxed) & content_mask_;
   }
   // Waits until it is even, for as long as for the lock; a writer that died is repaired after. False where it stays
-  // odd: its writer is stopped, or died and the segment is read-only, or the handle is being closed.
+  // odd: its writer is stopped, or died and the segment is read-only, or the handle is being closed; and at once where
+  // nobody holds the lock, without which nobody writes: the segment is damaged.
   bool await_content(uint32_t row) const noexcept;
 
   // Deletes rows by key. Returns how many no longer existed.

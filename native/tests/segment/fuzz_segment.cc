@@ -201,6 +201,12 @@ std::vector<Input> fuzz_seeds() {
       }
     }
   }
+  // Rows that are said to be written in place, by nobody: readers waited for each as long as for the lock.
+  for (uint8_t row = 0; row < kRows; ++row) {
+    Input input = {0, 0, 1, 0, 5, static_cast<uint8_t>(12 * row + 4), 4};
+    append(&input, uint32_t{1});
+    seeds.push_back(input);
+  }
   return seeds;
 }
 
