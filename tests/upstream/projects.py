@@ -62,6 +62,7 @@ PROJECTS = {
                 "Sequence requires a",
             ),
             "conditional updates and generations": ("TestUpdateIfPresent", "TestWriterGeneration"),
+            "storages that are shared before their first item, which torchrl refuses": ("test_error_noninit",),
             "memory-mapped files of the storage's own": ("TestLazyMemmapStorageCleanup", "test_existsok_lazymemmap"),
             "what is kept is what the first item has: no further entries, none less": ("SchemaError: items have [",),
             "parts of items that are no tensors, and rows of different shapes": ("_nontensor", "test_extend_lazystack"),

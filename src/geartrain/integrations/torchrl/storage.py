@@ -62,7 +62,8 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
     Args:
         max_size: items.
         store: the name of a store that several processes share; the first that writes makes it. Without one the storage
-            is shared by pickling, and once it holds an item by forking.
+            is shared by pickling, and once it holds an item by forking. The store is removed with the last process that
+            has used it: where others make it, use it too (`len`) before they end.
         timeout_s: longest wait for another process that writes.
         reserve: allocate the memory when the store is made, as in `geartrain.Store.create`.
 
