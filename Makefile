@@ -1,10 +1,10 @@
-# make demo | test | test-all | test-failed | test-long | races | storm | soak | fuzz | upstream | bench | results | check | docs | wheels | sbom | audit | lint-images. Everything is installed into .venv from pyproject.toml and constraints.txt.
+# make demo | test | test-all | test-failed | test-long | races | storm | soak | fuzz | upstream | bench | figures | results | check | docs | wheels | sbom | audit | lint-images. Everything is installed into .venv from pyproject.toml and constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
 TESTS := $(wildcard native/tests/*/*.h native/tests/*/*.cc)
 NATIVE := CMakeLists.txt $(filter-out $(TESTS),$(wildcard native/*/*.h native/*/*.cc native/*/*/*.h native/*/*/*.cc))
 
-.PHONY: setup demo test test-all test-failed test-long races sanitized-module storm soak fuzz upstream bench results check docs wheels sbom audit lint-images native-check gpu-bundle gpu-check format clean
+.PHONY: setup demo test test-all test-failed test-long races sanitized-module storm soak fuzz upstream bench figures results check docs wheels sbom audit lint-images native-check gpu-bundle gpu-check format clean
 setup: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt $(NATIVE)
@@ -75,6 +75,11 @@ bench: setup
 	$(BIN)/geartrain bench selection --json runs/bench-selection.json --plot runs/bench-selection.png
 	$(BIN)/geartrain bench ranks --json runs/bench-ranks.json --plot runs/bench-ranks.png
 	$(BIN)/geartrain bench rpc-rl --backend both --output-file-path runs/bench-rpc-rl.json
+
+figures: bench  # every figure of README.md, measured here, with the baselines that are installed; long
+	$(BIN)/geartrain bench allreduce --json runs/bench-allreduce.json --plot runs/bench-allreduce.png
+	$(BIN)/geartrain bench online --json runs/bench-online.json --plot runs/bench-online.png
+	$(MAKE) demo
 
 results: setup  # long: trains every example of docs/results.md
 	$(BIN)/python examples/results.py

@@ -249,7 +249,7 @@ def predict(cluster: Cluster, arm: Arm, constants: Constants) -> Prediction:
 
 @cache
 def _assign_s(hosts: int, gpus: int, batch: int, arm: Arm) -> float:
-    """Processor seconds of the assignment on every rank: the real code, for that many ranks, on this machine."""
+    """Processor time of the assignment on every rank, however busy this machine is: the real code, for so many."""
     shards = 1 if arm == "central" else hosts
     readers = [
         Replica((rank,), (frozenset({rank // gpus}) if rank // gpus < shards else frozenset(),))
