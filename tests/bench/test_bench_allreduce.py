@@ -15,6 +15,7 @@ pytest.importorskip("torch")
 import geartrain_bench.allreduce.bench as allreduce
 import geartrain_bench.allreduce.plot as allreduce_plot
 import geartrain_bench.allreduce.report as allreduce_report
+import geartrain_bench.allreduce.slow_links as slow_links
 import geartrain_bench.harness.report as report
 from geartrain.errors import ArgumentError
 from geartrain.tools.plan.allreduce import Network
@@ -195,3 +196,13 @@ def test_every_part_on_hosts_has_cases_plots_and_bytes_near_theory(tmp_path: Pat
     allreduce_report.print_cases(result)
     drawn = {"bench.png", "bench-slow-link.png", "bench-delay.png", "bench-throughput.png"}
     assert {path.name for path in tmp_path.iterdir()} == drawn
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_reducers_are_compared_with_a_one_way_transfer_of_the_same_run(capsys: pytest.CaptureFixture[str]) -> None:
+    slow_links.measure(2, [1], [0.25], 200.0, 1)
+    said = capsys.readouterr().out
+    assert "one-way TCP" in said
+    planned = hybrid(2, 1).planned_s(Network((25e6,) * 2, (25e6,), 2**18)) / (2**18 / 25e6)
+    assert f"of {planned:.3f} transfers" in said

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import socket
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from geartrain.tools.testing import Hosts
+from geartrain_bench.allreduce.one_way import OneWayTransfer
 from geartrain_bench.allreduce.rounds import raise_priority
 
 PORT = 29511
@@ -69,7 +69,7 @@ def rank_main(rank: int, size: int, place: str, nbytes: int, rounds: int, chosen
         "fsdp2_step": lambda library: steps[library](),
     }
     found: dict[str, Any] = {"one-way TCP": []}
-    wire = _connected(rank, place) if rank < 2 else None
+    wire = OneWayTransfer(place, PORT + 1, sends=rank == 0) if rank < 2 else None
     for name in chosen:
         begin = operations[name]
         walls: dict[str, list[float]] = {library: [] for library in groups}
@@ -78,7 +78,7 @@ def rank_main(rank: int, size: int, place: str, nbytes: int, rounds: int, chosen
         for i in range(rounds + 1):
             groups["geartrain"].barrier().wait()
             if wire is not None and i > 0:
-                found["one-way TCP"].append(_one_way_s(wire, rank, nbytes))
+                found["one-way TCP"].append(wire.seconds(nbytes))
             for library in LIBRARIES if i % 2 else LIBRARIES[::-1]:
                 whole.fill_(1)
                 part.fill_(1)
@@ -131,37 +131,6 @@ class _TrainingStep:
     def gradients(self) -> list[Any]:
         """This rank's part of each layer's."""
         return [parameter.grad.to_local() for parameter in self._model.parameters()]
-
-
-def _connected(rank: int, place: str) -> socket.socket:
-    """One end of a connection of ranks 0 and 1."""
-    if rank == 0:
-        with socket.create_server((place, PORT + 1)) as server:
-            return server.accept()[0]
-    ends_s = time.monotonic() + 60
-    while True:
-        try:
-            return socket.create_connection((place, PORT + 1))
-        except ConnectionRefusedError:
-            if time.monotonic() > ends_s:
-                raise
-            time.sleep(0.05)
-
-
-def _one_way_s(wire: socket.socket, rank: int, nbytes: int) -> float:
-    """Seconds until rank 1 has so many bytes of rank 0, and rank 0 has its word for it."""
-    began = time.perf_counter()
-    if rank == 0:
-        wire.sendall(bytes(nbytes))
-        wire.recv(1)
-    else:
-        room, left = memoryview(bytearray(1 << 20)), nbytes
-        while left:
-            got = wire.recv_into(room, min(left, len(room)))
-            assert got, "rank 0 is gone"
-            left -= got
-        wire.sendall(b".")
-    return time.perf_counter() - began
 
 
 def _bytes(groups: dict[str, Any]) -> int:

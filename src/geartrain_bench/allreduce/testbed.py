@@ -24,6 +24,7 @@ from geartrain_bench.harness.fleet import Fleet
 WORKER = ["-m", "geartrain_bench.allreduce.worker"]
 SECRET = "bench"
 ROUNDS_S = 300.0
+ONE_WAY_PORT = 29513
 _jobs = itertools.count()
 
 
@@ -122,6 +123,7 @@ class AllReduceTestbed:
 
     def _start(self) -> None:
         self._reducers: dict[int, str] = {}
+        self._has_wire = False
         argv = [sys.executable, *WORKER]
         count = self._count
         self.fleet = Fleet.here(count, argv) if self._hosts is None else Fleet.on(self._hosts, range(count), argv)
@@ -182,6 +184,15 @@ class AllReduceTestbed:
 
     def _address(self, member: int) -> str:
         return "127.0.0.1" if self._hosts is None else self._hosts.address(member)
+
+    def one_way_s(self, nbytes: int) -> float:
+        """Seconds of a one-way TCP transfer of so many bytes, from worker 0 to worker 1."""
+        if not self._has_wire:
+            ask = {"do": "connect", "place": self._address(0), "port": ONE_WAY_PORT}
+            self.fleet.ask_each({i: {**ask, "sends": i == 0} for i in range(2)}, 120.0)
+            self._has_wire = True
+        sender, _ = self.fleet.ask(range(2), ROUNDS_S, do="transfer", nbytes=nbytes)
+        return float(sender["seconds"])
 
     def barrier_file(self, parties: int) -> Path:
         """A new file for a `RoundBarrier`."""

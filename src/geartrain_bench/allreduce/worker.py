@@ -11,6 +11,9 @@ Reads one JSON object a line from stdin and answers each with one on stdout (cli
     {"do": "steps", "group": ..., "file": ..., "layers": ..., "nbytes": ..., "compute_s": ..., "overlap": true, ...}
                                                -> {"seconds": [...]} of a training step with so many gradients
     {"do": "counters", "group": ...}             -> {"counters": {...}}: the group's own counters
+    {"do": "connect", "place": ..., "port": ..., "sends": true}
+                                               -> {}: one end of a one-way transfer, the other connects at the same time
+    {"do": "transfer", "nbytes": ...}            -> {"seconds": ...} of that transfer
     {"do": "leave", "group": ...}                -> {}
 
 Output of libraries goes to stderr. An answer {"error": "..."} ends the process; so does the end of stdin.
@@ -26,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from geartrain_bench.allreduce.one_way import OneWayTransfer
 from geartrain_bench.allreduce.rounds import Array, RoundBarrier, raise_priority, timed_rounds
 from geartrain_bench.distributed_replay.worker import answer_requests
 
@@ -51,6 +55,7 @@ class Process:
         self._tcp_store: Any = None
         self._members: dict[str, Member] = {}
         self._reducer: Any = None
+        self._wire: OneWayTransfer | None = None
         raise_priority()
 
     def listen(self, host: str) -> dict[str, Any]:
@@ -133,6 +138,16 @@ class Process:
         counted = self._members[group].group
         return {"counters": counted.counters() if counted is not None else {}}
 
+    def connect(self, place: str, port: int, sends: bool) -> dict[str, Any]:
+        """Connects one end of a one-way transfer."""
+        self._wire = OneWayTransfer(place, port, sends)
+        return {}
+
+    def transfer(self, nbytes: int) -> dict[str, Any]:
+        """A one-way transfer, timed."""
+        assert self._wire is not None
+        return {"seconds": self._wire.seconds(nbytes)}
+
     def leave(self, group: str) -> dict[str, Any]:
         """Leaves the group."""
         self._members.pop(group).leave()
@@ -144,6 +159,8 @@ class Process:
             self.leave(group)
         if self._reducer is not None:
             self._reducer.close()
+        if self._wire is not None:
+            self._wire.close()
 
 
 def _gloo(store: Any, rank: int, size: int, options: dict[str, Any]) -> Member:
