@@ -188,6 +188,13 @@ def test_a_batch_that_is_drawn_again_has_the_same_updates_from_ranks_that_are_ah
     last, ahead = stores[3], threading.Event()
     lost = len(last)
     begin, read, finish = LaggedBuilder._begin, NativeReader.read, LaggedBuilder._finish
+    is_ready = LaggedBuilder.ready
+
+    def ready(self: LaggedBuilder, begun: Any) -> bool:  # the first rank finishes it when it is ahead, and no earlier
+        if self._rank == 0 and begun.step == again and not ahead.is_set():
+            time.sleep(0.002)
+            return False
+        return is_ready(self, begun)
 
     def begins(self: LaggedBuilder, step: int, *rest: Any) -> Any:
         begun = begin(self, step, *rest)
@@ -207,6 +214,7 @@ def test_a_batch_that_is_drawn_again_has_the_same_updates_from_ranks_that_are_ah
     monkeypatch.setattr(LaggedBuilder, "_begin", begins)
     monkeypatch.setattr(NativeReader, "read", loses_and_reads)
     monkeypatch.setattr(LaggedBuilder, "_finish", finishes)
+    monkeypatch.setattr(LaggedBuilder, "ready", ready)
 
     def body(rank: ThreadRankGroup) -> list[gt.Batch]:
         options: dict[str, Any] = {"window": 4, "output": "numpy", "num_batches": BATCHES}
