@@ -1,7 +1,8 @@
 """Learning curves of the examples, as JSON and PNG, and the options that the examples share.
 
 A curve is a JSON file: what was run, the points (x, y, seconds since the start), lines to compare with, and the figures
-that `results.py` compares with targets. `python examples/curves.py CURVE.json PICTURE.png` draws one again.
+that `results.py` compares with targets. `python examples/curves.py CURVE.json PICTURE.png` draws one again, and of
+several curves (CURVE.json OTHER.json PICTURE.png) one picture.
 """
 
 from __future__ import annotations
@@ -146,5 +147,37 @@ def draw(content: dict[str, Any], picture: Path) -> None:
     pyplot.close(figure)
 
 
+def draw_together(contents: list[dict[str, Any]], picture: Path) -> None:
+    """Curves of several seeds in one picture, those of one title in one color."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.0), layout="constrained")
+    titles = list(dict.fromkeys(content["title"] for content in contents))
+    seeds: list[int] = []
+    for content in contents:
+        number = titles.index(content["title"])
+        x, y = zip(*((point["x"], point["y"]) for point in content["points"]), strict=True)
+        again = any(line.get_label() == content["title"] for line in axes.lines)
+        label = None if again else content["title"]
+        axes.plot(x, y, "o-", ms=4, lw=1, alpha=0.8, color=("#08519c", "#e6550d", "#31a354")[number % 3], label=label)
+        seeds.append(content["seed"])
+    for (name, value), style in zip(contents[0]["lines"].items(), ("--", ":", "-."), strict=False):
+        axes.axhline(value, color="#636363", ls=style, lw=1, label=name)
+    axes.legend(frameon=False)
+    axes.set(xlabel=contents[0]["x"], ylabel=contents[0]["y"])
+    axes.set_title(f"seeds {', '.join(map(str, sorted(set(seeds))))}", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(picture, dpi=120)
+    pyplot.close(figure)
+
+
 if __name__ == "__main__":
-    draw(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
+    read = [json.loads(Path(each).read_text()) for each in sys.argv[1:-1]]
+    if len(read) == 1:
+        draw(read[0], Path(sys.argv[-1]))
+    else:
+        draw_together(read, Path(sys.argv[-1]))

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import geartrain as gt
 import memory_task as task
 from geartrain.replay.distributed.checkpoint import load_checkpoint, newest_step, save_checkpoint
-from geartrain.replay.distributed.rank_group import TorchRankGroup
+from geartrain.replay.distributed.torch_rank_group import TorchRankGroup
 
 
 def main(arguments: list[str] | None = None) -> list[float]:

@@ -100,14 +100,14 @@ def right_places(text: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------- the sampler's process
 
 
-def write_answers(store_name: str, prompts_at_once: int, seed: int) -> None:
+def write_answers(store_name: str, prompts_at_once: int, seed: int, timeout_s: float) -> None:
     """Answers prompts with the newest weights until it is ended; the store's limiter makes it wait for the learner."""
     torch.set_num_threads(1)
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     model, number = LanguageModel(), 0
     with gt.Store.open(store_name) as store, weights.Reader(store_name) as reader:
         while True:
-            snapshot = reader.latest(timeout_s=60)
+            snapshot = reader.latest(timeout_s=timeout_s)
             model.load_state_dict(dict(snapshot))
             prompts = make_prompts(prompts_at_once, rng).repeat_interleave(GROUP, 0)
             text, log_probs = complete(model, prompts, generator)
@@ -122,7 +122,9 @@ def write_answers(store_name: str, prompts_at_once: int, seed: int) -> None:
 def sampling(store_name: str, chosen: argparse.Namespace) -> Iterator[multiprocessing.process.BaseProcess]:
     """The process that does it, for as long as the block runs."""
     process = multiprocessing.get_context("spawn").Process(
-        target=write_answers, args=(store_name, chosen.prompts // 2, chosen.seed + 1), daemon=True
+        target=write_answers,
+        args=(store_name, chosen.prompts // 2, chosen.seed + 1, chosen.timeout_s),
+        daemon=True,
     )
     process.start()
     try:
@@ -170,7 +172,7 @@ def learn(
         curves.bars(screen) as bars,
         sampling(store.name, chosen) as sampler,
         # prefetch=0: what is drawn is drawn now, so that no row is older than the limit when it is trained on.
-        gt.Replay(store, selection, rows, prefetch=0, num_batches=chosen.steps) as replay,
+        gt.Replay(store, selection, rows, prefetch=0, num_batches=chosen.steps, timeout_s=chosen.timeout_s) as replay,
     ):
         publisher.publish(version, model.state_dict())
         bar = bars.add_task("the sampler starts", total=chosen.steps)
@@ -217,6 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
     text.add_argument("--rate", type=float, default=1e-3, help="learning rate at its peak (1e-3)")
     text.add_argument("--samples-per-row", type=float, default=1.0, help="how often an answer is trained on (1)")
     text.add_argument("--evaluate-every", type=int, default=50, help="steps (50)")
+    text.add_argument("--timeout-s", type=float, default=60.0, help="how long to wait for answers or weights (60)")
     chosen = text.parse_args(arguments)
     chosen.steps = chosen.steps or (6 if chosen.tiny else 800)
     if chosen.tiny:

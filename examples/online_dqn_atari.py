@@ -9,8 +9,10 @@ newest weights by their version. The learner draws transitions, those with the l
 and n-step rewards the view makes. The store's rate limiter keeps both to a fixed number of samples per step.
 
 Where an action makes little difference for long, as at the kerb in Freeway, the values of the actions differ by less
-than the network's error, and what is greedy changes from one update to the next. Three things make it last: the targets
-of actions that are not the best are lowered by a part of what they are behind (advantage learning, Bellemare et al.,
+than the network's error, and what is greedy changes from one update to the next. So random actions are held, for up to
+a crossing of the road, and targets have the rewards of 20 steps: what an action leads to is seen at once, and values
+need few updates to travel. The network begins with values of 0 and sees what differs from a mean frame. The targets of
+actions that are not the best are lowered by a part of what they are behind (advantage learning, Bellemare et al.,
 2016), the learning rate falls with the steps taken, and a running mean of the weights acts.
 """
 
@@ -36,7 +38,7 @@ from geartrain.actors import LocalPolicy, recorded_fields
 from geartrain.actors.envs import make
 from geartrain.launch import ActorContext, ActorPool
 
-FRAME, STACK, N_STEP, GAMMA = (42, 40), 4, 10, 0.99
+FRAME, STACK, N_STEP, GAMMA = (42, 40), 4, 20, 0.99
 VIEW = gt.Transitions(n_step=N_STEP, gamma=GAMMA, frame_stack=STACK)
 OVERLAP = STACK - 1  # steps of a row that repeat the row before, so that stacks are whole
 ROW = 128 + OVERLAP + 1  # steps of a row: 128 new ones, and the observation that the last one led to
@@ -44,18 +46,32 @@ EVERY = 50  # learner steps from one version of the weights to the next
 
 
 class QNetwork(nn.Module):
-    """(B, STACK, *FRAME) bytes to the values of the actions, (B, actions): a state's value and their advantages."""
+    """(B, STACK, *FRAME) bytes to the values of the actions, (B, actions): a state's value and their advantages.
+
+    It sees what differs from `background`, a mean frame, so that what moves is not a few among many equal pixels. All
+    values are 0 at first: whatever it prefers later it has learned.
+    """
+
+    background: Tensor
 
     def __init__(self, actions: int) -> None:
         super().__init__()
         self.see = nn.Sequential(
-            nn.Conv2d(STACK, 16, 6, 3), nn.ReLU(), nn.Conv2d(16, 32, 4, 2), nn.ReLU(), nn.Flatten()
+            nn.Conv2d(STACK, 16, 6, 3), nn.ReLU(), nn.Conv2d(16, 32, 4, 2), nn.ReLU(), nn.Flatten(), nn.LayerNorm(800)
         )
-        self.think = nn.Sequential(nn.Linear(32 * 5 * 5, 256), nn.ReLU())
+        self.think = nn.Sequential(nn.Linear(800, 256), nn.LayerNorm(256), nn.ReLU())
         self.value, self.advantage = nn.Linear(256, 1), nn.Linear(256, actions)
+        for head in (self.value, self.advantage):
+            nn.init.zeros_(head.weight)
+            nn.init.zeros_(head.bias)
+        self.register_buffer("background", torch.zeros(FRAME))
+
+    @property
+    def is_trained(self) -> bool:
+        return bool(self.background.any())
 
     def forward(self, stacks: Tensor) -> Tensor:
-        thought = self.think(self.see(stacks.float() / 255))
+        thought = self.think(self.see((stacks - self.background) / 64))
         advantage = self.advantage(thought)
         return self.value(thought) + advantage - advantage.mean(1, keepdim=True)
 
@@ -64,7 +80,7 @@ class Player:
     """Acts greedily but for random actions, on stacks that it makes of the single frames it is shown.
 
     A random action is kept for a while, most often for a step and seldom for up to `longest`, because single
-    random steps cancel out (Dabney et al., 2021).
+    random steps cancel out (Dabney et al., 2021). All actions are random while the model is not trained.
     """
 
     def __init__(self, n: int, actions: int, epsilon: np.ndarray, seed: int, longest: int = 1) -> None:
@@ -80,9 +96,10 @@ class Player:
         self._stacks = np.concatenate([self._stacks[:, 1:], observation["frame"][:, None]], 1)
         greedy = model(torch.from_numpy(self._stacks)).argmax(1).numpy()
         n, rng = len(greedy), self._rng
-        chance = (self._left == 0) & (rng.random(n) < self._epsilon)
+        epsilon = self._epsilon if model.is_trained else 1.0
+        chance = (self._left == 0) & (rng.random(n) < epsilon)
         self._kept = np.where(chance, rng.integers(self._actions, size=n), self._kept)
-        self._left = np.where(chance, rng.zipf(2.0, n).clip(max=self._longest), self._left)
+        self._left = np.where(chance, rng.zipf(1.5, n).clip(max=self._longest), self._left)
         chosen = np.where(self._left > 0, self._kept, greedy)
         self._left = np.maximum(self._left - 1, 0)
         return chosen
@@ -100,7 +117,7 @@ def make_policy(chosen: argparse.Namespace, reader: str, context: ActorContext) 
     actions = context.environments.actions
     place = context.number + context.actors * np.arange(chosen.games)
     epsilon = 0.3 ** (1 + 3 * place / max(1, chosen.games * context.actors - 1))
-    player = Player(chosen.games, actions, epsilon, context.seed, longest=60)
+    player = Player(chosen.games, actions, epsilon, context.seed, longest=128)
     return LocalPolicy(player.act, QNetwork(actions), weights.Reader(reader), refresh_every=10)
 
 
@@ -142,6 +159,11 @@ class Learner:
         # By the steps taken, not by those still to come: a longer run begins as a shorter one.
         self.rate = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step / chosen.halve_rate))
         self.widen = chosen.widen
+
+    def look_at(self, batch: gt.Batch) -> None:
+        """Takes the mean of a batch's frames for the background of all."""
+        for network in (self.online, self.mean):
+            network.background.copy_(batch["observation.frame"].float().mean((0, 1)))
 
     def train(self, batch: gt.Batch, follow: float = 0.01) -> tuple[Tensor, Tensor]:
         """One step; the sizes of the errors, and which of them mean anything."""
@@ -192,7 +214,9 @@ def learn(
         bar = bars.add_task("waiting for the first steps", total=chosen.steps)
         since = None
         for step, batch in enumerate(replay, start=1):
-            since = since or time.perf_counter()  # it starts when there is something to learn from
+            if since is None:
+                since = time.perf_counter()  # it starts when there is something to learn from
+                learner.look_at(batch)
             size, real = learner.train(batch)
             replay.update_priorities(batch.keys, torch.where(real, size + 0.01, 0.0))  # 0: is not drawn again
             if step % EVERY == 0:

@@ -78,7 +78,7 @@ RESULTS = {
         at_least=0.95,
     ),
     "dqn-atari": Result(
-        "python examples/online_dqn_atari.py --seed 0",
+        "python examples/online_dqn_atari.py --steps 6000 --eval-episodes 5 --seed 0",
         "Freeway: 15 points above random actions",
         "gain",
         at_least=15.0,

@@ -11,6 +11,7 @@ import hostile.jobs
 import hostile.lerobot
 import hostile.peers
 import hostile.public as public
+import hostile.rlinf
 import hostile.sb3
 import hostile.stores  # noqa: F401  # the factories
 import pytest
@@ -25,6 +26,7 @@ SLOW_SUBJECTS = (
     "ActorPool",
     "Group: hierarchical",
     "Hosts",
+    "Replay: of two ranks",
     "Replay: on a device",
     "ReplayDataset",
     "Store: with a journal that begins with a checkpoint",
@@ -52,7 +54,7 @@ def sb3_server() -> Iterator[Server]:
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest, subject: str) -> Server:
-    with_torch = FACTORIES[subject].make.__module__ in ("hostile.sb3", "hostile.lerobot")
+    with_torch = FACTORIES[subject].make.__module__ in ("hostile.sb3", "hostile.lerobot", "hostile.rlinf")
     wanted = "sb3_server" if with_torch else "plain_server"
     found: Server = request.getfixturevalue(wanted)
     return found

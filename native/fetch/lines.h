@@ -12,7 +12,7 @@ namespace geartrain {
 
 constexpr size_t kLine = 64;
 // Of a piece up to this size all lines are asked for; of a longer one a processor fetches most by itself.
-constexpr uint64_t kAskedBytes = 1024;
+constexpr uint64_t kAskedBytes = 2048;
 constexpr uint64_t kFewBytes = 256;
 constexpr uint64_t kPage = 4096;
 // Pages of one field that are asked for of a row. With the 2 to 8 rows of a fetch in flight, or the 16 of transitions,

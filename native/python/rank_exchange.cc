@@ -10,6 +10,8 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <optional>
+#include <string>
 #include <tuple>
 
 #include "base/errors.h"
@@ -24,6 +26,11 @@ constexpr const char* kCauseNames[] = {"error", "lost", "timed out", "told", "re
 nb::object array_of(std::span<const std::byte> bytes) {
   const auto* const first = reinterpret_cast<const uint8_t*>(bytes.data());
   return to_numpy(std::vector<uint8_t>(first, first + bytes.size()));
+}
+
+// What a peer has said, which need not be text.
+nb::object text_of(const std::string& said) {
+  return nb::steal(PyUnicode_DecodeUTF8(said.data(), static_cast<Py_ssize_t>(said.size()), "replace"));
 }
 
 std::vector<std::byte> bytes_of(const Message& message) {
@@ -140,10 +147,19 @@ void bind_rank_exchange(nb::module_& module) {
                    [](const RankRounds& rounds) -> nb::object {
                      if (!rounds.failure()) return nb::none();
                      const auto& [peer, cause, detail] = *rounds.failure();
-                     const nb::object text = nb::steal(
-                         PyUnicode_DecodeUTF8(detail.data(), static_cast<Py_ssize_t>(detail.size()), "replace"));
-                     return nb::make_tuple(peer, kCauseNames[static_cast<size_t>(cause)], text);
+                     return nb::make_tuple(peer, kCauseNames[static_cast<size_t>(cause)], text_of(detail));
                    })
+      // (peer, reason) of a rank that has said why it leaves, or None
+      .def("reason_told",
+           [](const RankRounds& rounds, uint32_t first) -> nb::object {
+             std::optional<RankRounds::Failure> told;
+             {
+               const Unlocked unlocked;
+               told = rounds.reason_told(first);
+             }
+             if (!told) return nb::none();
+             return nb::make_tuple(told->peer, text_of(told->detail));
+           })
       .def_prop_ro("sent_bytes", &RankRounds::sent_bytes)
       .def_prop_ro("sent_messages", &RankRounds::sent_messages);
   nb::class_<PythonRankExchange>(module, "RankExchange")

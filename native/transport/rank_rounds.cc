@@ -1,6 +1,5 @@
 #include "transport/rank_rounds.h"
 
-#include "base/errors.h"
 #include "base/interruption.h"
 
 namespace geartrain {
@@ -65,11 +64,28 @@ void RankRounds::send(uint64_t number, std::span<const PartFor> messages, Deadli
   for (const PartFor& each : messages) {
     try {
       send_to(number, each, deadline);
-    } catch (const Error&) {
-      failure_ = {each.peer, Cause::error, ""};
+    } catch (const Error& error) {
+      note(each.peer, error.kind);
       throw;
     }
   }
+}
+
+std::optional<RankRounds::Failure> RankRounds::reason_told(uint32_t first) const {
+  for (uint32_t distance = 0; distance < ranks(); ++distance) {
+    const uint32_t peer = (first + distance) % ranks();
+    if (connections_[peer] == nullptr) continue;
+    Connection::Look found = connections_[peer]->look_for_end();
+    if (found.unread && found.kind == kReason) return Failure{peer, Cause::told, std::move(found.header)};
+  }
+  return std::nullopt;
+}
+
+void RankRounds::note(uint32_t peer, ErrorKind thrown) {
+  if (thrown == ErrorKind::peer_lost || thrown == ErrorKind::timed_out) {
+    if (const std::optional<Failure> told = reason_told(peer)) fail_by(told->peer, told->cause, told->detail);
+  }
+  failure_ = {peer, Cause::error, ""};
 }
 
 void RankRounds::send_beside(uint64_t number, std::span<const PartFor> messages, Deadline deadline) {
@@ -91,7 +107,7 @@ void RankRounds::receive_from(uint64_t number, uint32_t peer, Message* message, 
       break;
     } catch (const Error& error) {
       if (error.kind != ErrorKind::timed_out) {
-        failure_ = {peer, Cause::error, ""};
+        note(peer, error.kind);
         throw;
       }
     }

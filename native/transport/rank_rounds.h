@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/errors.h"
 #include "transport/connection.h"
 
 namespace geartrain {
@@ -55,7 +56,8 @@ class RankRounds {
   // What a rank has sent, of a message received; empty for none.
   static Bytes content_of(const Message& message);
 
-  // Of the last round, where it threw: which peer it was and what of it. `error`: what the connection threw.
+  // Of the last round, where it threw: which peer it was and what of it. `error`: what the connection threw, unless a
+  // rank has said why it leaves (`told`): that may be why another one is gone, or takes no messages.
   enum class Cause : uint8_t { error, lost, timed_out, told, refused };
   struct Failure {
     uint32_t peer;
@@ -63,6 +65,9 @@ class RankRounds {
     std::string detail;
   };
   const std::optional<Failure>& failure() const { return failure_; }
+  // What a rank has said of why it leaves, as its last message that is not received yet: `first`'s, else another's. Any
+  // thread that sends or receives.
+  std::optional<Failure> reason_told(uint32_t first) const;
 
   uint32_t rank() const { return rank_; }
   uint32_t ranks() const { return static_cast<uint32_t>(connections_.size()); }
@@ -76,6 +81,8 @@ class RankRounds {
   // While another rank is waited for: throws where one is gone whose message of the round has not come, or where one
   // has said why it leaves; `late`: also where one is gone that has done its part.
   void check_others(uint64_t number, bool late);
+  // Of what a connection threw: sets failure(), and throws the reason where a rank has told one.
+  void note(uint32_t peer, ErrorKind thrown);
   [[noreturn]] void fail_by(uint32_t peer, Cause cause, const std::string& detail);
 
   const uint32_t rank_;

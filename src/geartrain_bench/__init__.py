@@ -7,12 +7,12 @@ baselines are `*_baseline.py`.
 
 from __future__ import annotations
 
-import json
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
-from geartrain.errors import ArgumentError
+from geartrain.core.json_values import read_json
+from geartrain.errors import ArgumentError, GeartrainError
 from geartrain_bench.harness.timing import BenchResult
 
 
@@ -99,21 +99,29 @@ def plot_saved(saved: Path, path: Path) -> None:
         ArgumentError: the file is no such result; OSError: it cannot be read.
     """
     try:
-        found = json.loads(saved.read_text())
+        found = read_json(saved)
     except ValueError as error:
-        raise ArgumentError(f"{saved} is no JSON: {error}") from None
-    name = str(found.get("bench", "")).split(" ")[0] if isinstance(found, dict) else ""
+        raise ArgumentError(f"{saved} cannot be read: {error}") from None
+    name = str(found.get("bench", "")).partition(" ")[0] if isinstance(found, dict) else ""
     if name not in BENCHES:
         raise ArgumentError(f"{saved} is no result of geartrain bench, saved with --json")
     bench = BENCHES[name]
-    on_gpu = name == "selection" and "--device cuda" in found.get("command", "")
+    on_gpu = name == "selection" and "--device cuda" in str(found.get("command", ""))
     try:
         result = _found(bench.result).of_json(found)
     except ArgumentError as error:
         raise ArgumentError(f"{saved}: {error}") from None
     if not result.rows:
         raise ArgumentError(f"{saved} has no rows to draw: nothing was measured")
-    _found(Bench.plot if on_gpu else bench.plot)(result, path)
+    draw = _found(Bench.plot if on_gpu else bench.plot)
+    try:
+        draw(result, path)
+    except (GeartrainError, OSError):
+        raise
+    except Exception as error:  # cases, metrics and figures that this bench does not measure
+        raise ArgumentError(
+            f"{saved} has rows or cases that cannot be drawn: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _found(place: str) -> Any:

@@ -193,7 +193,7 @@ def test_saved_results_are_drawn_again_by_the_command(tiny: BenchResult, tmp_pat
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "is no JSON"),
+        ("{", "it is not the JSON"),
         ("[]", "is no result of geartrain bench"),
         ('{"bench": "pigeons"}', "is no result of geartrain bench"),
         ('{"bench": "store"}', "no saved result"),

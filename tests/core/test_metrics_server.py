@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import os
 import select
+import signal
 import socket
 import threading
 import time
@@ -204,3 +206,94 @@ def test_a_client_that_comes_as_the_server_closes_is_hung_up_on() -> None:
             client.settimeout(patience(5))
             with contextlib.suppress(ConnectionResetError):
                 assert client.recv(1) == b""
+
+
+# --- forks ------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def forked_child() -> Iterator[int]:
+    """A child that does nothing, until it is killed at the end."""
+    child = os.fork()
+    if child == 0:
+        while True:
+            signal.pause()
+    try:
+        yield child
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_beside_a_forked_child_clients_are_hung_up_on_and_the_port_is_freed(server: MetricsServer) -> None:
+    with dial(server) as silent, dial(server) as half:
+        half.sendall(b"GET /")
+        assert ask(server, "GET")[0] == 200  # the others have come by then
+        with forked_child():
+            assert ask(server, "GET")[0] == 200
+            server.close()
+            for client in (silent, half):
+                client.settimeout(patience(5))
+                assert heard(client) == b""
+            with pytest.raises(ConnectionRefusedError):
+                dial(server)
+            again = MetricsServer(lambda: [], "127.0.0.1", server.port)
+            assert ask(again, "GET")[0] == 200
+            again.close()
+
+
+def test_when_a_server_is_killed_beside_its_forked_child_its_clients_are_hung_up_on() -> None:
+    reader, writer = os.pipe()
+    go, fork_now = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        try:
+            one = MetricsServer(lambda: [], "127.0.0.1", 0)
+            os.write(writer, b"%d\n" % one.port)
+            os.read(go, 1)
+            with forked_child() as child:
+                os.write(writer, b"%d\n" % child)
+                signal.pause()
+        finally:
+            os._exit(1)
+    said = os.fdopen(reader, "r")
+    port = int(said.readline())
+    with socket.create_connection(("127.0.0.1", port), patience(20)) as silent:
+        asking = http.client.HTTPConnection("127.0.0.1", port, patience(20))
+        asking.request("GET", "/")
+        assert asking.getresponse().status == 200
+        asking.close()
+        os.write(fork_now, b"!")
+        child = int(said.readline())
+        os.kill(parent, signal.SIGKILL)
+        os.waitpid(parent, 0)
+        try:
+            silent.settimeout(patience(5))
+            assert heard(silent) == b""
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port), patience(5))
+        finally:
+            os.kill(child, signal.SIGKILL)
+    for fd in (writer, go, fork_now):
+        os.close(fd)
+    said.close()
+
+
+def test_what_a_forked_child_opens_is_not_closed_with_the_parents_clients(server: MetricsServer) -> None:
+    with dial(server) as silent:
+        assert ask(server, "GET")[0] == 200
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(64)]
+                server.close()
+                server.after_fork()
+                for number in opened:
+                    os.fstat(number)
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        silent.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert b" 200 OK" in heard(silent)

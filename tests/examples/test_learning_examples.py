@@ -48,7 +48,10 @@ def run(command, tmp_path, timeout_s=110):
 
 
 def test_grpo_runs_and_no_row_is_older_than_allowed(tmp_path):
-    found = run([sys.executable, "examples/grpo_toy.py", "--tiny", "--steps", "12"], tmp_path)
+    found = run(
+        [sys.executable, "examples/grpo_toy.py", "--tiny", "--steps", "12", "--timeout-s", f"{patience(60):g}"],
+        tmp_path,
+    )
     result = found["result"]
     assert result["steps"] == 12
     assert 0 <= result["mean_staleness"] <= result["greatest_staleness"] <= 4

@@ -287,7 +287,7 @@ def test_versions_that_are_not_read_are_refused(tmp_path: Path) -> None:
         with pytest.raises(SourceError, match=rf"LeRobotDataset {version}; v3\.0, v2\.1 and v2\.0 are read"):
             open_source(tmp_path)
     (tmp_path / "meta/info.json").write_text("{")
-    with pytest.raises(SourceError, match=r"meta/info\.json: cannot be read"):
+    with pytest.raises(SourceError, match=r"meta/info\.json: it is not the JSON"):
         open_source(tmp_path)
 
 

@@ -346,7 +346,7 @@ def test_processes_save_in_parallel_over_gloo_and_other_processes_load(
     store_name: Any, tmp_path: Path, fork: Callable[[Callable[[], object]], int]
 ) -> None:
     dist = pytest.importorskip("torch.distributed")
-    from geartrain.replay.distributed.rank_group import TorchRankGroup
+    from geartrain.replay.distributed.torch_rank_group import TorchRankGroup
 
     def job(number: int, size: int, body: Callable[[Any, int], object]) -> list[int]:
         def run(rank: int) -> None:

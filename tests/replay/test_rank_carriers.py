@@ -13,7 +13,7 @@ import pytest
 from deadlines import patience
 
 import geartrain.replay.distributed.transport_carrier as transport_carrier
-from geartrain.errors import ArgumentError, TransportError, UntrustedPeerError, WaitTimeoutError
+from geartrain.errors import ArgumentError, PeerLostError, TransportError, UntrustedPeerError, WaitTimeoutError
 from geartrain.replay.distributed.carrier import CarrierError, Cause
 from geartrain.replay.distributed.rounds_in_flight import TransportRounds
 from geartrain.replay.distributed.transport_carrier import INLINE_BYTES, TransportCarrier, open_carrier
@@ -135,6 +135,37 @@ def test_a_rank_that_dies_is_named_while_another_one_is_waited_for(
     timer.join()
     assert (raised.value.peer, raised.value.cause) == (dead, Cause.lost)
     assert time.monotonic() - began_s < patience(5)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("way", ["rounds", "exchange"])
+def test_a_send_to_a_rank_that_left_because_of_another_one_names_that_one(
+    ranks: Callable[..., Ranks], transport: str, way: str
+) -> None:
+    group = ranks(3, transport)
+    sender, leaver, _ = group.carriers
+    part = np.zeros(1 if way == "rounds" else INLINE_BYTES + 1, np.uint8)
+    until_s = time.monotonic() + patience(30)
+    numbers = [each.rounds.begin() for each in group.carriers]
+    found = on_threads(3, lambda rank: group.carriers[rank].all_to_all(numbers[rank], [part] * 3, until_s))
+    assert all(isinstance(each, list) for each in found), found
+    leaver.close("rank 2 was lost: its connection closed")
+
+    def send() -> None:
+        number = sender.rounds.begin()
+        if way == "exchange":
+            return sender.exchange(number, [(1, part)], [], until_s)
+        try:
+            return sender.rounds.send(number, [(1, part)], patience(30))
+        except PeerLostError as error:
+            raise sender.error_of_round(error) from error
+
+    with pytest.raises(CarrierError) as raised:
+        while time.monotonic() < until_s:  # a socket may take some for a peer that is gone
+            send()
+            time.sleep(0.001)
+    assert (raised.value.peer, raised.value.cause) == (1, Cause.told)
+    assert raised.value.detail == "rank 2 was lost: its connection closed"
 
 
 @pytest.mark.parametrize("nbytes", [1, INLINE_BYTES + 1], ids=["short", "long"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,7 @@ from geartrain.errors import (
     PeerLostError,
     RanksDisagreeError,
     SplitGroupError,
+    StoreClosedError,
 )
 from geartrain.selection import Fifo, GroupSampling, Prioritized, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
@@ -217,3 +220,61 @@ def test_what_cannot_be_shared_out_is_refused_at_the_door(sharded_stores: Callab
     refused("give fields, or inputs and targets, not both", fields=["obs"], inputs=["action"])
     with pytest.raises(ArgumentError, match="a DeepSpeed grid, or an object with"):
         gt.Replay(stores[0], Uniform(), 4, mesh=object())
+
+
+class _HandlerError(Exception):
+    """What a signal's handler raises."""
+
+
+@pytest.mark.parametrize("lag", [None, 3], ids=["at once", "lagged"])
+@pytest.mark.parametrize("by", ["another thread", "a signal's handler", "an error of a signal's handler"])
+def test_a_rank_leaves_a_wait_for_others_within_a_second_and_they_are_told_why(
+    sharded_stores: Callable[..., list[gt.Store]], lag: int | None, by: str
+) -> None:
+    stores, left = sharded_stores(2), threading.Event()
+    replays: dict[int, gt.Replay] = {}
+    took_s: list[float] = []
+    told: list[str] = []
+
+    def other() -> None:
+        with gt.Replay(stores[1], Uniform(seed=1), B, group=group[1], prefetch=2, update_lag=lag) as replay:
+            replay.sample()  # and asks for three, no more
+            assert left.wait(patience(60))
+            try:
+                for _ in range(8):
+                    replay.sample()
+            except PeerLostError as error:
+                told.append(str(error))
+
+    def leave(*_: object) -> None:
+        took_s.append(-time.monotonic())
+        if by == "an error of a signal's handler":
+            raise _HandlerError
+        replays[0].close()
+
+    def watch() -> None:
+        while not replays or replays[0].step < 3:
+            time.sleep(0.001)
+        time.sleep(0.05)  # it waits for the fourth, which the other one has not asked for
+        leave() if by == "another thread" else signal.pthread_kill(main, signal.SIGUSR1)
+
+    group, main = ThreadRankGroup.make(2, timeout_s=patience(60)), threading.get_ident()
+    threads = [threading.Thread(target=target, daemon=True) for target in (other, watch)]
+    before = signal.signal(signal.SIGUSR1, leave)
+    try:
+        for thread in threads:
+            thread.start()
+        with gt.Replay(stores[0], Uniform(seed=1), B, group=group[0], prefetch=2, update_lag=lag) as replays[0]:
+            with pytest.raises((StoreClosedError, _HandlerError)):
+                while True:
+                    replays[0].sample()
+            replays[0].close()
+            took_s[0] += time.monotonic()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    left.set()
+    for thread in threads:
+        thread.join(patience(60))
+        assert not thread.is_alive()
+    assert took_s[0] < patience(1.5)
+    assert len(told) == 1 and "rank 0 aborted" in told[0] and "while a batch was waited for" in told[0]

@@ -16,6 +16,7 @@ from rank_batches import B, as_record, check, insert, join, same
 import geartrain as gt
 from geartrain.errors import ArgumentError, EmptyStoreError, PeerLostError, WaitTimeoutError
 from geartrain.replay.distributed.carrier import INLINE_BYTES
+from geartrain.replay.distributed.lagged_builder import LaggedBuilder
 from geartrain.replay.distributed.native_read import NativeReader
 from geartrain.replay.distributed.rounds_in_flight import LateRounds, TransportRounds
 from geartrain.replay.distributed.topology import MeshPosition
@@ -48,15 +49,20 @@ def run(stores: list[gt.Store], ranks: int, selection: Any, prefetch: int, lag: 
     return [join([result[step] for result in results]) for step in range(BATCHES)]
 
 
-def by_hand(store: gt.Store, selection: Any, lag: int) -> list[Any]:
-    """The same by one process that sets priorities at once, and holds them back itself."""
+def by_hand(store: gt.Store, selection: Any, lag: int, again: int = -1, lost: int = 0) -> list[Any]:
+    """The same by one process that sets priorities at once, and holds them back itself.
+
+    Before batch `again` the last rows of the store are `lost`; it is drawn again, with the updates of one batch more.
+    """
     made, waiting = [], []
     with gt.Replay(store, selection, B, window=4, output="numpy", prefetch=0) as replay:
         for step in range(BATCHES):
             # Before batch s + 1 was asked for are those of batch s.
-            while waiting and waiting[0].step + 1 + lag <= step:
+            while waiting and waiting[0].step + 1 + lag <= step + (step == again):
                 batch = waiting.pop(0)
                 replay.update_priorities(batch.keys, given(batch))
+            if step == again:
+                store.delete(store.keys()[-lost:])
             batch = replay.sample()
             waiting.append(batch)
             made.append(as_record(batch))
@@ -121,40 +127,6 @@ def test_ranks_of_one_host_send_each_other_rows_that_only_a_shards_leader_reads(
     assert sum(stats["received_bytes"] for _, stats in results) == sum(stats["sent_bytes"] for _, stats in results) > 0
 
 
-def test_a_run_that_is_resumed_goes_on_as_the_settled_one_with_rounds_in_flight(
-    sharded_stores: Callable[..., list[gt.Store]],
-) -> None:
-    selection = Prioritized(seed=5, alpha=Linear(0.5, 1.0, 12), beta=0.4)
-    for prefetch, lag in ((0, 2), (2, 3)):
-        stores = sharded_stores(2)
-        saved: dict[int, Any] = {}
-
-        def body(rank: ThreadRankGroup, resume: bool, made_of: Any = (stores, prefetch, lag, saved)) -> Any:
-            stores, prefetch, lag, saved = made_of
-            store = stores[rank.rank]
-            options = {"window": 4, "output": "numpy", "group": rank, "prefetch": prefetch, "update_lag": lag}
-            with gt.Replay(store, selection, B, **options) as replay:
-                if resume:
-                    state, keys, priorities = saved[rank.rank]
-                    store.update_priorities(keys, priorities)
-                    replay.load_state_dict(state)
-                made = []
-                for step in range(replay.step, 9):
-                    batch = replay.sample()
-                    replay.update_priorities(batch.keys, given(batch))
-                    made.append(as_record(batch))
-                    if step == 4 and not resume:
-                        replay.settle()
-                        keys = store.keys()
-                        saved[rank.rank] = (replay.state_dict(), keys, store.status(keys)["priority"])
-                return made
-
-        first = run_ranks(2, lambda rank: body(rank, False))
-        again = run_ranks(2, lambda rank: body(rank, True))
-        for one, other in zip(first, again, strict=True):
-            assert same(one[5:], other), (prefetch, lag)
-
-
 def test_settle_applies_what_waits(sharded_stores: Callable[..., list[gt.Store]]) -> None:
     for ranks in (1, 2):
         stores = sharded_stores(ranks)
@@ -206,6 +178,96 @@ def test_rows_that_are_lost_are_drawn_again_by_ranks_of_which_some_are_a_batch_a
     assert same(made[3:], expected[3:])
     assert not same(made[:3], expected[:3])
     assert admitted == 8 * B // 2  # the batch that was drawn again counts once
+
+
+def test_a_batch_that_is_drawn_again_has_the_same_updates_from_ranks_that_are_ahead_and_from_others(
+    sharded_stores: Callable[..., list[gt.Store]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    selection, again, prefetch, lag = Prioritized(seed=2, beta=0.4), 6, 2, 3
+    stores = sharded_stores(4)  # of which the second is empty
+    last, ahead = stores[3], threading.Event()
+    lost = len(last)
+    begin, read, finish = LaggedBuilder._begin, NativeReader.read, LaggedBuilder._finish
+
+    def begins(self: LaggedBuilder, step: int, *rest: Any) -> Any:
+        begun = begin(self, step, *rest)
+        if step == again + 1:
+            ahead.set()
+        return begun
+
+    def loses_and_reads(self: NativeReader, step: int, heard: Any) -> Any:
+        if step == again and self.samplers[0].plan.store is last:
+            last.delete(last.keys())
+        return read(self, step, heard)
+
+    def finishes(self: LaggedBuilder, begun: Any) -> Any:
+        assert begun.step != again or ahead.wait(patience(30))
+        return finish(self, begun)
+
+    monkeypatch.setattr(LaggedBuilder, "_begin", begins)
+    monkeypatch.setattr(NativeReader, "read", loses_and_reads)
+    monkeypatch.setattr(LaggedBuilder, "_finish", finishes)
+
+    def body(rank: ThreadRankGroup) -> list[gt.Batch]:
+        options: dict[str, Any] = {"window": 4, "output": "numpy", "num_batches": BATCHES}
+        with gt.Replay(
+            stores[rank.rank], selection, B, group=rank, prefetch=prefetch, update_lag=lag, **options
+        ) as replay:
+            made = []
+            for batch in replay:
+                replay.update_priorities(batch.keys, given(batch))
+                made.append(batch)
+                # Their threads have no leave for the batch after it, and the first rank's has.
+                assert rank.rank == 0 or batch.step != again - prefetch or ahead.wait(patience(30))
+            return made
+
+    parts = run_ranks(4, body)
+    made = [join([part[step] for part in parts]) for step in range(BATCHES)]
+    (store,) = sharded_stores(1)
+    expected = by_hand(store, selection, lag, again, lost)
+    assert same(made, expected)
+    (store,) = sharded_stores(1)
+    assert not same(made, by_hand(store, selection, lag + 1, again, lost))
+
+
+class WrongSizes(ThreadRankGroup):
+    """Whose rank 1 sends messages of another size, of one kind, from its fourth batch on."""
+
+    kind, posts = "", 0
+    resized: Callable[[int], int] = staticmethod(lambda n: n)
+
+    def post(self, parts: Any) -> int:
+        kind = ("status", "outcome", "rows")[self.posts % 3]
+        if self.rank == 1 and self.posts >= 6 and kind == self.kind:
+            parts = {peer: np.resize(part, self.resized(part.size)) for peer, part in parts.items()}
+        self.posts += 1
+        return super().post(parts)
+
+
+@pytest.mark.parametrize("kind", ["outcome", "rows"])
+@pytest.mark.parametrize(
+    "size", [lambda n: 1, lambda n: n - 1, lambda n: n + 1, lambda n: 0], ids=["one", "fewer", "more", "none"]
+)
+def test_a_message_of_another_size_is_an_error_that_names_its_rank(
+    sharded_stores: Callable[..., list[gt.Store]], kind: str, size: Any
+) -> None:
+    stores, group = sharded_stores(2), WrongSizes.make(2)
+    group[1].kind, group[1].resized = kind, size
+
+    def body(rank: WrongSizes) -> str:
+        options: dict[str, Any] = {"assignment": "ordered", "prefetch": 0, "update_lag": 1, "output": "numpy"}
+        made = 0
+        with gt.Replay(stores[rank.rank], Prioritized(seed=1, beta=0.4), B, group=rank, **options) as replay:
+            with pytest.raises(PeerLostError) as raised:
+                while made < 8:
+                    replay.sample()
+                    made += 1
+        assert made == 3 or rank.rank == 1  # which has got its own part
+        return str(raised.value)
+
+    first, other = run_ranks(group, body)
+    assert "rank 1 sent" in first and "were expected" in first
+    assert first in other
 
 
 def test_too_few_rows_are_the_same_error_on_all_ranks_which_go_on_later(
@@ -367,14 +429,15 @@ def test_an_item_that_is_asked_for_while_another_waits_is_begun_first() -> None:
         time.sleep(0.001)
         return len(begun) > number  # only with the next one
 
-    ahead = Prefetcher(start, "test", lambda number: number, overlaps=True, ready=ready)
+    dropped: list[int] = []
+    ahead = Prefetcher(start, "test", lambda number: number, overlaps=True, ready=ready, drop=dropped.append)
     ahead.ask(1)
     with pytest.raises(StillBuildingError):
         ahead.get(0.05)
     ahead.ask(2)
     assert ahead.get(patience(10)) == 1 and begun == [1, 2]
     assert ahead.stop(patience(10), finish=True) == []
-    assert ahead.get(0) == 2  # whatever it waits for: others wait for this rank's part of it
+    assert dropped == [2]  # which was finished whatever it waits for: others wait for this rank's part of it
 
 
 def test_a_lag_below_prefetch_is_refused(sharded_stores: Callable[..., list[gt.Store]]) -> None:

@@ -17,7 +17,7 @@ import geartrain.replay.distributed.read_agreement as read_agreement
 from geartrain.errors import EmptyStoreError
 from geartrain.replay.distributed.draw import ShardedSampler
 from geartrain.replay.distributed.native_read import NativeReader
-from geartrain.replay.distributed.rank_group import DIRECT_RANKS
+from geartrain.replay.distributed.rank_collectives import DIRECT_RANKS
 from geartrain.replay.distributed.read import ShardReader
 from geartrain.selection import Fifo, GroupSampling, Lifo, Prioritized, TopK, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 from rank_batches import B, as_record, same
 
 import geartrain as gt
@@ -33,38 +34,40 @@ def test_a_resumed_run_goes_on_with_the_batches_it_would_have_drawn(
     assert states[0] == states[1] == states[2]
 
 
-def test_a_settled_run_is_the_run_that_is_resumed_from_it(sharded_stores: Callable[..., list[gt.Store]]) -> None:
+@pytest.mark.parametrize(
+    ("prefetch", "lag"), [(0, None), (2, None), (0, 2), (2, 3)], ids=["", "ahead", "lagged", "lagged, ahead"]
+)
+def test_a_settled_run_is_the_run_that_is_resumed_from_it(
+    sharded_stores: Callable[..., list[gt.Store]], prefetch: int, lag: int | None
+) -> None:
     selection = Prioritized(seed=5, alpha=Linear(0.5, 1.0, 12), beta=0.4)
-    for prefetch in (0, 2):
-        stores = sharded_stores(2)
-        saved: dict[int, Any] = {}
+    stores = sharded_stores(2)
+    saved: dict[int, Any] = {}
 
-        def run(
-            rank: ThreadRankGroup, resume: bool, stores: Any = stores, prefetch: int = prefetch, saved: Any = saved
-        ) -> Any:
-            options = {"window": 4, "output": "numpy", "group": rank, "prefetch": prefetch}
-            store = stores[rank.rank]
-            with gt.Replay(store, selection, B, **options) as replay:
-                if resume:
-                    state, keys, priorities = saved[rank.rank]
-                    store.update_priorities(keys, priorities)
-                    replay.load_state_dict(state)
-                made = []
-                for step in range(replay.step, 9):
-                    batch = replay.sample()
-                    # Windows of a row that was drawn twice are different: the later draw's priority holds.
-                    replay.update_priorities(batch.keys, batch["action"][:, -1] % 13 + batch.start)
-                    made.append(as_record(batch))
-                    if step == 4 and not resume:
-                        replay.settle()
-                        keys = store.keys()
-                        saved[rank.rank] = (replay.state_dict(), keys, store.status(keys)["priority"])
-                return made
+    def run(rank: ThreadRankGroup, resume: bool) -> list[Any]:
+        options: dict[str, Any] = {"window": 4, "output": "numpy", "prefetch": prefetch, "update_lag": lag}
+        store = stores[rank.rank]
+        with gt.Replay(store, selection, B, group=rank, **options) as replay:
+            if resume:
+                state, keys, priorities = saved[rank.rank]
+                store.update_priorities(keys, priorities)
+                replay.load_state_dict(state)
+            made = []
+            for step in range(replay.step, 9):
+                batch = replay.sample()
+                # Windows of a row that was drawn twice are different: the later draw's priority holds.
+                replay.update_priorities(batch.keys, batch["action"][:, -1] % 13 + batch.start)
+                made.append(as_record(batch))
+                if step == 4 and not resume:
+                    replay.settle()
+                    keys = store.keys()
+                    saved[rank.rank] = (replay.state_dict(), keys, store.status(keys)["priority"])
+            return made
 
-        first = run_ranks(2, lambda rank: run(rank, False))
-        again = run_ranks(2, lambda rank: run(rank, True))
-        for one, other in zip(first, again, strict=True):
-            assert same(one[5:], other)
+    first = run_ranks(2, lambda rank: run(rank, False))
+    again = run_ranks(2, lambda rank: run(rank, True))
+    for one, other in zip(first, again, strict=True):
+        assert same(one[5:], other)
 
 
 def test_one_process_and_a_group_take_up_each_others_state(sharded_stores: Callable[..., list[gt.Store]]) -> None:

@@ -17,7 +17,8 @@ import geartrain as gt
 import geartrain.replay.distributed.placement_moves as placement_moves
 from geartrain.core.keys import Keys
 from geartrain.errors import PeerLostError
-from geartrain.replay.distributed.placement import Placement, RebalanceResult
+from geartrain.replay.distributed.placement import Placement
+from geartrain.replay.distributed.placement_report import RebalanceResult
 from geartrain.selection import Fifo, Prioritized
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 

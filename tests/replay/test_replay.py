@@ -137,6 +137,20 @@ def test_new_priorities_count_from_the_next_batch_on_without_prefetching(store):
         assert store.status(keys[7])["priority"].tolist() == [0.5]
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("alpha", [0.5, 1.0, 2.0])
+def test_priorities_of_any_finite_size_are_taken_without_a_warning(store, alpha):
+    largest = np.finfo(np.float64).max
+    with gt.Replay(store, Prioritized(seed=2, alpha=alpha), 4, prefetch=0) as replay:
+        keys = store.keys()[:4]
+        for large in (1e155, largest, -largest):  # whose squares are beyond all numbers
+            assert replay.update_priorities(keys, [large, 1.0, 2.0, 5e-324]) == 0
+            assert store.status(keys)["priority"][0] == store.status(keys)["priority"].max() > 2
+        for bad in (np.inf, -np.inf, np.nan, np.longdouble("1e4000")):
+            with pytest.raises(ArgumentError, match="priority 1 is not finite"):
+                replay.update_priorities(keys, np.array([largest, bad, -np.inf, 1.0], np.longdouble))
+
+
 # --- iterating ------------------------------------------------------------------------------------------------------
 
 
@@ -289,7 +303,7 @@ def test_a_batch_that_takes_too_long_is_an_error_in_time_and_is_still_there_late
                 replay.sample()
             assert time.monotonic() - began_s < patience(5)
         go.set()
-        replay._timeout_s = 20
+        replay._loader._timeout_s = patience(20)
         assert replay.sample().step == 1
 
 

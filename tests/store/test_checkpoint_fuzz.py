@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import json
 import random
 import shutil
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from json_damage import mutate
 
 import geartrain as gt
 from geartrain.errors import CheckpointError, GeartrainError
@@ -21,49 +21,6 @@ from geartrain.store.checkpoint_format import json_checksum
 from geartrain.store.checkpoint_reader import Checkpoint
 
 FIELDS = {"x": gt.Field((2,), "float32"), "id": gt.Field((), "int64", per_row=True)}
-TELLING: tuple[Any, ...] = (
-    *(None, True, False, 0, 1, -1, 2, 3, 7, 8, 9, 16, 55, 56, 63, 64, 2**31, 2**32, 2**63, 2**64, 2**70, 1e300, 0.5),
-    *(
-        float("nan"),
-        float("inf"),
-        "",
-        "x",
-        "\ud800",
-        "float32",
-        "object",
-        "../../etc/passwd",
-        "rows.bin",
-        "/",
-        "0" * 70,
-    ),
-    *([], {}, [0], [2, 2], [[]], {"a": 1}, "lifo", 10**40),
-)
-
-
-def places_of(content: Any) -> list[tuple[Any, Any]]:
-    """Every container and key in JSON."""
-    found: list[tuple[Any, Any]] = []
-    keys = list(content) if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else []
-    for key in keys:
-        found.append((content, key))
-        found += places_of(content[key])
-    return found
-
-
-def mutate(content: dict[str, Any], chance: random.Random) -> None:
-    for _ in range(chance.randint(1, 3)):
-        container, key = chance.choice(places_of(content))
-        kind = chance.randrange(8)
-        if kind == 0:
-            del container[key]
-        elif kind == 1 and isinstance(container, dict):
-            container[chance.choice(("x", "capacity", "../x", "rows.bin", ""))] = container.pop(key)
-        elif kind == 2 and isinstance(container[key], int):
-            container[key] += chance.choice((-1, 1, 8, 2**32))
-        elif kind == 3 and isinstance(container[key], list):
-            container[key] = container[key] * 2
-        else:
-            container[key] = copy.deepcopy(chance.choice(TELLING))
 
 
 def refit(directory: Path, manifest: dict[str, Any]) -> None:
@@ -152,12 +109,12 @@ def test_a_checkpoint_of_any_content_is_an_error_or_a_store(names, originals, tm
     ("change", "message"),
     [
         (lambda m: m["options"].update(capacity="8"), "capacity is '8'"),
-        (lambda m: m["options"].update(capacity=2**40), "capacity is '1099511627776'"),
+        (lambda m: m["options"].update(capacity=2**40), "capacity is 1099511627776"),
         (lambda m: m["options"].update(colour="red"), "options has 'colour'"),
-        (lambda m: m.update(rows=9), "rows is '9'"),
-        (lambda m: m.pop("files"), "files is 'None'"),
+        (lambda m: m.update(rows=9), "rows is 9"),
+        (lambda m: m.pop("files"), "files is None"),
         (lambda m: m["files"].update({"../secret": m["files"]["rows.bin"]}), "'../secret', which is not the name"),
-        (lambda m: m["files"]["rows.bin"].update(piece_bytes=0), "piece_bytes is '0'"),
+        (lambda m: m["files"]["rows.bin"].update(piece_bytes=0), "piece_bytes is 0"),
         (lambda m: m["files"]["rows.bin"].update(bytes=57), "checksums for 57|must have 448 bytes"),
         (lambda m: m["fields"][0].update(shape=[3, 2**20]), "must have .* bytes for the rows"),
         (lambda m: m["fields"][0].update(dtype="object"), "dtype 'object' cannot be stored"),

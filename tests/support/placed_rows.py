@@ -11,7 +11,8 @@ import pytest
 
 import geartrain as gt
 from geartrain.core.keys import Keys
-from geartrain.replay.distributed.placement import Placement, PlacementReport
+from geartrain.replay.distributed.placement import Placement
+from geartrain.replay.distributed.placement_report import PlacementReport
 from geartrain.replay.distributed.topology import MeshPosition
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 

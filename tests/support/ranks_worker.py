@@ -21,7 +21,7 @@ import geartrain.replay.distributed.native_read as native_read
 import geartrain.replay.distributed.read_agreement as read_agreement
 from geartrain.errors import ArgumentError, PeerLostError
 from geartrain.replay.distributed.messages import flat_bytes
-from geartrain.replay.distributed.rank_group import TorchRankGroup
+from geartrain.replay.distributed.torch_rank_group import TorchRankGroup
 from geartrain.selection import Prioritized, Uniform
 
 N, B = 96, 24

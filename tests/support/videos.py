@@ -24,7 +24,7 @@ CODECS: dict[str, tuple[str, dict[str, str], int]] = {  # encoder, its options, 
     "h264, open groups": ("libx264", {"bf": "3", "x264-params": "open-gop=1", "preset": "fast"}, 9),
     "h264, key frames only": ("libx264", {"preset": "fast"}, 1),
     "mpeg4 with B frames": ("mpeg4", {"bf": "2"}, 12),
-    "hevc": ("libx265", {"preset": "fast", "x265-params": "log-level=error:pools=1"}, 25),
+    "hevc": ("libx265", {"preset": "fast", "x265-params": "log-level=error:pools=1:cutree=0"}, 25),
     "av1": ("libsvtav1", {"preset": "12", "crf": "30", "svtav1-params": "lp=1"}, 2),  # LeRobot's default
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,16 @@ def test_what_is_slowed_down_slows_the_prediction_down() -> None:
     assert many.gather_ms == pytest.approx(10.0)
     fast_link = predict(replace(FOUR, link_gbit=1000), "central", DEFAULTS)
     assert fast_link.bound_by == "transport", "a link that is faster than what fills it"
+
+
+def test_a_machine_that_is_busy_with_other_work_predicts_the_same_assignment(monkeypatch: pytest.MonkeyPatch) -> None:
+    def waits_for_a_core(*arguments: Any) -> Any:
+        time.sleep(0.05)
+        return assign(*arguments)
+
+    monkeypatch.setattr("geartrain.tools.plan.replay.assign", waits_for_a_core)
+    found = predict(Cluster(hosts=3, gpus=2, rows=9000, batch=96, row_bytes=1000, link_gbit=1), "local_first", DEFAULTS)
+    assert 0 < found.assign_ms < 25
 
 
 def test_descents_take_longer_in_larger_shards() -> None:

@@ -10,7 +10,8 @@ Printed, and written as JSON: the revision, each file with its digest, and what 
 side. Judged are the cases that pass on stock and have made something of geartrain's, if the plug-in tells that. Exits
 with 1 when one of them does not pass on geartrain's and is not among those that differ on purpose.
 
-`torch`, whose tests come installed, has a runner of its own (torch_distributed.py).
+`torch`, whose tests come installed, has a runner of its own (torch_distributed.py), and so has `rlinf`, which has no
+tests of the class that is substituted (rlinf_differential.py).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import rlinf_differential
 import torch_distributed
 from projects import PROJECTS, Project
 
@@ -45,6 +47,8 @@ LONGEST_S = 3600
 def main() -> int:
     if sys.argv[1:2] == ["torch"]:
         return torch_distributed.main(sys.argv[2:])
+    if sys.argv[1:2] == ["rlinf"]:
+        return rlinf_differential.main(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("project", choices=sorted(PROJECTS))
     parser.add_argument("source", nargs="?", type=Path)

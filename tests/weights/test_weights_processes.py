@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -147,3 +153,92 @@ def test_a_file_that_is_something_else_is_refused(host: Path) -> None:
         with pytest.raises(IncompatibleStoreError, match=why):
             weights.Reader("p", directory=host)
         path.unlink()
+
+
+# --- what holds a version, when it ends in odd ways -------------------------------------------------------------------
+
+
+def test_a_forked_child_that_drops_a_snapshot_leaves_the_parents_hold(host: Path, fork: Callable[..., int]) -> None:
+    with weights.Publisher("p", directory=host, buffers=2) as publisher, weights.Reader("p", directory=host) as reader:
+        publisher.publish(1, filled(1))
+        held = [reader.latest()]
+
+        def body() -> int:
+            held.clear()
+            gc.collect()
+            reader.close()
+            return 0
+
+        assert os.waitpid(fork(body), 0)[1] == 0
+        publisher.publish(2, filled(2))
+        with pytest.raises(weights.BuffersHeldError):
+            publisher.publish(3, filled(3), timeout_s=0.05)
+        assert (held[0]["a"] == 1).all()
+        held.clear()
+        publisher.publish(3, filled(3), timeout_s=patience(10))
+
+
+def test_a_snapshot_that_outlives_its_reader_wakes_the_publisher_when_it_is_dropped(host: Path) -> None:
+    with weights.Publisher("p", directory=host, buffers=2) as publisher:
+        publisher.publish(1, filled(1))
+        with weights.Reader("p", directory=host) as reader:
+            held = [reader.latest()]
+        del reader
+        gc.collect()
+        publisher.publish(2, filled(2))
+        array = held[0]["a"]
+        held.clear()
+        with pytest.raises(weights.BuffersHeldError):  # the array alone holds it
+            publisher.publish(3, filled(3), timeout_s=0.05)
+        assert (array == 1).all()
+        waits = threading.Thread(target=publisher.publish, args=(3, filled(3)), kwargs={"timeout_s": 60.0})
+        waits.start()
+        time.sleep(0.05)
+        began_s = time.monotonic()
+        del array
+        waits.join(patience(20))
+        assert not waits.is_alive() and time.monotonic() - began_s < patience(5)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "",
+        "os.fork() or time.sleep(0.1)",
+        *(
+            pytest.param(end, marks=pytest.mark.slow)
+            for end in ("reader.close()", "del snapshot, reader", "publisher.close()")
+        ),
+    ],
+)
+def test_daemon_threads_that_read_a_version_do_not_hinder_the_end_of_a_process(host: Path, end: str) -> None:
+    code = f"""
+import os, sys, threading, time
+import numpy as np
+from geartrain import weights
+publisher = weights.Publisher("p", directory=sys.argv[1], buffers=2)
+publisher.publish(1, {{"a": np.ones(300_000)}})
+reader = weights.Reader("p", directory=sys.argv[1])
+snapshot = reader.latest()
+begun = threading.Barrier(4)
+def read(held):
+    begun.wait()
+    while True:
+        assert held["a"].sum() == 300_000
+def take():
+    begun.wait()
+    while True:
+        with weights.Reader("p", directory=sys.argv[1]) as mine:
+            mine.latest()
+for target, given in ((read, (snapshot,)), (read, (dict(snapshot),)), (take, ())):
+    threading.Thread(target=target, args=given, daemon=True).start()
+begun.wait()
+time.sleep(0.02)
+{end}
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(host)], capture_output=True, timeout=patience(60), check=False
+    )
+    assert ended.returncode == 0, ended.stderr.decode()
+    weights.reap(host)
+    assert list(host.iterdir()) == []

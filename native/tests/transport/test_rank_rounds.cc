@@ -184,6 +184,69 @@ TEST(a_rank_that_does_not_take_part_is_named) {
   }
 }
 
+// Sends to rank 1, small messages or large ones, until that fails; a socket may take some for a peer that is gone.
+void send_until_it_fails(RankRounds& rounds, size_t bytes, ErrorKind expected, double within_s) {
+  const std::vector<std::byte> message(bytes);
+  const RankRounds::PartFor to_one[] = {{1, message}};
+  const Deadline until = soon();
+  while (!until.passed()) {
+    try {
+      rounds.send(rounds.begin(), to_one, Deadline::after(within_s));
+    } catch (const Error& error) {
+      CHECK(error.kind == expected);
+      return;
+    }
+    ::usleep(1000);
+  }
+  CHECK(!"a send fails");
+}
+
+TEST(a_send_that_fails_names_who_the_ranks_that_left_have_named) {
+  for (const char* transport : transports()) {
+    for (const size_t bytes : {size_t{1}, 2 * kInline}) {
+      const auto said = [](Connection& end, const std::string& why) {
+        end.send({0, RankRounds::kReason, std::as_bytes(std::span(why)), {}}, soon());
+      };
+      // The peer has left because of another one, and said so.
+      {
+        const Group group(transport);
+        said(group.end(1, 0), "rank 2 was lost");
+        group.end(1, 0).close();
+        send_until_it_fails(*group.rounds[0], bytes, ErrorKind::peer_lost, 60);
+        CHECK_EQ(group.rounds[0]->failure()->peer, 1u);
+        CHECK(group.rounds[0]->failure()->cause == RankRounds::Cause::told);
+        CHECK_EQ(group.rounds[0]->failure()->detail, std::string("rank 2 was lost"));
+      }
+      // It is gone without a word, and another one has said that it is.
+      {
+        const Group group(transport);
+        said(group.end(2, 0), "rank 1 was lost");
+        group.end(1, 0).close();
+        send_until_it_fails(*group.rounds[0], bytes, ErrorKind::peer_lost, 60);
+        CHECK_EQ(group.rounds[0]->failure()->peer, 2u);
+        CHECK_EQ(group.rounds[0]->failure()->detail, std::string("rank 1 was lost"));
+      }
+      // It is gone without a word, and nobody knows more.
+      {
+        const Group group(transport);
+        group.end(1, 0).close();
+        send_until_it_fails(*group.rounds[0], bytes, ErrorKind::peer_lost, 60);
+        CHECK_EQ(group.rounds[0]->failure()->peer, 1u);
+        CHECK(group.rounds[0]->failure()->cause == RankRounds::Cause::error);
+      }
+    }
+  }
+}
+
+TEST(a_send_that_nobody_takes_in_time_names_who_another_rank_has_named) {
+  const Group group("tcp");
+  const std::string why = "rank 1 does not answer";
+  group.end(2, 0).send({0, RankRounds::kReason, std::as_bytes(std::span(why)), {}}, soon());
+  send_until_it_fails(*group.rounds[0], 8 << 20, ErrorKind::peer_lost, 0.2);
+  CHECK(group.rounds[0]->failure()->cause == RankRounds::Cause::told);
+  CHECK_EQ(group.rounds[0]->failure()->detail, why);
+}
+
 TEST(a_rank_that_has_sent_its_part_may_leave_while_others_have_not) {
   for (const char* transport : transports()) {
     const Group group(transport);

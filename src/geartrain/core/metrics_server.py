@@ -4,17 +4,22 @@ One thread serves all clients, by asyncio; requests are parsed by http.server, v
 client has one request, and is hung up on after its answer, or `CLIENT_S` after it came, whatever it has sent or read by
 then. Of more than `MOST_CLIENTS` the oldest is hung up on: the new one may be a scrape. Values are read again when the
 last reading ended more than `FRESH_S` ago.
+
+A forked child has no part of it: its copies of the sockets are closed at the fork, so that a client is hung up on when
+the parent hangs up or dies, and the port is free when the parent has closed it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import os
 import re
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Literal, NamedTuple, cast
@@ -81,15 +86,16 @@ class MetricsServer:
         self._pid = os.getpid()
         self._closing = threading.Lock()
         self._closed = False
+        self._clients: dict[_Client, None] = {}  # the oldest first
+        _servers.add(self)
         self._thread.start()
 
     def close(self) -> None:
-        """Stops the server; any thread may, more than once. In a forked child, which has none, it frees the socket.
+        """Stops the server; any thread may, more than once. In a forked child, which has none, it does nothing.
 
         A reading under way is waited for, a second at most, and ends by itself.
         """
         if self._pid != os.getpid():
-            self._listening.close()
             return
         with self._closing:
             if self._closed:
@@ -98,13 +104,23 @@ class MetricsServer:
             self._loop.call_soon_threadsafe(self._ended.set)
             self._thread.join(_CLOSE_S)
 
+    def after_fork(self) -> None:
+        """In a forked child: closes its copies of the sockets."""
+        self._listening.close()
+        # The transports' numbers stay taken, by nothing: they would close them again, whatever had the number by then.
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for client in self._clients:
+            if (number := client.fileno()) >= 0:
+                os.dup2(nothing, number, inheritable=False)
+        os.close(nothing)
+
     def _run(self, app: Callable[..., Any]) -> None:
         self._loop.run_until_complete(self._serve(app))
         self._loop.close()
 
     async def _serve(self, app: Callable[..., Any]) -> None:
         loop = self._loop
-        clients: dict[_Client, None] = {}  # the oldest first
+        clients = self._clients
         loop.set_exception_handler(lambda *_: None)  # of clients that have hung up
         server = await loop.create_server(
             lambda: _Client(loop, app, clients), sock=self._listening, backlog=_ACCEPTED_AT_ONCE
@@ -155,7 +171,14 @@ class _Client(asyncio.Protocol):
 
     def hang_up(self) -> None:
         self._clients.pop(self, None)
+        with contextlib.suppress(OSError):  # it has hung up itself
+            self._transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
         self._transport.abort()
+
+    def fileno(self) -> int:
+        """The descriptor of its socket; -1 once that is closed."""
+        number: int = self._transport.get_extra_info("socket").fileno()
+        return number
 
     def _answer(self) -> None:
         self._answered = True
@@ -246,5 +269,15 @@ def _app(read: Callable[[], Values]) -> Callable[..., Any]:
     registry.register(Reading())
     return make_wsgi_app(registry)
 
+
+_servers: weakref.WeakSet[MetricsServer] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for server in list(_servers):
+        server.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 __all__ = ["CLIENT_S", "FRESH_S", "MOST_CLIENTS", "Metric", "MetricsServer", "Values"]

@@ -137,6 +137,7 @@ class _Reporter:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._path: Path | None = None
+        self._about: dict[str, Any] = {}
 
     def add(self, owner: object, kind: str, read: Read) -> None:
         period = period_s()
@@ -201,17 +202,7 @@ class _Reporter:
     def _write(self, path: Path, objects: list[str], more: int, period: float) -> None:
         if self._stop.is_set():
             return
-        me = process_state(os.getpid())
-        report = {
-            "format": FORMAT,
-            "pid": os.getpid(),
-            "started": None if me is None else me.started,
-            "namespace": _namespace(),
-            "command": _command(),
-            "at_s": time.time(),
-            "period_s": period,
-        }
-        data = _fitting(report, objects, more)
+        data = _fitting({**self._process(), "at_s": time.time(), "period_s": period}, objects, more)
         beside = path.with_suffix(_UNFINISHED)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(beside, flags, 0o600)
@@ -225,6 +216,19 @@ class _Reporter:
         except BaseException:
             beside.unlink(missing_ok=True)
             raise
+
+    def _process(self) -> dict[str, Any]:
+        """What stays as it is as long as the process lives, and is read once."""
+        if self._about.get("started") is None:
+            me = process_state(os.getpid())
+            self._about = {
+                "format": FORMAT,
+                "pid": os.getpid(),
+                "started": None if me is None else me.started,
+                "namespace": _namespace(),
+                "command": _command(),
+            }
+        return self._about
 
     def close(self) -> None:
         """At the interpreter's end: ends the thread, and removes the file."""

@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 
 import geartrain._native as _native
 import geartrain.core.locks as locks
+from geartrain.core.json_values import entry, parse_json, whole_entry
 from geartrain.core.shared_files import segments_directory
 from geartrain.device.device import Device
 from geartrain.errors import PinError, WaitTimeoutError
@@ -154,12 +155,14 @@ class Ledger:
             try:
                 with path.open("rb") as file:
                     if locks.is_taken(file.fileno(), 0):
-                        note = json.loads(file.read())
+                        note = parse_json(file.read())
                         segment, pid, _ = path.name.split(".")
-                        found.append(Pinned(segment, note["nbytes"], note["limit_bytes"], note["path"], int(pid)))
+                        nbytes = whole_entry(note, "nbytes", 0, 2**63)
+                        limit = whole_entry(note, "limit_bytes", 0, 2**63)
+                        found.append(Pinned(segment, nbytes, limit, entry(note, "path", str), int(pid)))
                     else:
                         path.unlink()  # its process has died
-            except (OSError, ValueError, KeyError, TypeError):
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 continue
         return found
 

@@ -4,8 +4,8 @@
 and `open_source` gives the episodes alone. `export_store(store, path)` writes a store as a dataset. One file per
 format, each with one optional dependency that is imported on use.
 
-Replay buffers over a store are in `sb3`, `torchrl`, `lerobot` and `jax`, arrays of batches in `jax` and `cupy`, and a
-message queue for DI-engine in `di_engine`.
+Replay buffers over a store are in `sb3`, `torchrl`, `lerobot`, `rlinf` and `jax`, arrays of batches in `jax` and
+`cupy`, and a message queue for DI-engine in `di_engine`.
 """
 
 from geartrain.integrations.datasets.episode import Episode, Extent, Source

@@ -329,6 +329,8 @@ def _from_toml(path: Path) -> Job:
         raise ArgumentError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ArgumentError(f"{path} is not TOML: {error}") from None
+    except RecursionError:
+        raise ArgumentError(f"{path} is not TOML of a job: its lists and tables are nested too deeply") from None
     roles: list[Role] = []
     others = tables.pop("role", {})
     if not isinstance(others, dict):

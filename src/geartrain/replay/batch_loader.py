@@ -6,6 +6,7 @@ from which thread builds, nor when.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
@@ -16,13 +17,23 @@ from typing import Any
 
 import geartrain.core.trace as trace
 from geartrain.errors import StoreClosedError, WaitTimeoutError
+from geartrain.replay.admission import give_back
 from geartrain.replay.batch import Batch
-from geartrain.replay.builder import BatchBuilder, BuiltBatch, HostBatchBuilder, PriorityUpdate, State, nothing
+from geartrain.replay.builder import (
+    BatchBuilder,
+    BuiltBatch,
+    HostBatchBuilder,
+    PriorityUpdate,
+    StartedBatch,
+    State,
+    nothing,
+)
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.lagged_builder import LaggedBuilder
-from geartrain.replay.distributed.rank_group import NOTE_S
 from geartrain.replay.distributed.single_rank import SingleRankBuilder
+from geartrain.replay.distributed.torch_rank_group import NOTE_S
 from geartrain.replay.prefetch import BuildPlacement, Prefetcher, StillBuildingError
+from geartrain.replay.sampler import StoreSampler
 from geartrain.store.store import Store
 
 _NO_UPDATES: list[PriorityUpdate] = []
@@ -56,10 +67,12 @@ class BatchLoader:
     Attributes:
         step: the number of the next batch.
         state: the strategies' state before it.
+        waits: whether `next` waits for the prefetch thread.
     """
 
     def __init__(self, builder: BatchBuilder[Any], config: ReplayConfig, stores: Sequence[Store]) -> None:
         self.step = 0
+        self.waits = False
         self.state: State = [{} for _ in stores]
         self._builder = builder
         self._stores = stores
@@ -76,6 +89,7 @@ class BatchLoader:
         local = config.prefetch > 0 and isinstance(builder, HostBatchBuilder)
         self._placement = BuildPlacement(config.prefetch) if local else None
         self._updates: list[PriorityUpdate] = []
+        self._admitted: Sequence[int] = ()  # of the newest batch
         self._stop: int | None = None  # the step after the last one that is wanted
         self._asked = -1  # the last step that the thread has leave to build
         self._ahead: Prefetcher[BuiltBatch] | None = None
@@ -124,10 +138,22 @@ class BatchLoader:
         if placement is not None:
             placement.note(built.make_s, pause_s)
         if built.deliver is not nothing:
-            built.deliver()
+            try:
+                built.deliver()
+            except BaseException:
+                _drop(self._builder.samplers, built)
+                raise
         self.step += 1
         self.state = built.state
+        self._admitted = built.admitted
         return built
+
+    def put_back(self, step: int, state: State) -> None:
+        """Goes back to a step, whose batch nobody gets: it is built again, from this state, when it is asked for."""
+        self.restart()
+        if self._admitted:
+            give_back(self._builder.samplers, self._admitted)
+        self.step, self.state, self._admitted = step, state, ()
 
     def _next_ahead(self) -> BuiltBatch:
         if self._ahead is not None and not self._ahead.is_mine():
@@ -141,6 +167,7 @@ class BatchLoader:
             ahead = self._ask(self.take_updates())
             if self._shut.is_set():  # `interrupt` is for the thread that it finds, and may have come before this one
                 raise StoreClosedError("this replay was closed")
+            self.waits = True
             return ahead.get(patience_s)
         except StillBuildingError:  # the next call may have it
             waits = "; ".join(sampler.describe_wait() for sampler in self._builder.samplers)
@@ -148,11 +175,17 @@ class BatchLoader:
         except KeyboardInterrupt:
             self._give_up("interrupted")
             raise
-        except BaseException:
-            # Over ranks whoever shuts does it, after it has told the others.
-            if not (self._shut.is_set() and self._builder.collective):
-                self.restart()
+        except BaseException as error:
+            if self._builder.collective:
+                if self._shut.is_set():  # whoever shuts ends the thread, after it has told the others
+                    raise
+                if self._ahead is not None and not self._ahead.has_raised(error):
+                    self._give_up(f"{type(error).__name__} while a batch was waited for")  # which may never come
+                    raise
+            self.restart()
             raise
+        finally:
+            self.waits = False
 
     def _builds_here(self) -> bool:
         """Whether this thread builds the next batch; the prefetch thread is ended once its batches are used up."""
@@ -184,8 +217,9 @@ class BatchLoader:
                 return started
 
             ready = builder.ready if isinstance(builder, LaggedBuilder) else None
+            drop = functools.partial(_drop, builder.samplers)
             ahead = self._ahead = Prefetcher(
-                start_next, "geartrain-prefetch", self._finish, builder.enter, builder.overlaps, ready
+                start_next, "geartrain-prefetch", self._finish, builder.enter, builder.overlaps, ready, drop
             )
             self._finalizer = weakref.finalize(
                 self, _stop, ahead, self._halt, self._timeout_s, self._builder.collective
@@ -242,6 +276,15 @@ class BatchLoader:
             _stop(self._ahead, self._halt, 0.5, False)  # a wait looks at it every 10 ms
             self._ahead = None
 
+    def leave(self, patience_s: float, reason: str) -> None:
+        """Ends the prefetch thread, before `restart`; leaves the other ranks where it waits for them for longer."""
+        ahead = self._ahead
+        if ahead is None or not ahead.is_mine():
+            return
+        _stop(ahead, self._halt, patience_s, True)
+        if ahead.is_at_work():
+            self._builder.abort(reason)
+
     def shut(self) -> None:
         """Ends waits for rows and limiters, for good."""
         self._shut.set()
@@ -251,6 +294,12 @@ class BatchLoader:
         ahead = self._ahead  # its thread may drop it meanwhile
         if ahead is not None:
             ahead.interrupt(error)
+
+
+def _drop(samplers: Sequence[StoreSampler], batch: StartedBatch) -> None:
+    """Gives back what rate limiters have admitted for a batch that nobody gets."""
+    if batch.admitted:
+        give_back(samplers, batch.admitted)
 
 
 def _finish_with(builder: BatchBuilder[Any], transform: Callable[[Batch], Any] | None) -> Callable[[Any], BuiltBatch]:
@@ -265,6 +314,9 @@ def _finish_with(builder: BatchBuilder[Any], transform: Callable[[Batch], Any] |
             sampler.stage = "in `transform`"
         try:
             made = transform(built.batch)
+        except BaseException:
+            _drop(builder.samplers, built)
+            raise
         finally:
             for sampler in builder.samplers:
                 sampler.stage = "idle"

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 import geartrain._native as _native
 from geartrain.core.keys import Keys, check_keys
 from geartrain.errors import ArgumentError
+from geartrain.replay.admission import Admission, give_back
 from geartrain.replay.batch import Batch
 from geartrain.replay.native_batch import BatchPlan, native_batch
 from geartrain.replay.pass_sampler import PassSampler
@@ -51,7 +52,7 @@ def given_priorities(rows: Keys, priorities: ArrayLike) -> PriorityUpdate:
             given = np.asarray(given)
         if getattr(given.dtype, "kind", "f") in "SUcmM":  # which NumPy may read as numbers, or cut
             raise TypeError
-        values = np.array(given, np.float64)
+        values = np.array(given, np.float64) if given.dtype.itemsize <= 8 else _narrowed(given)
     except (TypeError, ValueError, OverflowError):
         raise ArgumentError(f"priorities are numbers, found {type(given).__name__}") from None
     if values.ndim == 0:
@@ -59,6 +60,12 @@ def given_priorities(rows: Keys, priorities: ArrayLike) -> PriorityUpdate:
     if values.shape != (len(rows),):
         raise ArgumentError(f"{len(rows)} rows were given with priorities of shape {values.shape}")
     return PriorityUpdate(rows, values)
+
+
+def _narrowed(wide: NDArray[np.longdouble]) -> NDArray[np.float64]:
+    """Numbers of more than 64 bits; those beyond all of 64 bits are infinite, which is refused, without a warning."""
+    with np.errstate(over="ignore"):
+        return np.array(wide, np.float64)
 
 
 def nothing() -> None:
@@ -70,8 +77,9 @@ class BuiltBatch:
     """A batch, the strategies' state after it, what the consumer's thread calls when it takes the batch, and how long
     it took to make where that is all there is to it (inf: there is more, such as other ranks or a device).
 
-    `transformed` is what a transform made of the batch, in a tuple; None where there is no transform. `flow` is the
-    arrow of a trace from its making to its consumer.
+    `admitted` are the rows of each store that its rate limiter has admitted for the batch, to be given back where the
+    consumer does not get it (none: of no store). `transformed` is what a transform made of the batch, in a tuple; None
+    where there is no transform. `flow` is the arrow of a trace from its making to its consumer.
     """
 
     batch: Batch
@@ -80,6 +88,7 @@ class BuiltBatch:
     make_s: float = float("inf")
     transformed: tuple[Any] | None = None
     flow: str | None = None
+    admitted: Sequence[int] = ()
 
 
 class StartedBatch(Protocol):
@@ -88,6 +97,11 @@ class StartedBatch(Protocol):
     @property
     def state(self) -> State:
         """The strategies' state after it."""
+        ...
+
+    @property
+    def admitted(self) -> Sequence[int]:
+        """Rows of each store that its rate limiter has admitted for the batch by now."""
         ...
 
 
@@ -99,6 +113,8 @@ class BatchBuilder(Protocol[Started]):
 
     `start` and `finish` are called on one thread at a time, the replay's own where it prefetches; the other methods on
     the consumer's while no batch is being built, apart from `submit_updates`, `stats`, `describe`, `abort` and `close`.
+    Where `start` or `finish` raise they give back what rate limiters have admitted for the batch; of one that they
+    return and nobody gets whoever drops it does.
 
     Attributes:
         samplers: of each store.
@@ -166,6 +182,9 @@ class HostBatchBuilder:
         samplers: of each store.
         selection: the strategy, or the mixture.
         batch_size: rows of a batch.
+
+    Attributes:
+        admitted: rows of each store that its rate limiter has admitted for the batch that was sampled last.
     """
 
     overlaps = False
@@ -174,6 +193,7 @@ class HostBatchBuilder:
     def __init__(self, samplers: list[StoreSampler], selection: Selection, batch_size: int) -> None:
         self.samplers = samplers
         self.rows = batch_size
+        self.admitted: Sequence[int] = (batch_size,)
         self.mixed = selection is not samplers[0].strategy
         self.store_ids = [sampler.plan.store.id for sampler in samplers]
         self._selection = selection
@@ -192,11 +212,15 @@ class HostBatchBuilder:
         began_s = time.perf_counter()
         native, after = self.sample(step, state)
         if self._transitions is not None:
-            self._transitions.settle(native)
+            try:
+                self._transitions.settle(native)  # which asks functions of the user's
+            except BaseException:
+                give_back(self.samplers, self.admitted)
+                raise
         batch = native_batch(native, self._shown, step, self.store_ids)
         make_s = time.perf_counter() - began_s
         self.note(make_s)
-        return BuiltBatch(batch, after, make_s=make_s)
+        return BuiltBatch(batch, after, make_s=make_s, admitted=self.admitted)
 
     def note(self, make_s: float) -> None:
         """Counts a batch that took so long to make."""
@@ -217,6 +241,7 @@ class HostBatchBuilder:
         """The rows of a step, their fields in `out` or in recycled memory, and the strategies' state after it."""
         if self._passes is not None:
             batch, after = self._passes.sample_pass(self.rows, step, state[0], out)
+            self.admitted = (len(batch),)
             return batch, [after]
         if out is None and not self.mixed:
             batch, after = self.samplers[0].sample(self.rows, step, state[0])
@@ -226,12 +251,19 @@ class HostBatchBuilder:
             return batch, [self.samplers[0].sample_into(batch, 0, self.rows, step, state[0])]
         state = list(state)
         first = 0
+        admission = Admission(self.samplers)
         wait_together(self.samplers)
-        for number, (sampler, quota) in enumerate(zip(self.samplers, self.quotas(step), strict=True)):
-            if quota:
-                state[number] = sampler.sample_into(batch, first, quota, step, state[number])
-                batch.set_shard(first, quota, number)
-                first += quota
+        try:
+            for number, (sampler, quota) in enumerate(zip(self.samplers, self.quotas(step), strict=True)):
+                if quota:
+                    state[number] = sampler.sample_into(batch, first, quota, step, state[number])
+                    admission.rows[number] = quota
+                    batch.set_shard(first, quota, number)
+                    first += quota
+        except BaseException:  # of the stores before the one that failed
+            admission.give_back()
+            raise
+        self.admitted = admission.rows
         return batch, state
 
     def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
@@ -293,7 +325,8 @@ def apply_updates(samplers: Sequence[StoreSampler], update: PriorityUpdate, step
 
 def check_priorities(priorities: NDArray[np.float64]) -> None:
     """Raises `ArgumentError` unless all priorities are finite."""
-    if math.isfinite(priorities.dot(priorities)):  # of large ones the sum may not be, and they are
+    # Of large ones the sum may not be finite, and they are: `vdot` does not warn of that overflow, as `dot` does.
+    if math.isfinite(np.vdot(priorities, priorities)):
         return
     bad = np.flatnonzero(~np.isfinite(priorities))
     if bad.size:

@@ -9,9 +9,11 @@ from geartrain.errors import ArgumentError
 from geartrain.replay.builder import BatchBuilder, HostBatchBuilder
 from geartrain.replay.config import ReplayConfig, make_samplers
 from geartrain.replay.distributed.lagged_builder import LaggedBuilder, check_lag
-from geartrain.replay.distributed.rank_group import RankGroup, SingleRank, as_rank_group, run_on_all_ranks
+from geartrain.replay.distributed.rank_collectives import run_on_all_ranks
+from geartrain.replay.distributed.rank_group import RankGroup, SingleRank
 from geartrain.replay.distributed.single_rank import SingleRankBuilder, is_one_call
 from geartrain.replay.distributed.topology import Mesh, topology_of
+from geartrain.replay.distributed.torch_rank_group import as_rank_group
 from geartrain.replay.epochs import check_epochs
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.step_priorities import check_step_priorities

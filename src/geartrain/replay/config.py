@@ -186,7 +186,7 @@ def make_samplers(stores: Sequence[Store], selection: Selection, config: ReplayC
         if window is not None and view is None:
             check_windows(window, store, strategy)
         if shares_rows(store.fields):
-            _check_shared_rows(store, strategy, window, on_device=config.device is not None)
+            _check_shared_rows(store, strategy, window)
         plan = FetchPlan.make(store, fields, window, config.pad, config.output, config.threads)
         if samplers:
             check_same_schema([samplers[0].plan, plan])
@@ -202,7 +202,7 @@ def make_samplers(stores: Sequence[Store], selection: Selection, config: ReplayC
     return samplers
 
 
-def _check_shared_rows(store: Store, strategy: Strategy, windows: Windows | None, *, on_device: bool) -> None:
+def _check_shared_rows(store: Store, strategy: Strategy, windows: Windows | None) -> None:
     """Raises `ArgumentError` where batches of rows that hold several episodes would cross from one to the next, or
     would have some steps more often than others."""
     several = f"rows of {store.name!r} hold several episodes (it has the field {EPISODES!r})"
@@ -220,8 +220,6 @@ def _check_shared_rows(store: Store, strategy: Strategy, windows: Windows | None
         )
     if windows.stride != 1:
         raise ArgumentError(f"{several}, which have windows told by every step: leave out stride={windows.stride}")
-    if on_device:
-        raise ArgumentError(f"{several}, which are told apart in host memory: leave out device, and use batch.to()")
 
 
 __all__ = ["ReplayConfig", "ReplayOptions", "make_samplers", "seeded_selection", "stores_of"]

@@ -82,6 +82,7 @@ class Prefetcher(Generic[Item]):
             where there is a `finish`.
         ready: where items overlap, whether one that was begun can be finished without a wait; waits a little itself. An
             item that is asked for meanwhile is begun first. What it raises `finish` raises as well.
+        drop: called with each item that nobody gets, begun or finished, by the thread or by whoever stops it.
     """
 
     def __init__(
@@ -92,16 +93,20 @@ class Prefetcher(Generic[Item]):
         enter: Callable[[], None] | None = None,
         overlaps: bool | None = None,
         ready: Callable[[Any], bool] | None = None,
+        drop: Callable[[Any], object] | None = None,
     ) -> None:
         self._make = make
         self._finish: Callable[[Any], Item] = finish or (lambda item: item)
         self._overlaps = finish is not None if overlaps is None else overlaps
         self._enter = enter
         self._ready_to_finish = ready
+        self._drop: Callable[[Any], object] = drop or (lambda item: None)
         self._asked: queue.SimpleQueue[tuple[Any] | None] = queue.SimpleQueue()
         self._ready: queue.SimpleQueue[Item | BaseException] = queue.SimpleQueue()
         self._pid = os.getpid()
         self._stopping = False
+        self._stopped = False
+        self._raised: BaseException | None = None
         self._left: list[Any] = []
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -121,12 +126,21 @@ class Prefetcher(Generic[Item]):
                 if time.monotonic() >= until_s:
                     raise StillBuildingError(f"no item was ready within {timeout_s:g} s") from None
         if isinstance(item, BaseException):
+            self._raised = item
             raise item
         return item
+
+    def has_raised(self, error: BaseException) -> bool:
+        """Whether `get` has raised this: else it is of a signal's handler, and an item may still be on its way."""
+        return error is self._raised
 
     def interrupt(self, error: BaseException) -> None:
         """Has a `get` that waits, now or later, raise this. Any thread may call it; `stop` is to follow."""
         self._ready.put(error)
+
+    def is_at_work(self) -> bool:
+        """Whether the thread has not ended."""
+        return self._thread.is_alive()
 
     def is_mine(self) -> bool:
         """Whether the thread belongs to this process, and not to the one it was forked from."""
@@ -135,8 +149,8 @@ class Prefetcher(Generic[Item]):
     def stop(self, timeout_s: float, *, finish: bool = False) -> list[Any]:
         """Ends the thread: after the item it is at, or, with `finish`, after all that was asked for.
 
-        Returns the orders of items that were not made. A thread stuck in a strategy that never returns is left behind;
-        it ends when it comes back.
+        Returns the orders of items that were not made; drops those that were. A thread stuck in a strategy that never
+        returns is left behind; it ends when it comes back.
         """
         if not self.is_mine():
             return []
@@ -145,6 +159,8 @@ class Prefetcher(Generic[Item]):
         if self._thread is not threading.current_thread():  # the collector may call this on the thread itself
             deadline_s = time.monotonic() + timeout_s
             self._thread.join(max(0.0, deadline_s - time.monotonic()))
+        self._stopped = True
+        self._drop_ready()
         with suppress(queue.Empty):
             while True:
                 asked = self._asked.get_nowait()
@@ -154,7 +170,24 @@ class Prefetcher(Generic[Item]):
             self._asked.put(None)  # for when it comes back
         return self._left
 
+    def _drop_ready(self) -> None:
+        errors = []
+        with suppress(queue.Empty):
+            while True:
+                item = self._ready.get_nowait()
+                if isinstance(item, BaseException):
+                    errors.append(item)
+                else:
+                    self._drop(item)
+        for error in errors:  # a `get` that a signal's handler has interrupted may wait for one
+            self._ready.put(error)
+
     def _run(self) -> None:
+        self._make_items()
+        if self._stopped:  # by somebody who did not wait for it
+            self._drop_ready()
+
+    def _make_items(self) -> None:
         if self._enter is not None:
             self._enter()
         begun: list[Any] = []  # one at most
@@ -167,7 +200,9 @@ class Prefetcher(Generic[Item]):
             if asked is None or self._stopping:
                 if asked is not None:
                     self._left.append(asked[0])
-                elif not self._stopping and begun:
+                if begun and self._stopping:
+                    self._drop(begun.pop())
+                elif begun:
                     self._hand_out(begun)  # it was asked for, and others may be waiting for their part of it
                 return
             try:
@@ -179,6 +214,7 @@ class Prefetcher(Generic[Item]):
                 return
             del asked
             if begun and not self._hand_out(begun):
+                self._drop(next_item)
                 return
             begun.append(next_item)
             del next_item

@@ -255,8 +255,7 @@ class Replay:
             begun = self._begun_after(epoch)
             if begun is not None:  # nothing was left of the pass: this is the next one's, and made again when it begins
                 with self._turn:
-                    self._loader.restart()
-                    self._loader.step, self._loader.state = step, [begun]
+                    self._loader.put_back(step, [begun])
                 return
             yield batch
 
@@ -447,15 +446,20 @@ class Replay:
                 return
             self._closed = True
             self._loader.shut()
+            free = self._turn.acquire(blocking=False)
             # Also where this is the thread that waits, in a signal's handler.
+            waits = not free or self._loader.waits
             self._loader.interrupt(StoreClosedError("this replay was closed while a batch was waited for"))
-            if not self._turn.acquire(blocking=False):
+            reason = "closed while a batch was waited for"
+            if not free:
                 if self._builder.collective and not self._turn.acquire(timeout=LEAVE_S):
-                    self._builder.abort("closed while a batch was waited for")
+                    self._builder.abort(reason)
                     self._turn.acquire()
                 elif not self._builder.collective:
                     self._turn.acquire()
             try:
+                if waits and self._builder.collective:
+                    self._loader.leave(LEAVE_S, reason)
                 self._loader.restart()
                 released, self._released = self._released, True
                 if not released and not self._foreign:

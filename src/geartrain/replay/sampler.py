@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
@@ -19,6 +20,7 @@ from geartrain.errors import (
     CallCancelledError,
     CorruptStoreError,
     NotEnoughRowsError,
+    StoreClosedError,
     TurnoverError,
     WaitTimeoutError,
 )
@@ -235,7 +237,11 @@ class StoreSampler:
         if self._weighs:
             part = slice(first, first + n)
             draw = Draw(batch.rows()[part], batch.generations()[part], batch.probability()[part])
-            self._set_importance(batch, first, draw, count, step)
+            try:
+                self._set_importance(batch, first, draw, count, step)
+            except BaseException:
+                self.give_back(n)
+                raise
         return {"after": cursor} if self.traits.cursor else {}
 
     def _limits_now(self) -> tuple[int, int, int]:
@@ -360,8 +366,10 @@ class StoreSampler:
         self.stage = "admitted by the rate limiter"
 
     def give_back(self, n: int) -> None:
-        """Tells the store's rate limiter that rows were admitted and not drawn."""
-        self.plan.store.limiter.give_back(samples=n)
+        """Tells the store's rate limiter that rows were admitted for a batch that nobody gets."""
+        if n:
+            with contextlib.suppress(StoreClosedError):  # its counts are out of reach
+                self.plan.store.limiter.give_back(samples=n)
 
     def wait_for_rows(self, until_s: float) -> None:
         """Waits until `min_rows` rows are selectable, as long as another process could insert some.

@@ -64,7 +64,8 @@ class Windows:
         ArgumentError: options that mean nothing, or not together.
 
     Cost: that of `window=length`. A function is called once a batch, and once more where rows were overwritten. In
-    device memory windows that are not `Windows(length)` are staged: gathered by the CPU, and copied.
+    device memory windows that are not `Windows(length)`, or of rows that hold several episodes, are staged: gathered
+    by the CPU, and copied.
 
     Example:
         >>> import numpy as np

@@ -41,6 +41,7 @@ from typing import Any
 
 import numpy as np
 
+from geartrain.core.json_values import parse_json
 from geartrain.core.schema import Field, stored_schema
 from geartrain.errors import CheckpointError
 from geartrain.store.checkpoint_directory import HeldDirectory
@@ -102,9 +103,9 @@ def manifest_of(held: HeldDirectory) -> dict[str, Any]:
     if "manifest.json" not in held.names() and not held.superseded:
         raise CheckpointError(f"{directory} is not a checkpoint: it has no manifest.json")
     try:
-        manifest: dict[str, Any] = json.loads(held.read("manifest.json"))
+        manifest: dict[str, Any] = parse_json(held.read("manifest.json"))
         checksum = manifest.pop("checksum")
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+    except (ValueError, KeyError, AttributeError, TypeError):
         raise CheckpointError(f"{path} is damaged: it is not the JSON that was written") from None
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a geartrain checkpoint's manifest")

@@ -6,7 +6,6 @@ The format stands in checkpoint_format.py.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import secrets
 import time
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.core.arguments import check_path
+from geartrain.core.json_values import parse_json
 from geartrain.core.progress import Progress
 from geartrain.core.schema import Field
 from geartrain.errors import CheckpointError, NoSpaceError
@@ -495,9 +495,9 @@ def _check_replaceable(directory: Path) -> None:
         if not found:
             return
         try:
-            manifest = json.loads(held.read("manifest.json"))
+            manifest = parse_json(held.read("manifest.json"))
             ours = {"manifest.json", *manifest["files"]} if manifest["format"] == FORMAT else set()
-        except (CheckpointError, ValueError, KeyError, TypeError, RecursionError):
+        except (CheckpointError, ValueError, KeyError, TypeError):
             ours = set()
     if not found <= ours:
         raise CheckpointError(

@@ -8,7 +8,6 @@ written at a power cut: it is cut off before anything is appended.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import secrets
 import weakref
@@ -22,6 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain.core.locks as locks
+from geartrain.core.arguments import shown
+from geartrain.core.json_values import entry, read_object
 from geartrain.core.schema import Field, fields_of_stored
 from geartrain.errors import JournalError
 from geartrain.store.checkpoint_format import (
@@ -35,6 +36,7 @@ from geartrain.store.checkpoint_format import (
     sync_directory,
     write_json,
 )
+from geartrain.store.checkpoint_manifest import check_stored_options, check_stored_schema
 from geartrain.store.journal_format import (
     BEGIN,
     FORMAT,
@@ -56,6 +58,7 @@ LOCK = "journal.lock"
 FILLING = "journal.filling"
 #: What a store must have to take a journal's rows into their places.
 _SAME = ("capacity", "priority_fraction_bits")
+_MOST_SEQUENCES = 2**63
 
 
 class Disk:
@@ -272,12 +275,15 @@ class JournalDirectory:
         Raises:
             JournalError: damage; names the file and the place.
         """
-        found = JournalContents(
-            np.zeros(self.capacity, ROW_RECORD),
-            np.zeros(self.capacity, np.uint32),
-            np.zeros(self.capacity, np.int64),
-        )
-        found.records["row"] = np.arange(self.capacity)
+        try:
+            found = JournalContents(
+                np.zeros(self.capacity, ROW_RECORD),
+                np.zeros(self.capacity, np.uint32),
+                np.zeros(self.capacity, np.int64),
+            )
+            found.records["row"] = np.arange(self.capacity)
+        except MemoryError:
+            raise JournalError(f"{self.path} has a capacity of {self.capacity:,} rows, too many for memory") from None
         numbers = self.numbers()
         for number in numbers:
             self._read_segment(found, number, number == numbers[-1], verify, (on_rows, on_steps), repair)
@@ -335,6 +341,9 @@ class JournalDirectory:
         on: _Readers,
     ) -> None:
         on_rows, on_steps = on
+        damaged = f"{path} is damaged at byte {frame.offset}"
+        if max(frame.number, frame.synced, frame.next_sequence) >= _MOST_SEQUENCES:
+            raise JournalError(f"{damaged}: its number, or the store's next sequence number, is one that none reaches")
         if frame.kind == BEGIN:
             begin = begin_of(frame, path)
             if begin["journal"] != self.id or begin["segment"] != number:
@@ -344,7 +353,12 @@ class JournalDirectory:
         records = frame.records()
         rows = records["row"]
         if len(rows) and int(rows.max()) >= self.capacity:
-            raise JournalError(f"{path} is damaged at byte {frame.offset}: it names a row that the store does not have")
+            raise JournalError(f"{damaged}: it names a row that the store does not have")
+        steps = max(frame.steps, int(records["length"].max(initial=0))) if frame.kind in (ROWS, STEPS) else 0
+        if steps > self.max_length:
+            raise JournalError(f"{damaged}: a row has more steps than the store's")
+        if frame.kind == ROWS and int(records["sequence"].max(initial=0)) >= _MOST_SEQUENCES:
+            raise JournalError(f"{damaged}: a row has a sequence number that no store reaches")
         if frame.kind == ROWS:
             found.records[rows] = records
             found.segment_of[rows] = number
@@ -356,9 +370,10 @@ class JournalDirectory:
         if frame.kind == STEPS:
             known &= found.records["length"][rows] == records["length"]
             if frame.blocks is not None and on_steps is not None:
-                values, lengths = np.frombuffer(frame.blocks, "<u4"), records["length"].astype(np.int64)
-                if len(values) != lengths.sum():
-                    raise JournalError(f"{path} contradicts itself at byte {frame.offset}: steps without a priority")
+                lengths = records["length"].astype(np.int64)
+                if len(frame.blocks) != 4 * lengths.sum():
+                    raise JournalError(f"{damaged}: steps without a priority")
+                values = np.frombuffer(frame.blocks, "<u4")
                 on_steps(rows[known], lengths[known], values[np.repeat(known, lengths)])
             return
         rows, records = rows[known], records[known]
@@ -425,22 +440,28 @@ def is_journal(path: Path) -> bool:
 def _read_manifest(directory: Path) -> dict[str, Any]:
     path = directory / MANIFEST
     try:
-        manifest = json.loads(path.read_bytes())
-        checksum = manifest.pop("checksum")
-        if manifest["format"] != FORMAT:
+        manifest = read_object(path)
+        checksum = manifest.pop("checksum", None)
+        if manifest.get("format") != FORMAT:
             raise JournalError(f"{path} is not a geartrain journal's")
-        if manifest["version"] not in (VERSION, VERSION_STEPS):
+        if manifest.get("version") not in (VERSION, VERSION_STEPS):
             raise JournalError(
-                f"{directory} has journal version {manifest['version']}, this build reads versions {VERSION} and "
-                f"{VERSION_STEPS}"
+                f"{directory} has journal version {shown(manifest.get('version'))}, this build reads versions "
+                f"{VERSION} and {VERSION_STEPS}"
             )
         if checksum != json_checksum(manifest):
             raise JournalError(f"{path} is damaged: its checksum does not match")
-        return dict(manifest)
+        entry(manifest, "id", str)
+        check_stored_schema(manifest)
+        check_stored_options(manifest, per_step=manifest["version"] == VERSION_STEPS)
+        entry({"origin": "", **manifest}, "origin", str)
+        if not all(isinstance(each, str) for each in entry({"later": [], **manifest}, "later", list)):
+            raise ValueError("later has an entry that is no text")
+        return manifest
     except OSError as error:
         raise JournalError(f"{directory} is not a journal: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise JournalError(f"{path} is damaged: it is not the JSON that was written") from None
+    except ValueError as error:
+        raise JournalError(f"{path} is damaged: {error}") from None
 
 
 _locked: weakref.WeakSet[JournalDirectory] = weakref.WeakSet()

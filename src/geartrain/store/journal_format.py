@@ -28,7 +28,6 @@ Segments are removed from the oldest on, so a removal never goes before the row 
 
 from __future__ import annotations
 
-import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
@@ -39,6 +38,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.core.arguments import check_text
+from geartrain.core.json_values import entry, parse_json, whole_entry
 from geartrain.core.schema import Field
 from geartrain.errors import JournalError
 from geartrain.store.checkpoint_format import ROW_RECORD
@@ -189,18 +190,17 @@ def synced_later(fd: int, offset: int) -> int:
 def begin_of(frame: Frame, path: Path) -> dict[str, Any]:
     """What a segment's first frame says. Raises `JournalError` where it is none."""
     try:
-        content = json.loads(frame.table) if frame.kind == BEGIN else None
+        content = parse_json(frame.table) if frame.kind == BEGIN else None
         if not isinstance(content, dict):
-            raise ValueError
-        origin = content.get("origin")
+            raise ValueError("no object")
         return {
-            "journal": str(content["journal"]),
-            "segment": int(content["segment"]),
-            "store": int(content["store"]),
-            "path": str(content["path"]),
-            "origin": None if origin is None else str(origin),
+            "journal": entry(content, "journal", str),
+            "segment": whole_entry(content, "segment", 0, 2**63),
+            "store": whole_entry(content, "store", 0, 2**64 - 1),
+            "path": check_text("path", content.get("path")),
+            "origin": None if content.get("origin") is None else entry(content, "origin", str),
         }
-    except (ValueError, KeyError, TypeError):
+    except ValueError:
         raise JournalError(f"{path} is damaged: it does not begin as a segment of a journal does") from None
 
 

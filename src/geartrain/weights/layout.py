@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from geartrain.core.arguments import shown
+from geartrain.core.json_values import parse_json
 from geartrain.core.schema import round_up
 from geartrain.errors import ArgumentError, IncompatibleStoreError
 
@@ -66,13 +68,13 @@ class Schema:
             IncompatibleStoreError: the bytes are no schema: no JSON, unknown dtypes, or sizes that do not fit.
         """
         try:
-            found = json.loads(text)
+            found = parse_json(text)
             entries = [Entry(tuple(path), dtype, tuple(shape), o, n) for path, dtype, shape, o, n in found]
             for entry in entries:
                 _check_entry(entry)
             nested([entry.path for entry in entries], [None] * len(entries))
-        except (ValueError, TypeError, AttributeError, RecursionError, ArgumentError) as error:
-            raise IncompatibleStoreError(f"a schema of weights that cannot be read: {error}") from None
+        except (ValueError, TypeError, AttributeError, SyntaxError) as error:
+            raise IncompatibleStoreError(f"a schema of weights that cannot be read: {str(error)[:300]}") from None
         return cls(entries)
 
     def to_json(self) -> bytes:
@@ -148,9 +150,9 @@ def nested(paths: list[tuple[str, ...]], values: list[Any]) -> dict[str, Any]:
 def _check_entry(entry: Entry) -> None:
     """Raises `ValueError` (or what a wrong type raises) unless `views` can make the entry from memory."""
     if not entry.path or not all(isinstance(name, str) for name in entry.path):
-        raise ValueError(f"the path {entry.path!r}")
+        raise ValueError(f"the path {shown(entry.path)}")
     if not all(type(n) is int and n >= 0 for n in (*entry.shape, entry.offset, entry.nbytes)) or len(entry.shape) > 64:
-        raise ValueError(f"the shape or place of {entry}")
+        raise ValueError(f"the shape or place of {shown(entry)}")
     if entry.is_torch:
         torch = importlib.import_module("torch")
         dtype = getattr(torch, entry.dtype[6:])
@@ -162,6 +164,8 @@ def _check_entry(entry: Entry) -> None:
         if plain.hasobject or plain.names is not None or plain.subdtype is not None or plain.itemsize == 0:
             raise ValueError(f"the dtype of {entry}")  # objects would be pointers that the file chooses
         itemsize = plain.itemsize
+    if itemsize * math.prod(n for n in entry.shape if n) >= 2**63:  # too many for NumPy, also where an axis has none
+        raise ValueError(f"the shape of {entry}")
     if entry.nbytes != math.prod(entry.shape) * itemsize or entry.offset % ALIGNMENT:
         raise ValueError(f"the size of {entry}")
 

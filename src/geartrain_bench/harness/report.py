@@ -20,6 +20,8 @@ Result = TypeVar("Result", bound=BenchResult)
 
 #: GEARTRAIN_BASELINE_PYTHON_TORCHRL=/path/to/python is equivalent to --baseline-python torchrl=/path/to/python.
 BASELINE_PREFIX = "GEARTRAIN_BASELINE_PYTHON_"
+#: Of a plot, each way, whatever a saved result has in it.
+_LARGEST_INCHES = 60.0
 
 
 def report(
@@ -125,7 +127,7 @@ def plot(result: BenchResult, path: Path) -> None:
     palette = pyplot.get_cmap("tab10")
     colors = {system: palette(i % 10) for i, system in enumerate(systems)}
     widest = max(len({row.case for row in rows}) for rows in panels.values())
-    size = (max(9.0, 1.05 * widest + 2), 4.6 * len(panels) + 0.6)
+    size = (min(max(9.0, 1.05 * widest + 2), _LARGEST_INCHES), min(4.6 * len(panels) + 0.6, _LARGEST_INCHES))
     figure, axes = pyplot.subplots(len(panels), 1, figsize=size, squeeze=False, layout="constrained")
     for axis, (title, rows) in zip(axes[:, 0], panels.items(), strict=True):
         _panel(axis, title, rows, systems, colors)

@@ -31,6 +31,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from geartrain.core.arguments import shown
+from geartrain.core.json_values import entry, object_entries
 from geartrain.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -89,9 +91,20 @@ class BenchResult:
             ArgumentError: entries that such a result does not have, or lacks.
         """
         try:
-            return cls(**{**found, "rows": [Row(**row) for row in found["rows"]]})
-        except (KeyError, TypeError) as error:
+            made = cls(**{**found, "rows": [Row(**row) for row in object_entries(found, "rows")]})
+            for key, kind in _KINDS.items():
+                entry(vars(made), key, kind)
+            for row in made.rows:
+                for key, value in vars(row).items():
+                    if not isinstance(value, str if key in _TEXTS else int | float):
+                        raise ValueError(f"{key} of a row is {shown(value)}")
+        except (TypeError, ValueError) as error:
             raise ArgumentError(f"this is no saved result of a benchmark: {error}") from None
+        return made
+
+
+_TEXTS = ("case", "system", "metric", "unit")
+_KINDS = {"bench": str, "command": str, "machine": dict, "versions": dict, "baselines_missing": dict, "notes": list}
 
 
 @dataclass

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 import geartrain as gt
 from geartrain.actors import recorded_fields
@@ -102,6 +104,43 @@ def import_npz(tools: Tools) -> Door:
     return importing(tools, file, "auto", lengths=None, ends=None, untimed=())
 
 
+@door(
+    "import_dataset, folder of .npy",
+    lengths=lambda value: value is None or isinstance(value, list | tuple | np.ndarray),
+    ends=choice(None),
+)
+def import_npy(tools: Tools) -> Door:
+    folder = tools.folder() / "rows"
+    folder.mkdir()
+    for name, values in ARRAYS.items():
+        np.save(folder / f"{name}.npy", values)
+    return importing(tools, folder, "arrays", lengths=[STEPS, 1], ends=None, untimed=("tag",), fields=["obs", "tag"])
+
+
+@door("import_dataset, rlds", split=choice("train", "all", None), skip_unsupported=flag, fields=choice(None, "action"))
+def import_rlds(tools: Tools) -> Door:
+    writer = pytest.importorskip("tfrecord.writer")
+    folder = tools.folder()
+    steps = {name: {"tensor": {"shape": {}, "dtype": "float32", "encoding": "none"}} for name in ("action", "reward")}
+    steps_of = {"sequence": {"feature": {"featuresDict": {"features": steps}}, "length": "-1"}}
+    (folder / "features.json").write_text(json.dumps({"featuresDict": {"features": {"steps": steps_of}}}))
+    splits = [{"name": name, "shardLengths": [str(EPISODES)]} for name in ("train", "val")]
+    (folder / "dataset_info.json").write_text(json.dumps({"name": "doors", "splits": splits}))
+    for split in splits:
+        file = writer.TFRecordWriter(str(folder / f"doors-{split['name']}.tfrecord-00000-of-00001"))
+        for _ in range(EPISODES):
+            file.write({f"steps/{name}": (np.ones(STEPS), "float") for name in steps})
+        file.close()
+    return importing(tools, folder, "rlds", split="train", fields=None, skip_unsupported=False, cast=())
+
+
+@door("import_dataset, minari", skip_unsupported=flag, fields=choice(None), max_length=whole(STEPS, 2**31, none=True))
+def import_minari(tools: Tools) -> Door:
+    folder = tools.folder() / "minari"
+    export_store(rows_of(tools, FIELDS), folder, format="minari", repeat_last_obs=True, progress=False)
+    return importing(tools, folder, "minari", fields=None, skip_unsupported=False, max_length=None)
+
+
 @door("import_dataset, torch", length=choice(None))
 def import_torch(tools: Tools) -> Door:
     items = [{"obs": np.zeros((STEPS, 2), np.float32), "n": np.int64(STEPS)} for _ in range(EPISODES)]
@@ -161,6 +200,20 @@ def export_npz(tools: Tools) -> Door:
     more = {"trust": "user", "compress": False}
     call = exported_to(tools.folder(), ".npz")
     return call, {"source": rows_of(tools, FIELDS), "path": "new", "format": "npz", **given, **more, **PROGRESS}
+
+
+@door("export_store, npy", fields=choice(None), skip_unsupported=flag, metadata=flag, overwrite=flag)
+def export_npy(tools: Tools) -> Door:
+    call = exported_to(tools.folder(), "")
+    given = {
+        "format": "npy",
+        "fields": None,
+        "cast": (),
+        "skip_unsupported": False,
+        "metadata": True,
+        "overwrite": True,
+    }
+    return call, {"source": rows_of(tools, FIELDS), "path": "new", **given, **PROGRESS}
 
 
 @door("export_store, parquet", compression=choice(None))

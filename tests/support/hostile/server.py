@@ -76,6 +76,7 @@ def serve() -> dict[str, Any] | None:
     import hostile.jobs
     import hostile.lerobot
     import hostile.peers
+    import hostile.rlinf
     import hostile.sb3
     import hostile.scenarios
     import hostile.stores  # noqa: F401

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,7 @@ import geartrain as gt
 from geartrain.selection import Mixture, Prioritized, Uniform
 from geartrain.store.rate_limiter import RateLimiter
 from geartrain.tools.testing import SimulatedDevice, ThreadRankGroup
-from hostile.subject import Subject, Tools, factory
+from hostile.subject import Subject, Tools, factory, order_lock
 
 FIELDS = {"x": gt.Field((4,), "float32"), "tag": gt.Field((), "int64", per_row=True)}
 STEPS, CAPACITY = 8, 64
@@ -344,6 +346,77 @@ def replay_of_a_group(tools: Tools) -> Subject:
     keys = one.sample().keys  # of this replay: they name its shard
     made.calls["update_priorities"] = lambda: one.update_priorities(keys, 1.5)
     made.in_child = frozenset()
+    return made
+
+
+@factory(gt.Replay, "of two ranks", waits=True)
+def replay_over_ranks(tools: Tools) -> Subject:
+    return of_two_ranks(tools, None)
+
+
+@factory(gt.Replay, "of two ranks, lagged", waits=True)
+def replay_with_rounds_in_flight(tools: Tools) -> Subject:
+    return of_two_ranks(tools, 2)
+
+
+def of_two_ranks(tools: Tools, update_lag: int | None) -> Subject:
+    """One of two ranks; the other one, of this process too, makes the calls that all ranks make as it does."""
+    stores, replays = [], {}
+    for _ in range(2):  # files: segments stay where a rank is lost
+        stores.append(
+            tools.enter(gt.Store.create(tools.folder() / "rows", FIELDS, max_length=STEPS, capacity=CAPACITY))
+        )
+        stores[-1].insert(rows(16), threads=1)
+    ranks = ThreadRankGroup.make(2, tools.patience(20))
+
+    def join(rank: int) -> None:
+        options: dict[str, Any] = {"output": "numpy", "threads": 1, "prefetch": 1, "update_lag": update_lag}
+        replays[rank] = gt.Replay(stores[rank], Prioritized(seed=1), 8, group=ranks[rank], **options)
+
+    joining = threading.Thread(target=join, args=(1,))
+    joining.start()
+    join(0)
+    joining.join()
+    one, other = replays[0], replays[1]
+    lock = order_lock()  # calls are made in the same order on all ranks
+
+    def also(call: Callable[[gt.Replay], object]) -> None:
+        with contextlib.suppress(gt.errors.GeartrainError):  # the subject is closed
+            call(other)
+
+    def on_both(call: Callable[[gt.Replay], object]) -> Callable[[], object]:
+        def run() -> None:
+            with lock:
+                there = threading.Thread(target=also, args=(call,), daemon=True)
+                there.start()
+                call(one)
+                there.join()
+
+        return run
+
+    def close() -> None:
+        one.close()
+        ranks[0].abort("it has left")  # as the other rank of a group of processes would see
+
+    def wait_for_the_other() -> object:
+        while True:  # which does not ask
+            one.sample()
+
+    made = replay_subject(one, stores)
+    collective: dict[str, Callable[[gt.Replay], object]] = {
+        "sample": lambda each: each.sample(),
+        "next": lambda each: next(iter(each)),
+        "settle": lambda each: each.settle(),
+        "state": lambda each: each.load_state_dict(each.state_dict()),
+    }
+    made.calls |= {name: on_both(call) for name, call in collective.items()}
+    tools.stack.callback(ranks[1].abort, "it has left, too")
+    keys = stores[0].keys()[:2]
+    made.calls["update_priorities"] = lambda: one.update_priorities(keys, 1.5)
+    made.calls["sample"]()  # rounds are in flight from the next batch on
+    made.close, made.work, made.in_child = close, made.calls["sample"], frozenset()
+    made.blocked = {"sample": wait_for_the_other}
+    made.owned.append(other)
     return made
 
 

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from geartrain.core.arguments import check_text, check_texts, shown
+from geartrain.core.json_values import read_object
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, SourceError
 from geartrain.integrations.datasets.arrow import nested_array
@@ -150,8 +151,8 @@ class LeRobotWriter(DatasetWriter):
             return False
         about = path / "meta" / "info.json"
         try:
-            return is_regular(about) and "codebase_version" in json.loads(about.read_text())
-        except (OSError, TypeError, ValueError):
+            return is_regular(about) and "codebase_version" in read_object(about)
+        except (OSError, ValueError):
             return False
 
     def write(self, group: RowGroup) -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import inspect
-import json
 import os
 import resource
 import warnings
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from geartrain.core.json_values import read_object
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, MissingDependencyError, ProcessDiedError, SourceError
 from geartrain.integrations.datasets.episode import require
@@ -142,8 +142,8 @@ class MinariWriter(DatasetWriter):
             return False
         about = path / "data" / "metadata.json"
         try:
-            return is_regular(about) and "data_format" in json.loads(about.read_text())
-        except (OSError, TypeError, ValueError):
+            return is_regular(about) and "data_format" in read_object(about)
+        except (OSError, ValueError):
             return False
 
     def write(self, group: RowGroup) -> int:

@@ -26,7 +26,8 @@ _MOST_QUALITY = {"h264": 51, "h264-lossless": 0, "hevc": 51, "av1": 63}
 _OPTIONS = {
     "h264": {"forced-idr": "1"},
     "h264-lossless": {"forced-idr": "1", "preset": "fast"},
-    "hevc": {"forced-idr": "1", "x265-params": "log-level=none"},
+    # x265's CU-tree writes behind its buffers where a frame is not a whole number of 64 pixels wide (with AVX2).
+    "hevc": {"forced-idr": "1", "x265-params": "log-level=none:cutree=0"},
     "av1": {"preset": "10"},
 }
 _LEAST_AV1_EDGE = 64

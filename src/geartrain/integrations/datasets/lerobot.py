@@ -20,15 +20,17 @@ one number per step, as it is in the files. Older versions of the format (v1) mu
 from __future__ import annotations
 
 import itertools
-import json
 import os
+import re
+import string
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from geartrain.core.arguments import check_real, whole_number
+from geartrain.core.arguments import check_real, shown, whole_number
+from geartrain.core.json_values import parse_json, read_object
 from geartrain.errors import ArgumentError, SourceError
 from geartrain.integrations.datasets.arrow import column_values
 from geartrain.integrations.datasets.episode import (
@@ -61,6 +63,8 @@ _BATCH_BYTES = 1 << 20
 _PLACES = ("index", "episode_index", "frame_index")
 _READ_VERSIONS = ("v2.0", "v2.1", "v3.")
 _MOST_THREADS = 16
+# Of a number in a file's name; one of a thousand million digits would be as many bytes.
+_WIDTH = re.compile(r"(0?[0-9]{1,2}d?)?", re.ASCII)
 # Where the columns have the steps' times for the videos; no field has this name.
 _TIMES = "/timestamp"
 
@@ -113,7 +117,7 @@ class LeRobotSource(Source):
         self._parquet = require("pyarrow.parquet", "lerobot", "Reading LeRobot datasets")
         about = f"{path}: meta/info.json"
         with reading(about, "a JSON object"):
-            self._info = dict(json.loads((self._root / "meta" / "info.json").read_text()))
+            self._info = read_object(self._root / "meta" / "info.json")
         version = str(self._info.get("codebase_version"))
         if not version.startswith(_READ_VERSIONS):
             raise SourceError(
@@ -311,7 +315,7 @@ class LeRobotSource(Source):
         with reading(f"{self.name}: {path}", "lines of JSON with episode_index and length"):
             for line in path.read_text().splitlines():
                 if line.strip():
-                    self._add_length(lengths, json.loads(line))
+                    self._add_length(lengths, parse_json(line))
         files = []
         for index in sorted(lengths):
             place: dict[str, Any] = {"episode_chunk": index // self._chunks_size, "episode_index": index}
@@ -323,6 +327,9 @@ class LeRobotSource(Source):
     def _file(self, template: str, **parts: int | str) -> Path:
         with reading(f"{self.name}: meta/info.json: {template}", f"a template of {' and '.join(parts)}"):
             pattern = str(self._info[template])
+            for _, part, width, conversion in string.Formatter().parse(pattern):
+                if part is not None and (part not in parts or conversion or not _WIDTH.fullmatch(width or "")):
+                    raise ValueError(f"{shown(pattern)} has a part that none of LeRobot's has")
             relative = pattern.format(**parts)
             for part, value in parts.items():
                 other = f"{value}x" if isinstance(value, str) else value + 1

@@ -26,13 +26,13 @@ file tells the order; HDF5 is not affected.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from geartrain.core.json_values import read_object
 from geartrain.errors import SourceError
 from geartrain.integrations.datasets.arrow import column_values
 from geartrain.integrations.datasets.episode import (
@@ -315,9 +315,9 @@ def _data_folder(path: Path) -> Path | None:
         if not metadata.is_file():
             continue
         try:
-            if "data_format" in json.loads(metadata.read_text()):
+            if "data_format" in read_object(metadata):
                 return folder
-        except (OSError, TypeError, ValueError):
+        except (OSError, ValueError):
             continue
     return None
 

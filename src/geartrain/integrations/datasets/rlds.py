@@ -23,7 +23,6 @@ TFDS has kept float64 as float32 and images as PNG or JPEG. Text cannot be store
 
 from __future__ import annotations
 
-import json
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from geartrain.core.json_values import read_json
 from geartrain.errors import SourceError
 from geartrain.integrations.datasets.episode import Array, Episode, Extent, FieldChoice, Source, choose, reading
 from geartrain.integrations.datasets.images import decode_image
@@ -225,7 +225,7 @@ def _version_folder(path: Path) -> Path | None:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
+        return read_json(path)
     except (OSError, ValueError) as error:
         raise SourceError(f"{path}: cannot be read: {error}") from error
 

@@ -38,7 +38,7 @@ from geartrain.integrations.torchrl.items import (
     leaves_of,
     stacked,
 )
-from geartrain.integrations.torchrl.writer_lock import WriterLock
+from geartrain.integrations.transitions.writer_lock import WriterLock
 from geartrain.replay.fetch import fetch
 from geartrain.store.store import Store
 

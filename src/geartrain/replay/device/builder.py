@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError
+from geartrain.replay.admission import Admission
 from geartrain.replay.builder import (
     BuiltBatch,
     HostBatchBuilder,
@@ -77,7 +78,13 @@ class PendingBatch:
     state: State
     transfer: BatchTransfer
     parts: list[_StoreRows]
+    admission: Admission
     made: BuiltBatch | None = None  # when it is finished already
+
+    @property
+    def admitted(self) -> list[int]:
+        """See `StartedBatch`."""
+        return self.admission.rows
 
 
 class DeviceBatchBuilder:
@@ -165,32 +172,29 @@ class DeviceBatchBuilder:
     def start(self, step: int, state: State, updates: list[PriorityUpdate]) -> PendingBatch:
         """See `BatchBuilder`."""
         gathered = self.path == "gather"  # what is staged is admitted where it is sampled
-        admitted = self._admit(step) if gathered else []
+        admission = Admission(self.samplers)
         try:
+            if gathered:
+                self._admit(step, admission)
             with self._session.at_work():
-                return self._start(step, state)
+                return self._start(step, state, admission)
         except BaseException:
-            _give_back(admitted)
+            admission.give_back()
             raise
 
-    def _admit(self, step: int) -> list[tuple[StoreSampler, int]]:
+    def _admit(self, step: int, admission: Admission) -> None:
         """Waits for rows and for the stores' rate limiters, not holding what `close` waits for."""
-        admitted: list[tuple[StoreSampler, int]] = []
         wait_together(self.samplers)
-        try:
-            for sampler, quota in zip(self.samplers, self._host.quotas(step), strict=True):
-                if quota:
-                    sampler.wait_to_draw(quota)
-                    admitted.append((sampler, quota))
-        except BaseException:
-            _give_back(admitted)
-            raise
-        return admitted
+        for number, (sampler, quota) in enumerate(zip(self.samplers, self._host.quotas(step), strict=True)):
+            if quota:
+                sampler.wait_to_draw(quota)
+                admission.rows[number] = quota
 
-    def _start(self, step: int, state: State) -> PendingBatch:
+    def _start(self, step: int, state: State, admission: Admission) -> PendingBatch:
         began_s = time.perf_counter()
         self._session.hold_back()
-        pending = self._stage(step, state) if self.path == "staged" else self._launch(step, state)
+        stage = self._stage if self.path == "staged" else self._launch
+        pending = stage(step, state, admission)
         self._make_s += time.perf_counter() - began_s
         if self._alone and pending.made is None:
             pending.made = self._finish(pending)
@@ -205,7 +209,7 @@ class DeviceBatchBuilder:
             try:
                 return self._finish(started)
             except BaseException:
-                _give_back([(self.samplers[part.number], part.n) for part in started.parts])
+                started.admission.give_back()
                 raise
 
     def _finish(self, pending: PendingBatch) -> BuiltBatch:
@@ -214,20 +218,21 @@ class DeviceBatchBuilder:
         state = list(pending.state)
         for part in pending.parts:
             state[part.number] = part.state
-        made = self._ready(pending.transfer.finish(*metadata, pending.step), state)
+        made = self._ready(pending.transfer.finish(*metadata, pending.step), state, pending.admission)
         self._make_s += time.perf_counter() - began_s
         return made
 
-    def _ready(self, ready: ReadyBatch, state: State) -> BuiltBatch:
+    def _ready(self, ready: ReadyBatch, state: State, admission: Admission) -> BuiltBatch:
         self._built += 1
-        return BuiltBatch(ready.batch, state, self._session.deliver(ready))
+        return BuiltBatch(ready.batch, state, self._session.deliver(ready), admitted=admission.rows)
 
     # --- staged ------------------------------------------------------------------------------------------------
 
-    def _stage(self, step: int, state: State) -> PendingBatch:
+    def _stage(self, step: int, state: State, admission: Admission) -> PendingBatch:
         target = self.targets[0]
         stage = StagingBuffer(target, self.rows)
         rows, after = self._host.sample(step, state, stage.arrays)
+        admission.rows[:] = self._host.admitted
         transfer = stage.send(FetchedRows.of_batch(rows, stage.arrays))
         ready = transfer.finish(
             keys_of(rows, self._host.store_ids, target.plan.per_step),
@@ -235,11 +240,11 @@ class DeviceBatchBuilder:
             rows.importance_weights(),
             step,
         )
-        return PendingBatch(step, after, transfer, [], self._ready(ready, after))
+        return PendingBatch(step, after, transfer, [], admission, self._ready(ready, after, admission))
 
     # --- gathered ----------------------------------------------------------------------------------------------
 
-    def _launch(self, step: int, state: State) -> PendingBatch:
+    def _launch(self, step: int, state: State, admission: Admission) -> PendingBatch:
         transfer = BatchTransfer(self.targets[0], self.rows)
         parts, asked, at = [], [], 0
         for number, quota in enumerate(self._host.quotas(step)):
@@ -253,7 +258,7 @@ class DeviceBatchBuilder:
         after = list(state)
         for part in parts:
             after[part.number] = part.state
-        return PendingBatch(step, after, transfer, parts)
+        return PendingBatch(step, after, transfer, parts, admission)
 
     def _part(self, number: int, at: int, n: int, step: int, state: State) -> _StoreRows:
         sampler = self.samplers[number]
@@ -429,11 +434,6 @@ def _steps_of(part: _StoreRows) -> NDArray[np.uint32] | None:
 def _draw_of(rows: NDArray[Any], generations: NDArray[Any], probability: NDArray[np.float64]) -> Draw:
     """A draw that the device made, which has no types of 32 bits without sign for all of it."""
     return Draw(rows.astype(np.uint32), generations.astype(np.uint32), probability)
-
-
-def _give_back(admitted: list[tuple[StoreSampler, int]]) -> None:
-    for sampler, n in admitted:
-        sampler.give_back(n)
 
 
 __all__ = ["DeviceBatchBuilder", "PendingBatch"]

@@ -11,6 +11,7 @@ Taken is, in this order: `DeviceOptions(crossover_bytes=...)`, GEARTRAIN_CROSSOV
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from geartrain.core.json_values import read_object, whole_entry
 from geartrain.errors import ArgumentError
 
 VARIABLE = "GEARTRAIN_CROSSOVER_BYTES"
@@ -51,8 +53,9 @@ def crossover(asked: int | None, device: str) -> tuple[int, str]:
             raise ArgumentError(f"{VARIABLE} is a number of bytes, found {variable!r}")
         return int(variable), f"by {VARIABLE}"
     found = _measured().get(device)
-    if isinstance(found, dict) and isinstance(found.get("crossover_bytes"), int):
-        return int(found["crossover_bytes"]), "as measured on this machine"
+    if isinstance(found, dict):
+        with contextlib.suppress(ValueError):
+            return whole_entry(found, "crossover_bytes", 0, 2**63 - 1), "as measured on this machine"
     return CROSSOVER_BYTES, "an estimate; `geartrain bench fetch --device cuda` measures it"
 
 
@@ -88,10 +91,9 @@ def found_from(seconds: Mapping[int, Mapping[str, float]]) -> int:
 
 def _measured() -> dict[str, Any]:
     try:
-        known = json.loads(measured_path().read_text())
+        return read_object(measured_path())
     except (OSError, ValueError):  # nothing was measured, or somebody wrote something else there
         return {}
-    return known if isinstance(known, dict) else {}
 
 
 __all__ = ["CROSSOVER_BYTES", "VARIABLE", "crossover", "found_from", "measured_path", "remember"]

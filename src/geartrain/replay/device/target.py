@@ -17,6 +17,7 @@ from geartrain.replay.device.gather_threshold import crossover
 from geartrain.replay.device.options import Convert, DeviceOptions
 from geartrain.replay.device.pinned_pool import PinnedPool
 from geartrain.replay.fetch import FetchPlan
+from geartrain.store.recorder import shares_rows
 
 if TYPE_CHECKING:
     import torch
@@ -94,6 +95,12 @@ class DeviceTarget:
                     f"the GPU gathers windows that are a number of steps, found {windows}; use path='staged'"
                 )
             return "staged", f"the CPU places {windows}"
+        if shares_rows(store.fields):
+            if asked == "gather":
+                raise ArgumentError(
+                    f"rows of {store.name!r} hold several episodes, which the CPU tells apart; use path='staged'"
+                )
+            return "staged", "rows hold several episodes, which the CPU tells apart"
         if asked == "staged":
             return "staged", "it was asked for"
         most, says = crossover(self.options.crossover_bytes, self.device.model)

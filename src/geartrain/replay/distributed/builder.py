@@ -5,7 +5,7 @@ For every batch all ranks take the same steps, in the same order (GEAR, sections
     1. status      every rank's step, fingerprint, row counts and totals (draw.py)                     all-gather
     2. priorities  priority updates go to the leaders of their rows' shards, with the status           only if any
     3. draw        each rank computes which shard owns each draw; its ranks look the rows up           all-gather
-    4. assign      draws to replicas (consumers) and ranks (readers) (assignment.py)                   none
+    4. assign      draws to replicas (consumers) and ranks (readers) (batch_assignment.py)             none
     5. read        rows from shared memory, into the batch or into messages (read.py)                  none
     6. exchange    one row message per pair of ranks that has rows to move, of a size both know        the surplus
                    (assembly.py: into host memory, into a GPU's through it, or from GPU to GPU)
@@ -23,11 +23,10 @@ step 6, and draw the batch again (read_agreement.py). A rank that fails aborts t
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,29 +34,32 @@ from numpy.typing import NDArray
 import geartrain._native as _native
 from geartrain.core.keys import Keys
 from geartrain.device.nccl import DeviceGroup
-from geartrain.errors import ArgumentError, PeerLostError
+from geartrain.errors import PeerLostError
+from geartrain.replay.admission import Admission
 from geartrain.replay.batch import Batch
 from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State, build_stats, check_priorities
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.device import DeviceOptions
 from geartrain.replay.distributed.assembly import BatchAssembler, check_options, open_assembler
 from geartrain.replay.distributed.assembly_host import HostAssembler, Incoming
-from geartrain.replay.distributed.assignment import Assigner, sizes_of
+from geartrain.replay.distributed.batch_assignment import BatchAssigner, check_sizes
 from geartrain.replay.distributed.draw import CommonError, ShardedSampler
 from geartrain.replay.distributed.fingerprint import describe_job, fingerprint_of
 from geartrain.replay.distributed.members import Consumer, Members
 from geartrain.replay.distributed.messages import flat_bytes
 from geartrain.replay.distributed.native_read import NativeReader, open_native_reader
 from geartrain.replay.distributed.priority_updates import check_steps
-from geartrain.replay.distributed.rank_group import Message, RankGroup, run_on_all_ranks
+from geartrain.replay.distributed.rank_collectives import run_on_all_ranks
+from geartrain.replay.distributed.rank_group import Message, RankGroup
 from geartrain.replay.distributed.read import AssignedDraws, RowBuffer, ShardReader
 from geartrain.replay.distributed.read_agreement import ReadAgreement, RowsLostError
+from geartrain.replay.distributed.shard_admission import ShardAdmission
 from geartrain.replay.distributed.topology import MeshPosition
 from geartrain.replay.distributed.transition_rows import TransitionRows
 from geartrain.replay.fetch import FetchPlan
-from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler, wait_together
-from geartrain.selection.mixture import Selection, quotas_of
-from geartrain.selection.sharded import ShardedDraw, check_strategy
+from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
+from geartrain.selection.mixture import Selection
+from geartrain.selection.sharded import check_strategy
 from geartrain.selection.strategy import Draw, importance_of, seed_of
 
 T = TypeVar("T")
@@ -88,6 +90,9 @@ class DistributedBatchBuilder:
         members: global ranks of the job where the group is one of `torch.distributed`: the ranks that may exchange
             device memory.
 
+    Attributes:
+        admission: of each batch by the rate limiters of this rank's shards.
+
     Raises:
         RanksDisagreeError: the ranks differ in strategy, seed, schema or sizes.
         ArgumentError: the batch cannot be divided evenly.
@@ -108,14 +113,11 @@ class DistributedBatchBuilder:
         for sampler in samplers:
             check_strategy(sampler.strategy)
         self.samplers = samplers
-        self.selection = selection
-        self.batch_size = config.batch_size
         self.group = group
         self.position = position
         self.traffic = Traffic()
         self._make_s = 0.0
         self._built = 0
-        self._assignment = config.assignment
         self._has_importance = any(sampler.traits.importance for sampler in samplers)
         plans = [_rows_of(each) for each in samplers]
         self._plan = plan = plans[0]
@@ -140,14 +142,14 @@ class DistributedBatchBuilder:
             sum(plan.row_bytes(name) for name in fields),
         )
         self.store_ids: list[int] = self.members.shard_ids.tolist()
-        self._check_sizes()
+        check_sizes(samplers, len(self.members.replicas), config.batch_size, config.assignment)
+        self.rows = config.batch_size // len(self.members.replicas)
+        self.admission = ShardAdmission(samplers, self.members, selection, config.batch_size)
         # Fetch plans by the fields of each consumer; those of the first store serve as memory format for all stores.
         wanted = {consumer.fields for consumer in self.members.consumers if consumer.fields}
         self._plans = [{names: each.of_fields(names) for names in wanted} for each in plans]
         self._sampler = ShardedSampler(samplers, self.members, fingerprint_of(job))
-        shard_ranks = [ranks for store in self.members.stores for ranks in store.ranks]
-        self._assigner = Assigner(self.members.replicas, shard_ranks)
-        self._layouts: dict[tuple[int, ...], _Layout] = {}
+        self._assigner = BatchAssigner(samplers, self.members, config.assignment)
         self._reader = ShardReader(samplers, self.members, self._plans, self._sampler.cursors)
         self.assembler: BatchAssembler = HostAssembler()
 
@@ -175,40 +177,19 @@ class DistributedBatchBuilder:
             make_group = lambda device: DeviceGroup(device.collectives, members, timeout_s)  # noqa: E731
         return open_assembler(options, self._plans, fields, has_peers, make_group)
 
-    def _check_sizes(self) -> None:
-        replicas = len(self.members.replicas)
-        if self.batch_size % replicas:
-            raise ArgumentError(
-                f"a global batch of {self.batch_size} rows cannot be divided evenly over {replicas} data-parallel "
-                f"replicas"
-            )
-        self.rows = self.batch_size // replicas
-        sizes = sorted({sampler.atom for sampler in self.samplers})
-        for size in sizes:
-            if self.rows % size:
-                raise ArgumentError(
-                    f"{self.rows} rows a replica do not hold whole groups of {size}; choose a batch_size "
-                    f"that is a multiple of {size * replicas}"
-                )
-        for small, large in itertools.pairwise(sizes):
-            if large % small:
-                raise ArgumentError(
-                    f"groups of {small} and of {large} rows cannot fill a replica together; one must divide the other"
-                )
-        if len(sizes) > 1 and self._assignment == "ordered" and replicas > 1:
-            raise ArgumentError("slices of a mixture with groups would cut groups; use assignment='local_first'")
-
     # --- a batch ------------------------------------------------------------------------------------------------
 
     def enter(self) -> None:
         """See `BatchBuilder`."""
         self.assembler.enter()
 
-    def start(self, step: int, state: State, updates: list[PriorityUpdate], *, admitted: bool = False) -> BuiltBatch:
+    def start(
+        self, step: int, state: State, updates: list[PriorityUpdate], *, admitted: Admission | None = None
+    ) -> BuiltBatch:
         """See `BatchBuilder`. This rank's part of the batch is finished when this returns.
 
         Args:
-            admitted: by the rate limiters, already.
+            admitted: of the batch, where it was admitted before.
 
         Raises:
             EmptyStoreError, NotEnoughRowsError: on all ranks alike; the replay can go on.
@@ -246,42 +227,44 @@ class DistributedBatchBuilder:
             self.abort(f"{type(error).__name__}: {error}")
             raise
 
-    def _build(self, step: int, state: State, updates: list[PriorityUpdate], admitted: bool) -> BuiltBatch:
+    def _build(self, step: int, state: State, updates: list[PriorityUpdate], admitted: Admission | None) -> BuiltBatch:
         began_s, sent = time.perf_counter(), self.group.sent_bytes
-        quotas = quotas_of(self.selection, self.batch_size, step) if admitted else self.admit(step)
+        admission = self.admission.wait(step) if admitted is None else admitted
+        try:
+            built = self._draw_until_whole(step, state, updates, admission, began_s, sent)
+        except BaseException:
+            admission.give_back()
+            raise
+        built.admitted = admission.rows
+        return built
+
+    def _draw_until_whole(
+        self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission, began_s: float, sent: int
+    ) -> BuiltBatch:
         used = list(self._sampler.cursors)
         for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
-                built = self._build_once(step, state, updates, quotas, began_s, sent)
-                break
+                return self._build_once(step, state, updates, admission, began_s, sent)
             except CommonError as error:
                 self._sampler.cursors[:] = used  # no one has got what was redrawn for this batch
                 if attempt == MAX_ATTEMPTS or not isinstance(error, RowsLostError):
                     raise  # on all ranks; otherwise all of them draw again from what there is now
-        return built
-
-    def admit(self, step: int) -> list[int]:
-        """Waits for the rate limiters of this rank's shards; returns how many rows of each store the batch has."""
-        quotas = quotas_of(self.selection, self.batch_size, step)
-        wait_together(self.samplers)
-        for number, quota in enumerate(quotas):
-            if quota and self.members.leads(number):
-                # The shard's rate limiter admits an even share: how many rows it will be drawn for is not known yet.
-                self.samplers[number].admit(-(-quota // len(self.members.stores[number].ranks)))
-        return quotas
+        raise AssertionError("unreachable")
 
     def _build_once(
-        self, step: int, state: State, updates: list[PriorityUpdate], quotas: list[int], began_s: float, sent: int
+        self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission, began_s: float, sent: int
     ) -> BuiltBatch:
         if self.native is not None:
             return self._build_natively(self.native, step, state, updates, began_s)
+        quotas = self.admission.quotas(step)
         known = self._sampler.gather_totals(step, state, updates, quotas)
         drawn = [self._sampler.draw(number, quota, step, known) for number, quota in enumerate(quotas)]
         state = [old if each is None else each.state for old, each in zip(known.state, drawn, strict=True)]
-        quotas = self._found(drawn, quotas)
+        quotas = [0 if each is None else len(each.shard) for each in drawn]  # fewer where a pass ends
+        self.admission.keep(admission, quotas)
         self.traffic.selection_bytes += self.group.sent_bytes - sent
         selected_s = time.perf_counter()
-        draws = self._assign(drawn, quotas)
+        draws = self._assigner.assign(drawn, quotas)
         buffers, mine = self._buffers(draws)
         outcome = self._reader.read(step, state, drawn, draws, buffers)
         read_s = time.perf_counter()
@@ -318,30 +301,6 @@ class DistributedBatchBuilder:
         traffic.select_s += read.agreed_s - began_s
         traffic.fetch_s += read.read_s - read.agreed_s
         traffic.exchange_s += ended_s - read.read_s
-
-    def _found(self, drawn: Sequence[ShardedDraw | None], quotas: Sequence[int]) -> list[int]:
-        """Rows of each store in the batch: fewer than were asked for where a pass ends."""
-        found = [0 if each is None else len(each.shard) for each in drawn]
-        for number, (n, quota) in enumerate(zip(found, quotas, strict=True)):
-            if n < quota and self.members.leads(number):
-                ranks = len(self.members.stores[number].ranks)
-                self.samplers[number].give_back(-(-quota // ranks) - -(-n // ranks))
-        return found
-
-    def _assign(self, drawn: Sequence[ShardedDraw | None], quotas: Sequence[int]) -> AssignedDraws:
-        """Step 4, for the draws of all stores one after the other."""
-        layout = self._layouts.get(tuple(quotas))
-        if layout is None:
-            if len(self._layouts) > 64:  # of mixtures whose shares follow a schedule
-                self._layouts.clear()
-            layout = self._layouts[tuple(quotas)] = _layout_of(self.samplers, quotas, len(self.members.replicas))
-        stores = self.members.stores
-        parts = [each.shard + of.first for each, of in zip(drawn, stores, strict=True) if each is not None]
-        shard = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        assigned = self._assigner.assign(shard, self._assignment, layout.atom_sizes)
-        return AssignedDraws(
-            layout.store, shard, assigned.replica, assigned.reader, assigned.place, layout.first, layout.counts
-        )
 
     def _buffers(self, draws: AssignedDraws) -> tuple[dict[int, RowBuffer], RowBuffer | None]:
         """Buffers for the rows that this rank reads, by the consumer's rank; and the one of its own batch."""
@@ -498,29 +457,6 @@ def _rows_of(sampler: StoreSampler) -> FetchPlan:
     """The arrays of a sampler's rows, as ranks exchange them."""
     view = sampler.transitions
     return sampler.plan if view is None else TransitionRows(view, sampler.plan, seed_of(sampler.strategy))
-
-
-class _Layout(NamedTuple):
-    """The draws of a batch by their stores, each of which has so many.
-
-    `store` (n,), `atom_sizes` (None where every draw stands alone), `first` (stores + 1,) and `counts` (replicas,).
-    """
-
-    store: NDArray[np.int64]
-    atom_sizes: NDArray[np.int64] | None
-    first: NDArray[np.int64]
-    counts: NDArray[np.int64]
-
-
-def _layout_of(samplers: Sequence[StoreSampler], quotas: Sequence[int], replicas: int) -> _Layout:
-    atoms = [sampler.atom for sampler in samplers]
-    sizes = None
-    if any(atom > 1 for atom in atoms):
-        whole = [quota // atom for quota, atom in zip(quotas, atoms, strict=True)]
-        sizes = np.repeat(np.array(atoms, np.int64), whole)
-    store = np.repeat(np.arange(len(quotas)), quotas)
-    first = np.concatenate([[0], np.cumsum(quotas)]).astype(np.int64)
-    return _Layout(store, sizes, first, sizes_of(sum(quotas), replicas))
 
 
 __all__ = ["DistributedBatchBuilder", "Traffic"]

@@ -10,32 +10,35 @@ them (checkpoint_directory.py): a load that has opened a shard gets all of it. T
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from geartrain.core.arguments import shown
+from geartrain.core.json_values import entry, object_entries, read_object, whole_entry
+from geartrain.errors import CheckpointError
 from geartrain.store.checkpoint_directory import remove_unheld
 from geartrain.store.checkpoint_format import json_checksum, sync_directory, write_json
 
 FORMAT = "geartrain-shards"
 VERSION = 1
 
-_STEP = re.compile(r"step-(\d{8,})")
+_STEP = re.compile(r"step-(\d{8,18})", re.ASCII)
+_SHARD = re.compile(r"shard-\d{5,}-of-\d{5,}(\.\d+)?", re.ASCII)
 
 
 def describe_steps(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The steps in a directory as this disk has them, newest first: as `geartrain inspect` shows them.
 
-    A dict each: step, complete, created, path, state, world, and shards: a dict each of directory, rows, capacity,
-    bytes, ranks and here (whether it is on this disk).
+    A dict each: step, complete, created, path, state, world, damaged (why a record of it cannot be used, or None), and
+    shards: a dict each of directory, rows, capacity, bytes, ranks and here (whether it is on this disk).
     """
     root = Path(directory)
-    steps, _ = scan_steps(root)
-    found = []
+    steps, damaged = scan_steps(root)
+    found: list[dict[str, Any]] = []
     for path in step_paths(root):
         number = step_number(path)
         records = [known for (step, _), known in steps.items() if step == number]
@@ -48,7 +51,9 @@ def describe_steps(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
             for entry in record.get("shards", [])
         ]
         about = {key: record.get(key) for key in ("created", "state", "world")}
-        found.append({"step": number, "complete": bool(records), "path": str(path), **about, "shards": shards})
+        why = next((text for text in damaged if text.startswith(f"{path}/")), None)
+        about |= {"complete": bool(records), "path": str(path), "damaged": why, "shards": shards}
+        found.append({"step": number, **about})
     return sorted(found, key=lambda step: -step["step"])
 
 
@@ -80,21 +85,62 @@ def scan_steps(root: Path) -> tuple[Steps, list[str]]:
             records = sorted(place.glob("replay*.json"))
         for path in records:
             try:
-                content = json.loads(path.read_text())
-                whole = content.pop("checksum") == json_checksum(content) and content["format"] == FORMAT
-                if whole and content["version"] != VERSION:
-                    damaged.append(f"{path} has version {content['version']}, this build reads version {VERSION}")
-                elif whole and content["step"] == step_number(place):
-                    directories = [shard["directory"] for shard in content["shards"]]
-                    known = StepRecord(content["serial"], directories, content)
-                    steps[content["step"], content["id"]] = known
-                else:
-                    damaged.append(f"{path} is damaged: its checksum does not match")
+                record = _record(path, step_number(place))
+                steps[step_number(place), record.content["id"]] = record
             except FileNotFoundError:
                 continue  # it was just removed, or renamed
-            except (ValueError, KeyError, AttributeError, TypeError):
-                damaged.append(f"{path} is damaged: it is not the JSON that was written")
+            except OSError as error:
+                damaged.append(f"{path} cannot be read: {error.strerror}")
+            except CheckpointError as error:
+                damaged.append(str(error))
     return steps, damaged
+
+
+def _record(path: Path, step: int) -> StepRecord:
+    """A record, once every entry that a reader uses is there and of its type.
+
+    Raises:
+        CheckpointError: it is damaged, or none.
+        OSError: it cannot be read.
+    """
+    try:
+        content = read_object(path)
+        checksum = content.pop("checksum", None)
+        if checksum != json_checksum(content):
+            raise ValueError("its checksum does not match")
+        if content.get("format") != FORMAT:
+            raise ValueError("it is no record of a job's checkpoint")
+        if content.get("version") != VERSION:
+            raise CheckpointError(
+                f"{path} has version {shown(content.get('version'))}, this build reads version {VERSION}"
+            )
+        if whole_entry(content, "step", 0, 10**18) != step:
+            raise ValueError(f"it is of step {content['step']}")
+        for key in ("id", "created"):
+            entry(content, key, str)
+        entry(content, "state", dict | None)
+        whole_entry(content, "world", 1, 2**32)
+        serial = whole_entry(content, "serial", 1, 2**63)
+        for shard in object_entries(content, "shards"):
+            _check_shard(shard)
+        if not content["shards"]:
+            raise ValueError("it has no shards")
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+    return StepRecord(serial, [shard["directory"] for shard in content["shards"]], content)
+
+
+def _check_shard(shard: Mapping[str, Any]) -> None:
+    """Raises `ValueError` unless a shard's entry has what readers use."""
+    if not _SHARD.fullmatch(entry(shard, "directory", str)):
+        raise ValueError(f"{shown(shard['directory'])} is no shard's directory")
+    for key in ("id", "store_id"):
+        entry(shard, key, str)
+    capacity = whole_entry(shard, "capacity", 1, 2**32)
+    whole_entry(shard, "rows", 0, capacity)
+    whole_entry(shard, "bytes", 0, 2**63)
+    if not all(type(rank) is int and 0 <= rank < 2**32 for rank in entry(shard, "ranks", list)):
+        raise ValueError(f"ranks is {shown(shard['ranks'])}")
 
 
 def step_paths(root: Path) -> list[Path]:
@@ -127,9 +173,9 @@ def free_shard_name(number: int, shards: int, taken: set[str]) -> str:
 def base_checkpoint(root: Path, steps: Steps, store_id: int, origin: str | None) -> Path | None:
     """The base of an incremental checkpoint: the newest one of the same store on this disk, or of its origin."""
     for (step, _), known in sorted(steps.items(), key=lambda each: (each[0][0], each[1].serial), reverse=True):
-        for entry in known.content["shards"]:
-            if entry["store_id"] == f"{store_id:016x}" or entry["id"] == origin:
-                path: Path = root / step_name(step) / entry["directory"]
+        for shard in known.content["shards"]:
+            if shard["store_id"] == f"{store_id:016x}" or shard["id"] == origin:
+                path: Path = root / step_name(step) / shard["directory"]
                 if path.is_dir():
                     return path
     return None

@@ -20,7 +20,8 @@ from geartrain.replay.builder import PriorityUpdate, State
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import PRIORITY_UPDATE, flat_bytes, rank_status
 from geartrain.replay.distributed.priority_updates import apply_updates, parts_of
-from geartrain.replay.distributed.rank_group import DIRECT_RANKS, Bytes, all_to_all_of_known_sizes
+from geartrain.replay.distributed.rank_collectives import DIRECT_RANKS, all_to_all_of_known_sizes
+from geartrain.replay.distributed.rank_group import Bytes
 from geartrain.replay.pass_sampler import PassSampler
 from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
 from geartrain.selection.sharded import (

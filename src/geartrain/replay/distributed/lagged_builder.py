@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.errors import ArgumentError, PeerLostError
+from geartrain.replay.admission import Admission
 from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.later_updates import LaterUpdates
@@ -71,12 +72,24 @@ class _Begun:
         self.began_s = time.perf_counter()
         self.built: BuiltBatch | None = None
         self.error: BaseException | None = None
+        self.admission: Admission | None = None
         self.parts: list[Bytes] = []  # that it told; none: it has yet to tell, or its round is over
         self.round = self.outcomes = self.rows = 0
         self.read = False  # and its rows are sent; those below are kept until its batch is finished
         self.heard: _native.RankRead | None = None
         self.batch: Any = None
         self.told: Any = None
+
+    @property
+    def admitted(self) -> Sequence[int]:
+        if self.built is not None:
+            return self.built.admitted
+        return () if self.admission is None else self.admission.rows
+
+    def give_back(self) -> None:
+        """Where it has failed."""
+        if self.admission is not None:
+            self.admission.give_back()
 
 
 class LaggedBuilder:
@@ -143,8 +156,12 @@ class LaggedBuilder:
 
     def finish(self, begun: _Begun) -> BuiltBatch:
         """See `BatchBuilder`."""
-        built = begun.built or self._inner.or_abort(lambda: self._finish(begun))
-        return built or self._inner.start(begun.step, begun.state, [], admitted=True)
+        try:
+            built = begun.built or self._inner.or_abort(lambda: self._finish(begun))
+        except BaseException:
+            begun.give_back()
+            raise
+        return built or self._inner.start(begun.step, begun.state, [], admitted=begun.admission)
 
     def _begin(self, step: int, state: State, updates: list[PriorityUpdate]) -> _Begun:
         if self._newest is not None:
@@ -175,7 +192,7 @@ class LaggedBuilder:
         if begun.error is not None:  # as it was
             raise begun.error
         try:
-            self._inner.admit(begun.step)
+            begun.admission = self._inner.admission.wait(begun.step)
             if not begun.parts:  # its round was over before, with that of a batch that was drawn again
                 self._tell(begun, [])
             heard = self._hear(begun)
@@ -189,6 +206,7 @@ class LaggedBuilder:
             begun.heard, begun.read = heard, True
         except BaseException as error:
             begun.error = error
+            begun.give_back()
             raise
 
     def _finish(self, begun: _Begun) -> BuiltBatch | None:
@@ -216,7 +234,7 @@ class LaggedBuilder:
         made = native.finish(batch, heard, agreement, begun.step)
         self._inner.count(native, begun.began_s, heard)
         self._inner.note(time.perf_counter() - begun.began_s)
-        return BuiltBatch(made, begun.state)
+        return BuiltBatch(made, begun.state, admitted=begun.admitted)
 
     def _told_by(self, rank: int, outcomes: Mapping[int, Bytes], begun: _Begun) -> NDArray[Any]:
         return _whole(rank, outcomes[rank], begun.told.nbytes).view(begun.told.dtype)

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, RanksDisagreeError
 from geartrain.replay.distributed.assignment import Replica
-from geartrain.replay.distributed.rank_group import DIRECT_RANKS, RankGroup, all_gather_among
+from geartrain.replay.distributed.rank_collectives import DIRECT_RANKS, all_gather_among
+from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.replay.distributed.topology import MeshPosition
 
 

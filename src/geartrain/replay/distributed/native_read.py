@@ -31,7 +31,8 @@ from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.assignment import Assigner, Replica
 from geartrain.replay.distributed.draw import CommonError, ShardedSampler, common_errors
 from geartrain.replay.distributed.members import Members
-from geartrain.replay.distributed.rank_group import RADIX, Bytes
+from geartrain.replay.distributed.rank_collectives import RADIX
+from geartrain.replay.distributed.rank_group import Bytes
 from geartrain.replay.distributed.read_agreement import ReadAgreement, ReadOutcome
 from geartrain.replay.distributed.single_rank import is_one_call
 from geartrain.replay.native_batch import RankNativeBatch, rank_batch

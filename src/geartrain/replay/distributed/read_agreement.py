@@ -16,7 +16,8 @@ from geartrain.errors import EmptyStoreError, NotEnoughRowsError
 from geartrain.replay.distributed.draw import CommonError
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import flat_bytes
-from geartrain.replay.distributed.rank_group import DIRECT_RANKS, RADIX, Message
+from geartrain.replay.distributed.rank_collectives import DIRECT_RANKS, RADIX
+from geartrain.replay.distributed.rank_group import Message
 
 
 class RowsLostError(CommonError):

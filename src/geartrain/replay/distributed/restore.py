@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.core.json_values import object_entries, read_object, whole_entry
 from geartrain.core.keys import Keys
 from geartrain.core.progress import Progress
 from geartrain.errors import ArgumentError, CheckpointError, FieldError, StoreMissingError
@@ -153,8 +153,8 @@ class SavedShard(ABC):
     def is_in(self, store_id: int) -> bool:
         """Whether a segment is the one that was saved, or was loaded from this shard."""
         try:
-            content = json.loads(self._note(store_id).read_text())
-        except (FileNotFoundError, ValueError):
+            content = read_object(self._note(store_id))
+        except (OSError, ValueError):
             return False
         checksum = content.pop("checksum", None)
         return bool(checksum == json_checksum(content) and content == self._origin())
@@ -362,7 +362,13 @@ class _ReshardedShard(SavedShard):
         state = super().state()
         if state is None:
             return {}
-        entries = state.get("state", [])
+        try:
+            entries = object_entries({"state": [], **state}, "state")
+            for name in {name for each in entries for name in _cursor_names(each)}:
+                for each in entries:
+                    whole_entry({name: 0, **each}, name, 0, 2**64 - 1)
+        except ValueError as error:
+            raise CheckpointError(f"{self.place / 'replay.json'} has a state that no replay gave: {error}") from None
         if self._how.part >= max(len(entries), 1):
             raise CheckpointError(f"the state has {len(entries)} stores, part={self._how.part} is none of them")
         return dict(entries[self._how.part]) if entries else {}

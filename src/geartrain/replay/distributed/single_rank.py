@@ -104,7 +104,7 @@ class SingleRankBuilder:
         rows, after = self._sampler.sample(self.rows, step, state[0])
         batch = global_batch(rows, self._plan, step, self.store_ids)
         self._host.note(time.perf_counter() - began_s)
-        return BuiltBatch(batch, [after])
+        return BuiltBatch(batch, [after], admitted=(self.rows,))
 
     def finish(self, started: BuiltBatch) -> BuiltBatch:
         """See `BatchBuilder`."""

@@ -227,7 +227,7 @@ class TransportCarrier:
                 for other in incoming:  # one that was lost later is what this one may wait for
                     if self._connections[other].native.found_lost():
                         raise CarrierError(other, Cause.lost)
-                raise CarrierError(peer, Cause.timed_out)
+                raise self._missing(peer, Cause.timed_out)
 
     def _take(self, number: int, peer: int, here: dict[int, list[Bytes]], timeout_s: float) -> bool:
         """Whether a peer's message came within a time."""
@@ -257,12 +257,17 @@ class TransportCarrier:
         if self._closed or isinstance(error, ConnectionClosedError):
             return CarrierError(peer, Cause.left)
         if isinstance(error, WaitTimeoutError):
-            return CarrierError(peer, Cause.timed_out)
+            return self._missing(peer, Cause.timed_out)
         if isinstance(error, PeerLostError | ListenerGoneError):
-            return CarrierError(peer, Cause.lost)
+            return self._missing(peer, Cause.lost)
         if isinstance(error, MessageError):
             return CarrierError(peer, Cause.refused, f"sent what is no message: {error}")
         return CarrierError(peer, Cause.refused, f"cannot be reached: {error}")
+
+    def _missing(self, peer: int, cause: Cause) -> CarrierError:
+        """A peer that is gone or late; or why, where a rank has said why it leaves: that may be for another one."""
+        told = self.rounds.reason_told(peer)
+        return CarrierError(peer, cause) if told is None else CarrierError(told[0], Cause.told, told[1])
 
     # --- connections --------------------------------------------------------------------------------------------------
 

@@ -399,6 +399,9 @@ def _inspect_steps(directory: Path, as_json: bool) -> None:
             f"{step['world'] or 0:,}",
         )
     out.print(table)
+    for step in steps:
+        if step["damaged"] is not None:
+            out.print(f"[yellow]step {step['step']:,}:[/] " + escape(step["damaged"]), soft_wrap=True)
     newest = next((step for step in steps if step["complete"]), None)
     if newest is None:
         out.print("[yellow]no step is complete on this disk[/]")

@@ -57,7 +57,7 @@ def plan_ranks(
     Example: geartrain plan ranks --hosts 3 --gpus 8 --rows 1e9 --batch 1032 --row-bytes 100e3 --link-gbit 200
     """
     import geartrain.tools.plan.report as report
-    from geartrain.tools.plan.machine import DEFAULTS, read_constants, read_json
+    from geartrain.tools.plan.machine import DEFAULTS, read_constants, read_result
     from geartrain.tools.plan.machine import measure as measure_constants
     from geartrain.tools.plan.replay import Cluster
     from geartrain.tools.plan.replay import check as check_cases
@@ -66,7 +66,7 @@ def plan_ranks(
         raise ArgumentError("--measure and --constants are two sources of the same constants")
     known = measure_constants() if measure else read_constants(constants) if constants else None
     if check is not None:
-        if not report.show_checked(check_cases(read_json(check), known)):
+        if not report.show_checked(check_cases(read_result(check), known)):
             raise typer.Exit(1)
         return
     if hosts is None:

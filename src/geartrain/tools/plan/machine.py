@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from typing import Any
 import numpy as np
 
 import geartrain._native as _native
+from geartrain.core.arguments import shown
+from geartrain.core.json_values import read_object
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, MissingDependencyError
 from geartrain.replay.fetch import fetch
@@ -84,15 +87,23 @@ class Constants:
         if set(found) != known:
             raise ArgumentError(f"constants are {', '.join(sorted(known))}; found {', '.join(sorted(found))}")
         descents = found["descent_ns"]
-        if not isinstance(descents, Mapping) or not descents or not all(str(n).isdecimal() for n in descents):
-            raise ArgumentError(f"descent_ns maps rows to nanoseconds, found {descents!r}")
+        if not isinstance(found["source"], str):
+            raise ArgumentError(f"source is text, found {shown(found['source'])}")
+        if not isinstance(descents, Mapping) or not descents or not all(_ROWS.fullmatch(str(n)) for n in descents):
+            raise ArgumentError(f"descent_ns maps rows to nanoseconds, found {shown(descents)}")
         numbers = {name: found[name] for name in known - {"source", "descent_ns"}}
         numbers |= {f"descent_ns of {n} rows": ns for n, ns in descents.items()}
         for name, value in numbers.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise ArgumentError(f"the constant {name} is a number from 0 on, found {value!r}")
+            least = _LEAST_RATE if name in _RATES else 0
+            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= _LARGEST:
+                raise ArgumentError(f"the constant {name} is a number from {least:g} to 1e12, found {shown(value)}")
         return cls(**{**found, "descent_ns": {int(n): float(ns) for n, ns in descents.items()}})
 
+
+_ROWS = re.compile(r"[1-9][0-9]{0,17}")
+#: What times are divided by.
+_RATES = ("cores", "copy_gb_per_s", "host_copy_gb_per_s", "threads", "tcp_gb_per_s", "link_share")
+_LEAST_RATE, _LARGEST = 1e-6, 1e12
 
 #: Rounded, of the quieter of several runs of `geartrain plan ranks --measure`.
 DEFAULTS = Constants(
@@ -203,7 +214,7 @@ _RANK_PAIR = """
 import json, sys, time
 import numpy as np
 import torch, torch.distributed as dist
-from geartrain.replay.distributed.rank_group import TorchRankGroup
+from geartrain.replay.distributed.torch_rank_group import TorchRankGroup
 torch.set_num_threads(1)
 rank = int(sys.argv[2])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
@@ -265,30 +276,27 @@ def read_constants(path: Path) -> Constants:
     Raises:
         ArgumentError: there are none in it, or one is no number.
     """
-    found = read_json(path)
+    found = read_result(path)
     if not isinstance(found.get("constants"), dict) or not found["constants"]:
         raise ArgumentError(f"{path} holds no constants; `geartrain plan ranks --measure --json FILE` writes them")
     return Constants.from_json(found["constants"])
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_result(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises `ArgumentError` where there is none."""
     try:
-        found = json.loads(path.read_text())
+        return read_object(path)
     except (OSError, ValueError) as error:
         raise ArgumentError(f"{path} cannot be read: {error}") from None
-    if not isinstance(found, dict):
-        raise ArgumentError(f"{path} holds no JSON object")
-    return found
 
 
-def median_s(once: Callable[[], object], calls: int) -> float:
+def median_s(once: Callable[[], object], calls: int, clock: Callable[[], float] = time.perf_counter) -> float:
     """The median time of so many calls."""
     seconds = []
     for _ in range(calls):
-        began_s = time.perf_counter()
+        began_s = clock()
         once()
-        seconds.append(time.perf_counter() - began_s)
+        seconds.append(clock() - began_s)
     return statistics.median(seconds)
 
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from geartrain.errors import PeerLostError
-from geartrain.replay.distributed.rank_group import Bytes, Message, all_gather_bruck, all_gather_object
+from geartrain.replay.distributed.rank_collectives import all_gather_bruck, all_gather_object
+from geartrain.replay.distributed.rank_group import Bytes, Message
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -1,4 +1,4 @@
-"""Lock of those who write to a storage: one thread of one process at a time."""
+"""Lock of those who write to a store: one thread of one process at a time."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class WriterLock:
         self._thread = threading.RLock()
         self._depth = 0
         self._descriptor: tuple[int, int] | None = None  # process, number
+        self._leaves = False  # whoever has the lock closes the file
 
     @contextmanager
     def thread(self) -> Iterator[None]:
@@ -36,7 +37,7 @@ class WriterLock:
             WaitTimeoutError: another thread writes for too long.
         """
         if not self._thread.acquire(timeout=self._timeout_s):
-            raise WaitTimeoutError(f"another thread writes to the storage for longer than {self._timeout_s:g} s")
+            raise WaitTimeoutError(f"another thread writes to the store for longer than {self._timeout_s:g} s")
         try:
             yield
         finally:
@@ -65,9 +66,21 @@ class WriterLock:
                 self._depth -= 1
                 if self._depth == 0 and self._descriptor is not None:
                     locks.drop(self._descriptor[1], _BYTE)
+                    if self._leaves:
+                        self._close_file()
 
     def close(self) -> None:
-        """Closes the file; the lock can be taken again, which opens it anew."""
+        """Closes the file, once no other thread has the lock; it can be taken again, which opens the file anew."""
+        self._leaves = True
+        if self._thread.acquire(blocking=False):
+            try:
+                if self._depth == 0:
+                    self._close_file()
+            finally:
+                self._thread.release()
+
+    def _close_file(self) -> None:
+        self._leaves = False
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None and descriptor[0] == os.getpid():
             with suppress(OSError):

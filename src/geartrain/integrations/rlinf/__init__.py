@@ -1,0 +1,20 @@
+"""RLinf: its `TrajectoryReplayBuffer`, over a store in shared memory.
+
+    from geartrain.integrations.rlinf import TrajectoryReplayBuffer
+
+    buffer = TrajectoryReplayBuffer(seed=1234, sample_window_size=100)
+
+Trajectories are rows, observations are stored once, and other processes of the host can add to the buffer and sample
+from it. It needs torch, and not RLinf.
+"""
+
+from geartrain.errors import MissingDependencyError
+
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as error:
+    raise MissingDependencyError(f"the replay buffer needs torch: pip install 'geartrain[torch]' ({error})") from None
+
+from geartrain.integrations.rlinf.replay_buffer import TrajectoryReplayBuffer
+
+__all__ = ["TrajectoryReplayBuffer"]

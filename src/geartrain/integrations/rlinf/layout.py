@@ -1,0 +1,272 @@
+"""Layout of trajectories in a store: a trajectory is a row, and its samples are steps of that.
+
+Step s of a row holds the observation that a sample led to, and what else belongs to it: action, rewards, flags. One
+that does not continue the one before has a step without TRANSITION in front, which holds an observation alone. So a
+sample is a window of two steps, and an observation is stored once. The environments of a trajectory follow each other,
+here o0 to o3 of one and p0 to p2 of the next:
+
+    step      0       1        2        3        4       5       6
+    obs      o0      o1       o2       o3       p0      p1      p2
+    actions   -      a0       a1       a2        -      b0      b1
+    flags     0      TRANSITION ...              0      TRANSITION ...
+
+Where trajectories have no observations, or few that continue, every step is a sample and both observations are its own.
+A trajectory that is longer than a row takes several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from geartrain.core.schema import Field
+from geartrain.errors import IncompatibleStoreError, SchemaError
+from geartrain.integrations.rlinf.samples import GROUPS, STORED_AS, Place, TrajectorySamples, tensor_of
+from geartrain.integrations.transitions.layout import FLAGS, TRANSITION
+from geartrain.store.row import Row, RowView
+
+#: Fields that a row has once: the trajectory's number, from 1, in the order of additions; samples that were added up to
+#: its last one; and those in the row.
+NUMBER, TOTAL, COUNT = "trajectory.number", "trajectory.total", "trajectory.count"
+_CURRENT, _NEXT = GROUPS[:2]
+_SHARED, _SAMPLE = "obs", "sample"
+_OF_ROWS = {name: Field((), "int64", per_row=True) for name in (NUMBER, TOTAL, COUNT)}
+_SHARED_PREFIX = f"{_SHARED}."
+# Steps of fewer bytes are put into a row all at once, others environment by environment.
+_SMALL_BYTES = 4096
+
+
+class SampleEntry(NamedTuple):
+    """A tensor of samples: its place in a trajectory, its field, its shape of one sample, its dtype."""
+
+    place: Place
+    field: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of_field(name: str, field: Field) -> SampleEntry:
+        """Of a field of a store. Raises `KeyError` where the name is none of this layout."""
+        path, _, lacking = name.partition(":")
+        group, _, key = path.partition(".")
+        if not key or group not in (_SHARED, _SAMPLE, *GROUPS):
+            raise KeyError(name)
+        dtype = {str(each).removeprefix("torch."): each for each in STORED_AS}[lacking] if lacking else None
+        place = (key,) if group == _SAMPLE else (_CURRENT if group == _SHARED else group, key)
+        return SampleEntry(place, name, field.shape, dtype or getattr(torch, field.dtype))
+
+    def stored(self) -> Field:
+        """The field."""
+        return Field(self.shape, STORED_AS.get(self.dtype, self.dtype))
+
+
+class SampleLayout:
+    """Entries of all trajectories of a buffer, and where they lie.
+
+    Attributes:
+        entries: by place. The next observation of a key in `shared` has none: it is the current one's, a step later.
+        shared: keys of observations that are stored once.
+    """
+
+    def __init__(self, entries: Mapping[Place, SampleEntry], shared: list[str]) -> None:
+        self.entries, self.shared = dict(entries), shared
+
+    @staticmethod
+    def of_samples(samples: TrajectorySamples) -> SampleLayout:
+        """That of a buffer whose first trajectory this is."""
+        arrays = samples.arrays
+        shared = [
+            key
+            for group, key in (place for place in arrays if len(place) == 2)
+            if group == _CURRENT
+            and (other := arrays.get((_NEXT, key))) is not None
+            and other.shape == arrays[group, key].shape
+            and samples.dtypes[_NEXT, key] == samples.dtypes[group, key]
+        ]
+        # Steps in front cost what they save where samples follow each other in less than half of the cases.
+        if shared and samples.total > 1 and samples.begins(shared).sum() * 2 > samples.total + samples.environments:
+            shared = []
+        entries = {}
+        for place, array in arrays.items():
+            if place[0] == _NEXT and place[-1] in shared and len(place) == 2:
+                continue
+            dtype = samples.dtypes[place]
+            group = _SAMPLE if len(place) == 1 else _SHARED if place[0] == _CURRENT and place[1] in shared else place[0]
+            name = f"{group}.{place[-1]}" + (f":{str(dtype).removeprefix('torch.')}" if dtype in STORED_AS else "")
+            if ":" in place[-1]:
+                raise SchemaError(f"{'.'.join(place)}: names of tensors have no colon")
+            entries[place] = SampleEntry(place, name, array.shape[2:], dtype)
+        return SampleLayout(entries, shared)
+
+    @staticmethod
+    def of_fields(name: str, fields: Mapping[str, Field]) -> SampleLayout:
+        """That of a store which is there.
+
+        Raises:
+            IncompatibleStoreError: it has other fields.
+        """
+        try:
+            found = [
+                SampleEntry.of_field(each, field)
+                for each, field in fields.items()
+                if each != FLAGS and each not in _OF_ROWS
+            ]
+        except (KeyError, AttributeError):
+            found = []
+        shared = [entry.place[1] for entry in found if entry.field.startswith(_SHARED_PREFIX)]
+        layout = SampleLayout({entry.place: entry for entry in found}, shared)
+        if not found or layout.fields() != dict(fields):
+            raise IncompatibleStoreError(f"the store {name!r} is of no replay buffer of trajectories: {list(fields)}")
+        return layout
+
+    def fields(self) -> dict[str, Field]:
+        """The fields of the buffer's store."""
+        return {
+            **{entry.field: entry.stored() for entry in self.entries.values()},
+            FLAGS: Field((), "uint8"),
+            **_OF_ROWS,
+        }
+
+    def drawn(self) -> list[str]:
+        """The fields of batches."""
+        return [*(entry.field for entry in self.entries.values()), FLAGS]
+
+    @property
+    def window(self) -> int:
+        """Steps of a sample."""
+        return 2 if self.shared else 1
+
+    def steps_for(self, first: TrajectorySamples, most: int) -> int:
+        """Steps of a row for trajectories of `most` samples that continue as often as those of the first one."""
+        if not self.shared:
+            return most
+        in_front = int(first.begins(self.shared).sum())
+        return min(2 * most, most + -(-in_front * most // first.total) + most // 16)
+
+    def check(self, samples: TrajectorySamples) -> None:
+        """Raises `SchemaError` unless a trajectory has the entries of the first one, in their shapes and dtypes."""
+        wanted = {place: (entry.shape, entry.dtype) for place, entry in self.entries.items()}
+        wanted |= {(_NEXT, key): wanted[_CURRENT, key] for key in self.shared}
+        found = {place: (array.shape[2:], samples.dtypes[place]) for place, array in samples.arrays.items()}
+        if wanted == found:
+            return
+        for place in {**wanted, **found}:
+            if wanted.get(place) != found.get(place):
+                raise SchemaError(
+                    f"{'.'.join(place)} of a trajectory is {_described(found.get(place))}; the first trajectory's was "
+                    f"{_described(wanted.get(place))}, and so is the buffer"
+                )
+
+    # --- writing ----------------------------------------------------------------------------------------------
+
+    def parts(self, samples: TrajectorySamples, most: int) -> list[TrajectoryPart]:
+        """The rows of at most `most` steps that a trajectory takes."""
+        count = samples.total
+        begins = np.zeros(count, np.int64)
+        if self.shared:
+            begins[:] = samples.begins(self.shared).reshape(-1)
+        places = np.arange(count) + np.cumsum(begins)
+        found, first = [], 0
+        while first < count:
+            # Where a row begins within a run of samples, it has a step in front all the same.
+            before = places[first] - (1 if self.shared else 0)
+            end = int(np.searchsorted(places, before + most))
+            found.append(TrajectoryPart(first, end, places[first:end] - before))
+            first = end
+        return found
+
+    def write(self, block: Row | RowView, samples: TrajectorySamples, part: TrajectoryPart) -> None:
+        """Puts the samples of a part into a row."""
+        flags = block[FLAGS]
+        flags[: part.length] = 0
+        flags[part.places] = TRANSITION
+        block[COUNT] = part.end - part.first
+        if self.shared:
+            begins = np.flatnonzero(flags[: part.length] == 0) - np.arange(part.length - len(part.places))
+            b, t = np.divmod(part.first + begins, samples.steps)
+            in_front = part.places[begins] - 1
+        for place, entry in self.entries.items():
+            to = block[entry.field]
+            if entry.field.startswith(_SHARED_PREFIX):
+                self._put(to, part, samples.arrays[_NEXT, place[1]])
+                to[in_front] = samples.arrays[place][t, b]
+            else:
+                self._put(to, part, samples.arrays[place])
+
+    def _put(self, to: NDArray[Any], part: TrajectoryPart, array: NDArray[Any]) -> None:
+        """Puts a tensor's samples at their steps."""
+        steps, environments = array.shape[:2]
+        of_each = steps + self.window - 1
+        whole = (0, environments * steps, environments * of_each)
+        if (part.first, part.end, part.length) == whole:  # without gaps
+            by_environment = to[: part.length].reshape(environments, of_each, *to.shape[1:])
+            by_environment[:, self.window - 1 :] = array.swapaxes(0, 1)
+        elif array[0, 0].nbytes < _SMALL_BYTES:
+            to[part.places] = array.swapaxes(0, 1).reshape(-1, *array.shape[2:])[part.first : part.end]
+        else:
+            for begin, end in part.runs(steps):
+                b, t = divmod(begin, steps)
+                first = part.places[begin - part.first]
+                to[first : first + end - begin] = array[t : t + end - begin, b]
+
+    # --- batches ----------------------------------------------------------------------------------------------
+
+    def batch(self, fields: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+        """Tensors by place, from windows (n, window, ...) of all fields: dicts of trajectories are dicts here."""
+        found: dict[str, Any] = {}
+        for place, entry in self.entries.items():
+            windows = fields[entry.field]
+            if len(place) == 1:
+                found[place[0]] = tensor_of(np.ascontiguousarray(windows[:, -1]), entry.dtype)
+            elif entry.field.startswith(_SHARED_PREFIX):
+                for group, step in ((_CURRENT, 0), (_NEXT, 1)):
+                    found.setdefault(group, {})[place[1]] = tensor_of(windows[:, step], entry.dtype)
+            else:
+                values = np.ascontiguousarray(windows[:, -1])
+                found.setdefault(place[0], {})[place[1]] = tensor_of(values, entry.dtype)
+        return found
+
+    def samples_of(self, steps: Mapping[str, NDArray[Any]]) -> TrajectorySamples:
+        """The samples of one row, as a trajectory of one environment: its steps (length, ...) of all fields."""
+        places = np.flatnonzero(steps[FLAGS] & TRANSITION)
+        arrays: dict[Place, NDArray[Any]] = {}
+        dtypes: dict[Place, torch.dtype] = {}
+        for place, entry in self.entries.items():
+            values = steps[entry.field]
+            if entry.field.startswith(_SHARED_PREFIX):
+                arrays[_NEXT, place[1]], dtypes[_NEXT, place[1]] = values[places][:, None], entry.dtype
+                values = values[places - 1]
+            else:
+                values = values[places]
+            arrays[place], dtypes[place] = values[:, None], entry.dtype
+        return TrajectorySamples(len(places), 1, arrays, dtypes)
+
+
+class TrajectoryPart(NamedTuple):
+    """Samples `first` to `end` of a trajectory, environment by environment, and their steps in one row."""
+
+    first: int
+    end: int
+    places: NDArray[np.int64]
+
+    @property
+    def length(self) -> int:
+        """Steps of the row."""
+        return int(self.places[-1]) + 1
+
+    def runs(self, steps: int) -> Iterator[tuple[int, int]]:
+        """Samples that follow each other in the row and in one environment of `steps` steps: first, and end."""
+        number = np.arange(self.first, self.end)
+        begins = np.flatnonzero((np.diff(self.places, prepend=-2) != 1) | (number % steps == 0)) + self.first
+        yield from zip(begins.tolist(), [*begins[1:].tolist(), self.end], strict=True)
+
+
+def _described(found: tuple[tuple[int, ...], torch.dtype] | None) -> str:
+    return "absent" if found is None else f"{found[1]} {found[0]}"
+
+
+__all__ = ["COUNT", "NUMBER", "TOTAL", "SampleEntry", "SampleLayout", "TrajectoryPart"]

@@ -1,0 +1,536 @@
+"""RLinf's replay buffer of trajectories, with its trajectories in a store: `TrajectoryReplayBuffer`."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
+
+from geartrain.core.arguments import (
+    check_choice,
+    check_flag,
+    check_path,
+    check_text,
+    check_whole,
+    refuse_copies,
+    timeout,
+    whole_number,
+)
+from geartrain.errors import (
+    ArgumentError,
+    EmptyBufferError,
+    EmptyStoreError,
+    IncompatibleStoreError,
+    SchemaError,
+    StoreClosedError,
+    StoreExistsError,
+    StoreMissingError,
+)
+from geartrain.integrations.rlinf.checkpoints import CheckpointPart, SavedTrajectories
+from geartrain.integrations.rlinf.datasets import check_observations, episode_lengths, trajectories_of
+from geartrain.integrations.rlinf.draws import SampleDraws
+from geartrain.integrations.rlinf.files import METADATA, TrajectoryFiles, read_json, write_json
+from geartrain.integrations.rlinf.layout import COUNT, NUMBER, TOTAL, SampleLayout
+from geartrain.integrations.rlinf.samples import TrajectorySamples
+from geartrain.integrations.transitions.writer_lock import WriterLock
+from geartrain.store.checkpoint_reader import Checkpoint
+from geartrain.store.store import Store
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_FORMAT, _VERSION, _CHECKPOINT = "geartrain trajectories", 1, "trajectories"
+_MOST = 2**31
+# A first trajectory may be shorter than others are, such as what a human did within a longer one.
+_LEAST_SAMPLES = 64
+
+
+class TrajectoryReplayBuffer:
+    """RLinf's `TrajectoryReplayBuffer` over a store in shared memory.
+
+    It keeps the newest trajectories, as many as are sampled from, and gives batches of samples, each a step of one
+    environment, as likely as any other. Observations are stored once. What is added by one process of the host can be
+    sampled by all that name the same store. All methods may be called by several threads.
+
+    A trajectory is an object with tensors (T, B, ...) as attributes, and the dicts of tensors `curr_obs`, `next_obs`
+    and `forward_inputs`, such as RLinf's `Trajectory`. T and B are those of `prev_logprobs`, or else of `rewards`.
+    `dones`, `terminations`, `truncations` and `prev_values` may have one more step for each epoch, which is left out.
+    The store is made with the first trajectory, whose tensors all others must have, in their dtypes and shapes.
+
+    Args:
+        seed: of the draws; None: one from torch's global generator.
+        enable_cache, cache_size: accepted, and change nothing: all trajectories that are sampled from are in memory.
+        sample_window_size: trajectories that are kept and sampled from, the newest; 0: the newest `capacity`.
+        auto_save: write each trajectory to a file as well, before `add_trajectories` returns, in RLinf's format.
+        auto_save_path: folder of these files. Numbers go on behind those of the files that are there.
+        trajectory_format: "pt". "pkl" is accepted where no files are written.
+        store: the name of a store that several processes share, or a path of one on a disk, which the first of them
+            that adds creates; or an open `geartrain.Store` of another buffer (`buffer.store`). Without it the buffer
+            has a store of its own.
+        capacity: trajectories that are kept, where `sample_window_size` is 0.
+        max_samples: samples (T times B) of a long trajectory, for which rows are made; by default those of the first
+            one, and at least 64. Longer trajectories take several rows.
+        reserve: allocate the memory with the first trajectory, so that a lack of it is an error there. With False it is
+            when it is first written to, and the process dies of SIGBUS once /dev/shm is full.
+        timeout_s: longest wait for another process that adds.
+
+    Attributes:
+        sample_window_size, seed, auto_save, trajectory_format: as given.
+
+    Raises:
+        ArgumentError: arguments that make no buffer. From the first `add_trajectories`, NoSpaceError: /dev/shm is too
+            small, and IncompatibleStoreError: the store of that name is something else, or of another window.
+    """
+
+    def __init__(
+        self,
+        seed: int | None = 1234,
+        enable_cache: bool = True,
+        cache_size: int = 5,
+        sample_window_size: int = 100,
+        auto_save: bool = False,
+        auto_save_path: str | os.PathLike[str] = "",
+        trajectory_format: str = "pt",
+        *,
+        store: str | os.PathLike[str] | Store | None = None,
+        capacity: int | None = None,
+        max_samples: int | None = None,
+        reserve: bool = True,
+        timeout_s: float = 30.0,
+    ) -> None:
+        check_flag("enable_cache", enable_cache)
+        check_whole("cache_size", cache_size)
+        self.sample_window_size = whole_number("sample_window_size", sample_window_size, _MOST)
+        if self.sample_window_size == 0 and capacity is None:
+            raise ArgumentError("with sample_window_size=0 all trajectories are sampled from: capacity says how many")
+        if self.sample_window_size and capacity is not None:
+            raise ArgumentError("capacity is given with sample_window_size=0 only, which is what it replaces")
+        self._kept = self.sample_window_size or whole_number("capacity", capacity, _MOST)
+        if not self._kept:
+            raise ArgumentError("capacity must be at least 1, found 0")
+        self._most_samples = None if max_samples is None else max(1, whole_number("max_samples", max_samples, _MOST))
+        self.trajectory_format = check_choice("trajectory_format", trajectory_format, ("pt", "pkl"))
+        self.auto_save = check_flag("auto_save", auto_save)
+        self._files: TrajectoryFiles | None = None
+        if self.auto_save:
+            if trajectory_format != "pt":
+                raise ArgumentError("trajectories are written with trajectory_format='pt', found 'pkl'")
+            folder = check_path("auto_save_path", auto_save_path)
+            folder.mkdir(parents=True, exist_ok=True)
+            self._files = TrajectoryFiles(folder)
+        self.seed = seed if seed is None else whole_number("seed", seed, 2**63 - 1)
+        self._generator = torch.Generator()
+        self._generator.manual_seed(int(torch.randint(_MOST, ())) if self.seed is None else self.seed)
+        self._given = _store_or_name(store)
+        self._reserve = check_flag("reserve", reserve)
+        self._timeout_s = timeout(timeout_s)
+        self._adding = WriterLock(self._timeout_s)
+        self._drawing = threading.Lock()
+        self._pid = os.getpid()
+        self._closed = False
+        self._store: Store | None = None
+        self._layout: SampleLayout
+        self._draws: SampleDraws
+        if isinstance(store, Store):
+            self._use(store)
+
+    # --- the store --------------------------------------------------------------------------------------------
+
+    @property
+    def store(self) -> Store | None:
+        """The store; None before the first trajectory."""
+        return self._store
+
+    def _rows(self) -> int:
+        """Rows of the store: some more than trajectories, for those that are written."""
+        return self._kept + 2 + self._kept // 16
+
+    def _create(self, layout: SampleLayout, steps: int) -> Store:
+        """Makes the store, or joins the one of that name."""
+        fields, rows = layout.fields(), self._rows()
+        if self._given is None:
+            return Store.create(fields, max_length=steps, capacity=rows, reserve=self._reserve)
+        assert isinstance(self._given, str)
+        try:
+            return Store.create(self._given, fields, max_length=steps, capacity=rows, reserve=self._reserve)
+        except StoreExistsError:
+            return Store.open(self._given)
+
+    def _use(self, store: Store) -> None:
+        layout = SampleLayout.of_fields(store.name, store.fields)
+        if store.capacity != self._rows():
+            raise IncompatibleStoreError(
+                f"the store {store.name!r} is of a buffer of another window: it has {store.capacity} rows, and "
+                f"{self._kept} trajectories need {self._rows()}. All who join give the same sample_window_size"
+            )
+        if store is not self._given:
+            weakref.finalize(self, store.close).atexit = False
+        self._layout = layout
+        self._draws = SampleDraws(store, layout, self._next_seed)
+        self._store = store
+
+    def _join(self) -> Store | None:
+        """The store, also if another process has made it meanwhile; None where there is none yet.
+
+        Raises:
+            StoreClosedError: the buffer was closed.
+        """
+        self._own()
+        if self._closed:
+            raise StoreClosedError("the replay buffer was closed")
+        if self._store is None and isinstance(self._given, str):
+            with self._adding.thread():
+                if self._store is None:
+                    with suppress(StoreMissingError):
+                        self._use_or_close(Store.open(self._given))
+        return self._store
+
+    def _use_or_close(self, store: Store) -> None:
+        try:
+            self._use(store)
+            if self._closed:
+                raise StoreClosedError("the replay buffer was closed")
+        except BaseException:
+            store.close()
+            raise
+
+    def _own(self) -> None:
+        """Gives a forked child locks of its own, and draws that are not its parent's."""
+        if self._pid != os.getpid():
+            self._pid, self._drawing, self._adding = os.getpid(), threading.Lock(), WriterLock(self._timeout_s)
+            self._begin_draws(int.from_bytes(os.urandom(4), "little"))
+
+    def _begin_draws(self, seed: int) -> None:
+        self._generator.manual_seed(seed)
+        if self._store is not None:
+            self._draws = SampleDraws(self._store, self._layout, self._next_seed)
+
+    def _next_seed(self) -> int:
+        return int(torch.randint(_MOST - 1, (), generator=self._generator))
+
+    def close(self, wait: bool = True) -> None:
+        """Closes the buffer's store, unless it was given an open one; what is called then raises `StoreClosedError`.
+
+        Args:
+            wait: accepted, and changes nothing: what was added is written.
+        """
+        self._closed = True
+        if self._store is not None and self._store is not self._given:
+            self._store.close()
+        self._adding.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        refuse_copies(self, "share it by the name of its store")
+
+    # --- adding -----------------------------------------------------------------------------------------------
+
+    def add_trajectories(self, trajectories: Sequence[Any]) -> None:
+        """Adds trajectories; the oldest ones leave where there are more than `sample_window_size`.
+
+        Those without rewards and log-probabilities, or without steps, are left out, as RLinf leaves them out.
+
+        Raises:
+            SchemaError: tensors that are not (T, B, ...), or differ from the first trajectory's. Nothing is added.
+            WaitTimeoutError: another process adds for too long.
+        """
+        found = [(each, samples) for each in trajectories if (samples := TrajectorySamples.of(each)) is not None]
+        self._own()
+        with self._adding.thread():
+            store = self._join()
+            if not found:
+                return
+            if store is None:
+                store = self._made(found[0][1], self._most_samples)
+            for _, samples in found:
+                self._layout.check(samples)
+            try:
+                with self._adding.locked(store):
+                    for trajectory, samples in found:
+                        if self._files is not None:
+                            self._files.add(trajectory, samples)
+                        self._insert(store, samples)
+                    self._trim(store)
+            finally:
+                if self._files is not None:
+                    self._files.flush(self.seed)
+
+    def _made(self, first: TrajectorySamples, most: int | None) -> Store:
+        layout = SampleLayout.of_samples(first)
+        steps = layout.steps_for(first, max(first.total, _LEAST_SAMPLES) if most is None else most)
+        self._use_or_close(self._create(layout, max(2, steps)))
+        assert self._store is not None
+        return self._store
+
+    def _insert(self, store: Store, samples: TrajectorySamples, counted: tuple[int, int] | None = None) -> None:
+        """Inserts a trajectory's rows.
+
+        Args:
+            counted: its number, and samples up to its last one; what comes next by default.
+        """
+        parts = self._layout.parts(samples, store.max_length)
+        if len(parts) > self._kept:
+            raise SchemaError(
+                f"a trajectory of {samples.total} samples takes {len(parts)} rows of {store.max_length} steps, and the "
+                f"buffer has {self._kept}: give max_samples={samples.total} before the first trajectory is added"
+            )
+        if len(parts) > 1:
+            warnings.warn(
+                f"a trajectory of {samples.total} samples takes {len(parts)} rows of {store.max_length} steps; where "
+                f"many do, fewer than {self._kept} trajectories fit: give max_samples, the samples of a long one",
+                stacklevel=4,
+            )
+        if counted is None:
+            number, total = self._counted(store)
+            counted = number + 1, total + samples.total
+        if len(parts) == 1:
+            with store.row() as row:
+                row.length = parts[0].length
+                self._layout.write(row, samples, parts[0])
+                row[NUMBER], row[TOTAL] = counted
+            return
+        with store.rows(len(parts)) as rows:
+            rows.lengths = [part.length for part in parts]
+            for block, part in zip(rows, parts, strict=True):
+                self._layout.write(block, samples, part)
+                block[NUMBER], block[TOTAL] = counted
+
+    def _trim(self, store: Store) -> None:
+        """Removes the oldest trajectories, where there are too many."""
+        keys = store.keys()
+        if len(keys) > self._kept:
+            number = store.column(NUMBER)[keys.row]
+            store.delete(keys[np.flatnonzero(number <= number.max() - self._kept)])
+
+    # --- sampling ---------------------------------------------------------------------------------------------
+
+    def sample(self, num_chunks: int = 0) -> dict[str, Any]:
+        """A batch of samples drawn uniformly, with replacement; of as many as there are if those are fewer.
+
+        Returns:
+            Tensors (num_chunks, ...) by name, and dicts of them for observations and `forward_inputs`. Current and next
+            observations are views of one tensor, of which every other entry is theirs.
+
+        Raises:
+            EmptyBufferError: there are no trajectories; a `RuntimeError` too.
+        """
+        if check_whole("num_chunks", num_chunks) < 1:
+            raise ArgumentError(f"num_chunks must be at least 1, found {num_chunks}")
+        store = self._join()
+        with self._drawing:
+            if store is not None:
+                if num_chunks > len(store):
+                    num_chunks = min(num_chunks, self._in_window(store)) or num_chunks
+                with suppress(EmptyStoreError):
+                    windows = self._draws.sample(num_chunks)
+                    if windows is not None:
+                        return self._layout.batch(windows)
+        raise EmptyBufferError("Cannot sample from an empty buffer.")
+
+    def sample_chunks(self, num_chunks: int) -> dict[str, Any]:
+        """As `sample`."""
+        return self.sample(num_chunks)
+
+    def _in_window(self, store: Store) -> int:
+        return int(store.column(COUNT)[store.keys().row].sum())
+
+    # --- what is there ----------------------------------------------------------------------------------------
+
+    def _counted(self, store: Store) -> tuple[int, int]:
+        """Trajectories and samples that were added, by all processes."""
+        rows = store.keys().row
+        if not len(rows):
+            return 0, 0
+        return int(store.column(NUMBER)[rows].max()), int(store.column(TOTAL)[rows].max())
+
+    def __len__(self) -> int:
+        """Trajectories that were added, by all processes, since the buffer was made or cleared."""
+        store = self._join()
+        return 0 if store is None else self._counted(store)[0]
+
+    @property
+    def size(self) -> int:
+        """`len(buffer)`."""
+        return len(self)
+
+    @property
+    def total_samples(self) -> int:
+        """Samples of all trajectories that were added."""
+        store = self._join()
+        return 0 if store is None else self._counted(store)[1]
+
+    def is_ready(self, min_size: int) -> bool:
+        """Whether so many trajectories were added."""
+        return len(self) >= min_size
+
+    async def is_ready_async(self, min_size: int) -> bool:
+        """As `is_ready`."""
+        return self.is_ready(min_size)
+
+    def get_stats(self) -> dict[str, int]:
+        """Trajectories and samples that were added, and trajectories that are there (`cache_size`)."""
+        store = self._join()
+        if store is None:
+            return {"num_trajectories": 0, "total_samples": 0, "cache_size": 0}
+        number, total = self._counted(store)
+        there = len(np.unique(store.column(NUMBER)[store.keys().row]))
+        return {"num_trajectories": number, "total_samples": total, "cache_size": there}
+
+    def clear(self) -> None:
+        """Removes all trajectories, for all processes; files stay."""
+        self._own()
+        with self._adding.thread():
+            store = self._join()
+            if store is not None:
+                with self._adding.locked(store):
+                    store.delete(store.keys())
+
+    def clear_cache(self) -> None:
+        """Changes nothing: there is no cache beside the trajectories."""
+        self._join()
+
+    # --- checkpoints ------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, save_path: str | os.PathLike[str]) -> None:
+        """Writes a checkpoint (`Store.save`) of the trajectories that are there to a folder, in the place of an older.
+
+        Raises:
+            CheckpointError: something else is there. NoSpaceError: the disk is full.
+        """
+        folder = check_path("save_path", save_path)
+        store = self._join()
+        folder.mkdir(parents=True, exist_ok=True)
+        if store is not None:
+            store.save(folder / _CHECKPOINT)
+        saved = {"format": _FORMAT, "version": _VERSION, "seed": self.seed, "empty": store is None}
+        write_json(folder / METADATA, saved)
+
+    def load_checkpoint(
+        self,
+        load_path: str | os.PathLike[str],
+        is_distributed: bool = False,
+        local_rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        """Replaces the trajectories by those of a checkpoint, or of RLinf's files; draws begin anew, from its seed.
+
+        Args:
+            load_path: folder that was given to `save_checkpoint`, or as `auto_save_path`, of this class or of RLinf's.
+            is_distributed: take a `world_size`-th of the trajectories, those of rank `local_rank`.
+
+        Raises:
+            StoreMissingError: there is none; a `FileNotFoundError` too. CheckpointError: it is damaged, or of pickles.
+            SchemaError: its trajectories have other tensors than those of the store that this buffer has joined.
+        """
+        folder = check_path("load_path", load_path)
+        part = CheckpointPart.of(is_distributed, local_rank, world_size)
+        if not (folder / METADATA).exists():
+            raise StoreMissingError(f"no checkpoint: Metadata not found at {folder / METADATA}")
+        metadata = read_json(folder / METADATA)
+        self._own()
+        with self._adding.thread():
+            self._join()
+            if metadata.get("format") != _FORMAT:
+                self._restore(SavedTrajectories.of_files(TrajectoryFiles(folder), part, self._kept))
+            elif metadata.get("empty"):
+                self.clear()
+            else:
+                self._load_store(folder / _CHECKPOINT, part)
+            if isinstance(metadata.get("seed"), int):
+                self.seed = metadata["seed"]
+                with self._drawing:
+                    self._begin_draws(metadata["seed"])
+
+    def _load_store(self, directory: Path, part: CheckpointPart) -> None:
+        with Checkpoint(directory) as found:
+            SampleLayout.of_fields(str(directory), found.fields)
+            if self._store is None and part.ranks == 1 and found.options["capacity"] == self._rows():
+                with suppress(StoreExistsError):
+                    name = self._given if isinstance(self._given, str) else None
+                    self._use_or_close(Store.load(found, name, reserve=self._reserve))
+                    return
+            held = Store.load(found, None)
+        with held:
+            self._join()
+            self._restore(SavedTrajectories.of_store(held, part, self._kept))
+
+    def _restore(self, saved: SavedTrajectories) -> None:
+        """Puts these trajectories in the place of those that are there."""
+        self.clear()
+        number, total = saved.number - len(saved.sizes), saved.total - sum(saved.sizes)
+        for samples in saved.each:
+            number, total = number + 1, total + samples.total
+            store = self._store
+            if store is None:
+                store = self._made(samples, max(*saved.sizes, self._most_samples or 1, 1))
+            self._layout.check(samples)
+            with self._adding.locked(store):
+                self._insert(store, samples, (number, total))
+
+    # --- datasets ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_lerobot_dataset(
+        cls,
+        dataset: Any,
+        observations: Mapping[str, str],
+        *,
+        success_reward: float | None = None,
+        seed: int | None = 1234,
+        sample_window_size: int = 0,
+        **options: Any,
+    ) -> TrajectoryReplayBuffer:
+        """A buffer with the episodes of a `LeRobotDataset` as trajectories of one environment, such as demonstrations.
+
+        Frames are read one after the other, each once, and one episode is held in memory besides the buffer; those of a
+        dataset without `hf_dataset`, which tells the episodes' lengths, are read twice. The observation that an
+        episode's last frame led to is its own. `actions` are those of single frames and rewards
+        and flags have the shape (T, 1, 1), as RLinf has them for one action a step.
+
+        Args:
+            dataset: frames by number, with "action", "episode_index" and the observations in each.
+            observations: names of observations in trajectories, and the dataset's entries that they are:
+                `{"states": "observation.state", "main_images": "observation.images.front"}`.
+            success_reward: reward of each episode's last step, which is terminal then; other steps have 0. Without it
+                frames have "next.reward", and where they have "next.done" that says which steps are terminal.
+            seed, sample_window_size, options: as of the class; all episodes are kept by default.
+
+        Raises:
+            ArgumentError: no observations, or what is no dataset. SchemaError: a frame lacks an entry.
+        """
+        named = check_observations(observations)
+        lengths = episode_lengths(dataset)
+        if sample_window_size == 0 and "capacity" not in options:
+            options["capacity"] = max(1, len(lengths))
+        options.setdefault("max_samples", int(lengths.max(initial=1)))
+        buffer = cls(seed, sample_window_size=sample_window_size, **options)
+        try:
+            for trajectory in trajectories_of(dataset, named, success_reward):
+                buffer.add_trajectories([trajectory])
+        except BaseException:
+            buffer.close()
+            raise
+        return buffer
+
+
+def _store_or_name(store: Any) -> str | Store | None:
+    """A store, or its name as text."""
+    if store is None or isinstance(store, Store):
+        return store
+    return check_text("store", os.fspath(store) if isinstance(store, os.PathLike) else store)
+
+
+__all__ = ["TrajectoryReplayBuffer"]

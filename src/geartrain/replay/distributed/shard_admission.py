@@ -1,0 +1,61 @@
+"""Admission of a global batch by the rate limiters of the shards: each admits an even share of its store's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from geartrain.replay.admission import Admission
+from geartrain.replay.distributed.members import Members
+from geartrain.replay.sampler import StoreSampler, wait_together
+from geartrain.selection.mixture import Selection, quotas_of
+
+
+class ShardAdmission:
+    """Waits for the rate limiters of the shards that this rank leads, before all ranks draw.
+
+    How many rows a shard will be drawn for is not known by then, so that its rate limiter admits an even share.
+
+    Args:
+        samplers: of this rank's shards, one for each store.
+        members: the ranks.
+        selection: the strategy, or the mixture.
+        batch_size: of the global batch.
+    """
+
+    def __init__(
+        self, samplers: Sequence[StoreSampler], members: Members, selection: Selection, batch_size: int
+    ) -> None:
+        self._samplers = samplers
+        self._members = members
+        self._selection = selection
+        self._batch_size = batch_size
+
+    def quotas(self, step: int) -> list[int]:
+        """Rows of each store in the global batch of a step."""
+        return quotas_of(self._selection, self._batch_size, step)
+
+    def wait(self, step: int) -> Admission:
+        """Waits until the batch of a step is admitted. Raises what `StoreSampler.admit` raises, and none is then."""
+        admission = Admission(self._samplers)
+        wait_together(self._samplers)
+        try:
+            for number, quota in enumerate(self.quotas(step)):
+                share = self._share(number, quota)
+                if share:
+                    self._samplers[number].admit(share)
+                    admission.rows[number] = share
+        except BaseException:
+            admission.give_back()
+            raise
+        return admission
+
+    def keep(self, admission: Admission, found: Sequence[int]) -> None:
+        """Gives back what a batch of so many rows of each store does not need: fewer are found where a pass ends."""
+        for number, n in enumerate(found):
+            admission.keep(number, self._share(number, n))
+
+    def _share(self, number: int, n: int) -> int:
+        return -(-n // len(self._members.stores[number].ranks)) if self._members.leads(number) else 0
+
+
+__all__ = ["ShardAdmission"]
