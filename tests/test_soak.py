@@ -28,6 +28,13 @@ def test_what_stays_as_it_was_has_not_grown() -> None:
     assert not any(one.grew for one in found)
 
 
+def test_peers_that_come_and_go_are_no_growth() -> None:
+    """A third of the time one more is connected, in the last quarter most of it."""
+    more = [at % 3 == 0 or (at >= 75 and at % 8 > 0) for at in range(101)]
+    samples = [STEADY._replace(at_s=at, shared_mb=27.4 if one else 26.0) for at, one in enumerate(more)]
+    assert not [one.figure for one in growths(samples) if one.grew]
+
+
 @pytest.mark.parametrize(
     "late",
     [{"private_mb": 180.0}, {"shared_mb": 30.0}, {"threads": 15}, {"descriptors": 40}, {"segments": 7},
