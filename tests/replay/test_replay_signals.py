@@ -19,6 +19,7 @@ from segments import Segment
 
 import geartrain as gt
 from geartrain.errors import NotEnoughRowsError, StoreClosedError, WaitTimeoutError
+from geartrain.replay.prefetch import Prefetcher
 from geartrain.selection import Prioritized, Uniform
 
 FIELDS = {"x": gt.Field((), "int64", per_row=True)}
@@ -172,6 +173,22 @@ def _close_at_any_instant(name: str, rounds: int, handled: Callable[[Callable[[]
 
 def test_a_handler_may_close_a_replay_at_any_instant_of_its_thread(name, handled):
     _close_at_any_instant(name, 40, handled)
+
+
+def test_a_handler_that_comes_just_as_the_thread_is_joined_does_not_wait_for_itself():
+    ahead = Prefetcher(lambda number: number, "test")
+    ahead.ask(3)
+    assert ahead.get(patience(10)) == 3
+    thread = ahead._thread
+    lock = getattr(thread, "_tstate_lock", None)
+    if lock is None:
+        pytest.skip("threads of this Python are joined without a lock of their own")
+    ahead._asked.put(None)
+    assert lock.acquire(timeout=patience(10)), "the thread has not ended"  # as a join has that is interrupted here
+    began_s = time.monotonic()
+    ahead.stop(100)
+    assert time.monotonic() - began_s < patience(10)
+    lock.release()
 
 
 @pytest.mark.long

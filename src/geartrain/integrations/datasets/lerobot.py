@@ -63,8 +63,8 @@ _BATCH_BYTES = 1 << 20
 _PLACES = ("index", "episode_index", "frame_index")
 _READ_VERSIONS = ("v2.0", "v2.1", "v3.")
 _MOST_THREADS = 16
-# Of a number in a file's name; one of a thousand million digits would be as many bytes.
-_WIDTH = re.compile(r"(0?[0-9]{1,2}d?)?", re.ASCII)
+# Of a number in a file's name, or of a part of a name; one of a thousand million digits would be as many bytes.
+_WIDTH = re.compile(r"(0?[0-9]{1,2}d?|\.[0-9]{1,2})?", re.ASCII)
 # Where the columns have the steps' times for the videos; no field has this name.
 _TIMES = "/timestamp"
 
