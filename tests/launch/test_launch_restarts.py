@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -38,6 +40,22 @@ def test_a_part_that_fails_ends_the_job_and_its_last_lines_are_told(job, tmp_pat
 
 def fail_second(context):
     return launched.fail(context) if context.rank == 1 else launched.linger(context)
+
+
+@pytest.mark.parametrize("form", ["function", "command"])
+def test_sigterm_does_not_interrupt_a_process_that_ends_by_itself(job, tmp_path, real_interpreters, form):
+    script = (
+        "import atexit, launched; atexit.register(launched.told_twice)\nfrom geartrain import launch; launch.context()"
+    )
+    summary = run(
+        job(launch.learners(told_at_exit if form == "function" else [sys.executable, "-c", script])), tmp_path
+    )
+    assert summary.processes["learner-0"]["exit_code"] == 0
+    assert text(tmp_path, "learner-0") == "told twice\n"
+
+
+def told_at_exit(context):
+    atexit.register(launched.told_twice)
 
 
 def test_an_agent_that_returns_is_started_again_up_to_its_limit(job, tmp_path):

@@ -249,6 +249,12 @@ def linger(context, deaf=False):
     print("told to go")
 
 
+def told_twice():
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+    print("told twice")
+
+
 def stuck(context):
     context.report(steps=1)
     time.sleep(600)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -385,6 +386,12 @@ class Context:
         """Handles signals: SIGTERM sets `stopping`, a second one raises SystemExit; Ctrl-C is left to the launcher."""
         signal.signal(signal.SIGTERM, self._on_term)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        atexit.register(self.ends)
+
+    def ends(self) -> None:
+        """The process ends by itself: SIGTERM is ignored, which would interrupt its exit or change its exit code."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _on_term(self, _number: int, _frame: FrameType | None) -> None:
         self._signalled += 1

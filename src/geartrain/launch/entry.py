@@ -33,6 +33,8 @@ def main() -> None:
         trace = error.__traceback__
         traceback.print_exception(error.with_traceback(trace and trace.tb_next))  # from the function on
         sys.exit(1)
+    finally:
+        own.ends()
 
 
 if __name__ == "__main__":
