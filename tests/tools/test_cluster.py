@@ -233,6 +233,7 @@ def test_what_a_killed_maker_of_switched_hosts_left_is_removed() -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=patience(60), check=False
     )
+    assert done.returncode == -signal.SIGKILL, done.stderr
     left, switch = done.stdout.split()
     assert left in Hosts.remove_stale() and traces(left) == []
     ends_s = time.monotonic() + patience(20)

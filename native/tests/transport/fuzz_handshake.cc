@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 #include <sys/un.h>
 
+#include <cstdio>
 #include <cstdlib>
 
 #include "tests/support/fuzz.h"
@@ -44,14 +45,18 @@ void to_a_listener(std::span<const uint8_t> input) {
   std::memcpy(to.sun_path + 1, name.data(), name.size());
   const Descriptor socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   const auto size = static_cast<socklen_t>(offsetof(struct sockaddr_un, sun_path) + 1 + name.size());
-  if (::connect(socket.get(), reinterpret_cast<const struct sockaddr*>(&to), size) != 0) std::abort();
+  if (::connect(socket.get(), reinterpret_cast<const struct sockaddr*>(&to), size) != 0) {
+    std::perror("connect to the listener");
+    std::abort();
+  }
   [[maybe_unused]] const ssize_t sent = ::send(socket.get(), input.data(), input.size(), MSG_NOSIGNAL);
   ::shutdown(socket.get(), SHUT_WR);
   char answer[256];
-  while (wait_for(socket.get(), POLLIN, Deadline::after(5))) {
+  while (wait_for(socket.get(), POLLIN, Deadline::after(60))) {  // the driver tells what is slow again and again
     if (::recv(socket.get(), answer, sizeof answer, 0) <= 0) return;
   }
-  std::abort();  // it neither answered nor hung up
+  std::fprintf(stderr, "the listener neither answered nor hung up\n");
+  std::abort();
 }
 
 // A dialer under an arbitrary answer.
