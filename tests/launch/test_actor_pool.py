@@ -7,6 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -111,6 +112,22 @@ def test_one_death_too_many_is_an_error_that_says_what_it_was(store):
             wait_for(lambda: pool._failed is not None)
     with pytest.raises(ArgumentError, match="from 1 to 255 actors, found 0"):
         ActorPool(store, environments, policy, 0)
+
+
+@pytest.mark.timeout(60)
+def test_a_handler_stops_the_pool_that_its_thread_is_stopping(store):
+    pool = ActorPool(store, environments, policy, 1)
+    wait_for(lambda: pool.stats()["steps"] > 0)
+    os.kill(int(pool.counters.column("pid")[0]), signal.SIGSTOP)  # it is waited for, and then killed
+    stopped = []
+    before = signal.signal(signal.SIGUSR2, lambda *_: stopped.append(pool.stop()))
+    threading.Timer(0.3, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR2)).start()
+    try:
+        pool.stop(1.0)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert stopped == [None] and pool.stats()["alive"] == 0
+    assert not pool.counters.path.exists() and store.audit() == []
 
 
 def test_an_exit_status_that_something_else_has_taken_does_not_end_the_supervision(store):

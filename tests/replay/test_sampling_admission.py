@@ -13,6 +13,7 @@ import pytest
 from deadlines import patience
 from rank_batches import B as GLOBAL
 from rank_batches import insert
+from recorded_shards import Episodes
 
 import geartrain as gt
 from geartrain.errors import EmptyStoreError, NotEnoughRowsError, StoreClosedError, WaitTimeoutError
@@ -127,6 +128,38 @@ def test_a_transform_that_raises_gives_back(stores: list[gt.Store], prefetch: in
     draws(store, 4)
 
 
+def refused_rewards(achieved: Any, desired: Any) -> Any:
+    raise KeyError(len(achieved))
+
+
+GOALS = gt.Transitions(hindsight=gt.Hindsight(k=3, reward=refused_rewards))
+
+
+@pytest.mark.parametrize("selection", [Uniform(seed=1), Prioritized(seed=1, beta=0.5)], ids=["draws", "weighed"])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_reward_that_raises_gives_back(selection: Any, prefetch: int) -> None:
+    with Episodes(60, least=4).stores(1) as (store,):
+        limit(store, 4)
+        with gt.Replay(store, selection, B, view=GOALS, prefetch=prefetch, output="numpy", timeout_s=5) as replay:
+            for _ in range(6):  # more often than the limiter would admit
+                with pytest.raises(KeyError):
+                    replay.sample()
+        assert admitted(store) == 0
+        draws(store, 4)
+
+
+def test_a_reward_that_raises_gives_back_what_all_stores_of_a_mixture_have_admitted() -> None:
+    with Episodes(60, least=4).stores(1) as (first,), Episodes(60, least=4).stores(1) as (last,):
+        for store in (first, last):
+            limit(store, 4)
+        with mixed([first, last], view=GOALS, timeout_s=5) as replay:
+            for _ in range(6):
+                with pytest.raises(KeyError):
+                    replay.sample()
+        assert (admitted(first), admitted(last)) == (0, 0)
+        draws(first, 4)
+
+
 class Weighed(Prioritized):
     """With importance weights of its own, which fail."""
 
@@ -239,6 +272,33 @@ def test_ranks_give_back_where_one_has_too_few_rows_and_go_on_later(
             assert admitted(store) == GLOBAL + left
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("replacement", [True, False], ids=["one native call", "in steps"])
+def test_a_reward_that_raises_on_one_rank_gives_back_on_all(replacement: bool) -> None:
+    def body(rank: ThreadRankGroup) -> None:
+        store, got = stores[rank.rank], 0
+
+        def reward(achieved: Any, desired: Any) -> Any:
+            if rank.rank == 1 and got == 3:
+                raise KeyError(got)
+            return np.zeros(len(achieved))
+
+        selection = Uniform(seed=1, replacement=replacement)
+        view = gt.Transitions(hindsight=gt.Hindsight(k=3, reward=reward))
+        with gt.Replay(store, selection, 24, group=rank, view=view, prefetch=0, output="numpy") as replay:
+            with pytest.raises(KeyError if rank.rank == 1 else gt.errors.PeerLostError):
+                while got < 20:
+                    replay.sample()
+                    got += 1
+        # Rank 0 has its part of the batch whose other part failed, or not, as its messages come.
+        assert got == 3 if rank.rank == 1 else got in (3, 4)
+        assert admitted(store) == got * 12
+
+    with Episodes(60, least=4).stores(2) as stores:
+        for store in stores:
+            store.limiter.set(min_size_to_sample=1)  # which counts
+        run_ranks(2, body)
 
 
 def test_ranks_whose_wait_for_a_limiter_ends_in_vain_give_back_what_the_others_have_admitted(

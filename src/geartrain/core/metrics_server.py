@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Literal, NamedTuple, cast
 
+from geartrain.core.threads import DaemonThread
 from geartrain.errors import GeartrainError, MissingDependencyError
 
 #: Clients at a time.
@@ -82,9 +83,9 @@ class MetricsServer:
         self.port: int = self._listening.getsockname()[1]
         self._loop = asyncio.new_event_loop()
         self._ended = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, args=(app,), name="geartrain metrics", daemon=True)
+        self._thread = DaemonThread(self._run, "geartrain metrics", (app,))
         self._pid = os.getpid()
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()  # a signal's handler may close while its thread does
         self._closed = False
         self._clients: dict[_Client, None] = {}  # the oldest first
         _servers.add(self)

@@ -29,6 +29,7 @@ from typing import Any
 
 from geartrain.core.processes import at_end_of_forked_child, process_state
 from geartrain.core.shared_files import open_shared, segments_directory, shared_files
+from geartrain.core.threads import DaemonThread
 from geartrain.errors import ArgumentError, GeartrainError
 
 FORMAT = "geartrain-report-1"
@@ -147,9 +148,7 @@ class _Reporter:
             self._objects.append((weakref.ref(owner), kind, read))
             if self._thread is None and not self._stop.is_set():
                 path = segments_directory() / f"{_PREFIX}{os.getpid()}{_SUFFIX}"
-                self._thread = threading.Thread(
-                    target=self._run, args=(path, period, self._stop), name="geartrain-report", daemon=True
-                )
+                self._thread = DaemonThread(self._run, "geartrain-report", (path, period, self._stop))
                 self._thread.start()
                 at_end_of_forked_child(self.close)
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from geartrain.core.processes import at_end_of_forked_child
+from geartrain.core.threads import DaemonThread
 from geartrain.errors import ArgumentError
 
 VARIABLE = "GEARTRAIN_TRACE"
@@ -68,7 +69,7 @@ class _Recorder:
         if self._thread is None and not self._stop.is_set():
             with self._lock:
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="geartrain-trace", daemon=True)
+                    self._thread = DaemonThread(self._run, "geartrain-trace")
                     self._thread.start()
                     at_end_of_forked_child(self.close)
 

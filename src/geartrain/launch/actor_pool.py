@@ -24,6 +24,7 @@ from geartrain.actors.policy import Policy
 from geartrain.core.arguments import check_function, check_whole, default_threads, shown, whole_number
 from geartrain.core.counters import SharedCounters
 from geartrain.core.process_report import register
+from geartrain.core.threads import DaemonThread
 from geartrain.errors import ActorDiedError, ArgumentError, StoreClosedError
 from geartrain.launch.actor_process import ActorTask, task_bytes
 from geartrain.launch.actor_role import ActorContext
@@ -102,11 +103,12 @@ class ActorPool:
         self._failed: BaseException | None = None
         self._start_error: BaseException | None = None
         self._stop_at_s: float | None = None
-        self._stopping = threading.Lock()
+        self._stopping = threading.RLock()  # a signal's handler may stop it while its thread does
+        self._stopped = False
         self._pid = os.getpid()
         self._started = threading.Event()
         # One thread starts, watches and reaps all: the kernel kills them when that thread ends.
-        self._thread = threading.Thread(target=self._supervise, name="geartrain-actors", daemon=True)
+        self._thread = DaemonThread(self._supervise, "geartrain-actors")
         self._thread.start()
         try:
             self._started.wait()
@@ -157,16 +159,18 @@ class ActorPool:
         if self._pid != os.getpid():
             return
         with self._stopping:  # a second caller returns when they have ended
-            if self._stop_at_s is not None:
+            if self._stopped:
                 return
             for number in range(self.actors):
                 self.counters.slot(number)["stop"] = 1.0
-            self._stop_at_s = time.monotonic() + timeout_s
+            if self._stop_at_s is None:
+                self._stop_at_s = time.monotonic() + timeout_s
             self._supervisor.wake()
             self._thread.join(timeout_s + 2 * KILL_S)
             with contextlib.suppress(StoreClosedError):  # closed before its pool: whoever has it open does it
                 self.store.reap()
             self.counters.close()
+            self._stopped = True
 
     def __enter__(self) -> ActorPool:
         return self

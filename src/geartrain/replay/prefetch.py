@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
+from geartrain.core.threads import DaemonThread
 from geartrain.errors import WaitTimeoutError
 
 Item = TypeVar("Item")
@@ -27,8 +28,6 @@ _LOOKED_AT = 8
 _LONG = 20
 # A signal that comes just before a wait does not end it: its handler runs when the wait looks again.
 _SLICE_S = 0.5
-# Of a thread that has done its work: for its last instructions.
-_END_S = 1.0
 
 
 class BuildPlacement:
@@ -108,10 +107,9 @@ class Prefetcher(Generic[Item]):
         self._pid = os.getpid()
         self._stopping = False
         self._stopped = False
-        self._over = False
         self._raised: BaseException | None = None
         self._left: list[Any] = []
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = DaemonThread(self._run, name)
         self._thread.start()
 
     def ask(self, orders: Any) -> None:
@@ -143,7 +141,7 @@ class Prefetcher(Generic[Item]):
 
     def is_at_work(self) -> bool:
         """Whether the thread has not ended its work."""
-        return not self._over
+        return not self._thread.over
 
     def is_mine(self) -> bool:
         """Whether the thread belongs to this process, and not to the one it was forked from."""
@@ -160,7 +158,7 @@ class Prefetcher(Generic[Item]):
         self._stopping = not finish
         self._asked.put(None)
         if self._thread is not threading.current_thread():  # the collector may call this on the thread itself
-            self._join(timeout_s)
+            self._thread.join(timeout_s)
         self._stopped = True
         self._drop_ready()
         with suppress(queue.Empty):
@@ -168,21 +166,9 @@ class Prefetcher(Generic[Item]):
                 asked = self._asked.get_nowait()
                 if asked is not None:
                     self._left.append(asked[0])
-        if not self._over:
+        if not self._thread.over:
             self._asked.put(None)  # for when it comes back
         return self._left
-
-    def _join(self, timeout_s: float) -> None:
-        """Waits until the thread has ended.
-
-        In slices: a signal's handler that comes into a join just as the thread ends finds the thread's lock taken by
-        whom it interrupts, and would wait for the whole time (CPython before 3.13).
-        """
-        until_s = time.monotonic() + timeout_s
-        while not self._over and (left_s := until_s - time.monotonic()) > 0:
-            self._thread.join(min(left_s, _SLICE_S))
-        if self._over:
-            self._thread.join(min(timeout_s, _END_S))
 
     def _drop_ready(self) -> None:
         errors = []
@@ -197,10 +183,7 @@ class Prefetcher(Generic[Item]):
             self._ready.put(error)
 
     def _run(self) -> None:
-        try:
-            self._make_items()
-        finally:
-            self._over = True
+        self._make_items()
         if self._stopped:  # by somebody who did not wait for it
             self._drop_ready()
 

@@ -27,6 +27,7 @@ import numpy as np
 import geartrain._native as _native
 from geartrain.core.arguments import check_path
 from geartrain.core.schema import Field
+from geartrain.core.threads import DaemonThread
 from geartrain.errors import GeartrainError, JournalError, NoSpaceError, StoreClosedError
 from geartrain.store.checkpoint_reader import Checkpoint, restore
 from geartrain.store.journal_directory import Disk, JournalContents, JournalDirectory, is_journal, make_journal
@@ -108,7 +109,7 @@ class Journal:
         self._hurry = threading.Event()
         self._finishing = threading.RLock()  # a signal's handler may close what its thread is closing
         self._finished: bool | None = None
-        self._thread = threading.Thread(target=self._run, name=f"geartrain journal {self.path.name}", daemon=True)
+        self._thread: threading.Thread = DaemonThread(self._run, f"geartrain journal {self.path.name}")
         if self._follows:
             _journals.add(self)
             self._thread.start()

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from geartrain.core.shared_files import Trust
+from geartrain.core.threads import DaemonThread
 from geartrain.errors import ConnectionClosedError, GeartrainError, PeerLostError
 from geartrain.weights.layout import Schema
 from geartrain.weights.segment import WeightsSegment
@@ -48,7 +49,7 @@ class Follower:
         self._schema = b""
         self._stop = threading.Event()
         self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"geartrain follows {name}", daemon=True)
+        self._thread: threading.Thread = DaemonThread(self._run, f"geartrain follows {name}")
         self._thread.start()
 
     @property

@@ -37,6 +37,7 @@ from typing import Any, Protocol
 
 import torch
 
+from geartrain.core.threads import DaemonThread
 from geartrain.device.device import Device
 from geartrain.errors import ConnectionClosedError, WaitTimeoutError
 
@@ -132,7 +133,7 @@ class Staging:
         self._closed = False
         self._broken: BaseException | None = None
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._run, name="geartrain-staging", daemon=True)
+        self._thread = DaemonThread(self._run, "geartrain-staging")
         self._thread.start()
 
     def submit(

@@ -56,7 +56,7 @@ class WriterProcess:
 
     def __init__(self, kind: str, arguments: dict[str, Any], what: str, *, answer_s: float = ANSWER_S) -> None:
         self._what, self.answer_s = what, answer_s
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()  # a signal's handler may close while its thread does
         self._said = os.memfd_create("writer-stderr", os.MFD_CLOEXEC)
         self._socket, theirs = socket.socketpair()
         try:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from geartrain.core.threads import DaemonThread
 from geartrain.errors import ArgumentError, GeartrainError, TransportError
 from geartrain.integrations.di_engine.discovery import Contact
 from geartrain.integrations.di_engine.peer_queue import PeerQueue, Window
@@ -146,7 +147,7 @@ class Membership:
         Returns when each was tried once.
         """
         if self._thread is None:
-            self._thread = threading.Thread(target=self._keep_connected, args=(list(contacts),), daemon=True)
+            self._thread = DaemonThread(self._keep_connected, args=(list(contacts),))
             self._thread.name = "geartrain links"
             self._thread.start()
         self._connected.wait(self.timeout_s)

@@ -81,9 +81,9 @@ class Queue:
         self.options = options or QueueOptions(secret=queue_options.cluster_secret())
         self.attach_to: list[str] = list(attach_to or [])
         self.listen_to = listen_to
-        self._inbox: queue.Queue[tuple[str, Any, Work[None]] | None] = queue.Queue()
+        self._inbox: queue.SimpleQueue[tuple[str, Any, Work[None]] | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
-        self._stopping = threading.Lock()
+        self._stopping = threading.RLock()  # a signal's handler may stop it while its thread does
         self._pid = os.getpid()
         self._on_change: Callable[[str, int, str], object] | None = None
         self._publication: Publication | None = None

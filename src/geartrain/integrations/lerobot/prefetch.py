@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from geartrain.core.arguments import check_whole
+from geartrain.core.threads import DaemonThread
 from geartrain.errors import ArgumentError, GeartrainError
 
 # A reader that waits looks so often whether the thread is still there.
@@ -115,7 +116,7 @@ class BatchPrefetch:
             raise ArgumentError(f"queue_size must be at least 1, found {size}")
         self._queue = _Queue(sample, size)
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._queue.run, name="geartrain-lerobot-prefetch", daemon=True)
+        self._thread = DaemonThread(self._queue.run, "geartrain-lerobot-prefetch")
         weakref.finalize(self, self._queue.stop).atexit = False
         _running[self._queue] = self._thread
         try:

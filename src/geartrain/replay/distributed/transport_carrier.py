@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 import geartrain._native as _native
+from geartrain.core.threads import DaemonThread
 from geartrain.errors import (
     ArgumentError,
     ConnectionClosedError,
@@ -333,7 +334,7 @@ class _Sender:
     def __init__(self, body: Callable[[], object]) -> None:
         self._body = body
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="geartrain-rank-sends", daemon=True)
+        self._thread = DaemonThread(self._run, "geartrain-rank-sends")
         self._thread.start()
 
     def _run(self) -> None:

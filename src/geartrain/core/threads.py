@@ -1,0 +1,52 @@
+"""Daemon threads whose join a signal's handler may interrupt, and join the same thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+# How often a join looks whether the thread has done its work.
+_SLICE_S = 0.5
+# Of a thread that has done its work: for its last instructions.
+_END_S = 0.25
+
+
+class DaemonThread(threading.Thread):
+    """A daemon thread whose join ends with its work.
+
+    CPython before 3.13 has the thread's lock for an instant at the end of a join. A signal's handler that comes in
+    there, and joins as well, would wait for whom it interrupts: for its whole timeout, or for ever. So the thread says
+    itself that its work is over, and joins are made in slices.
+
+    Args:
+        target: its work.
+        name: of the thread.
+        args: of the work.
+    """
+
+    def __init__(self, target: Callable[..., object], name: str | None = None, args: Iterable[Any] = ()) -> None:
+        super().__init__(target=target, name=name, args=args, daemon=True)
+        self.over = False
+
+    def run(self) -> None:
+        """See `threading.Thread`."""
+        try:
+            super().run()
+        finally:
+            self.over = True
+
+    def is_alive(self) -> bool:
+        """Whether it is at work. In a forked child, which has a copy of the object alone, it is not."""
+        return not self.over and super().is_alive()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits until the thread has ended, in seconds; for as long as it takes with None."""
+        until_s = float("inf") if timeout is None else time.monotonic() + timeout
+        while self.is_alive() and (left_s := until_s - time.monotonic()) > 0:
+            super().join(min(left_s, _SLICE_S))
+        super().join(max(0.0, min(_END_S, until_s - time.monotonic())))
+
+
+__all__ = ["DaemonThread"]
