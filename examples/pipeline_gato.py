@@ -29,17 +29,18 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import curves
 import geartrain as gt
+import hopper_learner as learner
 import offline_gato_hopper as demo
 from geartrain import weights
 
 MICROBATCHES = 4
-MASK = slice(demo.ACTION, demo.ACTION + 1)  # of a target: what each step counts for stands beside its action
+MASK = slice(learner.ACTION, learner.ACTION + 1)  # of a target: what each step counts for stands beside its action
 
 
 class Stage(nn.Module):
     """Some layers of a `DecisionTransformer`; the first stage embeds a window, the last one tells the actions."""
 
-    def __init__(self, whole: demo.DecisionTransformer, place: int, stages: int) -> None:
+    def __init__(self, whole: learner.DecisionTransformer, place: int, stages: int) -> None:
         super().__init__()
         cuts = [math.ceil(len(whole.layers) * at / stages) for at in range(stages + 1)]
         self.is_first_stage, self.is_last_stage = place == 0, place == stages - 1
@@ -53,7 +54,7 @@ class Stage(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """The head's `x` is (B, W, 1 + OBS + ACTION), that of the others (B, 3 W, width); mask (B, W)."""
         if self.is_first_stage:
-            returns, obs, action = x.split([1, demo.OBS, demo.ACTION], -1)
+            returns, obs, action = x.split([1, learner.OBS, learner.ACTION], -1)
             x = self.whole.embed({"return_to_go": returns[..., 0], "obs": obs, "action": action})
         hidden = self.whole.hidden(mask)
         for layer in self.whole.layers:
@@ -63,13 +64,13 @@ class Stage(nn.Module):
 
 def loss_of(predicted: Tensor, target: Tensor) -> Tensor:
     """A microbatch's part of the squared error; the parts' mean is the mean over all real steps of the batch."""
-    return ((predicted - target[..., : demo.ACTION]).square().mean(-1, keepdim=True) * target[..., MASK]).sum()
+    return ((predicted - target[..., : learner.ACTION]).square().mean(-1, keepdim=True) * target[..., MASK]).sum()
 
 
 class Trainer:
     """This rank's stage, and how a batch goes through all of them."""
 
-    def __init__(self, whole: demo.DecisionTransformer, mesh: DeviceMesh, steps: int) -> None:
+    def __init__(self, whole: learner.DecisionTransformer, mesh: DeviceMesh, steps: int) -> None:
         stages, self.replicas = mesh["pp"].size(), mesh["dp"].get_group()
         self.pipeline, self.steps = mesh["pp"].get_group(), steps
         self.part = Stage(whole, mesh["pp"].get_local_rank(), stages)
@@ -82,7 +83,7 @@ class Trainer:
 
     def step(self, number: int, batch: gt.Batch) -> float:
         """One step of the optimizer; the loss of the global batch, on ranks that are tails (0 on others)."""
-        self.optimizer.param_groups[0]["lr"] = demo.learning_rate(number, self.steps)
+        self.optimizer.param_groups[0]["lr"] = learner.learning_rate(number, self.steps)
         self.optimizer.zero_grad()
         given: tuple[Tensor, ...] = ()
         wanted, losses = {}, []
@@ -113,13 +114,13 @@ class Trainer:
 class Everywhere:
     """The averaged weights of all stages, combined on every rank through the host's shared memory."""
 
-    def __init__(self, job: str, trainer: Trainer, mesh: DeviceMesh, scale: demo.DecisionTransformer) -> None:
+    def __init__(self, job: str, trainer: Trainer, mesh: DeviceMesh, scale: learner.DecisionTransformer) -> None:
         self.trainer, self.model = trainer, scale
         self.mine = weights.Publisher(f"{job}-{dist.get_rank()}")
         column = [rank for rank in mesh.mesh[:, mesh["dp"].get_local_rank()].tolist() if rank != dist.get_rank()]
         self.others = [weights.Reader(f"{job}-{rank}") for rank in column]
 
-    def gathered(self, step: int) -> demo.DecisionTransformer:
+    def gathered(self, step: int) -> learner.DecisionTransformer:
         layers = range(len(self.model.layers))
         stages = dist.get_world_size(self.trainer.pipeline)
         first = math.ceil(len(layers) * dist.get_rank(self.trainer.pipeline) / stages)
@@ -147,16 +148,16 @@ def run(
     target = float(rows["expert"].mean())
     curve.line("expert", 100.0)
     curve.line("promise", 95.0)
-    trainer = Trainer(demo.make_model(chosen.seed, rows["obs"], target), mesh, chosen.steps)
-    everywhere = Everywhere(store.name, trainer, mesh, demo.make_model(chosen.seed, rows["obs"], target))
+    trainer = Trainer(learner.make_model(chosen.seed, rows["obs"], target), mesh, chosen.steps)
+    everywhere = Everywhere(store.name, trainer, mesh, learner.make_model(chosen.seed, rows["obs"], target))
     rank, world = dist.get_rank(), dist.get_world_size()
     marks = {math.ceil(share * chosen.steps) for share in (*demo.EVALUATE_AT, 1)}
     losses, train_s = [], 0.0
     with gt.Replay(
         store,
         gt.selection.Prioritized(seed=chosen.seed),
-        demo.BATCH,
-        window=demo.CONTEXT,
+        learner.BATCH,
+        window=learner.CONTEXT,
         mesh=mesh,
         inputs=["return_to_go", "obs", "action"],
         targets=["action"],
@@ -173,7 +174,7 @@ def run(
                 episodes = chosen.eval_episodes if len(losses) == chosen.steps else min(2, chosen.eval_episodes)
                 model = everywhere.gathered(len(losses))
                 mine = range(rank, episodes, world)  # the ranks share out the episodes
-                returns = demo.evaluate(model, mine, target, bars) if mine else []
+                returns = learner.evaluate(model, mine, target, bars) if mine else []
                 found = [None] * world
                 dist.all_gather_object(found, list(returns))
                 percent = 100 * torch.tensor([each for part in found for each in part]) / target
@@ -202,7 +203,7 @@ def main(arguments: list[str] | None = None) -> int:
     text = curves.options(__doc__)
     text.add_argument("--stages", type=int, default=2, help="of a pipeline; there are ranks / stages replicas (2)")
     text.add_argument(
-        "--steps", type=int, help=f"training steps, {demo.BATCH} windows of {demo.CONTEXT} steps each (400)"
+        "--steps", type=int, help=f"training steps, {learner.BATCH} windows of {learner.CONTEXT} steps each (400)"
     )
     text.add_argument("--episodes", type=int, help="expert episodes to collect (100)")
     text.add_argument("--eval-episodes", type=int, help="in the last evaluation (10)")
@@ -231,7 +232,7 @@ def main(arguments: list[str] | None = None) -> int:
         bars = stack.enter_context(curves.bars(screen))
         if talks:
             store = stack.enter_context(
-                gt.Store.create(name, demo.FIELDS, max_length=demo.EPISODE_STEPS, capacity=chosen.episodes)
+                gt.Store.create(name, demo.FIELDS, max_length=learner.EPISODE_STEPS, capacity=chosen.episodes)
             )
             demo.collect(store, chosen.episodes, chosen.seed, bars)
         dist.barrier()

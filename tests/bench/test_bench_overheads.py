@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,40 @@ import geartrain_bench.overheads.bench as overheads
 
 def test_it_is_known_by_name() -> None:
     assert bench.load("overheads") is overheads.main
+
+
+def test_quick_ends_within_a_minute_where_processes_start_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+
+    class Worker:
+        def __enter__(self) -> Worker:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def kill(self) -> None:
+            pass
+
+    def started(_system: str, _folder: Path) -> Worker:
+        nonlocal now_s
+        now_s += 6.0
+        return Worker()
+
+    def lap(_worker: Worker, _case: str, lap_s: float) -> tuple[float, float]:
+        nonlocal now_s
+        now_s += 1.5 * lap_s
+        return 1e-6, 2e-6
+
+    monkeypatch.setattr(overheads, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(overheads, "_worker", started)
+    monkeypatch.setattr(overheads, "_lap", lap)
+    result = overheads.main(quick=True)
+    assert now_s < 60
+    assert {row.system for row in result.rows} == set(overheads.SYSTEMS)
+    now_s = 0.0
+    assert {len(found) for found in overheads.measure(7, budget_s=0.0).values()} == {overheads.LEAST_ROUNDS}
+    assert {len(found) for found in overheads.measure(7).values()} == {7}
 
 
 @pytest.mark.slow

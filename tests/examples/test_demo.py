@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def demo():
-    spec = importlib.util.spec_from_file_location("offline_gato_hopper", SCRIPT)
+def learner():
+    spec = importlib.util.spec_from_file_location("hopper_learner", SCRIPT.with_name("hopper_learner.py"))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -63,12 +63,12 @@ def windows(store, batch_size=32):
     )
 
 
-def test_the_model_learns_the_identity_task_from_the_store(demo, store):
+def test_the_model_learns_the_identity_task_from_the_store(learner, store):
     torch.manual_seed(0)
-    model = demo.DecisionTransformer(6, 2, width=48, layers=2, heads=2)
+    model = learner.DecisionTransformer(6, 2, width=48, layers=2, heads=2)
     model.return_scale.fill_(STEPS)
     with windows(store) as replay:
-        losses = list(demo.train(model, replay, steps=150))
+        losses = list(learner.train(model, replay, steps=150))
     assert len(losses) == 150
     assert np.mean(losses[-10:]) < losses[0] / 30
     with windows(store) as replay, torch.inference_mode():
@@ -87,9 +87,9 @@ def test_a_window_ends_at_its_last_step_and_shows_no_later_one(store):
                 assert torch.equal(real, float(start) + torch.arange(len(real)))
 
 
-def test_a_prediction_never_depends_on_its_own_action_or_on_the_future(demo):
+def test_a_prediction_never_depends_on_its_own_action_or_on_the_future(learner):
     torch.manual_seed(0)
-    model = demo.DecisionTransformer(6, 2, width=32, layers=2, heads=2)
+    model = learner.DecisionTransformer(6, 2, width=32, layers=2, heads=2)
     shapes = {"return_to_go": (4, 20), "obs": (4, 20, 6), "action": (4, 20, 2)}
     window = {name: torch.randn(shape) for name, shape in shapes.items()}
     mask = torch.ones(4, 20, dtype=torch.bool)
@@ -106,9 +106,9 @@ def test_a_prediction_never_depends_on_its_own_action_or_on_the_future(demo):
         assert (model(other, mask)[:, t] - before[:, t]).abs().amax(-1).min() > 1e-4
 
 
-def test_padding_changes_no_prediction(demo):
+def test_padding_changes_no_prediction(learner):
     torch.manual_seed(0)
-    model = demo.DecisionTransformer(6, 2, width=32, layers=2, heads=2)
+    model = learner.DecisionTransformer(6, 2, width=32, layers=2, heads=2)
     shapes = {"return_to_go": (2, 20), "obs": (2, 20, 6), "action": (2, 20, 2)}
     window = {name: torch.randn(shape) for name, shape in shapes.items()}
     mask = torch.arange(20).expand(2, 20) >= 15
@@ -120,8 +120,8 @@ def test_padding_changes_no_prediction(demo):
     torch.testing.assert_close(after[:, 15:], before[:, 15:])
 
 
-def test_the_learning_rate_warms_up_and_then_only_falls(demo):
-    rates = [demo.learning_rate(step, 100) for step in range(100)]
+def test_the_learning_rate_warms_up_and_then_only_falls(learner):
+    rates = [learner.learning_rate(step, 100) for step in range(100)]
     assert max(rates) == pytest.approx(1e-3)
     top = int(np.argmax(rates))
     assert np.all(np.diff(rates[: top + 1]) > 0) and np.all(np.diff(rates[top + 1 :]) < 0)

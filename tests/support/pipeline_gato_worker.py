@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 import geartrain as gt
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-import offline_gato_hopper as demo
+import hopper_learner as learner
 import pipeline_gato
 
 STEPS, EPISODES, LENGTH = 8, 12, 60
 FIELDS = {
-    "obs": gt.Field((demo.OBS,), "float32"),
-    "action": gt.Field((demo.ACTION,), "float32"),
+    "obs": gt.Field((learner.OBS,), "float32"),
+    "action": gt.Field((learner.ACTION,), "float32"),
     "return_to_go": gt.Field((), "float32"),
 }
 
@@ -30,14 +30,14 @@ def fill(store):
     rng = np.random.default_rng(0)
     for length in rng.integers(5, LENGTH + 1, EPISODES):  # short ones are padded, and count for less
         with store.row(priority=float(length)) as row:
-            obs = rng.uniform(-1.0, 1.0, (length, demo.OBS))
-            row["obs"][:length], row["action"][:length] = obs, obs[:, : demo.ACTION]
+            obs = rng.uniform(-1.0, 1.0, (length, learner.OBS))
+            row["obs"][:length], row["action"][:length] = obs, obs[:, : learner.ACTION]
             row["return_to_go"][:length] = np.arange(length)[::-1]
             row.length = length
 
 
 def model():
-    return demo.make_model(0, np.random.default_rng(1).normal(size=(100, demo.OBS)).astype(np.float32), 60.0)
+    return learner.make_model(0, np.random.default_rng(1).normal(size=(100, learner.OBS)).astype(np.float32), 60.0)
 
 
 def main(out, name):
@@ -57,7 +57,7 @@ def main(out, name):
         everywhere = pipeline_gato.Everywhere(f"{name}-{stages}", trainer, mesh, model())
         how = {"mesh": mesh, "inputs": ["return_to_go", "obs", "action"], "targets": ["action"]}
         selection = gt.selection.Prioritized(seed=0)
-        with gt.Replay(store, selection, demo.BATCH, window=demo.CONTEXT, num_batches=STEPS, **how) as replay:
+        with gt.Replay(store, selection, learner.BATCH, window=learner.CONTEXT, num_batches=STEPS, **how) as replay:
             losses = [trainer.step(number, batch) for number, batch in enumerate(replay)]
         if trainer.part.is_last_stage:
             found[f"{stages}x{replicas}"] = losses
@@ -68,10 +68,10 @@ def main(out, name):
     if first:  # by itself, as the demo does it
         alone = model()
         average = torch.optim.swa_utils.AveragedModel(alone, multi_avg_fn=pipeline_gato.get_ema_multi_avg_fn(0.97))
-        how = {"window": demo.CONTEXT, "fields": demo.WINDOW_FIELDS, "num_batches": STEPS}
-        with gt.Replay(store, gt.selection.Prioritized(seed=0), demo.BATCH, **how) as replay:
+        how = {"window": learner.CONTEXT, "fields": learner.WINDOW_FIELDS, "num_batches": STEPS}
+        with gt.Replay(store, gt.selection.Prioritized(seed=0), learner.BATCH, **how) as replay:
             found["alone"] = []
-            for loss in demo.train(alone, replay, STEPS):
+            for loss in learner.train(alone, replay, STEPS):
                 found["alone"].append(loss)
                 average.update_parameters(alone)
         found["norm alone"] = torch.cat([each.flatten() for each in average.module.parameters()]).norm().item()

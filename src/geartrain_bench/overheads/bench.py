@@ -25,6 +25,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,9 @@ from geartrain.errors import GeartrainError
 from geartrain_bench.harness.timing import BenchResult, time_row
 
 LAP_S = 0.5
+#: Of `--quick`, which has to end within a minute: no round begins later, however slowly the processes started.
+QUICK_S = 40.0
+LEAST_ROUNDS = 3
 _WORKER = [sys.executable, "-m", "geartrain_bench.overheads.worker"]
 #: What each system is measured in.
 SYSTEMS = {
@@ -64,7 +68,7 @@ def main(
     """Measures, prints, writes the files asked for, and returns the result."""
     empty = harness.new_result("overheads", quick=quick, baselines=baselines or {}, packages=("numpy",))
     with report.reported(empty, json_path, plot_path) as result:
-        laps = measure(rounds=7 if quick else 31)
+        laps = measure(rounds=7, budget_s=QUICK_S) if quick else measure(rounds=31)
         for case, text in _CASES.items():
             for place, metric in enumerate(("CPU of the thread", "CPU of the process")):
                 floor = [lap[place] for lap in laps["plain", case]]
@@ -76,18 +80,25 @@ def main(
     return result
 
 
-def measure(rounds: int, lap_s: float = LAP_S) -> dict[tuple[str, str], list[tuple[float, float]]]:
+def measure(
+    rounds: int, lap_s: float = LAP_S, budget_s: float = float("inf")
+) -> dict[tuple[str, str], list[tuple[float, float]]]:
     """CPU seconds an operation, of the thread and of the process, of each lap of each system and case.
+
+    Once `budget_s` seconds have passed, the start of the processes among them, `LEAST_ROUNDS` rounds are enough.
 
     Raises:
         OverheadError: a process failed.
     """
     laps: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    ends_s = time.monotonic() + budget_s
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="geartrain-overheads-")))
         workers = {system: stack.enter_context(_worker(system, folder)) for system in SYSTEMS}
         try:
             for number in range(rounds + 1):
+                if number > LEAST_ROUNDS and time.monotonic() > ends_s:
+                    break
                 for case in _CASES:
                     order = [system for system, cases in SYSTEMS.items() if case in cases]
                     at = number % len(order)
