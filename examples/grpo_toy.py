@@ -219,7 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
     text.add_argument("--rate", type=float, default=1e-3, help="learning rate at its peak (1e-3)")
     text.add_argument("--samples-per-row", type=float, default=1.0, help="how often an answer is trained on (1)")
     text.add_argument("--evaluate-every", type=int, default=50, help="steps (50)")
-    text.add_argument("--timeout-s", type=float, default=60.0, help="how long to wait for answers or weights (60)")
+    text.add_argument("--timeout-s", type=float, default=300.0, help="how long to wait for answers or weights (300)")
     chosen = text.parse_args(arguments)
     chosen.steps = chosen.steps or (6 if chosen.tiny else 800)
     if chosen.tiny:

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich import console
+from rich import console, progress
 from torch import Tensor, nn
 
 import curves
@@ -43,6 +43,7 @@ VIEW = gt.Transitions(n_step=N_STEP, gamma=GAMMA, frame_stack=STACK)
 OVERLAP = STACK - 1  # steps of a row that repeat the row before, so that stacks are whole
 ROW = 128 + OVERLAP + 1  # steps of a row: 128 new ones, and the observation that the last one led to
 EVERY = 50  # learner steps from one version of the weights to the next
+PATIENCE_S = 300.0  # without a new step or batch; where other programs run, everything is slow and nothing is wrong
 
 
 class QNetwork(nn.Module):
@@ -182,6 +183,27 @@ class Learner:
         return size.detach(), real
 
 
+def first_steps(
+    pool: ActorPool, wanted: int, bars: progress.Progress, bar: progress.TaskID, patience_s: float = PATIENCE_S
+) -> None:
+    """Waits until the actors have made so many steps, for as long as they make any.
+
+    Raises:
+        WaitTimeoutError: none was made for so long.
+        ActorDiedError: as `ActorPool.check`.
+    """
+    made, until_s = 0, time.monotonic() + patience_s
+    while made < wanted:
+        time.sleep(0.1)
+        pool.check()
+        before, made = made, pool.stats()["steps"]
+        bars.update(bar, description=f"{made:,} of the first {wanted:,} steps")
+        if made > before:
+            until_s = time.monotonic() + patience_s
+        elif time.monotonic() > until_s:
+            raise gt.errors.WaitTimeoutError(f"after {made:,} steps the actors made none within {patience_s:g} s")
+
+
 def learn(
     chosen: argparse.Namespace, store: gt.Store, curve: curves.Curve, screen: console.Console
 ) -> dict[str, float]:
@@ -209,9 +231,10 @@ def learn(
         publisher.publish(1, learner.mean.state_dict())
         pool = ActorPool(store, games, policy, chosen.actors, seed=chosen.seed, overlap=OVERLAP)
         stack.enter_context(pool)
-        replay = gt.Replay(store, selection, chosen.batch, view=VIEW, num_batches=chosen.steps, timeout_s=120)
+        replay = gt.Replay(store, selection, chosen.batch, view=VIEW, num_batches=chosen.steps, timeout_s=PATIENCE_S)
         stack.enter_context(replay)
         bar = bars.add_task("waiting for the first steps", total=chosen.steps)
+        first_steps(pool, chosen.first_steps, bars, bar)
         since = None
         for step, batch in enumerate(replay, start=1):
             if since is None:

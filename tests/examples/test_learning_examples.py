@@ -104,6 +104,31 @@ def test_dqn_runs_and_leaves_nothing_behind(tmp_path):
     assert found["lines"]["random actions"] == result["random"]
 
 
+class SlowPool:
+    """Actors that make a step from one look to the next, up to `most`."""
+
+    def __init__(self, most):
+        self.steps, self.most = 0, most
+
+    def check(self):
+        self.steps = min(self.most, self.steps + 1)
+
+    def stats(self):
+        return {"steps": self.steps}
+
+
+def test_dqn_waits_for_slow_actors_and_not_for_those_that_stand_still():
+    from rich import progress
+
+    import online_dqn_atari as dqn
+
+    with progress.Progress(disable=True) as bars:
+        bar = bars.add_task("")
+        dqn.first_steps(SlowPool(10), 4, bars, bar, patience_s=0.15)
+        with pytest.raises(gt.errors.WaitTimeoutError, match=r"after 2 steps the actors made none within 0\.15 s"):
+            dqn.first_steps(SlowPool(2), 4, bars, bar, patience_s=0.15)
+
+
 class Tables(torch.nn.Module):
     """Values of two actions that can be computed by hand: of the newest frame's number and the oldest one's."""
 

@@ -59,6 +59,32 @@ def test_nothing_is_drawn_before_the_minimum_can_be_selected(store):
         assert replay.sample()["x"].shape == (2, 4, 2)
 
 
+def test_an_error_tells_slow_writers_from_none(store):
+    """Whether a longer timeout helps: by what came while the wait lasted, and not before it."""
+    store.limiter.set(samples_per_insert=2, min_size_to_sample=1000, error_buffer=8)
+    insert(store, 2)
+    with pytest.raises(WaitTimeoutError, match="too few rows are selectable; none was inserted meanwhile"):
+        store.limiter.admit_samples(1, 0.01)
+
+    waits = []
+
+    def and_another_row_comes():
+        if not waits:
+            insert(store)
+        waits.append(1)
+        return False
+
+    with pytest.raises(WaitTimeoutError, match="1 were inserted meanwhile, so that a longer timeout waits"):
+        store.limiter.admit_samples(1, 0.3, and_another_row_comes)
+    store.limiter.set(samples_per_insert=2, min_size_to_sample=1, error_buffer=3)
+    with pytest.raises(WaitTimeoutError, match="inserts are ahead of samples; none was sampled meanwhile"):
+        store.limiter.admit_inserts(1, 0.01)
+    store.limiter.admit_samples(4, 0.0)
+    store.limiter.admit_samples(3, 0.0)
+    with pytest.raises(WaitTimeoutError, match="samples are ahead of inserts; none was inserted meanwhile"):
+        store.limiter.admit_samples(1, 0.01)
+
+
 def test_a_replay_that_is_ahead_goes_on_when_rows_come(store):
     store.limiter.set(samples_per_insert=4, min_size_to_sample=2, error_buffer=8)
     insert(store, 2)

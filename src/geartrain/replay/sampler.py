@@ -385,12 +385,15 @@ class StoreSampler:
         store = self.plan.store
         if len(store) >= self.min_rows or not self.waits or store.native.live_clients() < 2:
             return
-        self.stage = "waiting for rows"
+        self.stage, before = "waiting for rows", len(store)
         while len(store) < self.min_rows and store.native.live_clients() > 1:
             if self.stopping is not None and self.stopping():
                 raise CallCancelledError(f"told to stop while {self.min_rows} rows were waited for")
             if time.monotonic() >= min(until_s, self.until_s):
-                raise WaitTimeoutError(f"too few rows within {self.timeout_s:g} s: {self.describe_wait()}")
+                raise WaitTimeoutError(
+                    f"too few rows within {self.timeout_s:g} s, in which the store went from {before} to "
+                    f"{len(store)}: {self.describe_wait()}"
+                )
             time.sleep(LOOK_EVERY_S)
             self.expire()
 

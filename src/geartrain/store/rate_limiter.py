@@ -169,7 +169,7 @@ class RateLimiter:
                 f"{n} rows at once are worth {worth:g} samples, and the error buffer lets the "
                 f"lead change by {2 * state.error_buffer:g} at most: insert fewer at a time, or set a larger one"
             )
-        self._wait(self._native.admit_inserts, n, timeout_s, self.stopping, "inserted")
+        self._wait(self._native.admit_inserts, n, timeout_s, self.stopping, state, "inserted")
 
     def admit_samples(self, n: int, timeout_s: float, stopping: Callable[[], bool] | None = None) -> None:
         """Waits until `n` rows may be sampled, and counts them. Called by `Replay`.
@@ -188,7 +188,7 @@ class RateLimiter:
                 f"{n} rows can never be sampled at once with {state.samples_per_insert:g} samples per insert and an "
                 f"error buffer of {state.error_buffer:g}: it must be at least {(n + state.samples_per_insert) / 2:g}"
             )
-        self._wait(self._native.admit_samples, n, timeout_s, stopping, "sampled")
+        self._wait(self._native.admit_samples, n, timeout_s, stopping, state, "sampled")
 
     def give_back(self, *, inserts: int = 0, samples: int = 0) -> None:
         """Uncounts rows that were admitted and then neither inserted nor sampled."""
@@ -202,6 +202,7 @@ class RateLimiter:
         n: int,
         timeout_s: float,
         stopping: Callable[[], bool] | None,
+        before: LimiterState,
         what: str,
     ) -> None:
         if stopping is not None:
@@ -211,11 +212,24 @@ class RateLimiter:
             if stopping is not None and stopping():
                 raise CallCancelledError(f"cancelled while {n} rows waited to be {what}")
             if time.monotonic() >= until_s:
-                selectable = self._native.committed_count()
                 raise WaitTimeoutError(
-                    f"{n} rows could not be {what} within {timeout_s:g} s: the store's rate limiter has "
-                    f"{self.state()}, {selectable} rows selectable"
+                    f"{n} rows could not be {what} within {timeout_s:g} s: {self._why_not(before, what)}"
                 )
+
+    def _why_not(self, before: LimiterState, what: str) -> str:
+        """What a wait that began at a state was for, whether the other side moved meanwhile, and the limits."""
+        now, selectable = self.state(), self._native.committed_count()
+        if what == "inserted":
+            reason, moved, others = "inserts are ahead of samples", now.samples - before.samples, "sampled"
+        else:
+            reason, moved, others = "samples are ahead of inserts", now.inserts - before.inserts, "inserted"
+            if selectable < now.min_size_to_sample:
+                reason = "too few rows are selectable"
+        if moved > 0:
+            meanwhile = f"{moved} were {others} meanwhile, so that a longer timeout waits for the rest"
+        else:
+            meanwhile = f"none was {others} meanwhile"
+        return f"{reason}; {meanwhile}. The store's rate limiter has {now}, {selectable} rows selectable"
 
 
 def _checked(n: int, timeout_s: float = 0.0) -> tuple[int, float]:
