@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import pytest
 from collectives_crew import MemoryStore, run_ranks
-from deadlines import patience
+from deadlines import patience, until
 
 import geartrain._native as _native
 from geartrain.collectives import Group, Reducer
+from geartrain.collectives.bootstrap import Bootstrap
 from geartrain.collectives.hierarchical_stages import PIECE_BYTES, StagedOperation
 from geartrain.collectives.host_map import HostMap, RingOrder, cut
 from geartrain.errors import (
     ArgumentError,
     CollectiveClosedError,
     CollectiveTimeoutError,
+    ConnectionClosedError,
     GeartrainError,
     RankLostError,
     RanksDisagreeError,
@@ -267,9 +271,10 @@ def failing(body: Any, hosts: str = "aabb", **options: Any) -> list[Any]:
         except GeartrainError as error:
             return error
         finally:
-            over.wait(patience(60))
+            with suppress(threading.BrokenBarrierError):  # a rank has not even joined
+                over.wait(patience(60))
 
-    return run_ranks(len(hosts), run, hierarchical=True, hosts=list(hosts), **options)
+    return run_ranks(len(hosts), run, on_error=over.abort, hierarchical=True, hosts=list(hosts), **options)
 
 
 def test_a_rank_that_hangs_is_named_on_every_rank_by_its_number_among_all() -> None:
@@ -357,6 +362,29 @@ def test_ranks_that_ask_for_other_operations_are_told_on_every_rank(
         assert isinstance(error, RanksDisagreeError), error
         assert said in str(error) and "the sum of 100000 float32 (a piece of it" in str(error), error
         assert len(error.ranks) == 2 and len(set(error.ranks) & set(odd)) == 1, error
+
+
+def test_a_fault_while_other_ranks_still_join_is_told_to_them_as_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    unchanged = Bootstrap.watching
+
+    @contextmanager
+    def watching(self: Bootstrap, give_up: Any) -> Iterator[None]:
+        with unchanged(self, give_up):
+            yield
+            if "lane" in self._name and self._numbers[self._rank] >= 2:  # connected, and has not noticed yet
+                native = give_up.__self__
+                until(lambda: native.fault() is not None)
+                raise ConnectionClosedError(native.fault()[1])  # as `connect` does where the abort comes before its end
+
+    monkeypatch.setattr(Bootstrap, "watching", watching)
+
+    def body(rank: int, group: Group) -> None:
+        group.all_reduce(np.ones(100_000, np.float32), op="min" if rank == 1 else "sum")
+
+    for error in failing(body):
+        assert isinstance(error, RanksDisagreeError) and error.ranks == (0, 1), error
+        assert "rank 0 asks for the sum" in str(error) and "rank 1 for the min" in str(error), error
+        assert "fault of a part" not in str(error), error
 
 
 def test_arrays_in_another_order_are_told_though_their_pieces_have_the_same_sizes() -> None:

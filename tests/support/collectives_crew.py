@@ -36,8 +36,13 @@ class MemoryStore:
                 raise RuntimeError("timed out")
 
 
-def run_ranks(world_size: int, body: Callable[[int, Group], Any], **options: Any) -> list[Any]:
-    """What `body(rank, group)` returned on each rank, or the exception it raised."""
+def run_ranks(
+    world_size: int, body: Callable[[int, Group], Any], on_error: Callable[[], None] = lambda: None, **options: Any
+) -> list[Any]:
+    """What `body(rank, group)` returned on each rank, or the exception it raised.
+
+    `on_error` is called by a rank that ends with an exception, be it before its body: ends what others wait for.
+    """
     options = {"store": MemoryStore(), "timeout_s": 30.0, **options}
     results: list[Any] = [None] * world_size
 
@@ -50,6 +55,7 @@ def run_ranks(world_size: int, body: Callable[[int, Group], Any], **options: Any
                 group.close(5.0)
         except BaseException as error:
             results[number] = error
+            on_error()
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(world_size)]
     for thread in threads:

@@ -101,6 +101,11 @@ class Bootstrap:
         part._numbers = ranks
         return part
 
+    @property
+    def whole(self) -> Bootstrap:
+        """The bootstrap of all ranks, of which this may be a part."""
+        return self if self._whole is None else self._whole
+
     def exchange_addresses(self, address: str, settings: dict[str, Any]) -> list[str]:
         """All-gathers addresses; returns them in rank order, and sets `hosts`.
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
+from itertools import accumulate
 
 from geartrain.errors import (
     CollectiveClosedError,
@@ -15,7 +18,7 @@ from geartrain.errors import (
     ReducerLostError,
 )
 
-REDUCER_LOST, TIMED_OUT = 2, 3
+REDUCER_LOST, TIMED_OUT, ABORTED, CLOSED = 2, 3, 6, 7  # aborted by a rank, closed here
 
 # By the native FaultKind (native/collectives/protocol.h).
 _CLASSES: dict[int, type[GeartrainError]] = {
@@ -24,12 +27,16 @@ _CLASSES: dict[int, type[GeartrainError]] = {
     TIMED_OUT: CollectiveTimeoutError,
     4: RanksDisagreeError,
     5: MessageError,
-    6: CollectiveClosedError,
-    7: CollectiveClosedError,
+    ABORTED: CollectiveClosedError,
+    CLOSED: CollectiveClosedError,
 }
 
 #: Kind, text, and the members it is about: ranks, then reducers.
 Fault = tuple[int, str, list[int]]
+
+_MARK = "fault of a part: "
+#: Of what is told to other ranks in one frame, of 2048 letters (native/collectives/protocol.cc): in bytes of JSON.
+_MOST_TEXT, _MOST_MEMBERS = 1400, 64
 
 
 def error_of(fault: Fault, name: str, world_size: int, reducers: Sequence[str]) -> GeartrainError:
@@ -43,6 +50,33 @@ def error_of(fault: Fault, name: str, world_size: int, reducers: Sequence[str]) 
     for attribute, value in found.items():
         setattr(error, attribute, value)
     return error
+
+
+def _cut(text: str) -> str:
+    """As much of it as has `_MOST_TEXT` bytes in JSON, which has letters beyond ASCII as six: frames have no other."""
+    sizes = accumulate(len(json.dumps(letter)) - 2 for letter in text[:_MOST_TEXT])
+    return text[: sum(size <= _MOST_TEXT for size in sizes)]
+
+
+def as_reason(fault: Fault) -> str:
+    """A fault of one part of a hierarchical group as the reason with which the other parts are aborted.
+
+    Args:
+        fault: with its members as all ranks are numbered.
+    """
+    kind, text, members = fault
+    return _MARK + json.dumps([kind, members[:_MOST_MEMBERS], _cut(text)])
+
+
+def from_reason(fault: Fault) -> Fault | None:
+    """The fault of another part, as all ranks are numbered, of which this one is the abort; None for any other."""
+    kind, text, _ = fault
+    if kind == ABORTED and _MARK in text:
+        with suppress(ValueError):  # what stands behind it is of those that have passed it on
+            found, _ = json.JSONDecoder().raw_decode(text, text.index(_MARK) + len(_MARK))
+            told, named, said = found
+            return int(told), str(said), [int(member) for member in named]
+    return None
 
 
 _RANKS = re.compile(r"\brank (\d+)|\brank\(s\) (\d+(?:, \d+)*)")

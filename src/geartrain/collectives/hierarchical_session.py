@@ -28,7 +28,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from geartrain.collectives.bootstrap import Bootstrap
-from geartrain.collectives.faults import Fault, error_of
+from geartrain.collectives.faults import Fault, error_of, from_reason
 from geartrain.collectives.hierarchical_stages import GroupPart, HostStages
 from geartrain.collectives.host_map import HostMap
 from geartrain.collectives.session import GroupConfig, Session
@@ -147,7 +147,13 @@ class HierarchicalSession:
         native = {**self.config.native, "rank": rank, "world_size": n, "ring": algorithm == "ring"}
         config = GroupConfig(f"{self.config.name}/{name}", rank, n, self.config.store, algorithm, False, native)
         found = owners or Owners((), (1.0 / n,) * n)
-        return GroupPart(Session(config, self.epoch, found, self.bootstrap.part(name, ranks)), ranks)
+        bootstrap = self.bootstrap.part(name, ranks)
+        return GroupPart(Session(config, self.epoch, found, bootstrap, elsewhere=self._elsewhere), ranks)
+
+    def _elsewhere(self, fault: Fault) -> GeartrainError | None:
+        """The error of another part, whose ranks have joined and failed while this part was still being made."""
+        found = from_reason(fault)
+        return None if found is None else self.error_of(found)
 
     def issue(self, work: Work) -> None:
         """Begins an all-reduce, in place. Raises `ArgumentError` for a dtype that is not sent as asked."""

@@ -10,22 +10,19 @@ is named by its own host.
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import geartrain._native as _native
 from geartrain.collectives.buffers import DTYPE_CODES, ITEM_SIZES, OPS
 from geartrain.collectives.exchange import COLLECTIVES
-from geartrain.collectives.faults import Fault, renumbered_text
+from geartrain.collectives.faults import ABORTED, CLOSED, Fault, as_reason, from_reason, renumbered_text
 from geartrain.collectives.host_map import cut
 from geartrain.collectives.session import Session
 from geartrain.collectives.work import Work
@@ -34,17 +31,7 @@ from geartrain.errors import ConnectionClosedError, GeartrainError
 PIECE_BYTES = 4 << 20
 #: How much later than the stage before an operation's deadline is: who hangs is named where it is waited for first.
 STAGE_S = 1.0
-ABORTED, CLOSED = 6, 7  # kinds of faults: aborted by a rank, closed here
 _MOMENT_S = 0.3  # of `close`, for all operations in progress together
-_MARK = "fault of a part: "
-#: Of what is told to other ranks in one frame, of 2048 letters (native/collectives/protocol.cc): in bytes of JSON.
-_MOST_TEXT, _MOST_MEMBERS = 1400, 64
-
-
-def _cut(text: str) -> str:
-    """As much of it as has `_MOST_TEXT` bytes in JSON, which has letters beyond ASCII as six: frames have no other."""
-    sizes = accumulate(len(json.dumps(letter)) - 2 for letter in text[:_MOST_TEXT])
-    return text[: sum(size <= _MOST_TEXT for size in sizes)]
 
 
 @dataclass
@@ -61,12 +48,10 @@ class GroupPart:
 
     def as_whole(self, fault: Fault, reducers_from: int) -> Fault:
         """The fault as all ranks number it; one that another part has had, as that part's rank has told it."""
+        told = from_reason(fault)
+        if told is not None:
+            return told
         kind, text, members = fault
-        if kind == ABORTED and _MARK in text:
-            with suppress(ValueError):  # what stands behind it is of those that have passed it on
-                found, _ = json.JSONDecoder().raw_decode(text, text.index(_MARK) + len(_MARK))
-                told, named, said = found
-                return int(told), str(said), [int(member) for member in named]
         n = len(self.ranks)
         found = [self.ranks[m] if m < n else reducers_from + m - n for m in members]
         return kind, renumbered_text(text, self.ranks), found
@@ -321,8 +306,7 @@ class HostStages:
                 self.first_fault = fault
             known = self.first_fault
         if first and fault[0] != CLOSED:
-            kind, text, members = fault
-            told = _MARK + json.dumps([kind, members[:_MOST_MEMBERS], _cut(text)])
+            told = as_reason(fault)
             for part in self.parts():
                 part.native.abort(told)
         return known

@@ -68,6 +68,8 @@ class Session:
         owners: the reducers and the shares.
         bootstrap: of this epoch.
         reducer_patience_s: how long a reducer that does not answer is tried again; None: to the bootstrap's deadline.
+        elsewhere: of a part of a hierarchical group: the error, as all ranks are numbered, of a fault that another part
+            has had and this one was aborted for; None for a fault of this part.
 
     Attributes:
         failure: why there is no next session after this one was lost; raised to all that wait.
@@ -84,6 +86,7 @@ class Session:
         owners: Owners,
         bootstrap: Bootstrap,
         reducer_patience_s: float | None = None,
+        elsewhere: Callable[[Fault], GeartrainError | None] | None = None,
     ) -> None:
         self.config = config
         self.epoch = epoch
@@ -112,17 +115,25 @@ class Session:
                 self.native.connect(addresses, max(bootstrap.until_s - time.monotonic(), 0.1))
         except BaseException as error:
             try:
-                cause = self._cause(error, bootstrap)
+                cause = self._cause(error, bootstrap, elsewhere)
             finally:
                 self.native.close(0.0)
             if cause is error:
                 raise
             raise cause from None
 
-    def _cause(self, error: BaseException, bootstrap: Bootstrap) -> BaseException:
+    def _cause(
+        self,
+        error: BaseException,
+        bootstrap: Bootstrap,
+        elsewhere: Callable[[Fault], GeartrainError | None] | None,
+    ) -> BaseException:
         """Why this rank cannot join: what another rank has published, or else its own error, which it publishes."""
         bootstrap.raise_if_stopped()
         fault = self.native.fault()
+        other = None if fault is None or elsewhere is None else elsewhere(fault)
+        if other is not None:
+            return bootstrap.whole.fail(other)
         if isinstance(error, PeerLostError | SchemaError | ConnectionClosedError):
             # Another member went away, ended the group or refused this one: it knows why, and may say so in a moment.
             until_s = time.monotonic() + _CAUSE_TIMEOUT_S
