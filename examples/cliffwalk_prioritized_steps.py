@@ -16,7 +16,6 @@ import numpy as np
 
 import geartrain as gt
 from geartrain.selection import Prioritized, Strategy, Uniform
-from geartrain.store.recorder import recorded_fields
 
 GAMMA = 0.9
 LEARNING_RATE = 0.5
@@ -67,7 +66,7 @@ def updates_needed(store: gt.Store, strategy: Strategy, states: int, most: int =
 def compare(states: int, seed: int) -> dict[str, int]:
     """Updates that each way of drawing needed, from the same episodes."""
     with gt.Store.create(
-        FIELDS | recorded_fields(FIELDS), max_length=states + 1, capacity=64 * 2**states, priority_per="step"
+        FIELDS | gt.recorded_fields(FIELDS), max_length=states + 1, capacity=64 * 2**states, priority_per="step"
     ) as store:
         record(store, states, seed)
         uniform = updates_needed(store, Uniform(seed=seed, over="steps"), states)

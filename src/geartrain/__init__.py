@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from geartrain.replay.transitions import Transitions
     from geartrain.replay.windows import Windows
     from geartrain.store.rate_limiter import RateLimiter
+    from geartrain.store.recorder import recorded_fields
     from geartrain.store.row import Row, Rows
     from geartrain.store.store import Store
 
@@ -70,6 +71,7 @@ _NAMES = {
     "integrations": ("geartrain.integrations", ""),
     "launch": ("geartrain.launch", ""),
     "load_checkpoint": ("geartrain.replay.distributed.checkpoint", "load_checkpoint"),
+    "recorded_fields": ("geartrain.store.recorder", "recorded_fields"),
     "rpc": ("geartrain.rpc", ""),
     "save_checkpoint": ("geartrain.replay.distributed.checkpoint", "save_checkpoint"),
     "selection": ("geartrain.selection", ""),
@@ -99,6 +101,7 @@ __all__ = [
     "integrations",
     "launch",
     "load_checkpoint",
+    "recorded_fields",
     "rpc",
     "save_checkpoint",
     "selection",

@@ -63,9 +63,8 @@ class Hindsight:
     Example:
         >>> import numpy as np
         >>> import geartrain as gt
-        >>> from geartrain.store.recorder import recorded_fields
         >>> goals = {f"obs.{name}": gt.Field((1,), "float32") for name in ("achieved_goal", "desired_goal")}
-        >>> fields = recorded_fields({**goals, "reward": gt.Field((), "float32")})
+        >>> fields = gt.recorded_fields({**goals, "reward": gt.Field((), "float32")})
         >>> store = gt.Store.create(fields, max_length=10, capacity=8)
         >>> with store.recorder(autoreset="disabled") as recorder:
         ...     recorder.reset({"achieved_goal": np.zeros((1, 1)), "desired_goal": np.full((1, 1), 99)})

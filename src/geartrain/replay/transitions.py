@@ -71,8 +71,7 @@ class Transitions:
     Example:
         >>> import numpy as np
         >>> import geartrain as gt
-        >>> from geartrain.store.recorder import recorded_fields
-        >>> fields = recorded_fields({"obs": gt.Field((1,), "float32"), "reward": gt.Field((), "float32")})
+        >>> fields = gt.recorded_fields({"obs": gt.Field((1,), "float32"), "reward": gt.Field((), "float32")})
         >>> store = gt.Store.create(fields, max_length=10, capacity=8)
         >>> with store.recorder(autoreset="disabled") as recorder:
         ...     recorder.reset(np.zeros(1))
@@ -146,7 +145,7 @@ class Transitions:
         if missing:
             raise FieldError(
                 f"transitions need {', '.join(map(repr, missing))}, and the store {store.name!r} has "
-                f"{', '.join(fields)}; geartrain.store.recorder.recorded_fields makes what is needed"
+                f"{', '.join(fields)}; geartrain.recorded_fields makes what is needed"
             )
         for name in (_REWARD, _TERMINATED, *observations):
             if fields[name].per_row:

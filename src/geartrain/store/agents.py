@@ -46,8 +46,7 @@ class AgentRecorder(RecorderPriority):
     Example:
         >>> import numpy as np
         >>> import geartrain as gt
-        >>> from geartrain.store.recorder import recorded_fields
-        >>> fields = recorded_fields({"obs": gt.Field((1,), "float32"), "reward": gt.Field((), "float32")})
+        >>> fields = gt.recorded_fields({"obs": gt.Field((1,), "float32"), "reward": gt.Field((), "float32")})
         >>> store = gt.Store.create(fields, max_length=10, capacity=8)
         >>> with store.agent_recorder(2) as recorder:
         ...     recorder.reset({"ann": np.zeros(1), "bob": np.zeros(1)})

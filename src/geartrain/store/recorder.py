@@ -119,8 +119,7 @@ class StepRecorder:
     Example:
         >>> import numpy as np
         >>> import geartrain as gt
-        >>> from geartrain.store.recorder import recorded_fields
-        >>> fields = recorded_fields({"obs": gt.Field((3,), "float32"), "reward": gt.Field((), "float32")})
+        >>> fields = gt.recorded_fields({"obs": gt.Field((3,), "float32"), "reward": gt.Field((), "float32")})
         >>> store = gt.Store.create(fields, max_length=10, capacity=8)
         >>> with store.recorder(2, autoreset="disabled") as recorder:
         ...     recorder.reset(np.zeros((2, 3), np.float32))

@@ -107,7 +107,7 @@ class WritableStore(StoreHandle):
     ) -> StepRecorder:
         """A recorder of the steps of `n_envs` environments: one native call a step for all of them.
 
-        The store needs the fields of `geartrain.store.recorder.recorded_fields`, and twice as many rows as there are
+        The store needs the fields of `geartrain.recorded_fields`, and twice as many rows as there are
         environments; `truncated`, `step_version` (int64: the model's version at each step) and `episode_return`
         (float32, per_row: of the steps in this row) are filled where the store has them.
 
