@@ -33,13 +33,13 @@ test-failed: setup  # what failed in the last run, one after the other
 test-long: setup  # soak tests, minutes each, sequential
 	$(BIN)/pytest -m 'long'
 
-# For example: make races ROUNDS=60 OF=fork_beside_calls SANITIZE=address
+# For example: make races ROUNDS=60 OF=fork_beside_calls SANITIZE=address. ROUNDS: of each case in all, with those of earlier runs
 ROUNDS ?= 1000
 OF ?= thousand_rounds
 SANITIZED = LD_PRELOAD="$(shell gcc -print-file-name=libasan.so) $(shell gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
   PYTHONPATH=tests/support/sanitized GEARTRAIN_TEST_NATIVE=$$(echo $(CURDIR)/build/python-$(SANITIZE)/_native.*.so)
-races: setup $(if $(SANITIZE),sanitized-module)  # public classes closed by two threads, closed beside calls, forked beside calls
-	$(if $(SANITIZE),$(SANITIZED)) GEARTRAIN_TEST_ROUNDS=$(ROUNDS) $(BIN)/pytest -n 0 -v -m long tests/test_hostile_callers.py -k 'thousand_rounds and $(OF)'
+races: setup $(if $(SANITIZE),sanitized-module)  # public classes closed by two threads, beside calls, forked beside calls; tests/race_counts.json counts
+	$(if $(SANITIZE),$(SANITIZED)) GEARTRAIN_TEST_ROUNDS=$(ROUNDS) GEARTRAIN_TEST_RACES_UNDER=$(or $(SANITIZE),none) $(BIN)/pytest -n 0 -v -m long tests/test_hostile_callers.py -k 'thousand_rounds and $(OF)'
 
 sanitized-module: setup  # geartrain._native under SANITIZE=address, in build/python-address
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/python-$(SANITIZE) -G Ninja -DSKBUILD=ON -DGEARTRAIN_SANITIZE=$(SANITIZE) \

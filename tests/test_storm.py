@@ -159,7 +159,7 @@ def test_the_proof_of_recorded_steps_notices_what_is_lost_doubled_or_changed(nam
         assert "actions that nobody took" in found()
         store.delete(store.keys()[-1:])
         again["action"] = again["action"] - np.uint64(1)
-        again[EPISODES] = again[EPISODES] + 2
+        again[EPISODES] = again[EPISODES] + 1
         store.insert(again, lengths=batch.length)
         assert "episodes and has" in found()
 

@@ -8,9 +8,6 @@
 
 namespace geartrain {
 
-// Where the ends of episodes are marked; none where a row of the store is one.
-EpisodeMarks episode_marks(const Store& store);
-
 // What is drawn from a store: its rows, or with `steps`, where these have priorities, its steps.
 Population population_of(const Store& store, bool steps);
 

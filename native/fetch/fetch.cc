@@ -37,7 +37,7 @@ class Gather {
         request_(request),
         steps_(request.window != 0 ? request.window : store.header().max_length),
         stream_(batch_bytes(store, request) >= stream_from()) {
-    if (request.within_episodes && request.window != 0) marks_ = episode_marks(store);
+    if (request.within_episodes && request.window != 0) marks_ = store.episode_marks();
     for (const FetchField& field : request.fields) {
       const FieldRecord& record = store.fields()[field.field];
       columns_.push_back({store.block(field.field, 0), field.out, record.stride, record.block_bytes,

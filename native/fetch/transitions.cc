@@ -30,7 +30,7 @@ class TransitionGather {
         view_(view),
         request_(request),
         numbers_(request.numbers.empty() ? request.places : request.numbers),
-        marks_(episode_marks(store)) {
+        marks_(store.episode_marks()) {
     uint64_t row_bytes = 0;
     for (size_t i = 0; i < request.fields.size(); ++i) {
       const FieldRecord& record = store.fields()[request.fields[i].field];

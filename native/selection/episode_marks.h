@@ -53,6 +53,15 @@ struct EpisodeMarks {
     return end;
   }
 
+  // Episodes of which the first `steps` steps of a row have any.
+  uint32_t episodes(uint32_t row, uint64_t steps) const {
+    const uint64_t until = std::min<uint64_t>(steps, row_steps);
+    const std::byte* const at = column + row * stride;
+    uint32_t count = 0;
+    for (uint64_t step = 0; step < until; ++step) count += step == 0 || marked(at + step - 1);
+    return count;
+  }
+
   static bool marked(const std::byte* at) {
 #if defined(__SANITIZE_THREAD__)
     // Readers race with writers by design, which only copy_block hides from ThreadSanitizer.

@@ -74,6 +74,7 @@ void Store::reclaim(uint32_t slot) {
     const uint32_t row = gone.held;
     if (held == header().capacity || status()[row].owner != slot) fail_damaged("a client is said to hold row", row);
     if (status()[row].state == RowState::open) {
+      count_episodes(row);
       seal_locked(row, now_ns);
       continue;
     }
@@ -181,6 +182,7 @@ void Store::rebuild_locked(Steps steps) {
         set_next_sequence(std::max(next_sequence(), s.sequence + 1));
         ++open_rows;
       } else {
+        if (s.state == RowState::open) count_episodes(row);
         s.state = RowState::committed;
         committed.emplace_back(s.sequence, row);
       }

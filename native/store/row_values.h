@@ -27,6 +27,7 @@ struct RowChanges {
   Entering publish = {}, commit = {};
   std::span<const uint32_t> extend = {}, lengths = {}, seal = {}, abandon = {};
   std::span<const double> extend_priorities = {};  // of the new steps, where steps have priorities
+  std::span<const uint32_t> episodes = {};         // in the rows that are extended, where rows hold several
   // Of the rows above that stay open: those whose last step is none of a transition, and gets priority 0.
   std::span<const uint32_t> marked = {};
 };

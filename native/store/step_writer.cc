@@ -34,6 +34,7 @@ void StepWriter::Group::clear() {
   generations.clear();
   priorities.clear();
   versions.clear();
+  episodes.clear();
 }
 
 StepWriter::StepWriter(Store& store, const StepWriterOptions& options)
@@ -85,7 +86,7 @@ StepWriter::StepWriter(Store& store, const StepWriterOptions& options)
   }
   if (options.share_rows) {
     const FieldRecord* counts = episodes_field_ < 0 ? nullptr : &store.fields()[episodes_field_];
-    if (counts == nullptr || counts->timed != 0 || counts->block_bytes < sizeof(int32_t)) {
+    if (counts == nullptr || counts->timed != 0 || counts->block_bytes < sizeof(int32_t) || !store.episode_marks()) {
       fail(ErrorKind::schema, "rows of several episodes need a field of their number, an int32 a row");
     }
     if (return_field_ >= 0) fail(ErrorKind::schema, "a row of several episodes has no episode_return");
@@ -190,16 +191,13 @@ void StepWriter::begin_episode(uint32_t environment, std::span<const StepColumn>
 
 void StepWriter::put(Group& group, uint32_t environment, uint32_t length) {
   const Environment& mine = environments_[environment];
-  if (&group == &extend_ && options_.share_rows) {  // the first steps of its episode may become readable
-    std::byte* count = store_.block(static_cast<uint32_t>(episodes_field_), mine.row);
-    std::atomic_ref<int32_t>(*reinterpret_cast<int32_t*>(count)).store(static_cast<int32_t>(mine.episodes), kRelaxed);
-  }
   group.environments.push_back(environment);
   group.rows.push_back(mine.row);
   group.lengths.push_back(length);
   group.generations.push_back(mine.generation);
   group.priorities.push_back(priority_);
   group.versions.push_back(mine.version);
+  if (options_.share_rows) group.episodes.push_back(mine.episodes);
 }
 
 void StepWriter::take_fresh(size_t count) {
@@ -243,6 +241,7 @@ void StepWriter::settle(CompletedRows* completed) {
        .seal = seal_.rows,
        .abandon = unused_,
        .extend_priorities = extend_.priorities,
+       .episodes = extend_.episodes,
        .marked = marked_});  // draws refuse these steps, and without a priority do not find them
   for (size_t i = 0; i < publish_.rows.size(); ++i) {
     Environment& mine = environments_[publish_.environments[i]];

@@ -16,10 +16,10 @@
 //
 // With `share_rows` the next episode of an environment goes on in the same row, behind the step that is marked `last`,
 // where it has room for an action. A row is published with the first episode that ends in it, is extended by each
-// further one, and ends where it is full. Its field `episodes` counts those that have published steps; it is written
-// before these can be read, so that it may count one more where a process died within a call, and where the store
-// refused a call until that is made again. With priorities of steps those that are marked get 0, as they begin no
-// transition.
+// further one, and ends where it is full. Its field `episodes` counts those that have published steps: it changes with
+// the row's length, under the lock, and is counted again where a process died within a call. Who copies a row that is
+// open meanwhile may see it count the steps that come. With priorities of steps those that are marked get 0, as they
+// begin no transition.
 //
 //   step      0    1    2    3    4    5    the row of an episode of two actions, and one of two that goes on
 //   obs      o0   o1   o2   p0   p1   p2
@@ -157,6 +157,7 @@ class StepWriter {
     std::vector<uint32_t> environments, rows, lengths, generations;
     std::vector<double> priorities;
     std::vector<int64_t> versions;
+    std::vector<uint32_t> episodes;  // where rows hold several
     void clear();
   };
 

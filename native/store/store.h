@@ -23,8 +23,8 @@
 // Death. The lock is robust: the next process to take it after its holder died repairs what was left
 // half done. Rows a dead process was writing are reclaimed by the next process that notices: on joining, on running out
 // of free rows, or on reap(). Committed rows are never lost while the host lives; rows that a dead process was
-// extending are sealed as they are. Sums of priorities that a dead process left half changed are set right by whoever
-// draws next (repair_dead_updates), or by any of these.
+// extending are sealed as they are, their episodes counted again. Sums of priorities that a dead process left half
+// changed are set right by whoever draws next (repair_dead_updates), or by any of these.
 //
 // Fork. A child may go on using the store: it becomes a client of its own on first use. Rows that were being
 // written at the fork stay the parent's, and so do calls in flight in other threads. A handle that was closed is closed
@@ -52,6 +52,7 @@
 #include "segment/segment.h"
 #include "segment/sum_tree.h"
 #include "segment/validate.h"
+#include "selection/episode_marks.h"
 #include "store/calls.h"
 #include "store/open_stores.h"
 #include "store/row_values.h"
@@ -179,6 +180,9 @@ class Store final : public OpenStore {
   // The next commit gets this sequence number, or the one after the last commit's where that is larger: shards of one
   // population keep their commits in one order this way.
   void advance_sequence(uint64_t next);
+
+  // Where the ends of episodes are marked; none where a row is one.
+  EpisodeMarks episode_marks() const;
 
   // A row's content number, to be compared before and after a copy of it (segment.h); 0 where there is none.
   uint64_t content_number(uint32_t row) const {
@@ -401,6 +405,9 @@ class Store final : public OpenStore {
   uint32_t make_selectable(Sums& sums, uint32_t row, uint32_t priority);
   bool finish_pending(uint32_t row, RowStatus& status);
   void seal_locked(uint32_t row, uint64_t now_ns);
+  int32_t find_episodes_field() const;
+  void set_episodes(uint32_t row, uint32_t episodes);
+  void count_episodes(uint32_t row);  // a row whose writer is gone, by its marks; nothing where a row is one episode
   void check_the_cap(size_t rows) const;
   void apply_now(const RowChanges& changes);
   void admit_to_journal() const;
@@ -447,7 +454,8 @@ class Store final : public OpenStore {
   std::vector<uint32_t> given_up_;
   std::vector<RankedRow> worst_;  // under the segment's lock; room for a share of the rows, of no other stores
   double lock_timeout_s_ = 10.0;
-  uint64_t content_mask_ = 0;  // all ones in segments with content numbers
+  uint64_t content_mask_ = 0;    // all ones in segments with content numbers
+  int32_t episodes_field_ = -1;  // that counts the episodes of a row; -1: a row is one
   bool read_only_ = false;
   bool lost_in_fork_ = false;
   std::atomic<bool> keep_{false};

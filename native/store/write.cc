@@ -88,13 +88,16 @@ void Store::apply(const RowChanges& changes) {
 }
 
 void Store::apply_now(const RowChanges& changes) {
-  const auto& [publish, commit, extend, lengths, seal, abandon, extend_priorities, marked] = changes;
+  const auto& [publish, commit, extend, lengths, seal, abandon, extend_priorities, episodes, marked] = changes;
   check_values(publish.rows.size(), publish.values);
   check_values(commit.rows.size(), commit.values);
   if (!extend_priorities.empty() && extend_priorities.size() != extend.size()) {
     fail(ErrorKind::schema, extend.size(), " rows were given with ", extend_priorities.size(), " priorities");
   }
   validate_priorities(extend_priorities);
+  if (!episodes.empty() && (episodes.size() != extend.size() || episodes_field_ < 0)) {
+    fail(ErrorKind::schema, extend.size(), " rows were given with ", episodes.size(), " numbers of episodes");
+  }
   if (!publish.rows.empty() && header().max_times_sampled != 0) {
     fail(ErrorKind::schema,
          "a store with max_times_sampled removes a row with its last sample, so none can be "
@@ -121,6 +124,8 @@ void Store::apply_now(const RowChanges& changes) {
       add_steps(sums, extend[i], generation_of(words()[extend[i]].load(kRelaxed)), s.length.load(kRelaxed), lengths[i],
                 priority);
     }
+    // Before the length: who dies in between has it counted again by those who complete the row.
+    if (!episodes.empty()) set_episodes(extend[i], episodes[i]);
     s.length.store(lengths[i], std::memory_order_release);  // after the steps
   }
   if (per_step()) clear_last_steps(sums, marked);

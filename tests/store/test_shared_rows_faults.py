@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import random
 import signal
@@ -17,6 +18,7 @@ import deadlines
 import numpy as np
 import pytest
 import shared_episodes
+from segments import Segment
 from shared_episodes import ENVIRONMENTS, FIELDS, ROW, Environments, Episode, prove
 
 import geartrain as gt
@@ -91,7 +93,7 @@ def survive_kills(store: gt.Store, kills: int, seed: int, **options: Any) -> Non
         assert store.audit() == []
         stats = store.stats()
         assert stats["writing"] == stats["open"] == 0
-        assert prove(store, ended, counts_are_exact=False) == []
+        assert prove(store, ended) == []
 
 
 @pytest.mark.parametrize("publish_every", [None, 2])
@@ -117,14 +119,14 @@ def test_recorders_beside_a_journal_are_restored_whole(name, tmp_path):
         for number in range(8):
             ended += killed(name, number, choose.random() * 0.05, publish_every=None, forks=False)
             store.reap()
-            assert prove(store, ended, counts_are_exact=False) == []
+            assert prove(store, ended) == []
         store.sync_journal(deadlines.patience(10))
     finally:
         store.unlink()
         store.close()
     with make(name, journal=tmp_path / "journal") as restored:
         assert restored.audit() == []
-        assert prove(restored, ended, counts_are_exact=False) == []
+        assert prove(restored, ended) == []
 
 
 def test_a_row_tells_how_many_episodes_it_has(name):
@@ -138,6 +140,32 @@ def test_a_row_tells_how_many_episodes_it_has(name):
                 ended += environments.step(recorder.step)
             recorder.close()
             assert prove(store, ended) == []
+
+
+@pytest.mark.parametrize("within_the_lock", [False, True])
+def test_the_count_of_a_recorder_that_was_killed_between_it_and_the_steps_is_mended(name, within_the_lock):
+    """At the instant between the two stores of a call that extends a row: the count is one ahead of the steps."""
+    with make(name) as store:
+        child = os.fork()
+        if child == 0:
+            with gt.Store.open(name) as mine:
+                recorder = mine.recorder(1, autoreset="disabled", share_rows=True)
+                see = np.array([shared_episodes.observation((0, 0, 0), 0)], np.uint64)
+                for _ in range(2):
+                    recorder.reset(see)
+                    recorder.step(see, action=np.ones(1, np.uint64), terminated=[True], truncated=[False])
+                counts = mine.column("geartrain.episodes")
+                at = counts.ctypes.data + int(mine.keys().row[0]) * counts.strides[0]
+                segment = Segment(mine)  # its mapping has to be there when the kernel looks at the lock
+                if within_the_lock:
+                    segment.lock()
+                ctypes.c_int32.from_address(at).value += 1
+                os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(child, 0)
+        row = store.keys().row  # where it died in the lock, this repairs what it left
+        store.reap()
+        assert store.column("geartrain.episodes")[row].tolist() == [2]
+        assert store.audit() == []
 
 
 def test_an_episode_that_has_begun_and_has_no_action_is_not_counted(name):
@@ -221,7 +249,7 @@ def test_a_store_that_is_closed_beside_a_recorder_keeps_what_was_recorded(name, 
             keeper.reap()
             assert keeper.audit() == []
             assert keeper.stats()["writing"] == keeper.stats()["open"] == 0
-        assert prove(keeper, ended, counts_are_exact=False) == []
+        assert prove(keeper, ended) == []
 
 
 def test_a_recorder_alive_at_the_end_of_its_process_leaves_its_episodes(name, tmp_path: Path):
@@ -242,4 +270,4 @@ def test_a_recorder_alive_at_the_end_of_its_process_leaves_its_episodes(name, tm
         os.close(hear)
         store.reap()
         assert store.audit() == []
-        assert prove(store, ended, counts_are_exact=False) == []
+        assert prove(store, ended) == []

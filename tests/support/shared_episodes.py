@@ -79,7 +79,7 @@ class Environments:
         return ended
 
 
-def prove(store: gt.Store, ended: Iterable[Episode], *, counts_are_exact: bool = True) -> list[str]:
+def prove(store: gt.Store, ended: Iterable[Episode]) -> list[str]:
     """What is wrong with the rows of recorders without overlap.
 
     Every step is one that was taken and is there once; an episode is there from its first step on without a gap, and
@@ -88,7 +88,6 @@ def prove(store: gt.Store, ended: Iterable[Episode], *, counts_are_exact: bool =
 
     Args:
         ended: episodes whose last call has returned.
-        counts_are_exact: False where a writer was killed, which may have begun an episode in a row.
     """
     found: list[str] = []
     taken: Counter[tuple[Episode, int]] = Counter()
@@ -98,7 +97,7 @@ def prove(store: gt.Store, ended: Iterable[Episode], *, counts_are_exact: bool =
         at = {name: columns[name][row][:length] for name in FIELDS if name != EPISODES}
         pieces = _steps_of_row(at, length, taken, f"row {row}", found)
         number = int(columns[EPISODES][row])
-        if not (pieces <= number <= pieces + (not counts_are_exact)):
+        if number != pieces:
             found.append(f"row {row} says that it has {number} episodes, and has {pieces}")
     found += [f"{episode} step {step} is there {n} times" for (episode, step), n in taken.items() if n != 1]
     steps: dict[Episode, list[int]] = {}

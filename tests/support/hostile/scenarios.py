@@ -277,23 +277,30 @@ def use_after_fork(run: Run) -> None:
 
 
 def fork_beside_calls(run: Run) -> None:
-    """Forks while a thread makes calls; the child makes them too."""
+    """Forks while a thread makes calls; the child makes them too, beside those of the parent, closes and ends."""
     subject = run.make()
-    over = threading.Event()
+    over, wanted, made = threading.Event(), threading.Event(), threading.Event()
 
     def call_on() -> None:
         while not over.is_set():
             for name, call in subject.calls.items():
+                if not wanted.is_set():
+                    wanted.wait()
+                made.set()
                 run.attempt(name, call, "beside a fork")
 
     thread = threading.Thread(target=call_on, daemon=True)
     thread.start()
     for _ in run.race_rounds():
+        made.clear()
+        wanted.set()
+        made.wait(run.tools.patience(THREAD_S))
         time.sleep(run.random.random() * 3e-3)
-        _in_child(run, subject)
+        _in_child(run, subject, reported=wanted.clear)
         if run.findings or run.over():
             break
     over.set()
+    wanted.set()
     _join(run, [thread], "calls beside a fork", started=True)
     run.all_must(subject, "in the parent after forks")
     run.must("close", subject.close, "in the parent after forks")
@@ -394,8 +401,8 @@ class _Returned(SystemExit):
     """Leaves a forked child by the interpreter's own way out."""
 
 
-def _in_child(run: Run, subject: Subject, calls: bool = True) -> None:
-    """Forks; the child makes all calls, closes, and ends as an interpreter does."""
+def _in_child(run: Run, subject: Subject, calls: bool = True, reported: Callable[[], object] = lambda: None) -> None:
+    """Forks; the child makes all calls, closes, and ends as an interpreter does; before that `reported` is called."""
     read, write = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -417,6 +424,7 @@ def _in_child(run: Run, subject: Subject, calls: bool = True) -> None:
     with os.fdopen(read, "rb", buffering=0) as pipe:
         if select.select([pipe], [], [], run.tools.patience(CHILD_S))[0]:
             said = pipe.read(1 << 16)
+    reported()
     handle = os.pidfd_open(child)
     if not select.select([handle], [], [], max(0.0, until_s - time.monotonic()))[0]:
         run.found("a forked child hangs" + (" while it ends" if said else ""))

@@ -1,4 +1,4 @@
-"""Fork server of the scenarios: `python -m hostile.server` reads orders from stdin, a line of JSON each.
+"""Fork server of the scenarios: `python -m hostile.server MODULES` reads orders from stdin, a line of JSON each.
 
 A scenario runs in a fork, which has NumPy, geartrain and the modules of the command line imported already, and ends as
 an interpreter does: all its objects are finalised, in whatever order that comes to. So what a program leaves alive is
@@ -19,19 +19,26 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 #: What an interpreter or the C++ runtime writes when a process ends the wrong way.
 LAST_WORDS = ("Fatal Python error", "terminate called", "Exception ignored", "Segmentation fault", "nanobind: leaked")
 SHM = Path("/dev/shm")
+FACTORY_MODULES = tuple(f"hostile.{name}" for name in ("jobs", "lerobot", "peers", "rlinf", "sb3", "stores"))
 
 
 class Server:
     """The client's side."""
 
-    def __init__(self, *modules: str) -> None:
-        """Starts it; `modules` are imported there before any scenario runs."""
+    def __init__(self, *modules: str, factories: Sequence[str] = FACTORY_MODULES) -> None:
+        """Starts it.
+
+        Args:
+            modules: imported there before any scenario runs, where they are installed.
+            factories: modules of those that it can be asked for. A fork costs what it has imported.
+        """
         here = Path(__file__).resolve().parent.parent
         environment = {
             **os.environ,
@@ -41,7 +48,7 @@ class Server:
         }
         environment.pop("GEARTRAIN_SECRET", None)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "hostile.server", *modules],
+            [sys.executable, "-m", "hostile.server", *factories, *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -73,15 +80,12 @@ class Server:
 
 def serve() -> dict[str, Any] | None:
     """Forks a process an order; returns the order in that process, and None at the end."""
-    import hostile.jobs
-    import hostile.lerobot
-    import hostile.peers
-    import hostile.rlinf
-    import hostile.sb3
-    import hostile.scenarios
-    import hostile.stores  # noqa: F401
+    import hostile.scenarios  # noqa: F401
 
     for name in sys.argv[1:]:
+        if name in FACTORY_MODULES:
+            importlib.import_module(name)
+            continue
         with contextlib.suppress(ImportError):  # its factories say what is missing
             importlib.import_module(name)
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,0 +1,48 @@
+// Rows that hold several episodes: their marks, and the field that counts them.
+
+#include <string_view>
+
+#include "base/convert.h"
+#include "store/store.h"
+
+namespace geartrain {
+namespace {
+
+// nullptr: the store has none of that name.
+const FieldRecord* field_called(const Store& store, std::string_view name) {
+  const FieldRecord* const fields = store.fields();
+  for (uint32_t f = 0; f < store.header().field_count; ++f) {
+    if (name == fields[f].name) return &fields[f];
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+EpisodeMarks Store::episode_marks() const {
+  if (episodes_field_ < 0) return {};
+  const FieldRecord* const last = field_called(*this, "last");
+  const std::byte* const column = block(static_cast<uint32_t>(last - fields()), 0);
+  return {column, last->stride, header().max_length};
+}
+
+// Where the marks are, too.
+int32_t Store::find_episodes_field() const {
+  const FieldRecord *last = field_called(*this, "last"), *episodes = field_called(*this, "geartrain.episodes");
+  const bool found = last != nullptr && last->timed != 0 && last->dtype == kBool && last->ndim == 1 &&
+                     last->itemsize == 1 && episodes != nullptr && episodes->timed == 0 && episodes->dtype == kInt32 &&
+                     episodes->ndim == 0;
+  return found ? static_cast<int32_t>(episodes - fields()) : -1;
+}
+
+void Store::set_episodes(uint32_t row, uint32_t episodes) {
+  std::byte* const count = block(static_cast<uint32_t>(episodes_field_), row);
+  std::atomic_ref<int32_t>(*reinterpret_cast<int32_t*>(count)).store(static_cast<int32_t>(episodes), kRelaxed);
+}
+
+void Store::count_episodes(uint32_t row) {
+  if (episodes_field_ < 0) return;
+  set_episodes(row, episode_marks().episodes(row, status()[row].length.load(kRelaxed)));
+}
+
+}  // namespace geartrain
