@@ -788,6 +788,15 @@ def set_reduce_kernel(name: str, /) -> bool: ...
 def gather_floor(
     source: Any, destination: Any, rows: NDArray[np.uint32], row_bytes: int, stride: int, stream: bool, /
 ) -> None: ...
+def gather_fields_floor(
+    sources: Sequence[Any],
+    destinations: Sequence[Any],
+    rows: NDArray[np.uint32],
+    row_bytes: int,
+    strides: Sequence[int],
+    stream: bool,
+    /,
+) -> None: ...
 def time_single_inserts(name: str, n: int, /) -> float: ...
 def run_switch(
     ports: Sequence[int],
