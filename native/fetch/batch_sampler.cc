@@ -269,6 +269,7 @@ uint64_t BatchSampler::gather(const BatchArrays& out, const DrawnRows& drawn, ui
     }
   }
   if (placed.empty()) placed.assign(n, 0);
+  if (request.whole_episodes) placed.assign(request.starts.begin(), request.starts.end());
   if (whole) {
     std::copy(placed.begin(), placed.end(), out.steps.begin());
   } else {

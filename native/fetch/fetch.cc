@@ -85,9 +85,13 @@ class Gather {
 
   Window window_of(size_t i, uint32_t length) const {
     Window window = widest(i, length);
-    if (marks_ && window.count != 0) {
+    if (window.count != 0 && (marks_ || request_.whole_episodes)) {
       const uint32_t row = request_.rows[i], end = window.start + window.count - 1;
-      if (request_.from_first) {
+      if (request_.whole_episodes) {
+        window.start = marks_ ? marks_.begin(row, 0, window.start) : 0;
+        const uint32_t last = window.start + std::min(steps_, length - window.start) - 1;
+        window.count = (marks_ ? marks_.end(row, window.start, last) : last) + 1 - window.start;
+      } else if (request_.from_first) {
         window.count = marks_.end(row, window.start, end) + 1 - window.start;
       } else {
         window.start = marks_.begin(row, window.start, end);

@@ -7,7 +7,7 @@
 // Windows. A window of W steps that ends at step t holds steps max(0, t - W + 1) .. t and nothing later; what is
 // missing is zero, before the steps (pad_left) or after them, and false in the mask. One that is told by its first step
 // t (from_first) holds steps t .. min(t + W, length) - 1 (windows.h). With `within_episodes` it holds of them, where
-// rows hold several episodes, those of step t's.
+// rows hold several episodes, those of step t's; with `whole_episodes` it begins where that episode does.
 #pragma once
 
 #include <cstdint>
@@ -34,6 +34,7 @@ struct FetchRequest {
   std::span<const int32_t> ends;  // last step of each window; empty: the row's last step
   bool from_first = false;        // `ends` are first steps; empty: the row's first step
   bool within_episodes = false;
+  bool whole_episodes = false;  // from_first and within_episodes
   // Where in the fields' outputs each row goes, in rows; empty: one after the other. `torn` and the other metadata
   // below are in the order of `rows` all the same.
   std::span<const uint32_t> places;
@@ -50,6 +51,7 @@ struct FetchRequest {
     window = plan.length;
     from_first = plan.from_first;
     pad_left = left;
+    whole_episodes = plan.of_episodes();
   }
 };
 

@@ -8,7 +8,12 @@
 namespace geartrain {
 
 void check(const WindowPlan& plan) {
-  if (plan.stride == 0 || plan.at > WindowPlan::At::last) fail(ErrorKind::schema, "windows need a stride of 1 or more");
+  if (plan.stride == 0 || plan.at > WindowPlan::At::episode) {
+    fail(ErrorKind::schema, "windows need a stride of 1 or more");
+  }
+  if (plan.of_episodes() && (plan.stride != 1 || plan.whole || !plan.from_first)) {
+    fail(ErrorKind::schema, "windows of episodes begin with them, and are padded");
+  }
 }
 
 void place_windows(const WindowPlan& plan, const DrawKey& key, uint32_t round, std::span<const uint32_t> numbers,

@@ -11,6 +11,9 @@
 //
 // A batch has of each drawn row one that is drawn uniformly (kWindowStream), the first one, or the last one. With
 // stride 1, padded and told by its last step, the drawn number is that step.
+//
+// At::episode, told by its first step: where steps are drawn, the window that begins where the drawn step's episode
+// does, of W steps at most; where rows are, their first one.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +24,7 @@
 namespace geartrain {
 
 struct WindowPlan {
-  enum class At : uint8_t { drawn, first, last };
+  enum class At : uint8_t { drawn, first, last, episode };
 
   uint32_t length = 0;  // steps; 0: whole rows, and the rest means nothing
   uint32_t stride = 1;
@@ -29,6 +32,7 @@ struct WindowPlan {
   bool from_first = false;  // told by its first step
   At at = At::drawn;
 
+  bool of_episodes() const { return at == At::episode && length != 0; }
   // Steps at a row's end, or before its first anchor, that are none.
   uint32_t need() const { return whole && length != 0 ? length - 1 : 0; }
   uint32_t count(uint32_t row_length) const { return row_length > need() ? (row_length - need() - 1) / stride + 1 : 0; }

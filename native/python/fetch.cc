@@ -40,7 +40,7 @@ nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint
                      const std::vector<uint32_t>& fields, uint32_t window, bool pad_left,
                      const std::optional<In<int32_t>>& ends, unsigned threads,
                      const std::optional<std::vector<AnyArray>>& out, const std::optional<In<uint32_t>>& places,
-                     bool from_first, bool within_episodes) {
+                     bool from_first, bool within_episodes, bool whole_episodes) {
   store.check_open();
   const size_t n = rows.size();
   // Rows that the outputs have room for: those requested, or as many as `places` reaches.
@@ -96,6 +96,7 @@ nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint
   request.ends = view(ends);
   request.from_first = from_first;
   request.within_episodes = within_episodes;
+  request.whole_episodes = whole_episodes && from_first && within_episodes && window != 0;
   if (places) request.places = view(*places);
   request.threads = threads;
   request.versions = part(n, static_cast<int64_t*>(nullptr));
@@ -132,7 +133,8 @@ nb::dict pool_dict() {
 void bind_fetch(nb::module_& module) {
   module.def("fetch", &fetch_rows, nb::arg("store"), nb::arg("rows"), nb::arg("generations"), nb::arg("fields"),
              nb::arg("window"), nb::arg("pad_left"), nb::arg("ends").none(), nb::arg("threads"), nb::arg("out").none(),
-             nb::arg("places").none() = nb::none(), nb::arg("from_first") = false, nb::arg("within_episodes") = false);
+             nb::arg("places").none() = nb::none(), nb::arg("from_first") = false, nb::arg("within_episodes") = false,
+             nb::arg("whole_episodes") = false);
   module.def("empty_batch", &empty_batch);
   module.def("pooled_bytes", &pooled_bytes);
   module.def("pool_counts", &pool_dict);

@@ -353,9 +353,9 @@ nb::object window_ends(uint64_t seed, uint64_t step, uint32_t round, const In<ui
 }
 
 // Sequence and number of elements of a pass that begins now.
-nb::tuple begin_pass(const Candidates& from, uint32_t row_steps, uint32_t need, uint32_t stride) {
+nb::tuple begin_pass(const Candidates& from, uint32_t row_steps, uint32_t need, uint32_t stride, bool episodes) {
   check_stride(from, stride);
-  const EpochPlan plan{.row_steps = row_steps, .need = need, .stride = stride};
+  const EpochPlan plan{.row_steps = row_steps, .need = need, .stride = stride, .episodes = episodes};
   const EpochStart start = from.at_work([&] { return start_epoch(from.population(), plan); });
   return nb::make_tuple(start.upto, start.count);
 }
@@ -363,10 +363,10 @@ nb::tuple begin_pass(const Candidates& from, uint32_t row_steps, uint32_t need, 
 // Returns (taken, rows, generations, steps), (n,) each, of n positions.
 nb::tuple find_in_pass(const Candidates& from, uint64_t seed, uint64_t pass, bool shuffle, uint64_t first,
                        uint64_t total, uint64_t upto, uint32_t row_steps, uint32_t need, uint64_t position, size_t n,
-                       uint32_t stride) {
+                       uint32_t stride, bool episodes) {
   check_stride(from, stride);
   if (n > (size_t{1} << 31)) fail(ErrorKind::schema, n, " positions are more than one call looks at");
-  const EpochPlan plan{seed, pass, shuffle, first, total, upto, row_steps, need, stride};
+  const EpochPlan plan{seed, pass, shuffle, first, total, upto, row_steps, need, stride, episodes};
   std::vector<uint8_t> taken(n);
   std::vector<uint32_t> rows(n), generations(n), steps(n);
   from.at_work([&] {
@@ -388,10 +388,11 @@ void bind_selection(nb::module_& module) {
       .def("count", [](const Candidates& c) { return c.at_work([&] { return c.population().bits.total(); }); })
       .def("rows", [](const Candidates& c) { return c.population().rows(); })
       .def_prop_ro("shares_rows", [](const Candidates& c) { return static_cast<bool>(c.population().marks); })
-      .def("begin_pass", &begin_pass, nb::arg("row_steps"), nb::arg("need"), nb::arg("stride") = 1)
+      .def("begin_pass", &begin_pass, nb::arg("row_steps"), nb::arg("need"), nb::arg("stride") = 1,
+           nb::arg("episodes") = false)
       .def("find_in_pass", &find_in_pass, nb::arg("seed"), nb::arg("number"), nb::arg("shuffle"), nb::arg("first"),
            nb::arg("total"), nb::arg("upto"), nb::arg("row_steps"), nb::arg("need"), nb::arg("position"), nb::arg("n"),
-           nb::arg("stride") = 1)
+           nb::arg("stride") = 1, nb::arg("episodes") = false)
       .def("priorities", &priorities_of)
       .def("sequences", &sequences_of)
       .def("draw", &draw_rows, nb::arg("by_priority"), nb::arg("seed"), nb::arg("step"), nb::arg("round"),

@@ -25,6 +25,24 @@ void gather_floor(const nb::ndarray<nb::ro, nb::device::cpu>& source, const nb::
   if (stream) stream_fence();
 }
 
+// The same for several fields, field by field: what one call has to do for a batch of them.
+void gather_fields_floor(const std::vector<nb::ndarray<nb::ro, nb::device::cpu>>& sources,
+                         const std::vector<nb::ndarray<nb::device::cpu>>& destinations, const In<uint32_t>& rows,
+                         uint64_t row_bytes, const std::vector<uint64_t>& strides, bool stream) {
+  if (destinations.size() != sources.size() || strides.size() != sources.size()) {
+    fail(ErrorKind::schema, "as many sources as destinations and strides");
+  }
+  const Unlocked unlocked;
+  for (size_t f = 0; f < sources.size(); ++f) {
+    const auto* from = static_cast<const std::byte*>(sources[f].data());
+    auto* to = static_cast<std::byte*>(destinations[f].data());
+    for (size_t i = 0; i < rows.size(); ++i) {
+      copy_block(to + i * row_bytes, from + rows.data()[i] * strides[f], row_bytes, stream);
+    }
+  }
+  if (stream) stream_fence();
+}
+
 // Nanoseconds per row of allocate and commit from C++, one row at a time, nothing written in between. It joins the
 // store of that name as a client of its own.
 double time_single_inserts(const std::string& name, uint64_t n) {
@@ -52,6 +70,7 @@ void forward(const std::vector<int>& ports, const std::vector<double>& rates, co
 
 void bind_testing(nb::module_& module) {
   module.def("gather_floor", &gather_floor);
+  module.def("gather_fields_floor", &gather_fields_floor);
   module.def("time_single_inserts", &time_single_inserts);
   module.def("run_switch", &forward);
 }

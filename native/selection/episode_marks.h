@@ -38,6 +38,18 @@ struct EpisodeMarks {
     return count;
   }
 
+  // Whether a step begins an episode, where the row has it; and how many of a row's first `steps` steps do.
+  bool begins(uint32_t row, uint64_t step) const {
+    return step == 0 || (column != nullptr && step <= row_steps && marked(column + row * stride + step - 1));
+  }
+  uint64_t beginnings(uint32_t row, uint64_t steps) const {
+    uint64_t count = steps != 0;
+    if (column == nullptr) return count;
+    const std::byte* const at = column + row * stride;
+    for (uint64_t step = 1; step < std::min<uint64_t>(steps, row_steps); ++step) count += marked(at + step - 1);
+    return count;
+  }
+
   // Where the part of [first, end] begins that is of the last step's episode; where that of [first, last] ends which is
   // of the first one's.
   uint32_t begin(uint32_t row, uint32_t first, uint32_t end) const {

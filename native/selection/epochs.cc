@@ -38,9 +38,10 @@ uint64_t steps_of(const Population& from, const EpochPlan& plan, uint64_t row) {
   return bounded > plan.need ? (bounded - plan.need - 1) / plan.stride + 1 : 0;
 }
 
-// The same where the row holds several episodes.
-uint64_t unmarked_steps_of(const Population& from, const EpochPlan& plan, uint64_t row) {
+// The same where the row holds several episodes, or where its episodes count.
+uint64_t counted_steps_of(const Population& from, const EpochPlan& plan, uint64_t row) {
   const uint64_t steps = steps_of(from, plan, row);
+  if (plan.episodes) return from.marks.beginnings(static_cast<uint32_t>(row), steps);
   if (!from.marks || plan.need == 0) return steps;
   return from.marks.unmarked(static_cast<uint32_t>(row), steps, plan.need);
 }
@@ -125,6 +126,7 @@ void find_epoch(const Population& from, const EpochPlan& plan, uint64_t position
           from.marks.any(static_cast<uint32_t>(row), step, plan.need)) {
         continue;
       }
+      if (plan.episodes && !from.marks.begins(static_cast<uint32_t>(row), step)) continue;
       taken[first + i] = 1;
       out.rows[first + i] = static_cast<uint32_t>(row);
       out.generations[first + i] = generation_of(word);
@@ -140,7 +142,7 @@ EpochStart start_epoch(const Population& from, const EpochPlan& plan) {
     if (row >= from.rows() || !is_committed(from.words[row].load(std::memory_order_acquire))) return;
     if (in_progress(from, row)) return;
     start.upto = std::max(start.upto, sequence_of(from, row));
-    start.count += plan.row_steps != 0 ? unmarked_steps_of(from, plan, row) : has_steps(from, plan, row);
+    start.count += plan.row_steps != 0 ? counted_steps_of(from, plan, row) : has_steps(from, plan, row);
   });
   return start;
 }

@@ -50,6 +50,7 @@ struct EpochPlan {
   uint32_t row_steps = 0;  // elements of a row: its steps; 0: rows are the elements
   uint32_t need = 0;       // a row's last steps that do not count
   uint32_t stride = 1;     // of steps: a row has one element for every so many; `step` is then its number
+  bool episodes = false;   // of steps those that begin an episode (in a row of one: its first); need 0, stride 1
 
   // Of rows of several episodes (Population::marks) steps count that `need` more of their episode follow; their stride
   // is 1.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -30,6 +31,10 @@ TINY = store.Plan(
     budget_s=2.0,
     lap_bytes=100_000,
     single_rows=20,
+    small_fields=(1, 4),
+    small_batches=(8,),
+    small_bytes=400_000,
+    small_s=0.2,
 )
 
 
@@ -142,6 +147,18 @@ def test_every_case_of_the_store_bench_has_its_floor_and_finite_numbers(tiny: Be
             ratios = {r.system: r.ratio_to_floor for r in tiny.rows if (r.metric, r.case) == (metric, case)}
             assert ratios["floor"] == pytest.approx(1.0)
             assert ratios["geartrain"] > 0
+
+
+def test_small_batches_of_many_fields_have_numpy_and_torch_beside_them(tiny: BenchResult) -> None:
+    rows = [row for row in tiny.rows if row.metric == "CPU time per batch"]
+    cases = {f"4 KB in {fields} x 8, small batches" for fields in ("1 field", "4 fields")}
+    assert {row.case for row in rows} == cases
+    systems = {"floor", "NumPy, same work", "geartrain, fields unread", "geartrain, NumPy"}
+    if importlib.util.find_spec("torch") is not None:
+        systems |= {"torch, same work", "geartrain, torch"}
+    for case in cases:
+        assert {row.system for row in rows if row.case == case} == systems
+    assert all(row.unit == "us" and 0 < row.p50 < 1e6 for row in rows)
 
 
 def test_the_store_bench_says_what_a_row_costs_beside_its_bytes(tiny: BenchResult) -> None:

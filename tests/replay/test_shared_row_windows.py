@@ -155,6 +155,87 @@ def test_fetched_windows_stay_within_episodes(from_first):
             gt.fetch(store, keys, **options, **told)
 
 
+def known_episodes(lengths, marks, longest):
+    """The values of every episode, its first `longest` steps, by its first one; and how many steps it has."""
+    values, steps = {}, {}
+    for row, length in enumerate(lengths):
+        for first, last in episodes_of(length, marks[row]):
+            values[100 * row + first] = [100 * row + step for step in range(first, min(last, first + longest - 1) + 1)]
+            steps[100 * row + first] = last - first + 1
+    return values, steps
+
+
+WHOLE = {
+    "rows": {},
+    "longest": {"window": gt.Windows(MAX, at="episode")},
+    "cut": {"window": gt.Windows(4, at="episode")},
+}
+
+
+@pytest.mark.parametrize("how", WHOLE)
+@pytest.mark.parametrize("pad", ["left", "right"])
+def test_episodes_are_drawn_whole_in_proportion_to_their_steps(how, pad):
+    store, lengths, marks = marked_store(40, seed=8)
+    with store:
+        options = WHOLE[how] | ({"pad": pad} if how != "rows" else {})
+        length = options["window"].length if how != "rows" else MAX
+        known, steps = known_episodes(lengths, marks, length)
+        counts = Counter()
+        with gt.Replay(store, Uniform(seed=3, over="steps"), 512, output="numpy", **options) as replay:
+            for _ in range(12):
+                batch = replay.sample()
+                assert batch["t"].shape == batch.mask.shape == (512, length)
+                for told, real in told_by(batch, gt.Windows(length, anchor="first"), "right" if how == "rows" else pad):
+                    assert real == known[told]
+                    counts[told] += 1
+            assert replay.stats()["redrawn"] == 0 and replay.stats()["path"] == "native"
+        expected = np.array([steps[each] for each in known]) * 12 * 512 / sum(steps.values())
+        assert stats.chisquare([counts[each] for each in known], expected).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("how", WHOLE)
+def test_a_pass_has_every_episode_once(how):
+    store, lengths, marks = marked_store(30, seed=7)
+    with store:
+        length = WHOLE[how]["window"].length if how != "rows" else MAX
+        known, _ = known_episodes(lengths, marks, length)
+        with gt.Replay(store, Epochs(seed=1, over="steps"), 32, output="numpy", **WHOLE[how]) as replay:
+            for _ in range(2):
+                told = []
+                for batch in replay:
+                    told += told_by(batch, gt.Windows(length, anchor="first"), "right" if how == "rows" else "left")
+                assert sorted(told) == sorted(known.items())
+            assert replay.stats()["skipped"] == replay.stats()["dropped"] == 0
+
+
+def test_keys_of_whole_episodes_name_their_first_steps():
+    store, _, _ = marked_store(30, seed=6, priority_per="step")
+    whole = gt.Windows(6, at="episode")
+    with store, gt.Replay(store, Uniform(seed=2, over="steps"), 64, window=whole, output="numpy") as replay:
+        batch = replay.sample()
+        assert (batch.keys.step == batch.start).all() and batch.start.any()
+        again = gt.fetch(store, batch.keys, window=whole, output="numpy")
+        assert (again["t"] == batch["t"]).all() and (again.mask == batch.mask).all()
+        inside = batch.keys.of_steps(batch.start + np.maximum(batch.mask.sum(1) - 1, 0))
+        again = gt.fetch(store, inside, window=whole, output="numpy")  # told by any step of theirs
+        assert (again["t"] == batch["t"]).all() and (again.start == batch.start).all()
+
+
+def test_episodes_of_rows_that_hold_one_are_the_rows():
+    store = gt.Store.create({"t": gt.Field((), "int64")}, max_length=MAX, capacity=20)
+    lengths, whole = np.random.default_rng(0).integers(1, MAX + 1, 20), gt.Windows(5, at="episode")
+    with store:
+        store.insert({"t": 100 * np.arange(20)[:, None] + np.arange(MAX)}, lengths=lengths)
+        known = {100 * row: [100 * row + step for step in range(min(5, lengths[row]))] for row in range(20)}
+        for selection in (Uniform(seed=1), Uniform(seed=1, over="steps"), Prioritized(seed=1)):
+            with gt.Replay(store, selection, 256, window=whole, output="numpy") as replay:
+                assert set(map(repr, told_by(replay.sample(), whole))) <= set(map(repr, known.items()))
+        with gt.Replay(store, Epochs(seed=1, over="steps"), 7, window=whole, output="numpy") as replay:
+            assert sorted(each for batch in replay for each in told_by(batch, whole)) == sorted(known.items())
+        batch = gt.fetch(store, store.keys(), window=whole, output="numpy")
+        assert told_by(batch, whole) == list(known.items())
+
+
 def test_few_steps_that_can_be_drawn_are_drawn_alike():
     """Attempts run out, so that draws are made from a list of the steps."""
     store, _, _ = marked_store(60, lengths=[3] + [1] * 59, chance=0)
@@ -176,7 +257,10 @@ def test_few_steps_that_can_be_drawn_are_drawn_alike():
         (Uniform(seed=4, over="steps"), {"window": gt.Windows(3, anchor="first", whole=True)}),
         (Uniform(seed=5, over="steps"), {"window": 3}),
         (Uniform(seed=6, over="steps"), {"view": gt.Transitions(observations=["t"])}),
+        (Uniform(seed=7, over="steps"), {}),
+        (Uniform(seed=8, over="steps"), {"window": gt.Windows(4, at="episode")}),
         (Epochs(seed=4, over="steps"), {"window": gt.Windows(3, whole=True)}),
+        (Epochs(seed=5, over="steps"), {}),
     ],
 )
 @pytest.mark.parametrize("few", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -197,8 +281,11 @@ def test_ranks_draw_what_one_process_draws(selection, options, few):
                 made.insert(some, lengths=lengths[first:last])
             batches, figures = over_ranks(stores, selection, B, 3, **options)
             if isinstance(selection, Epochs):  # whose order is one of places, which capacities shift
-                seen = [each for batch in batches for each in batch["t"][:, -1].tolist()]
-                known = windows_of(lengths, marks, options["window"])
+                whole = "window" not in options
+                seen = [each for batch in batches for each in batch["t"][:, 0 if whole else -1].tolist()]
+                known = (
+                    known_episodes(lengths, marks, MAX)[0] if whole else windows_of(lengths, marks, options["window"])
+                )
                 passes = [seen[at : at + len(known)] for at in range(0, len(seen), len(known))]
                 assert sorted(passes[0]) == sorted(known)
                 assert all(len(set(each)) == len(each) and set(each) <= set(known) for each in passes)
@@ -218,7 +305,21 @@ def test_what_is_not_clear_is_refused():
         with pytest.raises(ArgumentError, match="stride=2"):
             gt.Replay(store, Epochs(over="steps"), 4, window=gt.Windows(2, stride=2))
         for strategy in (Uniform(), Prioritized(), Epochs()):
-            with pytest.raises(ArgumentError, match="their steps are drawn"):
-                gt.Replay(store, strategy, 4, window=3)
-        with pytest.raises(ArgumentError, match="whole rows are none"):
-            gt.Replay(store, Epochs(), 4)
+            for window in (3, None, gt.Windows(3, at="episode")):
+                with pytest.raises(ArgumentError, match=r"their steps are drawn.* give whole episodes"):
+                    gt.Replay(store, strategy, 4, window=window)
+        for at in ("start", "end"):
+            with pytest.raises(ArgumentError, match=rf"leave out at='{at}'"):
+                gt.Replay(store, Uniform(over="steps"), 4, window=gt.Windows(3, at=at))
+    with pytest.raises(ArgumentError, match="leave out whole=True"):
+        gt.Windows(3, at="episode", whole=True)
+    with pytest.raises(ArgumentError, match="leave out at='episode'"):
+        gt.Windows(3, at="episode", stride=2)
+    store, _, _ = marked_store(10, priority_per="step")
+    with store:
+        with pytest.raises(ArgumentError, match="episodes have none"):
+            gt.Replay(store, Prioritized(), 4, window=gt.Windows(3, at="episode"))
+        with pytest.raises(ArgumentError, match="whole rows were asked for"):
+            gt.Replay(store, Prioritized(), 4)
+        with pytest.raises(ArgumentError, match="does not go with"):
+            gt.fetch(store, store.keys(), window=gt.Windows(3, at="episode"), starts=np.zeros(10, int))

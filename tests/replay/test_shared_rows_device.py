@@ -20,12 +20,13 @@ from geartrain.tools.testing import SimulatedDevice  # noqa: E402
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("per", ["row", "step"])
+@pytest.mark.parametrize("per", ["row", "step", "episode"])
 def test_windows_on_a_device_are_those_of_host_memory(per: Any, packed: bool) -> None:
-    store, _, _ = marked_store(40, priority_per=per)
-    strategy = Uniform(seed=1, over="steps") if per == "row" else Prioritized(seed=2)
+    store, _, _ = marked_store(40, priority_per="step" if per == "step" else "row")
+    strategy = Prioritized(seed=2) if per == "step" else Uniform(seed=1, over="steps")
     with store:
         settings: dict[str, Any] = {"window": 5, "pad": "right", "num_batches": 4, "fields": ["t", "reward"]}
+        settings["window"] = gt.Windows(8, at="episode") if per == "episode" else 5
         device = SimulatedDevice(3)
         with (
             gt.Replay(store, strategy, B, **settings) as slow,
@@ -38,7 +39,8 @@ def test_windows_on_a_device_are_those_of_host_memory(per: Any, packed: bool) ->
                 cut += int(((host.start > 0) & (host.mask.sum(1) < 5)).sum())
             assert cut > 0, "some windows begin behind a mark"
             (about,) = fast.describe()
-            assert about["path"] == "staged" and "several episodes" in about["why"]
+            assert about["path"] == "staged"
+            assert ("at='episode'" if per == "episode" else "several episodes") in about["why"]
 
 
 def test_windows_on_the_devices_of_ranks_are_those_of_host_memory() -> None:
@@ -68,5 +70,5 @@ def test_a_gpu_that_is_to_gather_them_is_refused() -> None:
         gather = DeviceOptions(SimulatedDevice(0), path="gather")
         with pytest.raises(ArgumentError, match="several episodes"):
             gt.Replay(store, Uniform(over="steps"), 4, window=3, device=gather)
-        with pytest.raises(ArgumentError, match="whole rows are none"):
-            gt.Replay(store, Uniform(over="steps"), 4, device=DeviceOptions(SimulatedDevice(0)))
+        with pytest.raises(ArgumentError, match="path='staged'"):
+            gt.Replay(store, Uniform(over="steps"), 4, device=gather)

@@ -226,6 +226,11 @@ TEST(windows_of_a_row_are_those_of_a_slow_count) {
     }
   }
   CHECK_THROWS(schema, check(WindowPlan{.length = 3, .stride = 0}));
+  check(WindowPlan{.length = 3, .from_first = true, .at = WindowPlan::At::episode});
+  CHECK_THROWS(schema, check(WindowPlan{.length = 3, .at = WindowPlan::At::episode}));
+  CHECK_THROWS(schema,
+               check(WindowPlan{.length = 3, .whole = true, .from_first = true, .at = WindowPlan::At::episode}));
+  CHECK_THROWS(schema, check(WindowPlan{.length = 3, .at = static_cast<WindowPlan::At>(4)}));
 }
 
 }  // namespace

@@ -185,9 +185,13 @@ def make_samplers(stores: Sequence[Store], selection: Selection, config: ReplayC
         window = as_windows(config.window if view is None else view.window)
         if window is not None and view is None:
             check_windows(window, store, strategy)
+        pad = config.pad
         if shares_rows(store.fields):
             _check_shared_rows(store, strategy, window)
-        plan = FetchPlan.make(store, fields, window, config.pad, config.output, config.threads)
+            if window is None:  # whole rows are whole episodes there
+                window, pad = Windows(store.max_length, at="episode"), "right"
+                check_windows(window, store, strategy)
+        plan = FetchPlan.make(store, fields, window, pad, config.output, config.threads)
         if samplers:
             check_same_schema([samplers[0].plan, plan])
             plan = plan.of_fields(samplers[0].plan.names)  # stores may have them in another order
@@ -206,19 +210,14 @@ def _check_shared_rows(store: Store, strategy: Strategy, windows: Windows | None
     """Raises `ArgumentError` where batches of rows that hold several episodes would cross from one to the next, or
     would have some steps more often than others."""
     several = f"rows of {store.name!r} hold several episodes (it has the field {EPISODES!r})"
-    if windows is None:
-        raise ArgumentError(
-            f"{several}, so that whole rows are none: give window= or view=geartrain.Transitions(...), or record "
-            f"without share_rows"
-        )
     traits = traits_of(strategy)
     passes = isinstance(strategy, Epochs) and strategy.over == "steps"
     if not (passes or traits.over_steps or (store.per_step and traits.by_priority)):
         raise ArgumentError(
             f"{several}, so their steps are drawn: by Uniform(over='steps'), Epochs(over='steps'), or Prioritized with "
-            f"priority_per='step'; found {strategy!r}"
+            f"priority_per='step'; found {strategy!r}. Without window= and view= the first two give whole episodes"
         )
-    if windows.stride != 1:
+    if windows is not None and windows.stride != 1:
         raise ArgumentError(f"{several}, which have windows told by every step: leave out stride={windows.stride}")
 
 

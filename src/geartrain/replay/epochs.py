@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from geartrain.errors import ArgumentError
 from geartrain.selection.epochs import Epochs
 from geartrain.selection.mixture import Selection, strategies_of
+from geartrain.store.recorder import shares_rows
 from geartrain.store.store import Store
 
 
@@ -26,7 +27,7 @@ def check_epochs(stores: Sequence[Store], selection: Selection, *, device: bool,
             raise ArgumentError(
                 "a store with max_times_sampled removes what was sampled: use Fifo, which gives each row once"
             )
-        if strategy.over == "steps" and not windows:
+        if strategy.over == "steps" and not windows and not shares_rows(store.fields):  # whose episodes it has once
             raise ArgumentError("a pass over steps was asked for with whole rows: give window= or view=")
 
 

@@ -106,7 +106,7 @@ def fetch(
     plans = [FetchPlan.make(each, fields, windows, pad, output, threads) for each in stores]
     plan = plans[0]
     told = ends if starts is None else starts
-    if told is None and windows is not None and windows.at == "any":
+    if told is None and windows is not None and windows.at in ("any", "episode"):
         told = keys.step
     steps = None if told is None else _checked_ends(len(keys), told, "ends" if starts is None else "starts")
     outputs = None if out is None else plan.check_out(out, len(keys))
@@ -380,6 +380,7 @@ class FetchPlan:
                 places,
                 self.windows is not None and self.windows.from_first,
                 True,
+                self.windows is not None and self.windows.at == "episode",
             )
         )
 

@@ -153,10 +153,11 @@ class PassSampler(StoreSampler):
     def take(self, shard: Shard, n: int, state: dict[str, int], of_batch: int | None = None) -> Taken:
         """The next n rows or steps of a pass, fewer at its end; see `Epochs.take`."""
         row_steps = self.plan.store.max_length if self.strategy.over == "steps" else 0
-        need, stride = 1, 1
+        need, stride, episodes = 1, 1, False
         if self.transitions is None:
             windows = self.plan.windows
             need, stride = (0, 1) if windows is None else (windows.need, windows.stride if row_steps else 1)
+            episodes = row_steps != 0 and windows is not None and windows.at == "episode"
         return self.strategy.take(
             shard,
             n,
@@ -164,6 +165,7 @@ class PassSampler(StoreSampler):
             row_steps=row_steps,
             need=need,
             stride=stride,
+            episodes=episodes,
             of_batch=of_batch,
             same_n=not self.mixed,
         )

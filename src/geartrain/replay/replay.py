@@ -66,7 +66,7 @@ class Replay:
         fields: names of the fields wanted; all by default.
         window: steps per row. Each window ends at a step drawn uniformly from the row's steps and holds nothing
             later. Or `geartrain.Windows`: whole ones, at a row's start or end, every k-th, or where a function says.
-            Whole rows by default.
+            Whole rows by default; of rows that hold several episodes, the drawn step's whole episode.
         pad: side on which windows are padded at the start of a row.
         prefetch: batches prepared ahead, on a thread. They are made when they are asked for as long as that saves less
             than a handoff from one thread to another costs (50 us): where they take less time, or the consumer asks

@@ -4,6 +4,7 @@
     gt.Replay(store, selection, 256, window=gt.Windows(20, whole=True))  # nothing missing
     gt.Replay(store, selection, 256, window=gt.Windows(20, at="start"))  # the row's first 20 steps
     gt.Replay(store, selection, 256, window=gt.Windows(20, anchor="first", stride=5))  # 0-19, 5-24, 10-29, ...
+    gt.Replay(store, Uniform(over="steps"), 256, window=gt.Windows(200, at="episode"))  # the step's whole episode
 
 Rows are drawn first, and of each one of its windows; native/fetch/windows.h defines which there are.
 """
@@ -32,7 +33,7 @@ from geartrain.store.store import Store
 #: that each row's window is told by, (n,) whole numbers.
 WindowFunction = Callable[[Keys, NDArray[np.int32], NDArray[np.float64]], ArrayLike]
 #: native/fetch/windows.h, WindowPlan::At.
-_PLACES = {"any": 0, "start": 1, "end": 2}
+_PLACES = {"any": 0, "start": 1, "end": 2, "episode": 3}
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,12 @@ class Windows:
             "start" the one of the row's first `length` steps; "end" that of its last; or a function, called as
             `at(keys, lengths, random)` for many rows at once with their keys, how many steps each has (n,), and
             a random number below 1 for each (n,), that returns the anchors (n,). It is called where batches are built,
-            on the prefetch thread while there is one, and over several ranks by each for the rows that it reads.
+            on the prefetch thread while there is one, and over several ranks by each for the rows that it reads. With
+            "episode" it begins where the episode of the drawn step does, and holds `length` steps of it at most: of
+            rows that hold several episodes (`recorder(share_rows=True)`) one, and of others their first steps.
+            `Uniform(over="steps")` draws episodes in proportion to their steps, `Epochs(over="steps")` has each once.
         anchor: "last" or "first", the step of a window that it is told by. at="start" tells windows by their first
-            step, at="end" by their last.
+            step, as at="episode" does, at="end" by their last.
         stride: a row's anchors are every so many-th step: counted from its first step where windows are told by
             their first, from its last where by their last. It is no distance between the steps within a window.
         whole: only windows that no step is missing of. Rows that are shorter are not drawn.
@@ -87,7 +91,7 @@ class Windows:
     """
 
     length: int
-    at: Literal["any", "start", "end"] | WindowFunction = "any"
+    at: Literal["any", "start", "end", "episode"] | WindowFunction = "any"
     anchor: Literal["last", "first"] = "last"
     stride: int = 1
     whole: bool = False
@@ -99,18 +103,22 @@ class Windows:
             raise ArgumentError(f"the stride of windows is at least 1, found {self.stride}")
         check_flag("whole", self.whole)
         if not callable(self.at) and (not isinstance(self.at, str) or self.at not in _PLACES):
-            raise ArgumentError(f"windows are at 'any', 'start' or 'end', or where a function says, found {self.at!r}")
+            raise ArgumentError(
+                f"windows are at 'any', 'start', 'end' or 'episode', or where a function says, found {self.at!r}"
+            )
         if not isinstance(self.anchor, str) or self.anchor not in ("last", "first"):
             raise ArgumentError(f"windows are told by their 'last' or 'first' step, found anchor={self.anchor!r}")
         if self.at != "any" and self.stride != 1:
             raise ArgumentError(f"a stride is between windows that are drawn: leave out at={self.at!r}")
+        if self.at == "episode" and self.whole:
+            raise ArgumentError("an episode is padded where it is shorter than its window: leave out whole=True")
         if self.at == "end" and self.anchor == "first":
             raise ArgumentError("windows at the end are told by their last step: leave out anchor='first'")
 
     @property
     def from_first(self) -> bool:
         """Whether windows are told by their first step."""
-        return self.anchor == "first" or self.at == "start"
+        return self.anchor == "first" or self.at in ("start", "episode")
 
     @property
     def need(self) -> int:
@@ -185,7 +193,12 @@ def check_windows(windows: Windows, store: Store, strategy: Strategy) -> None:
         )
     by_step = store.per_step and traits.by_priority
     if by_step or traits.over_steps or (isinstance(strategy, Epochs) and strategy.over == "steps"):
-        if windows.at != "any":
+        if by_step and windows.at == "episode":
+            raise ArgumentError(
+                f"{name} draws steps by their priorities, and episodes have none: draw them by Uniform(over='steps') "
+                f"or Epochs(over='steps')"
+            )
+        if windows.at not in ("any", "episode"):
             raise ArgumentError(
                 f"{name} draws the steps that windows are told by: leave out at={windows.at!r}, or draw rows"
             )

@@ -60,7 +60,8 @@ class Epochs:
     Args:
         shuffle: in a random order, another one each pass; else in the order of the store's places.
         drop_last: leave out the rows at the end of a pass that do not fill a batch; else the last batch is smaller.
-        over: "rows", or "steps" with a window that ends there or transitions that begin there.
+        over: "rows", or "steps" with a window that ends there or transitions that begin there; with
+            `Windows(..., at="episode")` each episode once.
         seed: of the order, 0 to 2**64 - 1; by default `Replay` derives it from its own.
 
     Raises:
@@ -157,6 +158,7 @@ class Epochs:
         row_steps: int = 0,
         need: int = 0,
         stride: int = 1,
+        episodes: bool = False,
         of_batch: int | None = None,
         same_n: bool = True,
     ) -> Taken:
@@ -167,6 +169,7 @@ class Epochs:
             row_steps: the most steps of a row, where steps are taken; 0 for rows.
             need: steps at a row's end that do not count.
             stride: of the others every so many-th counts, and `Taken.steps` are their numbers.
+            episodes: of steps only those that begin an episode count.
             of_batch: these are to replace some of a batch of so many; fewer than n will do.
             same_n: the next batch takes as many. With drop_last the pass is then over as soon as fewer are left;
                 otherwise, as in a mixture, when a batch finds too few.
@@ -192,7 +195,9 @@ class Epochs:
         if "position" in now and (lacking := [name for name in names if name not in now]):
             raise ArgumentError(f"this is no state of a pass over such stores: it has no {', '.join(lacking)}")
         if "position" not in now:
-            all_shards = shard.gather(np.array([*native.begin_pass(row_steps, need, stride), mine], np.uint64))
+            all_shards = shard.gather(
+                np.array([*native.begin_pass(row_steps, need, stride, episodes), mine], np.uint64)
+            )
             now |= {"position": 0, "given": 0, "count": int(all_shards[:, 1].sum())}
             for number, (upto, _, places) in enumerate(all_shards.tolist()):
                 now |= {f"upto/{number}": upto, f"places/{number}": places}
@@ -222,6 +227,7 @@ class Epochs:
                 position,
                 span,
                 stride,
+                episodes,
             )
             flags = np.unpackbits(shard.gather(np.packbits(taken)), axis=1, count=span)
             at = np.flatnonzero(flags.any(0))

@@ -21,7 +21,8 @@ targets across the boundary are not lost.
 
 With `share_rows=True` an episode that ends before its row does is followed by the environment's next one in that row,
 so that short episodes take no more memory than long ones. The steps marked `last` tell them apart. Of such a store
-steps are drawn, for `geartrain.Transitions` or windows, which stay within their episodes; draws of rows are refused.
+steps are drawn, for `geartrain.Transitions`, for windows, which stay within their episodes, or for the whole episodes
+that they are of; draws of rows are refused.
 """
 
 from __future__ import annotations

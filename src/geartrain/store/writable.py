@@ -124,7 +124,7 @@ class WritableStore(StoreHandle):
             share_rows: the next episode of an environment goes on in the row of the one before, where that has room.
                 A row is published with the first episode that ends in it. Needs the fields of
                 `recorded_fields(..., share_rows=True)` and a store without max_times_sampled; of its rows steps are
-                drawn, for `geartrain.Transitions` or windows.
+                drawn, for `geartrain.Transitions`, windows or whole episodes.
 
         Raises:
             FieldError: a field that a recorder needs is missing or is something else; ArgumentError, SchemaError:

@@ -7,7 +7,8 @@ two are allowed, on two that each do half and never wait for each other; the flo
 median is best. So a floor's method is chosen with hindsight, unlike any system's.
 
 "geartrain" is `fetch` by known keys and `insert`; "geartrain Replay" samples the rows as well, as the `sample` of
-every baseline does: compare baselines with it. NumPy and torch index the segment's own columns.
+every baseline does: compare baselines with it. NumPy and torch index the segment's own columns. Small batches of
+1 to 64 fields: small_batches.py.
 
 Threats to validity: see docs/benchmarks.md.
 """
@@ -35,6 +36,7 @@ from geartrain.selection import Uniform
 from geartrain.store.store import Store
 from geartrain_bench.harness.baselines import BaselineError, BaselineProcess
 from geartrain_bench.harness.timing import BenchResult, Clock, Lap, Row, System
+from geartrain_bench.store import small_batches
 from geartrain_bench.store.floors import aligned, floor_systems, gather, in_parts, scatter
 
 MB = 1_000_000
@@ -93,6 +95,11 @@ class Plan:
     single_rows: int = 200
     peer_rounds: int = 9
     peer_start_s: float = 1000.0
+    #: Small batches of rows of 4 KB (small_batches.py): numbers of fields, and rows of a batch.
+    small_fields: tuple[int, ...] = ()
+    small_batches: tuple[int, ...] = (32,)
+    small_bytes: int = 60 * MB
+    small_s: float = 1.0
 
 
 FULL = Plan(
@@ -105,6 +112,10 @@ FULL = Plan(
     repeats=21,
     case_s=20.0,
     budget_s=900.0,
+    small_fields=(1, 4, 16, 64),
+    small_batches=(32, 256),
+    small_bytes=400 * MB,
+    small_s=5.0,
 )
 QUICK = Plan(
     tables=(
@@ -117,6 +128,8 @@ QUICK = Plan(
     budget_s=24.0,
     peer_rounds=3,
     peer_start_s=12.0,
+    small_fields=(1, 8, 64),
+    small_s=0.7,
 )
 
 
@@ -150,6 +163,15 @@ def run(plan: Plan, baselines: dict[str, str], *, quick: bool = False) -> BenchR
     with harness.one_torch_thread():
         for place, table in enumerate(plan.tables):
             _TableBench(plan, table, baselines, clock, result).measure(single_rows=place == 0)
+        small_batches.measure(
+            result,
+            plan.small_fields,
+            plan.small_batches,
+            plan.small_bytes,
+            repeats=plan.repeats,
+            case_s=lambda: plan.small_s,
+            as_torch="torch" in result.versions,
+        )
     if "torch" not in result.versions:
         result.baselines_missing["torch.index_select"] = "torch is not installed here"
     return harness.finish(result, began_s)
