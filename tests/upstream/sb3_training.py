@@ -33,7 +33,7 @@ from stable_baselines3.her import HerReplayBuffer as StockHer
 from geartrain.integrations.sb3 import HerReplayBuffer, ReplayBuffer
 
 EPISODES = 20
-BITS = 8
+BITS = 6
 
 
 def flipping() -> BitFlippingEnv:
@@ -50,7 +50,7 @@ def noise() -> NormalActionNoise:
 
 #: By name: algorithm, policy, environment, stock's buffer, ours, settings, steps.
 CASES: dict[str, tuple[Any, str, str | Callable[[], Any], Any, Any, Callable[[], dict[str, Any]], int]] = {
-    "SAC, Pendulum": (SAC, "MlpPolicy", "Pendulum-v1", None, ReplayBuffer, small, 5_000),
+    "SAC, Pendulum": (SAC, "MlpPolicy", "Pendulum-v1", None, ReplayBuffer, small, 4_000),
     "TD3, Pendulum": (
         TD3,
         "MlpPolicy",
@@ -58,7 +58,7 @@ CASES: dict[str, tuple[Any, str, str | Callable[[], Any], Any, Any, Callable[[],
         None,
         ReplayBuffer,
         lambda: small(action_noise=noise(), learning_starts=500),
-        6_000,
+        4_000,
     ),
     "DQN, CartPole": (
         DQN,
@@ -78,7 +78,7 @@ CASES: dict[str, tuple[Any, str, str | Callable[[], Any], Any, Any, Callable[[],
             "exploration_fraction": 0.16,
             "exploration_final_eps": 0.04,
         },
-        50_000,
+        20_000,
     ),
     f"DQN with HER, {BITS} bits": (
         DQN,
@@ -88,15 +88,15 @@ CASES: dict[str, tuple[Any, str, str | Callable[[], Any], Any, Any, Callable[[],
         HerReplayBuffer,
         lambda: small(
             replay_buffer_kwargs={"n_sampled_goal": 4, "goal_selection_strategy": "future"},
-            learning_starts=500,
+            learning_starts=200,
             batch_size=128,
             train_freq=4,
-            gradient_steps=2,
+            gradient_steps=4,
             gamma=0.98,
             target_update_interval=200,
             exploration_fraction=0.5,
         ),
-        15_000,
+        5_000,
     ),
 }
 
