@@ -16,7 +16,7 @@ from deadlines import patience
 from torchrl.data import ReplayBuffer
 from torchrl_buffers import items, make
 
-import geartrain.integrations.torchrl.storage as storage_module
+import geartrain.integrations.torchrl.stored_items as storage_module
 from geartrain.errors import ArgumentError, IncompatibleStoreError
 from geartrain.integrations.torchrl import PrioritizedSampler, RoundRobinWriter, SharedStorage, UniformSampler
 from geartrain.store.store import Store

@@ -28,14 +28,10 @@ class _Dense(ours.SharedStorage):  # type: ignore[misc]
 
     def __init__(self, max_size: int, *, device: Any = "cpu", ndim: int = 1, compilable: bool = False, **other: Any):
         substitutions.count += 1
-        if ndim != 1 or compilable or set(other) - ELSEWHERE or torch.device(device or "cpu").type != "cpu":
-            raise NotImplementedError(f"ndim={ndim}, compilable={compilable}, device={device}, {other}")
-        super().__init__(max_size)
-
-    @property
-    def _storage(self) -> Any:
-        """A copy of all items, for tests that read the stock storages' tensors."""
-        return self.get(...) if self.initialized else None
+        on_cpu = device in (None, "auto") or torch.device(device).type == "cpu"
+        if compilable or set(other) - ELSEWHERE or not on_cpu:
+            raise NotImplementedError(f"compilable={compilable}, device={device}, {other}")
+        super().__init__(max_size, ndim=ndim)
 
 
 class LazyTensorStorage(_Dense):
@@ -68,19 +64,50 @@ def priorities_of(given: Any) -> dict[str, Any]:
     return {"reduction": given.reduction, **{ours_: getattr(given, name) for ours_, name in names.items()}}
 
 
-def sampler_for(given: Any) -> Any:
-    """geartrain's sampler with the arguments of a stock one; any other one as it is."""
+def sampler_for(given: Any, axes: int) -> Any:
+    """geartrain's sampler with the arguments of a stock one; any other one as it is, and slices over several axes."""
     kind = type(given)
     if kind is samplers.RandomSampler:
         return ours.UniformSampler()
     if kind is samplers.PrioritizedSampler:
         return ours.PrioritizedSampler(**priorities_of(given))
-    if kind is samplers.PrioritizedSliceSampler and (slices := slices_of(given)) is not None:
+    if axes == 1 and kind is samplers.PrioritizedSliceSampler and (slices := slices_of(given)) is not None:
         return ours.PrioritizedSliceSampler(**priorities_of(given), **slices)
     return given
 
 
+class Priorities:
+    """Stored priorities by index, for tests that read the stock sampler's trees."""
+
+    def __init__(self, storage: Any) -> None:
+        self.storage = storage
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        index = torch.as_tensor(index)
+        flat = index.reshape(-1).numpy()
+        found = torch.zeros(len(flat))
+        there = flat < len(self.storage)
+        keys = self.storage.keys_at(flat[there])
+        found[torch.from_numpy(there)] = torch.as_tensor(self.storage.store.status(keys)["priority"]).float()
+        return found.reshape(index.shape)
+
+    def query(self, first: int, end: int) -> float:
+        return float(self[torch.arange(first, end)].sum())
+
+
+def private_names() -> None:
+    """What tests read of the stock classes' own, out of what ours tell."""
+    trees = property(lambda self: Priorities(self.__dict__["of_storage"]))
+    ours.PrioritizedSampler._sum_tree = ours.PrioritizedSampler._min_tree = trees
+
+    def generation(self: Any) -> torch.Tensor:
+        return self.generations_of(torch.arange(self._storage.shape_of_all()[0]))
+
+    ours.RoundRobinWriter._generation = property(generation)
+
+
 def substitute() -> None:
+    private_names()
     for module in [m for name, m in sys.modules.items() if name.partition(".")[0] == "torchrl"]:
         for name, value in list(vars(module).items()):
             if isinstance(value, type) and value in STOCK:
@@ -92,7 +119,8 @@ def substitute() -> None:
         found = make_sampler(self, given)
         if not isinstance(self._storage, _Dense) or self._consume_after_n_samples is not None:
             return found
-        mine = sampler_for(found)
+        mine = sampler_for(found, self._storage.ndim)
+        mine.__dict__["of_storage"] = self._storage
         if mine is not found and hasattr(mine, "draw"):  # tests set priorities at the sampler that they have given
             found.update_priority = functools.partial(mine.update_priority, storage=self._storage)
         return mine
@@ -100,12 +128,13 @@ def substitute() -> None:
     def writer(self: Any, given: Any) -> Any:
         found = make_writer(self, given)
         stock = (writers.RoundRobinWriter, writers.TensorDictRoundRobinWriter)
-        mine = isinstance(self._storage, _Dense) and type(found) in stock and self._consume_after_n_samples is None
-        return ours.RoundRobinWriter() if mine and not found._track_generations else found
+        if not isinstance(self._storage, _Dense) or type(found) not in stock:
+            return found
+        return ours.RoundRobinWriter(track_generations=found._track_generations)
 
     def slices(self: Any, storage: Any, batch_size: int) -> Any:
         """Slices are drawn by ours wherever the storage is; tests look at the stock sampler's attributes."""
-        if type(self) is not samplers.SliceSampler or not isinstance(storage, _Dense):
+        if type(self) is not samplers.SliceSampler or not isinstance(storage, _Dense) or storage.ndim > 1:
             return sample_slices(self, storage, batch_size)
         if self._traj_key_auto:
             self._resolve_traj_key(storage)

@@ -47,3 +47,53 @@ def pieces_of(
     for end in [*ends.tolist(), len(index)]:
         yield row[begin : begin + 1], step[begin : begin + 1], {n: a[None, begin:end] for n, a in arrays.items()}
         begin = end
+
+
+def is_number(index: Any) -> bool:
+    """Whether an index is of one item."""
+    if isinstance(index, torch.Tensor | np.ndarray):
+        return index.ndim == 0 and index.dtype not in (torch.bool, np.bool_)
+    return isinstance(index, int | np.integer) and not isinstance(index, bool)
+
+
+def cells_of(index: Any, shape: tuple[int, ...]) -> tuple[NDArray[np.int64], tuple[int, ...]]:
+    """Cells (n,) of an array of this shape that an index of torch's chooses, and the shape of what is chosen.
+
+    Raises:
+        IndexError: there is no such cell.
+    """
+    parts = tuple(_plain(part) for part in (index if isinstance(index, tuple) else (index,)))
+    if len(parts) == len(shape) and all(_is_numbers(part) for part in parts):
+        wrapped = []
+        for part, n in zip(parts, shape, strict=True):
+            array = np.asarray(part, np.int64)
+            array = np.where(array < 0, array + n, array)
+            if array.size and not (array.min() >= 0 and array.max() < n):
+                raise IndexError(f"there are {shape} items, found an index out of 0 to {n - 1}")
+            wrapped.append(array)
+        found = np.ravel_multi_index(np.broadcast_arrays(*wrapped), shape)
+        return np.asarray(found, np.int64).reshape(-1), np.shape(found)
+    if len(parts) == 1 and not (isinstance(parts[0], np.ndarray) and parts[0].dtype == bool and parts[0].ndim > 1):
+        first = np.arange(shape[0])[parts[0]] if parts[0] is not Ellipsis else np.arange(shape[0])
+        if parts[0] is None:
+            return np.arange(np.prod(shape)), (1, *shape)
+        size = int(np.prod(shape[1:]))
+        cells = np.asarray(first)[..., None] * size + np.arange(size)
+        return cells.reshape(-1), (*np.shape(first), *shape[1:])
+    chosen = np.arange(np.prod(shape)).reshape(shape)[parts]
+    return chosen.reshape(-1), chosen.shape
+
+
+def _is_numbers(part: Any) -> bool:
+    return isinstance(part, int | np.integer) or (isinstance(part, np.ndarray) and part.dtype.kind in "iu")
+
+
+def _plain(part: Any) -> Any:
+    """A part of an index as NumPy takes it."""
+    if isinstance(part, torch.Tensor):
+        part = part.cpu().numpy()
+    if isinstance(part, list | range):
+        part = np.asarray(part)
+    if isinstance(part, np.ndarray) and part.dtype != bool and part.size == 0:
+        part = part.astype(np.int64)
+    return part

@@ -46,9 +46,14 @@ def leaves_of(data: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def fields_of(leaves: Mapping[str, torch.Tensor], batched: bool) -> dict[str, Field]:
-    """The fields for items of these leaves, whose first axis is of several where `batched`."""
-    return {name: Field(tuple(leaf.shape)[batched:], leaf.dtype) for name, leaf in leaves.items()}
+def fields_of(leaves: Mapping[str, torch.Tensor], lead: int) -> dict[str, Field]:
+    """The fields for items of these leaves, whose first axes are of several."""
+    return {name: Field(tuple(leaf.shape)[lead:], leaf.dtype) for name, leaf in leaves.items()}
+
+
+def name_of(key: Any) -> str:
+    """The dotted name of an entry."""
+    return key if isinstance(key, str) else ".".join(key)
 
 
 def item_of(leaves: Mapping[str, torch.Tensor], batch_size: Sequence[int]) -> Any:
@@ -140,9 +145,9 @@ def _tree_of(leaves: Mapping[tuple[str, ...], torch.Tensor]) -> Any:
     return {int(part[1:-1]) if part[0] == "{" else part: node for part, node in nodes.items()}
 
 
-def batch_dims_of(data: Any, batched: bool) -> int:
-    """Batch axes of one item."""
-    return len(data.batch_size) - batched if is_tensor_collection(data) else 0
+def batch_dims_of(data: Any, lead: int) -> int:
+    """Batch axes of one item, behind the first ones."""
+    return max(0, len(data.batch_size) - lead) if is_tensor_collection(data) else 0
 
 
 __all__ = [
@@ -153,5 +158,6 @@ __all__ = [
     "is_items_field",
     "item_of",
     "leaves_of",
+    "name_of",
     "stacked",
 ]

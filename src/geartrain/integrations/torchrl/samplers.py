@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from torchrl.data.replay_buffers import samplers as stock
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from geartrain.errors import ArgumentError, EmptyStoreError
+from geartrain.integrations.torchrl.indices import cells_of
 from geartrain.integrations.torchrl.storage import SharedStorage
 from geartrain.replay.replay import Replay
 from geartrain.selection.arguments import check_number
@@ -18,6 +21,8 @@ from geartrain.selection.random import Prioritized, checked_beta
 
 _EMPTY = "Cannot sample from an empty storage."
 _NONE = float("-inf")
+# Of alpha, beta and eps, as torchrl's sampler names it.
+_FILE = "sampler_metadata.json"
 
 
 class StatelessSampler(Sampler):  # type: ignore[misc]
@@ -57,8 +62,8 @@ class StatelessSampler(Sampler):  # type: ignore[misc]
 class UniformSampler(StatelessSampler):
     """Draws every item with the same probability, with replacement; seeded by the buffer's generator."""
 
-    def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Indices (batch_size,), and no more information.
+    def sample(self, storage: Any, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        """Indices (batch_size,), of several axes a tuple of such, and no more information.
 
         Raises:
             RuntimeError: the storage is empty.
@@ -66,6 +71,8 @@ class UniformSampler(StatelessSampler):
         n = len(storage)
         if n == 0:
             raise RuntimeError(_EMPTY)
+        if storage.ndim > 1:
+            return tuple(torch.randint(0, m, (batch_size,), generator=self._rng) for m in storage.shape), {}
         return torch.randint(0, n, (batch_size,), generator=self._rng), {}
 
 
@@ -83,7 +90,8 @@ class PrioritizedSampler(stock.PrioritizedSampler):  # type: ignore[misc]  # as 
         reduction: how a `TensorDictReplayBuffer` makes one priority of several, "max" as in torchrl.
 
     Attributes:
-        alpha, beta: `beta` can be set.
+        alpha, beta: can be set. A new alpha raises all stored priorities to the power of the new one by the old one, in
+            one pass; other processes then make their samplers anew, with the new alpha.
 
     Raises:
         ArgumentError: numbers out of range.
@@ -104,7 +112,8 @@ class PrioritizedSampler(stock.PrioritizedSampler):  # type: ignore[misc]  # as 
         self._eps = float(eps)
         self.reduction = reduction
         self._max_capacity = max_capacity
-        self._replays: dict[int, Replay] = {}
+        self._of: SharedStorage | None = None
+        self._replays: dict[tuple[int, bool], Replay] = {}
 
     @property
     def alpha(self) -> float:
@@ -113,7 +122,24 @@ class PrioritizedSampler(stock.PrioritizedSampler):  # type: ignore[misc]  # as 
 
     @alpha.setter
     def alpha(self, value: float) -> None:
-        raise ArgumentError("alpha is that of the stored priorities and stays: make another sampler and storage")
+        check_number("alpha", value, "a finite number >= 0", least=0)
+        alpha, storage = float(value), self._of
+        if alpha == self._alpha:
+            return
+        if storage is not None and storage.initialized:
+            if self._alpha == 0:
+                raise ArgumentError("with alpha=0 all stored priorities are 1, which no power changes: set them anew")
+            with storage.locked():
+                self._raise_stored(storage, alpha / self._alpha)
+        self._alpha = alpha
+
+    def _raise_stored(self, storage: SharedStorage, power: float) -> None:
+        if power > 0:
+            storage.store.raise_priorities(power)  # type: ignore[union-attr]
+        else:
+            index = np.arange(len(storage))
+            storage.store.update_priorities(storage.keys_at(index), np.ones(len(index)))  # type: ignore[union-attr]
+        storage.highest = storage.highest**power
 
     @property
     def beta(self) -> float:
@@ -124,13 +150,16 @@ class PrioritizedSampler(stock.PrioritizedSampler):  # type: ignore[misc]  # as 
     def beta(self, value: float) -> None:
         self._beta = checked_beta(value)
 
-    def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Indices (batch_size,), and their importance weights as "priority_weight", the largest of a batch being 1.
+    def sample(self, storage: Any, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        """Indices (batch_size,), of several axes a tuple of such, and importance weights as "priority_weight".
+
+        The largest weight of a batch is 1.
 
         Raises:
             RuntimeError: the storage is empty, or all priorities are 0.
         """
         _check(storage)
+        self._of = storage
         if len(storage) == 0:
             raise RuntimeError(_EMPTY)
         try:
@@ -138,7 +167,10 @@ class PrioritizedSampler(stock.PrioritizedSampler):  # type: ignore[misc]  # as 
         except EmptyStoreError:
             raise RuntimeError("all priorities are 0") from None
         weight = (probability.min() / probability) ** self._beta
-        return torch.from_numpy(index), {"priority_weight": torch.from_numpy(weight.astype(np.float32))}
+        told = {"priority_weight": torch.from_numpy(weight.astype(np.float32))}
+        if storage.ndim == 1:
+            return torch.from_numpy(index), told
+        return tuple(map(torch.from_numpy, np.unravel_index(index, storage.shape_of_all()))), told
 
     def draw(self, storage: SharedStorage, batch_size: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Indices (batch_size,) and the probability of each in one draw.
@@ -148,14 +180,19 @@ class PrioritizedSampler(stock.PrioritizedSampler):  # type: ignore[misc]  # as 
         """
         store = storage.store
         assert store is not None
-        replay = self._replays.get(batch_size)
+        # With a generator of the buffer's (`set_rng`) its state decides each batch, not only the first one.
+        stepped = self._rng is not None
+        replay = self._replays.get((batch_size, stepped))
         if replay is None or replay.stores[0] is not store:
-            seed = int(torch.randint(0, 2**31, (), generator=self._rng))
+            seed = 0 if stepped else int(torch.randint(0, 2**31, ()))
             # Only keys are wanted: the smallest field that there is.
             names = [min(storage.names, key=lambda name: _bytes(store.fields[name]))]
-            replay = self._replays[batch_size] = Replay(
+            replay = self._replays[batch_size, stepped] = Replay(
                 store, Prioritized(seed=seed), batch_size, fields=names, window=1, prefetch=0, output="numpy"
             )
+        if stepped:
+            step = int(torch.randint(0, 2**62, (), generator=self._rng))
+            replay.load_state_dict(replay.state_dict() | {"step": step})
         batch: Any = replay.sample()
         return storage.index_of(batch.keys), batch.probability
 
@@ -187,7 +224,8 @@ class PrioritizedSampler(stock.PrioritizedSampler):  # type: ignore[misc]  # as 
         """Sets the priorities of items.
 
         Args:
-            index: (n,); negative ones are left out, and those of items that are gone since the storage was emptied.
+            index: (n,), or (n, ndim) of several axes; negative ones are left out, and those of items that are gone
+                since the storage was emptied.
             priority: a number or (n,), finite and >= 0; or `default_priority`, which leaves an item what it has.
 
         Raises:
@@ -195,7 +233,11 @@ class PrioritizedSampler(stock.PrioritizedSampler):  # type: ignore[misc]  # as 
             SchemaError: a priority that is not finite. WaitTimeoutError: another process writes for too long.
         """
         _check(storage)
-        items = torch.as_tensor(index).reshape(-1).cpu().numpy().astype(np.int64)
+        self._of = storage
+        items = torch.as_tensor(index).cpu().numpy().astype(np.int64)
+        if storage.ndim > 1 and items.ndim > 1 and items.shape[-1] == storage.ndim and storage.initialized:
+            items, _ = cells_of(tuple(items.reshape(-1, storage.ndim).T), storage.shape_of_all())
+        items = items.reshape(-1)
         given = torch.as_tensor(priority).detach().cpu().to(torch.float64).reshape(-1).numpy()
         if (given == _NONE).all():
             return  # of a buffer that is made over a storage; while others write, it may count more items than indices
@@ -232,14 +274,18 @@ class PrioritizedSampler(stock.PrioritizedSampler):  # type: ignore[misc]  # as 
         pass
 
     def dumps(self, path: Any) -> None:
-        """Nothing: priorities are saved with the storage."""
+        """Saves alpha, beta and eps; priorities are saved with the storage."""
+        Path(path).mkdir(parents=True, exist_ok=True)
+        (Path(path) / _FILE).write_text(json.dumps(self.state_dict()))
 
     def loads(self, path: Any) -> None:
-        """Nothing: priorities are loaded with the storage."""
+        """Loads them, of this class or of torchrl's sampler, whose priorities are not read."""
+        if (Path(path) / _FILE).exists():
+            self.load_state_dict(json.loads((Path(path) / _FILE).read_text()))
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(Sampler.__getstate__(self))
-        state["_replays"] = {}
+        state["_replays"], state["_of"] = {}, None
         return state
 
     def __repr__(self) -> str:

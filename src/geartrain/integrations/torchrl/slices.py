@@ -253,6 +253,10 @@ class Slices:
         """Raises where a storage is none, or empty."""
         if not isinstance(storage, SharedStorage):
             raise ArgumentError(f"this sampler draws from a SharedStorage, found {type(storage).__name__}")
+        if storage.ndim > 1:
+            raise ArgumentError(
+                f"this sampler draws slices of a storage of one axis, found ndim={storage.ndim}: take torchrl's own"
+            )
         if len(storage) == 0:
             raise RuntimeError("Cannot sample from an empty storage.")
 

@@ -2,57 +2,41 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import is_tensorclass
-from torchrl.data.replay_buffers.storages import StoreStorage
+from tensordict import is_tensor_collection, is_tensorclass
+from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
+from torchrl.data.replay_buffers.storages import TensorStorage
 from torchrl.data.replay_buffers.storages.base import Storage
 
 from geartrain.core.arguments import check_whole
-from geartrain.core.arguments import timeout as checked_timeout
-from geartrain.core.keys import Keys
-from geartrain.core.schema import Field
-from geartrain.errors import (
-    ArgumentError,
-    IncompatibleStoreError,
-    SchemaError,
-    StaleKeyError,
-    StoreClosedError,
-    StoreMissingError,
+from geartrain.errors import ArgumentError, SchemaError
+from geartrain.integrations.torchrl.indices import cells_of, indices_of, is_number
+from geartrain.integrations.torchrl.items import batch_dims_of, fields_of, item_of, leaves_of, name_of, stacked
+from geartrain.integrations.torchrl.saving import items_of_files, items_of_state_dict, load_items
+from geartrain.integrations.torchrl.stored_items import (
+    ADDED,
+    BATCH_DIMS,
+    CURSOR,
+    GENERATION,
+    LENGTH,
+    REVISION,
+    REWRITES,
+    StoredItems,
+    dtype_of,
+    new_name,
 )
-from geartrain.integrations.torchrl.indices import indices_of, pieces_of
-from geartrain.integrations.torchrl.items import (
-    OWN,
-    batch_dims_of,
-    fields_of,
-    is_items_field,
-    item_of,
-    leaves_of,
-    stacked,
-)
-from geartrain.integrations.transitions.writer_lock import WriterLock
-from geartrain.replay.fetch import fetch
 from geartrain.store.store import Store
 
-# Items of a row, at most; and bytes of rows that are made at once.
-_ROW_ITEMS, _BYTES_AT_ONCE = 512, 1 << 24
-# Items whose priorities are set at once, or that are copied.
-_PIECE = 1 << 16
-# Fields of a row that are the storage's own; those of the first row count.
-_PLACE, _STATE, _HIGHEST = OWN + "place", OWN + "state", OWN + "highest"
-#: Places in the state that all processes share.
-SIZE, LENGTH, CURSOR, WRITES, BATCH_DIMS, ADDED, REWRITES = range(7)
 
-
-class SharedStorage(StoreStorage):  # type: ignore[misc]
+class SharedStorage(StoredItems, TensorStorage):  # type: ignore[misc]
     """A torchrl storage whose items are in a `geartrain.Store`: of one process, or by name of all of a host.
 
     Item i is a step of a row, and stays there: what is set is written in place, and a reader gets an item as it was
@@ -60,7 +44,9 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
     have. Batches are copies in the CPU's memory.
 
     Args:
-        max_size: items.
+        max_size: items; with several axes cells, rounded up to a whole number of entries along the first axis.
+        ndim: axes of the storage. With 2 or more an entry along the first, of time, has as many items as the first one
+            that comes, of all environments of a step: (T, B, ...). All processes have the same.
         store: the name of a store that several processes share; the first that writes makes it. Without one the storage
             is shared by pickling, and once it holds an item by forking. The store is removed with the last process that
             has used it: where others make it, use it too (`len`) before they end.
@@ -71,185 +57,29 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
         store: the store, or None before the first item.
 
     Raises:
-        ArgumentError: a size that is none. IncompatibleStoreError: the store of that name is of other items, or is of
-            another size. NoSpaceError: /dev/shm is too small.
+        ArgumentError: a size or number of axes that is none. IncompatibleStoreError: the store of that name is of other
+            items, or is of another size. NoSpaceError: /dev/shm is too small.
     """
 
+    # torchrl's samplers and sample units ask for a `TensorStorage`; none of its code that stores or reads items runs.
+    supports_conditional_update = True
+    _default_checkpointer = StorageCheckpointerBase
     device = torch.device("cpu")
 
     def __init__(
-        self, max_size: int, *, store: str | None = None, timeout_s: float = 10.0, reserve: bool = True
+        self, max_size: int, *, ndim: int = 1, store: str | None = None, timeout_s: float = 10.0, reserve: bool = True
     ) -> None:
         if check_whole("max_size", max_size) < 1:
             raise ArgumentError(f"max_size must be at least 1, found {max_size}")
+        if check_whole("ndim", ndim) < 1:
+            raise ArgumentError(f"ndim must be at least 1, found {ndim}")
         Storage.__init__(self, max_size)
-        self._name = store
-        self._timeout_s = checked_timeout(timeout_s)
-        self._reserve = reserve
+        StoredItems.__init__(self, max_size, ndim, store, timeout_s, reserve)
+        self.ndim = ndim
         self._tensorclass: Any = None
-        self._closed = False
-        self._made_by = os.getpid()
-        self._writer = WriterLock(self._timeout_s)
-        self.store: Store | None = None
+        self._guard = threading.local()
 
-    # --- the store --------------------------------------------------------------------------------------------
-
-    def _join(self) -> bool:
-        """Whether the store is there; opens one that another process has made."""
-        if self._closed:
-            raise StoreClosedError("the storage was closed")
-        if self.store is not None:
-            return True
-        if self._name is None:
-            return False
-        with self._writer.thread():
-            if self.store is not None:
-                return True
-            try:
-                store = Store.open(self._name)
-            except StoreMissingError:
-                return False
-            if _unfinished(store):  # another process is making it
-                store.close()
-                return False
-            self._adopt(store)
-        return True
-
-    def _adopt(self, store: Store) -> None:
-        """Takes an open store; raises where it is none of a storage of this size."""
-        rows = -(-self.max_size // store.max_length)
-        if _STATE not in store.fields or store.capacity < rows or not store.per_step:
-            store.close()
-            raise IncompatibleStoreError(f"the store {store.name!r} is none of a storage of {self.max_size} items")
-        found = store.keys()
-        places = np.asarray(fetch(store, found, fields=[_PLACE], window=1, output="numpy")[_PLACE])
-        keys = found[np.argsort(places, kind="stable")]
-        state: Any = store.column(_STATE)[int(keys.row[0])]
-        if len(keys) != rows or int(state[SIZE]) != self.max_size:
-            store.close()
-            raise IncompatibleStoreError(
-                f"the store {store.name!r} is of a storage of {int(state[SIZE])} items, this one is of {self.max_size}"
-            )
-        self.keys = keys
-        self._place = np.zeros(store.capacity, np.int64)  # of each row
-        self._place[keys.row] = np.arange(rows)
-        self._state: NDArray[np.int64] = state  # a view of the segment
-        self._highest: NDArray[np.float64] = store.column(_HIGHEST)[int(keys.row[0])]
-        self.names = [name for name in store.fields if is_items_field(name)]
-        self.store = store  # at last: other threads take what is above as soon as they see it
-
-    def make_for(self, data: Any, batched: bool) -> None:
-        """Makes the store for items like this one, or like these, unless it is there."""
-        if self._join():
-            return
-        with self._writer.thread():
-            if self.store is None:
-                self._make(leaves_of(data), batched, batch_dims_of(data, batched))
-
-    def _make(self, leaves: dict[str, torch.Tensor], batched: bool, batch_dims: int) -> None:
-        """Makes the store, or joins the one that another process makes at the same time."""
-        if self._name is None and os.getpid() != self._made_by:
-            raise ArgumentError(
-                "this storage has no name and had no item when it was shared, so the processes would not share any: "
-                "add an item before, or give it a name (store=...)"
-            )
-        fields = fields_of(leaves, batched)
-        length = min(self.max_size, _ROW_ITEMS)
-        rows = -(-self.max_size // length)
-        own = {
-            _PLACE: Field((), "int64", per_row=True),
-            _STATE: Field((8,), "int64", per_row=True),
-            _HIGHEST: Field((1,), "float64", per_row=True),
-        }
-        options: dict[str, Any] = {"capacity": rows, "reserve": self._reserve, "priority_per": "step"}
-        if self._name is None:
-            store = Store.create(fields | own, max_length=length, **options)
-        else:
-            store = Store.open(self._name, fields | own, max_length=length, create="missing", **options)
-        try:
-            with self._writer.locked(store):
-                if len(store) < rows:
-                    self._fill(store, fields, rows, length, batch_dims)
-        except BaseException:
-            store.close()
-            raise
-        self._adopt(store)
-
-    def _fill(self, store: Store, fields: dict[str, Field], rows: int, length: int, batch_dims: int) -> None:
-        """Inserts the rows that are still missing: zeros, of priority 0."""
-        if store.capacity != rows:
-            raise IncompatibleStoreError(f"the store {store.name!r} has {store.capacity} rows, {rows} are needed")
-        size = sum(length * field.itemsize * int(np.prod(field.shape)) for field in fields.values())
-        some = max(1, min(1024, _BYTES_AT_ONCE // max(1, size)))
-        for begin in range(len(store), rows, some):
-            n = min(some, rows - begin)
-            zeros = {name: torch.zeros(n, length, *field.shape, dtype=_dtype(field)) for name, field in fields.items()}
-            state = np.zeros((n, 8), np.int64)
-            state[:, SIZE], state[:, BATCH_DIMS] = self.max_size, batch_dims
-            store.insert(
-                {**zeros, _PLACE: np.arange(begin, begin + n), _STATE: state, _HIGHEST: np.ones((n, 1))},
-                priorities=np.zeros(n),
-            )
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keeps other processes and threads from writing; may be nested. Before the first item it keeps threads.
-
-        Raises:
-            WaitTimeoutError: another process writes for longer than `timeout_s`.
-        """
-        if self._join():
-            assert self.store is not None
-            with self._writer.locked(self.store):
-                yield
-        else:
-            with self._writer.thread():
-                yield
-
-    def close(self) -> None:
-        """Closes the storage's store; what is called then raises `StoreClosedError`."""
-        self._closed = True
-        if self.store is not None:
-            self.store.close()
-        self._writer.close()
-
-    # --- what all processes share -----------------------------------------------------------------------------
-
-    def shared(self, place: int) -> int:
-        """A number of the state; 0 before the first item."""
-        if not self._join():
-            return 0
-        self._check_open()
-        return int(self._state[place])
-
-    def share(self, place: int, value: int) -> None:
-        """Sets a number of the state; before the first item there is none."""
-        if self._join():
-            self._check_open()
-            self._state[place] = value
-
-    def move_cursor(self, index: int) -> None:
-        """Sets where the next item goes; before the first item there is no cursor."""
-        if self._join() and self.shared(CURSOR) != index:
-            with self.locked():
-                self._state[CURSOR] = index
-                self._state[REWRITES] += 1
-
-    def _check_open(self) -> None:
-        if self.store is None or self.store.closed:
-            raise StoreClosedError("the storage's store was closed")
-
-    @property
-    def highest(self) -> float:
-        """The priority that new items get: the highest so far, as it is stored."""
-        self._check_open()
-        return float(self._highest[0])
-
-    def raise_highest(self, priority: float) -> None:
-        """Raises it to that of an item, if that is higher."""
-        if priority > self.highest:
-            with self.locked():
-                self._highest[0] = max(priority, float(self._highest[0]))
+    # --- what torchrl asks of a storage -----------------------------------------------------------------------
 
     @property
     def _len(self) -> int:
@@ -262,43 +92,97 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
     @property
     def initialized(self) -> bool:
         """Whether the store is there."""
-        return self._join()
+        return self.join()
 
     def __len__(self) -> int:
         return self.shared(LENGTH)
 
+    @property
+    def _total_shape(self) -> torch.Size | None:
+        if not self.join():
+            return None
+        tail = self._tail
+        return torch.Size([self.max_size // prod(tail), *tail])
+
+    @property
+    def _tail(self) -> tuple[int, ...]:
+        """Axes after the first; the store is there, or the storage has one."""
+        assert self.tail is not None
+        return self.tail
+
+    @property
+    def _storage(self) -> Any:
+        """Views of all that there is room for, as torchrl's storages have it: for its own samplers, which read."""
+        return self._views(self.max_size) if self.join() else None
+
+    @property
+    def _mutation_revision(self) -> int:
+        return self.shared(REVISION)
+
+    def _bump_mutation_revision(self) -> None:
+        """Tells all processes that items have changed; torchrl calls it when it has written through `buffer[:]`."""
+        self._count(REVISION, REWRITES)
+
+    def _count(self, *places: int) -> None:
+        """Raises numbers of the state by one."""
+        for place in places:
+            self.share(place, self.shared(place) + 1)
+
+    @property
+    def _last_cursor_index(self) -> int | None:
+        """The entry along the first axis that was written last, by any process."""
+        if not self.shared(LENGTH):
+            return None
+        return (self.shared(CURSOR) - 1) % self.max_size // prod(self._tail)
+
     def _empty(self) -> None:
-        if self._join():
+        if self.join():
             with self.locked():
-                n = len(self)
-                self._state[LENGTH] = self._state[CURSOR] = 0
-                self._state[REWRITES] += 1
-                for begin in range(0, n, _PIECE):
-                    index = np.arange(begin, min(n, begin + _PIECE))
-                    self.store.update_priorities(self.keys_at(index), np.zeros(len(index)))  # type: ignore[union-attr]
-        self._bump_mutation_revision()
+                self.clear()
+                self._bump_mutation_revision()
 
-    # --- items ------------------------------------------------------------------------------------------------
+    def flatten(self) -> Any:
+        """A `TensorStorage` of one axis with a copy of all items; this one, where it has one."""
+        if self.ndim == 1:
+            return self
+        if not self.join():
+            raise RuntimeError("Cannot flatten a non-initialized storage.")
+        index = np.arange(len(self))
+        return TensorStorage(self._items(self.read(index, self.names), (len(index),)))
 
-    def keys_at(self, index: NDArray[np.int64]) -> Keys:
-        """Keys of the steps that items are."""
-        self._check_open()
-        assert self.store is not None
-        length = self.store.max_length
-        return self.keys[index // length].of_steps(index % length)
+    def contains(self, item: Any) -> Any:
+        """Whether there is an entry of this index along the first axis, or of each."""
+        n = len(self) // prod(self.tail or (1,))
+        if isinstance(item, torch.Tensor) and item.ndim:
+            return (item >= -n) & (item < n)
+        return bool(-n <= int(item) < n)
 
-    def index_of(self, keys: Keys) -> NDArray[np.int64]:
-        """Items by the keys of their steps."""
-        assert self.store is not None
-        assert keys.step is not None
-        found: NDArray[np.int64] = self._place[keys.row] * self.store.max_length + keys.step
-        return found
+    # --- writing ----------------------------------------------------------------------------------------------
+
+    def make_for(self, data: Any, batched: bool) -> None:
+        """Makes the store for items like this one, or like these, unless it is there.
+
+        Raises:
+            SchemaError: parts that are no tensors, or that lack the storage's axes.
+        """
+        if self.join():
+            return
+        leaves = leaves_of(data)
+        lead = batched + self.ndim - 1
+        tail = tuple(next(iter(leaves.values())).shape)[batched:lead]
+        if any(tuple(leaf.shape)[batched:lead] != tail or leaf.ndim < lead for leaf in leaves.values()) or 0 in tail:
+            raise SchemaError(f"items of a storage with ndim={self.ndim} have {self.ndim - 1} axes in common")
+        self.make(fields_of(leaves, lead), batch_dims_of(data, lead), tail)
+
+    def _init(self, data: Any) -> None:
+        """Makes the store for items like this one, as torchrl's storages do."""
+        self.make_for(data, False)
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Writes items in place; new ones get the highest priority so far.
 
         Args:
-            cursor: index, or indices (n,), from 0 to max_size - 1.
+            cursor: index, or indices (n,), from 0 to max_size - 1, along the first axis of several.
             data: an item, or n of them along the first axis, or a list of items.
             set_cursor: whether the storage becomes as long as that; priorities are kept without.
 
@@ -306,54 +190,71 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
             SchemaError: entries, shapes or dtypes that are not those of the first item. ArgumentError: indices out of
                 range. WaitTimeoutError: another process writes for too long.
         """
+        self._put(cursor, data, new=set_cursor, moves=set_cursor)
+
+    def write_at(self, cursor: Any, data: Any) -> None:
+        """Writes new items at places, as `set`, and leaves the cursor where it is."""
+        self._put(cursor, data, new=True, moves=False)
+
+    def _put(self, cursor: Any, data: Any, *, new: bool, moves: bool) -> None:
         if isinstance(data, list):
             data = stacked(data)
-        batched = not (isinstance(cursor, int | np.integer) or (isinstance(cursor, torch.Tensor) and cursor.ndim == 0))
-        index = indices_of(cursor, self.max_size if set_cursor else len(self))
+        batched = not is_number(cursor)
         if is_tensorclass(data):
             self._tensorclass = type(data)
         self.make_for(data, batched)
         assert self.store is not None
-        leaves = leaves_of(data)
-        arrays = self._checked(leaves, index, batched)
+        if isinstance(cursor, tuple) and self.ndim > 1:
+            index, shape = cells_of(cursor, self._shape(new))
+        else:
+            first = indices_of(cursor, self._shape(new)[0])
+            index, shape = _cells(first, self._tail), ((len(first),) if batched else ()) + self._tail
+        arrays = self._checked(leaves_of(data), shape)
+        writes = np.ones(len(index), np.int64)
         if len(index) > self.max_size:  # the last ones stay
+            writes = np.bincount(index, minlength=self.max_size)[index[-self.max_size :]]
             arrays = {name: array[-self.max_size :] for name, array in arrays.items()}
             index = index[-self.max_size :]
         with self.locked():
-            if set_cursor:
+            if moves:
                 self._set_last_cursor(cursor)
-            come_next = self._come_next(index, set_cursor)
+            come_next = self._come_next(index, moves)
             try:
-                skipped = sum(
-                    self.store.write(self.keys[rows], fields, starts=starts)
-                    for rows, starts, fields in pieces_of(index, arrays, self.store.max_length)
-                )
+                self.write(index, arrays | (self.stamped(index, writes) if new else {}))
             except BaseException:
                 come_next = False
                 raise
             finally:
                 if not come_next:
-                    self._state[REWRITES] += 1  # of what is half written too: whoever looks reads all anew
-            if skipped:
-                raise StaleKeyError(
-                    "rows of the storage are gone: a process was killed while it wrote to them; make the buffer anew"
-                )
-            if set_cursor and len(index):
+                    self.share(
+                        REWRITES, self.shared(REWRITES) + 1
+                    )  # of what is half written too: whoever looks reads all anew
+            if new and len(index):
                 self.store.update_priorities(self.keys_at(index), np.full(len(index), self.highest))
                 # An interrupted write leaves all of these as they were: the next one goes to the same place.
-                self._state[ADDED] += len(index) if come_next else 0
-                self._state[CURSOR] = (int(index[-1]) + 1) % self.max_size
-                self._state[LENGTH] = max(int(self._state[LENGTH]), int(index.max()) + 1)
-        self._bump_mutation_revision()
+                self.share(ADDED, self.shared(ADDED) + (len(index) if come_next else 0))
+                if moves:
+                    self.share(CURSOR, (int(index[-1]) + 1) % self.max_size)
+                self.share(LENGTH, max(self.shared(LENGTH), int(index.max()) + 1))
+            self._count(REVISION)
 
-    def _come_next(self, index: NDArray[np.int64], set_cursor: bool) -> bool:
+    def shape_of_all(self) -> tuple[int, ...]:
+        """Entries along each axis that there is room for; the store is there, or the storage has one axis."""
+        return self._shape(True)
+
+    def _shape(self, all_of_it: bool) -> tuple[int, ...]:
+        """Entries along each axis: those there is room for, or those there are."""
+        tail = self._tail
+        return ((self.max_size if all_of_it else len(self)) // prod(tail), *tail)
+
+    def _come_next(self, index: NDArray[np.int64], moves: bool) -> bool:
         """Whether these items are appended: for `Trajectories`, which then reads no others."""
-        length, cursor = int(self._state[LENGTH]), int(self._state[CURSOR])
-        follows = set_cursor and len(index) and index[0] == cursor and length in (cursor, self.max_size)
+        length, cursor = self.shared(LENGTH), self.shared(CURSOR)
+        follows = moves and len(index) and index[0] == cursor and length in (cursor, self.max_size)
         return bool(follows and ((np.diff(index) - 1) % self.max_size == 0).all())
 
-    def _checked(self, leaves: dict[str, torch.Tensor], index: NDArray[np.int64], batched: bool) -> dict[str, Any]:
-        """Tensors (n, ...) of the fields, on the CPU."""
+    def _checked(self, leaves: dict[str, torch.Tensor], shape: tuple[int, ...]) -> dict[str, Any]:
+        """Tensors (n, ...) of the fields, on the CPU, of items that lie in an array of this shape."""
         assert self.store is not None
         if "index" not in self.names:
             leaves.pop("index", None)  # a TensorDictReplayBuffer adds it to what it was given
@@ -362,73 +263,175 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
         found = {}
         for name, leaf in leaves.items():
             field = self.store.fields[name]
-            wanted = (len(index), *field.shape) if batched else tuple(field.shape)
+            wanted = (*shape, *field.shape)
             if tuple(leaf.shape) != wanted:
                 raise SchemaError(f"{name!r} has shape {tuple(leaf.shape)}, {wanted} was expected")
-            if leaf.dtype != _dtype(field):
+            if leaf.dtype != dtype_of(field):
                 raise SchemaError(f"{name!r} is {leaf.dtype}, items have {field.dtype}")
-            found[name] = (leaf if batched else leaf[None]).cpu().contiguous()
+            found[name] = leaf.cpu().contiguous().reshape(-1, *field.shape)
         return found
+
+    # --- reading ----------------------------------------------------------------------------------------------
+
+    def __getitem__(self, item: Any) -> Any:
+        """As `get`; `[:]` and `[...]` are views of all items, as of torchrl's storages.
+
+        What is written into them is written, without a lock: who reads meanwhile, in any process, may get a part of it.
+        """
+        parts = item if isinstance(item, tuple) and item else (item,)
+        if not all(part is Ellipsis or (isinstance(part, slice) and part == slice(None)) for part in parts):
+            return self.get(item)
+        if not self.join():
+            raise RuntimeError("Cannot get elements out of a non-initialized storage.")
+        return self._views(len(self))
+
+    def _views(self, n: int) -> Any:
+        """Views of the first items, entries of them where there are several axes."""
+        shape = (n // prod(self._tail), *self._tail)
+        return self._items({name: _folded(self.view(name)[:n], shape) for name in self.names}, shape)
 
     def get(self, index: Any) -> Any:
         """A copy of items, one native call: of one for a number, of all for `...`; None puts an axis before all.
 
+        Args:
+            index: numbers along the first axis, as torch's indexing; of several axes a tuple of such. The name of an
+                entry, or the names on the way to it: that entry of all items, a view to be read.
+
         Raises:
-            RuntimeError: nothing was written yet. IndexError: there is no such item.
+            RuntimeError: nothing was written yet. IndexError: there is no such item. KeyError: no such entry.
         """
-        if not self._join():
+        if not self.join():
             raise RuntimeError("Cannot get elements out of a non-initialized storage.")
-        if index is None:
+        if isinstance(index, str) or (isinstance(index, tuple) and index and all(isinstance(k, str) for k in index)):
+            return self._entry(index)
+        self.check_open()
+        if self.ndim > 1:
+            chosen, shape = cells_of(index, self._shape(False))
+        elif index is None:
             return self.get(slice(None))[None]
-        assert self.store is not None
-        self._check_open()
-        array = isinstance(index, torch.Tensor | np.ndarray)  # a buffer makes arrays of tensors
-        alone = isinstance(index, int | np.integer) or (array and index.ndim == 0)
-        shape = tuple(index.shape) if array and index.dtype not in (torch.bool, np.bool_) else None
-        chosen = indices_of(index, len(self))
-        leaves = self.read(chosen, self.names)
-        if alone:
-            leaves, shape = {name: leaf[0] for name, leaf in leaves.items()}, ()
-        elif shape is not None and len(shape) > 1:
-            leaves = {name: leaf.reshape(*shape, *leaf.shape[1:]) for name, leaf in leaves.items()}
         else:
+            array = isinstance(index, torch.Tensor | np.ndarray)  # a buffer makes arrays of tensors
+            chosen = indices_of(index, len(self))
             shape = (len(chosen),)
-        dims = int(self._state[BATCH_DIMS])
+            if is_number(index):
+                shape = ()
+            elif array and index.dtype not in (torch.bool, np.bool_):
+                shape = tuple(index.shape)
+        leaves = self.read(chosen, self.names)
+        if len(shape) != 1:
+            leaves = {name: leaf.reshape((*shape, *leaf.shape[1:])) for name, leaf in leaves.items()}
+        return self._items(leaves, shape)
+
+    def _items(self, leaves: dict[str, torch.Tensor], shape: tuple[int, ...]) -> Any:
+        """Items of this shape as what was added."""
+        dims = self.shared(BATCH_DIMS)
         inner = tuple(next(iter(leaves.values())).shape)[len(shape) : len(shape) + dims]
         item = item_of(leaves, (*shape, *inner))
         return item if self._tensorclass is None else self._tensorclass.from_tensordict(item)
 
-    def read(self, index: NDArray[np.int64], names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Tensors (n, ...) of items, of some fields of the store."""
-        keys = self.keys_at(index)
-        assert self.store is not None
-        batch: Any = fetch(self.store, keys.without_steps(), fields=list(names), window=1, ends=keys.step)
-        return {name: batch[name][:, 0] for name in names}
+    def _entry(self, key: Any) -> Any:
+        """A view of an entry of all items."""
+        name = name_of(key)
+        if name not in self.names:
+            return self._views(len(self))[key]
+        return _folded(self.view(name)[: len(self)], self._shape(False))
 
-    def contains(self, item: Any) -> Any:
-        """Whether there is an item of this index, or of each."""
-        if isinstance(item, torch.Tensor) and item.ndim:
-            n = len(self)
-            return (item >= -n) & (item < n)
-        return bool(-len(self) <= int(item) < len(self))
+    # --- conditional updates ----------------------------------------------------------------------------------
+
+    def _conditional_patch_leaf(self, key: Any) -> torch.Tensor:
+        if not self.join():
+            raise RuntimeError(
+                "Conditional updates require an initialized storage: add items before calling update_if_present."
+            )
+        name = name_of(key)
+        if name not in self.names:
+            raise KeyError(f"Key {key} does not exist in the storage, whose items have {', '.join(self.names)}")
+        shape = self._total_shape
+        assert shape is not None
+        return _folded(self.view(name), shape)
+
+    def _validate_conditional_patch(self, index: Any, patch: Any) -> Any:
+        found = TensorStorage._validate_conditional_patch(self, index, patch)
+        self._guard.armed, self._guard.seen = True, None
+        return found
+
+    def set_generations(self, generations: torch.Tensor) -> None:
+        """Sets how often entries along the first axis were written before, from the first one on."""
+        n = min(len(generations), self.shape_of_all()[0])
+        index = _cells(np.arange(n), self._tail)
+        written = torch.repeat_interleave(generations[:n].cpu().long() + 1, len(index) // max(1, n))
+        with self.locked():
+            self.write(index, {GENERATION: written})
+
+    def generations_along(self, entries: torch.Tensor) -> torch.Tensor:
+        """How often entries along the first axis were written before, (n,); -1 of those that never were."""
+        flat = entries.reshape(-1).cpu().numpy().astype(np.int64)
+        found = np.full(len(flat), -1, np.int64)
+        if self.tracks_generations:
+            shape = self.shape_of_all()
+            valid = (flat >= 0) & (flat < shape[0])
+            found[valid] = self.generations_of(flat[valid] * prod(shape[1:]))
+        if getattr(self._guard, "armed", False):
+            self._guard.armed, self._guard.seen = False, dict(zip(flat.tolist(), found.tolist(), strict=True))
+        return torch.from_numpy(found).reshape(entries.shape).to(entries.device)
+
+    def _apply_conditional_patch(self, index: torch.Tensor, patch: Mapping[Any, torch.Tensor]) -> None:
+        """Writes a patch, and not to what another process has overwritten since `update_if_present` has looked."""
+        cells = index.cpu().numpy().astype(np.int64)
+        several = cells.ndim > 1
+        if several:
+            flat = np.ravel_multi_index(tuple(cells.T), self.shape_of_all()).astype(np.int64)
+        else:
+            flat = _cells(cells, self._tail)
+        first = cells[:, 0] if several else cells
+        seen = getattr(self._guard, "seen", None) or {}
+        with self.locked():
+            now = self.generations_along(torch.from_numpy(first)).numpy()
+            live = np.array([seen.get(i, g) == g for i, g in zip(first.tolist(), now.tolist(), strict=True)], bool)
+            live = np.repeat(live, len(flat) // max(1, len(live)))
+            chosen = np.flatnonzero(live)
+            # Of an item that is there twice the last one stays.
+            _, last = np.unique(flat[chosen][::-1], return_index=True)
+            chosen = chosen[::-1][last]
+            arrays = {}
+            for key, value in patch.items():
+                field = self.store.fields[name_of(key)]  # type: ignore[union-attr]
+                arrays[name_of(key)] = value.cpu().reshape(-1, *field.shape)[torch.from_numpy(chosen)].contiguous()
+            if len(chosen):
+                self.write(flat[chosen], arrays)
+            self._bump_mutation_revision()
 
     # --- saving and sharing -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of all items."""
-        n = len(self)
-        return {"_storage": self.get(slice(0, n)) if n else None, "_len": n}
+        """A copy of all items in the format of torchrl's `LazyTensorStorage`, which loads it; without priorities.
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Writes the items that `state_dict` had, from index 0 on."""
-        self._empty()
-        if state_dict["_len"]:
-            self.set(torch.arange(state_dict["_len"]), state_dict["_storage"])
-            self.move_cursor(state_dict["_len"] % self.max_size)
+        Raises:
+            TypeError: items are trees of tensors: `dumps` saves these.
+        """
+        if not self.join():
+            return {"_storage": {}, "initialized": False, "_len": 0}
+        with self.locked():
+            items = self._storage
+            if not is_tensor_collection(items) and not isinstance(items, torch.Tensor):
+                raise TypeError("trees of tensors are not supported by state_dict: use dumps")
+            items = items.clone()
+        stored = items if isinstance(items, torch.Tensor) and not is_tensor_collection(items) else items.state_dict()
+        return {"_storage": stored, "initialized": True, "_len": len(self)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Writes the items of a state dict, of this class or of torchrl's tensor storages, from index 0 on."""
+        self._load(*items_of_state_dict(state_dict))
+
+    def _load(self, items: Any, length: int) -> None:
+        if length:
+            load_items(self, items, length)
+        else:
+            self._empty()
 
     def dumps(self, path: Any) -> None:
         """Saves a checkpoint of the store, priorities included, as `geartrain.Store.save`."""
-        if not self._join():
+        if not self.join():
             raise RuntimeError("Cannot save a non-initialized storage.")
         with self.locked():
             self.store.save(Path(path) / "store")  # type: ignore[union-attr]
@@ -436,72 +439,55 @@ class SharedStorage(StoreStorage):  # type: ignore[misc]
     def loads(self, path: Any) -> None:
         """Loads one, in the place of all items there are. A storage without a name or items takes the store as it is.
 
+        What torchrl's own storages have saved is read too: tensordicts, without priorities.
+
         Raises:
             IncompatibleStoreError: it is of another size. SchemaError: it is of other items.
         """
-        if self._name is None and self.store is None:
-            self._adopt(Store.load(Path(path) / "store", _new_name(), persist=False))
+        if (found := items_of_files(Path(path))) is not None:
+            self._load(*found)
+            return
+        if self.name is None:
+            self.adopt(Store.load(Path(path) / "store", new_name(), persist=False))
             self._bump_mutation_revision()
             return
-        saved = SharedStorage(self.max_size)
+        saved = SharedStorage(self.max_size, ndim=self.ndim)
         saved.loads(path)
-        assert saved.store is not None
         try:
-            with self.locked():
-                self._empty()
-                n = len(saved)
-                for begin in range(0, n, _PIECE):
-                    index = np.arange(begin, min(n, begin + _PIECE))
-                    self.set(torch.from_numpy(index), saved.get(index))
-                    priorities = saved.store.status(saved.keys_at(index))["priority"]
-                    self.store.update_priorities(self.keys_at(index), priorities)  # type: ignore[union-attr]
-                if n:
-                    self.move_cursor(saved.shared(CURSOR))
-                    self.share(WRITES, saved.shared(WRITES))
-                    self._highest[0] = saved.highest
+            self.take(saved)
         finally:
             saved.close()
+        self._bump_mutation_revision()
 
     def __getstate__(self) -> dict[str, Any]:
         """The store by name: what a pickle leads to is the same storage, in any process of the host."""
-        if not self._join() and self._name is None:
-            self._name = _new_name()  # of the store that this one or the copy makes
-        state = Storage.__getstate__(self)
-        for name in ("_writer", "keys", "_place", "_state", "_highest", "names"):
-            state.pop(name, None)
-        return state  # type: ignore[no-any-return]
+        state = self.pickled(Storage.__getstate__(self))
+        del state["_guard"]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """See `__getstate__`."""
         store = state.pop("store")
         Storage.__setstate__(self, state)
-        self._writer, self.store = WriterLock(self._timeout_s), None
-        if store is not None:
-            self._adopt(store)
+        self._guard = threading.local()
+        self.restore(store)
 
     def __repr__(self) -> str:
-        name = self._name if self.store is None else self.store.name
-        return f"SharedStorage(store={name!r}, len={0 if self._closed else len(self)}, max_size={self.max_size})"
+        length = 0 if self.closed else len(self)
+        return f"SharedStorage(store={self.name!r}, len={length}, max_size={self.max_size})"
 
 
-def _new_name() -> str:
-    """A name for a store that was given none."""
-    return f"torchrl-{os.getpid()}-{secrets.token_hex(8)}"
+def _folded(items: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Items (n, ...) as an array of this shape, of the same memory."""
+    return items.view((*shape, *items.shape[1:]))
 
 
-def _unfinished(store: Store) -> bool:
-    """Whether rows of a storage's store are still missing: they are inserted in several batches."""
-    if not len(store):
-        return True
-    if _STATE not in store.fields:
-        return False
-    state: Any = store.column(_STATE)[int(store.keys().row[0])]
-    return len(store) < -(-int(state[SIZE]) // store.max_length)
+def _cells(first: NDArray[np.int64], tail: Sequence[int]) -> NDArray[np.int64]:
+    """Items of entries along the first axis."""
+    if not tail:
+        return first
+    size = prod(tail)
+    return (first[:, None] * size + np.arange(size)).reshape(-1)
 
 
-def _dtype(field: Field) -> torch.dtype:
-    """A field's torch dtype."""
-    return getattr(torch, field.dtype)  # type: ignore[no-any-return]
-
-
-__all__ = ["ADDED", "BATCH_DIMS", "CURSOR", "LENGTH", "REWRITES", "SIZE", "WRITES", "SharedStorage"]
+__all__ = ["SharedStorage"]

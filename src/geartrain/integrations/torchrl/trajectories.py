@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.errors import SchemaError
-from geartrain.integrations.torchrl.storage import ADDED, CURSOR, LENGTH, REWRITES, SharedStorage
+from geartrain.integrations.torchrl.storage import SharedStorage
+from geartrain.integrations.torchrl.stored_items import ADDED, CURSOR, LENGTH, REWRITES
 
 # Items that are looked at in one piece.
 _PIECE = 1 << 20
