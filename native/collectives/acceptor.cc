@@ -42,6 +42,7 @@ class Acceptor::Newcomer final : public EventLoop::Handler {
 
 Acceptor::Acceptor(EventLoop& loop, const AcceptorOptions& options, Host& host)
     : loop_(loop), options_(options), host_(host) {
+  if (!options.listens) return;
   ListenerOptions listening;
   listening.options.secret = options.secret;
   listening.options.limits.max_pending = 256;
@@ -72,25 +73,54 @@ Acceptor::~Acceptor() {
 }
 
 void Acceptor::close() {
-  listener_->close();
+  if (listener_ != nullptr) listener_->close();
 }
 
 void Acceptor::hang_up() {
   newcomers_.clear();
 }
 
+bool Acceptor::full() const {
+  return newcomers_.size() >= kMostNewcomers;
+}
+
+Acceptor::Newcomer& Acceptor::add(Descriptor socket, bool local) {
+  newcomers_.push_back(std::make_unique<Newcomer>(*this, std::move(socket), local));
+  return *newcomers_.back();
+}
+
 void Acceptor::admit(Descriptor socket, bool local) {
-  if (newcomers_.size() >= kMostNewcomers) {
+  if (full()) {
     ++refused_;
     return;
   }
-  newcomers_.push_back(std::make_unique<Newcomer>(*this, std::move(socket), local));
-  Newcomer& newcomer = *newcomers_.back();
+  Newcomer& newcomer = add(std::move(socket), local);
   try {
     loop_.watch(newcomer.socket.get(), EPOLLIN | EPOLLRDHUP, &newcomer);
   } catch (const std::exception&) {
     drop(newcomer, true);
   }
+}
+
+// A newcomer whose Join is complete continues on the other one's loop, and is gone here. One that has stopped drops it.
+void Acceptor::move_to(Acceptor& other, Newcomer& newcomer) {
+  loop_.unwatch(newcomer.socket.get());
+  auto moved = std::make_shared<Newcomer>(other, std::move(newcomer.socket), newcomer.local);
+  moved->join = newcomer.join;
+  moved->fds = std::move(newcomer.fds);
+  other.loop_.post([&other, moved] {
+    try {
+      if (other.full()) fail(ErrorKind::no_space, "too many connections at once");
+      Newcomer& here = other.add(std::move(moved->socket), moved->local);
+      here.join = moved->join;
+      here.fds = std::move(moved->fds);
+      here.filled = sizeof(Join);
+      other.step(here);
+    } catch (const std::exception&) {
+      ++other.refused_;
+    }
+  });
+  drop(newcomer, false);
 }
 
 void Acceptor::drop(Newcomer& newcomer, bool refused) {
@@ -122,12 +152,15 @@ void Acceptor::step(Newcomer& newcomer) {
     }
     const Join& join = newcomer.join;
     if (join.magic != kCollectiveMagic) fail(ErrorKind::frame, "malformed Join");
+    if (Acceptor* const other = host_.acceptor_for(join); other != nullptr && other != this) {
+      return move_to(*other, newcomer);
+    }
     std::string refusal;
     Host::Verdict verdict = Host::Verdict::refused;
     if (join.version != kCollectiveVersion) {
       refusal = "it has version " + std::to_string(kCollectiveVersion) + " of the protocol";
     } else if (join.world == 0 || join.world > kMostMembers || join.rank >= join.world || join.owners == 0 ||
-               join.owners > kMostMembers) {
+               join.owners > kMostMembers || join.channel >= kMostMembers) {
       refusal = "the group's sizes are invalid";
     } else if (join.ring_bytes != 0 && (join.ring_bytes != kRingBytes || newcomer.fds.size() != kJoinFds)) {
       refusal = "rings of another size, or without their memory";

@@ -1,5 +1,8 @@
 // Acceptor of a group's members: a Listener that receives authenticated sockets, and dial().
 //
+// A host with several loops has an acceptor on each, one of which listens: a connection is moved to the loop that will
+// serve it as soon as its Join is complete (Host::acceptor_for).
+//
 // Over a Unix socket the dialer's Join carries the memory of two rings and its loop's eventfd, and the answer carries
 // the other loop's: then the two share memory. Whether they can is found by trying: the name of the Unix socket holds
 // the listener's random id, and the handshake proves the identity of the listener there. Host names are never compared.
@@ -24,6 +27,7 @@ struct AcceptorOptions {
   std::string secret;
   bool shm = true;
   uint64_t max_window_bytes = uint64_t{16} << 20;
+  bool listens = true;  // false: connections come from another acceptor only
 };
 
 class Acceptor {
@@ -35,6 +39,8 @@ class Acceptor {
     // On the loop. `later`: retry() calls again.
     virtual Verdict judge(const Join& join, std::string* refusal) = 0;
     virtual void enter(const Join& join, std::unique_ptr<Link> link) = 0;
+    // On the listening one's loop: the acceptor of the loop that serves this; null: the same.
+    virtual Acceptor* acceptor_for([[maybe_unused]] const Join& join) { return nullptr; }
   };
 
   Acceptor(EventLoop& loop, const AcceptorOptions& options, Host& host);
@@ -44,9 +50,10 @@ class Acceptor {
   void close();
   // Hangs up on those that wait to be let in. After close(), and after the loop has stopped.
   void hang_up();
+  // Of one that listens.
   const std::string& address() const { return listener_->address(); }
   // Refused: without proof, or with an invalid Join.
-  uint64_t refused() const { return listener_->refused() + refused_.load(); }
+  uint64_t refused() const { return (listener_ != nullptr ? listener_->refused() : 0) + refused_.load(); }
   // On the loop: those that came too early are judged again; those that send nothing are dropped. Nanoseconds until
   // the next call is due.
   void retry();
@@ -55,6 +62,9 @@ class Acceptor {
  private:
   class Newcomer;
   void admit(Descriptor socket, bool local);
+  Newcomer& add(Descriptor socket, bool local);
+  bool full() const;
+  void move_to(Acceptor& other, Newcomer& newcomer);
   void step(Newcomer& newcomer);
   void drop(Newcomer& newcomer, bool refused);
 

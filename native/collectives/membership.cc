@@ -117,6 +117,7 @@ void Membership::connect(const std::vector<std::string>& addresses, Deadline dea
     if (!linked(member) || (member > options_.rank && member < options_.world)) continue;
     Join to = join;
     to.member = member;
+    to.channel = channel_of(member);
     try {
       dial_member(member, to, addresses, deadline);
     } catch (const Error& error) {
@@ -140,6 +141,13 @@ bool Membership::linked(uint32_t member) const {
   if (member == options_.rank) return false;
   if (options_.ring) return member == next_rank() || member == previous_rank();
   return options_.shares[member] > 0 || (member < options_.world && options_.shares[options_.rank] > 0);
+}
+
+// Among the connections to one reducer, which may be listed once for each of its threads.
+uint32_t Membership::channel_of(uint32_t member) const {
+  if (member < options_.world) return 0;
+  const auto here = options_.reducers.begin() + (member - options_.world);
+  return static_cast<uint32_t>(std::count(options_.reducers.begin(), here, *here));
 }
 
 void Membership::identify(const std::vector<std::string>& addresses, Join* join) const {

@@ -98,6 +98,7 @@ class Membership final : public Acceptor::Host {
   void enter(const Join& join, std::unique_ptr<Link> link) override { add_peer(join.rank, std::move(link)); }
 
   bool linked(uint32_t member) const;
+  uint32_t channel_of(uint32_t member) const;
   void identify(const std::vector<std::string>& addresses, Join* join) const;
   void dial_member(uint32_t member, const Join& join, const std::vector<std::string>& addresses, Deadline deadline);
   void wait_for_all(Deadline deadline);

@@ -63,7 +63,7 @@ constexpr uint64_t kGrain = 16;  // elements: no vector of them lies in two shar
 static_assert(std::endian::native == std::endian::little);
 
 constexpr uint32_t kCollectiveMagic = 0x31435447;  // "GTC1"
-constexpr uint32_t kCollectiveVersion = 5;
+constexpr uint32_t kCollectiveVersion = 6;
 constexpr uint32_t kMostMembers = 4096;       // ranks and reducers of a group
 constexpr uint32_t kMostControlBytes = 4096;  // of a payload that is not data
 constexpr uint32_t kChunkBytes = 16 << 10;    // what is reduced at once, and the most that one frame carries
@@ -108,9 +108,10 @@ struct Join {
   uint32_t member;      // the destination: a rank, or world + the reducer's index
   uint32_t owners;      // how many have a share: it sets the chunk
   uint64_t ring_bytes;  // of each ring in the memory that comes with this; 0 over TCP
-  char name[64];        // of the group, for messages
+  uint32_t channel;     // to a reducer: how many reducers before it in the group's list have the same address
+  char name[60];        // of the group, for messages
 };
-static_assert(sizeof(Join) == 128 && offsetof(Join, ring_bytes) == 56);
+static_assert(sizeof(Join) == 128 && offsetof(Join, ring_bytes) == 56 && offsetof(Join, channel) == 64);
 
 struct Welcome {
   uint32_t magic;

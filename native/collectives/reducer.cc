@@ -1,13 +1,11 @@
 #include "collectives/reducer.h"
 
-#include <algorithm>
-#include <cstring>
-#include <functional>
-#include <map>
+#include <chrono>
+#include <thread>
+#include <vector>
 
 #include "collectives/closing.h"
-#include "collectives/reducer_session.h"
-#include "transport/security/handshake.h"
+#include "collectives/reducer_thread.h"
 
 namespace geartrain {
 namespace {
@@ -16,160 +14,81 @@ constexpr double kLastFramesS = 0.5;  // of close(), for the ranks to be told
 
 }  // namespace
 
-class Reducer::Body final : public Acceptor::Host {
+class Reducer::Body {
  public:
-  explicit Body(const ReducerOptions& options)
-      : options_(options), loop_("geartrain reduce", [](const std::exception&) {}) {
-    // What fails outside of a group's session is a connection that is refused or dropped.
-    AcceptorOptions acceptor;
-    acceptor.host = options.host;
-    acceptor.port = options.port;
-    acceptor.advertise = {options.host};
-    acceptor.secret = options.secret;
-    acceptor.shm = options.shm;
-    acceptor.max_window_bytes = options.max_window_bytes;
-    acceptor_ = std::make_unique<Acceptor>(loop_, acceptor, *this);
-    address_ = Address::parse(acceptor_->address()).tcp.front();
-    loop_.post([this] { loop_.on_time([this] { return on_time(); }); });
+  explicit Body(const ReducerOptions& options) : shared_(options) {
+    if (options.threads == 0 || options.threads > kMostReducerThreads) {
+      fail(ErrorKind::schema, "a reducer has 1 to ", kMostReducerThreads, " threads, found ", options.threads);
+    }
+    for (uint32_t i = 0; i < options.threads; ++i) threads().push_back(std::make_unique<ReducerThread>(shared_));
+    // The one that listens comes last: it passes connections on to all others.
+    for (uint32_t i = options.threads; i-- != 0;) threads()[i]->start(i == 0);
   }
 
-  ~Body() override {
-    acceptor_->close();
-    loop_.stop();
-    groups_.clear();
-    acceptor_.reset();
+  ~Body() {
+    threads()[0]->stop_listening();
+    for (const auto& thread : threads()) thread->stop();
   }
 
-  const std::string& address() const { return address_; }
+  const std::string& address() const { return shared_.address; }
 
   ReducerCounts counts() {
     ReducerCounts out;
-    const bool open = loop_.call([&] {
-      out = past_;
-      out.groups = groups_.size();
-      for (const auto& [id, group] : groups_) {
-        out.ranks += group->ranks();
-        add_counts(*group, &out);
-      }
-      out.memory_bytes = blocks_.in_use() * sizeof(ChunkBuffer);
-    });
+    bool open = true;
+    for (const auto& thread : threads()) open = open && thread->count(&out);
     if (!open) fail(ErrorKind::hung_up, "the reducer was closed");
-    out.refused = acceptor_->refused();
+    shared_.groups.count(&out);
+    for (const auto& thread : threads()) out.refused += thread->refused();
     return out;
   }
 
   void close(Deadline deadline) {
-    if (loop_.forked() || !closing_.enter(deadline)) return;
+    if (threads()[0]->forked() || !closing_.enter(deadline)) return;
     try {
       leave();
     } catch (const std::exception&) {
       // Memory runs out: then without a word.
     }
-    acceptor_->close();
-    loop_.stop();
-    acceptor_->hang_up();
-    groups_.clear();  // their ranks see the end now, and not when this is destroyed
+    threads()[0]->stop_listening();
+    for (const auto& thread : threads()) thread->stop();
     closing_.leave();
   }
 
  private:
-  using GroupId = std::array<uint8_t, 16>;
+  using Threads = std::vector<std::unique_ptr<ReducerThread>>;
+  Threads& threads() { return shared_.threads; }
 
-  static GroupId id_of(const Join& join) {
-    GroupId id;
-    std::memcpy(id.data(), join.group, id.size());
-    return id;
+  // Whether `what` holds of all threads before `passed`. False too when one has ended.
+  template <typename Passed>
+  bool wait_for_all(bool (ReducerThread::*what)(bool*), const Passed& passed) {
+    for (;;) {
+      bool all = true;
+      for (const auto& thread : threads()) {
+        bool done = false;
+        if (!((*thread).*what)(&done)) return false;
+        all = all && done;
+      }
+      if (all) return true;
+      if (passed()) return false;
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
   }
 
   void leave() {
-    const auto wait_until = [&](const auto& passed, const std::function<bool()>& over) {
-      for (bool done = false; !done && !passed();) {
-        if (!loop_.call([&] { done = over(); })) return;
-        if (!done) std::this_thread::sleep_for(std::chrono::milliseconds(2));
-      }
-    };
-    loop_.call([&] { leaving_ = true; });
-    wait_until([&] { return closing_.deadline().passed(); },
-               [&] {
-                 on_time();
-                 return groups_.empty();
-               });
-    loop_.call([&] {
-      for (const auto& [id, group] : groups_) {
-        group->stop({FaultKind::reducer_lost, "reducer " + address_ + " was stopped", {group->first.member}});
-      }
-    });
+    for (const auto& thread : threads()) {
+      if (!thread->refuse_groups()) return;
+    }
+    wait_for_all(&ReducerThread::has_ended, [&] { return closing_.deadline().passed(); });
+    for (const auto& thread : threads()) {
+      if (!thread->end_sessions()) return;
+    }
     const Deadline last = Deadline::after(kLastFramesS);
-    wait_until(
-        [&] { return last.passed(); },
-        [&] { return std::all_of(groups_.begin(), groups_.end(), [](const auto& g) { return g.second->drained(); }); });
+    wait_for_all(&ReducerThread::has_told, [&] { return last.passed(); });
   }
 
-  static void add_counts(const ReducerSession& group, ReducerCounts* out) {
-    out->operations += group.owner().operations();
-    out->reduced_bytes += group.owner().reduced_bytes();
-    out->bytes_received += group.bytes_received();
-    out->bytes_sent += group.bytes_sent();
-  }
-
-  Verdict judge(const Join& join, std::string* refusal) override {
-    const auto place = groups_.find(id_of(join));
-    if (place == groups_.end()) {
-      if (leaving_) *refusal = "this reducer is stopping";
-      if (groups_.size() >= options_.max_groups) *refusal = "this reducer is at its limit of groups";
-      if (join.member < join.world) *refusal = "this is a reducer, and not a rank";
-      return refusal->empty() ? Verdict::welcome : Verdict::refused;
-    }
-    const Join& first = place->second->first;
-    if (std::memcmp(join.settings, first.settings, sizeof join.settings) != 0 || join.world != first.world ||
-        join.owners != first.owners || join.member != first.member) {
-      *refusal = "ranks disagree about shares, reducers or the algorithm of the group";
-    } else if (place->second->has(join.rank)) {
-      *refusal = "rank " + std::to_string(join.rank) + " is here already";
-    }
-    return refusal->empty() ? Verdict::welcome : Verdict::refused;
-  }
-
-  void enter(const Join& join, std::unique_ptr<Link> link) override {
-    auto place = groups_.find(id_of(join));
-    if (place == groups_.end()) {
-      auto group = std::make_unique<ReducerSession>(loop_, blocks_, join, options_.max_window_bytes, address_);
-      place = groups_.emplace(id_of(join), std::move(group)).first;
-      ++past_.groups_served;
-    }
-    try {
-      place->second->add(join.rank, std::move(link));
-    } catch (const std::exception& error) {
-      place->second->failed(error);
-    }
-  }
-
-  // Removes groups whose ranks have all left.
-  uint64_t on_time() {
-    for (auto place = groups_.begin(); place != groups_.end();) {
-      ReducerSession& group = *place->second;
-      if (group.ranks() != 0) {
-        ++place;
-        continue;
-      }
-      add_counts(group, &past_);
-      past_.groups_failed += group.over();
-      place = groups_.erase(place);
-    }
-    return acceptor_->due();
-  }
-
-  const ReducerOptions options_;
-  std::string address_;
-  ChunkBufferPool blocks_{4096};
-  std::map<GroupId, std::unique_ptr<ReducerSession>> groups_;
-  ReducerCounts past_;
-  bool leaving_ = false;
+  ReducerThread::Shared shared_;
   Closing closing_;
-  EventLoop loop_;
-  std::unique_ptr<Acceptor> acceptor_;
 };
-
 Reducer::Reducer(const ReducerOptions& options) : body_(std::make_unique<Body>(options)) {}
 
 Reducer::~Reducer() = default;

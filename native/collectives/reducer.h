@@ -5,34 +5,20 @@
 //   ... reducer.address() is passed to the groups; they come and go by themselves
 //
 // A rank that leaves in the middle of an operation ends its group, here and on all other ranks, and no other group.
+// A group may list the address several times: it then has as many connections of each rank, a share for each, and with
+// several threads each of them is served by another one (reducer_thread.h).
+//
 // Invalid input, unauthenticated peers and silent ones are refused and counted; memory that runs out ends the group
-// that was served, and not the process. One thread of its own, and the listener's.
+// that was served, and not the process. Threads of its own, and the listener's.
 #pragma once
 
 #include <memory>
 #include <string>
-#include <vector>
 
-#include "collectives/acceptor.h"
+#include "base/deadline.h"
+#include "collectives/reducer_options.h"
 
 namespace geartrain {
-
-struct ReducerOptions {
-  std::string host = "127.0.0.1";  // anything but loopback needs a secret
-  uint16_t port = 0;
-  std::string secret;
-  bool shm = true;
-  uint64_t max_window_bytes = uint64_t{16} << 20;  // for each rank: bytes received from it and not yet reduced
-  uint32_t max_groups = 1024;
-};
-
-struct ReducerCounts {
-  uint64_t groups = 0, ranks = 0;  // now
-  uint64_t groups_served = 0, groups_failed = 0, operations = 0;
-  uint64_t bytes_received = 0, bytes_sent = 0, reduced_bytes = 0;
-  uint64_t memory_bytes = 0;  // of chunks in use now
-  uint64_t refused = 0;
-};
 
 class Reducer {
  public:

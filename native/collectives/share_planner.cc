@@ -56,6 +56,15 @@ void split(double total, std::span<const double> parts, std::span<double> into) 
 
 }  // namespace
 
+std::vector<double> equal_rates(size_t workers, std::span<const std::string> reducers) {
+  constexpr double kRate = 1e9;  // shares depend on ratios only
+  std::vector<double> rates(workers, kRate);
+  for (const std::string& address : reducers) {
+    rates.push_back(kRate / static_cast<double>(std::count(reducers.begin(), reducers.end(), address)));
+  }
+  return rates;
+}
+
 SharesPlan plan_shares(const Links& links, double bytes) {
   check(links, bytes);
   const size_t count = links.workers.size();

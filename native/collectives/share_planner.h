@@ -22,6 +22,7 @@
 
 #include <cstddef>
 #include <span>
+#include <string>
 #include <vector>
 
 namespace geartrain {
@@ -36,6 +37,10 @@ struct SharesPlan {
   std::vector<double> shares;  // of workers, then of reducers: none below zero, their sum 1
   double seconds = 0;          // as shares_seconds() estimates
 };
+
+// Rates of equal links, of workers and then of reducers (host:port): an address that stands there several times has one
+// link for all of its places.
+std::vector<double> equal_rates(size_t workers, std::span<const std::string> reducers);
 
 // The best shares. A group of one owns everything itself.
 SharesPlan plan_shares(const Links& links, double bytes);

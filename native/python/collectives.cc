@@ -119,6 +119,7 @@ std::unique_ptr<Reducer> make_reducer(const nb::dict& given) {
   options.shm = item(given, "shm", options.shm);
   options.max_window_bytes = item(given, "max_window_bytes", options.max_window_bytes);
   options.max_groups = item(given, "max_groups", options.max_groups);
+  options.threads = item(given, "threads", options.threads);
   const Unlocked unlocked;
   return std::make_unique<Reducer>(options);
 }

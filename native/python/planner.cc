@@ -3,8 +3,10 @@
 #include "collectives/share_planner.h"
 
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <string>
 #include <utility>
 
 #include "python/bind.h"
@@ -24,6 +26,8 @@ void bind_planner(nb::module_& module) {
   module.def("plan_shares", [](const Values& workers, const Values& reducers, double bytes) {
     return unpacked(plan_shares({workers, reducers}, bytes));
   });
+  module.def("equal_rates",
+             [](size_t workers, const std::vector<std::string>& reducers) { return equal_rates(workers, reducers); });
   module.def("plan_dedicated", [](const Values& workers, const Values& reducers, double bytes) {
     return unpacked(plan_dedicated({workers, reducers}, bytes));
   });

@@ -706,6 +706,7 @@ class Calls:
 
 DIRECT_HOPS: int
 
+def equal_rates(workers: int, reducers: Sequence[str], /) -> list[float]: ...
 def plan_shares(workers: Sequence[float], reducers: Sequence[float], nbytes: float, /) -> tuple[list[float], float]: ...
 def plan_dedicated(
     workers: Sequence[float], reducers: Sequence[float], nbytes: float, /

@@ -173,6 +173,7 @@ processes = 2
 [reducer]
 hosts = [4]
 window_bytes = 1048576
+threads = 4
 [actor]
 environments = "launched:environments"
 policy = "launched:local_policy"
@@ -190,7 +191,7 @@ processes = 3
         [
             launch.learners("launched:learn", 2, hosts="trainers"),
             launch.actors("launched:environments", "launched:local_policy"),
-            launch.reducers(hosts=[4], window_bytes=1 << 20),
+            launch.reducers(hosts=[4], window_bytes=1 << 20, threads=4),
             launch.actors("launched:environments", "launched:local_policy", 3, name="simulator", hosts="simulators,1"),
         ],
         directory=str(tmp_path),

@@ -46,6 +46,7 @@ hosts = "1-2"
 [reducer]
 hosts = [0]
 processes = 2
+threads = 2
 [role.evaluator]
 run = "launched:read_lengths"
 hosts = "first"

@@ -108,7 +108,7 @@ geartrain::GroupOptions options_from(const gt_options& given) {
   if (given.shares != nullptr) {
     options.shares.assign(given.shares, given.shares + members);
   } else if (!options.ring && given.world != 0) {
-    std::vector<double> rates(members, 1e9);
+    std::vector<double> rates = geartrain::equal_rates(given.world, options.reducers);
     if (given.rates != nullptr) rates.assign(given.rates, given.rates + members);
     const std::span<const double> all(rates);
     options.shares = geartrain::plan_shares({all.first(given.world), all.subspan(given.world)}, 1e9).shares;

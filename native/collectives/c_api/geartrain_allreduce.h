@@ -88,7 +88,7 @@ typedef struct gt_options {
   uint32_t reducer_count;
   uint32_t ring;        /* 1: the ring instead of shares; no reducers then */
   const double* shares; /* world + reducer_count of them, 1 in all; NULL: the best for `rates` */
-  const double* rates;  /* bytes/s of every rank's and reducer's link; NULL: equal */
+  const double* rates;  /* bytes/s of every rank's and reducer's link; NULL: equal, one link an address */
   uint32_t tcp_only;    /* 1: no shared memory between ranks of one host */
 } gt_options;
 

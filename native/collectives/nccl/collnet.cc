@@ -244,7 +244,7 @@ NcclResult connect(void* handles[], int ranks, int rank, void* listener, void** 
     options.host = settings.host;
     options.reducers = settings.reducers;
     options.secret = settings.secret;
-    const std::vector<double> rates(options.world + options.reducers.size(), 1e9);
+    const std::vector<double> rates = equal_rates(options.world, options.reducers);
     const std::span<const double> all(rates);
     options.shares = plan_shares({all.first(options.world), all.subspan(options.world)}, 1e9).shares;
     auto made = std::make_unique<RankGroup>(options);

@@ -18,10 +18,11 @@ using Array = std::vector<std::byte>;
 struct Crew {
   uint32_t world = 2;
   uint32_t reducers = 0;
-  std::vector<double> shares;
+  std::vector<double> shares;  // of the ranks, then of each thread of each reducer
   bool ring = false, shm = false;
   uint64_t fixed_window = 0;
   std::function<void(uint32_t rank, GroupOptions* options)> options = nullptr;  // further ones
+  uint32_t reducer_threads = 1;
 };
 
 inline GroupOptions options_of(const Crew& crew, uint32_t rank, const std::vector<std::string>& reducers) {
@@ -42,10 +43,12 @@ inline void run_ranks(const Crew& crew, const std::function<void(uint32_t rank, 
                       const std::vector<std::unique_ptr<Reducer>>* given = nullptr) {
   std::vector<std::unique_ptr<Reducer>> made;
   for (uint32_t i = 0; given == nullptr && i < crew.reducers; ++i) {
-    made.push_back(std::make_unique<Reducer>(ReducerOptions{.shm = crew.shm}));
+    made.push_back(std::make_unique<Reducer>(ReducerOptions{.shm = crew.shm, .threads = crew.reducer_threads}));
   }
   std::vector<std::string> reducers;
-  for (const auto& reducer : given != nullptr ? *given : made) reducers.push_back(reducer->address());
+  for (const auto& reducer : given != nullptr ? *given : made) {
+    for (uint32_t thread = 0; thread < crew.reducer_threads; ++thread) reducers.push_back(reducer->address());
+  }
   std::vector<std::unique_ptr<Group>> groups;
   std::vector<std::string> addresses;
   for (uint32_t rank = 0; rank < crew.world; ++rank) {

@@ -303,6 +303,38 @@ TEST(one_reducer_serves_many_groups_and_a_failed_group_affects_no_other) {
   CHECK_EQ(counts.memory_bytes, 0u);
 }
 
+TEST(threads_of_a_reducer_serve_many_groups_at_once_each_with_a_share_on_every_thread) {
+  std::vector<std::unique_ptr<Reducer>> reducers;
+  reducers.push_back(std::make_unique<Reducer>(ReducerOptions{.shm = false, .threads = 3}));
+  std::vector<std::thread> crews;
+  for (int crew = 0; crew < 4; ++crew) {
+    crews.emplace_back([&, crew] {
+      run_ranks(
+          {.world = 2, .reducers = 1, .shares = {0, 0, 0.2, 0.3, 0.5}, .reducer_threads = 3},
+          [&](uint32_t rank, Group& group) {
+            for (int i = 0; i < 20; ++i) {
+              const Shape shape{20'000 + 100 * uint64_t(i), Dtype::float32, Dtype::float32, Op::sum, 0};
+              Array array = numbers(rank + 7 * i + crew, Dtype::float32, shape.count);
+              const auto work = start(group, shape, &array, 20);
+              CHECK(work->wait(soon(30)));
+              CHECK(work->fault().kind == FaultKind::none && array == reference(7 * i + crew, 2, shape));
+            }
+          },
+          &reducers);
+    });
+  }
+  for (int i = 0; i < 50; ++i) reducers[0]->counts();
+  for (std::thread& crew : crews) crew.join();
+  for (int i = 0; i < 100 && reducers[0]->counts().groups != 0; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+  const ReducerCounts counts = reducers[0]->counts();
+  CHECK_EQ(counts.groups, 0u);
+  CHECK_EQ(counts.groups_served, 4u);
+  CHECK_EQ(counts.groups_failed, 0u);
+  CHECK_EQ(counts.memory_bytes, 0u);
+}
+
 TEST(a_reducer_holds_windows_and_not_arrays) {
   std::vector<std::unique_ptr<Reducer>> reducers;
   reducers.push_back(std::make_unique<Reducer>(ReducerOptions{.shm = false, .max_window_bytes = 1 << 20}));

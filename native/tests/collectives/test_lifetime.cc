@@ -51,18 +51,18 @@ std::shared_ptr<Work> start(Group& group, Array* array, double timeout_s = 60) {
   return group.all_reduce(kShape, array->data(), array->data(), timeout_s);
 }
 
-// Connected groups of this many ranks, and reducers if any.
+// Connected groups of this many ranks, and reducers if any, with a share for each of their threads.
 struct Crews {
-  explicit Crews(uint32_t world, uint32_t reducer_count = 0) {
+  explicit Crews(uint32_t world, uint32_t reducer_count = 0, uint32_t reducer_threads = 1) {
     Crew crew{.world = world};
     std::vector<std::string> places, addresses;
     for (uint32_t i = 0; i < reducer_count; ++i) {
-      reducers.push_back(std::make_unique<Reducer>(ReducerOptions{.shm = false}));
-      places.push_back(reducers.back()->address());
+      reducers.push_back(std::make_unique<Reducer>(ReducerOptions{.shm = false, .threads = reducer_threads}));
+      for (uint32_t thread = 0; thread < reducer_threads; ++thread) places.push_back(reducers.back()->address());
     }
     if (reducer_count != 0) {
       crew.shares.assign(world, 0.0);
-      crew.shares.resize(world + reducer_count, 1.0 / reducer_count);
+      crew.shares.resize(world + places.size(), 1.0 / static_cast<double>(places.size()));
     }
     for (uint32_t rank = 0; rank < world; ++rank) {
       groups.push_back(std::make_unique<Group>(options_of(crew, rank, places)));
@@ -210,7 +210,7 @@ TEST(a_connect_beside_a_close_ends) {
 TEST(a_reducer_is_closed_by_many_threads_at_once_beside_its_groups) {
   std::mt19937_64 random(5);
   for (uint64_t round = 0; round < rounds(40); ++round) {
-    Crews crew(2, 2);
+    Crews crew(2, 2, 1 + round % 3);
     Reducer& reducer = *crew.reducers[0];
     std::vector<Array> arrays(2, Array(kShape.count * 4));
     const auto operation = [&](size_t rank) {

@@ -43,9 +43,10 @@ def error_of(fault: Fault, name: str, world_size: int, reducers: Sequence[str]) 
     """The error of a fault; its `ranks` and `reducers` name the members it is about."""
     kind, text, members = fault
     error = _CLASSES[kind](f"group {name!r}: {text}")
+    about = [reducers[m - world_size] for m in members if world_size <= m < world_size + len(reducers)]
     found = {
         "ranks": tuple(m for m in members if m < world_size),
-        "reducers": tuple(reducers[m - world_size] for m in members if world_size <= m < world_size + len(reducers)),
+        "reducers": tuple(dict.fromkeys(about)),  # one with several threads is several members
     }
     for attribute, value in found.items():
         setattr(error, attribute, value)

@@ -143,7 +143,7 @@ class Group:
         self.name = name
         self.algorithm = algorithm
         self.timeout_s = timeout_s
-        picked = pick_shares(shares, world_size, len(reducers), rates, algorithm)
+        picked = pick_shares(shares, world_size, reducers, rates, algorithm)
         owners = Owners(tuple(reducers), picked, None if rates is None else tuple(rates))
         self._lock = threading.Lock()  # of the order of calls; held while a session is replaced by the next
         self._stopped = threading.Event()

@@ -130,7 +130,7 @@ class HierarchicalSession:
             picked = pick([float(share) for share in shares])
             total = sum(picked)
             shares = [share / total for share in picked] if total > 0 else "equal"
-        return Owners(reducers, pick_shares(shares, len(ranks), len(reducers), rates, self.config.algorithm), rates)
+        return Owners(reducers, pick_shares(shares, len(ranks), reducers, rates, self.config.algorithm), rates)
 
     def _all_shares(self, lanes: Sequence[Owners]) -> tuple[float, ...]:
         found = [0.0] * (self.config.world_size + len(lanes[0].reducers))

@@ -7,7 +7,7 @@ from typing import Any
 
 import geartrain._native as _native
 from geartrain.collectives.bootstrap import secret_of
-from geartrain.core.arguments import check_choice, check_text, shown, timeout, whole_number
+from geartrain.core.arguments import check_choice, check_text, check_whole, shown, timeout, whole_number
 from geartrain.core.process_report import register
 from geartrain.errors import ArgumentError
 
@@ -15,12 +15,15 @@ from geartrain.errors import ArgumentError
 class Reducer:
     """Owns shares of ranks' arrays: receives them, sums them in rank order, returns the results.
 
-    Serves any number of groups at once, on one thread of its own. It buffers a window of every rank, never whole
-    arrays: `max_window_bytes` for each rank at most.
+    Serves any number of groups at once, on `threads` threads of its own. It buffers a window of every rank, never whole
+    arrays: `max_window_bytes` for each rank and thread at most.
 
-        reducer = Reducer("127.0.0.1:0")
-        group = Group(rank, world_size, store=store, reducers=[reducer.address])
+        reducer = Reducer("127.0.0.1:0", threads=2)
+        group = Group(rank, world_size, store=store, reducers=reducer.addresses)
     """
+
+    #: The most that `threads` may be.
+    MOST_THREADS = 64
 
     def __init__(
         self,
@@ -30,6 +33,7 @@ class Reducer:
         transport: str = "auto",
         max_window_bytes: int = 16 << 20,
         max_groups: int = 1024,
+        threads: int = 1,
     ) -> None:
         """Listens at once.
 
@@ -39,12 +43,17 @@ class Reducer:
             transport: "auto" shares memory with ranks of this host, "tcp" does not.
             max_window_bytes: how far ahead of its results a rank may send.
             max_groups: more groups at once are refused.
+            threads: that receive, sum and send, 1 to 64. Each serves other groups, or another share of a group that
+                lists the address as often: see `addresses`.
 
         Raises:
             UntrustedPeerError: no secret, and not loopback.
             GeartrainError: the port is taken, or the host is not this one.
         """
         check_choice("transport", transport, ("auto", "tcp"))
+        threads = check_whole("threads", threads)
+        if not 1 <= threads <= self.MOST_THREADS:
+            raise ArgumentError(f"threads is from 1 to {self.MOST_THREADS}, found {shown(threads)}")
         host, colon, port = check_text("bind", bind).rpartition(":")
         if not colon or not (port.isascii() and port.isdigit() and len(port) <= 5) or int(port) > 65535:
             raise ArgumentError(f"bind is host:port, found {shown(bind)}")
@@ -56,8 +65,10 @@ class Reducer:
                 "shm": transport != "tcp",
                 "max_window_bytes": whole_number("max_window_bytes", max_window_bytes, 2**63 - 1),
                 "max_groups": whole_number("max_groups", max_groups, 2**63 - 1),
+                "threads": threads,
             }
         )
+        self._threads = threads
         register(self, "reducer", lambda reducer: {"name": reducer.address, **reducer.metrics()})
 
     @property
@@ -65,9 +76,14 @@ class Reducer:
         """host:port, for `Group(reducers=)`."""
         return self._native.address
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The address once for each thread: a group that is given them has a share on each, all by the same port."""
+        return (self.address,) * self._threads
+
     def metrics(self) -> dict[str, Any]:
-        """Counters: groups and ranks now, groups served and failed, operations, bytes each way, bytes of memory in use
-        for chunks, connections refused."""
+        """Counters: groups and ranks now, groups served and failed, operations (counted for each share that a group has
+        here), bytes each way, bytes of memory in use for chunks, connections refused."""
         return self._native.counts()
 
     def close(self, timeout_s: float = 10.0) -> None:

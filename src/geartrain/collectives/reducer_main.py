@@ -22,7 +22,7 @@ METRICS = {
     "memory_bytes": "memory of chunks in use now",
     "groups_served": "groups since the start",
     "groups_failed": "groups that ended with a fault",
-    "operations": "operations whose share of this reducer is complete",
+    "operations": "shares of operations that are complete",
     "bytes_received": "bytes of frames, headers and all",
     "bytes_sent": "bytes of frames, headers and all",
     "reduced_bytes": "bytes that were summed, of all ranks",
@@ -32,9 +32,17 @@ GAUGES = ("groups", "ranks", "memory_bytes")
 
 
 def serve(
-    bind: str, secret_file: Path | None, metrics_port: int | None, window_bytes: int, every_s: float, grace_s: float
+    bind: str,
+    secret_file: Path | None,
+    metrics_port: int | None,
+    window_bytes: int,
+    every_s: float,
+    grace_s: float,
+    threads: int = 1,
 ) -> None:
     """Runs a reducer until SIGTERM or SIGINT. Prints its address, then a line of counters at most every `every_s`.
+
+    With several threads the address stands there as often, as GEARTRAIN_REDUCERS has it for all of them.
 
     Raises:
         UntrustedPeerError: no secret, and not loopback.
@@ -44,12 +52,15 @@ def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
     secret = read_secret(secret_file)
-    reducer = Reducer(bind, secret=secret, max_window_bytes=window_bytes)
+    reducer = Reducer(bind, secret=secret, max_window_bytes=window_bytes, threads=threads)
     served = None
     try:
         if metrics_port is not None:
             served = serve_metrics(reducer, reducer.address.rpartition(":")[0], metrics_port)
-        print(f"reducer listening on {reducer.address}, {'with' if secret else 'without'} a secret", flush=True)
+        print(
+            f"reducer listening on {','.join(reducer.addresses)}, {'with' if secret else 'without'} a secret",
+            flush=True,
+        )
         before, at = reducer.metrics(), time.monotonic()
         while not stopped.wait(every_s or None):
             now, now_at = reducer.metrics(), time.monotonic()

@@ -34,11 +34,11 @@ class Owners:
         reducers = tuple(self.reducers[i] for i in kept)
         if self.rates is not None:
             rates = (*self.rates[:ranks], *(self.rates[ranks + i] for i in kept))
-            return Owners(reducers, pick_shares("auto", ranks, len(kept), rates, algorithm), rates)
+            return Owners(reducers, pick_shares("auto", ranks, reducers, rates, algorithm), rates)
         shares = [*self.shares[:ranks], *(self.shares[ranks + i] for i in kept)]
         total = sum(shares)
         if total <= 0:
-            return Owners(reducers, pick_shares("equal", ranks, len(kept), None, algorithm))
+            return Owners(reducers, pick_shares("equal", ranks, reducers, None, algorithm))
         return Owners(reducers, tuple(share / total for share in shares))
 
 
@@ -50,13 +50,20 @@ def _numbers(what: str, values: Sequence[float]) -> list[float]:
 
 
 def pick_shares(
-    shares: str | Sequence[float], world_size: int, reducers: int, rates: Sequence[float] | None, algorithm: str
+    shares: str | Sequence[float],
+    world_size: int,
+    addresses: Sequence[str],
+    rates: Sequence[float] | None,
+    algorithm: str,
 ) -> tuple[float, ...]:
     """The shares of ranks and reducers: as given, equal on the ranks, or the best for the rates of their links.
+
+    Without `rates` all links are equal; a reducer whose address stands there several times has one link for all.
 
     Raises:
         ArgumentError: a wrong number of shares or rates, or any of them for a ring.
     """
+    reducers = len(addresses)
     if algorithm == "ring" and (reducers or not isinstance(shares, str)):
         raise ArgumentError("a ring has neither reducers nor shares")
     if isinstance(shares, str):
@@ -64,7 +71,7 @@ def pick_shares(
             raise ArgumentError(f'shares is "auto", "equal" or a sequence of numbers, found {shown(shares)}')
         if shares == "equal" or algorithm == "ring":
             return (*(1.0 / world_size,) * world_size, *(0.0,) * reducers)
-        given_rates = [1e9] * (world_size + reducers) if rates is None else _numbers("rates", rates)
+        given_rates = _native.equal_rates(world_size, list(addresses)) if rates is None else _numbers("rates", rates)
         if len(given_rates) != world_size + reducers:
             raise ArgumentError(
                 f"{world_size} ranks and {reducers} reducers have so many rates, found {len(given_rates)}"

@@ -161,7 +161,13 @@ def actors(
 
 
 def reducers(
-    processes: int = 1, *, name: str = "reducer", window_bytes: int = 16 << 20, max_restarts: int = 3, **options: Any
+    processes: int = 1,
+    *,
+    name: str = "reducer",
+    window_bytes: int = 16 << 20,
+    threads: int = 1,
+    max_restarts: int = 3,
+    **options: Any,
 ) -> Role:
     """Reducers of the learners' all-reduces: processes that own shares of them, on hosts with or without learners.
 
@@ -172,11 +178,13 @@ def reducers(
         processes: how many, on each host of the role.
         name: of the role.
         window_bytes: how far ahead of its results a rank may send.
+        threads: of each process, 1 to 64, each with a share of its own.
         max_restarts: of all of them together, on each host. Groups that exist do not find one that was restarted.
         options: as for `Role`.
     """
     _whole(f"role {name!r}", "window_bytes", window_bytes, 1, 2**48)
-    args = {"window_bytes": window_bytes}
+    _whole(f"role {name!r}", "threads", threads, 1, 64)
+    args = {"window_bytes": window_bytes, "threads": threads}
     return Role(name, REDUCE, processes, "reducer", args=args, max_restarts=max_restarts, **options)
 
 
@@ -362,7 +370,7 @@ def _role(path: Path, table_name: str, kind: str, table: Any) -> Role:
     known = {each.name for each in fields(Role)} - {"name", "kind"}
     acts = kind == "actor" and "run" not in table
     if kind == "reducer":
-        known = (known | {"window_bytes"}) - {"run", "args"}
+        known = (known | {"window_bytes", "threads"}) - {"run", "args"}
     elif acts:
         known = (known | {"environments", "policy", "seed", "publish_every", "overlap", "priority", "steps"}) - {
             "run",

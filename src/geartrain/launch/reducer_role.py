@@ -12,18 +12,19 @@ from geartrain.launch.context import REDUCER_KEY, Context
 _BEAT_S = 0.1
 
 
-def reduce(context: Context, window_bytes: int = 16 << 20) -> None:
+def reduce(context: Context, window_bytes: int = 16 << 20, threads: int = 1) -> None:
     """What the processes of `launch.reducers` run, until the job ends.
 
-    The address goes to the job's name service, from which the launchers of the learners have it. Reports operations as
-    steps, and GB received and ranks connected as metrics.
+    The address, once for each thread, goes to the job's name service, from which the launchers of the learners have
+    it. Reports operations as steps, and GB received and ranks connected as metrics.
     """
     bind = "127.0.0.1:0" if context.hosts == 1 else "0.0.0.0:0"
     secret = os.environ.get("GEARTRAIN_SECRET", "").encode() or None
-    with Reducer(bind, secret=secret, max_window_bytes=window_bytes) as reducer:
+    with Reducer(bind, secret=secret, max_window_bytes=window_bytes, threads=threads) as reducer:
         port = reducer.address.rpartition(":")[2]
-        context.node().directory.store.set(REDUCER_KEY + context.name, f"{context.address}:{port}")
-        print(f"reducer listening on {context.address}:{port}", flush=True)
+        addresses = ",".join([f"{context.address}:{port}"] * threads)
+        context.node().directory.store.set(REDUCER_KEY + context.name, addresses)
+        print(f"reducer listening on {addresses}", flush=True)
         while not context.stopping:
             seen = reducer.metrics()
             context.report(steps=seen["operations"], received_gb=seen["bytes_received"] / 1e9, ranks=seen["ranks"])

@@ -34,6 +34,9 @@ def reducer(
         float, typer.Option(min=0, max=1e9, help="Seconds between lines of statistics; 0 for none.")
     ] = 10.0,
     grace_s: Annotated[float, typer.Option(min=0, max=1e9, help="Time limit of groups to leave after SIGTERM.")] = 10.0,
+    threads: Annotated[
+        int, typer.Option(min=1, max=64, help="That receive, sum and send: list the address as often to use them all.")
+    ] = 1,
 ) -> None:
     """Reduce for other hosts: receive arrays of their all-reduces, sum them, return the sums. Needs no accelerator.
 
@@ -44,7 +47,7 @@ def reducer(
     """
     from geartrain.collectives.reducer_main import serve
 
-    serve(bind, secret_file, metrics_port, window, every_s, grace_s)
+    serve(bind, secret_file, metrics_port, window, every_s, grace_s, threads)
 
 
 @app.command()
