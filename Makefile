@@ -55,13 +55,15 @@ MINUTES ?= 60
 soak: setup  # a job whose processes are killed: memory, threads, descriptors and segments must not grow
 	PYTHONPATH=tests/support $(BIN)/python -m soak --minutes $(MINUTES) --json runs/soak.json
 
-# For example: make fuzz EXECUTIONS=1000000
+# For example: make fuzz EXECUTIONS=1000000. With clang's libFuzzer where that is installed (FUZZ_CXX=g++: without)
 EXECUTIONS ?= 100000000
-FUZZERS := $(filter-out fuzz_driver,$(basename $(notdir $(wildcard native/tests/*/fuzz_*.cc))))
+FUZZERS := $(filter-out fuzz_driver fuzz_seed_files,$(basename $(notdir $(wildcard native/tests/*/fuzz_*.cc))))
+FUZZ_CXX ?= $(shell echo 'extern "C" int LLVMFuzzerTestOneInput(const char*, long) { return 0; }' | clang++ -x c++ - -fsanitize=fuzzer,address -o /dev/null 2> /dev/null && echo clang++ || echo g++)
 fuzz: setup  # all native fuzzers under ASan and UBSan, so many executions together; native/tests/fuzz_counts.json counts
-	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/address -G Ninja -DGEARTRAIN_TESTS=ON -DGEARTRAIN_SANITIZE=address > /dev/null
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/cmake --build build/address --target $(FUZZERS)
-	$(BIN)/python tests/support/fuzz_native.py --build build/address --executions $(EXECUTIONS)
+	cxx=$(FUZZ_CXX) && PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/fuzz-$$cxx -G Ninja -DGEARTRAIN_TESTS=ON -DGEARTRAIN_FUZZ=ON \
+	  -DGEARTRAIN_SANITIZE=address -DCMAKE_CXX_COMPILER=$$cxx > /dev/null && \
+	$(BIN)/cmake --build build/fuzz-$$cxx --target $(FUZZERS) && \
+	$(BIN)/python tests/support/fuzz_native.py --build build/fuzz-$$cxx --executions $(EXECUTIONS)
 
 # The own tests of a project whose classes geartrain stands in for. SOURCE: an sdist, a wheel with tests, a checkout;
 # none for torch. OPTIONS: --short, for example

@@ -12,12 +12,40 @@ namespace geartrain {
 namespace {
 
 // Shares of more than one chunk, and small enough that a mutated input still reaches the operations of every kind.
-constexpr uint64_t kCount = 10'000;
+constexpr uint64_t kCount = 8'448;
 
-// A link that reads the rest of the input in pieces of changing size and discards what is written.
+// What a peer sends. Data of an input's frames is not in it, unless it is `raw`: numbers are no decisions, and an input
+// of a hundred kilobytes of them is hardly ever changed where it matters.
+std::vector<std::span<const uint8_t>> sent(std::span<const uint8_t> input, bool raw) {
+  static const Input numbers(kChunkBytes, 1);
+  std::vector<std::span<const uint8_t>> parts;
+  size_t begun = 0, at = 0;
+  const auto end_part = [&] {
+    if (at != begun) parts.push_back(input.subspan(begun, at - begun));
+    begun = at;
+  };
+  while (!raw && input.size() - at >= sizeof(WireHeader)) {
+    WireHeader header;
+    std::memcpy(&header, input.data() + at, sizeof header);
+    at += sizeof header;
+    const auto kind = static_cast<FrameKind>(header.kind);
+    if (kind == FrameKind::part || kind == FrameKind::result || kind == FrameKind::ring) {
+      end_part();
+      if (header.bytes != 0) parts.push_back(std::span(numbers).first(std::min(header.bytes, kChunkBytes)));
+    } else {
+      at += std::min<size_t>(header.bytes, input.size() - at);
+    }
+  }
+  at = input.size();
+  end_part();
+  return parts;
+}
+
+// A link that reads what was sent in pieces of changing size and discards what is written.
 class FuzzLink final : public Link {
  public:
-  FuzzLink(Descriptor socket, std::span<const uint8_t> input) : Link(std::move(socket)), left_(input) {}
+  FuzzLink(Descriptor socket, Descriptor other_end, std::vector<std::span<const uint8_t>> sent)
+      : Link(std::move(socket)), other_end_(std::move(other_end)), sent_(std::move(sent)) {}
   size_t write(std::span<struct iovec> parts) override {
     size_t bytes = 0;
     for (const struct iovec& part : parts) bytes += part.iov_len;
@@ -25,30 +53,33 @@ class FuzzLink final : public Link {
   }
   size_t read(std::span<struct iovec> parts) override {
     size_t done = 0;
-    const size_t piece = std::min(left_.size(), size_t{1} + 977 * (turn_++ % 40));
-    if (left_.empty()) fail(ErrorKind::peer_lost, "connection closed");
+    const size_t piece = size_t{1} + 977 * (turn_++ % 40);
+    if (next_ == sent_.size()) fail(ErrorKind::peer_lost, "connection closed");
     for (const struct iovec& part : parts) {
-      const size_t n = std::min(part.iov_len, piece - done);
-      if (n != 0) std::memcpy(part.iov_base, left_.data() + done, n);
-      done += n;
+      for (size_t filled = 0; filled < part.iov_len && done < piece && next_ < sent_.size();) {
+        std::span<const uint8_t>& from = sent_[next_];
+        const size_t n = std::min({part.iov_len - filled, piece - done, from.size()});
+        std::memcpy(static_cast<std::byte*>(part.iov_base) + filled, from.data(), n);
+        from = from.subspan(n);
+        filled += n;
+        done += n;
+        next_ += from.empty();
+      }
     }
-    left_ = left_.subspan(done);
     return done;
   }
   const char* name() const override { return "fuzz"; }
 
  private:
-  std::span<const uint8_t> left_;
-  size_t turn_ = 0;
+  const Descriptor other_end_;                  // open and idle
+  std::vector<std::span<const uint8_t>> sent_;  // none is empty
+  size_t next_ = 0, turn_ = 0;
 };
 
-std::unique_ptr<Link> link_of(std::span<const uint8_t> input) {
+std::unique_ptr<Link> link_of(std::span<const uint8_t> input, bool raw) {
   int pair[2];
   if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair) != 0) std::abort();
-  static std::vector<Descriptor> others;  // the other ends: open and idle
-  others.emplace_back(pair[1]);
-  if (others.size() > 64) others.erase(others.begin(), others.begin() + 32);
-  return std::make_unique<FuzzLink>(Descriptor(pair[0]), input);
+  return std::make_unique<FuzzLink>(Descriptor(pair[0]), Descriptor(pair[1]), sent(input, raw));
 }
 
 EventLoop& quiet_loop() {
@@ -59,12 +90,10 @@ EventLoop& quiet_loop() {
 // A rank with one operation of every kind in flight, whose other rank is the fuzzer.
 class Rank final : public Peer::Side, public ShardedAllreduce::Host, public ShareOwner::Host {
  public:
-  explicit Rank(std::span<const uint8_t> input)
-      : arrays_(2 * kKinds * kCount * 4),
-        owner_(blocks_, *this, 2, 0, chunk_bytes(2), 1 << 20),
-        shares_(blocks_, *this, {0.5, 0.5}, 0, 1 << 20) {
+  Rank(std::span<const uint8_t> input, bool raw)
+      : owner_(blocks_, *this, 2, 0, chunk_bytes(2), 1 << 20), shares_(blocks_, *this, {0.5, 0.5}, 0, 1 << 20) {
     for (uint32_t kind = 0; kind < kKinds; ++kind) begin(kind);
-    peer_ = std::make_unique<Peer>(quiet_loop(), link_of(input), 1, *this);
+    peer_ = std::make_unique<Peer>(quiet_loop(), link_of(input, raw), 1, *this);
     peer_->kick();
     while (!peer_->closed()) {
       peer_->look();
@@ -104,7 +133,7 @@ class Rank final : public Peer::Side, public ShardedAllreduce::Host, public Shar
   bool exposes_to(uint32_t) override { return true; }
   // No address of the input is ever read. It says what becomes of the attempt.
   ReadExposed read(uint32_t, uint64_t address, std::span<std::byte> into) override {
-    std::fill(into.begin(), into.end(), std::byte{1});
+    std::memset(into.data(), 1, into.size());
     const uint64_t what = address >> 56;
     return what == 1 ? ReadExposed::denied : what == 2 ? ReadExposed::withdrawn : ReadExposed::read;
   }
@@ -135,7 +164,8 @@ class Rank final : public Peer::Side, public ShardedAllreduce::Host, public Shar
  private:
   void begin(uint32_t kind) {
     const Shape asked = shape(kind);
-    std::byte* const at = arrays_.data() + 2 * kind * kCount * 4;
+    static std::vector<std::byte> arrays(2 * kKinds * kCount * 4);  // of all ranks, one after the other
+    std::byte* const at = arrays.data() + 2 * kind * kCount * 4;
     const std::vector<Segment> in = {{at, kCount / 2}, {at + kCount * 2, kCount / 2}};
     const std::vector<Segment> out = {{at + kCount * 4, kCount / 2}, {at + kCount * 6, kCount / 2}};
     const bool halves = asked.direct() || asked.collective == Collective::reduce_scatter;
@@ -167,7 +197,6 @@ class Rank final : public Peer::Side, public ShardedAllreduce::Host, public Shar
     if (peer_ != nullptr) peer_->kick();
   }
 
-  std::vector<std::byte> arrays_;
   ChunkBufferPool blocks_;
   ShareOwner owner_;
   ShardedAllreduce shares_;
@@ -175,7 +204,7 @@ class Rank final : public Peer::Side, public ShardedAllreduce::Host, public Shar
   std::unique_ptr<Peer> peer_;
 };
 
-void serve(Reader reader) {
+void serve(Reader reader, bool raw) {
   ChunkBufferPool blocks;
   Join join{};
   join.world = 2;
@@ -183,8 +212,8 @@ void serve(Reader reader) {
   join.member = 2;
   const auto first = reader.take(reader.take<uint16_t>());
   ReducerSession group(quiet_loop(), blocks, join, 256 << 10, "127.0.0.1:1");
-  group.add(0, link_of(first));
-  group.add(1, link_of(reader.rest()));
+  group.add(0, link_of(first, raw));
+  group.add(1, link_of(reader.rest(), raw));
   // Both in turns, until both are closed.
   for (bool any = true; any;) {
     any = false;
@@ -197,6 +226,7 @@ void serve(Reader reader) {
 template <typename T>
 void frame(Input* input, FrameKind kind, uint64_t operation, uint64_t offset, const T& payload, uint32_t bytes) {
   append(input, frame_of(kind, operation, offset, bytes));
+  if (kind == FrameKind::part || kind == FrameKind::result) return;
   const auto* from = reinterpret_cast<const uint8_t*>(&payload);
   for (uint32_t i = 0; i < bytes; ++i) input->push_back(i < sizeof payload ? from[i] : 1);
 }
@@ -214,6 +244,8 @@ Input rank_input(uint64_t count) {
   frame(&input, FrameKind::bye, 0, 0, 0, 0);
   return input;
 }
+
+constexpr uint8_t kRaw = 2;
 
 }  // namespace
 
@@ -277,6 +309,16 @@ std::vector<Input> fuzz_seeds() {
     }
     seeds.push_back(reader);
   }
+  // With their data, of one number, and cut in its middle.
+  for (const uint8_t missing : {0, 3}) {
+    Input whole = {kRaw | 1};
+    for (const uint64_t operation : {0, 1}) {
+      append(&whole, frame_of(FrameKind::result, operation, 0, 4));
+      append(&whole, 1.f);
+    }
+    whole.resize(whole.size() - missing);
+    seeds.push_back(whole);
+  }
   Input notified = {1};
   frame(&notified, FrameKind::fault, 0, 0, FaultHead{1, 1}, 40);
   frame(&notified, FrameKind::status, 0, 0, Members{1, 2, 1, 0}, 28);
@@ -286,17 +328,18 @@ std::vector<Input> fuzz_seeds() {
 
 }  // namespace geartrain
 
-// u8 which side. A reducer's: u16 how much is rank 0's, the rest is rank 1's.
+// u8 which side, and whether data is in the input (kRaw). A reducer's: u16 how much is rank 0's, the rest is rank 1's.
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace geartrain;
   // On the loop's thread, which is the only one that may touch peers: it polls their sockets as well.
   std::promise<void> done;
   quiet_loop().post([&] {
     Reader reader(data, size);
-    if (reader.take<uint8_t>() % 2 == 0) {
-      serve(reader);
+    const auto mode = reader.take<uint8_t>();
+    if (mode % 2 == 0) {
+      serve(reader, (mode & kRaw) != 0);
     } else {
-      Rank rank(reader.rest());
+      Rank rank(reader.rest(), (mode & kRaw) != 0);
     }
     done.set_value();
   });

@@ -64,9 +64,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Input input(data, data + size);
   for (size_t at = 0; at + sizeof(Note) <= input.size(); at += 16) {
     for (const auto& [letter, region] : {std::pair{'a', a}, {'b', b}}) {
-      const Input wanted(16, static_cast<uint8_t>(letter));
-      if (std::memcmp(input.data() + at, wanted.data(), 16) == 0)
-        std::memcpy(input.data() + at, region->id().data(), 16);
+      uint8_t wanted[16];
+      std::memset(wanted, letter, sizeof wanted);
+      if (std::memcmp(input.data() + at, wanted, sizeof wanted) == 0)
+        std::memcpy(input.data() + at, region->id().data(), sizeof wanted);
     }
   }
   [[maybe_unused]] const ssize_t sent = ::send(ends[1], input.data(), input.size(), MSG_DONTWAIT | MSG_NOSIGNAL);

@@ -295,7 +295,8 @@ class ShmConnection final : public Connection {
 
     std::byte* from = segment->data();
     const uint64_t total = frame.header_bytes + frame.payload_bytes;
-    auto lease = std::make_shared<Lease>(control_, segment, nullptr, viewed_bytes_, views_, place.slot, needed);
+    // Braces: clang 14 makes no aggregate of what stands in parentheses.
+    std::shared_ptr<Lease> lease(new Lease{control_, segment, nullptr, viewed_bytes_, views_, place.slot, needed});
     const uint64_t views = views_->fetch_add(1, std::memory_order_relaxed);
     const uint64_t viewed = viewed_bytes_->fetch_add(needed, std::memory_order_relaxed);
     const bool view = options_.views && frame.payload_bytes >= kViewFrom && views < kMostViews &&
