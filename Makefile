@@ -1,10 +1,10 @@
-# make demo | test | test-all | test-failed | test-long | races | storm | soak | fuzz | upstream | bench | figures | results | check | docs | wheels | sbom | audit | lint-images. Everything is installed into .venv from pyproject.toml and constraints.txt.
+# make demo | test | test-all | test-failed | test-long | races | test-sanitized | storm | soak | fuzz | upstream | bench | figures | results | check | docs | wheels | sbom | audit | lint-images. Everything is installed into .venv from pyproject.toml and constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
 TESTS := $(wildcard native/tests/*/*.h native/tests/*/*.cc)
 NATIVE := CMakeLists.txt $(filter-out $(TESTS),$(wildcard native/*/*.h native/*/*.cc native/*/*/*.h native/*/*/*.cc))
 
-.PHONY: setup demo test test-all test-failed test-long races sanitized-module storm soak fuzz upstream bench figures results check docs wheels sbom audit lint-images native-check gpu-bundle gpu-check format clean
+.PHONY: setup demo test test-all test-failed test-long races test-sanitized sanitized-module storm soak fuzz upstream bench figures results check docs wheels sbom audit lint-images native-check gpu-bundle gpu-check format clean
 setup: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt $(NATIVE)
@@ -40,6 +40,12 @@ SANITIZED = LD_PRELOAD="$(shell gcc -print-file-name=libasan.so) $(shell gcc -pr
   PYTHONPATH=tests/support/sanitized GEARTRAIN_TEST_NATIVE=$$(echo $(CURDIR)/build/python-$(SANITIZE)/_native.*.so)
 races: setup $(if $(SANITIZE),sanitized-module)  # public classes closed by two threads, beside calls, forked beside calls; tests/race_counts.json counts
 	$(if $(SANITIZE),$(SANITIZED)) GEARTRAIN_TEST_ROUNDS=$(ROUNDS) GEARTRAIN_TEST_RACES_UNDER=$(or $(SANITIZE),none) $(BIN)/pytest -n 0 -v -m long tests/test_hostile_callers.py -k 'thousand_rounds and $(OF)'
+
+# Whatever writes into shared memory, at segments and at ranks that read them. For example: make test-sanitized OF=tests/store
+test-sanitized: SANITIZE = address
+test-sanitized: OF = tests/replay/test_neighbour_scribbles.py tests/store/test_segment_fuzz.py tests/store/test_checkpoint_fuzz.py
+test-sanitized: setup sanitized-module
+	$(SANITIZED) $(BIN)/pytest -n 0 -m 'not long' $(OF)
 
 sanitized-module: setup  # geartrain._native under SANITIZE=address, in build/python-address
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/python-$(SANITIZE) -G Ninja -DSKBUILD=ON -DGEARTRAIN_SANITIZE=$(SANITIZE) \

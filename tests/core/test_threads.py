@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import threading
 import time
 
 import pytest
 from deadlines import patience
+from hostile.instants import Interruption
 
-from geartrain.core.threads import DaemonThread
+from geartrain.core.threads import DaemonThread, ReentrantEvent
 
 
 def test_a_join_that_has_no_limit_lasts_as_long_as_the_work():
@@ -59,3 +62,36 @@ def test_a_forked_child_has_nobody_to_wait_for():
     go_on.set()
     thread.join(patience(10))
     assert not thread.is_alive()
+
+
+def test_an_event_ends_the_waits_of_all_threads_and_lasts_until_it_is_cleared():
+    event, ended = ReentrantEvent(), []
+    threads = [DaemonThread(lambda: ended.append(event.wait(patience(10))), "test") for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    assert not event.wait(0.01) and not event.is_set() and not ended
+    event.set()
+    for thread in threads:
+        thread.join(patience(10))
+    assert ended == [True] * 4 and event.is_set() and event.wait(0) and event.wait()
+    event.clear()
+    assert not event.is_set() and not event.wait(0) and not event.wait(-1.0)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("call", ["set", "wait", "wait without a limit"])
+def test_a_handler_sets_an_event_within_any_line_of_its_calls(call):
+    for at in itertools.count():
+        event, ended = ReentrantEvent(), []
+        beside = DaemonThread(lambda event=event, ended=ended: ended.append(event.wait(patience(10))), "test")
+        beside.start()
+        calls = {"set": event.set, "wait": functools.partial(event.wait, 100), "wait without a limit": event.wait}
+        threading.Timer(0.05, event.set).start()  # and what follows is behind the wait
+        one = Interruption(at, event.set)
+        began_s = time.monotonic()
+        one.during(calls[call])
+        beside.join(patience(10))
+        assert event.is_set() and ended == [True] and time.monotonic() - began_s < patience(10)
+        if one.lines <= at:
+            break
+    assert at > 2

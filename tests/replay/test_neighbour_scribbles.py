@@ -18,7 +18,7 @@ TESTS = Path(__file__).parents[1]
 def test_a_store_whose_contents_turn_hostile_after_open_ends_no_rank_that_reads_it(seconds: int) -> None:
     done = subprocess.run(
         [sys.executable, str(TESTS / "support" / "neighbour_scribbles.py"), "7", str(seconds)],
-        env={**os.environ, "PYTHONPATH": f"{TESTS / 'support'}"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS / "support"), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
         timeout=patience(60 + seconds),

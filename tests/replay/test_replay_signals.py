@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import os
@@ -127,6 +128,31 @@ def test_a_handler_may_close_the_replay_that_its_own_thread_waits_for(name, pref
         assert time.monotonic() - began_s < patience(10)
         thread.join()
     assert not prefetching()
+
+
+@pytest.mark.timeout(60)
+def test_a_handler_may_close_the_replay_that_another_thread_is_closing(name):
+    """That thread waits for the call within which the handler is, which so cannot wait for that thread."""
+
+    def handle(_: gt.Batch) -> None:  # runs within `sample`, as a handler does
+        closer.start()
+        while not replay._closed:
+            time.sleep(0.001)
+        began_s = time.monotonic()
+        replay.close()
+        took_s.append(time.monotonic() - began_s)
+
+    took_s: list[float] = []
+    with gt.Store.create(name, FIELDS, capacity=8) as store:
+        insert(store, 4)
+        replay = gt.Replay(store, Uniform(seed=0), 4, transform=handle, output="numpy", prefetch=0)
+        closer = threading.Thread(target=replay.close, daemon=True)
+        with contextlib.suppress(StoreClosedError):
+            replay.sample()
+        closer.join(patience(10))
+        assert not closer.is_alive() and took_s[0] < patience(1)
+        with pytest.raises(StoreClosedError):
+            replay.sample()
 
 
 @pytest.mark.parametrize("wait", ["insert", "sample"])

@@ -258,3 +258,24 @@ def test_a_close_whose_disk_fails_says_so_and_closes(tmp_path: Path, disk: SlowD
         store.close()
     assert store.closed
     disk.error = None
+
+
+def test_a_handler_that_closes_as_the_journals_thread_is_joined_does_not_call_rows_lost_that_are_written(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = create(tmp_path / "journal", name=name)
+    tagged.insert(store, [1])
+    assert store._journal is not None
+    join, closed = store._journal._thread.join, []
+
+    def interrupted(timeout: float | None = None) -> None:
+        if not closed:
+            closed.append(True)
+            store.close()  # raised JournalError
+        join(timeout)
+
+    monkeypatch.setattr(store._journal._thread, "join", interrupted)
+    store.close()
+    assert closed and store.closed
+    with create(tmp_path / "journal") as again:
+        assert tags(again) == [1]

@@ -13,6 +13,7 @@ import geartrain.errors as errors
 from geartrain.collectives.faults import renumbered
 from geartrain.collectives.host_map import host_identity
 from geartrain.core.arguments import check_secret, check_text
+from geartrain.core.threads import ReentrantEvent
 from geartrain.errors import (
     CollectiveClosedError,
     GeartrainError,
@@ -67,7 +68,7 @@ class Bootstrap:
         rank: int,
         world_size: int,
         until_s: float,
-        stopped: threading.Event,
+        stopped: ReentrantEvent,
     ) -> None:
         self.until_s = until_s
         self.hosts: list[str] = []
@@ -227,7 +228,7 @@ class Bootstrap:
         if self._world_size == 1:
             yield
             return
-        over = threading.Event()
+        over = ReentrantEvent()
 
         def watch() -> None:
             while not over.wait(_LONGEST_PAUSE_S):

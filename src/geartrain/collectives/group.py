@@ -26,6 +26,7 @@ from geartrain.collectives.shares import Owners, pick_shares
 from geartrain.collectives.work import FaultNaming, Work
 from geartrain.core.arguments import check_text, check_texts, timeout
 from geartrain.core.process_report import register
+from geartrain.core.threads import ReentrantEvent
 from geartrain.errors import ArgumentError, CollectiveClosedError, ConnectionClosedError, GeartrainError
 
 _log = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ class Group:
         picked = pick_shares(shares, world_size, reducers, rates, algorithm)
         owners = Owners(tuple(reducers), picked, None if rates is None else tuple(rates))
         self._lock = threading.Lock()  # of the order of calls; held while a session is replaced by the next
-        self._stopped = threading.Event()
+        self._stopped = ReentrantEvent()
         self._pid = os.getpid()
         until_s = time.monotonic() + timeout_s
         bootstrap = Bootstrap(config.store, name, epoch, rank, world_size, until_s, self._stopped)

@@ -26,6 +26,7 @@ from geartrain.collectives.faults import ABORTED, CLOSED, Fault, as_reason, from
 from geartrain.collectives.host_map import cut
 from geartrain.collectives.session import Session
 from geartrain.collectives.work import Work
+from geartrain.core.threads import ReentrantEvent
 from geartrain.errors import ConnectionClosedError, GeartrainError
 
 PIECE_BYTES = 4 << 20
@@ -71,7 +72,7 @@ class StagedOperation:
         self.whole = (work.count, OPS[work.op], DTYPE_CODES[work.wire_dtype], stages.world_size)
         self.left = pieces  # whose last stage is not issued
         self.works: list[tuple[GroupPart, Any]] = []
-        self.issued = threading.Event()
+        self.issued = ReentrantEvent()
         self.failed: Fault | None = None
 
     def remaining_s(self, stage: int) -> float:

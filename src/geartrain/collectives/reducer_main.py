@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from geartrain.collectives.reducer import Reducer
 from geartrain.core.metrics_server import Metric, MetricsServer, Values
+from geartrain.core.threads import ReentrantEvent
 from geartrain.errors import GeartrainError
 
 SECRET_VARIABLE = "GEARTRAIN_SECRET"
@@ -48,7 +48,7 @@ def serve(
         UntrustedPeerError: no secret, and not loopback.
         MissingDependencyError: `metrics_port` without prometheus-client.
     """
-    stopped = threading.Event()
+    stopped = ReentrantEvent()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
     secret = read_secret(secret_file)

@@ -10,7 +10,6 @@ order. Reducers that do not answer during this bootstrap are left out too, by al
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -27,6 +26,7 @@ from geartrain.collectives.faults import REDUCER_LOST, TIMED_OUT, Fault, error_o
 from geartrain.collectives.probe import unreachable
 from geartrain.collectives.shares import Owners
 from geartrain.collectives.work import Issue, Work
+from geartrain.core.threads import ReentrantEvent
 from geartrain.errors import CollectiveTimeoutError, ConnectionClosedError, GeartrainError, PeerLostError, SchemaError
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ class Session:
                 self._free.setdefault(result.nbytes, []).append(result)
 
 
-def next_session(old: Session, lost: tuple[str, ...], until_s: float, stopped: threading.Event) -> Session:
+def next_session(old: Session, lost: tuple[str, ...], until_s: float, stopped: ReentrantEvent) -> Session:
     """The session of the next epoch, on all ranks, without the reducers that any rank has lost.
 
     Ends the old session; its operations in progress are completed or issued again, if the group reissues. Where a

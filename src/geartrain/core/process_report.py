@@ -29,7 +29,7 @@ from typing import Any
 
 from geartrain.core.processes import at_end_of_forked_child, process_state
 from geartrain.core.shared_files import open_shared, segments_directory, shared_files
-from geartrain.core.threads import DaemonThread
+from geartrain.core.threads import DaemonThread, ReentrantEvent
 from geartrain.errors import ArgumentError, GeartrainError
 
 FORMAT = "geartrain-report-1"
@@ -136,7 +136,7 @@ class _Reporter:
         self._objects: list[tuple[weakref.ref[Any], str, Read]] = []
         self._before: dict[int, tuple[float, dict[str, float]]] = {}  # id of a reference -> when, numbers
         self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
+        self._stop = ReentrantEvent()
         self._path: Path | None = None
         self._about: dict[str, Any] = {}
 
@@ -152,7 +152,7 @@ class _Reporter:
                 self._thread.start()
                 at_end_of_forked_child(self.close)
 
-    def _run(self, path: Path, period: float, stop: threading.Event) -> None:
+    def _run(self, path: Path, period: float, stop: ReentrantEvent) -> None:
         wait_s = min(period, _FIRST_S)
         with contextlib.suppress(Exception):  # whatever others have left there: this process reports
             remove_stale()

@@ -1,7 +1,8 @@
-"""Daemon threads whose join a signal's handler may interrupt, and join the same thread."""
+"""Threads and events of which a signal's handler may use the one that it finds in use by the thread it interrupts."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -49,4 +50,46 @@ class DaemonThread(threading.Thread):
         super().join(max(0.0, min(_END_S, until_s - time.monotonic())))
 
 
-__all__ = ["DaemonThread"]
+class ReentrantEvent:
+    """`threading.Event` without a lock, of which a signal's handler may make any call, whatever call it interrupts.
+
+    `threading.Event` has a lock for an instant in `set`, and at both ends of `wait`. A handler that comes in there
+    and sets the event as well waits for whom it interrupts, for ever. Here a wait notes its own lock first and looks at
+    the flag then, and `set` sets the flag first and releases what is noted then, so that no wake-up is lost.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waits: list[threading.Lock] = []
+
+    def is_set(self) -> bool:
+        """Whether it is set."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Ends all waits, and those that come."""
+        self._is_set = True
+        for wait in tuple(self._waits):
+            with contextlib.suppress(RuntimeError):  # it has been released already
+                wait.release()
+
+    def clear(self) -> None:
+        """Further waits last until it is set again."""
+        self._is_set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until it is set, or `timeout` seconds; returns whether it was."""
+        if self._is_set:
+            return True
+        mine = threading.Lock()
+        mine.acquire()
+        self._waits.append(mine)
+        try:
+            if self._is_set:
+                return True
+            return mine.acquire(timeout=-1 if timeout is None else min(max(timeout, 0.0), threading.TIMEOUT_MAX))
+        finally:
+            self._waits.remove(mine)
+
+
+__all__ = ["DaemonThread", "ReentrantEvent"]

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from geartrain.core.processes import at_end_of_forked_child
-from geartrain.core.threads import DaemonThread
+from geartrain.core.threads import DaemonThread, ReentrantEvent
 from geartrain.errors import ArgumentError
 
 VARIABLE = "GEARTRAIN_TRACE"
@@ -54,7 +54,7 @@ class _Recorder:
         self._began = False
         self._threads: set[int] = set()
         self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
+        self._stop = ReentrantEvent()
         self._lock = threading.RLock()  # of the file; a signal's handler may come in between
 
     def add(self, *events: dict[str, Any]) -> None:

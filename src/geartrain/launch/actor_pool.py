@@ -24,7 +24,7 @@ from geartrain.actors.policy import Policy
 from geartrain.core.arguments import check_function, check_whole, default_threads, shown, whole_number
 from geartrain.core.counters import SharedCounters
 from geartrain.core.process_report import register
-from geartrain.core.threads import DaemonThread
+from geartrain.core.threads import DaemonThread, ReentrantEvent
 from geartrain.errors import ActorDiedError, ArgumentError, StoreClosedError
 from geartrain.launch.actor_process import ActorTask, task_bytes
 from geartrain.launch.actor_role import ActorContext
@@ -106,7 +106,7 @@ class ActorPool:
         self._stopping = threading.RLock()  # a signal's handler may stop it while its thread does
         self._stopped = False
         self._pid = os.getpid()
-        self._started = threading.Event()
+        self._started = ReentrantEvent()
         # One thread starts, watches and reaps all: the kernel kills them when that thread ends.
         self._thread = DaemonThread(self._supervise, "geartrain-actors")
         self._thread.start()

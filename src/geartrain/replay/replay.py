@@ -441,7 +441,11 @@ class Replay:
         Any thread may call it. A thread that waits for a batch gets `StoreClosedError`; over several ranks the others
         then learn that this one has left (`PeerLostError`), for they wait for its part of that batch.
         """
-        with self._closing:  # a second caller returns when the first one is done
+        if not self._closing.acquire(blocking=False):  # a second caller returns when the first one is done
+            if self._turn._is_owned():  # type: ignore[attr-defined]  # but the first one waits for the call this is in
+                return
+            self._closing.acquire()
+        try:
             if self._released:
                 return
             self._closed = True
@@ -466,6 +470,8 @@ class Replay:
                     self._builder.close()
             finally:
                 self._turn.release()
+        finally:
+            self._closing.release()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         refuse_copies(self, "its store can be pickled; make a replay there, and give it this one's state_dict()")

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import geartrain._native as _native
 from geartrain.core.arguments import check_function, timeout
+from geartrain.core.threads import ReentrantEvent
 from geartrain.errors import CallCancelledError, ConnectionClosedError, GeartrainError, WaitTimeoutError
 from geartrain.rpc.running import about_to_wait
 
@@ -53,7 +54,7 @@ class Future:
         self.until_s = until_s  # the call's deadline, in `time.monotonic()`
         self._pid = os.getpid()
         self._make_locks()
-        self._done: threading.Event | None = None  # made when a thread of the client's is to complete it
+        self._done: ReentrantEvent | None = None  # made when a thread of the client's is to complete it
         self._value: Any = None
         self._error: BaseException | None = None
         self._finished = False
@@ -138,7 +139,7 @@ class Future:
         """After a wait that did not end with the reply: callbacks that were added meanwhile need a thread."""
         with self._lock:
             if self._callbacks and not self._finished and self._done is None and self._pid == os.getpid():
-                self._done = threading.Event()
+                self._done = ReentrantEvent()
                 self._source.complete_in_background(self, self._tag)
 
     def _settle(self, outcome: _native.Message | BaseException, elsewhere: bool) -> bool:
@@ -192,7 +193,7 @@ class Future:
                 self._callbacks.append(callback)
                 if self._done is None and self._reading.acquire(blocking=False):
                     try:  # else the thread that waits calls back
-                        self._done = threading.Event()
+                        self._done = ReentrantEvent()
                         self._source.complete_in_background(self, self._tag)
                     finally:
                         self._reading.release()

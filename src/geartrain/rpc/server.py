@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import geartrain._native as _native
 import geartrain.core.trace as trace
 from geartrain.core.arguments import shown
+from geartrain.core.threads import ReentrantEvent
 from geartrain.errors import ConnectionClosedError, GeartrainError, MessageError, UntrustedPeerError, WaitTimeoutError
 from geartrain.rpc.batching import Batcher, PendingReply
 from geartrain.rpc.protocol import CALL_OBJECT, CANCEL, ERROR, HELLO, OUT_OF_BAND, RESULT, TELL, kind_and_timeout
@@ -93,7 +94,7 @@ class Server:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
-        self._closing = threading.Event()
+        self._closing = ReentrantEvent()
         threads.start(self._accept, "accepts")
         threads.start(self._expire, "expires calls of")
         for _ in range(2):
@@ -142,7 +143,7 @@ class Server:
 
     def after_fork(self) -> None:
         """In a forked child, which has none of the threads: the locks anew, and the loop is the parent's."""
-        self._lock, self._closing, self._loop = threading.Lock(), threading.Event(), None
+        self._lock, self._closing, self._loop = threading.Lock(), ReentrantEvent(), None
         self.scheduler.after_fork()
 
     # --- messages ---------------------------------------------------------------------------------------------------
@@ -369,7 +370,7 @@ class _ExitError(Exception):
         self.error = error
 
 
-def _run_loop(loop: asyncio.AbstractEventLoop, closing: threading.Event) -> None:
+def _run_loop(loop: asyncio.AbstractEventLoop, closing: ReentrantEvent) -> None:
     """Until the server closes: then what still runs in it is cancelled. Functions cannot end it for others."""
     asyncio.set_event_loop(loop)
     try:

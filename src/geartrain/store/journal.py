@@ -27,7 +27,7 @@ import numpy as np
 import geartrain._native as _native
 from geartrain.core.arguments import check_path
 from geartrain.core.schema import Field
-from geartrain.core.threads import DaemonThread
+from geartrain.core.threads import DaemonThread, ReentrantEvent
 from geartrain.errors import GeartrainError, JournalError, NoSpaceError, StoreClosedError
 from geartrain.store.checkpoint_reader import Checkpoint, restore
 from geartrain.store.journal_directory import Disk, JournalContents, JournalDirectory, is_journal, make_journal
@@ -105,10 +105,11 @@ class Journal:
         self._start()
 
     def _start(self) -> None:
-        self._stop = threading.Event()
-        self._hurry = threading.Event()
+        self._stop = ReentrantEvent()
+        self._hurry = ReentrantEvent()
         self._finishing = threading.RLock()  # a signal's handler may close what its thread is closing
         self._finished: bool | None = None
+        self._synced = False  # whether all is on the disk, once nothing follows
         self._thread: threading.Thread = DaemonThread(self._run, f"geartrain journal {self.path.name}")
         if self._follows:
             _journals.add(self)
@@ -157,7 +158,7 @@ class Journal:
             return self._finished
 
     def _finish(self, timeout_s: float) -> bool:
-        done, until_s = False, time.monotonic() + timeout_s
+        done, until_s = self._synced, time.monotonic() + timeout_s
         self._hurry.set()
         with contextlib.suppress(StoreClosedError):  # another thread closes it as well
             while (
@@ -167,7 +168,8 @@ class Journal:
             ):
                 done = self._native.sync_journal(min(left_s, CHECK_S))
                 if not done:
-                    time.sleep(0.01)  # not in an event, whose lock a signal's handler could not take to stop
+                    time.sleep(0.01)
+        self._synced = done  # for a signal's handler that finishes it while its thread is joined
         self.stop()
         if self._thread is not threading.current_thread() and self._follows:
             self._thread.join(max(1.0, until_s - time.monotonic()))
@@ -187,7 +189,7 @@ class Journal:
             writer.close()
         if self._stop.is_set() or self._native.closed:
             self._finishing, self._finished = threading.RLock(), True
-            self._stop, self._hurry = threading.Event(), threading.Event()
+            self._stop, self._hurry = ReentrantEvent(), ReentrantEvent()
             self._stop.set()
             self._thread = threading.current_thread()
         else:

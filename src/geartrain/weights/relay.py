@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from geartrain.core.shared_files import Trust
-from geartrain.core.threads import DaemonThread
+from geartrain.core.threads import DaemonThread, ReentrantEvent
 from geartrain.errors import ConnectionClosedError, GeartrainError, PeerLostError
 from geartrain.weights.layout import Schema
 from geartrain.weights.segment import WeightsSegment
@@ -47,8 +47,8 @@ class Follower:
         self._writer: Writer | None = None
         self._newest: tuple[bytes, int] = (b"", 0)  # id and sequence at the source
         self._schema = b""
-        self._stop = threading.Event()
-        self._wake = threading.Event()
+        self._stop = ReentrantEvent()
+        self._wake = ReentrantEvent()
         self._thread: threading.Thread = DaemonThread(self._run, f"geartrain follows {name}")
         self._thread.start()
 
@@ -74,7 +74,7 @@ class Follower:
     def after_fork(self) -> None:
         """In a forked child, which does not have the thread."""
         self._writer = None
-        self._stop, self._wake = threading.Event(), threading.Event()  # the thread may have held their locks
+        self._stop, self._wake = ReentrantEvent(), ReentrantEvent()  # the thread may have held their locks
         self._stop.set()
         self._thread = threading.current_thread()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import os
 import random
@@ -21,6 +22,7 @@ from collections.abc import Callable
 import numpy as np
 
 from geartrain.errors import GeartrainError
+from hostile.instants import Interruption
 from hostile.subject import Factory, Subject, Tools
 
 Findings = list[str]
@@ -235,6 +237,37 @@ def close_in_a_signal_handler(run: Run) -> None:
     run.tools.clean()
 
 
+def close_at_any_line(run: Run) -> None:
+    """A handler closes before any line of any call, also of `close`: both return, and the call may be refused."""
+    lines: dict[str, int] = {}
+    for _ in run.race_rounds():
+        subject = run.make()
+        calls = {**subject.calls, **subject.blocked, "close": subject.close}
+        name = run.random.choice(list(calls))
+        took_s: list[float] = []
+
+        def handler(subject: Subject = subject, name: str = name, took_s: list[float] = took_s) -> None:
+            before_s = time.monotonic()
+            run.must("close", subject.close, f"in a signal's handler, within {name}")
+            took_s.append(time.monotonic() - before_s)
+
+        # The first time of a call counts its lines.
+        one = Interruption(run.random.randrange(lines[name]) if name in lines else None, handler)
+        ender = threading.Timer(run.tools.patience(0.01), subject.close)
+        if name in subject.blocked:
+            ender.start()
+        run.attempt(name, functools.partial(one.during, calls[name]), "that a signal's handler interrupted")
+        lines.setdefault(name, max(1, one.lines))
+        if took_s and took_s[0] > run.tools.patience(CLOSE_S):
+            run.found(f"close in a signal's handler, within {name}, took {took_s[0]:.1f} s")
+        if name in subject.blocked:
+            ender.join()
+        run.must("close", subject.close, "after a signal's handler has closed it")
+        run.tools.clean()
+        if run.findings or run.over():
+            return
+
+
 def _signalled(run: Run, name: str, call: Callable[[], object], handler: Callable[..., object]) -> BaseException | None:
     """What a call of this thread raises, in which a signal comes while it waits."""
     before = signal.signal(signal.SIGUSR2, handler)
@@ -361,6 +394,7 @@ SCENARIOS: dict[str, Callable[[Run], None]] = {
         close_beside_a_blocked_call,
         raise_in_a_signal_handler,
         close_in_a_signal_handler,
+        close_at_any_line,
         use_after_fork,
         fork_beside_calls,
         alive_at_exit,
@@ -369,7 +403,7 @@ SCENARIOS: dict[str, Callable[[Run], None]] = {
     )
 }
 #: Scenarios that are tried again and again, at other instants.
-RACES = ("close_from_two_threads", "close_beside_calls", "fork_beside_calls")
+RACES = ("close_from_two_threads", "close_beside_calls", "close_at_any_line", "fork_beside_calls")
 #: Scenarios that leave subjects to the interpreter's end.
 AT_EXIT = ("alive_at_exit", "daemon_thread_at_exit", "dropped_with_work")
 #: Scenarios that need a call that waits.

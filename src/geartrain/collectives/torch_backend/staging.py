@@ -37,7 +37,7 @@ from typing import Any, Protocol
 
 import torch
 
-from geartrain.core.threads import DaemonThread
+from geartrain.core.threads import DaemonThread, ReentrantEvent
 from geartrain.device.device import Device
 from geartrain.errors import ConnectionClosedError, WaitTimeoutError
 
@@ -70,7 +70,7 @@ class StagedTensor:
     until_s: float
     result: Any = None
     error: BaseException | None = None
-    finished: threading.Event = field(default_factory=threading.Event)
+    finished: ReentrantEvent = field(default_factory=ReentrantEvent)
     chunks_left: int = 0
 
     def wait(self, timeout_s: float | None) -> None:

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from geartrain.core.threads import ReentrantEvent
 from geartrain.errors import WaitTimeoutError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -245,7 +246,7 @@ class _Completions:
         self._depth = depth
         self._changed = threading.Condition()
         self._works: deque[TorchWork] = deque()
-        self._last = threading.Event()  # set after the callbacks of the work that was taken last
+        self._last = ReentrantEvent()  # set after the callbacks of the work that was taken last
         self._last.set()
         self._threads: list[threading.Thread] = []
         self._free = 0  # threads that are not in a callback
@@ -286,7 +287,7 @@ class _Completions:
                         return
                     self._changed.wait()
                 work = self._works.popleft()
-                before, self._last = self._last, threading.Event()
+                before, self._last = self._last, ReentrantEvent()
                 over = self._last
             with contextlib.suppress(dist.DistBackendError):  # raised by the future
                 work.wait_on_host()

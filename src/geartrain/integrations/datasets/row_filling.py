@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -11,6 +10,7 @@ from types import TracebackType
 
 import numpy as np
 
+from geartrain.core.threads import ReentrantEvent
 from geartrain.integrations.datasets.episode import Array, DeferredSteps, Episode
 from geartrain.store.row import Row
 from geartrain.store.store import Store
@@ -44,7 +44,7 @@ class RowFiller:
         self._store, self._threads, self._committed = store, threads, committed
         self._filling: deque[_Filled] = deque()
         self._pool: ThreadPoolExecutor | None = None
-        self._stop = threading.Event()
+        self._stop = ReentrantEvent()
         self.rows = 0  # added
         self.deferred = 0  # steps of deferred values that are in committed rows
 

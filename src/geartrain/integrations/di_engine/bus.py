@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future as Work
 from typing import Any
 
+from geartrain.core.threads import ReentrantEvent
 from geartrain.errors import (
     ConnectionClosedError,
     PeerLostError,
@@ -80,7 +81,7 @@ class Bus:
         self.name, self.node_id, self.timeout_s = name, node_id, timeout_s
         self._by_cpu = by_cpu
         self._handler: Handler | None = None
-        self._has_handler = threading.Event()
+        self._has_handler = ReentrantEvent()
         self.node = Node(
             name,
             secret=secret,

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from geartrain.core.threads import DaemonThread
+from geartrain.core.threads import DaemonThread, ReentrantEvent
 from geartrain.errors import ArgumentError, GeartrainError, TransportError
 from geartrain.integrations.di_engine.discovery import Contact
 from geartrain.integrations.di_engine.peer_queue import PeerQueue, Window
@@ -60,7 +60,7 @@ class Membership:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._sending_topics = threading.Lock()
-        self._connected = threading.Event()
+        self._connected = ReentrantEvent()
 
     def after_fork(self) -> None:
         """In a forked child, where a thread of the parent may have held any lock: the links are the parent's."""

@@ -29,6 +29,7 @@ from typing import Any, cast
 from urllib.parse import urlparse
 
 import geartrain.integrations.di_engine.options as queue_options
+from geartrain.core.threads import ReentrantEvent
 from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError
 from geartrain.integrations.di_engine.bus import Bus
 from geartrain.integrations.di_engine.discovery import Publication, StoreRegister, contacts_of
@@ -82,7 +83,7 @@ class Queue:
         self.attach_to: list[str] = list(attach_to or [])
         self.listen_to = listen_to
         self._inbox: queue.SimpleQueue[tuple[str, Any, Work[None]] | None] = queue.SimpleQueue()
-        self._stopped = threading.Event()
+        self._stopped = ReentrantEvent()
         self._stopping = threading.RLock()  # a signal's handler may stop it while its thread does
         self._pid = os.getpid()
         self._on_change: Callable[[str, int, str], object] | None = None

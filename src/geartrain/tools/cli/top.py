@@ -6,7 +6,6 @@ import json
 import queue
 import signal
 import sys
-import threading
 import time
 from collections import Counter
 from importlib.resources import files
@@ -16,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from geartrain.core.shared_files import check_trust
+from geartrain.core.threads import ReentrantEvent
 from geartrain.tools.cli.app import app, die, escape, out
 from geartrain.tools.cli.checks import input_file, output_file
 from geartrain.tools.cli.inspect_remove import TRUST_HELP
@@ -116,7 +116,7 @@ def metrics(
     if dashboard:
         sys.stdout.write((files("geartrain.tools.watch") / "grafana.json").read_text())
         return
-    ended = threading.Event()
+    ended = ReentrantEvent()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     endpoint = PrometheusEndpoint(None, host, port, trusted)
     try:

@@ -7,7 +7,6 @@ import select
 import signal
 import sys
 import termios
-import threading
 import tty
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,8 @@ from typing import Any
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
+
+from geartrain.core.threads import ReentrantEvent
 
 _KEYS = {
     b"\x1b[A": "up",
@@ -63,7 +64,7 @@ class Terminal:
         self._before: list[Any] = []
         self._handlers: dict[int, Any] = {}
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._suspend = threading.Event()
+        self._suspend = ReentrantEvent()
 
     @staticmethod
     def why_not() -> str | None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from geartrain.core.shared_files import Trust
-from geartrain.core.threads import DaemonThread
+from geartrain.core.threads import DaemonThread, ReentrantEvent
 from geartrain.errors import GeartrainError
 from geartrain.launch.context import LAUNCHER
 from geartrain.launch.coordinator import SNAPSHOT
@@ -85,7 +84,7 @@ class BackgroundWatcher:
 
     def __init__(self, watcher: Watcher, every_s: float, seen: Callable[[Any], None]) -> None:
         self._watcher, self._every_s, self._seen = watcher, every_s, seen
-        self._stop = threading.Event()
+        self._stop = ReentrantEvent()
         self._thread = DaemonThread(self._run, "geartrain-top")
         self._thread.start()
 
