@@ -45,7 +45,7 @@ def test_a_step_takes_the_bytes_of_its_fields_and_little_more(tiny: bench.BenchR
 
 def test_absent_baselines_are_named_with_the_reason(tiny: bench.BenchResult) -> None:
     missing = tiny.baselines_missing
-    assert set(missing) == {"sb3", "torchrl", "cpprb", "other"}
+    assert set(missing) == {*transitions.ALL_BASELINES, "other"}
     assert "does not start" in missing["sb3"]
     assert "--baseline-python" in missing["torchrl"] and "unknown" in missing["other"]
 

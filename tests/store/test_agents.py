@@ -200,7 +200,7 @@ def test_what_is_no_step_of_agents_is_refused():
     with make_store() as store:
         with pytest.raises(ArgumentError, match="leave out autoreset"):
             store.agent_recorder(2, autoreset="next_step")
-        with pytest.raises(ArgumentError, match="n_envs must be at least 1"):
+        with pytest.raises(ArgumentError, match="agents must be at least 1"):
             store.agent_recorder(0)
         with store.agent_recorder(2) as recorder:
             with pytest.raises(ArgumentError, match="the observation of an agent, found none"):

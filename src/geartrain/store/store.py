@@ -358,7 +358,10 @@ class Store(JournaledStore):
         found = directory
         unknown = set(options) - {"persist", "reserve", "trust", "timeout_s"}
         if unknown:
-            raise CheckpointError(f"limits come from the checkpoint; {', '.join(sorted(unknown))} cannot be set")
+            raise CheckpointError(
+                f"fields and limits come from the checkpoint; {', '.join(sorted(unknown))} cannot be set. For others "
+                f"load it as it is, create a store with them, and insert the rows that `fetch` gets from it"
+            )
         wanted = journal_asked_for(journal, journal_sync_s, journal_full)
         trust = check_trust(options.get("trust", "user"))
         if create == "replace":

@@ -154,6 +154,8 @@ class WritableStore(StoreHandle):
         """
         if "autoreset" in options or "n_envs" in options:
             raise ArgumentError("agents begin when they are observed: leave out autoreset and n_envs")
+        if not 1 <= check_whole("agents", agents) < 2**32:
+            raise ArgumentError(f"agents must be at least 1, and below 2**32, found {shown(agents)}")
         return AgentRecorder(self.recorder(agents, autoreset="disabled", **options))
 
     # --- changing and removing ------------------------------------------------------------------------------

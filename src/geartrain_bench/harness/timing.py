@@ -1,8 +1,8 @@
 """Interleaved timing of several systems and a floor (lower bound) in one run, compared by medians.
 
 A *lap* is one repetition of one system: enough calls to last a millisecond or more. A *round* is one lap of
-every system, in an order that rotates, so that slow drifts of the machine affect all alike. Numbers are quantiles
-of the time per call over the laps; ratios are ratios of medians.
+every system, in an order that is drawn anew each time, so that slow drifts of the machine, and what a lap leaves in the
+caches, affect all alike. Numbers are quantiles of the time per call over the laps; ratios are ratios of medians.
 
 What p50, p75, p90 and p95 mean: quantiles of the time per call over laps. For a rate
 they are the rates at those times, so p95 is always the slow tail, never the fast one. `ratio_to_floor` is
@@ -27,6 +27,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -150,8 +151,10 @@ def lap(calls: int, body: Callable[[], object], warm: Callable[[], object] | Non
 def take_turns(systems: Sequence[System], *, repeats: int, budget_s: float, warmups: int = 1) -> dict[str, list[Lap]]:
     """Interleaved laps of every system: until each has `repeats` undisturbed ones, or the budget is spent.
 
-    Every system gets at least three laps, whatever the budget. Warm-up laps are not among them.
+    Every system gets at least three laps, whatever the budget. Warm-up laps are not among them. Each turn has an order
+    of its own: a lap finds in the caches what the one before has left there, in one order always the same.
     """
+    order = Random(0)
     gc.collect()
     for system in systems:
         for _ in range(warmups):
@@ -166,8 +169,7 @@ def take_turns(systems: Sequence[System], *, repeats: int, budget_s: float, warm
 
     turn = 0
     while turn < 3 or (time.monotonic() < ends_s and any(map(wants_more, systems))):
-        for place in range(len(systems)):
-            system = systems[(turn + place) % len(systems)]
+        for system in order.sample(list(systems), len(systems)):
             # A system with enough laps continues with the others, unless its laps are bounded: they are long.
             if system.rounds is None or turn < 3 or wants_more(system):
                 laps[system.name].append(system.lap())

@@ -6,18 +6,19 @@
 | SAC, n-step 3, sample 256 | `Transitions(n_step=3)` | SB3's `NStepReplayBuffer`, cpprb's `Nstep` |
 | Atari, sample 32 | frames stored once, `frame_stack=4` | stacks of 4 stored |
 | SAC, add a step of 1, of 16 environments | `recorder.step` | `add`, `extend` |
-| windows of 10 and 20 steps, sample 256 | `Windows(10, whole=True)`, four fields | `SliceSampler`, NumPy |
+| windows of 10 and 20 steps, sample 256 | `Windows(10, whole=True)`, four fields | `SliceSampler`, flashbax, NumPy |
 | bytes a step | rows of 1 to 1,000 steps, all lengths alike, until the store is full | their arrays |
 
 SAC: observations of 17 and actions of 6 float32, episodes of 1,000 steps; Atari: frames of 84 x 84 bytes. The floor of
-a case copies the same bytes in C: from each field's array in plain memory, at random steps drawn before the clock
-starts, into warm memory; for `add`, one step of every environment. It draws nothing, and makes no tensors; it is a call
-of Python for each field, so that one call that adds a step may be faster.
+a case copies the same bytes in C: out of the store's own memory, at random steps drawn before the clock starts, into
+warm memory; for `add`, one step of every environment. It draws nothing, and makes no tensors; it is a call of Python
+for each field, so that one call that adds a step may be faster. "floor, private memory" copies as many bytes out of one
+array for each field, which lie in huge pages where the system gives them, as those of baselines do.
 
 NumPy draws a window's first steps and indexes each field's array, in this process.
 
-Threats to validity: arrays of baselines and floor lie in private memory, with huge pages where the system gives them,
-geartrain's in shared memory. Batches are dropped unread. On a busy machine only the ratios mean something, and
+Threats to validity: arrays of baselines lie in private memory, with huge pages where the system gives them, geartrain's
+in shared memory. Batches are dropped unread. On a busy machine only the ratios mean something, and
 batches that take longer than 50 us are built on a thread of their own, which costs them about as much again: hence the
 line with prefetch=0.
 """
@@ -51,7 +52,7 @@ from geartrain_bench.harness.child_process import AnsweringProcess, BaselineErro
 from geartrain_bench.harness.timing import BenchResult, Lap, Row, System
 
 WORKER = Path(__file__).with_name("worker.py")
-ALL_BASELINES = ("sb3", "torchrl", "cpprb")
+ALL_BASELINES = ("sb3", "torchrl", "cpprb", "tianshou", "flashbax")
 GAMMA = 0.99
 ACTION = 6
 METRIC = "CPU time per call"
@@ -143,8 +144,8 @@ def main(
 ) -> BenchResult:
     """Measures, prints the table, writes the requested files, and returns the result.
 
-    `baselines` maps "sb3", "torchrl" and "cpprb" to the interpreter of an environment that has it;
-    GEARTRAIN_BASELINE_PYTHON_SB3 and the like do the same.
+    `baselines` maps "sb3", "torchrl", "cpprb", "tianshou" and "flashbax" to the interpreter of an environment that has
+    it; GEARTRAIN_BASELINE_PYTHON_SB3 and the like do the same.
     """
     result = run(QUICK if quick else FULL, {**report.parse_baselines([]), **(baselines or {})}, quick=quick)
     report.report(result, json_path)
@@ -257,7 +258,8 @@ class _CaseBench:
             ours = [self._system("geartrain", reads(replay)), self._system("geartrain prefetch=0", reads(other))]
             if case.window:
                 ours.append(self._system("NumPy", self._numpy_windows()))
-            self._take(ours, self._sample_floor())
+            ours.append(self._system("floor, private memory", self._private_floor()))
+            self._take(ours, self._store_floor(store))
             if replay.stats()["path"] != "native":
                 raise ReplayError(f"batches came by another path: {replay.stats()['path']}")
 
@@ -272,8 +274,29 @@ class _CaseBench:
         for _ in range(-(-self.steps // (rows * 1000))):
             store.insert(episodes, lengths=np.full(rows, 1001))
 
-    def _sample_floor(self) -> Callable[[], None]:
-        """A copy of the bytes of a batch's transitions or windows, out of arrays of as many steps."""
+    def _store_floor(self, store: Store) -> Callable[[], None]:
+        """A copy of the bytes of a batch's transitions or windows, out of the store's own rows."""
+        case = self.case
+        rows, longest = len(store), max(case.copied.values())
+        drawn = self.random.integers(0, [rows, 1001 - longest], (1024, case.batch, 2))
+        parts = []
+        for name, count in case.copied.items():
+            column = store.column(name)
+            step, unit = column.strides[1], column.itemsize  # rows are no whole number of steps apart
+            places = (drawn[..., 0] * (column.strides[0] // unit) + drawn[..., 1] * (step // unit)).astype(np.uint32)
+            parts.append((column, np.empty(case.batch * count * step, np.uint8), places, count * step, unit))
+        at = 0
+
+        def one() -> None:
+            nonlocal at
+            for source, out, places, size, unit in parts:
+                _native.gather_floor(source, out, places[at], size, unit, False)
+            at = (at + 1) % len(drawn)
+
+        return one
+
+    def _private_floor(self) -> Callable[[], None]:
+        """The same, out of arrays of as many steps in plain memory."""
         case, longest = self.case, max(self.case.copied.values())
         parts = []
         for name, count in case.copied.items():

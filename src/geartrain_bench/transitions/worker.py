@@ -233,7 +233,131 @@ class Torchrl(Buffer):
             self.buffer.extend(many)
 
 
-BUFFERS: dict[str, type[Buffer]] = {"sb3": StableBaselines, "cpprb": Cpprb, "torchrl": Torchrl}
+class Tianshou(Buffer):
+    """`VectorReplayBuffer`, whose n-step returns its algorithms make."""
+
+    def make(self) -> None:
+        """See `Buffer`."""
+        from importlib.metadata import version
+
+        import torch
+        from tianshou.data import VectorReplayBuffer  # type: ignore[import-not-found, unused-ignore]
+
+        if self.n_step > 1:
+            raise ValueError("n-step returns are made by its algorithms, of single transitions")
+        torch.set_num_threads(1)
+        self.versions = {"tianshou": version("tianshou")}
+        self.buffer = VectorReplayBuffer(self.steps, self.n_envs)
+
+    def prepare(self, *step: Any) -> Any:
+        """See `Buffer`."""
+        from tianshou.data import Batch
+
+        observation, following, action, reward, ended = step
+        more = {"terminated": ended, "truncated": np.zeros(self.n_envs, bool)}
+        return Batch(obs=observation, obs_next=following, act=action, rew=reward, **more)
+
+    def store(self, step: Any) -> None:
+        """See `Buffer`."""
+        self.buffer.add(step)
+
+    def sample(self, batch: int) -> None:
+        """See `Buffer`."""
+        self.buffer.sample(batch)
+
+    def nbytes(self) -> int:
+        """See `Buffer`."""
+        if not len(self.buffer):
+            self.add(1)
+        arrays = list(self.buffer._meta.to_dict(recursive=True).values())
+        total = 0
+        while arrays:
+            one = arrays.pop()
+            if isinstance(one, dict):
+                arrays += one.values()
+            else:
+                total += one.nbytes
+        return total
+
+
+class Flashbax(Buffer):
+    """Flat buffer, and for windows trajectory buffer, jitted on the CPU; its windows cross ends of episodes."""
+
+    windows = True
+
+    def make(self) -> None:
+        """See `Buffer`."""
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+        from importlib.metadata import version
+
+        import flashbax  # type: ignore[import-not-found, unused-ignore]
+        import jax
+
+        if self.n_step > 1:
+            raise ValueError("it has no n-step returns")
+        self.jax, self.flashbax = jax, flashbax
+        self.versions = {"flashbax": version("flashbax"), "jax": jax.__version__}
+        buffer = self.buffer_of(1)
+        one = {
+            "obs": jax.numpy.zeros(self.shape, self.dtype),
+            "action": jax.numpy.zeros(self.action, np.float32),
+            "reward": jax.numpy.zeros((), np.float32),
+            "done": jax.numpy.zeros((), bool),
+        }
+        self.state = buffer.init(one)
+        self.add_step = jax.jit(buffer.add, donate_argnums=0)
+        self.samplers: dict[int, Any] = {}
+        self.key = jax.random.key(0)
+
+    def buffer_of(self, batch: int) -> Any:
+        """The library's buffer; its state does not depend on the rows of a batch."""
+        each = -(-self.steps // self.n_envs)
+        return self.flashbax.make_trajectory_buffer(
+            add_batch_size=self.n_envs,
+            sample_batch_size=batch,
+            sample_sequence_length=self.window or 2,
+            period=1,
+            min_length_time_axis=self.window or 2,
+            max_length_time_axis=each,
+        )
+
+    def prepare(self, *step: Any) -> Any:
+        """See `Buffer`."""
+        observation, _, action, reward, ended = step
+        made = {"obs": observation, "action": action, "reward": reward, "done": ended}
+        return {name: self.jax.numpy.asarray(array[:, None]) for name, array in made.items()}
+
+    def store(self, step: Any) -> None:
+        """See `Buffer`."""
+        self.state = self.add_step(self.state, step)
+        self.jax.block_until_ready(self.state)
+
+    def sample(self, batch: int) -> None:
+        """See `Buffer`."""
+        if batch not in self.samplers:
+            draw = self.buffer_of(batch).sample
+
+            def one(state: Any, key: Any) -> Any:
+                key, this = self.jax.random.split(key)
+                return key, draw(state, this).experience
+
+            self.samplers[batch] = self.jax.jit(one)
+        self.key, made = self.samplers[batch](self.state, self.key)
+        self.jax.block_until_ready(made)
+
+    def nbytes(self) -> int:
+        """See `Buffer`."""
+        return sum(leaf.nbytes for leaf in self.jax.tree.leaves(self.state.experience))
+
+
+BUFFERS: dict[str, type[Buffer]] = {
+    "sb3": StableBaselines,
+    "cpprb": Cpprb,
+    "torchrl": Torchrl,
+    "tianshou": Tianshou,
+    "flashbax": Flashbax,
+}
 
 
 def timed(buffer: Buffer, request: dict[str, Any]) -> dict[str, Any]:

@@ -166,7 +166,10 @@ def load_request(
 ) -> LoadRequest:
     """This rank's request, once its arguments make sense; `unknown` are options that there are not."""
     if unknown:
-        raise CheckpointError(f"limits come from the checkpoint; {', '.join(sorted(unknown))} cannot be set")
+        raise CheckpointError(
+            f"fields and limits come from the checkpoint; {', '.join(sorted(unknown))} cannot be set. For others load "
+            f"it as it is, create a store with them, and insert the rows that `fetch` gets from it"
+        )
     for what, flag in (("reshard", options.reshard), ("adopt", options.adopt)):
         check_flag(what, flag)
     if not options.reshard and (options.together is not None or options.capacity is not None):
