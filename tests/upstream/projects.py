@@ -56,33 +56,25 @@ PROJECTS = {
         # Cases that use torch.compile take minutes each; those of a distributed service make a storage of their own.
         options=("-k", "not compil and not distributed"),
         apart={
-            "storages of several axes": ("ndim=2,", "ndim=3,", "ndim=4,", "ndim=5,"),
             "storages on other devices": ("device=meta,", "device=cuda,"),
-            "samples of sequences (SampleUnit), which torchrl has for its TensorStorage alone": (
-                "Sequence requires a",
-            ),
-            "conditional updates and generations": ("TestUpdateIfPresent", "TestWriterGeneration"),
             "storages that are shared before their first item, which torchrl refuses": ("test_error_noninit",),
             "memory-mapped files of the storage's own": ("TestLazyMemmapStorageCleanup", "test_existsok_lazymemmap"),
             "what is kept is what the first item has: no further entries, none less": ("SchemaError: items have [",),
-            "parts of items that are no tensors, and rows of different shapes": ("_nontensor", "test_extend_lazystack"),
-            "views of the stored tensors, written in place": ("test_replay_buffer_set_", "test_replay_buffer_update_"),
-            "alpha is that of the stored priorities": ("alpha is that of the stored priorities",),
-            "seeds: the sampler is seeded with its first batch": ("TestRNG.py::test_prb_rng",),
-            "private attributes of the stock classes, which tests read and stock samplers use": (
+            "rows of different shapes, and how lazy stacks are written": (
+                "_nontensor",
+                "test_extend_lazystack[",
+                "test_extend_lazystack_direct_write",
+            ),
+            "places that hold no item yet are not set": ("test_extend_lazystack_2d_storage",),
+            "private attributes of the stock classes": (
                 "has no attribute '_",
                 "test_prb_update_max_priority",
-                "TestLazyStorages.py::test_init",
+                "test_prb_alpha_change_retransforms_trees",
             ),
             "state dicts and files of the stock classes": (
                 "legacy",
                 "test_storage_dumps_loads",
                 "test_storage_save_hook",
-                "test_load_state_dict_decouples_from_source",
-            ),
-            "samplers of torchrl's own, which ask for its own storages": (
-                "Could not get a tensordict out of the",
-                "ConsumingSampler only supports",
             ),
         },
     ),

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
 import torch
 
 from geartrain.core.arguments import (
@@ -28,8 +26,6 @@ from geartrain.errors import (
     ArgumentError,
     EmptyBufferError,
     EmptyStoreError,
-    IncompatibleStoreError,
-    SchemaError,
     StoreClosedError,
     StoreExistsError,
     StoreMissingError,
@@ -38,7 +34,8 @@ from geartrain.integrations.rlinf.checkpoints import CheckpointPart, SavedTrajec
 from geartrain.integrations.rlinf.datasets import check_observations, episode_lengths, trajectories_of
 from geartrain.integrations.rlinf.draws import SampleDraws
 from geartrain.integrations.rlinf.files import METADATA, TrajectoryFiles, read_json, write_json
-from geartrain.integrations.rlinf.layout import COUNT, NUMBER, TOTAL, SampleLayout
+from geartrain.integrations.rlinf.layout import SampleLayout
+from geartrain.integrations.rlinf.rows import TrajectoryRows, rows_of
 from geartrain.integrations.rlinf.samples import TrajectorySamples
 from geartrain.integrations.transitions.writer_lock import WriterLock
 from geartrain.store.checkpoint_reader import Checkpoint
@@ -137,7 +134,7 @@ class TrajectoryReplayBuffer:
         self._pid = os.getpid()
         self._closed = False
         self._store: Store | None = None
-        self._layout: SampleLayout
+        self._rows: TrajectoryRows
         self._draws: SampleDraws
         if isinstance(store, Store):
             self._use(store)
@@ -149,13 +146,9 @@ class TrajectoryReplayBuffer:
         """The store; None before the first trajectory."""
         return self._store
 
-    def _rows(self) -> int:
-        """Rows of the store: some more than trajectories, for those that are written."""
-        return self._kept + 2 + self._kept // 16
-
     def _create(self, layout: SampleLayout, steps: int) -> Store:
         """Makes the store, or joins the one of that name."""
-        fields, rows = layout.fields(), self._rows()
+        fields, rows = layout.fields(), rows_of(self._kept)
         if self._given is None:
             return Store.create(fields, max_length=steps, capacity=rows, reserve=self._reserve)
         assert isinstance(self._given, str)
@@ -165,16 +158,11 @@ class TrajectoryReplayBuffer:
             return Store.open(self._given)
 
     def _use(self, store: Store) -> None:
-        layout = SampleLayout.of_fields(store.name, store.fields)
-        if store.capacity != self._rows():
-            raise IncompatibleStoreError(
-                f"the store {store.name!r} is of a buffer of another window: it has {store.capacity} rows, and "
-                f"{self._kept} trajectories need {self._rows()}. All who join give the same sample_window_size"
-            )
+        rows = TrajectoryRows(store, self._kept)
         if store is not self._given:
             weakref.finalize(self, store.close).atexit = False
-        self._layout = layout
-        self._draws = SampleDraws(store, layout, self._next_seed)
+        self._rows = rows
+        self._draws = SampleDraws(store, rows.layout, self._next_seed)
         self._store = store
 
     def _join(self) -> Store | None:
@@ -211,7 +199,7 @@ class TrajectoryReplayBuffer:
     def _begin_draws(self, seed: int) -> None:
         self._generator.manual_seed(seed)
         if self._store is not None:
-            self._draws = SampleDraws(self._store, self._layout, self._next_seed)
+            self._draws = SampleDraws(self._store, self._rows.layout, self._next_seed)
 
     def _next_seed(self) -> int:
         return int(torch.randint(_MOST - 1, (), generator=self._generator))
@@ -255,15 +243,18 @@ class TrajectoryReplayBuffer:
                 return
             if store is None:
                 store = self._made(found[0][1], self._most_samples)
+            rows = self._rows
             for _, samples in found:
-                self._layout.check(samples)
+                rows.layout.check(samples)
             try:
                 with self._adding.locked(store):
+                    number, total = rows.counted()
                     for trajectory, samples in found:
                         if self._files is not None:
                             self._files.add(trajectory, samples)
-                        self._insert(store, samples)
-                    self._trim(store)
+                        number, total = number + 1, total + samples.total
+                        rows.insert(samples, number, total)
+                    rows.trim()
             finally:
                 if self._files is not None:
                     self._files.flush(self.seed)
@@ -274,46 +265,6 @@ class TrajectoryReplayBuffer:
         self._use_or_close(self._create(layout, max(2, steps)))
         assert self._store is not None
         return self._store
-
-    def _insert(self, store: Store, samples: TrajectorySamples, counted: tuple[int, int] | None = None) -> None:
-        """Inserts a trajectory's rows.
-
-        Args:
-            counted: its number, and samples up to its last one; what comes next by default.
-        """
-        parts = self._layout.parts(samples, store.max_length)
-        if len(parts) > self._kept:
-            raise SchemaError(
-                f"a trajectory of {samples.total} samples takes {len(parts)} rows of {store.max_length} steps, and the "
-                f"buffer has {self._kept}: give max_samples={samples.total} before the first trajectory is added"
-            )
-        if len(parts) > 1:
-            warnings.warn(
-                f"a trajectory of {samples.total} samples takes {len(parts)} rows of {store.max_length} steps; where "
-                f"many do, fewer than {self._kept} trajectories fit: give max_samples, the samples of a long one",
-                stacklevel=4,
-            )
-        if counted is None:
-            number, total = self._counted(store)
-            counted = number + 1, total + samples.total
-        if len(parts) == 1:
-            with store.row() as row:
-                row.length = parts[0].length
-                self._layout.write(row, samples, parts[0])
-                row[NUMBER], row[TOTAL] = counted
-            return
-        with store.rows(len(parts)) as rows:
-            rows.lengths = [part.length for part in parts]
-            for block, part in zip(rows, parts, strict=True):
-                self._layout.write(block, samples, part)
-                block[NUMBER], block[TOTAL] = counted
-
-    def _trim(self, store: Store) -> None:
-        """Removes the oldest trajectories, where there are too many."""
-        keys = store.keys()
-        if len(keys) > self._kept:
-            number = store.column(NUMBER)[keys.row]
-            store.delete(keys[np.flatnonzero(number <= number.max() - self._kept)])
 
     # --- sampling ---------------------------------------------------------------------------------------------
 
@@ -333,33 +284,25 @@ class TrajectoryReplayBuffer:
         with self._drawing:
             if store is not None:
                 if num_chunks > len(store):
-                    num_chunks = min(num_chunks, self._in_window(store)) or num_chunks
+                    num_chunks = min(num_chunks, self._rows.samples()) or num_chunks
                 with suppress(EmptyStoreError):
                     windows = self._draws.sample(num_chunks)
                     if windows is not None:
-                        return self._layout.batch(windows)
+                        return self._rows.layout.batch(windows)
         raise EmptyBufferError("Cannot sample from an empty buffer.")
 
     def sample_chunks(self, num_chunks: int) -> dict[str, Any]:
         """As `sample`."""
         return self.sample(num_chunks)
 
-    def _in_window(self, store: Store) -> int:
-        return int(store.column(COUNT)[store.keys().row].sum())
-
     # --- what is there ----------------------------------------------------------------------------------------
 
-    def _counted(self, store: Store) -> tuple[int, int]:
-        """Trajectories and samples that were added, by all processes."""
-        rows = store.keys().row
-        if not len(rows):
-            return 0, 0
-        return int(store.column(NUMBER)[rows].max()), int(store.column(TOTAL)[rows].max())
+    def _counted(self) -> tuple[int, int]:
+        return (0, 0) if self._join() is None else self._rows.counted()
 
     def __len__(self) -> int:
         """Trajectories that were added, by all processes, since the buffer was made or cleared."""
-        store = self._join()
-        return 0 if store is None else self._counted(store)[0]
+        return self._counted()[0]
 
     @property
     def size(self) -> int:
@@ -369,8 +312,7 @@ class TrajectoryReplayBuffer:
     @property
     def total_samples(self) -> int:
         """Samples of all trajectories that were added."""
-        store = self._join()
-        return 0 if store is None else self._counted(store)[1]
+        return self._counted()[1]
 
     def is_ready(self, min_size: int) -> bool:
         """Whether so many trajectories were added."""
@@ -382,11 +324,8 @@ class TrajectoryReplayBuffer:
 
     def get_stats(self) -> dict[str, int]:
         """Trajectories and samples that were added, and trajectories that are there (`cache_size`)."""
-        store = self._join()
-        if store is None:
-            return {"num_trajectories": 0, "total_samples": 0, "cache_size": 0}
-        number, total = self._counted(store)
-        there = len(np.unique(store.column(NUMBER)[store.keys().row]))
+        number, total = self._counted()
+        there = 0 if self._store is None else self._rows.there()
         return {"num_trajectories": number, "total_samples": total, "cache_size": there}
 
     def clear(self) -> None:
@@ -396,7 +335,7 @@ class TrajectoryReplayBuffer:
             store = self._join()
             if store is not None:
                 with self._adding.locked(store):
-                    store.delete(store.keys())
+                    self._rows.clear()
 
     def clear_cache(self) -> None:
         """Changes nothing: there is no cache beside the trajectories."""
@@ -457,7 +396,7 @@ class TrajectoryReplayBuffer:
     def _load_store(self, directory: Path, part: CheckpointPart) -> None:
         with Checkpoint(directory) as found:
             SampleLayout.of_fields(str(directory), found.fields)
-            if self._store is None and part.ranks == 1 and found.options["capacity"] == self._rows():
+            if self._store is None and part.ranks == 1 and found.options["capacity"] == rows_of(self._kept):
                 with suppress(StoreExistsError):
                     name = self._given if isinstance(self._given, str) else None
                     self._use_or_close(Store.load(found, name, reserve=self._reserve))
@@ -476,9 +415,9 @@ class TrajectoryReplayBuffer:
             store = self._store
             if store is None:
                 store = self._made(samples, max(*saved.sizes, self._most_samples or 1, 1))
-            self._layout.check(samples)
+            self._rows.layout.check(samples)
             with self._adding.locked(store):
-                self._insert(store, samples, (number, total))
+                self._rows.insert(samples, number, total)
 
     # --- datasets ---------------------------------------------------------------------------------------------
 

@@ -104,15 +104,19 @@ class TrajectorySamples(NamedTuple):
 
     def begins(self, observations: list[str]) -> NDArray[np.bool_]:
         """Which steps do not continue the one before, (B, T): it led to other observations."""
-        begins = np.zeros((self.environments, self.steps), np.bool_)
-        begins[:, 0] = True
+        begins = np.zeros((self.steps, self.environments), np.bool_)
+        begins[0] = True
         for key in observations:
             here, led_to = (_bytes_of(self.arrays[group, key]) for group in ("curr_obs", "next_obs"))
+            words = here.shape[2]
             at_once = max(1, _COMPARED_BYTES // max(1, here[0].nbytes))
             for at in range(1, self.steps, at_once):
                 end = min(self.steps, at + at_once)
-                begins[:, at:end] |= (here[at:end] != led_to[at - 1 : end - 1]).any(2).T
-        return begins
+                # Few words differ, and a reduction of each step's would cost more than the comparison.
+                differing = np.flatnonzero(here[at:end] != led_to[at - 1 : end - 1])
+                if len(differing):
+                    begins[at:end].reshape(-1)[differing // words] = True
+        return begins.T
 
 
 def _of_steps(name: str, tensor: torch.Tensor, steps: int) -> torch.Tensor:

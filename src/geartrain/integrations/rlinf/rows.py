@@ -1,0 +1,100 @@
+"""Rows of a store that trajectories are: numbered in the order of additions, the oldest removed."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+
+from geartrain.errors import IncompatibleStoreError, SchemaError
+from geartrain.integrations.rlinf.layout import COUNT, NUMBER, TOTAL, SampleLayout
+from geartrain.integrations.rlinf.samples import TrajectorySamples
+from geartrain.store.store import Store
+
+
+class TrajectoryRows:
+    """The trajectories of a store, of which it keeps the newest. Who adds or removes has the buffer's lock.
+
+    Args:
+        store: made with `rows_of(kept)` rows and the layout's fields.
+        kept: trajectories that stay.
+
+    Raises:
+        IncompatibleStoreError: the store is of other fields, or of another number of trajectories.
+    """
+
+    def __init__(self, store: Store, kept: int) -> None:
+        self.layout = SampleLayout.of_fields(store.name, store.fields)
+        if store.capacity != rows_of(kept):
+            raise IncompatibleStoreError(
+                f"the store {store.name!r} is of a buffer of another window: it has {store.capacity} rows, and "
+                f"{kept} trajectories need {rows_of(kept)}. All who join give the same sample_window_size"
+            )
+        self._store, self._kept = store, kept
+
+    def counted(self) -> tuple[int, int]:
+        """Trajectories and samples that were added, by all processes."""
+        rows = self._store.keys().row
+        if not len(rows):
+            return 0, 0
+        return int(self._store.column(NUMBER)[rows].max()), int(self._store.column(TOTAL)[rows].max())
+
+    def there(self) -> int:
+        """Trajectories that are there."""
+        return len(np.unique(self._store.column(NUMBER)[self._store.keys().row]))
+
+    def samples(self) -> int:
+        """Samples that are there."""
+        return int(self._store.column(COUNT)[self._store.keys().row].sum())
+
+    def insert(self, samples: TrajectorySamples, number: int, total: int) -> None:
+        """Inserts a trajectory's rows.
+
+        Args:
+            number: of the trajectory, from 1.
+            total: samples up to its last one.
+        """
+        store, layout = self._store, self.layout
+        parts = layout.parts(samples, store.max_length)
+        if len(parts) == 1:
+            with store.row() as row:
+                row.length = parts[0].length
+                layout.write(row, samples, parts[0])
+                row[NUMBER], row[TOTAL] = number, total
+            return
+        if len(parts) > self._kept:
+            raise SchemaError(
+                f"a trajectory of {samples.total} samples takes {len(parts)} rows of {store.max_length} steps, and the "
+                f"buffer has {self._kept}: give max_samples={samples.total} before the first trajectory is added"
+            )
+        warnings.warn(
+            f"a trajectory of {samples.total} samples takes {len(parts)} rows of {store.max_length} steps; where "
+            f"many do, fewer than {self._kept} trajectories fit: give max_samples, the samples of a long one",
+            stacklevel=4,
+        )
+        with store.rows(len(parts)) as rows:
+            rows.lengths = [part.length for part in parts]
+            for block, part in zip(rows, parts, strict=True):
+                layout.write(block, samples, part)
+                block[NUMBER], block[TOTAL] = number, total
+
+    def trim(self) -> None:
+        """Removes the oldest trajectories, where there are too many."""
+        store = self._store
+        if len(store) <= self._kept:
+            return
+        keys = store.keys()
+        number = store.column(NUMBER)[keys.row]
+        store.delete(keys[np.flatnonzero(number <= number.max() - self._kept)])
+
+    def clear(self) -> None:
+        """Removes all."""
+        self._store.delete(self._store.keys())
+
+
+def rows_of(kept: int) -> int:
+    """Rows of a store for so many trajectories: some more, for those that are written."""
+    return kept + 2 + kept // 16
+
+
+__all__ = ["TrajectoryRows", "rows_of"]
