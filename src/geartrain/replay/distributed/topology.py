@@ -55,8 +55,8 @@ class Topology:
 
 
 class ModelParallelUnit(Protocol):
-    """The usual mpu methods or functions, as `megatron.core.parallel_state` and DeepSpeed's grid have them; those of pp,
-    tp and context parallelism may be missing."""
+    """The usual mpu methods or functions, as `megatron.core.parallel_state` and DeepSpeed's grid have them; those of
+    pp, tp and context parallelism may be missing."""
 
     def get_data_parallel_rank(self) -> int:
         """This rank's place among its replicas."""
