@@ -14,8 +14,6 @@ instead of being read from disk.
 from __future__ import annotations
 
 import os
-import signal
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,49 +21,34 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import geartrain as gt
+import memory_saving
 import memory_task as task
-from geartrain.replay.distributed.checkpoint import load_checkpoint, newest_step, save_checkpoint
-from geartrain.replay.distributed.torch_rank_group import TorchRankGroup
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
     text = task.options(__doc__)
-    text.add_argument("--prioritize", action="store_true", help="weigh rows by the model's errors")
-    text.add_argument("--directory", type=Path, help="where to save, and to go on from")
-    text.add_argument("--save-every", type=task.count, default=20, help="steps between two saves (20)")
-    text.add_argument("--crash-at", type=task.count, help="kill the last rank after this step, in the job's first life")
+    memory_saving.add_options(text)
     chosen = text.parse_args(arguments)
     device = task.start()
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     talks = rank == 0
 
     model = DistributedDataParallel(nn.Sequential(*task.layers(chosen.seed)).to(device))
     optimizer = task.optimizer_of(model)
     losses: list[float] = []
-    where, resumed = chosen.directory, None
-    ranks = TorchRankGroup(range(world))  # for saving; the replay has its own
-    # The segments outlive a crash of all their processes, so they are removed by hand in the end.
-    keep = {"persist": where is not None}
-    if where and newest_step(where, ranks) is not None:
-        shard = task.shard_of(chosen.shards)
-        store, resumed, found = load_checkpoint(
-            where, f"{chosen.store}-{shard[0]}", ranks, shard=shard, adopt=True, **keep
-        )
-        saved = torch.load(found.path / "model.pt", map_location=device)
+    saving = memory_saving.Saving(chosen)
+    if saving.found is not None:
+        saved = torch.load(saving.found.path / "model.pt", map_location=device)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         losses = saved["losses"]
-        if talks:
-            print(f"going on from step {found.step}: {found.adopted} of {found.rows} rows were still in memory")
-    else:
-        store = task.open_shard(chosen.store, chosen.episodes, chosen.shards, **keep)
 
     selection, left = gt.selection.Prioritized(seed=chosen.seed), max(0, chosen.steps - len(losses))
     with gt.Replay(
-        store, selection, task.BATCH, window=task.WINDOW, group=dist.group.WORLD, num_batches=left
+        saving.store, selection, task.BATCH, window=task.WINDOW, group=dist.group.WORLD, num_batches=left
     ) as replay:
-        if resumed:
-            replay.load_state_dict(resumed)
+        if saving.state:
+            replay.load_state_dict(saving.state)
         for batch in replay:  # this rank's part of the batch
             part = batch.to(device)
             errors = task.errors_of(model(part["obs"]), task.target_of(part))
@@ -79,24 +62,19 @@ def main(arguments: list[str] | None = None) -> list[float]:
             if talks and len(losses) % 20 == 0:
                 print(f"step {len(losses):>4}  loss {losses[-1]:.4f}", flush=True)
 
-            if where and len(losses) % chosen.save_every == 0:
-                replay.settle()  # brings the rows' weights to where the replay is
+            if saving.is_due(len(losses)):
                 # The model first, a copy for every host's disk: a step counts as complete once its rows are.
+                place = saving.place(replay)
                 if os.environ["LOCAL_RANK"] == "0":
-                    place, draft = where / f"step-{replay.step:08d}", where / f"model-{rank}.tmp"
-                    place.mkdir(parents=True, exist_ok=True)
+                    draft = place.with_name(f"model-{rank}.tmp")
                     parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses}
                     torch.save(parts, draft)
                     draft.replace(place / "model.pt")
-                save_checkpoint(store, where, ranks, state=replay.state_dict(), companions=["model.pt"])
-            first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-            if len(losses) == chosen.crash_at and first_life and rank == world - 1:
-                os.kill(os.getpid(), signal.SIGKILL)
+                saving.complete(replay, "model.pt")
+            saving.crash(len(losses))
         if talks:
             task.report(losses, replay)
-    dist.barrier()
-    store.unlink()
-    store.close()
+    saving.close()
     dist.destroy_process_group()
     return losses
 

@@ -1,9 +1,14 @@
-"""A pipeline of two stages under DeepSpeed's PipelineModule, whose grid tells the replay which rank is what.
+r"""A pipeline of two stages under DeepSpeed's PipelineModule, whose grid tells the replay which rank is what.
 
     torchrun --nproc-per-node 2 examples/pipeline_deepspeed.py              needs pip install "geartrain[deepspeed]"
     torchrun --nproc-per-node 4 examples/pipeline_deepspeed.py --shards 2   2 stages x 2 replicas
 
-As in pipeline_torch.py, a head is given the observations of a batch and the tail the actions of the same rows.
+    torchrun --standalone --nproc-per-node 2 --max-restarts 1 \
+        examples/pipeline_deepspeed.py --prioritize --directory runs/pipeline --crash-at 70
+
+As in pipeline_torch.py, a head is given the observations of a batch and the tail the actions of the same rows. With
+--directory `engine.save_checkpoint` and the replay are saved as one step, and a job that is started again goes on from
+the newest complete one (memory_saving.py). With --prioritize the tail, which knows the errors, weighs the rows.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import geartrain as gt
+import memory_saving
 import memory_task as task
 
 if not task.on_gpus():
@@ -36,16 +42,22 @@ def microbatches(batch: gt.Batch) -> Iterator[tuple[torch.Tensor | None, torch.T
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
-    chosen = task.options(__doc__).parse_args(arguments)
+    text = task.options(__doc__)
+    memory_saving.add_options(text)
+    chosen = text.parse_args(arguments)
     # DeepSpeed compiles an all-reduce through shared memory on first use; Gloo's will do.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     task.start(multiple_of=STAGES)
     deepspeed.init_distributed(verbose=False)
-    store = task.open_shard(chosen.store, chosen.episodes, chosen.shards)
+    saving = memory_saving.Saving(chosen)
+    errors: list[torch.Tensor] = []  # of the rows of each micro-batch, on the tail
 
-    module = PipelineModule(
-        task.layers(chosen.seed), num_stages=STAGES, loss_fn=task.loss_of, partition_method="uniform"
-    )
+    def loss_of(predicted: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        found = task.errors_of(predicted, target)
+        errors.append(found.detach())
+        return found.mean()
+
+    module = PipelineModule(task.layers(chosen.seed), num_stages=STAGES, loss_fn=loss_of, partition_method="uniform")
     replicas = dist.get_world_size() // STAGES
     engine, *_ = deepspeed.initialize(
         model=module,
@@ -59,24 +71,38 @@ def main(arguments: list[str] | None = None) -> list[float]:
         },
     )
 
-    losses = []
+    losses: list[float] = []
+    if saving.found is not None:
+        _, kept = engine.load_checkpoint(str(saving.found.path), tag="deepspeed")
+        losses = kept["losses"]
     with gt.Replay(
-        store,
+        saving.store,
         gt.selection.Prioritized(seed=chosen.seed),
         task.BATCH,
         window=task.WINDOW,
         mesh=engine.grid,
         inputs=["obs"],
         targets=["action"],
-        num_batches=chosen.steps,
+        num_batches=max(0, chosen.steps - len(losses)),
     ) as replay:
+        if saving.state:
+            replay.load_state_dict(saving.state)
         for batch in replay:
+            errors.clear()
             losses.append(float(engine.train_batch(microbatches(batch))))  # of the whole batch, told to all ranks
+            if chosen.prioritize and errors:
+                replay.update_priorities(batch.keys, torch.cat(errors) + 1e-3)
             if dist.get_rank() == 0 and len(losses) % 20 == 0:
                 print(f"step {len(losses):>4}  loss {losses[-1]:.4f}", flush=True)
+            if saving.is_due(len(losses)):
+                # DeepSpeed's files first, of all ranks: a step counts as complete once its rows are there.
+                place = str(saving.place(replay))
+                engine.save_checkpoint(place, tag="deepspeed", client_state={"losses": losses}, save_latest=False)
+                saving.complete(replay, "deepspeed")
+            saving.crash(len(losses))
         if dist.get_rank() == 0:
             task.report(losses, replay)
-    store.close()
+    saving.close()
     dist.destroy_process_group()
     return losses
 

@@ -25,6 +25,8 @@ torch = pytest.importorskip("torch")
 
 STEPS, BATCH, EPISODES = 24, 64, 256
 PIPELINES = ["pipeline_torch", "pipeline_deepspeed"]
+#: What an example needs, and the extra that has it.
+NEEDED = {"pipeline_deepspeed": "deepspeed", "zero_deepspeed": "deepspeed", "tensor_megatron": "megatron"}
 # Sums in another order, over few steps: float32 keeps about four digits of a loss.
 SAME = {"rtol": 2e-3}
 
@@ -42,8 +44,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
     @functools.cache
     def of(example: str, ranks: int, *arguments: str, lives: int = 1) -> list[Rank]:
-        if example == "pipeline_deepspeed" and importlib.util.find_spec("deepspeed") is None:
-            pytest.skip('needs DeepSpeed: pip install "geartrain[deepspeed]"')
+        needed = NEEDED.get(example)
+        if needed is not None and importlib.util.find_spec(needed) is None:
+            pytest.skip(f'{example} needs pip install "geartrain[{needed}]"')
         name, where = f"{prefix}-{next(numbers)}", tmp_path_factory.mktemp(example)
         return engines.run(example, ranks, where, "--steps", str(STEPS), "--store", name, *arguments, lives=lives)
 
@@ -107,6 +110,23 @@ def test_a_shard_that_is_shared_is_read_in_place(run: Run) -> None:
         assert rank.stats["local_bytes"] == rank.stats["bytes"]
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_follows_the_curve_of_one_rank(run: Run, alone: Rank, stage: int) -> None:
+    ranks = run("zero_deepspeed", 2, "--shards", "2", "--stage", str(stage))
+    assert global_batches(ranks, 2) == global_batches([alone], 1)
+    for rank in ranks:
+        np.testing.assert_allclose(rank.losses, alone.losses, **SAME)
+
+
+def test_tensor_parallel_ranks_of_megatron_core_have_the_same_rows(run: Run, alone: Rank) -> None:
+    ranks = run("tensor_megatron", 4, "--shards", "2")
+    for first, second in (ranks[:2], ranks[2:]):
+        assert first.batches == second.batches, "ranks that share a copy of the model"
+    assert global_batches(ranks[::2], 2) == global_batches([alone], 1)
+    for rank in ranks:
+        np.testing.assert_allclose(rank.losses, alone.losses, **SAME)
+
+
 @pytest.mark.parametrize("engine", PIPELINES)
 def test_head_and_tail_hold_the_same_rows_and_each_only_its_own_fields(
     run: Run, engine: str, monkeypatch: pytest.MonkeyPatch
@@ -152,12 +172,36 @@ def test_a_killed_job_goes_on_with_the_batches_the_uninterrupted_one_would_have_
     assert f"going on from step 8: {EPISODES // 2} of {EPISODES // 2} rows were still in memory" in said
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        ("pipeline_deepspeed",),
+        ("zero_deepspeed", "--stage", "2"),
+        pytest.param(("zero_deepspeed", "--stage", "3"), marks=pytest.mark.slow(reason="one of ZeRO is enough")),
+    ],
+    ids=" ".join,
+)
+def test_checkpoints_of_deepspeed_and_the_replay_are_one_unit(run: Run, how: tuple[str, ...], tmp_path: Path) -> None:
+    """A job that is killed goes on with the model, the optimizer, the priorities and the batches of its last save."""
+    example, *options = how
+    job = [example, 2, *options, "--shards", "2", *SAVING]
+    whole = run(*job, "--directory", str(tmp_path / "whole"))
+    second = run(*job, "--directory", str(tmp_path / "killed"), "--crash-at", "13", lives=2)
+    for before, after in zip(whole, second, strict=True):
+        assert [rows_of(b) for b in after.batches] == [rows_of(b) for b in before.batches[8:]]
+        assert len(after.losses) == STEPS and after.losses == before.losses
+    said = (second[0].directory / "0.txt").read_text()
+    assert f"going on from step 8: {EPISODES // 2} of {EPISODES // 2} rows were still in memory" in said
+    unweighed = run(example, 2, *options, "--shards", "2")
+    assert rows_of(unweighed[0].batches[-1]) != rows_of(whole[0].batches[-1]), "priorities took part"
+
+
 def test_doctor_tells_what_a_job_of_many_ranks_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {finding.what: finding for finding in doctor.examine()}
     assert (
         found["one replay over many ranks"].viable and torch.__version__ in found["one replay over many ranks"].because
     )
-    deepspeed = found["DeepSpeed (pipelines)"]
+    deepspeed = found["DeepSpeed (pipelines, ZeRO)"]
     assert deepspeed.viable == (importlib.util.find_spec("deepspeed") is not None)
     assert deepspeed.viable or deepspeed.because.endswith("pip install 'geartrain[deepspeed]'")
     hosts, reason = found["emulated hosts (bench ranks, tests)"], Hosts.viable()

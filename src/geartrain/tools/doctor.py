@@ -260,7 +260,7 @@ def _gloo() -> Finding:
 
 
 def _deepspeed() -> Finding:
-    what = "DeepSpeed (pipelines)"
+    what = "DeepSpeed (pipelines, ZeRO)"
     try:
         # Not imported: that takes seconds, prints a page and looks for compilers.
         return Finding(what, True, f"version {importlib.metadata.version('deepspeed')}")

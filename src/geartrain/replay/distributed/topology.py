@@ -55,7 +55,8 @@ class Topology:
 
 
 class ModelParallelUnit(Protocol):
-    """The usual mpu methods, as Megatron, DeepSpeed's grid and others have them; those of pp and tp may be missing."""
+    """The usual mpu methods or functions, as `megatron.core.parallel_state` and DeepSpeed's grid have them; those of
+    pp, tp and context parallelism may be missing."""
 
     def get_data_parallel_rank(self) -> int:
         """This rank's place among its replicas."""
@@ -180,6 +181,9 @@ _TP_SIZE = (
     "get_tensor_model_parallel_world_size",
     "get_model_parallel_world_size",
 )
+# Ranks that have parts of the same sequences: they read the same batch, as tensor-parallel ranks do.
+_CP_RANK = ("get_context_parallel_rank",)
+_CP_SIZE = ("get_context_parallel_world_size",)
 
 
 def _method(mpu: Any, names: Sequence[str]) -> Any:
@@ -194,8 +198,14 @@ def _of_mpu(mpu: Any) -> Topology:
         method = _method(mpu, names)
         return default if method is None else int(method())
 
+    context, contexts = ask(_CP_RANK, 0), ask(_CP_SIZE, 1)
     position = MeshPosition(
-        ask(_DP_RANK, 0), ask(_PP_RANK, 0), ask(_TP_RANK, 0), ask(_DP_SIZE, 1), ask(_PP_SIZE, 1), ask(_TP_SIZE, 1)
+        ask(_DP_RANK, 0),
+        ask(_PP_RANK, 0),
+        ask(_TP_RANK, 0) * contexts + context,
+        ask(_DP_SIZE, 1),
+        ask(_PP_SIZE, 1),
+        ask(_TP_SIZE, 1) * contexts,
     )
     world = dist.get_world_size()
     if position.dp_size * position.pp_size * position.tp_size != world:
