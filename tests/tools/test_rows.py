@@ -20,7 +20,7 @@ pytest.importorskip("typer")
 
 from rich.console import Console
 
-from geartrain.tools.cli.rows import half_blocks, picture_of, png, print_rows
+from geartrain.tools.cli.rows import half_blocks, picture_of, png, print_rows, shades
 
 FIELDS = {
     "frame": gt.Field((3, 10, 16), "uint8"),
@@ -63,6 +63,17 @@ def test_the_newest_rows_are_shown_with_pictures_and_written_as_files(store: gt.
     last = next(name for name in names if name.endswith("-frame-3.png"))
     found = image.open(tmp_path / last)
     assert found.size == (16, 10) and found.getpixel((15, 9)) == (0, 0, 255)
+
+
+def test_pictures_without_colours_are_shades(store: gt.Store) -> None:
+    """In a file or a pipe half blocks of two colours would all be the same."""
+    out = Console(file=io.StringIO(), color_system=None, width=100)
+    print_rows(gt.Store.peek(store.name), 1, out, None)
+    text = out.file.getvalue()  # type: ignore[attr-defined]
+    assert "▀" not in text
+    assert "(3, 10, 16) pixels, steps 0 and 3, 0 to 255\n" + ("-" * 16 + "\n") * 5 in text, "red and blue are dark"
+    assert shades(np.tile(np.uint8([[[0] * 3, [255] * 3]]), (8, 4, 1)), 64) == " @ @ @ @\n" * 4
+    assert shades(np.full((8, 130, 3), 255, np.uint8), 64) == "@" * 44 + "\n" + "@" * 44 + "\n"
 
 
 def test_json_has_every_value(store: gt.Store) -> None:

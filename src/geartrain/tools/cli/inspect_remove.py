@@ -368,7 +368,7 @@ def _inspect_journal(directory: Path, as_json: bool) -> None:
         return
     out.print(
         f"journal: {found.rows:,} rows of a store of {journal.capacity:,}, {about['bytes'] / 1e6:,.1f} MB in "
-        f"{len(found.segments)} segments, all checksums right"
+        f"{len(found.segments)} segment{'s' if len(found.segments) != 1 else ''}, all checksums right"
         + (f"; {found.cut_bytes:,} bytes at the end are not whole, and hold nothing" if found.cut_bytes else "")
     )
     if newest:

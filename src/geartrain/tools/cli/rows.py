@@ -28,6 +28,8 @@ _LEAST, _WIDEST = 8, 64
 #: Gray frames of a stack that are shown beside each other; more are no stack.
 _STACKED = 8
 _EDGE_ITEMS = 3
+#: From dark to bright, where there are no colours.
+_SHADES = " .:-=+*#%@"
 
 
 def newest_rows(store: Store, n: int) -> Iterator[dict[str, Any]]:
@@ -95,6 +97,16 @@ def half_blocks(picture: NDArray[np.uint8], width: int) -> Segments:
     return Segments(segments)
 
 
+def shades(picture: NDArray[np.uint8], width: int) -> str:
+    """The same picture without colours, for a file or a pipe: a character for two pixels, the brighter the denser."""
+    step = max(1, -(-picture.shape[1] // max(1, width)))
+    gray = picture[::step, ::step].mean(-1)
+    if len(gray) % 2:
+        gray = np.concatenate([gray, gray[-1:]])
+    levels = ((gray[::2] + gray[1::2]) / 2 * len(_SHADES) / 256).astype(int)
+    return "".join("".join(_SHADES[level] for level in line).rstrip() + "\n" for line in levels)
+
+
 def png(picture: NDArray[np.uint8]) -> bytes:
     """The picture as a PNG file."""
     height, width, _ = picture.shape
@@ -133,7 +145,10 @@ def print_rows(store: Store, n: int, out: Console, folder: Path | None) -> None:
             low, high = int(values.min()), int(values.max())
             out.print(f"{escape(name)} {field.shape} pixels{what}, {low} to {high}", soft_wrap=True, highlight=False)
             for picture in ends:
-                out.print(half_blocks(picture, min(_WIDEST, out.width)), end="")
+                if out.color_system is None:
+                    out.print(shades(picture, min(_WIDEST, out.width)), end="", markup=False, highlight=False)
+                else:
+                    out.print(half_blocks(picture, min(_WIDEST, out.width)), end="")
             if folder is not None:
                 for step, value in enumerate(steps):
                     made = picture_of(value, field)
@@ -169,4 +184,4 @@ def check_rows(rows: int | None, png_folder: Path | None) -> None:
         raise ArgumentError("--png writes pictures of the rows that --rows shows")
 
 
-__all__ = ["check_rows", "half_blocks", "newest_rows", "picture_of", "png", "print_rows", "rows_as_json"]
+__all__ = ["check_rows", "half_blocks", "newest_rows", "picture_of", "png", "print_rows", "rows_as_json", "shades"]
