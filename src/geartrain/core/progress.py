@@ -54,8 +54,8 @@ class Progress:
         self.nbytes += nbytes
         if not self.enabled:
             return
-        if self._bar is not None:
-            self._bar.update(self._task, advance=count, mb=f"{self.nbytes / 1e6:,.0f} MB")
+        if (bar := self._bar) is not None:  # once: a signal's handler may close it
+            bar.update(self._task, advance=count, mb=f"{self.nbytes / 1e6:,.0f} MB")
         elif time.monotonic() - self._said >= LINE_EVERY_S:
             self._said = time.monotonic()
             of = f" of {self.total:,}" if self.total is not None else ""

@@ -120,14 +120,14 @@ class Context:
         self._replays: list[Any] = []
         self._node: Node | None = None
         self._signalled = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may come in between, in the same thread
         _contexts.add(self)
         if not alone:
             trace.name_process(f"{self.name} of {self.job}")
 
     def after_fork(self) -> None:
         """In a forked child, whose node is the parent's: the lock anew, which another thread may have held."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def stopping(self) -> bool:
@@ -347,6 +347,9 @@ class Context:
                     options.setdefault("host", "0.0.0.0")
                 peers = {LAUNCHER: self._spec.launcher} if self._spec.launcher else {}
                 node = Node(self.name, peers=peers, **options)
+                if self._node is not None:  # a signal's handler has made it meanwhile
+                    node.close()
+                    return self._node
                 if self._spec.launcher:
                     node.directory.store = CoordinatorStore(node)
                     node.directory.put(node.name, node.address)

@@ -67,12 +67,10 @@ class BatchLoader:
     Attributes:
         step: the number of the next batch.
         state: the strategies' state before it.
-        waits: whether `next` waits for the prefetch thread.
     """
 
     def __init__(self, builder: BatchBuilder[Any], config: ReplayConfig, stores: Sequence[Store]) -> None:
         self.step = 0
-        self.waits = False
         self.state: State = [{} for _ in stores]
         self._builder = builder
         self._stores = stores
@@ -167,7 +165,6 @@ class BatchLoader:
             ahead = self._ask(self.take_updates())
             if self._shut.is_set():  # `interrupt` is for the thread that it finds, and may have come before this one
                 raise StoreClosedError("this replay was closed")
-            self.waits = True
             return ahead.get(patience_s)
         except StillBuildingError:  # the next call may have it
             waits = "; ".join(sampler.describe_wait() for sampler in self._builder.samplers)
@@ -184,8 +181,6 @@ class BatchLoader:
                     raise
             self.restart()
             raise
-        finally:
-            self.waits = False
 
     def _builds_here(self) -> bool:
         """Whether this thread builds the next batch; the prefetch thread is ended once its batches are used up."""

@@ -450,9 +450,10 @@ class Replay:
                 return
             self._closed = True
             self._loader.shut()
-            free = self._turn.acquire(blocking=False)
             # Also where this is the thread that waits, in a signal's handler.
-            waits = not free or self._loader.waits
+            within = self._turn._is_owned()  # type: ignore[attr-defined]
+            free = self._turn.acquire(blocking=False)
+            waits = not free or within
             self._loader.interrupt(StoreClosedError("this replay was closed while a batch was waited for"))
             reason = "closed while a batch was waited for"
             if not free:

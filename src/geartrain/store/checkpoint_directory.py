@@ -114,8 +114,10 @@ class HeldDirectory:
         if self._fd < 0:
             return
         superseded = self.superseded
-        os.close(self._fd)
-        self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd < 0:  # a signal's handler has closed it meanwhile
+            return
+        os.close(fd)
         if superseded:
             remove_replaced(self._real)
 

@@ -239,9 +239,9 @@ class WeightsSegment:
 
     def close(self) -> None:
         """Detaches; the last process removes the name. Mapped memory stays until it is unmapped."""
-        if self.fd < 0:
+        fd, self.fd = self.fd, -1  # first: a signal's handler may close it, too
+        if fd < 0:
             return
-        fd, self.fd = self.fd, -1
         try:
             locked = locks.take(fd, locks.EXCLUSIVE, GATE, timeout_s=1.0)  # False where a stopped process has it
             if locked and locks.take(fd, locks.EXCLUSIVE, MEMBERS) and _is_at(fd, self.path):

@@ -32,6 +32,8 @@ RACE_S = 0.15
 CHILD_S, THREAD_S = 4.0, 6.0
 #: `close` beside a call that waits, and that call, end within this on an idle machine.
 CLOSE_S = 1.0
+#: No close takes longer than its own timeout, for processes that are to end or ranks that are to ask for a batch.
+TIMEOUT_S = 25.0
 
 
 class Run:
@@ -258,7 +260,7 @@ def close_at_any_line(run: Run) -> None:
             ender.start()
         run.attempt(name, functools.partial(one.during, calls[name]), "that a signal's handler interrupted")
         lines.setdefault(name, max(1, one.lines))
-        if took_s and took_s[0] > run.tools.patience(CLOSE_S):
+        if took_s and took_s[0] > run.tools.patience(TIMEOUT_S):
             run.found(f"close in a signal's handler, within {name}, took {took_s[0]:.1f} s")
         if name in subject.blocked:
             ender.join()

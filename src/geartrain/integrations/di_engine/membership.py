@@ -57,9 +57,10 @@ class Membership:
         node.on_peer_lost(self._peer_lost)
 
     def _make_locks(self) -> None:
-        self._lock = threading.Lock()
+        # A signal's handler may come in between, in the same thread, and close.
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._sending_topics = threading.Lock()
+        self._sending_topics = threading.RLock()
         self._connected = ReentrantEvent()
 
     def after_fork(self) -> None:
