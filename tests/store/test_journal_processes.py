@@ -23,6 +23,7 @@ from geartrain.errors import (
     StoreClosedError,
 )
 from geartrain.store.journal_directory import JournalDirectory
+from geartrain.store.journal_writer import JournalWriter
 
 # --- processes --------------------------------------------------------------------------------------------------
 
@@ -279,3 +280,23 @@ def test_a_handler_that_closes_as_the_journals_thread_is_joined_does_not_call_ro
     assert closed and store.closed
     with create(tmp_path / "journal") as again:
         assert tags(again) == [1]
+
+
+def test_a_journal_goes_on_when_a_pass_found_no_memory(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_pass, failed = JournalWriter.run_pass, []
+
+    def fails_once(self: JournalWriter, ticket: int, *, priorities: bool) -> bool:
+        if not failed:
+            failed.append(True)
+            raise MemoryError
+        return run_pass(self, ticket, priorities=priorities)
+
+    monkeypatch.setattr(JournalWriter, "run_pass", fails_once)
+    with create(tmp_path / "journal", name) as store:
+        tagged.insert(store, range(3))
+        store.sync_journal(patience(20))
+        assert failed and "no memory is left" in caplog.text and store.journal.error is None
+    with create(tmp_path / "journal") as again:
+        assert tags(again) == [0, 1, 2]

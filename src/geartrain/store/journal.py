@@ -226,17 +226,24 @@ class Journal:
                 except (GeartrainError, OSError) as error:
                     self._failed(error)
                     stop.wait(CHECK_S)
+                except MemoryError as error:  # within whatever: it begins again with what is on the disk
+                    self._failed(error)
+                    self._close_writer()
+                    stop.wait(CHECK_S)
             if self._writer is not None:
                 with contextlib.suppress(GeartrainError):
                     ticket = self._native.await_journal_request(seen, 0.0)
                     try:
                         self._writer.run_pass(ticket, priorities=True)
-                    except OSError as error:
+                    except (OSError, MemoryError) as error:
                         self._failed(error)
         finally:
-            writer, self._writer = self._writer, None
-            if writer is not None:
-                writer.close()
+            self._close_writer()
+
+    def _close_writer(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
 
     def _writer_or_raise(self) -> JournalWriter:
         if self._writer is None:
@@ -246,10 +253,11 @@ class Journal:
     def _failed(self, error: Exception) -> None:
         if self._locked:  # else it is for another process to write
             with contextlib.suppress(GeartrainError):
-                self._native.journal_failed((isinstance(error, OSError) and error.errno) or errno.EIO)
-        if str(error) != self._said:
-            self._said = str(error)
-            _log.warning("the journal %s cannot be written: %s", self.path, error)
+                known = errno.ENOMEM if isinstance(error, MemoryError) else errno.EIO
+                self._native.journal_failed((isinstance(error, OSError) and error.errno) or known)
+        if (said := str(error) or "no memory is left") != self._said:
+            self._said = said
+            _log.warning("the journal %s cannot be written: %s", self.path, said)
 
     def _become_writer(self) -> bool:
         directory = JournalDirectory(self.path, self._disk)
