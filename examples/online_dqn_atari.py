@@ -2,7 +2,8 @@
 
     pip install "geartrain[torch,cli,plot,atari]"
     python examples/online_dqn_atari.py                         under three CPU minutes
-    python examples/online_dqn_atari.py --game breakout --steps 50000
+    python examples/online_dqn_atari.py --game boxing --steps 60000 --halve-rate 10000
+    python examples/online_dqn_atari.py --game boxing --constants   what random play and single actions reach
 
 Actors in processes of their own step the games and write each frame once into rows of shared memory; they take the
 newest weights by their version. The learner draws transitions, those with the largest errors most often, whose stacks
@@ -274,14 +275,21 @@ def learn(
 
 
 @torch.inference_mode()
-def evaluate(model: QNetwork, chosen: argparse.Namespace, episodes: int, epsilon: float = 0.01) -> np.ndarray:
-    """Returns of so many games by the game's own score, played side by side with seeds that no actor has."""
+def evaluate(
+    model: QNetwork, chosen: argparse.Namespace, episodes: int, epsilon: float = 0.01, constant: int | None = None
+) -> np.ndarray:
+    """Returns of so many games by the game's own score, played side by side with seeds that no actor has.
+
+    Args:
+        constant: an action to be taken at every step, instead of what the model prefers.
+    """
     games = make(f"atari/{chosen.game}", episodes, sign_rewards=False)
     player = Player(episodes, games.actions, np.full(episodes, epsilon), chosen.seed)
     observation = games.reset(seed=1_000_000 + chosen.seed)
     returns, playing = np.zeros(episodes), np.ones(episodes, bool)
     for _ in range(chosen.eval_steps):
-        stepped = games.step(player.act(model, observation))
+        actions = player.act(model, observation) if constant is None else np.full(episodes, constant)
+        stepped = games.step(actions)
         returns[playing] += stepped.reward[playing]
         playing &= ~(stepped.terminated | stepped.truncated)
         observation = stepped.next
@@ -289,6 +297,15 @@ def evaluate(model: QNetwork, chosen: argparse.Namespace, episodes: int, epsilon
             break
     games.close()
     return returns
+
+
+def play_without_learning(chosen: argparse.Namespace, screen: console.Console) -> None:
+    """Shows what random play and each action alone reach."""
+    actions = make(f"atari/{chosen.game}").actions
+    for constant in (None, *range(actions)):
+        returns = evaluate(QNetwork(actions), chosen, chosen.eval_episodes, epsilon=1.0, constant=constant)
+        name = "random actions" if constant is None else f"action {constant} alone"
+        screen.print(f"{name}: {returns.mean():.1f} ({returns.min():g} to {returns.max():g})")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -308,6 +325,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--capacity", type=int, default=200_000, help="steps that the store keeps (200,000)")
     add("--eval-episodes", type=int, default=6, help="of an evaluation (6)")
     add("--evaluations", type=int, default=4, help="while it trains (4)")
+    add("--constants", action="store_true", help="show what random play and each action alone reach, and end")
     chosen = text.parse_args(arguments)
     chosen.eval_steps = 27_000
     if chosen.tiny:
@@ -316,6 +334,9 @@ def main(arguments: list[str] | None = None) -> int:
     chosen.steps = chosen.steps or 1500
     curves.prepare()
     screen = console.Console()
+    if chosen.constants:
+        play_without_learning(chosen, screen)
+        return 0
     curve = curves.Curve(f"DQN on {chosen.game}", "environment steps", "return", chosen)
     fields = recorded_fields(make(f"atari/{chosen.game}").fields())
     rows = max(64, chosen.capacity // (ROW - OVERLAP - 1))

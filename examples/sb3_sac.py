@@ -1,6 +1,6 @@
 """SAC of Stable-Baselines3 over a replay buffer of geartrain's: `python examples/sb3_sac.py [--stock]`.
 
-Pendulum takes a few minutes on one core, and with MuJoCo installed `--env InvertedPendulum-v5 --steps 3000` one or two;
+Pendulum takes a few minutes on one core, with MuJoCo installed `--env InvertedPendulum-v5 --steps 15000` two or three;
 `--env HalfCheetah-v5 --steps 100000` takes hours.
 """
 

@@ -104,6 +104,15 @@ def test_dqn_runs_and_leaves_nothing_behind(tmp_path):
     assert found["lines"]["random actions"] == result["random"]
 
 
+def test_dqn_shows_what_each_action_alone_reaches(capsys):
+    pytest.importorskip("ale_py", reason="ALE is an extra: pip install 'geartrain[atari]'")
+    import online_dqn_atari as dqn
+
+    assert dqn.main(["--tiny", "--game", "freeway", "--constants", "--eval-episodes", "1"]) == 0
+    shown = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert shown == ["random actions", *(f"action {number} alone" for number in range(3))]
+
+
 class SlowPool:
     """Actors that make a step from one look to the next, up to `most`."""
 
