@@ -71,6 +71,9 @@ PROJECTS = {
                 "test_prb_update_max_priority",
                 "test_prb_alpha_change_retransforms_trees",
             ),
+            "a buffer that is made over items leaves their priorities as they are": (
+                "test_prb_new_sampler_with_loaded_storage",
+            ),
             "state dicts and files of the stock classes": (
                 "legacy",
                 "test_storage_dumps_loads",
