@@ -14,6 +14,7 @@ pytest.importorskip("torch")
 
 import geartrain_bench.allreduce.bench as allreduce
 import geartrain_bench.allreduce.plot as allreduce_plot
+import geartrain_bench.allreduce.reducer_threads as reducer_threads
 import geartrain_bench.allreduce.report as allreduce_report
 import geartrain_bench.allreduce.slow_links as slow_links
 import geartrain_bench.harness.report as report
@@ -206,3 +207,12 @@ def test_reducers_are_compared_with_a_one_way_transfer_of_the_same_run(capsys: p
     assert "one-way TCP" in said
     planned = hybrid(2, 1).planned_s(Network((25e6,) * 2, (25e6,), 2**18)) / (2**18 / 25e6)
     assert f"of {planned:.3f} transfers" in said
+
+
+@pytest.mark.slow(reason="starts four interpreters")
+def test_a_reducer_of_two_threads_is_compared_with_one_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    reducer_threads.measure([1, 2], 2, 0.25, 2, 1, 0.0, None)
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.startswith("2 ranks, 0.25 MB, 2 rounds of 1 calls; load")
+    assert [line.split()[0] for line in lines] == ["1", "2"]
+    assert all(float(line.split()[2]) > 0 for line in lines)

@@ -170,7 +170,8 @@ def learn_reduced(context):
     store.limiter.off()
     rows = {name: np.zeros((2, LENGTH, *field.shape), field.dtype) for name, field in store.fields.items()}
     store.insert(rows, lengths=[context.rank + 1] * 2)
-    assert len(os.environ["GEARTRAIN_REDUCERS"].split(",")) == 2
+    listed = os.environ["GEARTRAIN_REDUCERS"].split(",")
+    assert len(listed) == 4 and len(set(listed)) == 2, "two reducers, each as often as it has threads"
     dist.init_process_group("geartrain")
     for _ in range(5):
         total = torch.full((1 << 16,), float(context.rank + 1))

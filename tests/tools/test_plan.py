@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+import geartrain.tools.plan.machine as machine
 from geartrain.errors import ArgumentError
 from geartrain.replay.distributed.assignment import Replica, assign
 from geartrain.replay.distributed.messages import rank_status
 from geartrain.tools.plan import Cluster, Constants, check, measure, moved_rows, predict, surplus_rows
 from geartrain.tools.plan.machine import DEFAULTS, read_constants
-from geartrain.tools.plan.report import GEAR_GB_PER_S, known_clusters
+from geartrain.tools.plan.replay import Checked
+from geartrain.tools.plan.report import GEAR_GB_PER_S, deviation, known_clusters, show_checked
 
 FOUR = Cluster(hosts=4, gpus=1, rows=4000, batch=256, row_bytes=102_400, link_gbit=0.2)
 
@@ -139,7 +141,8 @@ def measured(**changes: Any) -> dict[str, Any]:
         "case": "200 Mbit/s", "arm": "ordered", "strategy": "prioritized", "hosts": 4, "ranks": 4, "batch": 256,
         "rows": 4000, "row_bytes": 102_400, "link_gbit": 0.2, "train_ms": 0.0,
     }  # fmt: skip
-    found = predict(replace(FOUR, one_machine=True), "ordered", DEFAULTS)
+    # Links are measured by their payload: headers are taken off already.
+    found = predict(replace(FOUR, one_machine=True), "ordered", replace(DEFAULTS, link_share=1.0))
     case |= {"moved_bytes": found.moved_bytes, "median_samples_per_s": found.samples_per_s, **changes}
     return {"bench": "ranks", "constants": DEFAULTS.as_json(), "cases": [case]}
 
@@ -151,6 +154,23 @@ def test_a_prediction_is_held_against_what_was_measured() -> None:
     assert check(measured(strategy="top-k")) == [], "no model, no check"
     with pytest.raises(ArgumentError, match="not a result of `geartrain bench ranks"):
         check({"bench": "store"})
+
+
+def test_how_far_predictions_are_off_is_told_whichever_way(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [deviation(ratio) for ratio in (1.0, 1.25, 0.8, 0.0)] == pytest.approx([0.0, 0.25, 0.25, math.inf])
+    cases = [Checked(f"case {i}", "samples", "1/s", 100.0, 100.0 / ratio) for i, ratio in enumerate((0.5, 1.1, 1.25))]
+    assert show_checked(cases)
+    assert "half of them within 25 %" in " ".join(capsys.readouterr().out.split())
+
+
+def test_all_cores_copy_no_less_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine two threads wait for each other, and a batch of one rank was predicted at half its rate."""
+    monkeypatch.setattr(machine, "_measure_copy", lambda: (14.4, 19.0))
+    monkeypatch.setattr(machine, "_measure_host_copy", lambda cores: 6.9)
+    monkeypatch.setattr(machine, "_measure_rounds", lambda: (40.0, 1.0))
+    assert measure().host_copy_gb_per_s == 14.4
+    monkeypatch.setattr(machine, "_measure_host_copy", lambda cores: 20.0)
+    assert measure().host_copy_gb_per_s == 20.0
 
 
 def test_constants_survive_a_file_and_foreign_ones_are_refused(tmp_path: Path) -> None:

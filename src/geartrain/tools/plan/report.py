@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -93,12 +94,19 @@ def show_checked(checked: Sequence[Checked]) -> bool:
     for what in dict.fromkeys(each.what for each in checked):
         ratios = [each.ratio for each in checked if each.what == what]
         far_off = sum(not 1 / FAR_OFF <= ratio <= FAR_OFF for ratio in ratios)
+        off = 100 * statistics.median(map(deviation, ratios))
         console.print(
             f"{what}: {len(ratios)} cases, median ratio {statistics.median(ratios):.2f}, from {min(ratios):.2f} to "
-            f"{max(ratios):.2f}; {far_off} off by more than {FAR_OFF:g}x",
+            f"{max(ratios):.2f}; half of them within {off:.0f} %, {far_off} "
+            f"off by more than {FAR_OFF:g}x",
             highlight=False,
         )
     return all(1 / FAR_OFF <= each.ratio <= FAR_OFF for each in checked)
+
+
+def deviation(ratio: float) -> float:
+    """How far a prediction is off, as a part of the smaller of it and the measurement."""
+    return max(ratio, 1 / ratio) - 1 if ratio > 0 else math.inf
 
 
 def number(value: float) -> str:
