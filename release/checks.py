@@ -25,8 +25,21 @@ LIBRARIES = {
 NATIVE = {"_native", "lib/libgeartrain_allreduce"}
 PACKAGES = {"geartrain", "geartrain_bench", "geartrain_autoload"}
 IN_SDIST = {"CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "PKG-INFO", "native", "src"}
-# Tests of what works without torch, run from outside the tree against an installed wheel.
-CORE_SUITE = ("core", "selection", "store")
+# Tests of what works without torch, run from outside the tree against an installed wheel: what a wheel could have
+# broken, that is what calls compiled code, in every dtype, in other processes and after forks. What fills disks, kills
+# writers at every instruction or damages files by the thousand is the tree's (`make test`).
+CORE_SUITE = (
+    "core/test_facade.py", "core/test_futex.py", "core/test_json_values.py", "core/test_keys.py", "core/test_locks.py",
+    "core/test_shared_files.py", "core/test_threads.py",
+    "selection/test_selection.py", "selection/test_selection_conformance.py", "selection/test_sharded.py",
+    "store/test_anonymous.py", "store/test_capacity.py", "store/test_checkpoint.py", "store/test_copies.py",
+    "store/test_insert.py", "store/test_journal.py", "store/test_processes.py", "store/test_rate_limiter.py",
+    "store/test_recorder.py", "store/test_removers.py", "store/test_rewrite.py", "store/test_segment.py",
+    "store/test_step_priorities.py", "store/test_store.py", "store/test_store_arguments.py",
+    "store/test_store_forks.py", "store/test_taken_values.py",
+)  # fmt: skip
+# Their times are shares of NumPy's, of which each version of CPython gets another.
+NOT_IN_CORE_SUITE = ("core/test_facade.py::test_store_and_replay_are_imported_quickly",)
 
 
 def refuse(path: Path, what: str) -> None:

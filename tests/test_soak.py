@@ -35,9 +35,18 @@ def test_peers_that_come_and_go_are_no_growth() -> None:
     assert not [one.figure for one in growths(samples) if one.grew]
 
 
+def test_rings_that_fill_are_no_growth_and_a_mapping_that_stays_after_each_kill_is() -> None:
+    """Ten minutes: three rings of 2 MB fill from one kill of their peer to the next; 150 kills leave 100 KB each."""
+    filling = [24.8 + at / 100 * (at % 20) / 20 for at in range(601)]
+    leaking = [shared + at / 4 * 0.1 for at, shared in enumerate(filling)]
+    for shared, expected in ((filling, []), (leaking, ["shared_mb"])):
+        samples = [STEADY._replace(at_s=at, shared_mb=one) for at, one in enumerate(shared)]
+        assert [one.figure for one in growths(samples) if one.grew] == expected
+
+
 @pytest.mark.parametrize(
     "late",
-    [{"private_mb": 180.0}, {"shared_mb": 30.0}, {"threads": 15}, {"descriptors": 40}, {"segments": 7},
+    [{"private_mb": 180.0}, {"shared_mb": 34.0}, {"threads": 15}, {"descriptors": 40}, {"segments": 7},
      {"segments_mb": 30.0}, {"journal_mb": 300.0}],
 )  # fmt: skip
 def test_each_figure_that_grows_is_found(late: dict[str, float]) -> None:

@@ -49,7 +49,8 @@ bool found_new_edges() {
   for (uint64_t i = 0; i < n && i < kEdges; ++i) {
     const unsigned count = counts[touched[i]];
     if (count == 0) continue;  // another thread's, that is there twice
-    const int kind = count < 4 ? static_cast<int>(count) - 1 : std::min(std::bit_width(count), 7);  // to 127, and more
+    const int kind = count < 4 ? static_cast<int>(count) - 1
+                               : std::min(static_cast<int>(std::bit_width(count)), 7);  // to 127, and more
     const auto bit = static_cast<uint8_t>(1u << kind);
     uint8_t& known = seen[touched[i]];
     if ((known & bit) != 0) continue;
