@@ -43,7 +43,8 @@ races: setup $(if $(SANITIZE),sanitized-module)  # public classes closed by two 
 
 # Whatever writes into shared memory, at segments and at ranks that read them. For example: make test-sanitized OF=tests/store
 test-sanitized: SANITIZE = address
-test-sanitized: OF = tests/replay/test_neighbour_scribbles.py tests/store/test_segment_fuzz.py tests/store/test_checkpoint_fuzz.py
+test-sanitized: OF = tests/replay/test_neighbour_scribbles.py tests/store/test_segment_fuzz.py tests/store/test_checkpoint_fuzz.py tests/store/test_journal_fuzz.py \
+  tests/weights/test_weights_opening.py
 test-sanitized: setup sanitized-module
 	$(SANITIZED) $(BIN)/pytest -n 0 -m 'not long' $(OF)
 
