@@ -74,7 +74,8 @@ def fetch(
             A window holds the `window` steps up to and including that step, fewer at the start of the row, and nothing
             later; of a row of several episodes (`recorder(share_rows=True)`) no step of another one than that step's.
         starts: (n,) first step of each window, instead: it holds the `window` steps from there on, fewer at the end of
-            the row. `Windows(anchor="first")` begins where keys say, or else at the row's first step.
+            the row. `Windows(anchor="first")` begins where keys say, or else at the row's first step;
+            `Windows(at="episode")` where the episode of that step does.
         pad: where missing steps go: "left" (before the real ones) or "right". They are zero, and False in
             the batch's mask.
         output: "torch" tensors or "numpy" arrays. Both support DLPack.
