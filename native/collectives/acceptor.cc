@@ -162,7 +162,7 @@ void Acceptor::step(Newcomer& newcomer) {
     } else if (join.world == 0 || join.world > kMostMembers || join.rank >= join.world || join.owners == 0 ||
                join.owners > kMostMembers || join.channel >= kMostMembers) {
       refusal = "the group's sizes are invalid";
-    } else if (join.ring_bytes != 0 && (join.ring_bytes != kRingBytes || newcomer.fds.size() != kJoinFds)) {
+    } else if (join.ring_bytes != 0 && (join.ring_bytes != kLinkRingBytes || newcomer.fds.size() != kJoinFds)) {
       refusal = "rings of another size, or without their memory";
     } else {
       verdict = host_.judge(join, &refusal);
@@ -222,7 +222,7 @@ Dialled introduce(Descriptor socket, Join join, const EventLoop& loop, bool ring
   if (rings) {
     memory = RingMemory::make();
     sent = {memory.memory.get(), loop.wake_descriptor()};
-    join.ring_bytes = kRingBytes;
+    join.ring_bytes = kLinkRingBytes;
   }
   send_with_fds(socket.get(), std::as_bytes(std::span(&join, 1)), sent, deadline);
   std::vector<Descriptor> fds;

@@ -80,7 +80,7 @@ static_assert(offsetof(SharedRing, written) == 64 && offsetof(SharedRing, taken)
               offsetof(SharedRing, data) == 256);
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 
-constexpr uint64_t kOneRing = sizeof(SharedRing) + kRingBytes;
+constexpr uint64_t kOneRing = sizeof(SharedRing) + kLinkRingBytes;
 
 class RingLink final : public Link {
  public:
@@ -89,7 +89,7 @@ class RingLink final : public Link {
     auto* const first = reinterpret_cast<SharedRing*>(memory_.data());
     auto* const second = reinterpret_cast<SharedRing*>(memory_.data() + kOneRing);
     for (const SharedRing* one : {first, second}) {
-      if (std::memcmp(one->magic, kRingMagic, sizeof kRingMagic) != 0 || one->bytes != kRingBytes) {
+      if (std::memcmp(one->magic, kRingMagic, sizeof kRingMagic) != 0 || one->bytes != kLinkRingBytes) {
         fail(ErrorKind::frame, "its shared memory holds no ring");
       }
     }
@@ -105,11 +105,11 @@ class RingLink final : public Link {
   ~RingLink() override { take_back(); }
 
   size_t write(std::span<struct iovec> parts) override {
-    const uint64_t free = kRingBytes - in_ring(written_, out_->taken.load(std::memory_order_acquire));
+    const uint64_t free = kLinkRingBytes - in_ring(written_, out_->taken.load(std::memory_order_acquire));
     size_t done = 0;
     for (const struct iovec& part : parts) {
       const size_t n = std::min<uint64_t>(part.iov_len, free - done);
-      const size_t at = (written_ + done) % kRingBytes, first = std::min(n, kRingBytes - at);
+      const size_t at = (written_ + done) % kLinkRingBytes, first = std::min(n, kLinkRingBytes - at);
       std::memcpy(out_->data + at, part.iov_base, first);
       std::memcpy(out_->data, static_cast<std::byte*>(part.iov_base) + first, n - first);
       done += n;
@@ -127,7 +127,7 @@ class RingLink final : public Link {
     size_t done = 0;
     for (const struct iovec& part : parts) {
       const size_t n = std::min<uint64_t>(part.iov_len, there - done);
-      const size_t at = (taken_ + done) % kRingBytes, first = std::min(n, kRingBytes - at);
+      const size_t at = (taken_ + done) % kLinkRingBytes, first = std::min(n, kLinkRingBytes - at);
       std::memcpy(part.iov_base, in_->data + at, first);
       std::memcpy(static_cast<std::byte*>(part.iov_base) + first, in_->data, n - first);
       done += n;
@@ -147,7 +147,7 @@ class RingLink final : public Link {
     if (reads) in_->reader_sleeps.store(1, std::memory_order_seq_cst);
     if (blocked_) out_->writer_sleeps.store(1, std::memory_order_seq_cst);
     if (reads && in_->written.load(std::memory_order_seq_cst) != taken_) return false;
-    return !blocked_ || written_ - out_->taken.load(std::memory_order_seq_cst) >= kRingBytes;
+    return !blocked_ || written_ - out_->taken.load(std::memory_order_seq_cst) >= kLinkRingBytes;
   }
 
   void announce_wake() override {
@@ -207,7 +207,7 @@ class RingLink final : public Link {
 
  private:
   static uint64_t in_ring(uint64_t written, uint64_t taken) {
-    if (written - taken > kRingBytes) fail(ErrorKind::peer_lost, "its ring is corrupt");
+    if (written - taken > kLinkRingBytes) fail(ErrorKind::peer_lost, "its ring is corrupt");
     return written - taken;
   }
 
@@ -253,7 +253,7 @@ RingMemory RingMemory::make() {
   for (const uint64_t at : {uint64_t{0}, kOneRing}) {
     auto* const ring = reinterpret_cast<SharedRing*>(memory.data() + at);
     std::memcpy(ring->magic, kRingMagic, sizeof kRingMagic);
-    ring->bytes = kRingBytes;
+    ring->bytes = kLinkRingBytes;
   }
   return made;
 }

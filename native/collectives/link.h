@@ -38,7 +38,7 @@
 
 namespace geartrain {
 
-constexpr uint64_t kRingBytes = 512 << 10;
+constexpr uint64_t kLinkRingBytes = 512 << 10;
 
 // What came of reading what a peer exposes.
 enum class ReadExposed : uint8_t {

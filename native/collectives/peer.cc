@@ -8,7 +8,7 @@ namespace geartrain {
 namespace {
 
 constexpr size_t kMostControlQueued = 1 << 20;
-constexpr size_t kReadBudget = 256 << 10;  // of one peer, before the others' turn
+constexpr size_t kPeerReadBudget = 256 << 10;  // of one peer, before the others' turn
 
 const std::byte kZeros[kChunkBytes] = {};
 
@@ -189,7 +189,7 @@ bool Peer::pump_in() {
   try {
     // While it waits for room, `header_` holds its header, and no more than that.
     if (closed_ || paused_ || !digest()) return false;
-    for (size_t budget = kReadBudget; budget > 0;) {
+    for (size_t budget = kPeerReadBudget; budget > 0;) {
       const size_t wanted = in_payload_ ? payload_.size() - payload_filled_ : 0;
       // Behind a large payload only the next header is read ahead, so that numbers are not copied twice.
       const size_t beyond = wanted >= kMostControlBytes / 2 ? sizeof header_ : ahead_.size();

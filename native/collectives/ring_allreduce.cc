@@ -8,7 +8,7 @@ namespace geartrain {
 namespace {
 
 constexpr uint64_t kMostEarlyBytes = uint64_t{64} << 20;  // received before their operation was begun here
-constexpr size_t kMostOpen = 65536;
+constexpr size_t kMostRingOperations = 65536;
 
 }  // namespace
 
@@ -81,7 +81,7 @@ void RingAllreduce::begin(const std::shared_ptr<Work>& work) {
 
 void RingAllreduce::open(uint64_t number, const Open& open) {
   const Shape shape = shape_from(open);
-  if (theirs_.size() >= kMostOpen || !theirs_.emplace(number, shape).second) {
+  if (theirs_.size() >= kMostRingOperations || !theirs_.emplace(number, shape).second) {
     fail(ErrorKind::frame, "it opened operation ", number, " twice, or too many");
   }
   const auto place = operations_.find(number);

@@ -11,7 +11,7 @@
 namespace geartrain {
 namespace {
 
-size_t padded(size_t bytes) {
+size_t aligned(size_t bytes) {
   return (bytes + kBlockAlignment - 1) / kBlockAlignment * kBlockAlignment;
 }
 
@@ -127,7 +127,7 @@ RankReader::Layout RankReader::layout(size_t rows) const {
   Layout made{{}, 0, 0};
   for (const uint64_t bytes : row_bytes_) {
     made.fields.push_back(made.headers);
-    made.headers += padded(bytes * rows);
+    made.headers += aligned(bytes * rows);
   }
   made.bytes = made.headers + rows * sizeof(RowHeader);
   return made;

@@ -13,7 +13,7 @@ namespace geartrain {
 namespace {
 
 template <typename T>
-void append(std::vector<std::byte>& to, const T& record) {
+void append_record(std::vector<std::byte>& to, const T& record) {
   const auto* const bytes = reinterpret_cast<const std::byte*>(&record);
   to.insert(to.end(), bytes, bytes + sizeof record);
 }
@@ -38,7 +38,7 @@ uint64_t RankSteps::total() const {
 
 RankSteps::Parts RankSteps::parts(const RankStatus& mine, std::span<const GivenPriorities> given) const {
   Parts made(settings_.ranks);
-  for (auto& each : made) append(each, mine);
+  for (auto& each : made) append_record(each, mine);
   for (size_t call = 0; call < given.size(); ++call) {
     const GivenPriorities& from = given[call];
     const size_t n = from.rows.size();
@@ -53,9 +53,9 @@ RankSteps::Parts RankSteps::parts(const RankStatus& mine, std::span<const GivenP
       }
       const int64_t draw = from.draws.empty() ? 0 : from.draws[i];  // keys made by hand may have any number
       const int64_t most = std::numeric_limits<uint32_t>::max();
-      append(made[settings_.leaders[static_cast<size_t>(shard)]],
-             PriorityRecord{0, from.rows[i], from.generations[i], 0, static_cast<uint32_t>(call),
-                            static_cast<uint32_t>(std::clamp<int64_t>(draw, 0, most)), from.priorities[i]});
+      append_record(made[settings_.leaders[static_cast<size_t>(shard)]],
+                    PriorityRecord{0, from.rows[i], from.generations[i], 0, static_cast<uint32_t>(call),
+                                   static_cast<uint32_t>(std::clamp<int64_t>(draw, 0, most)), from.priorities[i]});
     }
   }
   return made;
