@@ -165,6 +165,8 @@ class SharedStorage(StoredItems, TensorStorage):  # type: ignore[misc]
         Raises:
             SchemaError: parts that are no tensors, or that lack the storage's axes.
         """
+        if is_tensorclass(data):
+            self._tensorclass = type(data)
         if self.join():
             return
         leaves = leaves_of(data)
@@ -200,8 +202,6 @@ class SharedStorage(StoredItems, TensorStorage):  # type: ignore[misc]
         if isinstance(data, list):
             data = stacked(data)
         batched = not is_number(cursor)
-        if is_tensorclass(data):
-            self._tensorclass = type(data)
         self.make_for(data, batched)
         assert self.store is not None
         if isinstance(cursor, tuple) and self.ndim > 1:
