@@ -330,7 +330,7 @@ def call(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store_nam
     monkeypatch.chdir(place)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.delenv("GEARTRAIN_SECRET", raising=False)
-    monkeypatch.setattr(reducer_main, "threading", types.SimpleNamespace(Event=lambda: stopped))
+    monkeypatch.setattr(reducer_main, "ReentrantEvent", lambda: stopped)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(signal, "pause", lambda: None)
     monkeypatch.setattr(launcher.Launcher, "run", lambda self: None)

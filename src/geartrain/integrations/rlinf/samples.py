@@ -116,7 +116,8 @@ class TrajectorySamples(NamedTuple):
                 differing = np.flatnonzero(here[at:end] != led_to[at - 1 : end - 1])
                 if len(differing):
                     begins[at:end].reshape(-1)[differing // words] = True
-        return begins.T
+        found: NDArray[np.bool_] = begins.T
+        return found
 
 
 def _of_steps(name: str, tensor: torch.Tensor, steps: int) -> torch.Tensor:
