@@ -41,7 +41,8 @@ class TrajectoryRows:
 
     def there(self) -> int:
         """Trajectories that are there."""
-        return len(np.unique(self._store.column(NUMBER)[self._store.keys().row]))
+        # Not by np.unique: it imports numpy.ma, of which a forked child would wait for a thread that is not there.
+        return len(set(self._store.column(NUMBER)[self._store.keys().row].reshape(-1).tolist()))
 
     def samples(self) -> int:
         """Samples that are there."""
