@@ -14,6 +14,7 @@ import numpy as np
 import preloaded
 import pytest
 from deadlines import killed, patience
+from hostile.instants import Interruption
 
 import geartrain as gt
 from geartrain import rpc
@@ -369,3 +370,16 @@ def test_recorders_that_are_dropped_or_closed_give_their_rows_back() -> None:
         del recorder
         gc.collect()
     made.close()
+
+
+def test_a_signals_handler_may_close_a_server_before_any_line_of_its_close(world: World) -> None:
+    def lines_of_a_close(at: int | None) -> int:
+        server = StoreServer(world.learner, world.store, "rows")
+        closing = Interruption(at, server.close)
+        closing.during(server.close)
+        return closing.lines
+
+    for line in range(lines_of_a_close(None)):
+        lines_of_a_close(line)
+    with StoreServer(world.learner, world.store, "rows"), pytest.raises(ArgumentError, match="serves a store 'rows'"):
+        StoreServer(world.learner, world.store, "rows")

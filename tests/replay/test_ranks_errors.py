@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import preloaded
 import pytest
 from deadlines import patience
 from rank_batches import FIELDS, STEPS, B, rows
@@ -278,3 +281,39 @@ def test_a_rank_leaves_a_wait_for_others_within_a_second_and_they_are_told_why(
         assert not thread.is_alive()
     assert took_s[0] < patience(1.5)
     assert len(told) == 1 and "rank 0 aborted" in told[0] and "while a batch was waited for" in told[0]
+
+
+WAITING_AT_EXIT = """
+import threading, time
+import numpy as np
+import geartrain as gt
+from geartrain.selection import Uniform
+from geartrain.tools.testing import ThreadRankGroup
+
+ranks = ThreadRankGroup.make(2, timeout_s=600)
+stores = [gt.Store.create({"x": gt.Field((), "float32")}, max_length=1, capacity=16) for _ in ranks]
+replays = {}
+
+def join(rank):
+    stores[rank].insert({"x": np.zeros((16, 1), np.float32)})
+    replays[rank] = gt.Replay(stores[rank], Uniform(), 8, group=ranks[rank], timeout_s=600)
+
+joining = threading.Thread(target=join, args=(1,))
+joining.start()
+join(0)
+joining.join()
+threading.Thread(target=replays[0].sample, daemon=True).start()  # the other rank never asks
+while replays[0]._loader._ahead is None or not replays[0]._loader._ahead.is_awaited():
+    time.sleep(0.01)
+print("waits", flush=True)
+"""
+
+
+def test_a_process_ends_while_a_daemon_thread_waits_for_other_ranks() -> None:
+    process = preloaded.Popen([sys.executable, "-c", WAITING_AT_EXIT], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "waits\n"
+        process.communicate(timeout=patience(20))
+        assert process.returncode == 0
+    finally:
+        process.kill()

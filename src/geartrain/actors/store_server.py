@@ -80,18 +80,17 @@ class StoreServer:
         if not isinstance(self.name, str) or not self.name:
             raise ArgumentError(f"a store is served under a name, found {name!r}")
         self.node, self.store = node, store
-        with _lock:
-            served = _served.setdefault(node, {})
-            if self.name in served:
+        self._entry = _Entry(store)
+        with _lock:  # each line by itself is whole: a signal's handler may make and close servers in between
+            if _served.setdefault(node, {}).setdefault(self.name, self._entry) is not self._entry:
                 raise ArgumentError(f"the node {node.name!r} serves a store {self.name!r} already")
-            served[self.name] = store
 
     def close(self) -> None:
         """Peers are refused from now on; calls in flight end. The store stays open."""
         with _lock:
             served = _served.get(self.node, {})
-            if served.get(self.name) is self.store:
-                del served[self.name]
+            if served.get(self.name) is self._entry:
+                served.pop(self.name, None)
 
     def __enter__(self) -> Self:
         return self
@@ -106,8 +105,15 @@ class StoreServer:
         return f"<StoreServer of {self.store.name!r} as {self.name!r} at {self.node.name!r}>"
 
 
+class _Entry:
+    """A store that is served. Knows no node, which it would keep alive."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+
 _lock = threading.RLock()  # a signal's handler may come in between
-_served: weakref.WeakKeyDictionary[Node, dict[str, Store]] = weakref.WeakKeyDictionary()
+_served: weakref.WeakKeyDictionary[Node, dict[str, _Entry]] = weakref.WeakKeyDictionary()
 
 
 def pack(keys: Keys) -> PackedKeys:
@@ -142,7 +148,7 @@ def _store_of(caller: Caller, name: str) -> Store:
     if name not in served:
         known = ", ".join(map(repr, sorted(served))) or "none"
         raise LookupError(f"{caller.node.name!r} serves no store {shown(name)}; it serves {known}")
-    return served[name]
+    return served[name].store
 
 
 @_called("describe")

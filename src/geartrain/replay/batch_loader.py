@@ -36,6 +36,8 @@ from geartrain.replay.prefetch import BuildPlacement, Prefetcher, StillBuildingE
 from geartrain.replay.sampler import StoreSampler
 from geartrain.store.store import Store
 
+#: How long a rank that leaves waits for a batch that other ranks take part in, before it leaves them without it.
+LEAVE_S = 0.5
 _NO_UPDATES: list[PriorityUpdate] = []
 
 
@@ -216,9 +218,7 @@ class BatchLoader:
             ahead = self._ahead = Prefetcher(
                 start_next, "geartrain-prefetch", self._finish, builder.enter, builder.overlaps, ready, drop
             )
-            self._finalizer = weakref.finalize(
-                self, _stop, ahead, self._halt, self._timeout_s, self._builder.collective
-            )
+            self._finalizer = weakref.finalize(self, _end, ahead, self._halt, self._timeout_s, builder)
             self._asked = self.step - 1
         while self._asked < last:
             self._asked += 1
@@ -271,12 +271,12 @@ class BatchLoader:
             _stop(self._ahead, self._halt, 0.5, False)  # a wait looks at it every 10 ms
             self._ahead = None
 
-    def leave(self, patience_s: float, reason: str) -> None:
+    def leave(self, reason: str) -> None:
         """Ends the prefetch thread, before `restart`; leaves the other ranks where it waits for them for longer."""
         ahead = self._ahead
         if ahead is None or not ahead.is_mine():
             return
-        _stop(ahead, self._halt, patience_s, True)
+        _stop(ahead, self._halt, LEAVE_S, True)
         if ahead.is_at_work():
             self._builder.abort(reason)
 
@@ -335,11 +335,24 @@ def _traced(finish: Callable[[Any], BuiltBatch]) -> Callable[[Any], BuiltBatch]:
     return finish_and_record
 
 
-def _stop(ahead: Prefetcher[Any], halt: _Flag, timeout_s: float, finish: bool) -> list[Any]:
+def _end(ahead: Prefetcher[Any], halt: _Flag, timeout_s: float, builder: BatchBuilder[Any]) -> None:
+    """Ends the thread of a loader that was dropped, or that the interpreter's end finds.
+
+    Other ranks get their part of what was asked for, within the time. But a daemon thread that still waits for a batch
+    at the interpreter's end may wait for ranks that never ask for it: those are left.
+    """
+    _stop(ahead, halt, timeout_s, builder.collective, LEAVE_S)
+    if builder.collective and ahead.is_mine() and ahead.is_at_work() and ahead.is_awaited():
+        builder.abort("its process ended while a batch was waited for")
+
+
+def _stop(
+    ahead: Prefetcher[Any], halt: _Flag, timeout_s: float, finish: bool, awaited_s: float | None = None
+) -> list[Any]:
     if not ahead.is_mine():
         return []
     halt.set()
     try:
-        return ahead.stop(timeout_s, finish=finish)
+        return ahead.stop(timeout_s, finish=finish, awaited_s=awaited_s)
     finally:
         halt.clear()

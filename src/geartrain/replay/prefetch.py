@@ -109,6 +109,7 @@ class Prefetcher(Generic[Item]):
         self._stopped = False
         self._raised: BaseException | None = None
         self._left: list[Any] = []
+        self._awaited = False
         self._thread = DaemonThread(self._run, name)
         self._thread.start()
 
@@ -119,13 +120,17 @@ class Prefetcher(Generic[Item]):
     def get(self, timeout_s: float) -> Item:
         """The next item. Raises what `make` raised, and `StillBuildingError` when there is none in time."""
         until_s = time.monotonic() + timeout_s
-        while True:
-            try:
-                item = self._ready.get(timeout=max(0.0, min(timeout_s, _SLICE_S, until_s - time.monotonic())))
-                break
-            except queue.Empty:
-                if time.monotonic() >= until_s:
-                    raise StillBuildingError(f"no item was ready within {timeout_s:g} s") from None
+        self._awaited = True
+        try:
+            while True:
+                try:
+                    item = self._ready.get(timeout=max(0.0, min(timeout_s, _SLICE_S, until_s - time.monotonic())))
+                    break
+                except queue.Empty:
+                    if time.monotonic() >= until_s:
+                        raise StillBuildingError(f"no item was ready within {timeout_s:g} s") from None
+        finally:
+            self._awaited = False
         if isinstance(item, BaseException):
             self._raised = item
             raise item
@@ -143,22 +148,26 @@ class Prefetcher(Generic[Item]):
         """Whether the thread has not ended its work."""
         return not self._thread.over
 
+    def is_awaited(self) -> bool:
+        """Whether a `get` waits."""
+        return self._awaited
+
     def is_mine(self) -> bool:
         """Whether the thread belongs to this process, and not to the one it was forked from."""
         return self._pid == os.getpid()
 
-    def stop(self, timeout_s: float, *, finish: bool = False) -> list[Any]:
+    def stop(self, timeout_s: float, *, finish: bool = False, awaited_s: float | None = None) -> list[Any]:
         """Ends the thread: after the item it is at, or, with `finish`, after all that was asked for.
 
         Returns the orders of items that were not made; drops those that were. A thread stuck in a strategy that never
-        returns is left behind; it ends when it comes back.
+        returns is left behind; it ends when it comes back. So is, after `awaited_s`, one for whose item a `get` waits.
         """
         if not self.is_mine():
             return []
         self._stopping = not finish
         self._asked.put(None)
         if self._thread is not threading.current_thread():  # the collector may call this on the thread itself
-            self._thread.join(timeout_s)
+            self._join(timeout_s, timeout_s if awaited_s is None else awaited_s)
         self._stopped = True
         self._drop_ready()
         with suppress(queue.Empty):
@@ -169,6 +178,13 @@ class Prefetcher(Generic[Item]):
         if not self._thread.over:
             self._asked.put(None)  # for when it comes back
         return self._left
+
+    def _join(self, timeout_s: float, awaited_s: float) -> None:
+        until_s = time.monotonic() + timeout_s
+        while True:
+            self._thread.join(min(awaited_s, max(0.0, until_s - time.monotonic())))
+            if not self._thread.is_alive() or self._awaited or time.monotonic() >= until_s:
+                return
 
     def _drop_ready(self) -> None:
         errors = []

@@ -21,7 +21,7 @@ from geartrain.core.keys import Keys
 from geartrain.core.process_report import register
 from geartrain.errors import CallCancelledError, ReplayError, StoreClosedError
 from geartrain.replay.batch import Batch
-from geartrain.replay.batch_loader import BatchLoader
+from geartrain.replay.batch_loader import LEAVE_S, BatchLoader
 from geartrain.replay.builder import given_priorities
 from geartrain.replay.builder_choice import open_builder
 from geartrain.replay.config import ReplayConfig, ReplayOptions, seeded_selection, stores_of
@@ -43,9 +43,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
-
-#: How long `close` waits for a batch that other ranks take part in, before it leaves them without it.
-LEAVE_S = 0.5
 
 
 class Replay:
@@ -464,7 +461,7 @@ class Replay:
                     self._turn.acquire()
             try:
                 if waits and self._builder.collective:
-                    self._loader.leave(LEAVE_S, reason)
+                    self._loader.leave(reason)
                 self._loader.restart()
                 released, self._released = self._released, True
                 if not released and not self._foreign:
