@@ -312,6 +312,23 @@ def test_keys_sort_choose_and_dive() -> None:
     assert not screen.press("q")
 
 
+def test_stores_in_use_come_first_and_names_choose_lines(host: Path) -> None:
+    with make("b-used"):
+        make("a-idle", persist=True).close()
+        (snapshot,), findings, _ = Watcher().look()
+        stores, processes = sections_of([snapshot])[:2]
+        assert [line.values[0] for line in stores.sorted(0, False)] == ["b-used", "a-idle"]
+        assert [line.values[0] for line in stores.sorted(0, True)] == ["b-used", "a-idle"]
+        assert [line.values[0] for line in stores.sorted(1, False)] == ["a-idle", "b-used"]  # by rows
+        assert processes.lines
+        shown = [each.plain for each in plain_lines([snapshot], findings, 140, ["idle"])]
+        assert any(line.startswith("a-idle") for line in shown) and not any("b-used" in line for line in shown)
+        shown = [each.plain for each in Screen([snapshot], names=["b-", "a-"]).lines(140, 40)]
+        assert "only b-, a-" in shown[0] and any(line.startswith("a-idle") for line in shown)
+    refused = preloaded.run([sys.executable, "-m", "geartrain", "top", "idle", "--json"], timeout=patience(60))
+    assert refused.returncode == 2 and "--json prints everything" in refused.stderr
+
+
 def test_without_a_terminal_it_says_what_to_do() -> None:
     done = preloaded.run([sys.executable, "-m", "geartrain", "top"], timeout=patience(60))
     assert done.returncode == 1 and not done.stdout

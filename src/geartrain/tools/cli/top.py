@@ -29,6 +29,13 @@ def _input_files(paths: list[Path]) -> list[Path]:
 
 @app.command()
 def top(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="NAME...",
+            help="Only lines in which one of these stands: a part of a name of a store, process or job.",
+        ),
+    ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print the tables once, and exit. Needs no terminal.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print snapshot and findings once, as JSON.")] = False,
     every_s: Annotated[
@@ -48,11 +55,15 @@ def top(
     locked or written. Keys: 1 to 6 one section, 0 all, arrows and Enter all of a line, s and r sort, p pauses, q quits.
 
     Example: geartrain top --once
+
+    Example: geartrain top replay
     """
     from geartrain.tools.watch.screen import Screen, plain_lines
     from geartrain.tools.watch.terminal import Terminal
     from geartrain.tools.watch.watcher import BackgroundWatcher, Watcher
 
+    if as_json and names:
+        die("names choose lines of the tables; --json prints everything", 2)
     watcher = Watcher(check_trust(trust), all_hosts)
     if once or as_json:
         watcher.look()
@@ -63,7 +74,7 @@ def top(
             document = {"hosts": snapshots, "findings": [each.to_json() for each in findings], "missing": missing}
             sys.stdout.write(json.dumps(document, indent=1) + "\n")
             return
-        for line in plain_lines(snapshots, findings, out.width):
+        for line in plain_lines(snapshots, findings, out.width, names or ()):
             out.print(line, soft_wrap=True)
         for each in missing:
             out.print(f"[yellow]no answer:[/] {escape(each)}", soft_wrap=True)
@@ -72,7 +83,7 @@ def top(
     if why is not None:
         die(f"{why}: `geartrain top --once` prints the tables, --json the same for programs")
     seen: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    screen = Screen()
+    screen = Screen(names=names or ())
     with Terminal() as terminal:
 
         def put(found: Any) -> None:

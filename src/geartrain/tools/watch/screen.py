@@ -30,6 +30,7 @@ class Screen:
     snapshots: Sequence[Mapping[str, Any]] = ()
     findings: Sequence[Diagnosis] = ()
     missing: Sequence[str] = ()  # hosts that could not be reached, and why
+    names: Sequence[str] = ()  # only lines in which one of these stands; all without any
     section: int | None = None  # None: all of them
     cursor: int = 0
     dive: bool = False
@@ -66,7 +67,7 @@ class Screen:
             else:
                 self._show(None)
         elif key in ("s", "S", "r") and self.section is not None and self.snapshots:
-            columns = len(sections_of(self.snapshots)[self.section].columns)
+            columns = len(sections_of(self.snapshots, self.names)[self.section].columns)
             column, descending = self.sorting.get(self.section, (0, False))
             if key == "r":
                 self.sorting[self.section] = (column, not descending)
@@ -84,7 +85,7 @@ class Screen:
         """At most `height` lines of at most `width` cells."""
         if not self.snapshots:
             return [_fit("reading ...", width)][:height]
-        sections = sections_of(self.snapshots)
+        sections = sections_of(self.snapshots, self.names)
         head = [self._head(width)]
         rest = max(0, height - len(head) - 1)
         if self.dive and self.section is not None:
@@ -111,7 +112,8 @@ class Screen:
         missing = "".join(f"  no answer: {each}" for each in self.missing)
         left_out = sum(each.get("left_out", 0) for host in hosts for each in host["processes"])
         beyond = f"  objects that reports have no room for: {left_out}" if left_out else ""
-        return _fit(f"{paused}geartrain top  {what}  {at}  {room}{missing}{beyond}", width, "reverse")
+        only = f"  only {', '.join(self.names)}" if self.names else ""
+        return _fit(f"{paused}geartrain top{only}  {what}  {at}  {room}{missing}{beyond}", width, "reverse")
 
     def _findings(self, width: int, height: int) -> list[Text]:
         if not self.findings:
@@ -175,11 +177,13 @@ class Screen:
         return shown + entries[self.scroll : self.scroll + max(0, height - 1)]
 
 
-def plain_lines(snapshots: Sequence[Mapping[str, Any]], findings: Sequence[Diagnosis], width: int) -> list[Text]:
+def plain_lines(
+    snapshots: Sequence[Mapping[str, Any]], findings: Sequence[Diagnosis], width: int, names: Sequence[str] = ()
+) -> list[Text]:
     """All sections from top to bottom, for `--once`."""
-    screen = Screen(snapshots, findings)
+    screen = Screen(snapshots, findings, names=names)
     lines = [*screen._findings(width, 1 << 20)]
-    for number, section in enumerate(sections_of(snapshots)):
+    for number, section in enumerate(sections_of(snapshots, names)):
         if section.lines:
             lines += [Text(), *screen._table(number, section, width, 1 << 20)]
     return lines

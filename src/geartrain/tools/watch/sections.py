@@ -9,6 +9,8 @@ from typing import Any
 
 from geartrain.tools.watch.causes import SILENT_S, WAITING_S, HostView
 
+_IDLE = "dim"  # the style of what nobody uses
+
 
 @dataclass(frozen=True)
 class Column:
@@ -42,13 +44,22 @@ class Section:
     columns: list[Column]
     lines: list[Line]
 
+    def naming(self, names: Sequence[str]) -> Section:
+        """The lines in which one of these texts stands; all of them without any."""
+        lines = [
+            line
+            for line in self.lines
+            if not names or any(name in value for name in names for value in line.values if isinstance(value, str))
+        ]
+        return Section(self.title, self.columns, lines)
+
     def sorted(self, column: int, descending: bool) -> list[Line]:
-        """The lines by a column's values; those without one come last."""
+        """The lines by a column's values; those without one come last, and by name those that nobody uses."""
         there = [line for line in self.lines if line.values[column] is not None]
         rest = [line for line in self.lines if line.values[column] is None]
         number = all(isinstance(line.values[column], int | float) for line in there)
         there.sort(key=lambda line: line.values[column] if number else str(line.values[column]), reverse=descending)
-        return there + rest
+        return sorted(there + rest, key=lambda line: column == 0 and line.style == _IDLE)
 
 
 def count(value: float | None) -> str:
@@ -93,11 +104,14 @@ def text(value: Any) -> str:
 _NAME = Column("name", text, right=False)
 
 
-def sections_of(snapshots: Sequence[Mapping[str, Any]]) -> list[Section]:
-    """All sections, in the order of the keys that show them; of several hosts, each name with its host's."""
+def sections_of(snapshots: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> list[Section]:
+    """All sections, in the order of the keys that show them, with the lines in which one of the names stands.
+
+    Of several hosts, each name with its host's.
+    """
     views = [HostView(each) for each in snapshots]
     many = len(views) > 1
-    return [
+    made = [
         _section("stores", views, many, _STORES, _stores),
         _section("processes", views, many, _PROCESSES, _processes),
         _section("replays", views, many, _REPLAYS, _replays),
@@ -105,6 +119,7 @@ def sections_of(snapshots: Sequence[Mapping[str, Any]]) -> list[Section]:
         _section("groups", views, many, _GROUPS, _groups),
         _section("weights", views, many, _WEIGHTS, _weights),
     ]
+    return [each.naming(names) for each in made]
 
 
 def _section(
@@ -160,7 +175,7 @@ def _stores(view: HostView) -> Iterator[Line]:
                 rates.get("priorities_updated"),
                 used,
             ],
-            "" if used else "dim",
+            "" if used else _IDLE,
             store,
         )
 
