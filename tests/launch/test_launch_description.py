@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 
 import launched
 import pytest
@@ -123,11 +122,15 @@ def test_a_place_is_what_torchrun_or_slurm_says():
         host_position({}, hosts=2, host=1)
     with pytest.raises(ArgumentError, match="numbered from 0"):
         host_position({}, hosts=2, host=2, master="a:7")
+
+
+def test_several_hosts_need_a_secret_before_anything_is_made(tmp_path, monkeypatch):
+    monkeypatch.delenv("GEARTRAIN_SECRET", raising=False)
+    monkeypatch.chdir(tmp_path)
+    position = host_position({}, hosts=2, host=0, master="127.0.0.1:7")
     with pytest.raises(ArgumentError, match="needs a secret"):
-        os.environ.pop("GEARTRAIN_SECRET", None)
-        launch.run(
-            launch.Job("x", [LINGER]), position=host_position({}, hosts=2, host=0, master="127.0.0.1:7"), live=False
-        )
+        launch.run(launch.Job("x", [LINGER]), position=position, live=False)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_table_shows_what_there_is(job, tmp_path):

@@ -70,6 +70,7 @@ SENSELESS = {
         "--trust": ("all", "User", *WORDS),
     },
     "top": {
+        "names": ("", " ", "a\nb", "\udcff"),
         "--every-s": ("0", "-1", "3601"),
         "--trust": ("all", "User", *WORDS),
     },

@@ -79,10 +79,6 @@ def run(
     position = position or host_position(os.environ)
     name = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}" + ("" if position.hosts == 1 else f"-host{position.host}")
     logs = check_path("folder", folder) if folder is not None else Path("runs") / name
-    try:
-        logs.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ArgumentError(f"the folder for logs cannot be made: {error.strerror} ({error.filename})") from error
     return Launcher(
         job, position, logs.resolve(), fresh=fresh, live=live, every_s=every_s, metrics_port=metrics_port
     ).run()

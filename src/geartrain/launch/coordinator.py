@@ -38,6 +38,18 @@ _SNAPSHOT_S = 5.0
 Event = tuple[str, int, str, str]
 
 
+def job_secret(position: HostPosition) -> str:
+    """`GEARTRAIN_SECRET`; without it on a single host a new one, which only this job's processes know.
+
+    Raises:
+        ArgumentError: several hosts without it.
+    """
+    secret = os.environ.get("GEARTRAIN_SECRET", "")
+    if position.hosts > 1 and not secret:
+        raise ArgumentError("a job on several hosts needs a secret: the same GEARTRAIN_SECRET on all of them")
+    return secret or secrets.token_hex(16)
+
+
 class Coordinator:
     """A launcher's RPC node. Events of other hosts are put into `events`, and `wake` is called with each.
 
@@ -54,10 +66,7 @@ class Coordinator:
         self.changed = threading.Condition()
         self._wake = wake
         self._closed = False
-        self.secret = os.environ.get("GEARTRAIN_SECRET", "")
-        if position.hosts > 1 and not self.secret:
-            raise ArgumentError("a job on several hosts needs a secret: the same GEARTRAIN_SECRET on all of them")
-        self.secret = self.secret or secrets.token_hex(16)  # known to this job's processes only
+        self.secret = job_secret(position)
         options: dict[str, Any] = {"secret": self.secret.encode(), "max_threads": 1024}
         if position.hosts > 1:
             options |= {"host": "0.0.0.0", "port": position.coordinator_port if position.host == 0 else 0}

@@ -19,6 +19,7 @@ import geartrain.weights as weights
 from geartrain.core.counters import SharedCounters
 from geartrain.core.process_report import register
 from geartrain.errors import (
+    ArgumentError,
     GeartrainError,
     JobInterruptedError,
     JobTimeoutError,
@@ -28,7 +29,7 @@ from geartrain.errors import (
     StoreMissingError,
 )
 from geartrain.launch.context import REDUCER_KEY
-from geartrain.launch.coordinator import JOIN_S, Coordinator
+from geartrain.launch.coordinator import JOIN_S, Coordinator, job_secret
 from geartrain.launch.display import Display, JobView, make_display
 from geartrain.launch.hosts import HostPosition, own_address
 from geartrain.launch.job import SERVERS, Job
@@ -68,6 +69,7 @@ class Launcher:
     ) -> None:
         self.job, self.position, self.folder = job, position, folder
         self._placed = place(job, position.hosts)
+        job_secret(position)  # refuses, before anything is made
         self.summary = Summary(folder=str(folder), restarts={each.role.name: 0 for each in self._placed})
         self._fresh = fresh
         self._metrics_port = metrics_port
@@ -102,6 +104,10 @@ class Launcher:
         self._supervisor = Supervisor(self._processes)
         prefix = "" if position.hosts == 1 else f"host {position.host}: "
         self._display: Display = make_display(job.name, live, every_s, prefix)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ArgumentError(f"the folder for logs cannot be made: {error.strerror} ({error.filename})") from error
         self._display.open_log(folder)
 
     def run(self) -> Summary:

@@ -62,6 +62,8 @@ def top(
     from geartrain.tools.watch.terminal import Terminal
     from geartrain.tools.watch.watcher import BackgroundWatcher, Watcher
 
+    if not all(name.strip() and name.isprintable() for name in names or ()):
+        die("a name is a printable text, and not blank", 2)
     if as_json and names:
         die("names choose lines of the tables; --json prints everything", 2)
     watcher = Watcher(check_trust(trust), all_hosts)
