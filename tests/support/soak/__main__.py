@@ -76,6 +76,9 @@ def run(folder: Path, segments: Path, seconds: float) -> dict[str, Any]:
                 others[at] = start(KILLED[at])
                 kills += 1
             time.sleep(SAMPLE_EVERY_S)
+        for process in others:  # first: the learner takes the store with it
+            process.kill()
+            process.wait()
         told = last_words(learner, patience(120))
     finally:
         for process in (learner, *others):
