@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from deadlines import patience
 
 import geartrain_bench as bench
 import geartrain_bench.transitions.bench as transitions
 import geartrain_bench.transitions.worker as worker
+from geartrain.core.schema import Field
+from geartrain.store.store import Store
 from geartrain_bench.harness.child_process import AnsweringProcess, BaselineError
+from geartrain_bench.harness.killed_writers import KilledWriters
 
 TINY = transitions.Plan(3000, 1000, 6000, repeats=3, case_s=0.02, calls=1)
 
@@ -35,6 +42,22 @@ def test_every_case_has_its_floor_and_finite_numbers(tiny: bench.BenchResult) ->
         assert {"floor", "geartrain"} <= systems
         assert ("geartrain prefetch=0" in systems) == ("sample" in case)
         assert ("NumPy" in systems) == ("windows" in case)
+
+
+def test_writers_are_killed_beside_every_case(tiny: bench.BenchResult) -> None:
+    for case in transitions.CASES:
+        (note,) = [note for note in tiny.notes if note.startswith(f"{case.name}: ")]
+        assert re.fullmatch(r".*: [1-9]\d* writers were killed beside it", note)
+
+
+def test_a_writer_that_cannot_record_is_an_error() -> None:
+    fields = {"x": Field((), "float32")}  # no recorder's
+    with (
+        Store.create(f"bench-{os.getpid()}", fields, max_length=2, capacity=8) as store,
+        pytest.raises(BaselineError, match="ended by themselves"),
+        KilledWriters(store.name),
+    ):
+        time.sleep(patience(1.0))
 
 
 def test_a_step_takes_the_bytes_of_its_fields_and_little_more(tiny: bench.BenchResult) -> None:

@@ -15,6 +15,9 @@ warm memory; for `add`, one step of every environment. It draws nothing, and mak
 for each field, so that one call that adds a step may be faster. "floor, private memory" copies as many bytes out of one
 array for each field, which lie in huge pages where the system gives them, as those of baselines do.
 
+geartrain's store is opened by its name, and another process records into it and is killed, again and again
+(`geartrain_bench.harness.killed_writers`), while all systems are timed.
+
 NumPy draws a window's first steps and indexes each field's array, in this process.
 
 Threats to validity: arrays of baselines lie in private memory, with huge pages where the system gives them, geartrain's
@@ -49,6 +52,7 @@ from geartrain.store.recorder import EPISODES, recorded_fields
 from geartrain.store.store import Store
 from geartrain.tools.plots import import_pyplot
 from geartrain_bench.harness.child_process import AnsweringProcess, BaselineError
+from geartrain_bench.harness.killed_writers import ROWS, KilledWriters
 from geartrain_bench.harness.timing import BenchResult, Lap, Row, System
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -219,15 +223,19 @@ class _CaseBench:
         self.random = np.random.default_rng(0)
         self.laps: dict[str, list[Lap]] = {}
         self.bytes: dict[str, float] = {}
+        self.filled = 0  # rows of whole episodes, the store's first
         self.steps = plan.atari_steps if case.frame_stack > 1 else plan.sac_steps
 
     def measure(self) -> None:
         """Times all systems, and records them."""
         ours = self._sample if self.case.batch else self._add
-        with Store.create(
-            self.case.fields, max_length=1001, capacity_steps=self.steps + 2002 * self.case.n_envs
-        ) as store:
-            ours(store)
+        capacity = -(-self.steps // 1001) + 2 * self.case.n_envs + ROWS
+        with Store.create(f"bench-{os.getpid()}", self.case.fields, max_length=1001, capacity=capacity) as made:
+            if self.case.batch:
+                self._fill(made)
+            with Store.open(made.name) as store, KilledWriters(made.name) as writers:
+                ours(store)
+        self.result.notes.append(f"{self.case.name}: {writers.kills} writers were killed beside it")
         floor = harness.quantiles([one.cpu_seconds for one in self.laps["floor"]])[0]
         for name, laps in self.laps.items():
             seconds = [one.cpu_seconds for one in laps]
@@ -235,7 +243,6 @@ class _CaseBench:
 
     def _sample(self, store: Store) -> None:
         case = self.case
-        self._fill(store)
         selection = Uniform(seed=0, over="steps")
         more: dict[str, Any] = {"view": Transitions(n_step=case.n_step, gamma=GAMMA, frame_stack=case.frame_stack)}
         if case.window:
@@ -273,11 +280,12 @@ class _CaseBench:
         episodes["terminated"][:, -2] = True
         for _ in range(-(-self.steps // (rows * 1000))):
             store.insert(episodes, lengths=np.full(rows, 1001))
+        self.filled = len(store)
 
     def _store_floor(self, store: Store) -> Callable[[], None]:
         """A copy of the bytes of a batch's transitions or windows, out of the store's own rows."""
         case = self.case
-        rows, longest = len(store), max(case.copied.values())
+        rows, longest = self.filled, max(case.copied.values())
         drawn = self.random.integers(0, [rows, 1001 - longest], (1024, case.batch, 2))
         parts = []
         for name, count in case.copied.items():
