@@ -47,7 +47,7 @@ def test_every_case_has_its_floor_and_finite_numbers(tiny: bench.BenchResult) ->
 def test_writers_are_killed_beside_every_case(tiny: bench.BenchResult) -> None:
     for case in transitions.CASES:
         (note,) = [note for note in tiny.notes if note.startswith(f"{case.name}: ")]
-        assert re.fullmatch(r".*: [1-9]\d* writers were killed beside it", note)
+        assert re.fullmatch(r".*: [1-9]\d* writers were killed meanwhile", note)
 
 
 def test_a_writer_that_cannot_record_is_an_error() -> None:

@@ -235,7 +235,7 @@ class _CaseBench:
                 self._fill(made)
             with Store.open(made.name) as store, KilledWriters(made.name) as writers:
                 ours(store)
-        self.result.notes.append(f"{self.case.name}: {writers.kills} writers were killed beside it")
+        self.result.notes.append(f"{self.case.name}: {writers.kills} writers were killed meanwhile")
         floor = harness.quantiles([one.cpu_seconds for one in self.laps["floor"]])[0]
         for name, laps in self.laps.items():
             seconds = [one.cpu_seconds for one in laps]
