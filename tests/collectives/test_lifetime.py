@@ -20,7 +20,9 @@ from collectives_crew import MemoryStore
 from deadlines import patience
 
 from geartrain.collectives import Group, Reducer
-from geartrain.errors import CollectiveClosedError, ConnectionClosedError, GeartrainError, RankLostError
+from geartrain.core import process_report
+from geartrain.core.threads import DaemonThread
+from geartrain.errors import ArgumentError, CollectiveClosedError, ConnectionClosedError, GeartrainError, RankLostError
 
 
 def groups_of(world_size: int, **options: Any) -> list[Group]:
@@ -233,3 +235,50 @@ def test_an_interpreter_ends_with_operations_under_way(dropped: str, daemon: boo
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def refused_thread(name: str) -> Callable[[DaemonThread], None]:
+    """`DaemonThread.start` where the system has no more threads for those of this name."""
+    start = DaemonThread.start
+
+    def start_or_not(thread: DaemonThread) -> None:
+        if thread.name == name:
+            raise GeartrainError(f"cannot start the thread {name!r}")
+        start(thread)
+
+    return start_or_not
+
+
+def test_a_group_whose_report_cannot_have_a_thread_works_and_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(process_report, "_reporter", process_report._Reporter())
+    monkeypatch.setattr(DaemonThread, "start", refused_thread("geartrain-report"))
+    first, second = groups_of(2)
+    arrays = [np.ones(4, np.float32) for _ in range(2)]
+    in_threads(lambda: first.all_reduce(arrays[0]), lambda: second.all_reduce(arrays[1]))
+    assert arrays[0].tolist() == arrays[1].tolist() == [2.0] * 4
+    assert "cannot start the thread 'geartrain-report'" in caplog.text
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"hierarchical": True, "hosts": ["a", "b"]}])
+def test_a_rank_that_gives_up_once_all_have_joined_tells_the_others_at_once(monkeypatch, options):
+    def register_or_not(group: Group, *_: object) -> None:
+        if group.rank == 1:
+            raise ArgumentError("GEARTRAIN_REPORT_S is a number")
+
+    monkeypatch.setattr("geartrain.collectives.group.register", register_or_not)
+    store, told, took_s = MemoryStore(), [], []
+
+    def join(rank: int) -> None:
+        began_s = time.monotonic()
+        try:
+            Group(rank, 2, store=store, timeout_s=300.0, host="127.0.0.1", **options).all_reduce(np.ones(4, np.float32))
+        except GeartrainError as error:
+            told.append(str(error))
+        took_s.append(time.monotonic() - began_s)
+
+    in_threads(lambda: join(0), lambda: join(1))
+    assert len(told) == 2
+    assert all("GEARTRAIN_REPORT_S is a number" in text for text in told), told
+    assert max(took_s) < patience(10)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import itertools
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from deadlines import patience
 from hostile.instants import Interruption
 
+import geartrain
 from geartrain.core.threads import DaemonThread, ReentrantEvent
+from geartrain.errors import GeartrainError
 
 
 def test_a_join_that_has_no_limit_lasts_as_long_as_the_work():
@@ -95,3 +99,28 @@ def test_a_handler_sets_an_event_within_any_line_of_its_calls(call):
         if one.lines <= at:
             break
     assert at > 2
+
+
+def test_a_thread_that_the_system_refuses_is_an_error_of_ours_that_names_it_and_the_limits(monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    for name in ("_start_new_thread", "_start_joinable_thread"):  # until Python 3.12, and since
+        if hasattr(threading, name):
+            monkeypatch.setattr(threading, name, refuse)
+    thread = DaemonThread(lambda: None, "refused")
+    with pytest.raises(GeartrainError, match=r"'refused'.*ulimit -u.*pids.max"):
+        thread.start()
+    assert not thread.is_alive()
+
+
+def test_every_thread_of_the_package_is_one_whose_start_is_an_error_of_ours():
+    package = Path(geartrain.__file__).parent
+    found = [
+        f"{path.relative_to(package)}:{node.lineno}"
+        for path in package.rglob("*.py")
+        if "Thread(" in (text := path.read_text())
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("threading.Thread", "Thread", "threading.Timer")
+    ]
+    assert not found

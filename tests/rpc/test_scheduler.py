@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from geartrain.errors import BusyError
+from geartrain.errors import BusyError, GeartrainError
 from geartrain.rpc.protocol import CALL
 from geartrain.rpc.running import about_to_wait, current
 from geartrain.rpc.scheduler import Scheduler
@@ -39,7 +39,7 @@ class Harness:
 
     def start(self, run: Callable[[], object], what: str) -> None:
         if self._threads_left == 0:
-            raise RuntimeError("can't start new thread")
+            raise GeartrainError("cannot start a thread")
         self._threads_left -= 1
         self.started.append(run)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -13,7 +12,7 @@ import geartrain.errors as errors
 from geartrain.collectives.faults import renumbered
 from geartrain.collectives.host_map import host_identity
 from geartrain.core.arguments import check_secret, check_text
-from geartrain.core.threads import ReentrantEvent
+from geartrain.core.threads import DaemonThread, ReentrantEvent
 from geartrain.errors import (
     CollectiveClosedError,
     GeartrainError,
@@ -211,6 +210,12 @@ class Bootstrap:
             setattr(error, attribute, tuple(record[attribute]))
         return error
 
+    def is_to_blame(self) -> bool:
+        """Whether no other rank has published a failure, as far as the store tells."""
+        with suppress(Exception):  # the store is gone
+            return self.failure() is None
+        return True
+
     def raise_failure(self) -> None:
         """Raises the failure that another rank has published, if any."""
         error = self.failure()
@@ -239,7 +244,7 @@ class Bootstrap:
                     give_up(str(error))
                     return
 
-        thread = threading.Thread(target=watch, name="geartrain-bootstrap", daemon=True)
+        thread = DaemonThread(watch, "geartrain-bootstrap")
         thread.start()
         try:
             yield

@@ -26,7 +26,7 @@ from geartrain.collectives.shares import Owners, pick_shares
 from geartrain.collectives.work import FaultNaming, Work
 from geartrain.core.arguments import check_text, check_texts, timeout
 from geartrain.core.process_report import register
-from geartrain.core.threads import ReentrantEvent
+from geartrain.core.threads import DaemonThread, ReentrantEvent
 from geartrain.errors import ArgumentError, CollectiveClosedError, ConnectionClosedError, GeartrainError
 
 _log = logging.getLogger(__name__)
@@ -151,17 +151,25 @@ class Group:
         self._pid = os.getpid()
         until_s = time.monotonic() + timeout_s
         bootstrap = Bootstrap(config.store, name, epoch, rank, world_size, until_s, self._stopped)
-        self._session: Session | HierarchicalSession
-        if hierarchical and world_size > 1:
-            self._session = HierarchicalSession(config, epoch, owners, bootstrap, shares=shares, hosts=hosts)
-        else:
-            self._session = Session(config, epoch, owners, bootstrap)
-        order = self._ring_order()
-        advice = None if order is None or rank != 0 else order.advice()
-        if advice is not None:
-            _log.warning("group %r: %s", name, advice)
-        _alive.add(self)
-        register(self, "group", _figures)
+        session: Session | HierarchicalSession | None = None
+        try:
+            if hierarchical and world_size > 1:
+                session = HierarchicalSession(config, epoch, owners, bootstrap, shares=shares, hosts=hosts)
+            else:
+                session = Session(config, epoch, owners, bootstrap)
+            self._session: Session | HierarchicalSession = session
+            order = self._ring_order()
+            advice = None if order is None or rank != 0 else order.advice()
+            if advice is not None:
+                _log.warning("group %r: %s", name, advice)
+            _alive.add(self)
+            register(self, "group", _figures)
+        except BaseException as error:  # ranks that still join are told, and those that have joined
+            bootstrap.fail(error)
+            if session is not None:
+                session.native.abort(f"it gave up: {error}")
+                session.close(0.0)
+            raise
 
     @property
     def epoch(self) -> int:
@@ -470,9 +478,10 @@ class Group:
         session = self._session
         if first and session.keeps_input:
             # For those that lose a reducer, and would wait for this rank; the store may be hanging.
-            leaving = threading.Thread(target=session.bootstrap.leave, name="geartrain-leave", daemon=True)
-            leaving.start()
-            leaving.join(0.5)
+            leaving = DaemonThread(session.bootstrap.leave, "geartrain-leave")
+            with suppress(GeartrainError):  # no more threads: the connections that end tell them
+                leaving.start()
+                leaving.join(0.5)
         session.close(timeout_s)
         # A thread that replaces the session notices the event, or has just installed the next one.
         if self._lock.acquire(timeout=1.0):

@@ -28,7 +28,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from geartrain.collectives.bootstrap import Bootstrap
-from geartrain.collectives.faults import Fault, error_of, from_reason
+from geartrain.collectives.faults import ABORTED, Fault, as_reason, error_of, from_reason
 from geartrain.collectives.hierarchical_stages import GroupPart, HostStages
 from geartrain.collectives.host_map import HostMap
 from geartrain.collectives.session import GroupConfig, Session
@@ -106,17 +106,22 @@ class HierarchicalSession:
             within = part(f"host{host}", self.map.hosts[host], None)
             across = part(f"lane{place}", self.map.lane(place), lane_owners[place]) if place < self.map.lanes else None
             back = part(f"host{host}/back", self.map.hosts[host], None)
-        except BaseException:
+            if within is not None and hosts is None and config.native["shm"] and within.native.counts()["links"]["tcp"]:
+                _log.warning(
+                    "group %r: rank %d and others of its host, as found, share no memory: hosts= says which are where",
+                    config.name,
+                    config.rank,
+                )
+            self.native = HostStages(config.world_size, place, self.map.lanes, within, across, back, config.rank)
+        except BaseException as error:
+            bootstrap.fail(error)  # for ranks that still join, unless a part has told them
+            if bootstrap.is_to_blame():
+                fault = as_reason((ABORTED, f"rank {config.rank} failed: {error}", [config.rank]))
+                for one in made:
+                    one.native.abort(fault)
             for one in made:
                 one.native.close(0.0)
             raise
-        if within is not None and hosts is None and config.native["shm"] and within.native.counts()["links"]["tcp"]:
-            _log.warning(
-                "group %r: rank %d and others of its host, as found, share no memory: hosts= says which are where",
-                config.name,
-                config.rank,
-            )
-        self.native = HostStages(config.world_size, place, self.map.lanes, within, across, back, config.rank)
         weakref.finalize(self, self.native.close, 0.0).atexit = False
 
     def _lane_owners(self, owners: Owners, shares: str | Sequence[float], lane: int) -> Owners:

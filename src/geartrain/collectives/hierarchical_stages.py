@@ -26,7 +26,7 @@ from geartrain.collectives.faults import ABORTED, CLOSED, Fault, as_reason, from
 from geartrain.collectives.host_map import cut
 from geartrain.collectives.session import Session
 from geartrain.collectives.work import Work
-from geartrain.core.threads import ReentrantEvent
+from geartrain.core.threads import DaemonThread, ReentrantEvent
 from geartrain.errors import ConnectionClosedError, GeartrainError
 
 PIECE_BYTES = 4 << 20
@@ -133,8 +133,12 @@ class HostStages:
         self.ended = False
         self.summed: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
         self.crossed: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
-        for name, run in (("across", self._run_across), ("back", self._run_back)):
-            threading.Thread(target=run, name=f"geartrain-{name}", daemon=True).start()
+        try:
+            for name, run in (("across", self._run_across), ("back", self._run_back)):
+                DaemonThread(run, f"geartrain-{name}").start()
+        except BaseException:
+            self.summed.put(None)  # ends the one that was started
+            raise
 
     def parts(self) -> list[GroupPart]:
         """Those that there are."""
@@ -342,12 +346,15 @@ class HostStages:
             if not self.ended:
                 self.summed.put(None)
             self.ended = True
-        ends = [
-            threading.Thread(target=part.native.close, args=(max(until_s - time.monotonic(), 0.0),), daemon=True)
-            for part in self.parts()
-        ]
-        for end in ends:
-            end.start()
+        ends = []
+        for part in self.parts():
+            left = (max(until_s - time.monotonic(), 0.0),)
+            end = DaemonThread(part.native.close, "geartrain-close", left)
+            try:
+                end.start()
+                ends.append(end)
+            except GeartrainError:  # no more threads: one after the other, by the same deadline
+                part.native.close(*left)
         for end in ends:
             end.join()
 

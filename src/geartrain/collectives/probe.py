@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+
+from geartrain.core.threads import DaemonThread
 
 PROBE_TIMEOUT_S = 3.0
 
@@ -24,7 +25,7 @@ def unreachable(addresses: Iterable[str]) -> set[str]:
         with suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S):
             accepted.add(address)
 
-    threads = [threading.Thread(target=probe, args=(address,), daemon=True) for address in asked]
+    threads = [DaemonThread(probe, "geartrain-probe", (address,)) for address in asked]
     for thread in threads:
         thread.start()
     until_s = time.monotonic() + PROBE_TIMEOUT_S + 1

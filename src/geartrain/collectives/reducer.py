@@ -69,7 +69,11 @@ class Reducer:
             }
         )
         self._threads = threads
-        register(self, "reducer", lambda reducer: {"name": reducer.address, **reducer.metrics()})
+        try:
+            register(self, "reducer", lambda reducer: {"name": reducer.address, **reducer.metrics()})
+        except BaseException:  # a setting that cannot be used
+            self.close(0.0)
+            raise
 
     @property
     def address(self) -> str:

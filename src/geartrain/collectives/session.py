@@ -256,7 +256,7 @@ def next_session(old: Session, lost: tuple[str, ...], until_s: float, stopped: R
             states = [json.loads(state) for state in bootstrap.all_gather("state", json.dumps(mine), check)]
             owners = old.owners.without({reducer for state in states for reducer in state["lost"]}, config.algorithm)
             new, lost_now = _connect_unless_lost(config, epoch, owners, bootstrap, check)
-        except GeartrainError as error:
+        except BaseException as error:
             bootstrap.leave() if stopped.is_set() else bootstrap.fail(error)
             raise
         gone = set(old.owners.reducers) - set(owners.reducers) | lost_now

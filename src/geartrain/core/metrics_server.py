@@ -88,8 +88,13 @@ class MetricsServer:
         self._closing = threading.RLock()  # a signal's handler may close while its thread does
         self._closed = False
         self._clients: dict[_Client, None] = {}  # the oldest first
+        try:
+            self._thread.start()
+        except BaseException:  # no more threads
+            self._listening.close()
+            self._loop.close()
+            raise
         _servers.add(self)
-        self._thread.start()
 
     def close(self) -> None:
         """Stops the server; any thread may, more than once. In a forked child, which has none, it does nothing.

@@ -5,8 +5,9 @@
 
 A thread of the process, started with the first object, reads the figures of all that live once a second and writes them
 into a small file beside the segments, `geartrain-report-PID.json`: nothing is counted or locked where batches and calls
-are made. A file is replaced as a whole, so a reader sees one report or the next. It goes with its process; what a
-killed process leaves is removed by whoever reports next on the host, and is recognised by the process's start time.
+are made. A process that can have no more threads goes on without reports, and says so in its log. A file is replaced as
+a whole, so a reader sees one report or the next. It goes with its process; what a killed process leaves is removed by
+whoever reports next on the host, and is recognised by the process's start time.
 
 GEARTRAIN_REPORT_S is the period in seconds; 0 for no thread and no file.
 """
@@ -148,8 +149,17 @@ class _Reporter:
             self._objects.append((weakref.ref(owner), kind, read))
             if self._thread is None and not self._stop.is_set():
                 path = segments_directory() / f"{_PREFIX}{os.getpid()}{_SUFFIX}"
-                self._thread = DaemonThread(self._run, "geartrain-report", (path, period, self._stop))
-                self._thread.start()
+                thread = DaemonThread(self._run, "geartrain-report", (path, period, self._stop))
+                try:
+                    thread.start()
+                except GeartrainError as error:  # the next object tries again
+                    import logging
+
+                    logging.getLogger(__name__).warning(
+                        "what this process does is not reported to `geartrain top`: %s", error
+                    )
+                    return
+                self._thread = thread
                 at_end_of_forked_child(self.close)
 
     def _run(self, path: Path, period: float, stop: ReentrantEvent) -> None:

@@ -1,4 +1,8 @@
-"""Threads and events of which a signal's handler may use the one that it finds in use by the thread it interrupts."""
+"""Threads and events of which a signal's handler may use the one that it finds in use by the thread it interrupts.
+
+Every thread that geartrain starts is a `DaemonThread`: where the system has no more threads, its start is an error of
+geartrain's, and whoever starts it leaves nothing behind that the thread was to end.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
+
+from geartrain.errors import GeartrainError
 
 # How often a join looks whether the thread has done its work.
 _SLICE_S = 0.5
@@ -30,6 +36,18 @@ class DaemonThread(threading.Thread):
     def __init__(self, target: Callable[..., object], name: str | None = None, args: Iterable[Any] = ()) -> None:
         super().__init__(target=target, name=name, args=args, daemon=True)
         self.over = False
+
+    def start(self) -> None:
+        """See `threading.Thread`. Raises `GeartrainError` where the system has no more threads."""
+        if self.ident is not None:
+            raise RuntimeError("threads can only be started once")
+        try:
+            super().start()
+        except RuntimeError as error:
+            raise GeartrainError(
+                f"cannot start the thread {self.name!r}: {error} (the limits are `ulimit -u`, kernel.threads-max and a "
+                "container's pids.max)"
+            ) from None
 
     def run(self) -> None:
         """See `threading.Thread`."""

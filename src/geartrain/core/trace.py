@@ -29,7 +29,7 @@ from typing import Any
 
 from geartrain.core.processes import at_end_of_forked_child
 from geartrain.core.threads import DaemonThread, ReentrantEvent
-from geartrain.errors import ArgumentError
+from geartrain.errors import ArgumentError, GeartrainError
 
 VARIABLE = "GEARTRAIN_TRACE"
 #: Events in memory of a process: about 50 MB.
@@ -54,6 +54,7 @@ class _Recorder:
         self._began = False
         self._threads: set[int] = set()
         self._thread: threading.Thread | None = None
+        self._no_thread = False  # the system has no more: what fits into memory is appended at the end
         self._stop = ReentrantEvent()
         self._lock = threading.RLock()  # of the file; a signal's handler may come in between
 
@@ -66,11 +67,20 @@ class _Recorder:
             self._threads.add(tid)
             self.events.append(_metadata("thread_name", tid, name=threading.current_thread().name))
         self.events.extend(events)
-        if self._thread is None and not self._stop.is_set():
+        if self._thread is None and not self._no_thread and not self._stop.is_set():
             with self._lock:
                 if self._thread is None:
-                    self._thread = DaemonThread(self._run, "geartrain-trace")
-                    self._thread.start()
+                    thread = DaemonThread(self._run, "geartrain-trace")
+                    try:
+                        thread.start()
+                        self._thread = thread
+                    except GeartrainError as error:
+                        import logging
+
+                        self._no_thread = True
+                        logging.getLogger(__name__).warning(
+                            "the trace keeps %d events at most, until this process ends: %s", MOST, error
+                        )
                     at_end_of_forked_child(self.close)
 
     def _run(self) -> None:

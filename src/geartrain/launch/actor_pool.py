@@ -109,7 +109,12 @@ class ActorPool:
         self._started = ReentrantEvent()
         # One thread starts, watches and reaps all: the kernel kills them when that thread ends.
         self._thread = DaemonThread(self._supervise, "geartrain-actors")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # no more threads
+            self._supervisor.close()
+            self.counters.close()
+            raise
         try:
             self._started.wait()
         except BaseException:  # KeyboardInterrupt
@@ -119,7 +124,11 @@ class ActorPool:
             self._thread.join()
             self.counters.close()
             raise self._start_error
-        register(self, "pool", _figures)
+        try:
+            register(self, "pool", _figures)
+        except BaseException:  # a setting that cannot be used
+            self.stop()
+            raise
 
     def stats(self) -> dict[str, Any]:
         """What all actors have done, those that died included.

@@ -215,9 +215,15 @@ class BatchLoader:
 
             ready = builder.ready if isinstance(builder, LaggedBuilder) else None
             drop = functools.partial(_drop, builder.samplers)
-            ahead = self._ahead = Prefetcher(
-                start_next, "geartrain-prefetch", self._finish, builder.enter, builder.overlaps, ready, drop
-            )
+            try:
+                ahead = self._ahead = Prefetcher(
+                    start_next, "geartrain-prefetch", self._finish, builder.enter, builder.overlaps, ready, drop
+                )
+            except BaseException as error:  # no more threads: other ranks do not wait for this one
+                self._return_updates(updates)
+                if builder.collective:
+                    builder.abort(str(error))
+                raise
             self._finalizer = weakref.finalize(self, _end, ahead, self._halt, self._timeout_s, builder)
             self._asked = self.step - 1
         while self._asked < last:

@@ -205,7 +205,13 @@ class Replay:
         self._consumed = ConsumerFigures()
         self._passes_end = isinstance(self.selection, Epochs) and not self.selection.drop_last
         _replays.add(self)
-        register(self, "replay", _figures)
+        try:
+            register(self, "replay", _figures)
+        except BaseException as error:  # a setting that cannot be used
+            if self._builder.collective:
+                self._builder.abort(str(error))
+            self.close()
+            raise
 
     def _make_locks(self) -> None:
         self._turn = threading.RLock()  # of whoever uses the loader; held while a batch is waited for

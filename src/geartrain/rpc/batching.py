@@ -12,6 +12,7 @@ from concurrent.futures import CancelledError
 from typing import Any
 
 from geartrain.core.arguments import check_flag, check_function, check_real, check_whole
+from geartrain.core.threads import DaemonThread
 from geartrain.errors import ArgumentError, BusyError, MessageError
 from geartrain.rpc.stats import BatchDone, BatchStats
 
@@ -136,7 +137,11 @@ class Batcher:
             if len(self._waiting) >= self._max_size:
                 full, self._waiting, since_s = self._waiting, [], self._since_s
             elif self._max_wait_s is not None:
-                self._keep_time()
+                try:
+                    self._keep_time()
+                except BaseException:  # no more threads: whoever calls is told, and waits for no batch
+                    self._waiting.pop()
+                    raise
         if full is not None:
             self._run(full, since_s, True)
         return pending
@@ -149,9 +154,9 @@ class Batcher:
 
     def _keep_time(self) -> None:
         if self._free_timers == 0 and self._timers < _MAX_TIMERS:
+            DaemonThread(self._watch, f"geartrain batches {self.__qualname__}").start()
             self._timers += 1
             self._free_timers += 1
-            threading.Thread(target=self._watch, name=f"geartrain batches {self.__qualname__}", daemon=True).start()
         elif 0 < self._free_timers == self._sleeping_timers:
             self._changed.notify()
 

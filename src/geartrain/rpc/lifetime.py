@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from geartrain.core.threads import DaemonThread
 from geartrain.errors import ConnectionClosedError
 
 T = TypeVar("T")
@@ -58,7 +59,7 @@ class Lifetime:
             with self._changed:
                 self._changed.notify_all()
 
-        threading.Thread(target=run, name=f"geartrain finds a peer of {self._name}", daemon=True).start()
+        DaemonThread(run, f"geartrain finds a peer of {self._name}").start()
         with self._changed:
             self._changed.wait_for(lambda: outcome or self.ended)
         if not outcome:

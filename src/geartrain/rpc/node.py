@@ -166,25 +166,31 @@ class Node:
         self.address = listener.address
         self.topics = Topics(self)
         self._threads = ThreadGroup(name)
-        self.server = Server(
-            self,
-            name,
-            listener,
-            self.devices,
-            self._threads,
-            pickle=pickle,
-            timeout_s=timeout_s,
-            max_threads=max_threads,
-            max_running=max_running,
-            max_open=max_open,
-            max_queued_bytes=(limits or MessageLimits()).max_queued_bytes,
-            spin_us=self._options["spin_us"],
-            lost=self._lost,
-        )
-        _nodes.add(self)
-        trace.name_process(name)
-        register(self, "node", _figures)
         try:
+            self.server = Server(
+                self,
+                name,
+                listener,
+                self.devices,
+                self._threads,
+                pickle=pickle,
+                timeout_s=timeout_s,
+                max_threads=max_threads,
+                max_running=max_running,
+                max_open=max_open,
+                max_queued_bytes=(limits or MessageLimits()).max_queued_bytes,
+                spin_us=self._options["spin_us"],
+                lost=self._lost,
+            )
+        except BaseException:
+            listener.close()
+            self._threads.join(0.5)
+            self.devices.close()
+            raise
+        _nodes.add(self)
+        try:
+            trace.name_process(name)
+            register(self, "node", _figures)
             self.directory.claim(name, self.address, self.why_not_gone)
         except BaseException:
             self.close()

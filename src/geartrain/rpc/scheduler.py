@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from geartrain.errors import BusyError
+from geartrain.errors import BusyError, GeartrainError
 from geartrain.rpc.running import current
 from geartrain.rpc.session import Call, ServerSession, Worker
 from geartrain.rpc.threads import ThreadGroup
@@ -159,6 +159,11 @@ class Scheduler:
             self._receivers += 1
             return True
 
+    def unclaim_receiver(self) -> None:
+        """The thread that was claimed last cannot be started: it does not count."""
+        with self._lock:
+            self._receivers -= 1
+
     def retire_receiver(self) -> bool:
         """Whether this one is one too many, because one whose place it took is back; it no longer counts then."""
         if self._receivers - self._aside <= self._max_threads + 1:
@@ -260,6 +265,6 @@ class Scheduler:
                 try:
                     self._threads.start(partial(self.run, waiting), "executes calls for")
                     break
-                except RuntimeError as error:  # no more threads to be had
+                except GeartrainError as error:  # no more threads to be had
                     self._refuse(waiting.call, BusyError(f"{self._name!r}: {error}"))
                     waiting = self._next(waiting)

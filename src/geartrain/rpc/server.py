@@ -95,11 +95,15 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._closing = ReentrantEvent()
-        threads.start(self._accept, "accepts")
-        threads.start(self._expire, "expires calls of")
-        for _ in range(2):
-            if self.scheduler.claim_receiver():
-                threads.start(self._receive, "serves")
+        try:
+            threads.start(self._accept, "accepts")
+            threads.start(self._expire, "expires calls of")
+            for _ in range(2):
+                if self.scheduler.claim_receiver():
+                    threads.start(self._receive, "serves")
+        except BaseException:  # no more threads: those that were started end
+            self.close()
+            raise
 
     @property
     def sessions(self) -> list[ServerSession]:
@@ -181,7 +185,10 @@ class Server:
                 continue
             number, message, standing_by = event
             if standing_by == 0 and scheduler.claim_receiver():
-                self._threads.start(self._receive, "serves")
+                try:
+                    self._threads.start(self._receive, "serves")
+                except GeartrainError:  # no more threads: this one waits again once it has served
+                    scheduler.unclaim_receiver()
             session = self._sessions.get(number)
             if isinstance(message, str):
                 self._lost(number, message)
@@ -349,8 +356,13 @@ class Server:
             if self._closed:
                 raise ConnectionClosedError(f"the node {self.name!r} was closed")
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._threads.start(partial(_run_loop, self._loop, self._closing), "loops for")
+                loop = asyncio.new_event_loop()
+                try:
+                    self._threads.start(partial(_run_loop, loop, self._closing), "loops for")
+                except BaseException:
+                    loop.close()
+                    raise
+                self._loop = loop
             return self._loop
 
 

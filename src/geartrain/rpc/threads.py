@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from geartrain.core.threads import DaemonThread
+
 
 class ThreadGroup:
     """Daemon threads that `join` waits for. `owner` stands in their names."""
@@ -15,7 +17,7 @@ class ThreadGroup:
         self._alive: set[threading.Thread] = set()
 
     def start(self, run: Callable[[], object], what: str) -> None:
-        """Runs `run()` in a new thread. Raises `RuntimeError` when the system has no more threads."""
+        """Runs `run()` in a new thread. Raises `GeartrainError` when the system has no more threads."""
 
         def body() -> None:
             mine = threading.current_thread()
@@ -25,7 +27,7 @@ class ThreadGroup:
             finally:
                 self._alive.discard(mine)
 
-        threading.Thread(target=body, name=f"geartrain {what} {self._owner}", daemon=True).start()
+        DaemonThread(body, f"geartrain {what} {self._owner}").start()
 
     def join(self, timeout_s: float) -> None:
         """Waits for all of them together, at most so long; not for the thread that asks."""

@@ -102,7 +102,11 @@ class Journal:
         self._locked = writer is not None
         self._said = ""  # the last warning
         self._follows = follows
-        self._start()
+        try:
+            self._start()
+        except BaseException:  # no more threads: the directory is free for others
+            self._close_writer()
+            raise
 
     def _start(self) -> None:
         self._stop = ReentrantEvent()
@@ -112,8 +116,8 @@ class Journal:
         self._synced = False  # whether all is on the disk, once nothing follows
         self._thread: threading.Thread = DaemonThread(self._run, f"geartrain journal {self.path.name}")
         if self._follows:
-            _journals.add(self)
             self._thread.start()
+            _journals.add(self)
 
     @property
     def is_writer(self) -> bool:

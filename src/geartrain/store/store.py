@@ -18,7 +18,6 @@ from geartrain.core.shared_files import Trust, check_trust
 from geartrain.errors import (
     ArgumentError,
     CheckpointError,
-    IncompatibleStoreError,
     StaleStoreError,
     StoreExistsError,
     StoreMissingError,
@@ -287,10 +286,10 @@ class Store(JournaledStore):
                 check_schema(
                     name, fields, max_length, store.native
                 )  # the name may have passed to another segment meanwhile
-        except IncompatibleStoreError:
+            join_journal(store)
+        except BaseException:
             store.close()
             raise
-        join_journal(store)
         return store
 
     @classmethod

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from geartrain.core.threads import DaemonThread
 from geartrain.errors import ConnectionClosedError, GeartrainError, MessageError, PeerLostError, TransportError
 
 _log = logging.getLogger(__name__)
@@ -139,8 +140,11 @@ def _bring_up() -> Agent | str:
         except Exception as error:
             outcome.append(f"{type(error).__name__}: {error}")
 
-    thread = threading.Thread(target=make, name="geartrain brings up nixl", daemon=True)
-    thread.start()
+    thread = DaemonThread(make, "geartrain brings up nixl")
+    try:
+        thread.start()
+    except GeartrainError as error:  # no more threads
+        return str(error)
     thread.join(BRING_UP_S)
     if not outcome:
         return f"UCX did not come up within {BRING_UP_S:.0f} s"

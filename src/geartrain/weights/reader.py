@@ -109,13 +109,16 @@ class Reader:
         self._current_head: Head | None = None
         self._lock = threading.RLock()  # a signal's handler may come in between, in the same thread, and close
         self._closed = False
+        self._follower: Follower | None = None
         _readers.add(self)
-        register(self, "reader", _figures)
-        self._follower = (
-            None if node is None or source is None else Follower(name, node, source, self._directory, self._trust)
-        )
-        if self._follower is not None:
-            weakref.finalize(self, self._follower.stop)
+        try:
+            if node is not None and source is not None:
+                self._follower = Follower(name, node, source, self._directory, self._trust)
+                weakref.finalize(self, self._follower.stop)
+            register(self, "reader", _figures)
+        except BaseException:  # no more threads
+            self.close()
+            raise
 
     def latest(self, *, at_least: int | None = None, timeout_s: float | None = None) -> Snapshot:
         """Snapshot of the newest version; waits while there is none, or none of at least `at_least`.

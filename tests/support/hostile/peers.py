@@ -145,7 +145,9 @@ def nodes(tools: Tools) -> tuple[rpc.Node, rpc.Node]:
     _over.clear()
     peer = tools.enter(rpc.Node("peer"))
     tools.stack.callback(_over.set)
-    return rpc.Node("one", peers={"peer": peer.address}), peer
+    one = rpc.Node("one", peers={"peer": peer.address})
+    tools.stack.callback(one.close)  # also where it cannot reach the peer
+    return one, peer
 
 
 @factory(rpc.Node, waits=True)
@@ -182,6 +184,7 @@ def node(tools: Tools) -> Subject:
 def called_node(tools: Tools) -> Subject:
     _over.clear()
     one = rpc.Node("one")
+    tools.stack.callback(one.close)  # also where no peer can be made
     peer = tools.enter(rpc.Node("peer", peers={"one": one.address}))
     tools.stack.callback(_over.set)
     return Subject(
@@ -250,15 +253,23 @@ def topic(tools: Tools) -> Subject:
 def groups(tools: Tools, **options: Any) -> list[Group]:
     store = MemoryStore()
     made: dict[int, Group] = {}
+    failed: list[BaseException] = []
 
     def join(rank: int) -> None:
-        made[rank] = Group(rank, 2, store=store, timeout_s=tools.patience(20), host="127.0.0.1", **options)
+        try:
+            made[rank] = Group(rank, 2, store=store, timeout_s=tools.patience(20), host="127.0.0.1", **options)
+        except BaseException as error:
+            failed.append(error)
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    if failed:
+        for group in made.values():
+            group.close(0.0)
+        raise failed[0]
     tools.stack.callback(made[1].close, 0.0)
     return [made[0], made[1]]
 
@@ -470,7 +481,9 @@ def snapshot(tools: Tools) -> Subject:
 def bus(tools: Tools) -> Subject:
     from geartrain.integrations.di_engine.discovery import parse_contact
 
-    one, other = Bus("one", 0), Bus("other", 1)
+    one = Bus("one", 0)
+    tools.stack.callback(one.close)  # also where no other can be made, nor be joined
+    other = Bus("other", 1)
     tools.stack.callback(other.close)
     got = threading.Event()
     other.set_handler(lambda *_: (got.set(), [])[1])
@@ -492,6 +505,7 @@ def bus(tools: Tools) -> Subject:
 @factory(Queue, waits=True)
 def queue(tools: Tools) -> Subject:
     one = Queue("tcp://127.0.0.1:0")
+    tools.stack.callback(one.stop)  # also where it cannot listen
     one.listen()
     return Subject(
         calls={

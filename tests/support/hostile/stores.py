@@ -339,7 +339,9 @@ def replay_on_a_device(tools: Tools) -> Subject:
 
 @factory(gt.Replay, "of a group")
 def replay_of_a_group(tools: Tools) -> Subject:
-    there = tools.enter(new_store(tools))
+    # A file: segments stay where a rank is lost.
+    there = tools.enter(gt.Store.create(tools.folder() / "rows", FIELDS, max_length=STEPS, capacity=CAPACITY))
+    there.insert(rows(16), threads=1)
     (ranks,) = ThreadRankGroup.make(1)
     one = gt.Replay(there, Uniform(seed=1), 8, output="numpy", threads=1, group=ranks)
     made = replay_subject(one, [there])
@@ -369,14 +371,26 @@ def of_two_ranks(tools: Tools, update_lag: int | None) -> Subject:
         stores[-1].insert(rows(16), threads=1)
     ranks = ThreadRankGroup.make(2, tools.patience(20))
 
+    failed: list[BaseException] = []
+
     def join(rank: int) -> None:
         options: dict[str, Any] = {"output": "numpy", "threads": 1, "prefetch": 1, "update_lag": update_lag}
         replays[rank] = gt.Replay(stores[rank], Prioritized(seed=1), 8, group=ranks[rank], **options)
 
-    joining = threading.Thread(target=join, args=(1,))
+    def join_there() -> None:
+        try:
+            join(1)
+        except BaseException as error:
+            failed.append(error)
+
+    joining = threading.Thread(target=join_there)
     joining.start()
-    join(0)
-    joining.join()
+    try:
+        join(0)
+    finally:
+        joining.join()
+    if failed:
+        raise failed[0]
     one, other = replays[0], replays[1]
     lock = order_lock()  # calls are made in the same order on all ranks
 

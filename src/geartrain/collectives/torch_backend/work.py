@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from geartrain.core.threads import ReentrantEvent
-from geartrain.errors import WaitTimeoutError
+from geartrain.core.threads import DaemonThread, ReentrantEvent
+from geartrain.errors import GeartrainError, WaitTimeoutError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -256,7 +256,11 @@ class _Completions:
     def add(self, work: TorchWork) -> None:
         with self._changed:
             self._works.append(work)
-            self._staff()
+            try:
+                self._staff()
+            except GeartrainError as error:  # no more threads: whoever began the work is told
+                self._works.pop()
+                raise backend_error(error) from error
             self._changed.notify()
 
     def close(self, until_s: float) -> None:
@@ -272,10 +276,10 @@ class _Completions:
 
     def _staff(self) -> None:
         if self._works and self._free == 0:
-            self._free += 1
-            thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
-            self._threads.append(thread)
+            thread = DaemonThread(self._run, f"{self._name}-{len(self._threads)}")
             thread.start()
+            self._free += 1
+            self._threads.append(thread)
 
     def _run(self) -> None:
         _callbacks.depth = self._depth + 1
@@ -294,7 +298,8 @@ class _Completions:
             before.wait(STALL_S)
             with self._changed:
                 self._free -= 1
-                self._staff()
+                with contextlib.suppress(GeartrainError):  # no more threads: this one takes the next work, afterwards
+                    self._staff()
             try:
                 work.settle()
             except Exception:  # the device has failed; later futures must still be completed

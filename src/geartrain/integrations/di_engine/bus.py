@@ -93,6 +93,7 @@ class Bus:
         )
         self.members = Membership(self.node, node_id, window or Window(), timeout_s, on_change)
         _buses[self.node] = self
+        _made.add(self)
 
     @property
     def address(self) -> str:
@@ -117,6 +118,7 @@ class Bus:
             self._has_handler.set()
             self.node.close()
             self.members.join_thread()
+            _buses.pop(self.node, None)
 
     # --- topics -----------------------------------------------------------------------------------------------------
 
@@ -231,11 +233,12 @@ class Bus:
 
 # --- functions that peers call --------------------------------------------------------------------------------------
 
-_buses: weakref.WeakKeyDictionary[Node, Bus] = weakref.WeakKeyDictionary()
+_buses: dict[Node, Bus] = {}  # until they are closed
+_made: weakref.WeakSet[Bus] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    for bus in list(_buses.values()):
+    for bus in list(_made):
         bus.members.after_fork()
 
 

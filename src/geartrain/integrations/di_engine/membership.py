@@ -148,9 +148,9 @@ class Membership:
         Returns when each was tried once.
         """
         if self._thread is None:
-            self._thread = DaemonThread(self._keep_connected, args=(list(contacts),))
-            self._thread.name = "geartrain links"
-            self._thread.start()
+            thread = DaemonThread(self._keep_connected, "geartrain links", (list(contacts),))
+            thread.start()
+            self._thread = thread
         self._connected.wait(self.timeout_s)
 
     def _keep_connected(self, contacts: list[Contact]) -> None:

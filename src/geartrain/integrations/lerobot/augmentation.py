@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from geartrain.core.arguments import whole_number
+from geartrain.core.global_generators import drawing
 from geartrain.errors import ArgumentError
 
 
@@ -46,8 +47,9 @@ def random_crop_vectorized(images: torch.Tensor, output_size: tuple[int, ...]) -
             f"Requested crop size ({crop_height}, {crop_width}) is bigger than the image size ({height}, {width})"
         )
     device = images.device
-    top = torch.randint(0, height - crop_height + 1, (count,), device=device)
-    left = torch.randint(0, width - crop_width + 1, (count,), device=device)
+    with drawing:
+        top = torch.randint(0, height - crop_height + 1, (count,), device=device)
+        left = torch.randint(0, width - crop_width + 1, (count,), device=device)
     # A view of all parts that there are; one of each image is gathered from it.
     parts = images.unfold(2, crop_height, 1).unfold(3, crop_width, 1)
     return parts[torch.arange(count, device=device), :, top, left]

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from geartrain.core.arguments import check_function, check_text, check_texts, check_whole, refuse_copies
+from geartrain.core.global_generators import drawing
 from geartrain.errors import (
     ArgumentError,
     EmptyBufferError,
@@ -288,7 +289,9 @@ class LeRobotReplayBuffer:
         there = self._count()
         if not there:
             raise EmptyBufferError("Cannot sample from an empty buffer. Add transitions first.")
-        number = self._index.at(torch.randint(self._index.count(), (count,)).numpy())
+        with drawing:
+            chosen = torch.randint(self._index.count(), (count,))
+        number = self._index.at(chosen.numpy())
         keys, step = self._index.find(number)
         assert self._store is not None
         return DrawnWindows.at(self._store, keys, step, [*self._entries.drawn(), REWARD, FLAGS], _REACH)
@@ -491,7 +494,8 @@ def _store_or_name(store: Any) -> str | Store | None:
 
 
 def _seed() -> int:
-    return int(torch.randint(2**31 - 1, ()))
+    with drawing:
+        return int(torch.randint(2**31 - 1, ()))
 
 
 def _float(array: NDArray[Any]) -> torch.Tensor:

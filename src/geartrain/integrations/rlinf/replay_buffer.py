@@ -22,6 +22,7 @@ from geartrain.core.arguments import (
     timeout,
     whole_number,
 )
+from geartrain.core.global_generators import drawing
 from geartrain.errors import (
     ArgumentError,
     EmptyBufferError,
@@ -125,7 +126,8 @@ class TrajectoryReplayBuffer:
             self._files = TrajectoryFiles(folder)
         self.seed = seed if seed is None else whole_number("seed", seed, 2**63 - 1)
         self._generator = torch.Generator()
-        self._generator.manual_seed(int(torch.randint(_MOST, ())) if self.seed is None else self.seed)
+        with drawing:
+            self._generator.manual_seed(int(torch.randint(_MOST, ())) if self.seed is None else self.seed)
         self._given = _store_or_name(store)
         self._reserve = check_flag("reserve", reserve)
         self._timeout_s = timeout(timeout_s)
@@ -194,6 +196,7 @@ class TrajectoryReplayBuffer:
         """Gives a forked child locks of its own, and draws that are not its parent's."""
         if self._pid != os.getpid():
             self._pid, self._drawing, self._adding = os.getpid(), threading.Lock(), WriterLock(self._timeout_s)
+            self._generator = torch.Generator()  # the parent's may be locked, by a thread that draws from it
             self._begin_draws(int.from_bytes(os.urandom(4), "little"))
 
     def _begin_draws(self, seed: int) -> None:

@@ -14,6 +14,7 @@ from stable_baselines3.her import her_replay_buffer as stock
 from stable_baselines3.her.goal_selection_strategy import KEY_TO_GOAL_STRATEGY, GoalSelectionStrategy
 
 from geartrain.core.arguments import check_whole
+from geartrain.core.global_generators import drawing
 from geartrain.errors import ArgumentError
 from geartrain.integrations.sb3.replay_buffer import DictReplayBuffer
 from geartrain.integrations.transitions.draws import DrawnWindows
@@ -123,7 +124,9 @@ class HerReplayBuffer(DictReplayBuffer, stock.HerReplayBuffer):
             )
         # In the order in which Stable-Baselines3 draws and hands out, so that seeds mean the same.
         relabelled = int(self.her_ratio * batch_size)
-        drawn = np.roll(np.random.randint(0, len(episodes), size=batch_size), -relabelled)
+        with drawing:
+            drawn = np.random.randint(0, len(episodes), size=batch_size)
+        drawn = np.roll(drawn, -relabelled)
         number, first, length = episodes.at(drawn)
         windows = self.windows_of(number)
         if relabelled:
@@ -142,10 +145,10 @@ class HerReplayBuffer(DictReplayBuffer, stock.HerReplayBuffer):
         number, first, length = number[which], first[which], length[which]
         if self.goal_selection_strategy is GoalSelectionStrategy.FINAL:
             chosen = length - 1
-        elif self.goal_selection_strategy is GoalSelectionStrategy.FUTURE:
-            chosen = np.random.randint(number - first, length)
         else:
-            chosen = np.random.randint(0, length)
+            future = self.goal_selection_strategy is GoalSelectionStrategy.FUTURE
+            with drawing:
+                chosen = np.random.randint(number - first if future else 0, length)
         keys, step = self.index.find(first + chosen)
         field = self.observation_fields[_ACHIEVED][0]
         goals = fetch(self.store, keys, fields=[field], window=1, ends=step, output="numpy")[field][:, 0]

@@ -16,6 +16,7 @@ from stable_baselines3.common.preprocessing import get_obs_shape
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 
 from geartrain.core.arguments import check_whole
+from geartrain.core.global_generators import drawing
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, IncompatibleStoreError, NotEnoughRowsError, SchemaError
 from geartrain.integrations.sb3.contents import Contents, FlagArray, Positions
@@ -291,12 +292,15 @@ class ReplayBuffer(stock.ReplayBuffer):
             if self.full:
                 return DrawnWindows.zeros(self.store, self.drawn_fields(), batch_size, self.reach)
             raise NotEnoughRowsError("the replay buffer is empty: nothing was added yet")
-        return self.windows_of(self.index.at(np.random.randint(0, count, size=batch_size)))
+        with drawing:
+            chosen = np.random.randint(0, count, size=batch_size)
+        return self.windows_of(self.index.at(chosen))
 
     def _get_samples(self, batch_inds: NDArray[Any], env: Any = None) -> ReplayBufferSamples:
         """The transitions at positions of this process, each of an environment drawn for it."""
         self.index.refresh()
-        environments = np.random.randint(0, self.n_envs, size=len(batch_inds))
+        with drawing:
+            environments = np.random.randint(0, self.n_envs, size=len(batch_inds))
         return self.samples_of(self.windows_of(self.positions.numbers_at(np.asarray(batch_inds), environments)), env)
 
     def windows_of(self, number: NDArray[np.int64]) -> DrawnWindows:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torchrl.data.replay_buffers import samplers as stock
 from torchrl.data.replay_buffers.samplers import Sampler
 
+from geartrain.core.global_generators import drawing
 from geartrain.errors import ArgumentError, EmptyStoreError
 from geartrain.integrations.torchrl.indices import cells_of
 from geartrain.integrations.torchrl.storage import SharedStorage
@@ -71,9 +72,10 @@ class UniformSampler(StatelessSampler):
         n = len(storage)
         if n == 0:
             raise RuntimeError(_EMPTY)
-        if storage.ndim > 1:
-            return tuple(torch.randint(0, m, (batch_size,), generator=self._rng) for m in storage.shape), {}
-        return torch.randint(0, n, (batch_size,), generator=self._rng), {}
+        with drawing:
+            if storage.ndim > 1:
+                return tuple(torch.randint(0, m, (batch_size,), generator=self._rng) for m in storage.shape), {}
+            return torch.randint(0, n, (batch_size,), generator=self._rng), {}
 
 
 class PrioritizedSampler(stock.PrioritizedSampler):  # type: ignore[misc]  # as TensorDictReplayBuffer asks for
@@ -184,14 +186,16 @@ class PrioritizedSampler(stock.PrioritizedSampler):  # type: ignore[misc]  # as 
         stepped = self._rng is not None
         replay = self._replays.get((batch_size, stepped))
         if replay is None or replay.stores[0] is not store:
-            seed = 0 if stepped else int(torch.randint(0, 2**31, ()))
+            with drawing:
+                seed = 0 if stepped else int(torch.randint(0, 2**31, ()))
             # Only keys are wanted: the smallest field that there is.
             names = [min(storage.names, key=lambda name: _bytes(store.fields[name]))]
             replay = self._replays[batch_size, stepped] = Replay(
                 store, Prioritized(seed=seed), batch_size, fields=names, window=1, prefetch=0, output="numpy"
             )
         if stepped:
-            step = int(torch.randint(0, 2**62, (), generator=self._rng))
+            with drawing:
+                step = int(torch.randint(0, 2**62, (), generator=self._rng))
             replay.load_state_dict(replay.state_dict() | {"step": step})
         batch: Any = replay.sample()
         return storage.index_of(batch.keys), batch.probability

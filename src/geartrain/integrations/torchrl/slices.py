@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from geartrain.core.arguments import check_whole
+from geartrain.core.global_generators import drawing
 from geartrain.errors import ArgumentError, EmptyStoreError
 from geartrain.integrations.torchrl.samplers import PrioritizedSampler, StatelessSampler
 from geartrain.integrations.torchrl.storage import SharedStorage
@@ -87,7 +88,9 @@ class SliceSampler(StatelessSampler):
         # One item of the slice at least is inside.
         left, right = (np.minimum(length - 1 if out is True else out, outside - 1) for out in slices.span)
         places = lengths - outside + 1 + left + right
-        offset = (torch.rand(n, generator=self._rng, dtype=torch.float64).numpy() * places).astype(np.int64) - left
+        with drawing:
+            part = torch.rand(n, generator=self._rng, dtype=torch.float64)
+        offset = (part.numpy() * places).astype(np.int64) - left
         end = np.minimum(offset + outside, lengths)
         offset = np.maximum(offset, 0)
         index, info = slices.marked(storage, window, begin + offset, end - offset)
@@ -281,14 +284,14 @@ class Slices:
     def trajectories_of(self, window: Held, length: int, n: int, rng: Any) -> NDArray[np.int64]:
         """n trajectories, each drawn with the same probability among those that are long enough."""
         count = self._trajectories.count
-        which = torch.randint(count, (n,), generator=rng).numpy()
+        which = _drawn(count, n, rng)
         if not self.strict_length:
             return which
         short = np.flatnonzero(self.spans(window, which)[1] < length)
         for _ in range(_ROUNDS):
             if not len(short):
                 return which
-            which[short] = torch.randint(count, (len(short),), generator=rng).numpy()
+            which[short] = _drawn(count, len(short), rng)
             short = short[self.spans(window, which[short])[1] < length]
         lengths = self.spans(window, np.arange(count))[1]
         long = np.flatnonzero(lengths >= length)
@@ -297,7 +300,7 @@ class Slices:
                 f"Did not find a single trajectory with sufficient length (length range: {lengths.min()} - "
                 f"{lengths.max()} / required={length})."
             )
-        which[short] = long[torch.randint(len(long), (len(short),), generator=rng).numpy()]
+        which[short] = long[_drawn(len(long), len(short), rng)]
         return which
 
     def ahead(self, window: Held, numbers: NDArray[np.int64], length: int) -> NDArray[np.int64]:
@@ -342,6 +345,14 @@ class Slices:
     def __repr__(self) -> str:
         of = f"num_slices={self.num_slices}" if self.slice_len is None else f"slice_len={self.slice_len}"
         return f"{of}, strict_length={self.strict_length}"
+
+
+def _drawn(below: int, n: int, rng: Any) -> NDArray[np.int64]:
+    """n numbers from 0 to `below` - 1; of torch's global generator without one."""
+    with drawing:
+        drawn = torch.randint(below, (n,), generator=rng)
+    found: NDArray[np.int64] = drawn.numpy()
+    return found
 
 
 def _path(key: Key) -> tuple[str, ...]:

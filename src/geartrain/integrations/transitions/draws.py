@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.core.global_generators import drawing
 from geartrain.core.keys import Keys
 from geartrain.integrations.transitions.layout import FLAGS, TRANSITION
 from geartrain.replay.fetch import fetch
@@ -64,7 +65,8 @@ class DrawnWindows(NamedTuple):
 
 def seed_of_numpy() -> int:
     """A seed from NumPy's global generator."""
-    return int(np.random.randint(0, 2**31))
+    with drawing:
+        return int(np.random.randint(0, 2**31))
 
 
 class TransitionDraws:

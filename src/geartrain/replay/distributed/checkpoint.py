@@ -27,7 +27,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -36,7 +35,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from geartrain.core.arguments import check_flag, check_path, check_texts, shown, timeout
-from geartrain.errors import ArgumentError, CheckpointError, PeerLostError, WaitTimeoutError
+from geartrain.core.threads import DaemonThread
+from geartrain.errors import ArgumentError, CheckpointError, GeartrainError, PeerLostError, WaitTimeoutError
 from geartrain.replay.distributed.checkpoint_requests import (
     LoadRequest,
     SaveRequest,
@@ -394,11 +394,15 @@ def _run_phase(ranks: RankGroup, doing: str, body: Callable[[], T], timeout_s: f
         except Exception as error:
             outcome.append((error, None))
 
-    thread = threading.Thread(target=run, name="geartrain-shards", daemon=True)
-    thread.start()
+    thread = DaemonThread(run, "geartrain-shards")
+    try:
+        thread.start()
+    except GeartrainError as failed:  # no more threads: the others are told, as of any failure
+        outcome.append((failed, None))
     deadline_s = time.monotonic() + timeout_s
     while True:
-        thread.join(POLL_S)
+        if thread.is_alive():
+            thread.join(POLL_S)
         error, result = outcome[0] if outcome else (None, None)
         failure = None if error is None else f"{type(error).__name__}: {error}"
         every = ranks.all_gather_object((bool(outcome), failure, result, time.monotonic() > deadline_s))

@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from geartrain.core.threads import DaemonThread
 from geartrain.errors import GeartrainError, WaitTimeoutError
 from geartrain.replay.distributed.carrier import INLINE_BYTES
 from geartrain.replay.distributed.rank_group import Bytes, RankGroup
@@ -93,7 +94,11 @@ class TransportRounds:
             except GeartrainError as error:
                 group.round_failed(error)
         else:
-            self._behind.send(number, messages)
+            try:
+                self._behind.send(number, messages)
+            except GeartrainError as error:  # no more threads
+                group.abort(str(error))
+                raise
         return number
 
     def collect(self, number: int, peers: Collection[int]) -> dict[int, Bytes]:
@@ -158,7 +163,12 @@ class _Sender:
             self._unsent += 1
             if self._unsent > 1:
                 return  # the thread is there
-        threading.Thread(target=self._run, name="geartrain-rank-sends", daemon=True).start()
+            try:
+                DaemonThread(self._run, "geartrain-rank-sends").start()
+            except BaseException:
+                self._unsent -= 1
+                self._waiting.get_nowait()
+                raise
 
     def flush(self, timeout_s: float) -> bool:
         with self._changed:

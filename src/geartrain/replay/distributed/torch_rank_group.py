@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import threading
 import time
 import warnings
 import zlib
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy as np
 
 from geartrain.core.extras import require_torch
+from geartrain.core.threads import DaemonThread
 from geartrain.errors import ArgumentError, GeartrainError, PeerLostError, WaitTimeoutError
 from geartrain.replay.distributed.carrier import MAX_MESSAGES, Bytes, Carrier, CarrierError, Cause, Message
 from geartrain.replay.distributed.gloo_carrier import GlooCarrier
@@ -174,6 +175,9 @@ class TorchRankGroup:
             return carrier.all_to_all(number, parts, time.monotonic() + self.timeout_s)
         except CarrierError as error:
             self._lost(error)
+        except GeartrainError as error:  # no more threads to send with
+            self.abort(str(error))
+            raise
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """See `RankGroup`."""
@@ -193,6 +197,9 @@ class TorchRankGroup:
             carrier.exchange(number, sends, receives, time.monotonic() + self.timeout_s)
         except CarrierError as error:
             self._lost(error)
+        except GeartrainError as error:  # no more threads to send with
+            self.abort(str(error))
+            raise
 
     def _next_number(self) -> int:
         """The number of an exchange, equal on all ranks."""
@@ -286,9 +293,10 @@ def _asked(ask: Callable[[], T], otherwise: T) -> T:
     def run() -> None:
         answers.append(ask())
 
-    thread = threading.Thread(target=_quietly, args=(run,), daemon=True)
-    thread.start()
-    thread.join(NOTE_S)
+    thread = DaemonThread(_quietly, "geartrain-note", (run,))
+    with contextlib.suppress(GeartrainError):  # no more threads
+        thread.start()
+        thread.join(NOTE_S)
     return answers[-1]
 
 

@@ -17,12 +17,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from geartrain.core.threads import DaemonThread
 from geartrain.errors import GeartrainError
 
 COMMANDS = ("ip", "tc", "unshare", "mount", "sh")
@@ -77,7 +77,7 @@ def call_in(space: str, host: str, make: Callable[[], T]) -> T:
         except OSError as error:
             failed.append(error)
 
-    thread = threading.Thread(target=enter_and_make)
+    thread = DaemonThread(enter_and_make, "geartrain-namespace")
     thread.start()
     thread.join(DEADLINE_S)
     if not made:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.core.threads import DaemonThread
 from geartrain.errors import PinError, WaitTimeoutError
 
 _POLL_S = 1e-4
@@ -323,8 +324,9 @@ class SimulatedDevice:
             stream.work.append(work)
             if self.delay_s is not None:
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._run_all, name=self.name, daemon=True)
-                    self._thread.start()
+                    thread = DaemonThread(self._run_all, self.name)
+                    thread.start()
+                    self._thread = thread
             elif self._kernels:
                 self.finish()
             else:

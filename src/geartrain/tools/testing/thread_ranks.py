@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from geartrain.core.threads import DaemonThread
 from geartrain.errors import PeerLostError
 from geartrain.replay.distributed.rank_collectives import all_gather_bruck, all_gather_object
 from geartrain.replay.distributed.rank_group import Bytes, Message
@@ -184,7 +185,7 @@ def run_ranks(
             errors[one.rank] = error
             one.abort(f"{type(error).__name__}: {error}")
 
-    threads = [threading.Thread(target=run, args=(one,), daemon=True) for one in group]
+    threads = [DaemonThread(run, "geartrain-rank", (one,)) for one in group]
     for thread in threads:
         thread.start()
     deadline_s = time.monotonic() + timeout_s
