@@ -136,6 +136,21 @@ void StepWriter::write(const StepColumn& column, uint32_t environment, uint32_t 
   }
 }
 
+void StepWriter::differing(std::span<const StepColumn> values, std::vector<uint8_t>* out) const {
+  check_usable();
+  out->assign(options_.environments, 0);
+  for (uint32_t e = 0; e < options_.environments; ++e) {
+    const Environment& mine = environments_[e];
+    (*out)[e] = !mine.is_in_episode() || mine.steps == 0;
+    for (const StepColumn& column : values) {
+      if ((*out)[e] != 0) break;
+      const TimedField& field = timed(column.field);
+      const std::byte* given = column.data + e * column.stride;
+      (*out)[e] = std::memcmp(at(field, mine.row, mine.steps - 1), given, field.step_bytes) != 0;
+    }
+  }
+}
+
 void StepWriter::add_reward(Environment& environment, uint32_t step) const {
   const TimedField& field = timed(static_cast<uint32_t>(reward_field_));
   const Conversion convert = conversion(field.dtype, 13);

@@ -114,6 +114,9 @@ class StepWriter {
   size_t step(const StepInput& input, bool admitted, CompletedRows* completed);
   // Ends the episodes of `mask` where they are, and keeps their steps.
   size_t cut(std::span<const uint8_t> mask, bool admitted, CompletedRows* completed);
+  // Which environments' newest step has other values than these, byte by byte, or is not there: 1 for each of them.
+  // Columns have the fields' own dtypes.
+  void differing(std::span<const StepColumn> values, std::vector<uint8_t>* out) const;
   // Returns the blocks of unpublished rows to the store, and closes published ones with their published steps.
   void abandon();
 

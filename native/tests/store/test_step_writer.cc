@@ -224,7 +224,7 @@ TEST(pages_of_large_steps_are_mapped_at_once_where_a_writer_writes_to_them_first
   StoreOptions store_options;
   store_options.capacity = kRows;
   auto store = Store::create(testing::unique_name(),
-                             {{"image", kUint8, 1, true, {kSteps, kPixels}},
+                             {{"image", 2, 1, true, {kSteps, kPixels}},
                               {"action", kInt64, 8, true, {kSteps, 2}},
                               {"terminated", kBool, 1, true, {kSteps}},
                               {"truncated", kBool, 1, true, {kSteps}},
@@ -258,6 +258,40 @@ TEST(pages_of_large_steps_are_mapped_at_once_where_a_writer_writes_to_them_first
         CHECK_EQ(static_cast<int>(images[(t + 1) * kPixels - 1]), static_cast<int>(images[t * kPixels]));
       }
     }
+  }
+}
+
+TEST(environments_whose_newest_step_has_other_values_are_told) {
+  auto store = step_store(16);
+  for (const uint32_t overlap : {1u, 2u}) {
+    StepWriter writer(*store, writer_options(3, Autoreset::disabled, 1, overlap));
+    std::vector<int64_t> obs(6), action{1, 1, 2, 2, 3, 3};
+    const std::vector<uint8_t> no(3, 0);
+    const StepColumn observation{kObs, reinterpret_cast<const std::byte*>(obs.data()), 16};
+    const StepColumn value{kAction, reinterpret_cast<const std::byte*>(action.data()), 16};
+    const StepInput input{.values = {&value, 1}, .observations = {&observation, 1}, .terminated = no, .truncated = no};
+    CompletedRows completed;
+    std::vector<uint8_t> differing;
+    const std::vector<uint8_t> all(3, 1), none(3, 0), second{0, 1, 0}, first{1, 0, 0};
+    writer.differing({&value, 1}, &differing);
+    CHECK(differing == all);
+    writer.begin({&observation, 1}, {}, 0, true, &completed);
+    writer.differing({&value, 1}, &differing);
+    CHECK(differing == all);                 // no action yet
+    for (int step = 0; step < 20; ++step) {  // through the ends of rows
+      writer.step(input, true, &completed);
+      writer.differing({&value, 1}, &differing);
+      CHECK(differing == none);
+      action[3] += 1;  // the last number of the second environment's
+      writer.differing({&value, 1}, &differing);
+      CHECK(differing == second);
+    }
+    writer.step(input, true, &completed);
+    const std::vector<uint8_t> ends{1, 0, 0};
+    writer.cut(ends, true, &completed);
+    writer.differing({&value, 1}, &differing);
+    CHECK(differing == first);
+    writer.abandon();
   }
 }
 
