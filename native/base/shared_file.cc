@@ -215,6 +215,16 @@ Mapping::Mapping(Mapping&& other) noexcept
       path_(std::move(other.path_)),
       temporary_(std::exchange(other.temporary_, {})) {}
 
+bool map_for_writing(std::byte* begin, uint64_t bytes) noexcept {
+#ifndef MADV_POPULATE_WRITE
+  constexpr int MADV_POPULATE_WRITE = 23;
+#endif
+  static const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const uintptr_t first = reinterpret_cast<uintptr_t>(begin) & ~(page - 1);
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(begin) + bytes + page - 1) & ~(page - 1);
+  return ::madvise(reinterpret_cast<void*>(first), end - first, MADV_POPULATE_WRITE) == 0;
+}
+
 Mapping::~Mapping() {
   if (data_ != nullptr) ::munmap(data_, bytes_);
   const int fd = fd_;

@@ -52,6 +52,10 @@ void share_with(int fd, Trust trust);
 // Swaps the names of two files or directories in one step. Throws os.
 void exchange_paths(const std::string& one, const std::string& other);
 
+// Maps the pages of a part of a writable mapping in one call, where writing to them would map one after the other. It
+// changes nothing else, and false says that it was not done: the kernel is older than Linux 5.14, or memory is short.
+bool map_for_writing(std::byte* begin, uint64_t bytes) noexcept;
+
 class Mapping {
  public:
   // A new file of `bytes` zeros in the directory of `path`, not yet visible under that name. With `reserve`, every

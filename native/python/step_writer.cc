@@ -20,6 +20,9 @@
 namespace geartrain {
 namespace {
 
+// Comparing fewer bytes takes less time than others need to take the GIL.
+constexpr uint64_t kComparedWithGil = 64 << 10;
+
 // What a call answers: None when all is done and no row was completed; the keys of completed rows as bytes
 // (rows, then generations, uint32); the number of rows that the rate limiter has to admit first; or the name
 // of an argument that is to be converted first. Nothing was done in the last two cases.
@@ -84,6 +87,31 @@ class Recorder {
       return problem;
     }
     return answer([&] { return writer_->begin(columns_[1], chosen, version, admitted, &completed_); });
+  }
+
+  // None where every environment's newest step has these values, of a part of the fields; else bytes (n,), 1 for each
+  // environment whose step has not; or the name of a field whose values are no contiguous array of its dtype.
+  nb::object differing(nb::handle given) {
+    const Use use(*this);
+    std::vector<StepColumn>& values = columns_[0];
+    values.clear();
+    uint64_t bytes = 0;
+    if (PyDict_CheckExact(given.ptr()) == 0) fail(ErrorKind::schema, "values are given in a dict, by field");
+    for (const Named& field : values_) {
+      PyObject* value = PyDict_GetItemWithError(given.ptr(), field.name.ptr());
+      if (value == nullptr) continue;
+      StepColumn column{};
+      if (!column_of(field.field, value, &column) || column.convert != nullptr) return field.name;
+      values.push_back(column);
+      bytes += n_ * bytes_per_step(store_.fields()[field.field]);
+    }
+    if (values.size() != static_cast<size_t>(PyDict_GET_SIZE(given.ptr()))) {
+      fail(ErrorKind::schema, "values of fields that steps do not have");
+    }
+    const auto compare = [&] { writer_->differing(values, &differing_); };
+    bytes < kComparedWithGil ? entered(store_, compare) : released(store_, compare);
+    if (std::find(differing_.begin(), differing_.end(), 1) == differing_.end()) return nb::none();
+    return nb::bytes(differing_.data(), differing_.size());
   }
 
   nb::object cut(nb::handle mask, bool admitted) {
@@ -279,6 +307,7 @@ class Recorder {
   size_t used_ = 0;
   std::vector<StepColumn> columns_[3];
   CompletedRows completed_;
+  std::vector<uint8_t> differing_;
   std::atomic<bool> busy_{false};
 };
 
@@ -294,6 +323,7 @@ void bind_step_writer(nb::module_& module) {
            nb::arg("admitted"))
       .def("begin", &Recorder::begin, nb::arg("observation"), nb::arg("mask").none(), nb::arg("version"),
            nb::arg("admitted"))
+      .def("differing", &Recorder::differing, nb::arg("values"))
       .def("cut", &Recorder::cut, nb::arg("mask").none(), nb::arg("admitted"))
       .def("abandon", &Recorder::abandon)
       .def("in_episode", &Recorder::in_episode)

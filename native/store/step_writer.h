@@ -114,6 +114,9 @@ class StepWriter {
   size_t step(const StepInput& input, bool admitted, CompletedRows* completed);
   // Ends the episodes of `mask` where they are, and keeps their steps.
   size_t cut(std::span<const uint8_t> mask, bool admitted, CompletedRows* completed);
+  // Which environments' newest step has other values than these, byte by byte, or is not there: 1 for each of them.
+  // Columns have the fields' own dtypes.
+  void differing(std::span<const StepColumn> values, std::vector<uint8_t>* out) const;
   // Returns the blocks of unpublished rows to the store, and closes published ones with their published steps.
   void abandon();
 
@@ -126,6 +129,8 @@ class StepWriter {
   // What steps, or rows, that are published from now on enter with.
   void set_priority(double priority) { priority_ = priority; }
   uint64_t rows() const { return completed_rows_; }
+  // Of large steps that went to a place this writer had not written to yet, whose pages it therefore mapped at once.
+  uint64_t mapped_steps() const { return mapped_steps_; }
   bool in_episode(uint32_t environment) const { return environments_[environment].is_in_episode(); }
 
  private:
@@ -151,6 +156,7 @@ class StepWriter {
     uint64_t stride;  // from row to row
     uint64_t step_bytes;
     uint64_t count;  // elements of a step
+    int32_t large;   // its place in written_; -1: steps of few pages
   };
   // Rows of one call to the store.
   struct Group {
@@ -165,7 +171,8 @@ class StepWriter {
     return field.base + row * field.stride + step * field.step_bytes;
   }
   const TimedField& timed(uint32_t field) const { return timed_[place_[field]]; }
-  void write(const StepColumn& column, uint32_t environment, uint32_t row, uint32_t step) const;
+  void write(const StepColumn& column, uint32_t environment, uint32_t row, uint32_t step);
+  void map_steps(const TimedField& field, uint32_t row, uint32_t step, uint32_t count);
   void write_flag(FieldRole role, uint32_t row, uint32_t step, bool value) const;
   void add_reward(Environment& environment, uint32_t steps) const;
   void mark_last(const Environment& environment, uint32_t step) const;
@@ -191,6 +198,9 @@ class StepWriter {
   std::vector<TimedField> timed_;
   std::vector<uint32_t> place_;    // of a field in timed_
   std::vector<uint32_t> per_row_;  // fields without time
+  // Of fields of large steps: how many of each row's this writer has written to, at most.
+  std::vector<std::vector<uint32_t>> written_;
+  uint64_t mapped_steps_ = 0;
   const uint32_t max_length_;
   int32_t return_field_ = -1;
   int32_t episodes_field_ = -1;

@@ -122,3 +122,22 @@ def test_no_final_observation_is_wanted_of_environments_that_took_no_step():
         step = {"action": np.zeros(2, np.int32), "reward": np.ones(2), "mask": np.array([True, False])}
         keys = recorder.step(np.ones((2, 3)), final_observation=[np.full(3, 7), None], **step, **flags(2, [0, 1]))
         assert len(keys) == 1 and rows_of(store)[0]["obs"][1].tolist() == [7, 7, 7]
+
+
+def test_environments_whose_newest_step_has_other_values_are_told():
+    with store_of(4) as store:
+        recorder = store.recorder(2, autoreset="disabled", overlap=1)
+        recorder.reset(np.zeros((2, 3)))
+        given = {"action": np.array([1, 2], np.int32), "reward": np.array([0.5, np.nan], np.float32)}
+        assert recorder.differing(given).tolist() == [True, True]  # no step yet
+        for _ in range(7):  # through the ends of rows
+            recorder.step(np.ones((2, 3)), **given, **flags(2))
+            assert recorder.differing(given) is None
+            assert recorder.differing({"reward": given["reward"]}) is None
+            assert recorder.differing({"action": [1, 2]}) is None  # is converted
+            assert recorder.differing({"action": np.array([1, 3], np.int32)}).tolist() == [False, True]
+        recorder.cut(np.array([True, False]))
+        assert recorder.differing(given).tolist() == [True, False]
+        for wrong in ({"action": [1, 2, 3]}, {"action": ["a", 2]}, {"obs": np.ones((2, 3))}, {"last": [0, 1]}, [1, 2]):
+            with pytest.raises(SchemaError):
+                recorder.differing(wrong)

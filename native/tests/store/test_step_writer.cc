@@ -219,6 +219,82 @@ TEST(every_step_is_in_its_row_in_every_autoreset_mode) {
   }
 }
 
+TEST(pages_of_large_steps_are_mapped_at_once_where_a_writer_writes_to_them_first) {
+  constexpr uint32_t kPixels = 64 << 10, kRows = 4, kSteps = 4;
+  StoreOptions store_options;
+  store_options.capacity = kRows;
+  auto store = Store::create(testing::unique_name(),
+                             {{"image", 2, 1, true, {kSteps, kPixels}},
+                              {"action", kInt64, 8, true, {kSteps, 2}},
+                              {"terminated", kBool, 1, true, {kSteps}},
+                              {"truncated", kBool, 1, true, {kSteps}},
+                              {"last", kBool, 1, true, {kSteps}},
+                              {"step_version", kInt64, 8, true, {kSteps}}},
+                             store_options);
+  StepWriter writer(*store, writer_options(1, Autoreset::next_step, 0, 1));
+  std::vector<uint8_t> image(kPixels);
+  const int64_t action[2] = {1, 2};
+  const std::vector<uint8_t> no(1, 0);
+  const StepColumn observation{0, reinterpret_cast<const std::byte*>(image.data()), kPixels};
+  const StepColumn value{1, reinterpret_cast<const std::byte*>(action), sizeof action};
+  const StepInput input{.values = {&value, 1}, .observations = {&observation, 1}, .terminated = no, .truncated = no};
+  CompletedRows completed;
+  std::byte page[1];
+  const bool maps = map_for_writing(store->block(0, 0), sizeof page);  // of Linux 5.14
+  uint8_t shade = 1;
+  std::fill(image.begin(), image.end(), shade);
+  CHECK_EQ(writer.begin({&observation, 1}, {}, 0, true, &completed), size_t{0});
+  for (uint32_t step = 0; step < 40; ++step) {
+    std::fill(image.begin(), image.end(), ++shade);
+    CHECK_EQ(writer.step(input, true, &completed), size_t{0});
+    if (step == 1) CHECK_EQ(writer.mapped_steps(), uint64_t{maps ? 3u : 0u});
+  }
+  CHECK_EQ(writer.mapped_steps(), uint64_t{maps ? kRows * kSteps : 0u});  // each step of each row once
+  for (size_t i = 0; i < completed.rows.size(); ++i) {
+    const std::byte* images = store->block(0, completed.rows[i]);
+    if (i + kRows > completed.rows.size() + 1) {
+      for (uint32_t t = 1; t < kSteps; ++t) {
+        CHECK_EQ(static_cast<int>(images[t * kPixels]), static_cast<int>(images[(t - 1) * kPixels]) + 1);
+        CHECK_EQ(static_cast<int>(images[(t + 1) * kPixels - 1]), static_cast<int>(images[t * kPixels]));
+      }
+    }
+  }
+}
+
+TEST(environments_whose_newest_step_has_other_values_are_told) {
+  auto store = step_store(16);
+  for (const uint32_t overlap : {1u, 2u}) {
+    StepWriter writer(*store, writer_options(3, Autoreset::disabled, 1, overlap));
+    std::vector<int64_t> obs(6), action{1, 1, 2, 2, 3, 3};
+    const std::vector<uint8_t> no(3, 0);
+    const StepColumn observation{kObs, reinterpret_cast<const std::byte*>(obs.data()), 16};
+    const StepColumn value{kAction, reinterpret_cast<const std::byte*>(action.data()), 16};
+    const StepInput input{.values = {&value, 1}, .observations = {&observation, 1}, .terminated = no, .truncated = no};
+    CompletedRows completed;
+    std::vector<uint8_t> differing;
+    const std::vector<uint8_t> all(3, 1), none(3, 0), second{0, 1, 0}, first{1, 0, 0};
+    writer.differing({&value, 1}, &differing);
+    CHECK(differing == all);
+    writer.begin({&observation, 1}, {}, 0, true, &completed);
+    writer.differing({&value, 1}, &differing);
+    CHECK(differing == all);                 // no action yet
+    for (int step = 0; step < 20; ++step) {  // through the ends of rows
+      writer.step(input, true, &completed);
+      writer.differing({&value, 1}, &differing);
+      CHECK(differing == none);
+      action[3] += 1;  // the last number of the second environment's
+      writer.differing({&value, 1}, &differing);
+      CHECK(differing == second);
+    }
+    writer.step(input, true, &completed);
+    const std::vector<uint8_t> ends{1, 0, 0};
+    writer.cut(ends, true, &completed);
+    writer.differing({&value, 1}, &differing);
+    CHECK(differing == first);
+    writer.abandon();
+  }
+}
+
 TEST(rows_that_grow_are_read_whole_beside_their_writers_and_eviction) {
   auto store = step_store(40);
   std::atomic<bool> stop{false};

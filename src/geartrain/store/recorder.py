@@ -31,6 +31,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
 
+import numpy as np
+from numpy.typing import NDArray
+
 import geartrain._native as _native
 from geartrain.core.arguments import check_flag, check_whole, refuse_copies, shown
 from geartrain.core.keys import Keys
@@ -287,6 +290,34 @@ class StepRecorder:
             return self._native.step(now["observation"], now["values"], *flags, final, mask, version, admitted)
 
         return self._finish(record, arguments, answer)
+
+    def differing(self, values: dict[str, Any]) -> NDArray[np.bool_] | None:
+        """Environments whose newest step has other values than these, or that have none in their rows.
+
+        Compared are bytes, with those in the rows: no copies have to be kept of what was recorded last.
+
+        Args:
+            values: some of the fields that are no observations, (n_envs, ...), as in `step`.
+
+        Returns:
+            A mask (n_envs,); None where there are no such environments.
+
+        Raises:
+            SchemaError: values of no such fields, or of other shapes than theirs.
+        """
+        if type(values) is not dict:
+            raise SchemaError(f"values are given in a dict by field, found {type(values).__name__}")
+        found = self._native.differing(values)
+        if isinstance(found, str):
+            fields, name = self._columns.fields, found
+            try:
+                arrays = {name: np.ascontiguousarray(value, fields[name].numpy_dtype) for name, value in values.items()}
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
+                raise SchemaError(f"{name!r} does not fit the store's fields: {error}") from None
+            found = self._native.differing(arrays)
+            if isinstance(found, str):
+                raise SchemaError(f"{found!r} does not fit the store's fields")
+        return None if found is None else np.frombuffer(found, np.bool_)
 
     def cut(self, mask: Any = None) -> Keys | None:
         """Ends the episodes (of `mask`) where they are, as when an actor stops; their steps are kept.

@@ -99,6 +99,14 @@ def record(tools: Tools) -> Door:
     return one.record, {**given, "values": values}
 
 
+@door("StepRecorder.differing")
+def differing(tools: Tools) -> Door:
+    one = recorded(tools).recorder(2, autoreset="disabled")
+    one.reset(np.zeros((2, 2), np.float32))
+    one.step(**a_step())
+    return one.differing, {"values": {"action": np.zeros(2, np.int64), "reward": np.zeros(2, np.float32)}}
+
+
 @door("StepRecorder, the rest", mask=choice(None), environment=whole(0, 1), priority=PRIORITY)
 def recorder_rest(tools: Tools) -> Door:
     one = recorded(tools).recorder(2, autoreset="disabled")

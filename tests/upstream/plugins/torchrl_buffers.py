@@ -20,7 +20,8 @@ from torchrl.data.replay_buffers.replay_buffers import ReplayBuffer
 
 from geartrain.integrations import torchrl as ours
 
-ELSEWHERE = {"scratch_dir", "existsok", "consolidated", "shared_init", "auto_cleanup", "cleanup_memmap"}
+ELSEWHERE = {"consolidated", "shared_init", "cleanup_memmap"}
+FILES = {"scratch_dir", "existsok", "auto_cleanup"}
 
 
 class _Dense(ours.SharedStorage):  # type: ignore[misc]
@@ -29,9 +30,9 @@ class _Dense(ours.SharedStorage):  # type: ignore[misc]
     def __init__(self, max_size: int, *, device: Any = "cpu", ndim: int = 1, compilable: bool = False, **other: Any):
         substitutions.count += 1
         on_cpu = device in (None, "auto") or torch.device(device).type == "cpu"
-        if compilable or set(other) - ELSEWHERE or not on_cpu:
+        if compilable or set(other) - ELSEWHERE - FILES or not on_cpu:
             raise NotImplementedError(f"compilable={compilable}, device={device}, {other}")
-        super().__init__(max_size, ndim=ndim)
+        super().__init__(max_size, ndim=ndim, **{name: other[name] for name in FILES & set(other)})
 
 
 class LazyTensorStorage(_Dense):
@@ -104,6 +105,9 @@ def private_names() -> None:
         return self.generations_of(torch.arange(self._storage.shape_of_all()[0]))
 
     ours.RoundRobinWriter._generation = property(generation)
+    ours.SharedStorage._auto_cleanup = property(lambda self: self.auto_cleanup)
+    ours.SharedStorage._scratch_dir_is_temp = property(lambda self: self.scratch_dir is None)
+    ours.SharedStorage._cleaned_up = property(lambda self: self.closed)
 
 
 def substitute() -> None:

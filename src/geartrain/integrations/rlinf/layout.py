@@ -70,10 +70,21 @@ class SampleLayout:
     Attributes:
         entries: by place. The next observation of a key in `shared` has none: it is the current one's, a step later.
         shared: keys of observations that are stored once.
+        window: steps of a sample.
     """
 
     def __init__(self, entries: Mapping[Place, SampleEntry], shared: list[str]) -> None:
         self.entries, self.shared = dict(entries), shared
+        self.window = 2 if shared else 1  # steps of a sample
+        self._wanted = {place: (entry.shape, entry.dtype) for place, entry in self.entries.items()}
+        self._wanted |= {(_NEXT, key): self._wanted[_CURRENT, key] for key in shared}
+        # What each field is written from: its last steps, and what is in front of them in shared ones.
+        self._sources = [
+            (entry.field, (_NEXT, place[1]), place)
+            if entry.field.startswith(_SHARED_PREFIX)
+            else (entry.field, place, None)
+            for place, entry in self.entries.items()
+        ]
 
     @staticmethod
     def of_samples(samples: TrajectorySamples) -> SampleLayout:
@@ -135,11 +146,6 @@ class SampleLayout:
         """The fields of batches."""
         return [*(entry.field for entry in self.entries.values()), FLAGS]
 
-    @property
-    def window(self) -> int:
-        """Steps of a sample."""
-        return 2 if self.shared else 1
-
     def steps_for(self, first: TrajectorySamples, most: int) -> int:
         """Steps of a row for trajectories of `most` samples that continue as often as those of the first one."""
         if not self.shared:
@@ -149,9 +155,8 @@ class SampleLayout:
 
     def check(self, samples: TrajectorySamples) -> None:
         """Raises `SchemaError` unless a trajectory has the entries of the first one, in their shapes and dtypes."""
-        wanted = {place: (entry.shape, entry.dtype) for place, entry in self.entries.items()}
-        wanted |= {(_NEXT, key): wanted[_CURRENT, key] for key in self.shared}
-        found = {place: (array.shape[2:], samples.dtypes[place]) for place, array in samples.arrays.items()}
+        wanted, dtypes = self._wanted, samples.dtypes
+        found = {place: (array.shape[2:], dtypes[place]) for place, array in samples.arrays.items()}
         if wanted == found:
             return
         for place in {**wanted, **found}:
@@ -168,50 +173,68 @@ class SampleLayout:
         count = samples.total
         begins = np.zeros(count, np.int64)
         if self.shared:
-            begins[:] = samples.begins(self.shared).reshape(-1)
+            found_begins = samples.begins(self.shared)
+            length = count + samples.environments
+            if length <= most and np.count_nonzero(found_begins) == samples.environments:
+                return [TrajectoryPart(0, count, length, None)]
+            begins[:] = found_begins.reshape(-1)
+        elif count <= most:
+            return [TrajectoryPart(0, count, count, None)]
         places = np.arange(count) + np.cumsum(begins)
         found, first = [], 0
         while first < count:
             # Where a row begins within a run of samples, it has a step in front all the same.
             before = places[first] - (1 if self.shared else 0)
             end = int(np.searchsorted(places, before + most))
-            found.append(TrajectoryPart(first, end, places[first:end] - before))
+            found.append(TrajectoryPart(first, end, int(places[end - 1] - before) + 1, places[first:end] - before))
             first = end
         return found
 
     def write(self, block: Row | RowView, samples: TrajectorySamples, part: TrajectoryPart) -> None:
         """Puts the samples of a part into a row."""
+        block[COUNT] = part.end - part.first
+        if part.places is None:
+            self._write_whole(block, samples, part.length)
+        else:
+            self._write_part(block, samples, part, part.places)
+
+    def _write_whole(self, block: Row | RowView, samples: TrajectorySamples, length: int) -> None:
+        """Puts all samples into a row, each environment's one behind the other."""
+        environments, window, arrays = samples.environments, self.window, samples.arrays
+        of_each = samples.steps + window - 1
+        flags = block[FLAGS][:length]
+        flags[:] = TRANSITION
+        if window == 2:
+            flags[::of_each] = 0
+        for field, source, in_front in self._sources:
+            array = arrays[source]
+            to = block[field][:length].reshape(environments, of_each, *array.shape[2:])
+            to[:, window - 1 :] = array.swapaxes(0, 1)
+            if in_front is not None:
+                to[:, 0] = arrays[in_front][0]
+
+    def _write_part(
+        self, block: Row | RowView, samples: TrajectorySamples, part: TrajectoryPart, places: NDArray[np.int64]
+    ) -> None:
+        """Puts the samples of a part at their places in a row."""
         flags = block[FLAGS]
         flags[: part.length] = 0
-        flags[part.places] = TRANSITION
-        block[COUNT] = part.end - part.first
+        flags[places] = TRANSITION
         if self.shared:
-            begins = np.flatnonzero(flags[: part.length] == 0) - np.arange(part.length - len(part.places))
+            begins = np.flatnonzero(flags[: part.length] == 0) - np.arange(part.length - len(places))
             b, t = np.divmod(part.first + begins, samples.steps)
-            in_front = part.places[begins] - 1
-        for place, entry in self.entries.items():
-            to = block[entry.field]
-            if entry.field.startswith(_SHARED_PREFIX):
-                self._put(to, part, samples.arrays[_NEXT, place[1]])
-                to[in_front] = samples.arrays[place][t, b]
+            in_front_of = places[begins] - 1
+        for field, source, in_front in self._sources:
+            to, array = block[field], samples.arrays[source]
+            if array[0, 0].nbytes < _SMALL_BYTES:
+                to[places] = array.swapaxes(0, 1).reshape(-1, *array.shape[2:])[part.first : part.end]
             else:
-                self._put(to, part, samples.arrays[place])
-
-    def _put(self, to: NDArray[Any], part: TrajectoryPart, array: NDArray[Any]) -> None:
-        """Puts a tensor's samples at their steps."""
-        steps, environments = array.shape[:2]
-        of_each = steps + self.window - 1
-        whole = (0, environments * steps, environments * of_each)
-        if (part.first, part.end, part.length) == whole:  # without gaps
-            by_environment = to[: part.length].reshape(environments, of_each, *to.shape[1:])
-            by_environment[:, self.window - 1 :] = array.swapaxes(0, 1)
-        elif array[0, 0].nbytes < _SMALL_BYTES:
-            to[part.places] = array.swapaxes(0, 1).reshape(-1, *array.shape[2:])[part.first : part.end]
-        else:
-            for begin, end in part.runs(steps):
-                b, t = divmod(begin, steps)
-                first = part.places[begin - part.first]
-                to[first : first + end - begin] = array[t : t + end - begin, b]
+                for begin, end in part.runs(places, samples.steps):
+                    of, step = divmod(begin, samples.steps)
+                    first = places[begin - part.first]
+                    to[first : first + end - begin] = array[step : step + end - begin, of]
+            if in_front is not None:
+                to[in_front_of] = samples.arrays[in_front][t, b]
 
     # --- batches ----------------------------------------------------------------------------------------------
 
@@ -247,21 +270,22 @@ class SampleLayout:
 
 
 class TrajectoryPart(NamedTuple):
-    """Samples `first` to `end` of a trajectory, environment by environment, and their steps in one row."""
+    """Samples `first` to `end` of a trajectory, environment by environment, and their steps in one row.
+
+    Attributes:
+        length: steps of the row.
+        places: the samples' steps; None where they are the whole trajectory, and no environment's begin anew.
+    """
 
     first: int
     end: int
-    places: NDArray[np.int64]
+    length: int
+    places: NDArray[np.int64] | None
 
-    @property
-    def length(self) -> int:
-        """Steps of the row."""
-        return int(self.places[-1]) + 1
-
-    def runs(self, steps: int) -> Iterator[tuple[int, int]]:
+    def runs(self, places: NDArray[np.int64], steps: int) -> Iterator[tuple[int, int]]:
         """Samples that follow each other in the row and in one environment of `steps` steps: first, and end."""
         number = np.arange(self.first, self.end)
-        begins = np.flatnonzero((np.diff(self.places, prepend=-2) != 1) | (number % steps == 0)) + self.first
+        begins = np.flatnonzero((np.diff(places, prepend=-2) != 1) | (number % steps == 0)) + self.first
         yield from zip(begins.tolist(), [*begins[1:].tolist(), self.end], strict=True)
 
 

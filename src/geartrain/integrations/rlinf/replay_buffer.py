@@ -251,13 +251,14 @@ class TrajectoryReplayBuffer:
                 rows.layout.check(samples)
             try:
                 with self._adding.locked(store):
-                    number, total = rows.counted()
+                    before = rows.now()
+                    number, total = before.newest, before.total
                     for trajectory, samples in found:
                         if self._files is not None:
                             self._files.add(trajectory, samples)
                         number, total = number + 1, total + samples.total
                         rows.insert(samples, number, total)
-                    rows.trim()
+                    rows.trim(before, number)
             finally:
                 if self._files is not None:
                     self._files.flush(self.seed)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from geartrain.errors import IncompatibleStoreError, SchemaError
 from geartrain.integrations.rlinf.layout import COUNT, NUMBER, TOTAL, SampleLayout
@@ -34,10 +36,17 @@ class TrajectoryRows:
 
     def counted(self) -> tuple[int, int]:
         """Trajectories and samples that were added, by all processes."""
-        rows = self._store.keys().row
-        if not len(rows):
-            return 0, 0
-        return int(self._store.column(NUMBER)[rows].max()), int(self._store.column(TOTAL)[rows].max())
+        found = self.now()
+        return found.newest, found.total
+
+    def now(self) -> RowsNow:
+        """The rows that are there."""
+        row, generation = self._store.native.keys()
+        if not len(row):
+            return RowsNow(row, generation, row, 0, 0)
+        number = self._store.column(NUMBER)[row].reshape(-1)
+        newest = number.argmax()
+        return RowsNow(row, generation, number, int(number[newest]), int(self._store.column(TOTAL)[row[newest]].item()))
 
     def there(self) -> int:
         """Trajectories that are there."""
@@ -79,18 +88,32 @@ class TrajectoryRows:
                 layout.write(block, samples, part)
                 block[NUMBER], block[TOTAL] = number, total
 
-    def trim(self) -> None:
-        """Removes the oldest trajectories, where there are too many."""
-        store = self._store
-        if len(store) <= self._kept:
-            return
-        keys = store.keys()
-        number = store.column(NUMBER)[keys.row]
-        store.delete(keys[np.flatnonzero(number <= number.max() - self._kept)])
+    def trim(self, before: RowsNow, newest: int) -> None:
+        """Removes the oldest trajectories, where there are too many.
+
+        Args:
+            before: the rows before the last insertions.
+            newest: number of the newest trajectory.
+        """
+        if newest - before.newest > self._kept:
+            before = self.now()
+        gone = before.number <= newest - self._kept
+        if gone.any():
+            self._store.native.remove(before.row[gone], before.generation[gone])
 
     def clear(self) -> None:
         """Removes all."""
         self._store.delete(self._store.keys())
+
+
+class RowsNow(NamedTuple):
+    """Rows of trajectories, with their trajectories' numbers; and the number of the newest, and samples up to it."""
+
+    row: NDArray[np.uint32]
+    generation: NDArray[np.uint32]
+    number: NDArray[Any]
+    newest: int
+    total: int
 
 
 def rows_of(kept: int) -> int:

@@ -27,6 +27,8 @@ STORED_AS = {
 _HELD = {getattr(torch, name) for name, known in DTYPES.items() if known.numpy_name and hasattr(torch, name)} | {
     *STORED_AS
 }
+# The largest words that so many bytes behind a multiple of 8 are made of.
+_WORDS = ["u8", "u1", "u2", "u1", "u4", "u1", "u2", "u1"]
 # Steps are compared in pieces of so many bytes.
 _COMPARED_BYTES = 1 << 18
 
@@ -80,17 +82,22 @@ class TrajectorySamples(NamedTuple):
         dtypes: dict[Place, torch.dtype] = {}
 
         def take(place: Place, tensor: torch.Tensor) -> None:
-            shape = tensor.shape
+            dtype = tensor.dtype
+            array = array_of(place, tensor, dtype)
+            shape = array.shape
+            if shape[0] > steps and place[0] in _WITH_MORE and len(place) == 1:
+                array = _of_steps(place[0], array, steps)
+                shape = array.shape
             if shape[0] != steps or shape[1] != environments:
                 raise SchemaError(
                     f"{'.'.join(place)} of a trajectory of {steps} steps of {environments} environments has shape "
-                    f"{tuple(shape)}"
+                    f"{shape}"
                 )
-            arrays[place], dtypes[place] = array_of(place, tensor), tensor.dtype
+            arrays[place], dtypes[place] = array, dtype
 
         for name, value in given.items():
             if isinstance(value, torch.Tensor) and value.ndim >= 2:
-                take((name,), _of_steps(name, value, steps) if name in _WITH_MORE else value)
+                take((name,), value)
         for group in GROUPS:
             entries = given.get(group)
             if entries is None:
@@ -112,34 +119,33 @@ class TrajectorySamples(NamedTuple):
             at_once = max(1, _COMPARED_BYTES // max(1, here[0].nbytes))
             for at in range(1, self.steps, at_once):
                 end = min(self.steps, at + at_once)
+                differ = here[at:end] != led_to[at - 1 : end - 1]
                 # Few words differ, and a reduction of each step's would cost more than the comparison.
-                differing = np.flatnonzero(here[at:end] != led_to[at - 1 : end - 1])
-                if len(differing):
-                    begins[at:end].reshape(-1)[differing // words] = True
+                if differ.any():
+                    begins[at:end].reshape(-1)[differ.reshape(-1).nonzero()[0] // words] = True
         found: NDArray[np.bool_] = begins.T
         return found
 
 
-def _of_steps(name: str, tensor: torch.Tensor, steps: int) -> torch.Tensor:
-    """A tensor's entries of the T steps, where it has one more for each epoch."""
-    epochs = tensor.shape[0] - steps
-    if epochs <= 0:
-        return tensor
+def _of_steps(name: str, array: NDArray[Any], steps: int) -> NDArray[Any]:
+    """Entries of the T steps, where an array has one more for each epoch."""
+    epochs = len(array) - steps
     if steps % epochs:
-        raise SchemaError(f"{name} of a trajectory of {steps} steps has {tensor.shape[0]} entries")
-    by_epoch = tensor.reshape(epochs, steps // epochs + 1, *tensor.shape[1:])
+        raise SchemaError(f"{name} of a trajectory of {steps} steps has {len(array)} entries")
+    if epochs == 1:
+        return array[1:] if name in _FLAGS else array[:-1]
+    by_epoch = array.reshape(epochs, steps // epochs + 1, *array.shape[1:])
     kept = by_epoch[:, 1:] if name in _FLAGS else by_epoch[:, :-1]
-    return kept.reshape(steps, *tensor.shape[1:])
+    return kept.reshape(steps, *array.shape[1:])
 
 
-def array_of(place: Place, tensor: torch.Tensor) -> NDArray[Any]:
+def array_of(place: Place, tensor: torch.Tensor, dtype: torch.dtype) -> NDArray[Any]:
     """A tensor's values as an array; not a copy where it is in host memory.
 
     Raises:
         SchemaError: stores have no such dtype.
     """
     array: NDArray[Any]
-    dtype = tensor.dtype
     if dtype not in _HELD:
         raise SchemaError(f"{'.'.join(place)} is {dtype}, which a store does not hold")
     if dtype in STORED_AS:
@@ -161,7 +167,7 @@ def _bytes_of(array: NDArray[Any]) -> NDArray[Any]:
     """(T, B, words) of the largest words that a step is made of."""
     plain = np.ascontiguousarray(array).reshape(*array.shape[:2], -1)
     nbytes = plain.shape[2] * plain.itemsize
-    return plain.view(next(f"u{size}" for size in (8, 4, 2, 1) if nbytes % size == 0))
+    return plain.view(_WORDS[nbytes % 8])
 
 
 __all__ = ["GROUPS", "STORED_AS", "Place", "TrajectorySamples", "array_of", "tensor_of"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,19 @@ def cells_of(index: Any, shape: tuple[int, ...]) -> tuple[NDArray[np.int64], tup
         return cells.reshape(-1), (*np.shape(first), *shape[1:])
     chosen = np.arange(np.prod(shape)).reshape(shape)[parts]
     return chosen.reshape(-1), chosen.shape
+
+
+def cells_along(first: NDArray[np.int64], tail: Sequence[int]) -> NDArray[np.int64]:
+    """Cells (n,) of entries along the first axis, where these axes follow it."""
+    if not tail:
+        return first
+    size = prod(tail)
+    return (first[:, None] * size + np.arange(size)).reshape(-1)
+
+
+def folded(items: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Items (n, ...) as an array of this shape, of the same memory."""
+    return items.view((*shape, *items.shape[1:]))
 
 
 def _is_numbers(part: Any) -> bool:

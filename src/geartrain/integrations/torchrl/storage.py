@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from tensordict import is_tensor_collection, is_tensorclass
-from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 from torchrl.data.replay_buffers.storages import TensorStorage
 from torchrl.data.replay_buffers.storages.base import Storage
 
 from geartrain.core.arguments import check_whole
 from geartrain.errors import ArgumentError, SchemaError
-from geartrain.integrations.torchrl.indices import cells_of, indices_of, is_number
+from geartrain.integrations.torchrl.indices import cells_along, cells_of, folded, indices_of, is_number
 from geartrain.integrations.torchrl.items import batch_dims_of, fields_of, item_of, leaves_of, name_of, stacked
-from geartrain.integrations.torchrl.saving import items_of_files, items_of_state_dict, load_items
+from geartrain.integrations.torchrl.saving import (
+    StoreCheckpointer,
+    items_of_state_dict,
+    load_items,
+    save_items,
+    saved_items,
+)
+from geartrain.integrations.torchrl.store_place import StorePlace, new_name
 from geartrain.integrations.torchrl.stored_items import (
     ADDED,
     BATCH_DIMS,
@@ -31,7 +38,6 @@ from geartrain.integrations.torchrl.stored_items import (
     REWRITES,
     StoredItems,
     dtype_of,
-    new_name,
 )
 from geartrain.store.store import Store
 
@@ -49,12 +55,17 @@ class SharedStorage(StoredItems, TensorStorage):  # type: ignore[misc]
             that comes, of all environments of a step: (T, B, ...). All processes have the same.
         store: the name of a store that several processes share; the first that writes makes it. Without one the storage
             is shared by pickling, and once it holds an item by forking. The store is removed with the last process that
-            has used it: where others make it, use it too (`len`) before they end.
+            has used it, or, where a storage without a name was pickled before its first item, with that storage.
+        scratch_dir: a folder for the store's file, on a disk for example, in the place of a name.
+        existsok: whether the file may be there already: the storage then has its items. Without, the first write raises
+            `RuntimeError`.
+        auto_cleanup: whether the store is removed with the last process that uses it; by default unless it is a file.
         timeout_s: longest wait for another process that writes.
         reserve: allocate the memory when the store is made, as in `geartrain.Store.create`.
 
     Attributes:
         store: the store, or None before the first item.
+        cursor_to_save: what a writer saves of the last checkpoint that has no cursor.
 
     Raises:
         ArgumentError: a size or number of axes that is none. IncompatibleStoreError: the store of that name is of other
@@ -63,23 +74,32 @@ class SharedStorage(StoredItems, TensorStorage):  # type: ignore[misc]
 
     # torchrl's samplers and sample units ask for a `TensorStorage`; none of its code that stores or reads items runs.
     supports_conditional_update = True
-    _default_checkpointer = StorageCheckpointerBase
+    _default_checkpointer = StoreCheckpointer
     device = torch.device("cpu")
 
     def __init__(
-        self, max_size: int, *, ndim: int = 1, store: str | None = None, timeout_s: float = 10.0, reserve: bool = True
+        self,
+        max_size: int,
+        *,
+        ndim: int = 1,
+        store: str | None = None,
+        scratch_dir: str | os.PathLike[str] | None = None,
+        existsok: bool = False,
+        auto_cleanup: bool | None = None,
+        timeout_s: float = 10.0,
+        reserve: bool = True,
     ) -> None:
         if check_whole("max_size", max_size) < 1:
             raise ArgumentError(f"max_size must be at least 1, found {max_size}")
         if check_whole("ndim", ndim) < 1:
             raise ArgumentError(f"ndim must be at least 1, found {ndim}")
         Storage.__init__(self, max_size)
-        StoredItems.__init__(self, max_size, ndim, store, timeout_s, reserve)
+        place = StorePlace(store, scratch_dir, existsok, auto_cleanup)
+        StoredItems.__init__(self, max_size, ndim, place, timeout_s, reserve)
         self.ndim = ndim
         self._tensorclass: Any = None
+        self.cursor_to_save: dict[str, int] | None = None
         self._guard = threading.local()
-
-    # --- what torchrl asks of a storage -----------------------------------------------------------------------
 
     @property
     def _len(self) -> int:
@@ -186,7 +206,8 @@ class SharedStorage(StoredItems, TensorStorage):  # type: ignore[misc]
         Args:
             cursor: index, or indices (n,), from 0 to max_size - 1, along the first axis of several.
             data: an item, or n of them along the first axis, or a list of items.
-            set_cursor: whether the storage becomes as long as that; priorities are kept without.
+            set_cursor: whether the storage becomes as long as that. Without, priorities are kept, and what is set
+                behind the last item becomes one when the storage is that long.
 
         Raises:
             SchemaError: entries, shapes or dtypes that are not those of the first item. ArgumentError: indices out of
@@ -194,21 +215,25 @@ class SharedStorage(StoredItems, TensorStorage):  # type: ignore[misc]
         """
         self._put(cursor, data, new=set_cursor, moves=set_cursor)
 
+    def __setitem__(self, index: Any, data: Any) -> None:
+        """Sets items that are there; raises `IndexError` where there is none."""
+        self._put(index, data, new=False, moves=False, there=True)
+
     def write_at(self, cursor: Any, data: Any) -> None:
         """Writes new items at places, as `set`, and leaves the cursor where it is."""
         self._put(cursor, data, new=True, moves=False)
 
-    def _put(self, cursor: Any, data: Any, *, new: bool, moves: bool) -> None:
+    def _put(self, cursor: Any, data: Any, *, new: bool, moves: bool, there: bool = False) -> None:
         if isinstance(data, list):
             data = stacked(data)
         batched = not is_number(cursor)
         self.make_for(data, batched)
         assert self.store is not None
         if isinstance(cursor, tuple) and self.ndim > 1:
-            index, shape = cells_of(cursor, self._shape(new))
+            index, shape = cells_of(cursor, self._shape(not there))
         else:
-            first = indices_of(cursor, self._shape(new)[0])
-            index, shape = _cells(first, self._tail), ((len(first),) if batched else ()) + self._tail
+            first = indices_of(cursor, self._shape(not there)[0])
+            index, shape = cells_along(first, self._tail), ((len(first),) if batched else ()) + self._tail
         arrays = self._checked(leaves_of(data), shape)
         writes = np.ones(len(index), np.int64)
         if len(index) > self.max_size:  # the last ones stay
@@ -288,7 +313,7 @@ class SharedStorage(StoredItems, TensorStorage):  # type: ignore[misc]
     def _views(self, n: int) -> Any:
         """Views of the first items, entries of them where there are several axes."""
         shape = (n // prod(self._tail), *self._tail)
-        return self._items({name: _folded(self.view(name)[:n], shape) for name in self.names}, shape)
+        return self._items({name: folded(self.view(name)[:n], shape) for name in self.names}, shape)
 
     def get(self, index: Any) -> Any:
         """A copy of items, one native call: of one for a number, of all for `...`; None puts an axis before all.
@@ -334,7 +359,7 @@ class SharedStorage(StoredItems, TensorStorage):  # type: ignore[misc]
         name = name_of(key)
         if name not in self.names:
             return self._views(len(self))[key]
-        return _folded(self.view(name)[: len(self)], self._shape(False))
+        return folded(self.view(name)[: len(self)], self._shape(False))
 
     # --- conditional updates ----------------------------------------------------------------------------------
 
@@ -348,7 +373,7 @@ class SharedStorage(StoredItems, TensorStorage):  # type: ignore[misc]
             raise KeyError(f"Key {key} does not exist in the storage, whose items have {', '.join(self.names)}")
         shape = self._total_shape
         assert shape is not None
-        return _folded(self.view(name), shape)
+        return folded(self.view(name), shape)
 
     def _validate_conditional_patch(self, index: Any, patch: Any) -> Any:
         found = TensorStorage._validate_conditional_patch(self, index, patch)
@@ -358,7 +383,7 @@ class SharedStorage(StoredItems, TensorStorage):  # type: ignore[misc]
     def set_generations(self, generations: torch.Tensor) -> None:
         """Sets how often entries along the first axis were written before, from the first one on."""
         n = min(len(generations), self.shape_of_all()[0])
-        index = _cells(np.arange(n), self._tail)
+        index = cells_along(np.arange(n), self._tail)
         written = torch.repeat_interleave(generations[:n].cpu().long() + 1, len(index) // max(1, n))
         with self.locked():
             self.write(index, {GENERATION: written})
@@ -382,7 +407,7 @@ class SharedStorage(StoredItems, TensorStorage):  # type: ignore[misc]
         if several:
             flat = np.ravel_multi_index(tuple(cells.T), self.shape_of_all()).astype(np.int64)
         else:
-            flat = _cells(cells, self._tail)
+            flat = cells_along(cells, self._tail)
         first = cells[:, 0] if several else cells
         seen = getattr(self._guard, "seen", None) or {}
         with self.locked():
@@ -430,21 +455,27 @@ class SharedStorage(StoredItems, TensorStorage):  # type: ignore[misc]
             self._empty()
 
     def dumps(self, path: Any) -> None:
-        """Saves a checkpoint of the store, priorities included, as `geartrain.Store.save`."""
+        """Saves a checkpoint of the store, priorities included, as `geartrain.Store.save`.
+
+        Where save hooks are registered, or the buffer has a checkpointer of torchrl's, it is in torchrl's format,
+        without priorities.
+        """
         if not self.join():
             raise RuntimeError("Cannot save a non-initialized storage.")
         with self.locked():
-            self.store.save(Path(path) / "store")  # type: ignore[union-attr]
+            self._set_last_cursor(self._last_cursor_index)
+            self.cursor_to_save = save_items(self, Path(path))
 
     def loads(self, path: Any) -> None:
         """Loads one, in the place of all items there are. A storage without a name or items takes the store as it is.
 
-        What torchrl's own storages have saved is read too: tensordicts, without priorities.
+        What torchrl's own storages and checkpointers have saved is read too, without priorities.
 
         Raises:
-            IncompatibleStoreError: it is of another size. SchemaError: it is of other items.
+            IncompatibleStoreError: it is of another size. SchemaError: it is of other items. ArgumentError: there are
+                load hooks for a checkpoint of a store.
         """
-        if (found := items_of_files(Path(path))) is not None:
+        if (found := saved_items(self, Path(path))) is not None:
             self._load(*found)
             return
         if self.name is None:
@@ -475,19 +506,6 @@ class SharedStorage(StoredItems, TensorStorage):  # type: ignore[misc]
     def __repr__(self) -> str:
         length = 0 if self.closed else len(self)
         return f"SharedStorage(store={self.name!r}, len={length}, max_size={self.max_size})"
-
-
-def _folded(items: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Items (n, ...) as an array of this shape, of the same memory."""
-    return items.view((*shape, *items.shape[1:]))
-
-
-def _cells(first: NDArray[np.int64], tail: Sequence[int]) -> NDArray[np.int64]:
-    """Items of entries along the first axis."""
-    if not tail:
-        return first
-    size = prod(tail)
-    return (first[:, None] * size + np.arange(size)).reshape(-1)
 
 
 __all__ = ["SharedStorage"]

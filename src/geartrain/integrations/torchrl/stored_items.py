@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -22,10 +21,10 @@ from geartrain.errors import (
     SchemaError,
     StaleKeyError,
     StoreClosedError,
-    StoreMissingError,
 )
 from geartrain.integrations.torchrl.indices import pieces_of
 from geartrain.integrations.torchrl.items import OWN, is_items_field
+from geartrain.integrations.torchrl.store_place import StorePlace
 from geartrain.integrations.transitions.writer_lock import WriterLock
 from geartrain.replay.fetch import fetch
 from geartrain.store.store import Store
@@ -50,7 +49,7 @@ class StoredItems:
     Args:
         max_size: items; where there are `axes`, rounded up to a whole number of entries along the first one.
         axes: of the storage. Those after the first are told when the store is made.
-        name: of the store, or None.
+        place: where the store is, or is to be.
         timeout_s: longest wait for another process that writes.
         reserve: as in `geartrain.Store.create`.
 
@@ -64,9 +63,9 @@ class StoredItems:
     keys: Keys
     names: list[str]
 
-    def __init__(self, max_size: int, axes: int, name: str | None, timeout_s: float, reserve: bool) -> None:
+    def __init__(self, max_size: int, axes: int, place: StorePlace, timeout_s: float, reserve: bool) -> None:
         self.max_size, self._axes = max_size, axes
-        self._name = name
+        self._store_place = place
         self._timeout_s = checked_timeout(timeout_s)
         self._reserve = reserve
         self._closed = False
@@ -84,14 +83,13 @@ class StoredItems:
             raise StoreClosedError("the storage was closed")
         if self.store is not None:
             return True
-        if self._name is None:
+        if self._store_place.name is None:
             return False
         with self._writer.thread():
             if self.store is not None:
                 return True
-            try:
-                store = Store.open(self._name)
-            except StoreMissingError:
+            store = self._store_place.find()
+            if store is None:
                 return False
             if _unfinished(store):  # another process is making it
                 store.close()
@@ -150,7 +148,7 @@ class StoredItems:
 
     def _make(self, fields: dict[str, Field], batch_dims: int, tail: tuple[int, ...]) -> None:
         """Makes the store, or joins the one that another process makes at the same time."""
-        if self._name is None and os.getpid() != self._made_by:
+        if self._store_place.name is None and os.getpid() != self._made_by:
             raise ArgumentError(
                 "this storage has no name and had no item when it was shared, so the processes would not share any: "
                 "add an item before, or give it a name (store=...)"
@@ -166,10 +164,7 @@ class StoredItems:
             _HIGHEST: Field((1,), "float64", per_row=True),
         }
         options: dict[str, Any] = {"capacity": rows, "reserve": self._reserve, "priority_per": "step"}
-        if self._name is None:
-            store = Store.create(fields | own, max_length=length, **options)
-        else:
-            store = Store.open(self._name, fields | own, max_length=length, create="missing", **options)
+        store = self._store_place.make(fields | own, max_length=length, **options)
         state = np.zeros(REVISION + 1 + len(tail), np.int64)
         state[SIZE], state[BATCH_DIMS], state[REVISION + 1 :] = size, batch_dims, tail
         try:
@@ -202,6 +197,21 @@ class StoredItems:
         if self.store is not None:
             self.store.close()
         self._writer.close()
+        self._store_place.leave()
+
+    def cleanup(self) -> bool:
+        """Closes the storage and removes its store for all processes, and the `scratch_dir` if that is then empty.
+
+        Returns: whether there was a store with a name or a file. One without goes with its last process.
+        """
+        removed = False
+        if not self._closed:
+            if self._store_place.name is not None and self.join():
+                assert self.store is not None
+                removed = self.store.unlink()
+            self.close()
+            self._store_place.tidy()
+        return removed
 
     # --- what all processes share -----------------------------------------------------------------------------
 
@@ -228,7 +238,18 @@ class StoredItems:
     @property
     def name(self) -> str | None:
         """Of the store; None where it has none and is not there."""
-        return self._name if self.store is None else self.store.name
+        return self._store_place.name if self.store is None else self.store.name
+
+    @property
+    def scratch_dir(self) -> str | None:
+        """The folder of the store's file, if it was given."""
+        folder = self._store_place.folder
+        return None if folder is None else str(folder)
+
+    @property
+    def auto_cleanup(self) -> bool:
+        """Whether the store is removed with the last process that uses it."""
+        return self._store_place.auto_cleanup
 
     @property
     def closed(self) -> bool:
@@ -350,8 +371,8 @@ class StoredItems:
 
     def pickled(self, state: dict[str, Any]) -> dict[str, Any]:
         """What a pickle holds of this: the store by name."""
-        if not self.join() and self._name is None:
-            state["_name"] = self._name = new_name()  # of the store that this one or the copy makes
+        if not self.join():
+            self._store_place.own()
         for name in ("_writer", "keys", "_place", "_state", "_highest", "names"):
             state.pop(name, None)
         return state
@@ -409,11 +430,6 @@ def rounded(max_size: int, tail: Sequence[int]) -> int:
     return -(-max_size // prod(tail)) * prod(tail)
 
 
-def new_name() -> str:
-    """A name for a store that was given none."""
-    return f"torchrl-{os.getpid()}-{secrets.token_hex(8)}"
-
-
 def dtype_of(field: Field) -> torch.dtype:
     """A field's torch dtype."""
     return getattr(torch, field.dtype)  # type: ignore[no-any-return]
@@ -462,6 +478,5 @@ __all__ = [
     "WRITES",
     "StoredItems",
     "dtype_of",
-    "new_name",
     "rounded",
 ]

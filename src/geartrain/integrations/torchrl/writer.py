@@ -155,7 +155,13 @@ class RoundRobinWriter(Writer):  # type: ignore[misc]
             self._storage.set_generations(generations)
 
     def dumps(self, path: Any) -> None:
-        """Nothing: the cursor is saved with the storage."""
+        """Cursor and count, as torchrl's writers, where the storage's checkpoint has none; else nothing."""
+        told = Path(path) / "metadata.json"
+        if self._storage.cursor_to_save is None:
+            told.unlink(missing_ok=True)
+        else:
+            told.parent.mkdir(exist_ok=True)
+            told.write_text(json.dumps(self._storage.cursor_to_save))
 
     def loads(self, path: Any) -> None:
         """The cursor and count of torchrl's writers, where they have saved; else they are loaded with the storage."""

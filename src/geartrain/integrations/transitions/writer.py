@@ -55,7 +55,6 @@ class TransitionWriter(RecorderPriority):
             n_envs, observations=[NUMBER], publish_every=1, overlap=overlap, autoreset="disabled"
         )
         fields = store.fields
-        self._last = dict.fromkeys(observations, b"")  # bytes of the observations that the newest transitions led to
         self._begun = False
         self._no: Any = False if n_envs == 1 else np.zeros(n_envs, np.bool_)
         self._nothing: dict[str, Any] = {
@@ -64,18 +63,17 @@ class TransitionWriter(RecorderPriority):
             if name not in (*observations, NUMBER, *REQUIRED_FIELDS)
         }
 
-    def add(self, observations: Mapping[str, Any], step: dict[str, Any]) -> None:
+    def add(self, observations: dict[str, Any], step: dict[str, Any]) -> None:
         """Appends one transition of every environment: arrays (n_envs, ...) of the fields' dtypes and shapes.
 
         Args:
             observations: what was acted on. An environment whose last transition did not lead to it begins anew.
             step: what the actions led to and brought, by field.
         """
-        last = self._last
-        for name in last:
-            if observations[name].tobytes() != last[name]:
-                self._begin(observations)
-                break
+        if not self._begun:
+            self._begin(observations, np.ones(self._n_envs, np.bool_))
+        elif (others := self._recorder.differing(observations)) is not None:
+            self._begin(observations, others)
         place = self._place + 1
         if place == _NUMBERS_AT_ONCE:
             self._numbers, place = self._numbers + _NUMBERS_AT_ONCE - 1, 1
@@ -85,18 +83,10 @@ class TransitionWriter(RecorderPriority):
         self._recorder.record(number, step, no, no)
         self._place = place
         self.count += 1
-        for name in last:
-            last[name] = step[name].tobytes()
 
-    def _begin(self, observations: Mapping[str, Any]) -> None:
+    def _begin(self, observations: Mapping[str, Any], mask: NDArray[np.bool_]) -> None:
         """Records the observations of environments that do not continue as a step of their own."""
-        if self._begun:
-            mask = np.zeros(self._n_envs, np.bool_)
-            for name in self._last:
-                given = np.ascontiguousarray(observations[name]).reshape(self._n_envs, -1).view(np.uint8)
-                mask |= (given != np.frombuffer(self._last[name], np.uint8).reshape(given.shape)).any(1)
-        else:
-            mask = np.ones(self._n_envs, np.bool_)
+        if not self._begun:
             self._recorder.reset(self._numbers[self._place])
         no = self._no
         self._recorder.record(self._numbers[self._place], {**observations, **self._nothing}, no, no, mask=mask)
@@ -106,7 +96,6 @@ class TransitionWriter(RecorderPriority):
         """Ends the rows that are being written; what is added next begins new ones."""
         self._recorder.cut()
         self._begun = False
-        self._last = dict.fromkeys(self._last, b"")
 
 
 def packed_infos(infos: Sequence[Mapping[str, Any]], size: int) -> NDArray[np.uint8]:

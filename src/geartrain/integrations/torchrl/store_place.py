@@ -1,0 +1,170 @@
+"""Where the store of a torchrl storage lies, who makes it, and with which process it is removed."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import geartrain._native as _native
+from geartrain.core.arguments import check_flag
+from geartrain.core.schema import Field
+from geartrain.core.shared_files import shared_files
+from geartrain.errors import ArgumentError, GeartrainError, StoreExistsError, StoreMissingError
+from geartrain.store.store import Store
+
+_PREFIX, _OWNER = "torchrl-", "-owner"
+# The store's file in a folder.
+_FILE = "items.store"
+
+
+class StorePlace:
+    """The name of a storage's store, and what is agreed about it before it is there.
+
+    A storage that is pickled before its first item owns the store that another process makes: that store stays, also
+    when its maker has ended, until the owner closes its storage or ends. Others see by a small store next to it,
+    which is the owner's alone, whether the owner lives; what a killed owner leaves the next one of the host removes.
+
+    Args:
+        store: name of the store, or None.
+        scratch_dir: a folder for its file, or None.
+        existsok: whether the file may be there already.
+        auto_cleanup: whether it is removed with the last process that uses it; None: unless it is a file.
+
+    Attributes:
+        name: of the store, or None. folder: `scratch_dir`.
+
+    Raises:
+        ArgumentError: both a name and a folder; flags that are none.
+    """
+
+    def __init__(
+        self, store: str | None, scratch_dir: str | os.PathLike[str] | None, existsok: bool, auto_cleanup: bool | None
+    ) -> None:
+        if store is not None and scratch_dir is not None:
+            raise ArgumentError("give a store's name or a scratch_dir for its file, not both")
+        self.folder = None if scratch_dir is None else Path(scratch_dir)
+        self.name = store if self.folder is None else str(self.folder.absolute() / _FILE)
+        self._fresh = self.folder is not None and not check_flag("existsok", existsok)
+        self._persist = None if auto_cleanup is None else not check_flag("auto_cleanup", auto_cleanup)
+        if self._persist and self.name is None:
+            self.name = new_name()
+        self._owner: str | None = None
+        self._release: weakref.finalize[Any, Any] | None = None
+
+    @property
+    def auto_cleanup(self) -> bool:
+        """Whether the store is removed with the last process that uses it."""
+        if self._persist is None:
+            return self.name is None or "/" not in self.name
+        return not self._persist
+
+    def find(self) -> Store | None:
+        """The store, where it is there and may be used by this storage."""
+        if self.name is None or self._fresh:
+            return None
+        try:
+            return Store.open(self.name, adopt=self._release is not None)  # of killed processes: it is the owner's
+        except StoreMissingError:
+            return None
+
+    def make(self, fields: Mapping[str, Field], **options: Any) -> Store:
+        """Makes the store, or joins the one that another process makes at the same time.
+
+        Raises:
+            RuntimeError: its file is there already, and may not be. Others as `Store.create` and `Store.open`.
+        """
+        if self.name is None:
+            return Store.create(fields, **options)
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        persist = self._persist
+        if self._owner is not None and self._release is None and _is_used(self._owner):
+            persist = True
+        if not self._fresh:
+            return Store.open(self.name, fields, create="missing", persist=persist, **options)
+        try:
+            store = Store.create(self.name, fields, persist=persist, **options)
+        except StoreExistsError as error:
+            raise self._taken() from error
+        self._fresh = False
+        return store
+
+    def own(self) -> None:
+        """Before a storage without a store is pickled: it and its copies have the same one, whichever makes it."""
+        if self._fresh:
+            assert self.name is not None
+            if Path(self.name).exists():
+                raise self._taken()
+            self._fresh = False
+        elif self.name is None:
+            self.name = new_name()
+            mine = Store.create(self.name + _OWNER, {"owner": Field((), "uint8", per_row=True)}, capacity=1)
+            self._owner = mine.name
+            self._release = weakref.finalize(self, _leave, self.name, mine, os.getpid())
+
+    def leave(self) -> None:
+        """Removes the store that others have made for this one, if there is one."""
+        if self._release is not None:
+            self._release()
+
+    def tidy(self) -> None:
+        """Removes the folder, unless there is something else in it."""
+        if self.folder is not None:
+            with suppress(OSError):
+                self.folder.rmdir()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what only the owner has."""
+        return self.__dict__ | {"_release": None}
+
+    def _taken(self) -> RuntimeError:
+        return RuntimeError(
+            f"{self.folder} holds a store already: with existsok=True this storage goes on with its items; remove it, "
+            "or take another scratch_dir"
+        )
+
+
+def new_name() -> str:
+    """A name for a store that was given none. Removes what killed owners have left."""
+    first = Path(_native.segment_path(_PREFIX))
+    for path in shared_files(f"{first.name}*{_OWNER}", first.parent):
+        with suppress(GeartrainError, OSError):  # another user's, another build's, or removed meanwhile
+            if path.stat().st_uid == os.getuid() and not _is_used(str(path)):
+                store = path.with_name(path.name.removesuffix(_OWNER))
+                if not _is_used(str(store)):
+                    _remove(str(store))
+                    _remove(str(path))
+    return f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+
+
+def _is_used(name: str) -> bool:
+    """Whether a living process uses a store; False where there is none."""
+    try:
+        with Store.peek(name) as store:
+            return bool(store.native.live_clients())
+    except StoreMissingError:
+        return False
+
+
+def _remove(name: str) -> None:
+    """Removes a store's name, if there is one."""
+    with suppress(StoreMissingError), Store.peek(name) as store:
+        store.unlink()
+
+
+def _leave(name: str, owner: Store, pid: int) -> None:
+    """Removes what others have made for an owner, and the small store that is its own."""
+    if os.getpid() != pid:  # a forked child's copy
+        return
+    with suppress(GeartrainError, OSError), Store.peek(name) as store:
+        if store.options["persist"]:  # made by another process; else the last one that uses it removes it
+            store.unlink()
+    owner.close()
+
+
+__all__ = ["StorePlace", "new_name"]
