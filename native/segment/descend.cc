@@ -180,14 +180,25 @@ const char* descend_kernel() {
   return form().name;
 }
 
-bool set_descend_kernel(const char* name) {
+namespace {
+
+const Form* form_named(const char* name) {
   for (const Form& some : kForms) {
-    if (std::strcmp(some.name, name) == 0 && some.viable()) {
-      chosen.store(&some, std::memory_order_relaxed);
-      return true;
-    }
+    if (std::strcmp(some.name, name) == 0 && some.viable()) return &some;
   }
-  return false;
+  return nullptr;
+}
+
+}  // namespace
+
+bool has_descend_kernel(const char* name) {
+  return form_named(name) != nullptr;
+}
+
+bool set_descend_kernel(const char* name) {
+  const Form* const found = form_named(name);
+  if (found != nullptr) chosen.store(found, std::memory_order_relaxed);
+  return found != nullptr;
 }
 
 }  // namespace geartrain

@@ -2,8 +2,7 @@
 //
 // Finding the child that a number falls into means sixteen additions and comparisons whose outcome cannot be
 // predicted. With 512-bit vectors that is a handful of instructions, with 256-bit ones a few more, and the portable
-// form is written without branches. All give the same answer; the form is chosen at run time, and can be forced for
-// tests.
+// form is written without branches. All give the same answer; the widest is taken until another is set (draw_tuning.h).
 #pragma once
 
 #include <atomic>
@@ -32,7 +31,9 @@ void descend(Count count, const std::atomic<uint64_t>* level, uint64_t width, si
 
 // "avx512vpopcntdq", "avx512", "avx2" or "portable".
 const char* descend_kernel();
-// Forces one of them; false when this machine does not have it.
+// Whether this machine has one of that name.
+bool has_descend_kernel(const char* name);
+// Takes one of them from now on; false when this machine does not have it.
 bool set_descend_kernel(const char* name);
 
 }  // namespace geartrain

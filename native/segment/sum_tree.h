@@ -16,6 +16,8 @@
 // `Leaf` defines what a leaf word counts: its low 32 bits (row priorities) or its set bits (row bitmaps).
 #pragma once
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -74,19 +76,28 @@ constexpr uint64_t padded_leaves(uint64_t leaves) {
   return (leaves + kFanout - 1) / kFanout * kFanout;
 }
 
-// Zeroed words for leaves or nodes outside a segment, aligned as the descent's vectors need them.
+// Zeroed words for leaves or nodes outside a segment, aligned as the descent's vectors need them; many of them on huge
+// pages where they can be had, since a draw looks up a page for every level that is not in the cache.
 class Words {
  public:
-  explicit Words(uint64_t count = 0)
-      : memory_(count == 0 ? nullptr
-                           : static_cast<std::atomic<uint64_t>*>(std::aligned_alloc(64, (count * 8 + 63) / 64 * 64)),
-                &std::free) {
-    if (count != 0 && memory_ == nullptr) throw std::bad_alloc();
+  explicit Words(uint64_t count = 0) : memory_(allocate(count * 8), &std::free) {
     for (uint64_t i = 0; i < count; ++i) new (memory_.get() + i) std::atomic<uint64_t>(0);
   }
   std::atomic<uint64_t>* get() const { return memory_.get(); }
 
  private:
+  static constexpr size_t kHugePage = size_t{2} << 20, kHugeFrom = 4 * kHugePage;
+
+  static std::atomic<uint64_t>* allocate(size_t bytes) {
+    if (bytes == 0) return nullptr;
+    const size_t unit = bytes < kHugeFrom ? 64 : kHugePage;
+    const size_t size = (bytes + unit - 1) / unit * unit;
+    void* const memory = std::aligned_alloc(unit, size);
+    if (memory == nullptr) throw std::bad_alloc();
+    if (unit == kHugePage) ::madvise(memory, size, MADV_HUGEPAGE);
+    return static_cast<std::atomic<uint64_t>*>(memory);
+  }
+
   std::unique_ptr<std::atomic<uint64_t>, void (*)(void*)> memory_;
 };
 
@@ -192,7 +203,11 @@ class SumTree {
   // overlap. When the tree changed on the way, a residual is not below the leaf's count: `inside` reports it.
   void find(const uint64_t* targets, size_t n, Found* found) const {
     for (size_t i = 0; i < n; ++i) found[i] = {0, targets[i]};
-    for (int level = shape_.levels - 2; level >= 0; --level) {
+    find_below(shape_.levels - 1, n, found);
+  }
+  // The same from nodes of a level on, which are found already.
+  void find_below(int from_level, size_t n, Found* found) const {
+    for (int level = from_level - 1; level >= 0; --level) {
       descend(Count::sum, nodes_ + shape_.offset[level], shape_.width[level], n, found,
               level > 0 ? nodes_ + shape_.offset[level - 1] : leaves_);
     }

@@ -8,69 +8,13 @@
 #include "base/errors.h"
 #include "segment/bucket_order.h"
 #include "selection/allowed_rows.h"
-#include "selection/missing_rows.h"
+#include "selection/draw_tuning.h"
+#include "selection/found_by.h"
 
 namespace geartrain {
 namespace {
 
-// Enough draws at once to keep the memory system busy; more no longer helps.
-constexpr size_t kInFlight = 64;
-
-// What is drawn from: where targets fall, what a row's share of the total is, and whether it can be drawn.
-struct ByPriority {
-  ByPriority(const Population& population, uint64_t /*total*/, size_t /*draws*/) : from(population) {}
-
-  const Population& from;
-  const PriorityTree& tree = from.priorities;
-
-  void find(const uint64_t* targets, size_t n, Search* found, uint32_t* rows) const {
-    tree.find(targets, n, found);
-    for (size_t i = 0; i < n; ++i) rows[i] = tree.inside(found[i]) ? static_cast<uint32_t>(found[i].node) : kNoRow;
-  }
-  double share(uint64_t word) const { return priority_of(word); }
-  bool has(uint64_t word) const { return is_committed(word) && priority_of(word) != 0; }
-};
-
-struct ByRow {
-  ByRow(const Population& population, uint64_t total, size_t draws)
-      : from(population), missing(population.bits, population.rows(), total, draws) {}
-
-  const Population& from;
-  const BitTree& tree = from.bits;
-  MissingRows missing;
-
-  void find(const uint64_t* targets, size_t n, Search* found, uint32_t* rows) const {
-    if (missing.listed() && tree.total() == missing.total()) {
-      const auto* words = tree.leaves();
-      for (size_t i = 0; i < n; ++i) {
-        rows[i] = targets[i] < missing.total() ? static_cast<uint32_t>(missing.row_of(targets[i])) : kNoRow;
-        if (rows[i] == kNoRow) continue;
-        __builtin_prefetch(&words[rows[i] / 64]);
-        __builtin_prefetch(&from.words[rows[i]]);
-      }
-      for (size_t i = 0; i < n; ++i) {  // its bit tells what the list was too old for
-        if (rows[i] == kNoRow) continue;
-        if ((words[rows[i] / 64].load(std::memory_order_relaxed) >> (rows[i] % 64) & 1) == 0) rows[i] = kNoRow;
-      }
-      return;
-    }
-    tree.find(targets, n, found);
-    for (size_t i = 0; i < n; ++i) rows[i] = row_of(found[i]);
-  }
-  double share(uint64_t) const { return 1.0; }
-  bool has(uint64_t word) const { return is_committed(word); }
-
- private:
-  uint32_t row_of(const Search& found) const {
-    if (!tree.inside(found)) return kNoRow;
-    const uint64_t bits = tree.leaves()[found.node].load(std::memory_order_relaxed);
-    if (found.residual >= BitLeaf::count(bits)) return kNoRow;
-    const auto row = static_cast<uint32_t>(found.node * 64 + select_bit(bits, static_cast<uint32_t>(found.residual)));
-    if (row >= from.rows()) return kNoRow;  // a bit behind the last row, in a damaged segment
-    __builtin_prefetch(&from.words[row]);
-    return row;
-  }
-};
+constexpr size_t kInFlight = kUsualInFlight;
 
 uint64_t target_of(const Random128& bits, uint32_t strata, uint32_t draw, uint64_t total) {
   if (strata == 0) return below(bits, total);
@@ -132,7 +76,7 @@ struct Aim {
 };
 
 // In smaller populations the tree stays in the cache, and ordering the draws costs more than it saves.
-constexpr uint64_t kOrderRows = uint64_t{1} << 25;
+constexpr uint64_t kOrderRows = uint64_t{1} << 22;
 
 template <typename Tree>
 uint64_t total_of(const Tree& tree, const DrawPlan& plan) {
@@ -201,19 +145,15 @@ struct Refusals {
   uint64_t high[kInFlight], low[kInFlight];  // bits that decide about steps
 };
 
+// The attempts of a batch's draws, kInFlight at most at a time.
 template <bool kPlain, typename Kind>
-uint64_t draw_by(const Kind& kind, uint64_t first_total, const DrawPlan& plan, std::span<const uint32_t> numbers,
-                 const Draws& out) {
-  const Population& from = kind.from;
-  Refusals<kPlain, Kind> refusals(kind, plan);
-  Search found[kInFlight];
-  uint64_t targets[kInFlight];
-  uint32_t index[kInFlight], rows[kInFlight];
-  std::fill(out.rows.begin(), out.rows.end(), kNoRow);
+struct Attempts {
+  Attempts(const Kind& found_by, const DrawPlan& drawn_by, std::span<const uint32_t> draws, const Draws& drawn)
+      : kind(found_by), plan(drawn_by), numbers(draws), out(drawn), refusals(found_by, drawn_by) {}
 
   // Searches targets[0..n) for index[0..n); those refused come first in index afterwards. Returns how many.
-  const auto look = [&](size_t n, uint64_t total, uint32_t attempt) {
-    kind.find(targets, n, found, rows);
+  size_t look(size_t n, uint64_t total, uint32_t attempt) {
+    attempt == 0 ? kind.find_first(targets, n, found, rows) : kind.find(targets, n, found, rows);
     uint32_t draws[kInFlight];
     if (refusals.over_steps) {
       for (size_t i = 0; i < n; ++i) draws[i] = numbers[index[i]];
@@ -233,33 +173,9 @@ uint64_t draw_by(const Kind& kind, uint64_t first_total, const DrawPlan& plan, s
                                                       : kind.share(taken.word) / static_cast<double>(total);
     }
     return again;
-  };
-  // Large batches are processed roughly in the order of their targets, so that neighbouring draws share
-  // cache lines and pages. Strata are in that order already.
-  PooledArray<Aim> aims;
-  if (numbers.size() >= kOrderFrom && from.rows() >= kOrderRows && plan.strata == 0) {
-    PooledArray<uint64_t> drawn(numbers.size());
-    for (size_t first = 0; first < numbers.size(); first += kInFlight) {
-      const size_t n = std::min(kInFlight, numbers.size() - first);
-      make_targets(plan, numbers.data() + first, n, 0, first_total, &drawn[first]);
-    }
-    aims = bucket_order<Aim>(
-        numbers.size(), first_total, [&](size_t i) { return drawn[i]; },
-        [&](size_t i) { return Aim{drawn[i], static_cast<uint32_t>(i)}; });
   }
-  uint64_t failed = 0;
-  for (size_t first = 0; first < numbers.size(); first += kInFlight) {
-    size_t n = std::min(kInFlight, numbers.size() - first);
-    if (aims.empty()) {
-      make_targets(plan, numbers.data() + first, n, 0, first_total, targets);
-      for (size_t i = 0; i < n; ++i) index[i] = static_cast<uint32_t>(first + i);
-    } else {
-      for (size_t i = 0; i < n; ++i) {
-        index[i] = aims[first + i].index;
-        targets[i] = aims[first + i].target;
-      }
-    }
-    n = look(n, first_total, 0);
+  // Makes index[0..n), whose first attempt was refused, again. Returns how many failed for good.
+  size_t repeat(size_t n) {
     for (uint32_t attempt = 1; n > 0 && attempt < kRefusals; ++attempt) {
       const uint64_t total = total_of(kind.tree, plan);
       uint32_t again[kInFlight];
@@ -267,7 +183,166 @@ uint64_t draw_by(const Kind& kind, uint64_t first_total, const DrawPlan& plan, s
       make_targets(plan, again, n, attempt, total, targets);
       n = look(n, total, attempt);
     }
-    failed += n;
+    return n;
+  }
+
+  const Kind& kind;
+  const DrawPlan& plan;
+  const std::span<const uint32_t> numbers;
+  const Draws& out;
+  Refusals<kPlain, Kind> refusals;
+  Search found[kInFlight];
+  uint64_t targets[kInFlight];
+  uint32_t index[kInFlight], rows[kInFlight];
+};
+
+// Large batches are processed roughly in the order of their targets, so that neighbouring draws share cache lines and
+// pages. Strata are in that order already. Empty where the order does not pay.
+PooledArray<Aim> aims_in_order(const Population& from, const DrawPlan& plan, uint64_t total,
+                               std::span<const uint32_t> numbers) {
+  if (numbers.size() < kOrderFrom || from.rows() < kOrderRows || plan.strata != 0) return PooledArray<Aim>();
+  PooledArray<uint64_t> drawn(numbers.size());
+  for (size_t first = 0; first < numbers.size(); first += kInFlight) {
+    const size_t n = std::min(kInFlight, numbers.size() - first);
+    make_targets(plan, numbers.data() + first, n, 0, total, &drawn[first]);
+  }
+  return bucket_order<Aim>(
+      numbers.size(), total, [&](size_t i) { return drawn[i]; },
+      [&](size_t i) { return Aim{drawn[i], static_cast<uint32_t>(i)}; });
+}
+
+template <typename Kind>
+uint64_t draw_refusing(const Kind& kind, uint64_t first_total, const DrawPlan& plan, std::span<const uint32_t> numbers,
+                       const Draws& out) {
+  Attempts<false, Kind> attempts(kind, plan, numbers, out);
+  std::fill(out.rows.begin(), out.rows.end(), kNoRow);
+  const PooledArray<Aim> aims = aims_in_order(kind.from, plan, first_total, numbers);
+  uint64_t failed = 0;
+  for (size_t first = 0; first < numbers.size(); first += kInFlight) {
+    const size_t n = std::min(kInFlight, numbers.size() - first);
+    if (aims.empty()) {
+      make_targets(plan, numbers.data() + first, n, 0, first_total, attempts.targets);
+      for (size_t i = 0; i < n; ++i) attempts.index[i] = static_cast<uint32_t>(first + i);
+    } else {
+      for (size_t i = 0; i < n; ++i) {
+        attempts.index[i] = aims[first + i].index;
+        attempts.targets[i] = aims[first + i].target;
+      }
+    }
+    failed += attempts.repeat(attempts.look(n, first_total, 0));
+  }
+  return failed;
+}
+
+// First attempts of plain draws. Each returns how many were refused, whose rows are kNoRow: what they had found has
+// changed.
+
+uint64_t first_attempts(const ByPriority& kind, uint64_t total, const DrawPlan& plan, std::span<const uint32_t> numbers,
+                        const Draws& out) {
+  Search found[kMostInFlight];
+  uint64_t targets[kMostInFlight];
+  uint32_t rows[kMostInFlight];
+  uint64_t refused = 0;
+  const auto weight = static_cast<double>(total);
+  const auto word_of = [&](uint32_t row) {
+    const uint64_t word = row == kNoRow ? 0 : kind.from.words[row].load(std::memory_order_acquire);
+    return kind.has(word) ? word : 0;
+  };
+  if (const PooledArray<Aim> aims = aims_in_order(kind.from, plan, total, numbers); !aims.empty()) {
+    // What a draw found goes to its place in one piece, and from there to the arrays in their order: one line that is
+    // not in the cache, where three arrays are three.
+    struct Found {
+      uint64_t word;
+      uint32_t row;
+    };
+    PooledArray<Found> all(numbers.size());
+    DrawTuning::in_pieces(kind.from.rows(), numbers.size(), [&](size_t begin, size_t end, size_t in_flight) {
+      for (size_t first = begin; first < end; first += in_flight) {
+        const size_t n = std::min(in_flight, end - first);
+        for (size_t i = 0; i < n; ++i) {
+          targets[i] = aims[first + i].target;
+          __builtin_prefetch(&all[aims[first + i].index], 1);
+        }
+        kind.find_first(targets, n, found, rows);
+        for (size_t i = 0; i < n; ++i) all[aims[first + i].index] = {word_of(rows[i]), rows[i]};
+      }
+    });
+    for (size_t i = 0; i < numbers.size(); ++i) {
+      const auto [word, row] = all[i];
+      out.rows[i] = word == 0 ? kNoRow : row;
+      out.generations[i] = generation_of(word);
+      out.probability[i] = priority_of(word) / weight;
+      refused += word == 0;
+    }
+    return refused;
+  }
+  DrawTuning::in_pieces(kind.from.rows(), numbers.size(), [&](size_t begin, size_t end, size_t in_flight) {
+    for (size_t first = begin; first < end; first += in_flight) {
+      const size_t n = std::min(in_flight, end - first);
+      for (size_t made = 0; made < n; made += kInFlight) {
+        const size_t some = std::min(kInFlight, n - made);
+        make_targets(plan, numbers.data() + first + made, some, 0, total, targets + made);
+      }
+      kind.find_first(targets, n, found, rows);
+      for (size_t i = 0; i < n; ++i) {
+        const uint64_t word = word_of(rows[i]);
+        out.rows[first + i] = word == 0 ? kNoRow : rows[i];
+        out.generations[first + i] = generation_of(word);
+        out.probability[first + i] = priority_of(word) / weight;
+        refused += word == 0;
+      }
+    }
+  });
+  return refused;
+}
+
+uint64_t first_attempts(const ByRow& kind, uint64_t total, const DrawPlan& plan, std::span<const uint32_t> numbers,
+                        const Draws& out) {
+  constexpr size_t kTogether = 16;  // random numbers that are made at once
+  uint64_t refused = 0;
+  std::fill(out.probability.begin(), out.probability.end(), 1.0 / static_cast<double>(total));
+  Search found[kTogether];
+  uint64_t targets[kTogether];
+  const auto* words = kind.from.words;
+  const auto* bits = kind.tree.leaves();
+  for (size_t first = 0; first < numbers.size() + kInFlight; first += kTogether) {
+    if (first < numbers.size()) {
+      const size_t n = std::min(kTogether, numbers.size() - first);
+      make_targets(plan, numbers.data() + first, n, 0, total, targets);
+      kind.aim(targets, n, found, &out.rows[first]);
+    }
+    if (first < kInFlight) continue;
+    const size_t last = std::min(first - kInFlight + kTogether, numbers.size());
+    for (size_t i = first - kInFlight; i < last; ++i) {
+      const uint32_t row = out.rows[i];
+      uint64_t word = 0;
+      if (row != kNoRow) {
+        const bool selectable = (bits[row / 64].load(std::memory_order_relaxed) >> (row % 64) & 1) != 0;
+        word = selectable ? words[row].load(std::memory_order_acquire) : 0;
+      }
+      const bool is_there = kind.has(word);
+      out.rows[i] = is_there ? row : kNoRow;
+      out.generations[i] = generation_of(word);
+      refused += !is_there;
+    }
+  }
+  return refused;
+}
+
+template <typename Kind>
+uint64_t draw_plain(const Kind& kind, uint64_t total, const DrawPlan& plan, std::span<const uint32_t> numbers,
+                    const Draws& out) {
+  uint64_t refused = first_attempts(kind, total, plan, numbers, out);
+  if (refused == 0) return 0;
+  Attempts<true, Kind> attempts(kind, plan, numbers, out);
+  uint64_t failed = 0;
+  for (size_t at = 0; refused != 0;) {
+    size_t n = 0;
+    for (; n < kInFlight && at < numbers.size(); ++at) {
+      if (out.rows[at] == kNoRow) attempts.index[n++] = static_cast<uint32_t>(at);
+    }
+    failed += attempts.repeat(n);
+    refused -= n;
   }
   return failed;
 }
@@ -278,7 +353,7 @@ uint64_t draw_by(const Population& from, const Tree& tree, const DrawPlan& plan,
   const uint64_t total = total_of(tree, plan);
   const Kind kind(from, total, numbers.size());
   const bool plain = plan.limits.none() && plan.max_steps == 0 && from.row_steps == 0;
-  return plain ? draw_by<true>(kind, total, plan, numbers, out) : draw_by<false>(kind, total, plan, numbers, out);
+  return plain ? draw_plain(kind, total, plan, numbers, out) : draw_refusing(kind, total, plan, numbers, out);
 }
 
 }  // namespace

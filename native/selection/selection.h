@@ -35,8 +35,9 @@
 // steps the number that decides, below(x), is the drawn step itself, and is refused likewise: so steps come alike often
 // whatever stands beside them, and the copy that is drawn from in the end is one of steps.
 //
-// Cost: one cache miss per level of the tree, 64 draws in flight; no locks. By row, where few runs of rows are missing,
-// none but the row's own (missing_rows.h). The copies cost a pass over the population.
+// Cost: one cache miss per level of the tree, 64 draws in flight; no locks. Large batches skip the upper levels
+// (guide_table.h) and go in the order of their targets. By row, where few runs of rows are missing, none but the row's
+// own (missing_rows.h). The copies cost a pass over the population.
 #pragma once
 
 #include <algorithm>

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "base/errors.h"
+#include "segment/bucket_order.h"
 #include "store/priority_writer.h"
 #include "store/store.h"
 
@@ -110,6 +111,18 @@ uint64_t Store::update_step_priorities(std::span<const uint32_t> rows, std::span
   }
   validate_priorities(priorities);
   uint64_t stale = 0;
+  struct Update {
+    uint32_t leaf, generation, priority;
+  };
+  const auto given = [&](size_t i) {
+    return Update{static_cast<uint32_t>(leaf_of(rows[i], steps[i])), generations[i], fixed_point(priorities[i])};
+  };
+  PooledArray<Update> ordered;  // the same step's updates keep their order, so the last one wins
+  if (n >= kOrderFrom) {
+    ordered =
+        bucket_order<Update>(n, step_tree_.shape().leaves, [&](size_t i) { return leaf_of(rows[i], steps[i]); }, given);
+  }
+  const auto leaf_at = [&](size_t i) { return ordered.empty() ? leaf_of(rows[i], steps[i]) : ordered[i].leaf; };
   std::lock_guard one_at_a_time(journal_mutex_);  // of this process: it has one journal
   PriorityWriter writer(*this);
   StepJournal& journal = journals()[client_slot_];
@@ -117,23 +130,21 @@ uint64_t Store::update_step_priorities(std::span<const uint32_t> rows, std::span
   for (size_t first = 0; first < n; first += kJournalEntries) {
     const size_t last = std::min<size_t>(n, first + kJournalEntries);
     for (size_t i = first; i < last; ++i) {
-      journal.entries[i - first].store(static_cast<uint32_t>(leaf_of(rows[i], steps[i])), kRelaxed);
+      journal.entries[i - first].store(static_cast<uint32_t>(leaf_at(i)), kRelaxed);
     }
     in_order();
     journal.count.store(static_cast<uint32_t>(last - first), kRelaxed);
     in_order();
     {
       PriorityTree::Adder sums(step_tree_);
-      for (size_t i = first; i < std::min(last, first + kStepsAhead); ++i)
-        step_tree_.prefetch(leaf_of(rows[i], steps[i]));
+      for (size_t i = first; i < std::min(last, first + kStepsAhead); ++i) step_tree_.prefetch(leaf_at(i));
       for (size_t i = first; i < last; ++i) {
-        if (i + kStepsAhead < last) step_tree_.prefetch(leaf_of(rows[i + kStepsAhead], steps[i + kStepsAhead]));
-        const uint64_t leaf = leaf_of(rows[i], steps[i]);
-        const uint32_t priority = fixed_point(priorities[i]);
+        if (i + kStepsAhead < last) step_tree_.prefetch(leaf_at(i + kStepsAhead));
+        const auto [leaf, generation, priority] = ordered.empty() ? given(i) : ordered[i];
         uint64_t old = words[leaf].load(kRelaxed);
         bool changed = false;
-        while (!changed && generation_of(old) == generations[i] && is_committed(old)) {
-          changed = words[leaf].compare_exchange_weak(old, make_word(generations[i], priority), kRelaxed);
+        while (!changed && generation_of(old) == generation && is_committed(old)) {
+          changed = words[leaf].compare_exchange_weak(old, make_word(generation, priority), kRelaxed);
         }
         if (changed) sums.add(leaf, uint64_t{priority} - priority_of(old));
         stale += !changed;

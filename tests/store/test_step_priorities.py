@@ -155,6 +155,21 @@ def test_more_keys_than_a_journal_has_room_for_are_updated_in_one_call():
         assert store.audit() == []
 
 
+def test_of_a_batch_that_is_ordered_by_step_the_last_priority_of_each_stays():
+    with make_store(capacity=1000) as store:
+        keys = insert(store, [LENGTH] * 1000)
+        every = Keys.join([keys.of_steps(step) for step in range(LENGTH)])
+        random = np.random.default_rng(1)
+        order = random.integers(0, len(every), 40_000)  # some steps several times, others never
+        given = random.integers(0, 1000, len(order)).astype(float)
+        assert store.update_priorities(every[order], given) == 0
+        expected = np.ones(len(every))
+        expected[order] = given  # the last one, where an index is there twice
+        assert (store.status(every)["priority"] == expected).all()
+        assert store.native.total_priority() == expected.sum() * SCALE
+        assert store.audit() == []
+
+
 @pytest.mark.parametrize("publish_every", [None, 1, 3])
 def test_a_recorders_priority_is_that_of_every_step(publish_every):
     fields = recorded_fields({"obs": gt.Field((), "float32")})

@@ -6,10 +6,13 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from deadlines import patience
 from mounts import file_system
 from typer.testing import CliRunner
 
@@ -54,6 +57,32 @@ def test_a_directory_of_a_containers_size_is_not_viable_and_the_remedy_is_told(m
     assert not found.viable
     for said in ("tmpfs", "0.07 GB free of 0.07 GB", "docker run --shm-size=16g", "--ipc=host", "set GEARTRAIN_DIR"):
         assert said in found.because
+
+
+def in_a_new_process(call, **environment):
+    """What a call of the doctor's prints in a process that has drawn nothing yet."""
+    code = f"import geartrain.tools.doctor as doctor; found = {call}; print(found.viable, found.because)"
+    given = {**os.environ, **environment}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True, timeout=patience(60)
+    ).stdout
+
+
+def test_the_form_of_draws_is_measured_and_told():
+    said = in_a_new_process("doctor.draws()", GEARTRAIN_DESCENT="")
+    assert re.match(r"True \w+, \d+ searches in flight \(measured: (\w+ \d+: \d+ ns(; )?){4,} a draw\)", said), said
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("portable:32", "True portable, 32 searches in flight (GEARTRAIN_DESCENT)"),
+        ("sse9", "False GEARTRAIN_DESCENT names avx512vpopcntdq, avx512, avx2 or portable"),
+        ("portable:0", "False GEARTRAIN_DESCENT names 1 to 256 searches in flight, found portable:0"),
+    ],
+)
+def test_a_form_of_draws_that_is_named_is_told_or_refused(given, said):
+    assert in_a_new_process("doctor.draws()", GEARTRAIN_DESCENT=given).startswith(said)
 
 
 # --- inspect and remove ---------------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ TEST(a_draw_depends_on_its_number_alone_not_on_its_company) {
 }
 
 TEST(rows_drawn_while_others_insert_delete_and_reweigh_were_selectable_and_never_priorityless) {
-  constexpr uint32_t kRows = 64;
+  constexpr uint32_t kRows = 300;  // a tree of three levels
   auto store = store_of(kRows);
   std::atomic<bool> stop{false};
   std::vector<std::thread> threads;
@@ -134,17 +134,19 @@ TEST(rows_drawn_while_others_insert_delete_and_reweigh_were_selectable_and_never
         store->update_priorities({&row, 1}, {&generation, 1}, {&priority, 1});
     }
   });
-  std::vector<uint32_t> numbers(64), rows(64), generations(64);
-  std::vector<double> probability(64);
-  for (uint32_t i = 0; i < 64; ++i) numbers[i] = i;
+  constexpr size_t kMany = 2000;  // more than searches begin at the root for
+  std::vector<uint32_t> numbers(kMany), rows(kMany), generations(kMany);
+  std::vector<double> probability(kMany);
+  for (uint32_t i = 0; i < kMany; ++i) numbers[i] = i;
   uint64_t drawn = 0, priorityless = 0;
-  for (uint64_t step = 0; drawn < 200'000 && step < 100'000; ++step) {
+  for (uint64_t step = 0; drawn < 400'000 && step < 100'000; ++step) {
     const DrawKey key{7, step, kRowStream};
-    const Draws out{rows, generations, probability};
+    const size_t n = step % 16 < 14 ? 64 : kMany;
+    const Draws out{{rows.data(), n}, {generations.data(), n}, {probability.data(), n}};
     try {
       const bool uniform = step % 2 == 0;
-      draw(population(*store), {key, uniform ? By::row : By::priority}, numbers, out);
-      for (size_t i = 0; i < rows.size(); ++i) {
+      draw(population(*store), {key, uniform ? By::row : By::priority}, {numbers.data(), n}, out);
+      for (size_t i = 0; i < n; ++i) {
         if (rows[i] == kNoRow) continue;
         CHECK(rows[i] < kRows);
         CHECK((generations[i] & 1) != 0);

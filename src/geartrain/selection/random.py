@@ -34,8 +34,9 @@ class Uniform(DeclaredStrategy):
     Raises:
         ArgumentError: over="steps" without replacement, with strata or limits.
 
-    Cost: a cache miss per level of a tree over one bit a row; over steps as many times that as `max_length` is longer
-    than the rows on average, and a pass over the rows for a batch with a draw that was refused 63 times.
+    Cost: a cache miss, the row's own, where few rows are missing, else one per level of a tree over one bit a row; over
+    steps as many times that as `max_length` is longer than the rows on average, and a pass over the rows for a batch
+    with a draw that was refused 63 times.
     """
 
     seed: int | None = None
@@ -81,7 +82,7 @@ class Prioritized(DeclaredStrategy):
             or a schedule of the step. None for no importance weights.
         limits: rows that may be chosen.
 
-    Cost: a cache miss per level of the sum tree.
+    Cost: a cache miss per level of the sum tree; batches of thousands of rows skip its upper levels.
     """
 
     seed: int | None = None

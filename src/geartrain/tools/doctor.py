@@ -12,6 +12,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 import geartrain._native as _native
 import geartrain.device.cuda_ipc as cuda_ipc
 import geartrain.device.kernels as kernels
@@ -19,7 +21,7 @@ import geartrain.device.pinned_memory as pinning
 import geartrain.tools.cross_memory as cross_memory
 import geartrain.transport.nixl as nixl
 from geartrain.core.shared_files import segments_directory, shared_files
-from geartrain.errors import ArgumentError
+from geartrain.errors import ArgumentError, SchemaError
 from geartrain.tools.testing import Hosts
 from geartrain.transport.connection import viable
 
@@ -58,6 +60,7 @@ def examine() -> list[Finding]:
     return [
         _machine(),
         _copies(),
+        draws(),
         shared_memory(),
         _huge_pages(),
         _locked_memory(),
@@ -87,6 +90,23 @@ def _machine() -> Finding:
 def _copies() -> Finding:
     kernel = _native.copy_kernel()
     return Finding("streaming copies", kernel != "memcpy", f"large batches are copied with {kernel}")
+
+
+def draws() -> Finding:
+    """The form of prioritized draws: the fastest one here, measured now, or what GEARTRAIN_DESCENT names."""
+    what = "prioritized draws"
+    rows = 1 << 21  # too many for most caches: what is measured is waiting for memory
+    candidates = _native.Candidates(np.arange(1, rows + 1, dtype=np.uint32))
+    numbers = np.arange(1 << 15, dtype=np.uint32)
+    try:
+        for step in range(4):
+            candidates.draw(True, 0, step, 0, numbers, 0, None)
+    except SchemaError as error:  # of the variable
+        return Finding(what, False, str(error))
+    form, in_flight, because, measured = _native.draw_tuning()
+    told = "; ".join(f"{other} {count}: {ns:.0f} ns" for other, count, ns in measured)
+    why = f"{form}, {in_flight} searches in flight ({because}{f': {told} a draw' if told else ''})"
+    return Finding(what, True, f"{why}; GEARTRAIN_DESCENT=avx2:32 names another")
 
 
 def shared_memory() -> Finding:
