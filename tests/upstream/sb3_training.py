@@ -50,7 +50,7 @@ def noise() -> NormalActionNoise:
 
 #: By name: algorithm, policy, environment, stock's buffer, ours, settings, steps.
 CASES: dict[str, tuple[Any, str, str | Callable[[], Any], Any, Any, Callable[[], dict[str, Any]], int]] = {
-    "SAC, Pendulum": (SAC, "MlpPolicy", "Pendulum-v1", None, ReplayBuffer, small, 4_000),
+    "SAC, Pendulum": (SAC, "MlpPolicy", "Pendulum-v1", None, ReplayBuffer, small, 8_000),
     "TD3, Pendulum": (
         TD3,
         "MlpPolicy",
@@ -58,7 +58,7 @@ CASES: dict[str, tuple[Any, str, str | Callable[[], Any], Any, Any, Callable[[],
         None,
         ReplayBuffer,
         lambda: small(action_noise=noise(), learning_starts=500),
-        4_000,
+        12_000,
     ),
     "DQN, CartPole": (
         DQN,
@@ -78,7 +78,7 @@ CASES: dict[str, tuple[Any, str, str | Callable[[], Any], Any, Any, Callable[[],
             "exploration_fraction": 0.16,
             "exploration_final_eps": 0.04,
         },
-        20_000,
+        50_000,
     ),
     f"DQN with HER, {BITS} bits": (
         DQN,
