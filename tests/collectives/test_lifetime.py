@@ -282,3 +282,18 @@ def test_a_rank_that_gives_up_once_all_have_joined_tells_the_others_at_once(monk
     assert len(told) == 2
     assert all("GEARTRAIN_REPORT_S is a number" in text for text in told), told
     assert max(took_s) < patience(10)
+
+
+@pytest.mark.skipif(not hasattr(threading._active_limbo_lock, "_is_owned"), reason="a handler cannot start a thread")  # type: ignore[attr-defined]
+def test_a_hierarchical_group_is_closed_by_a_handler_that_interrupts_the_start_of_a_thread():
+    first, second = groups_of(2, hierarchical=True, hosts=["a", "b"])
+    closed = threading.Event()
+
+    def close() -> None:
+        with threading._active_limbo_lock:  # type: ignore[attr-defined]  # as `Thread.start` has it for an instant
+            first.close(0.0)
+        closed.set()
+
+    threading.Thread(target=close, daemon=True).start()
+    assert closed.wait(patience(10))
+    second.close(0.0)

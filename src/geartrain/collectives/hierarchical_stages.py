@@ -32,6 +32,7 @@ from geartrain.errors import ConnectionClosedError, GeartrainError
 PIECE_BYTES = 4 << 20
 #: How much later than the stage before an operation's deadline is: who hangs is named where it is waited for first.
 STAGE_S = 1.0
+_END_S = 2.0  # of `close`, for parts that end by the same deadline
 _MOMENT_S = 0.3  # of `close`, for all operations in progress together
 
 
@@ -356,7 +357,8 @@ class HostStages:
             except GeartrainError:  # no more threads: one after the other, by the same deadline
                 part.native.close(*left)
         for end in ends:
-            end.join()
+            # A signal's handler that interrupts the start of a thread has a lock that these need: they end after it.
+            end.join(max(until_s - time.monotonic(), 0.0) + _END_S)
 
     def _count_done(self) -> None:
         with self.lock:

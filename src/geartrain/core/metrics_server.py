@@ -107,7 +107,8 @@ class MetricsServer:
             if self._closed:
                 return
             self._closed = True
-            self._loop.call_soon_threadsafe(self._ended.set)
+            with contextlib.suppress(RuntimeError):  # a signal's handler has closed it in between, and the loop with it
+                self._loop.call_soon_threadsafe(self._ended.set)
             self._thread.join(_CLOSE_S)
 
     def after_fork(self) -> None:

@@ -73,9 +73,9 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        bar, self._bar = self._bar, None  # a signal's handler may close it in between
+        if bar is not None:
+            bar.stop()
 
     def _rich_bar(self) -> Any:
         try:
