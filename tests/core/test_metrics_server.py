@@ -242,6 +242,18 @@ def test_beside_a_forked_child_clients_are_hung_up_on_and_the_port_is_freed(serv
             again.close()
 
 
+def test_a_copy_of_the_listener_that_a_child_has_not_closed_yet_accepts_nobody(server: MetricsServer) -> None:
+    copy = os.dup(server._listening.fileno())
+    assert ask(server, "GET")[0] == 200
+    server.close()
+    with pytest.raises(ConnectionRefusedError):
+        dial(server)
+    again = MetricsServer(lambda: [], "127.0.0.1", server.port)
+    assert ask(again, "GET")[0] == 200
+    again.close()
+    os.close(copy)
+
+
 def test_when_a_server_is_killed_beside_its_forked_child_its_clients_are_hung_up_on() -> None:
     reader, writer = os.pipe()
     go, fork_now = os.pipe()

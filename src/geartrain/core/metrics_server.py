@@ -138,6 +138,9 @@ class MetricsServer:
         until_s = time.monotonic() + _CLOSE_S / 2
         while (coming := asyncio.all_tasks() - {asyncio.current_task()}) and time.monotonic() < until_s:
             await asyncio.wait(coming, timeout=_CLOSE_S / 2)
+        # A child that was forked just now may not have closed its copy yet: no copy listens from here on.
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
         server.close()
         for client in list(clients):
             client.hang_up()
