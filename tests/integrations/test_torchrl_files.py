@@ -12,24 +12,11 @@ import pytest
 import torch
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.data.replay_buffers.checkpointers import TensorStorageCheckpointer
-from torchrl_buffers import items, make
+from torchrl_buffers import in_child, items, make
 
 from geartrain.errors import ArgumentError
 from geartrain.integrations.torchrl import PrioritizedSampler, RoundRobinWriter, SharedStorage, UniformSampler
 from geartrain.store.store import Store
-
-
-def in_child(work: Any) -> int:
-    """The exit status of a forked child that does this."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 import torch
 from deadlines import patience
 from torchrl.data import ReplayBuffer
-from torchrl_buffers import items, make
+from torchrl_buffers import in_child, items, make
 
 import geartrain.integrations.torchrl.stored_items as storage_module
 from geartrain.errors import ArgumentError, IncompatibleStoreError
@@ -22,19 +22,6 @@ from geartrain.integrations.torchrl import PrioritizedSampler, RoundRobinWriter,
 from geartrain.store.store import Store
 
 pytestmark = pytest.mark.usefixtures("no_stock_torchrl_code")
-
-
-def in_child(work: Any) -> int:
-    """The exit status of a forked child that does this."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def test_another_process_writes_draws_and_sets_priorities():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -23,3 +24,16 @@ def make(size: int = 1000, sampler: Any = None, batch_size: int = 64, **options:
         writer=RoundRobinWriter(),
         batch_size=batch_size,
     )
+
+
+def in_child(work: Any) -> int:
+    """The exit status of a forked child that does this."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
