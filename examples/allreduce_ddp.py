@@ -28,6 +28,11 @@ def main() -> None:
     chosen = text.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group()
+    train(chosen)  # which frees the model: after its process group it may hang (docs/ranks.md)
+    dist.destroy_process_group()
+
+
+def train(chosen: argparse.Namespace) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
 
     torch.manual_seed(0)
@@ -55,7 +60,6 @@ def main() -> None:
     if rank == 0:
         rate = (chosen.steps - 1) * chosen.batch * world / took
         print(f"{dist.get_backend()}, {world} ranks: {rate:.0f} samples/s, loss {first:.4f} to {last:.4f}", flush=True)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

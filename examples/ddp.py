@@ -13,6 +13,7 @@ instead of being read from disk.
 
 from __future__ import annotations
 
+import argparse
 import os
 
 import torch
@@ -30,9 +31,14 @@ def main(arguments: list[str] | None = None) -> list[float]:
     memory_saving.add_options(text)
     chosen = text.parse_args(arguments)
     device = task.start()
+    losses = train(chosen, device)  # which frees the model: after its process group it may hang (docs/ranks.md)
+    dist.destroy_process_group()
+    return losses
+
+
+def train(chosen: argparse.Namespace, device: torch.device) -> list[float]:
     rank = dist.get_rank()
     talks = rank == 0
-
     model = DistributedDataParallel(nn.Sequential(*task.layers(chosen.seed)).to(device))
     optimizer = task.optimizer_of(model)
     losses: list[float] = []
@@ -75,7 +81,6 @@ def main(arguments: list[str] | None = None) -> list[float]:
         if talks:
             task.report(losses, replay)
     saving.close()
-    dist.destroy_process_group()
     return losses
 
 

@@ -9,6 +9,9 @@ no use for is neither copied nor sent.
 
 from __future__ import annotations
 
+import argparse
+
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,6 +27,12 @@ STAGES, MICROBATCHES = 2, 4
 def main(arguments: list[str] | None = None) -> list[float]:
     chosen = task.options(__doc__).parse_args(arguments)
     device = task.start(multiple_of=STAGES)
+    losses = train(chosen, device)  # which frees the model: after its process group it may hang (docs/ranks.md)
+    dist.destroy_process_group()
+    return losses
+
+
+def train(chosen: argparse.Namespace, device: torch.device) -> list[float]:
     mesh = init_device_mesh(device.type, (STAGES, dist.get_world_size() // STAGES), mesh_dim_names=("pp", "dp"))
     place, replicas = mesh["pp"].get_local_rank(), mesh["dp"].get_group()
     is_first_stage, is_last_stage = place == 0, place == STAGES - 1
@@ -67,7 +76,6 @@ def main(arguments: list[str] | None = None) -> list[float]:
         if talks:
             task.report(losses, replay)
     store.close()
-    dist.destroy_process_group()
     return losses
 
 

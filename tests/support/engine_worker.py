@@ -7,6 +7,7 @@ key-value store that they meet at, as torchrun does. `Engines` is the other end,
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -153,6 +154,7 @@ def be_rank(rank: int, port: int, life: int, job: dict[str, Any]) -> int:
     try:
         sys.path.insert(0, str(EXAMPLES))
         seen = watch_replays()
+        refuse_living_models()
         losses = importlib.import_module(job["example"]).main(job["arguments"])
         (directory / f"{rank}.json").write_text(json.dumps({"losses": losses, **seen}))
     except BaseException:
@@ -162,6 +164,21 @@ def be_rank(rank: int, port: int, life: int, job: dict[str, Any]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
     return 0
+
+
+def refuse_living_models() -> None:
+    """Lets no process group be destroyed while a DDP is alive, which may hang when it is freed (docs/ranks.md)."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    destroy = dist.destroy_process_group
+
+    def checked(*arguments: Any) -> None:
+        living = [each for each in gc.get_objects() if isinstance(each, DistributedDataParallel)]
+        assert not living, f"{len(living)} models of DDP are alive when their process group is destroyed"
+        destroy(*arguments)
+
+    dist.destroy_process_group = checked
 
 
 def watch_replays() -> dict[str, Any]:
