@@ -25,8 +25,6 @@ from geartrain.errors import (
     JobTimeoutError,
     PeerLostError,
     ProcessDiedError,
-    StoreExistsError,
-    StoreMissingError,
 )
 from geartrain.launch.context import REDUCER_KEY
 from geartrain.launch.coordinator import JOIN_S, Coordinator, job_secret
@@ -34,12 +32,12 @@ from geartrain.launch.display import Display, JobView, make_display
 from geartrain.launch.hosts import HostPosition, own_address
 from geartrain.launch.job import SERVERS, Job
 from geartrain.launch.job_process import JobProcess
+from geartrain.launch.job_store import JobStore
 from geartrain.launch.metrics import COLUMNS, MetricsReader, ProcessMetrics
 from geartrain.launch.placed_role import place
 from geartrain.launch.rank_environment import environment_of, free_port, rank_environment
 from geartrain.launch.summary import Summary
 from geartrain.launch.supervisor import Supervisor
-from geartrain.store.store import Store
 
 #: Period of the checks of heartbeats and time limits.
 TICK_S = 0.5
@@ -79,8 +77,6 @@ class Launcher:
         self._failure: tuple[str, float] | None = None  # of a process here, and how long another host's comes before it
         self._done_hosts: set[int] = set()
         self._done_sent = False
-        self._store: Store | None = None
-        self._old_store = False  # one was there before, and no process of this job may have used it
         self._master = (position.master_addr, position.master_port)
         self._address = "127.0.0.1" if position.hosts == 1 else own_address(position.master_addr, position.name_s)
         learner = next((each for each in self._placed if each.role.kind == "learner"), None)
@@ -104,6 +100,7 @@ class Launcher:
         self._supervisor = Supervisor(self._processes)
         prefix = "" if position.hosts == 1 else f"host {position.host}: "
         self._display: Display = make_display(job.name, live, every_s, prefix)
+        self._store = JobStore(job, self._display.say)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -115,7 +112,7 @@ class Launcher:
         with contextlib.ExitStack() as stack:
             stack.callback(self._supervisor.close)
             stack.enter_context(self._handling_signals())
-            self._check_old_store()
+            self._store.check_old(fresh=self._fresh)
             self._counters = stack.enter_context(
                 SharedCounters.create(f"launch-{self.job.name}", len(self._processes), COLUMNS)
             )
@@ -144,7 +141,7 @@ class Launcher:
                         self._start(process)
                 while self._end is None:
                     self._start_waiting()
-                    looks = self._waiting or (self._store is None and self.position.host in self._store_hosts)
+                    looks = self._waiting or (self._store.handle is None and self.position.host in self._store_hosts)
                     self._supervisor.wait(_STORE_TICK_S if looks else TICK_S)
                     self._handle_events()
             except BaseException as error:
@@ -184,7 +181,7 @@ class Launcher:
             self._finish("failed", f"hosts {missing} did not join within {JOIN_S:g} s")
         self._check_heartbeats()
         self._check_done()
-        self._attach_store()
+        self._store.attach()
         self._draw()
 
     def _handle_event(self, kind: str, host: int, outcome: str, text: str) -> None:
@@ -201,9 +198,7 @@ class Launcher:
             self._display.say(f"{process.name} has finished")
             return
         self._coordinator.unregister(process.name)
-        if self._store is not None:
-            with contextlib.suppress(GeartrainError):  # the next insert does it as well
-                self._store.reap()
+        self._store.reap()
         used = self.summary.restarts[role.name]
         if used >= role.max_restarts:
             limit = f", after {used} restarts" if role.max_restarts else ""
@@ -368,52 +363,6 @@ class Launcher:
             self._supervisor.wait(0.1)
             self._draw()
 
-    # --- the store ------------------------------------------------------------------------------------------------
-
-    def _check_old_store(self) -> None:
-        """Removes what an earlier run has left, if the start is to be fresh."""
-        name = self.job.name
-        with contextlib.suppress(StoreMissingError):
-            left = Store.peek(name, trust=self.job.trust)
-            users = left.native.live_clients()
-            if self._fresh and users:
-                raise StoreExistsError(f"{users} living processes use the store {name!r}; --fresh cannot remove it")
-            if self._fresh:
-                left.unlink()
-            elif not users:
-                self._old_store = True
-                self._display.say(f"the store {name!r} was left with {len(left):,} rows, which are adopted")
-        if self._fresh and name in weights.names() and not weights.describe(name, trust=self.job.trust).in_use:
-            weights.unlink(name)
-
-    def _attach_store(self, *, adopt: bool = False) -> None:
-        """Attaches to the store once it exists, for its figures; it may have been made without `persist`, too."""
-        if self._store is None:
-            with contextlib.suppress(GeartrainError, OSError):
-                self._store = Store.open(self.job.name, adopt=adopt, timeout_s=1.0, trust=self.job.trust)
-
-    def _leave_store(self, outcome: str) -> None:
-        failed = outcome in ("failed", "timed out")
-        keep = self.job.keep_store == "always" or (self.job.keep_store == "on_failure" and failed)
-        self._attach_store(adopt=not self._old_store)  # all its processes may have ended since the last look
-        if self._store is not None:
-            with contextlib.suppress(GeartrainError):
-                self._store.reap()
-            self.summary.store = {"selectable": len(self._store), **self._store.stats()}
-            if not keep:
-                self._store.unlink()
-            self._store.close(keep=keep)
-            if keep:
-                self._display.say(
-                    f"the store {self.job.name!r} stays with {self.summary.store['selectable']:,} rows: the next start "
-                    f"adopts them, `geartrain remove {self.job.name}` removes it"
-                )
-            self._store = None
-        if not keep and self.job.name in weights.names():
-            with contextlib.suppress(GeartrainError, OSError):
-                if not weights.describe(self.job.name, trust=self.job.trust).in_use:  # its processes were killed
-                    weights.unlink(self.job.name)
-
     def _serve_metrics(self, port: int, names: list[Path], stack: contextlib.ExitStack) -> None:
         from geartrain.launch.prometheus import PrometheusEndpoint
 
@@ -440,7 +389,7 @@ class Launcher:
                 metrics=self._metrics.read(),
                 restarts=self.summary.restarts,
                 version=version,
-                store=self._store,
+                store=self._store.handle,
             )
         )
 
@@ -455,7 +404,9 @@ class Launcher:
                 "version": metrics.version,
                 "metrics": metrics.metrics,
             }
-        self._leave_store(outcome)
+        figures = self._store.leave(failed=outcome in ("failed", "timed out"))
+        if figures is not None:
+            self.summary.store = figures
         self._display.last(self.summary)
         for path in self.folder.glob(".*.metrics.json"):
             path.unlink()
