@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from fuzz_native import COUNTS, ROOT, FindingError, fuzzers, run
+from fuzz_native import COUNTS, QUICK, ROOT, FindingError, fuzzers, run
 
 
 def program(folder: Path, name: str, body: str) -> Path:
@@ -59,6 +59,25 @@ def test_libfuzzer_is_asked_in_its_own_words(tmp_path: Path) -> None:
     corpus = Path(second.split()[-1])
     assert corpus == tmp_path / "corpus" / "fuzz_a"
     assert corpus.is_dir()
+
+
+def test_one_slice_in_eight_of_libfuzzer_looks_for_uses_of_stacks_after_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is slow where exceptions are thrown, and the only thing that sees them."""
+    monkeypatch.delenv("ASAN_OPTIONS", raising=False)
+    path = tmp_path / "fuzz_a"
+    path.write_text(
+        "#!/bin/sh\n"
+        '[ "$1" = -help=1 ] && echo "max_total_time" && exit 0\n'
+        'echo "${ASAN_OPTIONS:-all}" >> "$0.options"\n'
+        "printf 'stat::number_of_executed_units: 1\\nstat::new_units_added: 1\\n'\n"
+    )
+    path.chmod(0o755)
+    assert run([path], tmp_path / "counts.json", 9, jobs=1) == {"fuzz_a": 9}
+    first, *others, ninth = (tmp_path / "fuzz_a.options").read_text().splitlines()
+    assert first == ninth == "all"
+    assert others == [QUICK] * 7
 
 
 @pytest.mark.parametrize("ends", ["exit 1", "kill -SEGV $$", "echo nothing said"])
