@@ -300,13 +300,18 @@ def recording_options(text: argparse.ArgumentParser) -> None:
     add("--data-seed", type=int, default=0, help="of the recorded episodes (0)")
 
 
-def fill_recording_options(chosen: argparse.Namespace) -> None:
-    """Sizes that were not chosen."""
+def fill_recording_options(chosen: argparse.Namespace, text: argparse.ArgumentParser) -> None:
+    """Sizes that were not chosen; refuses senseless ones."""
     folder = Path("runs/gato_tiny" if chosen.tiny else "runs/gato_small")
     chosen.data = chosen.data or folder / "data"
     chosen.network = chosen.network or folder / "freeway.pt"
-    chosen.episodes = chosen.episodes or (4 if chosen.tiny else 100)
-    chosen.games = chosen.games or (2 if chosen.tiny else 24)
+    for name, tiny, usual in (("episodes", 4, 100), ("games", 2, 24)):
+        given = getattr(chosen, name)
+        setattr(chosen, name, (tiny if chosen.tiny else usual) if given is None else given)
+        if given is not None and given < 2:  # one is disturbed, one tells what the expert reaches
+            text.error(f"--{name} is at least 2, found {given}")
+    if not 0 <= chosen.data_seed < 2**20:
+        text.error(f"--data-seed is from 0 to {2**20 - 1:,}, found {chosen.data_seed}")
     chosen.longest = 40 if chosen.tiny else max(LONGEST.values())
 
 
@@ -315,7 +320,7 @@ def main(arguments: list[str] | None = None) -> int:
     recording_options(text)
     text.add_argument("--tiny", action="store_true", help="a few short episodes: does it run?")
     chosen = text.parse_args(arguments)
-    fill_recording_options(chosen)
+    fill_recording_options(chosen, text)
     curves.prepare()
     record_missing(chosen, console.Console())
     return 0

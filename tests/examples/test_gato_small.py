@@ -286,6 +286,19 @@ def test_a_checkpoint_of_another_run_or_of_other_recordings_is_refused(train, da
         train("run")
 
 
+@pytest.mark.parametrize(
+    "option",
+    "steps=0 batch=-1 rate=0 rate=nan width=20 layers=0 minutes=nan minutes=-1 seed=-1 evaluations=-1 save-every=0 "
+    "final-episodes=0 episodes=1 games=0 data-seed=-3".split(),
+)
+def test_senseless_options_are_refused_with_what_is_allowed(example, option, capsys):
+    with pytest.raises(SystemExit) as refused:
+        example.main(["--tiny", f"--{option}"])
+    assert refused.value.code == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert f"--{option.partition('=')[0]} " in told
+
+
 def test_the_share_of_the_expert_is_counted_from_random_actions(example):
     recorded = {"hopper": {"random": {"returns": [-100.0, -100.0]}, "expert": {"returns": [250.0, 350.0]}}}
     assert example.share_of_expert("hopper", [100.0], recorded) == 50.0
