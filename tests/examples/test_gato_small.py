@@ -288,8 +288,10 @@ def test_a_checkpoint_of_another_run_or_of_other_recordings_is_refused(train, da
 
 @pytest.mark.parametrize(
     "option",
-    "steps=0 batch=-1 rate=0 rate=nan width=20 layers=0 minutes=nan minutes=-1 seed=-1 evaluations=-1 save-every=0 "
-    "final-episodes=0 episodes=1 games=0 data-seed=-3".split(),
+    [
+        *("steps=0", "batch=-1", "rate=0", "rate=nan", "width=20", "layers=0", "minutes=nan", "minutes=-1", "seed=-1"),
+        *("evaluations=-1", "save-every=0", "final-episodes=0", "episodes=1", "games=0", "data-seed=-3"),
+    ],
 )
 def test_senseless_options_are_refused_with_what_is_allowed(example, option, capsys):
     with pytest.raises(SystemExit) as refused:
