@@ -146,7 +146,7 @@ def resume(file: Path, learner: Learner, replay: gt.Replay, chosen: argparse.Nam
     """Brings learner and replay to where the checkpoint is; the run so far, or None where there is none."""
     if not file.exists():
         return None
-    state = torch.load(file, weights_only=False)  # of this program's own
+    state = torch.load(file, weights_only=True)
     run: dict[str, Any] = state["run"]
     if run["setting"] != setting(chosen):
         raise SystemExit(f"{file} is of a run with {run['setting']}; remove it, or choose those options again")
