@@ -5,7 +5,8 @@
 The policy is one matrix over observations less their running mean, in units of their deviation. An update tries the
 matrix with `--directions` random changes, forwards and backwards, and moves it along the best of them, by what each
 gained (Mania et al., 2018, V2-t). Nothing is differentiated. The best matrix of those evaluated on whole episodes is
-kept, with the mean, the deviations, its mean return and the steps that were made.
+kept, with the mean, the deviations, its mean return and the steps that were made. 300 updates are 3.8 M steps, two to
+three CPU minutes.
 """
 
 from __future__ import annotations
