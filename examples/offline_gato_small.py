@@ -14,7 +14,7 @@ fetched by the keys of its windows.
 A checkpoint is one file of model, optimizer, mean of the weights, the replay's state and the losses so far, written
 beside the old one and exchanged for it. A run that was cut goes on from it with the losses of one that was not, to the
 bit: run the same command again. Freeway's expert takes 100 CPU seconds, the recordings 50 and 92 MB, and training with
-its evaluations about ten CPU minutes; a checkpoint is 19 MB.
+its evaluations eight CPU minutes; a checkpoint is 19 MB.
 
 At the end --out has result.json and returns.png: losses, returns and lengths of the episodes of each task, beside the
 expert's and those of random actions.
@@ -301,7 +301,7 @@ def plot(run: dict[str, Any], recorded: dict[str, Any], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, 1 + len(tasks.SHAPES), figsize=(14, 3.6), layout="constrained")
+    figure, panels = pyplot.subplots(1, 1 + len(tasks.SHAPES), figsize=(14, 3.9), layout="constrained")
     for (task, title), color in zip(tasks.TITLES.items(), ("#08519c", "#e6550d", "#31a354"), strict=True):
         loss = np.array([each.get(task, np.nan) for each in run["losses"]])
         width = min(50, max(1, len(loss) // 4))
@@ -317,8 +317,10 @@ def plot(run: dict[str, Any], recorded: dict[str, Any], file: Path) -> None:
         panel.axhline(np.mean(recorded[task]["expert"]["returns"]), color="#31a354", ls="--", label="expert")
         panel.axhline(np.mean(recorded[task]["random"]["returns"]), color="#636363", ls="--", label="random actions")
         panel.set(title=title, xlabel="training step", ylabel="return", xlim=(0, 1.05 * steps[-1]))
+    panels[0].legend(frameon=False, fontsize=8, loc="upper right")
+    lines, names = panels[1].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside lower right", ncols=len(names), frameon=False, fontsize=9)
     for panel in panels:
-        panel.legend(frameon=False, fontsize=8, loc="upper right" if panel is panels[0] else "center right")
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
     file.parent.mkdir(parents=True, exist_ok=True)
