@@ -25,6 +25,7 @@ import functools
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -262,6 +263,9 @@ def learn(
         played, drawn, wait_s = pool.stats(), store.limiter.state().samples, replay.stats()["wait_s"]
     returns = evaluate(learner.mean, chosen, chosen.eval_episodes)
     curve.point(played["steps"], returns.mean(), returns.min(), returns.max())
+    if chosen.network:
+        chosen.network.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(learner.mean.state_dict(), chosen.network)
     return {
         "random": random.mean(),
         "return": returns.mean(),
@@ -325,6 +329,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--capacity", type=int, default=200_000, help="steps that the store keeps (200,000)")
     add("--eval-episodes", type=int, default=6, help="of an evaluation (6)")
     add("--evaluations", type=int, default=4, help="while it trains (4)")
+    add("--network", type=Path, help="write the network that was evaluated last here, its weights (PT)")
     add("--constants", action="store_true", help="show what random play and each action alone reach, and end")
     chosen = text.parse_args(arguments)
     chosen.eval_steps = 27_000

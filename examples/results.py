@@ -101,6 +101,13 @@ RESULTS = {
         "success",
         at_least=0.9,
     ),
+    "gato-small": Result(
+        "python examples/offline_gato_small.py --seed 0",
+        "Hopper, HalfCheetah, Freeway by one model: 75 % of the way from random actions to the experts, mean of tasks",
+        "share_of_experts",
+        at_least=0.75,
+        timeout_s=7200.0,
+    ),
 }
 
 

@@ -97,11 +97,18 @@ def test_grpo_makes_the_better_answers_of_a_group_likelier():
 
 def test_dqn_runs_and_leaves_nothing_behind(tmp_path):
     pytest.importorskip("ale_py", reason="ALE is an extra: pip install 'geartrain[atari]'")
-    found = run([sys.executable, "examples/online_dqn_atari.py", "--tiny", "--game", "pong"], tmp_path)
+    file = tmp_path / "folder" / "network.pt"
+    command = [sys.executable, "examples/online_dqn_atari.py", "--tiny", "--game", "pong", "--network", str(file)]
+    found = run(command, tmp_path)
     result = found["result"]
     assert result["learner_steps"] == 20
     assert result["environment_steps"] >= 200
     assert found["lines"]["random actions"] == result["random"]
+    import online_dqn_atari as dqn
+
+    network = dqn.QNetwork(6)
+    network.load_state_dict(torch.load(file, weights_only=True))
+    assert network.is_trained, "what was kept has seen the game"
 
 
 def test_dqn_shows_what_each_action_alone_reaches(capsys):
