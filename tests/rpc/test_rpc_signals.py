@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import threading
 import time
@@ -58,6 +59,44 @@ def test_a_handler_that_calls_another_peer_at_any_line_of_a_call_returns(monkeyp
     lines_of(None)  # imports
     for at in range(lines_of(None)):
         lines_of(at)
+
+
+@pytest.mark.timeout(60)
+def test_a_handler_publishes_and_subscribes_at_any_line_of_the_same() -> None:
+    with rpc.Node("publisher") as publisher, rpc.Node("subscriber") as subscriber:
+        publisher.directory.known["subscriber"] = subscriber.address
+        subscriber.directory.known["publisher"] = publisher.address
+        names = itertools.count()
+
+        def lines_of(call: str, at: int | None) -> int:
+            name, got, complete = f"news-{next(names)}", [], threading.Event()
+            topic = publisher.topic(name, history=4)
+
+            def arrived(number: int, value: object) -> None:
+                got.append((number, value))
+                if len(got) == 2:
+                    complete.set()
+
+            if call == "publish":
+                subscriber.subscribe("publisher", name, arrived)
+                one = Interruption(at, lambda: topic.publish("handler's"))
+                one.during(lambda: topic.publish("thread's"))
+                if at is not None:
+                    assert complete.wait(patience(10)), at
+                    assert [number for number, _ in got] == [0, 1], at
+                    assert {value for _, value in got} == {"handler's", "thread's"}, at
+            else:
+                one = Interruption(at, lambda: subscriber.subscribe("publisher", name, arrived))
+                one.during(lambda: subscriber.subscribe("publisher", name, arrived))
+            subscriber.unsubscribe("publisher", name)
+            return one.lines
+
+        for call in ("publish", "subscribe"):
+            lines_of(call, None)  # imports
+            lines = lines_of(call, None)
+            assert lines > 20
+            for at in range(lines):
+                lines_of(call, at)
 
 
 def test_a_call_does_not_wait_beyond_its_deadline_for_another_one_that_dials(silent: str) -> None:
