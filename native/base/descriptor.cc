@@ -1,6 +1,7 @@
 #include "base/descriptor.h"
 
 #include <pthread.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -50,6 +51,15 @@ void Descriptor::reset() {
   std::lock_guard lock(table().mutex);
   table().open.erase(fd);
   ::close(fd);
+}
+
+void ListeningSocket::reset() {
+  if (socket_ && socket_.forks_ == forks()) {
+    ::shutdown(socket_.get(), SHUT_RDWR);
+    // A Unix socket keeps whom it has not accepted until its last copy is closed. Nobody comes any more.
+    while (Descriptor(::accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC))) continue;
+  }
+  socket_.reset();
 }
 
 }  // namespace geartrain

@@ -29,8 +29,28 @@ class Descriptor {
   explicit operator bool() const { return fd_ >= 0; }
 
  private:
+  friend class ListeningSocket;
   int fd_ = -1;
   uint64_t forks_ = 0;
+};
+
+// A socket that listens until it is reset or dropped. From then on no copy of it does, not that of a child which was
+// forked just now and has not closed its own yet, nor that of one between vfork and exec: nobody is accepted by a
+// listener that is closed, and its port is free. Whoever has not been accepted is hung up on.
+class ListeningSocket {
+ public:
+  ListeningSocket() = default;
+  explicit ListeningSocket(Descriptor socket) : socket_(std::move(socket)) {}
+  ListeningSocket(ListeningSocket&&) noexcept = default;
+  ListeningSocket& operator=(ListeningSocket&&) noexcept = default;
+  ~ListeningSocket() { reset(); }
+  void reset();
+  const Descriptor& descriptor() const { return socket_; }
+  int get() const { return socket_.get(); }
+  explicit operator bool() const { return static_cast<bool>(socket_); }
+
+ private:
+  Descriptor socket_;
 };
 
 }  // namespace geartrain

@@ -174,7 +174,7 @@ class Listener::Body {
   }
 
   void listen_unix() {
-    unix_ = Descriptor(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    unix_ = ListeningSocket(Descriptor(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)));
     address_.shm = "geartrain-" + address_.id;
     struct sockaddr_un at{};
     at.sun_family = AF_UNIX;
@@ -201,7 +201,7 @@ class Listener::Body {
       fail(ErrorKind::untrusted, "listening on ", options_.tcp_host,
            " lets in everyone who can reach it: give a secret, or listen on 127.0.0.1");
     }
-    tcp_ = Descriptor(::socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    tcp_ = ListeningSocket(Descriptor(::socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)));
     const int on = 1;
     if (tcp_) ::setsockopt(tcp_.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
     if (!tcp_ || ::bind(tcp_.get(), found->ai_addr, found->ai_addrlen) != 0 || ::listen(tcp_.get(), kBacklog) != 0) {
@@ -271,10 +271,10 @@ class Listener::Body {
     return true;
   }
 
-  void accept_from(const Descriptor& listening, bool local) {
+  void accept_from(const ListeningSocket& listening, bool local) {
     bool good = false;
     try {
-      good = admission_.take_from(listening, local);
+      good = admission_.take_from(listening.descriptor(), local);
     } catch (const std::bad_alloc&) {
       admission_.note_refusal("no memory for another connection");
     }
@@ -311,7 +311,8 @@ class Listener::Body {
   std::array<uint8_t, 16> id_{};
   Address address_;
   std::string text_;
-  Descriptor epoll_, stop_, unix_, tcp_;
+  Descriptor epoll_, stop_;
+  ListeningSocket unix_, tcp_;
   Admission admission_{options_,
                        id_,
                        epoll_.get(),

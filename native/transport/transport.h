@@ -33,7 +33,8 @@
 // The end. close() may be called by any thread, any number of times, beside any other call: calls that wait end with
 // hung_up, later ones throw it at once, and what only reports (counts, describe) still does. Dropping the last
 // reference closes; whoever calls holds one. Regions are closed with their connection. A listener that is closed hangs
-// up on what it has not accepted; connections that it has accepted stay open.
+// up on what it has not accepted, and no copy of its sockets accepts any more (ListeningSocket); connections that it
+// has accepted stay open.
 //
 // Threads of its own. A listener has one, and all connections of a process share one for their sidebands. No exception
 // ends them, or the process: it ends the connection that caused it, with its text as the reason.

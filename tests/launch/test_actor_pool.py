@@ -130,6 +130,89 @@ def test_a_handler_stops_the_pool_that_its_thread_is_stopping(store):
     assert not pool.counters.path.exists() and store.audit() == []
 
 
+def marker(what, context):
+    return Path(os.environ["MARKERS"]) / f"{what}-{context.number}"
+
+
+def slow_environments(context):
+    try:
+        marker("begun", context).touch()
+        time.sleep(100)
+    finally:
+        marker("cleaned", context).touch()
+
+
+def slow_policy(context):
+    class Slow(Quiet):
+        def act(self, observation):
+            return slow_environments(context)
+
+    return Slow()
+
+
+def deaf_environments(context):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    marker("begun", context).touch()
+    time.sleep(100)
+
+
+@pytest.mark.parametrize(
+    ("stuck_environments", "stuck_policy"), [(slow_environments, policy), (environments, slow_policy)]
+)
+def test_an_actor_in_a_constructor_or_a_long_step_ends_by_sigterm(
+    store, monkeypatch, tmp_path, stuck_environments, stuck_policy
+):
+    monkeypatch.setenv("MARKERS", str(tmp_path))
+    pool = ActorPool(store, stuck_environments, stuck_policy, 2)
+    wait_for(lambda: len(os.listdir(tmp_path)) == 2)
+    pool.stop(patience(6))
+    assert [each.returncode for each in pool._supervisor.processes] == [1, 1]
+    assert sorted(os.listdir(tmp_path)) == ["begun-0", "begun-1", "cleaned-0", "cleaned-1"]
+    assert store.audit() == [] and store.reap() == 0
+
+
+def test_an_actor_that_ignores_sigterm_is_killed_in_seconds(store, monkeypatch, tmp_path):
+    monkeypatch.setenv("MARKERS", str(tmp_path))
+    pool = ActorPool(store, deaf_environments, policy, 1)
+    wait_for(lambda: os.listdir(tmp_path))
+    began_s = time.monotonic()
+    pool.stop()
+    assert pool._stop_at_s - began_s < 7
+    assert pool._supervisor.processes[0].returncode == -signal.SIGKILL
+
+
+def test_an_actor_that_someone_else_terminates_was_killed_by_sigterm(store):
+    pool = ActorPool(store, environments, policy, 1, max_restarts=0)
+    wait_for(lambda: pool.stats()["steps"] > 0)
+    os.kill(int(pool.counters.column("pid")[0]), signal.SIGTERM)
+    wait_for(lambda: pool.stats()["alive"] == 0)
+    with pytest.raises(ActorDiedError, match="actor 0 was killed by SIGTERM"):
+        wait_for(pool.check)
+    pool.stop()
+
+
+def test_a_pool_that_is_stopped_while_it_starts_its_actors_starts_no_more(store, monkeypatch):
+    starts = []
+    start = ActorPool._start
+
+    def slow_start(pool, process):
+        starts.append(process.number)
+        if len(starts) == 3:
+            signal.pthread_kill(main, signal.SIGUSR2)
+            time.sleep(patience(0.5))
+        start(pool, process)
+
+    main = threading.get_ident()
+    monkeypatch.setattr(ActorPool, "_start", slow_start)
+    before = signal.signal(signal.SIGUSR2, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ActorPool(store, environments, policy, 20)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert starts == [0, 1, 2]
+
+
 def test_an_exit_status_that_something_else_has_taken_does_not_end_the_supervision(store):
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children by itself, and nobody learns how
     try:

@@ -192,7 +192,7 @@ class PairListener {
     size_t bytes;
     Deadline until;
   };
-  Descriptor socket_;
+  ListeningSocket socket_;
   PairHandle handle_{};
   std::vector<Stranger> strangers_;
 };

@@ -36,6 +36,8 @@ from geartrain.store.store import Store
 
 #: As many processes as may have a store open.
 MOST_ACTORS = 255
+#: An actor that steps ends in milliseconds; this is for what hangs.
+STOP_S = 6.0
 
 
 class ActorPool:
@@ -160,8 +162,11 @@ class ActorPool:
         if self._failed is not None:
             raise self._failed
 
-    def stop(self, timeout_s: float = 20.0) -> None:
-        """Ends all actors: each after the step it is at, and by force after `timeout_s`.
+    def stop(self, timeout_s: float = STOP_S) -> None:
+        """Ends all actors: each after the step it is at, by SIGTERM after half of `timeout_s`, by SIGKILL at its end.
+
+        SIGTERM raises SystemExit in an actor that is still in its constructors, or in a step. Steps that it has not
+        published are lost with it then.
 
         Rows that wait for the store's rate limiter are given back: there may be no learner any more to sample others.
         """
@@ -197,6 +202,8 @@ class ActorPool:
         processes = self._supervisor.processes
         try:
             for process in processes:
+                if self._stop_at_s is not None:  # Ctrl-C in the constructor
+                    break
                 self._start(process)
             self._started.set()
             while self._stop_at_s is None:
@@ -204,9 +211,10 @@ class ActorPool:
                 for process in self._supervisor.reap():
                     if self._stop_at_s is None and self._failed is None:
                         self._handle_exit(process)
-            while any(each.running for each in processes) and (left_s := self._stop_at_s - time.monotonic()) > 0:
-                self._supervisor.wait(left_s)
-                self._supervisor.reap()
+            self._await_ends((time.monotonic() + self._stop_at_s) / 2)
+            for process in processes:
+                process.terminate()
+            self._await_ends(self._stop_at_s)
         except BaseException as error:  # for `check`, or the constructor
             if self._started.is_set():
                 self._failed = self._failed or error
@@ -218,6 +226,11 @@ class ActorPool:
                 process.close()
             self._supervisor.close()
             self._started.set()
+
+    def _await_ends(self, until_s: float) -> None:
+        while any(each.running for each in self._supervisor.processes) and (left_s := until_s - time.monotonic()) > 0:
+            self._supervisor.wait(left_s)
+            self._supervisor.reap()
 
     def _start(self, process: _ActorProcess) -> None:
         process.start(self._task)

@@ -79,8 +79,22 @@ def main() -> None:
         raise SystemExit(1) from None
 
 
+def _end_on_sigterm(stopping: Callable[[], bool]) -> None:
+    """Of a pool that is being stopped SIGTERM ends this process as an exception does, wherever it is."""
+
+    def end(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        if stopping():
+            raise SystemExit(128 + number)
+        os.kill(os.getpid(), number)
+
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # else the user's module has one of its own
+        signal.signal(signal.SIGTERM, end)
+
+
 def _act(task: ActorTask, number: int, restart: int) -> None:
     slot = SharedCounters.open(task.counters).slot(number)
+    _end_on_sigterm(lambda: slot["stop"] != 0.0)
     run_actor(
         ActorContext(number, task.actors, actor_seed(task.seed, number, restart), restart),
         task.make_environments,

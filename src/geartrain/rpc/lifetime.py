@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from geartrain.core.threads import DaemonThread
-from geartrain.errors import ConnectionClosedError
+from geartrain.core.threads import DaemonThread, ReentrantEvent
+from geartrain.errors import ConnectionClosedError, WaitTimeoutError
 
 T = TypeVar("T")
+
+#: Work that waits until a deadline ends so long after it at most, and knows better than its caller what was missing.
+_LATE_S = 5.0
 
 
 class Lifetime:
@@ -19,7 +23,7 @@ class Lifetime:
     def __init__(self, name: str) -> None:
         self.ended = False
         self._name = name
-        self._changed = threading.Condition()  # `ended`, or what `wait_for` waits for
+        self._waits: list[ReentrantEvent] = []
         self._pid = os.getpid()
 
     @property
@@ -39,16 +43,21 @@ class Lifetime:
     def end(self) -> bool:
         """Closed from now on: waits end. False when it was before. The caller holds a lock against other ends."""
         first, self.ended = not self.ended, True
-        with self._changed:
-            self._changed.notify_all()
+        for over in tuple(self._waits):
+            over.set()
         return first
 
-    def wait_for(self, work: Callable[[], T]) -> T:
+    def wait_for(self, work: Callable[[], T], until_s: float, what: str) -> T:
         """What `work` returns or raises; `ConnectionClosedError` once the node is closed.
 
-        A store that is waited for, and a peer that is dialled, know nothing of `close`: a thread of its own waits.
+        A store that is waited for, and a peer that is dialled, know nothing of `close`: a thread of its own waits. It
+        does not begin where this is a signal's handler that has come while its thread was starting another one, for
+        `threading` has a lock then.
+
+        Args:
+            work: ends by itself at `until_s`, in `time.monotonic()`; raises `WaitTimeoutError` when it does not.
+            what: is waited for, for this error.
         """
-        self.check()
         outcome: list[tuple[T | None, BaseException | None]] = []
 
         def run() -> None:
@@ -56,14 +65,22 @@ class Lifetime:
                 outcome.append((work(), None))
             except BaseException as error:
                 outcome.append((None, error))
-            with self._changed:
-                self._changed.notify_all()
+            over.set()
 
-        DaemonThread(run, f"geartrain finds a peer of {self._name}").start()
-        with self._changed:
-            self._changed.wait_for(lambda: outcome or self.ended)
+        # No condition: of one that waits, a handler that waits for it as well takes the lock away, and may have its
+        # notification.
+        over = ReentrantEvent()
+        self._waits.append(over)
+        try:
+            self.check()
+            DaemonThread(run, f"geartrain finds a peer of {self._name}").start()
+            over.wait(max(0.0, until_s - time.monotonic()) + _LATE_S)
+        finally:
+            with contextlib.suppress(ValueError):  # a child that was forked within the wait
+                self._waits.remove(over)
         if not outcome:
             self.check()
+            raise WaitTimeoutError(f"{what} was waited for in vain until the deadline")
         value, error = outcome[0]
         if error is None:
             return value  # type: ignore[return-value]
@@ -74,5 +91,7 @@ class Lifetime:
             del error  # the traceback holds this frame
 
     def after_fork(self) -> None:
-        """In a forked child: another thread of the parent's may have held the lock."""
-        self._changed = threading.Condition()
+        """In a forked child, which has none of the threads that are waited for."""
+        waits, self._waits = self._waits, []
+        for over in waits:
+            over.set()

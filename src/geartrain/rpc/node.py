@@ -36,6 +36,7 @@ from geartrain.errors import (
     PeerUnreachableError,
     TransportError,
     UnknownPeerError,
+    WaitTimeoutError,
 )
 from geartrain.rpc.client import Client
 from geartrain.rpc.future import Future
@@ -345,7 +346,7 @@ class Node:
         for name in names:
             check_text("a peer's name", name)
         for name in names:
-            self._lifetime.wait_for(partial(self._address, name, until_s))
+            self._lifetime.wait_for(partial(self._address, name, until_s), until_s, f"a peer {name!r}")
 
     def close(self) -> None:
         """Closes all connections. Functions that still run are left to end."""
@@ -388,10 +389,13 @@ class Node:
         with self._lock:
             dialling = self._dialling.setdefault(name, threading.Lock())
         until_s = time.monotonic() + timeout_s
-        return self._lifetime.wait_for(partial(self._dial, name, timeout_s, until_s, dialling))
+        dial = partial(self._dial, name, until_s, dialling)
+        return self._lifetime.wait_for(dial, until_s, f"a connection with {name!r}")
 
-    def _dial(self, name: str, timeout_s: float, until_s: float, dialling: threading.Lock) -> Client:
-        with dialling:
+    def _dial(self, name: str, until_s: float, dialling: threading.Lock) -> Client:
+        if not dialling.acquire(timeout=max(0.0, until_s - time.monotonic())):
+            raise WaitTimeoutError(f"{name!r} did not answer another call, which dials it, before this one's deadline")
+        try:
             client = self._clients.get(name)
             if client is not None and not client.connection.lost:
                 return client
@@ -403,7 +407,7 @@ class Node:
                 raise PeerLostError(f"{name!r} is lost: {error}") from None
             except TransportError as error:
                 raise PeerUnreachableError(f"{name!r} is lost, or was never there: {error}") from None
-            connection.send(0, HELLO, self._codec.encode(self.name), timeout_s)
+            connection.send(0, HELLO, self._codec.encode(self.name), max(0.0, until_s - time.monotonic()))
             client = Client(
                 name,
                 connection,
@@ -424,6 +428,8 @@ class Node:
                 self._clients[name] = client
                 client.number = self.server.watch(connection)
                 self._watched[client.number] = name
+        finally:
+            dialling.release()
         return client
 
     def _address(self, name: str, until_s: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import secrets
 import threading
@@ -43,8 +44,8 @@ class Topic:
 
     The publisher knows its subscribers, and sends to no one else. Later subscribers get the newest `history` values
     first. A value goes to each subscriber as one message, in order. A subscriber that is lost is removed, and one that
-    takes nothing within `timeout_s` as well. Any thread may publish; on a closed node, or in a forked child, it reaches
-    nobody.
+    takes nothing within `timeout_s` as well. Any thread may publish, and a signal's handler: within a `publish` of the
+    thread that it interrupts, its value is sent by that. On a closed node, or in a forked child, it reaches nobody.
     """
 
     def __init__(self, node: Publishes, name: str, history: int = 1, timeout_s: float = 5.0) -> None:
@@ -52,10 +53,12 @@ class Topic:
         self.name = check_text("a topic's name", name)
         self._node = node
         self._timeout_s = timeout(timeout_s)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may come in between, in the same thread
         self._subscribers: dict[str, str] = {}  # name -> token of its subscription
         self._newest: deque[tuple[int, Any]] = deque(maxlen=history)
-        self._next = 0
+        self._numbers = itertools.count()
+        self._unsent: dict[int, Any] = {}
+        self._publishing = False
 
     @property
     def subscribers(self) -> list[str]:
@@ -66,11 +69,24 @@ class Topic:
     def publish(self, value: Any) -> int:
         """Sends a value to all subscribers; its number. It must not be changed later while it is in the history."""
         with self._lock:
-            number, self._next = self._next, self._next + 1
-            self._newest.append((number, value))
-            for subscriber in sorted(self._subscribers):
-                self._send(subscriber, number, value)
+            within, self._publishing = self._publishing, True
+            try:
+                number = next(self._numbers)
+                self._unsent[number] = value
+                while self._unsent and not within:
+                    self._publishing = True
+                    first = min(self._unsent)
+                    self._send_to_all(first, self._unsent.pop(first))
+                    if not self._unsent:
+                        self._publishing = False  # from here on a handler sends by itself
+            finally:
+                self._publishing = within
         return number
+
+    def _send_to_all(self, number: int, value: Any) -> None:
+        self._newest.append((number, value))
+        for subscriber in sorted(self._subscribers):
+            self._send(subscriber, number, value)
 
     def _send(self, subscriber: str, number: int, value: Any) -> None:
         try:
@@ -90,7 +106,7 @@ class Topic:
 
     def after_fork(self) -> None:
         """In a forked child: another thread of the parent's may have held the lock."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may come in between, in the same thread
 
     def add(self, subscriber: str, token: str) -> None:
         """Subscribes a peer, and sends it the newest values."""
@@ -112,7 +128,7 @@ class Topics:
 
     def __init__(self, node: Publishes) -> None:
         self._node = node
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may come in between, in the same thread
         self._mine: dict[str, Topic] = {}
         # With the subscription's token: a peer that restarted under its name may be sent what was meant for the process
         # before it.
@@ -129,7 +145,7 @@ class Topics:
 
     def after_fork(self) -> None:
         """In a forked child: the locks anew."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may come in between, in the same thread
         for topic in self._mine.values():
             topic.after_fork()
 

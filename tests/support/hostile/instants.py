@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dis
+import inspect
 import queue
 import sys
 import threading
@@ -21,7 +23,8 @@ _LIBRARY = (threading.__file__, queue.__file__, contextlib.__file__)
 class Interruption:
     """Of a call of this thread, once: a handler is called before a line that is reached for the first time.
 
-    The end of a function is such a line, too.
+    The end of a function is such a line, too. That a generator yields is none: no handler runs there, and what a trace
+    function raises would pass by the generator's own `finally`.
 
     Args:
         at: number of the line, from 0 on; None for no interruption, which counts them.
@@ -53,7 +56,7 @@ class Interruption:
         return self._pass if not self._over and (file.startswith(_PACKAGE) or file in _LIBRARY) else None
 
     def _pass(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event not in ("line", "return") or self._over:
+        if event not in ("line", "return") or self._over or (event == "return" and _yields(frame)):
             return self._pass
         line = (frame.f_code.co_filename, frame.f_lineno, event)
         if line not in self._seen and len(self._seen) == self._at:
@@ -62,3 +65,8 @@ class Interruption:
             self._handler()
         self._seen.add(line)
         return self._pass
+
+
+def _yields(frame: FrameType) -> bool:
+    code = frame.f_code
+    return bool(code.co_flags & inspect.CO_GENERATOR) and code.co_code[frame.f_lasti] == dis.opmap["YIELD_VALUE"]
