@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 
 import deadlines
+import hostile.groups
 import hostile.jobs
 import hostile.lerobot
 import hostile.peers

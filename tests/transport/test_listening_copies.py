@@ -9,6 +9,7 @@ import stat
 import time
 from collections.abc import Iterator
 
+import hostile.groups
 import hostile.jobs
 import hostile.peers
 import hostile.stores  # noqa: F401  # the factories

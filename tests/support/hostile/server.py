@@ -26,7 +26,7 @@ from typing import Any
 #: What an interpreter or the C++ runtime writes when a process ends the wrong way.
 LAST_WORDS = ("Fatal Python error", "terminate called", "Exception ignored", "Segmentation fault", "nanobind: leaked")
 SHM = Path("/dev/shm")
-FACTORY_MODULES = tuple(f"hostile.{name}" for name in ("jobs", "lerobot", "peers", "rlinf", "sb3", "stores"))
+FACTORY_MODULES = tuple(f"hostile.{name}" for name in ("groups", "jobs", "lerobot", "peers", "rlinf", "sb3", "stores"))
 
 
 class Server:
