@@ -30,18 +30,18 @@ Inbox::Inbox(double spin_us, uint32_t at_once)
   }
 }
 
-void Inbox::add(uint64_t id, std::shared_ptr<Connection> connection) {
-  insert(id, std::move(connection), false);
+void Inbox::add(uint64_t id, std::shared_ptr<Connection> connection, bool trusted) {
+  insert(id, std::move(connection), false, trusted);
 }
 
 void Inbox::watch(uint64_t id, std::shared_ptr<Connection> connection) {
-  insert(id, std::move(connection), true);
+  insert(id, std::move(connection), true, false);
 }
 
-void Inbox::insert(uint64_t id, std::shared_ptr<Connection> connection, bool watched_only) {
+void Inbox::insert(uint64_t id, std::shared_ptr<Connection> connection, bool watched_only, bool trusted) {
   if (forks_ != forks()) fail(ErrorKind::hung_up, "this inbox belongs to the process that this one was forked from");
   std::lock_guard lock(mutex_);
-  if (id == kBell || !entries_.try_emplace(id, Entry{connection, watched_only, false, false}).second) {
+  if (id == kBell || !entries_.try_emplace(id, Entry{connection, watched_only, trusted, false, false}).second) {
     fail(ErrorKind::schema, "the inbox has a connection number ", id, " already");
   }
   std::vector<Connection::Wake> wakes = {{connection->end_descriptor(), false}};
@@ -221,10 +221,12 @@ bool Inbox::take_ready(Event* event) {
     found->second.queued = false;
     const std::shared_ptr<Connection> connection = found->second.connection;
     const bool watched_only = found->second.watched_only;
+    event->trusted = found->second.trusted;
     lock.unlock();
     Connection::Poll polled = Connection::Poll::nothing;
     bool lost = watched_only;
-    std::string reason = "the peer over " + std::string(watched_only ? connection->describe() : "") + " is gone";
+    std::string reason;
+    if (watched_only) reason = "the peer over " + connection->describe() + " is gone";
     try {
       if (!watched_only) polled = connection->poll(&event->message);
     } catch (const Error& error) {

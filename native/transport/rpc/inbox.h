@@ -31,14 +31,16 @@ class Inbox {
     uint64_t id = 0;
     std::shared_ptr<Connection> connection;
     Message message;
-    bool lost = false;  // the connection has ended, and was removed from the inbox; `reason` says why
+    bool trusted = false;  // as it was added
+    bool lost = false;     // the connection has ended, and was removed from the inbox; `reason` says why
     std::string reason;
     uint32_t standing_by = 0;  // threads that could take this one's place
   };
 
   explicit Inbox(double spin_us = 30.0, uint32_t at_once = 1);
-  // Adds a connection for messages and its end; or only its end, when others receive from it. Ids are the caller's.
-  void add(uint64_t id, std::shared_ptr<Connection> connection);
+  // Adds a connection for messages and its end; or only its end, when others receive from it. Ids are the caller's, and
+  // so is what `trusted` means.
+  void add(uint64_t id, std::shared_ptr<Connection> connection, bool trusted = false);
   void watch(uint64_t id, std::shared_ptr<Connection> connection);
   void remove(uint64_t id);
   // The last message of this connection has been handled.
@@ -55,11 +57,11 @@ class Inbox {
  private:
   struct Entry {
     std::shared_ptr<Connection> connection;
-    bool watched_only;
+    bool watched_only, trusted;
     bool queued;  // in ready_
     bool paused;  // until resume()
   };
-  void insert(uint64_t id, std::shared_ptr<Connection> connection, bool watched_only);
+  void insert(uint64_t id, std::shared_ptr<Connection> connection, bool watched_only, bool trusted);
   struct Away {
     std::thread::id thread;
     uint64_t since_ns;
