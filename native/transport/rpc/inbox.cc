@@ -79,6 +79,7 @@ void Inbox::resume(uint64_t id) {
   const auto found = entries_.find(id);
   if (found == entries_.end() || !found->second.paused) return;
   found->second.paused = false;
+  if (found->second.connection->drained()) return;  // the epoll reports what comes: no read in vain
   mark_ready(id);
   if (sleeping_) wake_leader();  // it did not ask this one to wake it
 }
@@ -116,6 +117,7 @@ bool Inbox::receive(Event* event, Deadline deadline) {
   lock.lock();
   leading_ = false;
   left_ns_ = monotonic_ns();
+  if (found) delivered_ns_ = left_ns_;
   event->standing_by = standing_by_;
   if (found && !event->lost) away_.push_back({std::this_thread::get_id(), left_ns_});
   // A deputy without a timed wait must start one; it has one while messages keep coming.
@@ -152,7 +154,7 @@ bool Inbox::stand_by(std::unique_lock<std::mutex>& lock, Deadline deadline) {
       reserve_.wait_for(lock, left);
     } else {
       deputy = has_deputy_ = true;
-      if (leading_ && now - left_ns_ > kDormantAfterNs) {
+      if (leading_ && now - delivered_ns_ > kDormantAfterNs) {
         dormant_ = true;
         deputy_.wait_for(lock, left);
       } else {

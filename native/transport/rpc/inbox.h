@@ -83,7 +83,8 @@ class Inbox {
   ConditionVariable deputy_, reserve_;
   bool leading_ = false, has_deputy_ = false, sleeping_ = false, dormant_ = false, closed_ = false;
   uint32_t standing_by_ = 0;
-  uint64_t left_ns_ = 0;  // when a leader last left with a message
+  uint64_t left_ns_ = 0;       // when a leader last left, with a message or to look for signals
+  uint64_t delivered_ns_ = 0;  // when one last left with a message
   const uint32_t at_once_;
   std::vector<Away> away_;
   std::map<uint64_t, Entry> entries_;
