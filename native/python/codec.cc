@@ -33,35 +33,18 @@
 namespace geartrain {
 namespace {
 
-class Codec {
- public:
-  // `numpy_codes`: dict of numpy dtypes to codes; `itemsizes`: dict of codes to sizes; `torch_part`: called once torch
-  // is needed, returns (Tensor, dict of dtypes to codes, dict of codes to dtypes, function to a plain CPU tensor,
-  // from_numpy, function to (kind, value) or None for the format's x, and its inverse). `dumps(value, add_buffer)` and
-  // `loads(bytes, buffers)` are for what only pickle can do.
-  Codec(nb::dict numpy_codes, const nb::dict& itemsizes, nb::object torch_part, nb::object dumps, nb::object loads,
-        uint32_t max_depth) {
-    const nb::module_ numpy = nb::module_::import_("numpy");
-    types_.names.numpy_array = numpy.attr("ndarray");
-    types_.names.numpy_scalar = numpy.attr("generic");
-    types_.names.as_array = numpy.attr("asarray");
-    types_.names.as_contiguous = numpy.attr("ascontiguousarray");
-    types_.names.numpy_codes = std::move(numpy_codes);
-    for (const auto& [code, size] : itemsizes) types_.itemsizes.at(nb::cast<uint8_t>(code)) = nb::cast<uint8_t>(size);
-    types_.torch_part = std::move(torch_part);
-    types_.dumps = std::move(dumps);
-    types_.loads = std::move(loads);
-    types_.max_depth = max_depth;
+template <typename Try>
+bool succeeds(Try&& attempt) {
+  try {
+    attempt();
+    return true;
+  } catch (const Error&) {
+    return false;
+  } catch (const nb::python_error& error) {
+    if (!error.matches(PyExc_Exception)) throw;
+    return false;
   }
-
-  Payload* encode(nb::handle value, bool pickle) const { return geartrain::encode(types_, value, pickle); }
-  nb::object decode(const Arrived& arrived, bool pickle) const {
-    return geartrain::decode(types_, arrived.message, pickle);
-  }
-
- private:
-  CodecTypes types_;
-};
+}
 
 Arrived* arrived_from(const nb::bytes& header, const nb::list& buffers) {
   auto made = std::make_unique<Arrived>();
@@ -89,6 +72,39 @@ nb::list views_of(const Message& message) {
 }
 
 }  // namespace
+
+Codec::Codec(nb::dict numpy_codes, const nb::dict& itemsizes, nb::object torch_part, nb::object dumps, nb::object loads,
+             uint32_t max_depth) {
+  const nb::module_ numpy = nb::module_::import_("numpy");
+  types_.names.numpy_array = numpy.attr("ndarray");
+  types_.names.numpy_scalar = numpy.attr("generic");
+  types_.names.as_array = numpy.attr("asarray");
+  types_.names.as_contiguous = numpy.attr("ascontiguousarray");
+  types_.names.numpy_codes = std::move(numpy_codes);
+  for (const auto& [code, size] : itemsizes) types_.itemsizes.at(nb::cast<uint8_t>(code)) = nb::cast<uint8_t>(size);
+  types_.torch_part = std::move(torch_part);
+  types_.dumps = std::move(dumps);
+  types_.loads = std::move(loads);
+  types_.max_depth = max_depth;
+}
+
+Payload* Codec::encode(nb::handle value, bool pickle) const {
+  auto payload = std::make_unique<Payload>();
+  geartrain::encode(types_, value, pickle, payload.get());
+  return payload.release();
+}
+
+nb::object Codec::decode(const Arrived& arrived, bool pickle) const {
+  return geartrain::decode(types_, arrived.message, pickle);
+}
+
+bool Codec::try_encode(nb::handle value, bool pickle, Payload* payload) const {
+  return succeeds([&] { geartrain::encode(types_, value, pickle, payload); });
+}
+
+bool Codec::try_decode(const Message& message, bool pickle, nb::object* value) const {
+  return succeeds([&] { *value = geartrain::decode(types_, message, pickle); });
+}
 
 void bind_codec(nb::module_& module) {
   nb::class_<Arrived>(module, "Message")

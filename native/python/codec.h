@@ -44,10 +44,30 @@ struct CodecTypes {
   }
 };
 
-// Owned by the caller. Throws frame for what cannot be sent, and whatever pickle raises.
-Payload* encode(const CodecTypes& codec, nb::handle value, bool pickle);
+// Into an empty payload. Throws frame for what cannot be sent, and whatever pickle raises.
+void encode(const CodecTypes& codec, nb::handle value, bool pickle, Payload* payload);
 
 // Throws frame for a malformed message, untrusted for a pickle where none is accepted.
 nb::object decode(const CodecTypes& codec, const Message& message, bool pickle);
+
+// What Python has of it. For a binding that encodes, sends, receives and decodes in one call, on a hot path: false
+// where the value cannot be encoded, or the message decoded. Only what is no Exception (a signal's KeyboardInterrupt)
+// is thrown: the caller does the same by `encode` or `decode`, and gets the error from there.
+class Codec {
+ public:
+  // `numpy_codes`: dict of numpy dtypes to codes; `itemsizes`: dict of codes to sizes; `torch_part`: called once torch
+  // is needed, returns (Tensor, dict of dtypes to codes, dict of codes to dtypes, function to a plain CPU tensor,
+  // from_numpy, function to (kind, value) or None for the format's x, and its inverse). `dumps(value, add_buffer)` and
+  // `loads(bytes, buffers)` are for what only pickle can do.
+  Codec(nb::dict numpy_codes, const nb::dict& itemsizes, nb::object torch_part, nb::object dumps, nb::object loads,
+        uint32_t max_depth);
+  Payload* encode(nb::handle value, bool pickle) const;
+  nb::object decode(const Arrived& arrived, bool pickle) const;
+  bool try_encode(nb::handle value, bool pickle, Payload* payload) const;
+  bool try_decode(const Message& message, bool pickle, nb::object* value) const;
+
+ private:
+  CodecTypes types_;
+};
 
 }  // namespace geartrain

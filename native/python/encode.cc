@@ -251,12 +251,10 @@ struct Writer {
 
 }  // namespace
 
-Payload* encode(const CodecTypes& codec, nb::handle value, bool pickle) {
+void encode(const CodecTypes& codec, nb::handle value, bool pickle, Payload* payload) {
   sleep_at_finalization();
-  auto payload = std::make_unique<Payload>();
   payload->header.reserve(128);
   Writer{codec, *payload, pickle}.value(value, 0);
-  return payload.release();
 }
 
 }  // namespace geartrain

@@ -11,6 +11,7 @@
 
 #include "base/errors.h"
 #include "python/bind.h"
+#include "python/codec.h"
 #include "python/messages.h"
 #include "transport/rpc/inbox.h"
 #include "transport/rpc/pending_calls.h"
@@ -91,6 +92,15 @@ void send(Connection& connection, uint64_t tag, uint32_t kind, const Payload& pa
   connection.send({tag, kind, payload.header, payload.buffers()}, Deadline::after(timeout_s));
 }
 
+// A value, encoded and sent; false where it cannot be encoded.
+bool send_value(Connection& connection, const Codec& codec, uint64_t tag, uint32_t kind, nb::handle value, bool pickle,
+                double timeout_s) {
+  Payload payload;
+  if (!codec.try_encode(value, pickle, &payload)) return false;
+  send(connection, tag, kind, payload, timeout_s);
+  return true;
+}
+
 Arrived* receive(Connection& connection, double timeout_s) {
   auto arrived = std::make_unique<Arrived>();
   patiently_or_throw(timeout_s, [&](Deadline slice) { connection.receive(&arrived->message, slice); });
@@ -166,13 +176,22 @@ nb::dict counts(const Connection& connection) {
   return out;
 }
 
-// None at the deadline; else (id, message or the reason of its loss, how many other threads wait).
-nb::object next_event(Inbox& inbox, double timeout_s) {
+nb::object arrived_of(Message&& message) {
+  auto arrived = std::make_unique<Arrived>(Arrived{std::move(message)});
+  return nb::cast(arrived.release(), nb::rv_policy::take_ownership);
+}
+
+// None at the deadline; else (id, how many other threads wait, kind, tag, bytes, value, message). The kind is -1 where
+// the connection was lost, and the value the reason; a message that cannot be decoded is there itself, else None.
+nb::object next_event(Inbox& inbox, const Codec& codec, double timeout_s) {
   Inbox::Event event;
   if (!patiently(timeout_s, [&](Deadline slice, Deadline) { return inbox.receive(&event, slice); })) return nb::none();
-  if (event.lost) return nb::make_tuple(event.id, event.reason, event.standing_by);
-  auto arrived = std::make_unique<Arrived>(Arrived{std::move(event.message)});
-  return nb::make_tuple(event.id, nb::cast(arrived.release(), nb::rv_policy::take_ownership), event.standing_by);
+  if (event.lost) return nb::make_tuple(event.id, event.standing_by, -1, 0, 0, event.reason, nb::none());
+  const uint32_t kind = event.message.kind;
+  const uint64_t tag = event.message.tag, bytes = event.message.bytes();
+  nb::object value = nb::none(), message = nb::none();
+  if (!codec.try_decode(event.message, event.trusted, &value)) message = arrived_of(std::move(event.message));
+  return nb::make_tuple(event.id, event.standing_by, kind, tag, bytes, value, message);
 }
 
 Arrived* wait_for_answer(PendingCalls& calls, uint64_t tag, double timeout_s) {
@@ -183,8 +202,8 @@ Arrived* wait_for_answer(PendingCalls& calls, uint64_t tag, double timeout_s) {
 
 // A call whose caller does not wait for it any more, for a signal's handler has raised, is cancelled by a message of
 // the kind `cancel`.
-Arrived* call(PendingCalls& calls, uint32_t kind, const Payload& payload, double timeout_s, uint32_t cancel) {
-  auto arrived = std::make_unique<Arrived>();
+void call_for(PendingCalls& calls, uint32_t kind, const Payload& payload, double timeout_s, uint32_t cancel,
+              Message* answer) {
   const Deadline deadline = Deadline::after(timeout_s);
   uint64_t tag = 0;
   try {
@@ -192,7 +211,7 @@ Arrived* call(PendingCalls& calls, uint32_t kind, const Payload& payload, double
     patiently_or_throw(timeout_s, [&](Deadline slice) {
       if (!sent) tag = calls.start(kind, payload.header, payload.buffers(), false, deadline);
       sent = true;
-      calls.wait(tag, &arrived->message, slice);
+      calls.wait(tag, answer, slice);
     });
   } catch (const nb::python_error&) {
     if (tag != 0) {
@@ -209,7 +228,25 @@ Arrived* call(PendingCalls& calls, uint32_t kind, const Payload& payload, double
     if (tag != 0) calls.forget(tag);
     throw;
   }
+}
+
+Arrived* call(PendingCalls& calls, uint32_t kind, const Payload& payload, double timeout_s, uint32_t cancel) {
+  auto arrived = std::make_unique<Arrived>();
+  call_for(calls, kind, payload, timeout_s, cancel, &arrived->message);
   return arrived.release();
+}
+
+// The same of a value: None where it cannot be encoded, before anything is sent; else (kind, value, tag) of the answer,
+// or (-1, message, 0) of one that cannot be decoded.
+nb::object call_with_value(PendingCalls& calls, const Codec& codec, uint32_t kind, nb::handle given, bool pickle,
+                           double timeout_s, uint32_t cancel) {
+  Payload payload;
+  if (!codec.try_encode(given, pickle, &payload)) return nb::none();
+  Message answer;
+  call_for(calls, kind, payload, timeout_s, cancel, &answer);
+  nb::object value;
+  if (codec.try_decode(answer, pickle, &value)) return nb::make_tuple(answer.kind, value, answer.tag);
+  return nb::make_tuple(-1, arrived_of(std::move(answer)), 0);
 }
 
 }  // namespace
@@ -230,6 +267,8 @@ void export_memory(nb::handle exporter, Py_buffer* view, bool writable) {
 void bind_transport(nb::module_& module) {
   nb::class_<Connection>(module, "Connection")
       .def("send", &send)
+      .def("send_value", &send_value, nb::arg("codec"), nb::arg("tag"), nb::arg("kind"), nb::arg("value").none(),
+           nb::arg("pickle"), nb::arg("timeout_s"))
       .def("receive", &receive)
       .def("close", &Connection::close, nb::call_guard<Unlocked>())
       .def("expose", [](Connection& connection, nb::handle array,
@@ -274,7 +313,8 @@ void bind_transport(nb::module_& module) {
   nb::class_<Inbox>(module, "Inbox")
       .def(nb::init<double, uint32_t>())
       .def("yield_slot", &Inbox::yield_slot)
-      .def("add", &Inbox::add, nb::call_guard<Unlocked>())
+      .def("add", &Inbox::add, nb::arg("id"), nb::arg("connection"), nb::arg("trusted") = false,
+           nb::call_guard<Unlocked>())
       .def("watch", &Inbox::watch, nb::call_guard<Unlocked>())
       .def("remove", &Inbox::remove, nb::call_guard<Unlocked>())
       .def("resume", &Inbox::resume)
@@ -290,6 +330,7 @@ void bind_transport(nb::module_& module) {
            })
       .def("wait", &wait_for_answer)
       .def("call", &call)
+      .def("call_with_value", &call_with_value)
       .def("ready", &PendingCalls::ready)
       .def("detach", &PendingCalls::detach)
       .def("forget", &PendingCalls::forget)

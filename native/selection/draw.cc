@@ -304,7 +304,6 @@ uint64_t first_attempts(const ByRow& kind, uint64_t total, const DrawPlan& plan,
   Search found[kTogether];
   uint64_t targets[kTogether];
   const auto* words = kind.from.words;
-  const auto* bits = kind.tree.leaves();
   for (size_t first = 0; first < numbers.size() + kInFlight; first += kTogether) {
     if (first < numbers.size()) {
       const size_t n = std::min(kTogether, numbers.size() - first);
@@ -317,8 +316,7 @@ uint64_t first_attempts(const ByRow& kind, uint64_t total, const DrawPlan& plan,
       const uint32_t row = out.rows[i];
       uint64_t word = 0;
       if (row != kNoRow) {
-        const bool selectable = (bits[row / 64].load(std::memory_order_relaxed) >> (row % 64) & 1) != 0;
-        word = selectable ? words[row].load(std::memory_order_acquire) : 0;
+        word = kind.selectable(row) ? words[row].load(std::memory_order_acquire) : 0;
       }
       const bool is_there = kind.has(word);
       out.rows[i] = is_there ? row : kNoRow;

@@ -2,6 +2,7 @@
 // is, and whether it can be drawn.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -51,7 +52,12 @@ struct ByPriority {
 
 struct ByRow {
   ByRow(const Population& population, uint64_t total, size_t draws)
-      : from(population), missing(population.bits, population.rows(), total, draws) {}
+      : from(population), missing(population.bits, population.rows(), total, draws) {
+    int level = 0;
+    while (tree.shape().width[level] > kMostSummed) ++level;
+    sums_ = tree.nodes() + tree.shape().offset[level];
+    shift_ = 6 + 4 * (level + 1);
+  }
 
   const Population& from;
   const BitTree& tree = from.bits;
@@ -77,7 +83,7 @@ struct ByRow {
       for (size_t i = 0; i < n; ++i) {
         rows[i] = targets[i] < missing.total() ? static_cast<uint32_t>(missing.row_of(targets[i])) : kNoRow;
         if (rows[i] == kNoRow) continue;
-        __builtin_prefetch(&words[rows[i] / 64]);
+        if (!all_around(rows[i])) __builtin_prefetch(&words[rows[i] / 64]);
         __builtin_prefetch(&from.words[rows[i]]);
       }
       return;
@@ -85,10 +91,21 @@ struct ByRow {
     tree.find(targets, n, found);
     for (size_t i = 0; i < n; ++i) rows[i] = row_of(found[i]);
   }
+  // Whether a row's bit is set. Where all rows below a node of the tree are selectable the node says so, and is in the
+  // cache where a bit of 1e8 is not. Sums lag behind the bits while a call of another thread removes rows: such a draw
+  // is one of before, and the row's word tells whether the row is still there.
+  bool selectable(uint32_t row) const {
+    return all_around(row) || (tree.leaves()[row / 64].load(std::memory_order_relaxed) >> (row % 64) & 1) != 0;
+  }
   double share(uint64_t) const { return 1.0; }
   bool has(uint64_t word) const { return is_committed(word); }
 
  private:
+  static constexpr uint64_t kMostSummed = uint64_t{1} << 14;  // nodes of one level, 128 KB
+
+  bool all_around(uint32_t row) const {
+    return sums_[row >> shift_].load(std::memory_order_relaxed) == uint64_t{1} << shift_;
+  }
   uint32_t row_of(const Search& found) const {
     if (!tree.inside(found)) return kNoRow;
     const uint64_t bits = tree.leaves()[found.node].load(std::memory_order_relaxed);
@@ -98,6 +115,9 @@ struct ByRow {
     __builtin_prefetch(&from.words[row]);
     return row;
   }
+
+  const std::atomic<uint64_t>* sums_;  // of the lowest level with few nodes
+  int shift_;                          // from a row to its node there
 };
 
 }  // namespace geartrain

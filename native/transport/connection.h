@@ -109,6 +109,8 @@ class Connection {
   // A poll without a system call, where can_look(): may there be data?
   bool might_have_data() const { return has_ahead_.load(std::memory_order_acquire) || look(); }
   virtual bool can_look() const { return false; }
+  // A poll would find nothing: all of what had come has been taken, and a wake descriptor that is no edge reports more.
+  bool drained() const { return !has_ahead_.load(std::memory_order_acquire) && took_all(); }
 
   // The peer is lost, as far as is known without a query.
   bool lost() const { return lost_.load(std::memory_order_acquire); }
@@ -155,6 +157,8 @@ class Connection {
   // The provider's part of arm() and might_have_data().
   virtual bool prepare_to_sleep() = 0;
   virtual bool look() const { return false; }
+  // The provider's part of drained(): of the last read.
+  virtual bool took_all() const { return false; }
   // Makes both sides notice. Any thread, any number of times.
   virtual void hang_up() = 0;
 

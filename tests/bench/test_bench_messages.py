@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -26,6 +27,21 @@ from geartrain_bench.messages.bench import Plan, run
 pytestmark = pytest.mark.usefixtures("preloaded_children")
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
+def test_calls_are_measured_where_both_processes_are_placed() -> None:
+    usable = sorted(os.sched_getaffinity(0))
+    with p2p.worker("raw", "unix", "1024"):
+        server = p2p._servers[-1]
+        for cores in ((0, 0), (0, 1)):
+            with p2p.placed(cores) as is_placed:
+                assert is_placed
+                assert os.sched_getaffinity(0) == {usable[cores[0]]}
+                assert os.sched_getaffinity(server) == {usable[cores[1]]}
+            assert os.sched_getaffinity(0) == os.sched_getaffinity(server) == set(usable)
+        with p2p.placed((0, len(usable))) as is_placed:
+            assert not is_placed
+
+
 def test_every_system_is_measured_in_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     systems = {"geartrain shm", "geartrain tcp", "raw unix", "raw tcp", "TensorPipe"}
@@ -36,7 +52,8 @@ def test_every_system_is_measured_in_every_case(tmp_path: Path, monkeypatch: pyt
         systems.add("geartrain tcp, TLS")
     monkeypatch.setattr(p2p, "SYSTEMS", {})  # those that are installed take a minute: Ray starts a cluster
     result = run(Plan((1_280, 1_310_720), 1, 0.5, 0.3), {"pigeon": "/usr/bin/python"})
-    for metric, cases in (("call", 2), ("one way, acknowledged", 2), ("throughput", 2)):
+    placed = 3 if len(os.sched_getaffinity(0)) > 1 else 2
+    for metric, cases in (("call", 2 * placed), ("one way, acknowledged", 2), ("throughput", 2)):
         rows = [row for row in result.rows if row.metric == metric]
         assert len({row.case for row in rows}) == cases
         assert systems <= {row.system for row in rows}

@@ -28,6 +28,7 @@ from geartrain.errors import (
 )
 from geartrain.rpc.registry import functions
 from geartrain.transport.codec import decode, encode, pack
+from geartrain.transport.connection import connect
 
 NO_TIMEOUTS: list[Any] = [float("inf"), float("nan"), -1, -1e-9, 1e10, "3", [1], np.ones(2)]
 
@@ -47,6 +48,17 @@ def fail(kind: str) -> None:
 
 def same(value: Any) -> Any:
     return value
+
+
+class LateError(Exception):
+    """Arrives as an error of the wait that it is the result of."""
+
+    def __reduce__(self) -> Any:
+        return late, ()
+
+
+def late() -> Any:
+    raise WaitTimeoutError("from a pickle")
 
 
 @pytest.fixture(scope="module")
@@ -271,3 +283,34 @@ def test_a_call_to_a_dead_peer_is_a_lost_peer(transport: str | None, connected: 
                 if isinstance(lost.value, PeerUnreachableError):
                     raise lost.value
         assert isinstance(caught.value, TransportError)
+
+
+def test_a_message_of_any_kind_ends_neither_the_connection_nor_the_server(pair: tuple[rpc.Node, rpc.Node]) -> None:
+    server, client = pair
+    with connect(server.address) as stranger:
+        for kind in (0, 2**32 - 1, 7):
+            stranger.send(encode((("edge-same",), (1,), {})), kind=kind, tag=1)
+        stranger.send(b"no value", kind=2, tag=2)
+        stranger.send(encode(("edge-same", (5,), {})), kind=2, tag=3)
+        answers = {}
+        while 3 not in answers:
+            answer = stranger.receive(timeout_s=patience(20))
+            answers[answer.tag] = decode(answer)
+        assert answers[3] == 5
+        assert answers[2][0] == "MessageError"
+    assert client.call("server", "edge-same", 6) == 6
+
+
+def test_a_result_whose_unpickling_raises_is_no_timeout_of_the_call() -> None:
+    rpc.function(name="edge-late")(LateError)
+    secret = b"between us"
+    try:
+        with rpc.Node("server", secret=secret) as server:
+            peers = {"server": server.address}
+            with rpc.Node("client", secret=secret, peers=peers, timeout_s=patience(20)) as client:
+                with pytest.raises(WaitTimeoutError, match="from a pickle"):
+                    client.call("server", "edge-late")
+                with pytest.raises(WaitTimeoutError, match="from a pickle"):
+                    client.call_async("server", "edge-late").result()
+    finally:
+        del functions["edge-late"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from deadlines import patience
@@ -142,3 +143,24 @@ def test_few_functions_run_at_once_and_slow_ones_do_not_count() -> None:
                 node.close()
     finally:
         del functions["busy"]
+
+
+def _sleeps() -> dict[str, int]:
+    """How often each thread of this process has gone to sleep, by its number."""
+    counted = {}
+    for status in Path("/proc/self/task").glob("*/status"):
+        for line in status.read_text().splitlines():
+            if line.startswith("voluntary_ctxt_switches"):
+                counted[status.parent.name] = int(line.split()[1])
+    return counted
+
+
+def test_the_threads_of_a_node_that_nobody_calls_sleep() -> None:
+    others = set(_sleeps())
+    with rpc.Node("idle"):
+        time.sleep(0.3)  # its threads come to rest
+        before = _sleeps()
+        time.sleep(1.0)
+        after = _sleeps()
+    woken = sum(after[one] - before[one] for one in before.keys() & after.keys() - others)
+    assert woken < 60  # those that looked every millisecond, for a fifth of the time, woke 200 times a second

@@ -90,6 +90,34 @@ TEST(a_slow_answer_holds_up_other_peers_for_a_moment_only) {
   for (auto& server : servers) server.join();
 }
 
+TEST(a_connection_whose_messages_are_all_taken_is_not_read_before_more_has_come) {
+  for (const char* transport : transports()) {
+    Pair pair = connected(transport);
+    Inbox inbox;
+    inbox.add(1, pair.other);
+    Inbox::Event event;
+    for (uint64_t n = 0; n < 300; ++n) {
+      // One at a time, several at once, and big ones, whose end comes after their beginning.
+      const uint64_t together = n % 3 == 2 ? 5 : 1, bytes = n % 50 == 7 ? 2 * kMiB : n % 3 == 0 ? 100 * kKiB : 9;
+      std::thread sender([&] {
+        for (uint64_t i = 0; i < together; ++i) Payload(n, 50, {bytes}).send(*pair.one, n, soon());
+      });
+      for (uint64_t i = 0; i < together; ++i) {
+        CHECK(inbox.receive(&event, soon()));
+        CHECK_EQ(event.message.tag, n);
+        // A read would find nothing, which only a bare stream knows.
+        if (std::string(transport) == "tcp" && together == 1 && bytes == 9) CHECK(pair.other->drained());
+        if (std::string(transport) != "tcp") CHECK(!pair.other->drained());
+        inbox.resume(1);
+      }
+      sender.join();
+    }
+    pair.one->close();
+    CHECK(inbox.receive(&event, soon()));
+    CHECK(event.lost);
+  }
+}
+
 TEST(the_end_of_a_watched_peer_is_reported_without_reading_from_it) {
   for (const char* transport : transports()) {
     Pair pair = connected(transport);

@@ -22,6 +22,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 
@@ -139,6 +140,7 @@ class TcpConnection final : public Connection {
  protected:
   // The sockets stay readable while they hold data, and nothing whole is left in the buffer.
   bool prepare_to_sleep() override { return true; }
+  bool took_all() const override { return took_all_.load(std::memory_order_relaxed); }
 
   void hang_up() override {
     ::shutdown(socket_.get(), SHUT_RDWR);
@@ -241,6 +243,7 @@ class TcpConnection final : public Connection {
   Poll read_message(Message* message) override {
     uint64_t budget = kReadBudget;
     drained_ = lanes_drained_ = false;
+    took_all_.store(false, std::memory_order_relaxed);
     for (;;) {
       if (!in_message_) begin_message();
       if (in_message_ && is_whole()) {
@@ -248,6 +251,9 @@ class TcpConnection final : public Connection {
         *message = std::move(partial_);
         partial_ = {};
         count_received(on_lanes_ ? Path::lanes : Path::stream, message->bytes());
+        // (TLS may hold what the socket does not report any more.)
+        const bool all = drained_ && !on_lanes_ && buffered() == 0 && socket_.tls() == nullptr;
+        took_all_.store(all, std::memory_order_relaxed);
         return Poll::message;
       }
       const bool on_lanes_now = in_message_ && first_done_ == first_in_.bytes();
@@ -386,6 +392,7 @@ class TcpConnection final : public Connection {
   const std::unique_ptr<std::byte[]> buffer_;
   size_t taken_ = 0, filled_ = 0;
   bool in_message_ = false, on_lanes_ = false, drained_ = false, lanes_drained_ = false;
+  std::atomic<bool> took_all_{false};  // with the last message
   Message partial_;
   std::vector<uint64_t> sizes_in_;
   Sequence<std::byte> first_in_, bulk_in_;  // received on the first connection, and on the lanes

@@ -30,18 +30,18 @@ Inbox::Inbox(double spin_us, uint32_t at_once)
   }
 }
 
-void Inbox::add(uint64_t id, std::shared_ptr<Connection> connection) {
-  insert(id, std::move(connection), false);
+void Inbox::add(uint64_t id, std::shared_ptr<Connection> connection, bool trusted) {
+  insert(id, std::move(connection), false, trusted);
 }
 
 void Inbox::watch(uint64_t id, std::shared_ptr<Connection> connection) {
-  insert(id, std::move(connection), true);
+  insert(id, std::move(connection), true, false);
 }
 
-void Inbox::insert(uint64_t id, std::shared_ptr<Connection> connection, bool watched_only) {
+void Inbox::insert(uint64_t id, std::shared_ptr<Connection> connection, bool watched_only, bool trusted) {
   if (forks_ != forks()) fail(ErrorKind::hung_up, "this inbox belongs to the process that this one was forked from");
   std::lock_guard lock(mutex_);
-  if (id == kBell || !entries_.try_emplace(id, Entry{connection, watched_only, false, false}).second) {
+  if (id == kBell || !entries_.try_emplace(id, Entry{connection, watched_only, trusted, false, false}).second) {
     fail(ErrorKind::schema, "the inbox has a connection number ", id, " already");
   }
   std::vector<Connection::Wake> wakes = {{connection->end_descriptor(), false}};
@@ -79,6 +79,7 @@ void Inbox::resume(uint64_t id) {
   const auto found = entries_.find(id);
   if (found == entries_.end() || !found->second.paused) return;
   found->second.paused = false;
+  if (found->second.connection->drained()) return;  // the epoll reports what comes: no read in vain
   mark_ready(id);
   if (sleeping_) wake_leader();  // it did not ask this one to wake it
 }
@@ -116,6 +117,7 @@ bool Inbox::receive(Event* event, Deadline deadline) {
   lock.lock();
   leading_ = false;
   left_ns_ = monotonic_ns();
+  if (found) delivered_ns_ = left_ns_;
   event->standing_by = standing_by_;
   if (found && !event->lost) away_.push_back({std::this_thread::get_id(), left_ns_});
   // A deputy without a timed wait must start one; it has one while messages keep coming.
@@ -152,7 +154,7 @@ bool Inbox::stand_by(std::unique_lock<std::mutex>& lock, Deadline deadline) {
       reserve_.wait_for(lock, left);
     } else {
       deputy = has_deputy_ = true;
-      if (leading_ && now - left_ns_ > kDormantAfterNs) {
+      if (leading_ && now - delivered_ns_ > kDormantAfterNs) {
         dormant_ = true;
         deputy_.wait_for(lock, left);
       } else {
@@ -221,10 +223,12 @@ bool Inbox::take_ready(Event* event) {
     found->second.queued = false;
     const std::shared_ptr<Connection> connection = found->second.connection;
     const bool watched_only = found->second.watched_only;
+    event->trusted = found->second.trusted;
     lock.unlock();
     Connection::Poll polled = Connection::Poll::nothing;
     bool lost = watched_only;
-    std::string reason = "the peer over " + std::string(watched_only ? connection->describe() : "") + " is gone";
+    std::string reason;
+    if (watched_only) reason = "the peer over " + connection->describe() + " is gone";
     try {
       if (!watched_only) polled = connection->poll(&event->message);
     } catch (const Error& error) {

@@ -31,14 +31,16 @@ class Inbox {
     uint64_t id = 0;
     std::shared_ptr<Connection> connection;
     Message message;
-    bool lost = false;  // the connection has ended, and was removed from the inbox; `reason` says why
+    bool trusted = false;  // as it was added
+    bool lost = false;     // the connection has ended, and was removed from the inbox; `reason` says why
     std::string reason;
     uint32_t standing_by = 0;  // threads that could take this one's place
   };
 
   explicit Inbox(double spin_us = 30.0, uint32_t at_once = 1);
-  // Adds a connection for messages and its end; or only its end, when others receive from it. Ids are the caller's.
-  void add(uint64_t id, std::shared_ptr<Connection> connection);
+  // Adds a connection for messages and its end; or only its end, when others receive from it. Ids are the caller's, and
+  // so is what `trusted` means.
+  void add(uint64_t id, std::shared_ptr<Connection> connection, bool trusted = false);
   void watch(uint64_t id, std::shared_ptr<Connection> connection);
   void remove(uint64_t id);
   // The last message of this connection has been handled.
@@ -55,11 +57,11 @@ class Inbox {
  private:
   struct Entry {
     std::shared_ptr<Connection> connection;
-    bool watched_only;
+    bool watched_only, trusted;
     bool queued;  // in ready_
     bool paused;  // until resume()
   };
-  void insert(uint64_t id, std::shared_ptr<Connection> connection, bool watched_only);
+  void insert(uint64_t id, std::shared_ptr<Connection> connection, bool watched_only, bool trusted);
   struct Away {
     std::thread::id thread;
     uint64_t since_ns;
@@ -81,7 +83,8 @@ class Inbox {
   ConditionVariable deputy_, reserve_;
   bool leading_ = false, has_deputy_ = false, sleeping_ = false, dormant_ = false, closed_ = false;
   uint32_t standing_by_ = 0;
-  uint64_t left_ns_ = 0;  // when a leader last left with a message
+  uint64_t left_ns_ = 0;       // when a leader last left, with a message or to look for signals
+  uint64_t delivered_ns_ = 0;  // when one last left with a message
   const uint32_t at_once_;
   std::vector<Away> away_;
   std::map<uint64_t, Entry> entries_;

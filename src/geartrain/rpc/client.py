@@ -6,7 +6,7 @@ import builtins
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import geartrain._native as _native
@@ -76,12 +76,7 @@ class Client:
         self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
     ) -> tuple[int, Any]:
         """A call's kind and its encoded value. Tensors that are transferred out of band are sent by then, or queued."""
-        if type(function) is str:
-            name: str | None = function
-        elif callable(function):
-            name = names.get(function) if isinstance(function, Hashable) else None
-        else:
-            raise ArgumentError(f"a function, or the name of one, is called; found {shown(function)}")
+        name = function if type(function) is str else _registered(function)
         if name is not None:
             out_of_band, payload = self.tensors.encode((name, args, kwargs), self.pickle, timeout_s)
             return CALL | out_of_band, payload
@@ -97,17 +92,41 @@ class Client:
         self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
     ) -> Any:
         """The result, waited for by this thread."""
+        if not trace.on and not self.tensors.forced:
+            name = function if type(function) is str else _registered(function)
+            if name is not None:
+                found = self._call_at_once((name, args, kwargs), timeout_s)
+                if found is not None:
+                    kind, value, tag = found
+                    if kind == RESULT:
+                        return value
+                    return self.value_of(value) if kind == -1 else self._value_in(kind, value, tag, False)
         began_s = time.perf_counter() if trace.on else 0.0
         kind, payload = self.encode_call(function, args, kwargs, timeout_s)
         try:
             message = self.calls.call(with_timeout(kind, timeout_s), payload, timeout_s, CANCEL)
-        except WaitTimeoutError:
-            raise WaitTimeoutError(f"no answer from {self.name!r} within {timeout_s} s") from None
-        except PeerLostError as error:
-            raise self.named(error) from None
+        except (WaitTimeoutError, PeerLostError) as error:
+            raise self._told(error, timeout_s) from None
         if trace.on:
             self.record(f"call {name_of(function)}", message.tag, began_s)
         return self.value_of(message)
+
+    def _call_at_once(
+        self, value: tuple[str, tuple[Any, ...], dict[str, Any]], timeout_s: float
+    ) -> tuple[int, Any, int] | None:
+        """Encodes, sends, waits and decodes in one native call: the reply's kind, value and tag; -1 and the message
+        where that cannot be decoded. None where the call cannot be encoded so."""
+        word = with_timeout(CALL, timeout_s)
+        try:
+            return self.calls.call_with_value(self._codec, word, value, self.pickle, timeout_s, CANCEL)
+        except (WaitTimeoutError, PeerLostError) as error:
+            raise self._told(error, timeout_s) from None
+
+    def _told(self, error: GeartrainError, timeout_s: float) -> GeartrainError:
+        """A call's error as its caller gets it."""
+        if isinstance(error, WaitTimeoutError):
+            return WaitTimeoutError(f"no answer from {self.name!r} within {timeout_s} s")
+        return self.named(error)
 
     def record(self, what: str, tag: int, began_s: float) -> None:
         """A slice of a trace: a call of this client, whose arrow leads to its execution."""
@@ -136,11 +155,14 @@ class Client:
         if trace.on:
             arrow = f"{self.flow(message.tag)}r"
             trace.slice_of("reply", "rpc", began_s, time.perf_counter(), flow_in=arrow, peer=self.name)
-        if message.kind == RESULT:
+        return self._value_in(message.kind, value, message.tag, elsewhere)
+
+    def _value_in(self, kind: int, value: Any, tag: int, elsewhere: bool) -> Any:
+        if kind == RESULT:
             return value
-        if message.kind == RESULT | OUT_OF_BAND:
-            return self.tensors.fetch(value, message.tag, self._timeout_s, elsewhere)
-        if message.kind != ERROR or type(value) is not tuple or [type(part) for part in value] != [str] * 3:
+        if kind == RESULT | OUT_OF_BAND:
+            return self.tensors.fetch(value, tag, self._timeout_s, elsewhere)
+        if kind != ERROR or type(value) is not tuple or [type(part) for part in value] != [str] * 3:
             raise MessageError(f"{self.name!r} answered with what is no answer")
         raise remote_error(value[0], value[1], value[2], self.name)
 
@@ -203,6 +225,16 @@ class Client:
         for tag, future in late:
             self.cancel(tag)
             future.finish(WaitTimeoutError(f"no answer from {self.name!r} before the call's deadline"))
+
+
+def _registered(function: Any) -> str | None:
+    """The name under which a function is registered; None of one that is not."""
+    if not callable(function):
+        raise ArgumentError(f"a function, or the name of one, is called; found {shown(function)}")
+    try:
+        return names.get(function)
+    except TypeError:  # it has no hash
+        return None
 
 
 def remote_error(kind: str, text: str, where: str, peer: str) -> RemoteError:

@@ -15,17 +15,23 @@ server cancels the call then, whether the client still says so or not.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 HELLO, CALL, CALL_OBJECT, TELL, CANCEL, RESULT, ERROR = range(1, 8)
 OUT_OF_BAND = 0x80
+#: Bits of a kind without `OUT_OF_BAND` and timeout.
+KIND = 0x7F
 
 _TIMEOUT_BITS = 24
 
 
+@lru_cache(maxsize=256)
 def with_timeout(kind: int, timeout_s: float) -> int:
     """A call's kind with its timeout; the longest that fits is 46 hours."""
     return kind | min(max(int(timeout_s * 100) + 1, 1), (1 << _TIMEOUT_BITS) - 1) << 8
 
 
-def kind_and_timeout(word: int) -> tuple[int, float]:
-    """The kind without the bit OUT_OF_BAND, and the timeout in seconds; infinite where it has none."""
-    return word & 0x7F, (word >> 8) / 100 or float("inf")
+@lru_cache(maxsize=256)
+def timeout_in(word: int) -> float:
+    """The timeout in a call's kind, in seconds; infinite where it has none."""
+    return (word >> 8) / 100 or float("inf")

@@ -20,7 +20,7 @@ from geartrain.core.arguments import shown
 from geartrain.core.threads import ReentrantEvent
 from geartrain.errors import ConnectionClosedError, GeartrainError, MessageError, UntrustedPeerError, WaitTimeoutError
 from geartrain.rpc.batching import Batcher, PendingReply
-from geartrain.rpc.protocol import CALL_OBJECT, CANCEL, ERROR, HELLO, OUT_OF_BAND, RESULT, TELL, kind_and_timeout
+from geartrain.rpc.protocol import CALL_OBJECT, CANCEL, ERROR, HELLO, KIND, OUT_OF_BAND, RESULT, TELL, timeout_in
 from geartrain.rpc.registry import concurrent_functions, functions, name_of, with_caller_functions
 from geartrain.rpc.scheduler import Scheduler
 from geartrain.rpc.session import Call, ServerSession, Worker
@@ -172,32 +172,32 @@ class Server:
                 session.close()
                 return
             with contextlib.suppress(GeartrainError):
-                self._inbox.add(number, connection)
+                self._inbox.add(number, connection, session.pickle)
 
     def _receive(self) -> None:
-        receive, scheduler = self._inbox.receive, self.scheduler
+        receive, codec, scheduler = self._inbox.receive, self._codec, self.scheduler
         while True:
             try:
-                event = receive(3600.0)
+                event = receive(codec, 3600.0)
             except GeartrainError:
                 return  # closed
             if event is None:
                 continue
-            number, message, standing_by = event
+            number, standing_by, word, tag, nbytes, value, undecoded = event
             if standing_by == 0 and scheduler.claim_receiver():
                 try:
                     self._threads.start(self._receive, "serves")
                 except GeartrainError:  # no more threads: this one waits again once it has served
                     scheduler.unclaim_receiver()
             session = self._sessions.get(number)
-            if isinstance(message, str):
-                self._lost(number, message)
+            if word == -1:
+                self._lost(number, value)
             elif session is not None:  # else another thread has seen the end of the connection meanwhile
                 try:
-                    self._dispatch(session, message)
+                    self._dispatch(session, word, tag, nbytes, value, undecoded)
                 except Exception:  # ours, not the function's: the thread goes on
                     traceback.print_exc()
-            del event, message, session  # memory of the peer's, perhaps
+            del event, value, undecoded, session  # memory of the peer's, perhaps
             if scheduler.retire_receiver():
                 self._inbox.yield_slot()
                 return
@@ -226,27 +226,32 @@ class Server:
         session.cancel(tag)
         self.scheduler.cancel(session, tag)
 
-    def _dispatch(self, session: ServerSession, message: _native.Message) -> None:
+    def _dispatch(
+        self, session: ServerSession, word: int, tag: int, nbytes: int, value: Any, undecoded: _native.Message | None
+    ) -> None:
         """Handles one message, resumes the client's connection, and executes the call if it may run now."""
-        (kind, timeout_s), tag = kind_and_timeout(message.kind), message.tag
-        worker = None
+        kind, worker = word & KIND, None
         try:
-            worker = self._schedule(session, kind, timeout_s, message)
+            if kind == CANCEL:
+                self._cancel(session, tag)
+            else:
+                if undecoded is not None:
+                    value = self._codec.decode(undecoded, session.pickle)  # raises
+                if word & OUT_OF_BAND:
+                    value = session.tensors.received(value)
+                worker = self._schedule(session, kind, word, tag, nbytes, value)
         except BaseException as error:
             self._reply(session, kind, tag, error=error)
         finally:
             self._inbox.resume(session.number)
         if worker is not None:
+            del value, undecoded
             self.scheduler.run(worker)
 
-    def _schedule(self, session: ServerSession, kind: int, timeout_s: float, message: _native.Message) -> Worker | None:
-        """Decodes and schedules a message: a worker if its call may run now. Raises what the client gets as error."""
-        if kind == CANCEL:
-            self._cancel(session, message.tag)
-            return None
-        value = self._codec.decode(message, session.pickle)
-        if message.kind & OUT_OF_BAND:
-            value = session.tensors.received(value)
+    def _schedule(
+        self, session: ServerSession, kind: int, word: int, tag: int, nbytes: int, value: Any
+    ) -> Worker | None:
+        """Schedules a message: a worker if its call may run now. Raises what the client gets as error."""
         if kind == HELLO:
             session.name = str(value)
             return None
@@ -264,8 +269,8 @@ class Server:
             function, ordered = named, True
         else:
             raise UntrustedPeerError("functions that are not registered are taken from peers with the secret only")
-        until_s = time.monotonic() + timeout_s
-        call = Call(session, kind, message.tag, function, args, kwargs, message.nbytes, until_s)
+        until_s = time.monotonic() + timeout_in(word)
+        call = Call(session, kind, tag, function, args, kwargs, nbytes, until_s)
         return self.scheduler.admit(call, ordered)
 
     # --- calls ------------------------------------------------------------------------------------------------------
@@ -334,20 +339,24 @@ class Server:
         if trace.on:
             now_s = time.perf_counter()
             trace.slice_of("answer", "rpc", now_s, now_s, flow_out=f"{session.flow(tag)}r", peer=session.name)
-        if error is None:
-            try:
-                out_of_band, payload = session.tensors.encode(value, session.pickle, tag)
-            except BaseException as unsendable:
-                error = unsendable
-        if error is not None:
-            payload, reply, out_of_band = self._codec.encode(_described(error)), ERROR, 0
+        connection, pickle = session.connection, session.pickle
         try:
-            session.connection.send(tag, reply | out_of_band, payload, self._timeout_s)
+            at_once = error is None and session.tensors.forced != "nixl"  # as most replies: in one native call
+            if at_once and connection.send_value(self._codec, tag, RESULT, value, pickle, self._timeout_s):
+                return
+            if error is None:
+                try:
+                    out_of_band, payload = session.tensors.encode(value, pickle, tag)
+                except BaseException as unsendable:
+                    error = unsendable
+            if error is not None:
+                payload, reply, out_of_band = self._codec.encode(_described(error)), ERROR, 0
+            connection.send(tag, reply | out_of_band, payload, self._timeout_s)
         except MessageError as too_large:
             if reply == RESULT:
                 self._reply(session, kind, tag, error=too_large)
         except WaitTimeoutError:
-            session.connection.close()  # the client does not read replies
+            connection.close()  # the client does not read replies
         except GeartrainError:
             pass  # it is gone, which the inbox reports
 

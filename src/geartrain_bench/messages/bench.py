@@ -7,7 +7,9 @@ is measured where the environment names certificates
 (GEARTRAIN_TLS_CERT and the others, docs/transport.md); no other system then uses them.
 
 Threats to validity. Both processes share the cores with all other processes: on two cores a third process
-shows at once, as context switches. `geartrain shm` delivers big tensors in place, and so does ZeroMQ; `geartrain shm,
+shows at once, as context switches. Which core the other process is woken on decides more about a blocking call than
+what is measured, so calls are measured with both processes on one core, and on a core each, as well as where the
+scheduler puts them. `geartrain shm` delivers big tensors in place, and so does ZeroMQ; `geartrain shm,
 copied`, torch, gRPC and the raw sockets fill memory, the raw sockets the same every time. The floor of a call is a raw
 Unix socket's round trip with no Python values in it; the floor of a transfer is one warm copy of its bytes in one
 process.
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import os
 import socket
 import struct
@@ -107,7 +110,7 @@ def run(plan: Plan, baselines: dict[str, str], *, quick: bool = False) -> BenchR
             result.baselines_missing["geartrain tcp, TLS"] = (
                 f"the environment names no certificates ({VARIABLES[0]}, ...)"
             )
-        clock = Clock(plan.budget_s, 3 + len(plan.sizes))
+        clock = Clock(plan.budget_s, 1 + len(CALLS) * len(PLACES) + len(plan.sizes))
         _calls(plan, clients, clock, result)
         _transfers(plan, clients, clock, result)
     for package in SYSTEMS:
@@ -163,11 +166,15 @@ def _one_foreign(name: str, peer: Foreign, plan: Plan, result: BenchResult) -> N
 
 #: Echo calls: case -> bytes of a tensor, or 0 for a number.
 CALLS = {"an integer": 0, "a tensor of 8 KB": 8_000}
+#: Where the two processes run: added to the case's name -> the client's core and the servers', of those that there are;
+#: None where the scheduler says.
+PLACES: dict[str, tuple[int, int] | None] = {"": None, ", on one core": (0, 0), ", on a core each": (0, 1)}
 
 
 def _calls(plan: Plan, clients: list[Client], clock: Clock, result: BenchResult) -> None:
     clients = [client for client in clients if client.name not in ONLY_TRANSFERS]
-    for case, nbytes in CALLS.items():
+    for (plain, nbytes), (place, cores) in itertools.product(CALLS.items(), PLACES.items()):
+        case = plain + place
         harness.say(f"calls with {case}")
         value = _tensor(nbytes) if nbytes else 7
 
@@ -175,12 +182,16 @@ def _calls(plan: Plan, clients: list[Client], clock: Clock, result: BenchResult)
             return lap(100, lambda: [client.echo(value) for _ in range(100)])
 
         systems = [System(c.name, lambda c=c: one_lap(c), floor=c.name == "raw unix") for c in clients]  # type: ignore[misc]
-        laps = take_turns(systems, repeats=plan.repeats, budget_s=clock.next_case_s(30.0), warmups=2)
+        with placed(cores) as is_placed:
+            if not is_placed:
+                result.notes.append(f"calls with {case}: there is one core")
+                continue
+            laps = take_turns(systems, repeats=plan.repeats, budget_s=clock.next_case_s(30.0), warmups=2)
         floor_s = median_s(laps["raw unix"])
         for name, of_one in laps.items():
             seconds = [one.seconds for one in of_one]
             result.rows.append(harness.time_row(case, name, "call", "us", seconds, floor_s))
-            if not nbytes:
+            if not nbytes and cores is None:
                 result.rows.append(harness.rate_row("1 in flight", name, "calls", "1/s", seconds, 1.0, floor_s))
     harness.say(f"{IN_FLIGHT} calls in flight")
 
@@ -250,6 +261,31 @@ def size_name(nbytes: int) -> str:
 # --- the systems ------------------------------------------------------------------------------------------------------
 
 
+_servers: list[int] = []  # processes of `worker`
+
+
+@contextlib.contextmanager
+def placed(cores: tuple[int, int] | None) -> Iterator[bool]:
+    """This process and all workers on these of the cores that there are; False where there are too few of them."""
+    usable = sorted(os.sched_getaffinity(0))
+    if cores is not None and max(cores) >= len(usable):
+        yield False
+        return
+    for pid, core in [(os.getpid(), 0), *((server, 1) for server in _servers)]:
+        _pin(pid, set(usable) if cores is None else {usable[cores[core]]})
+    try:
+        yield True
+    finally:
+        for pid in [os.getpid(), *_servers]:
+            _pin(pid, set(usable))
+
+
+def _pin(pid: int, cores: set[int]) -> None:
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread.name), cores)
+
+
 @contextlib.contextmanager
 def worker(*arguments: str) -> Iterator[str]:
     """A `worker.py` process with these arguments; the first line that it printed."""
@@ -261,12 +297,14 @@ def worker(*arguments: str) -> Iterator[str]:
         text=True,
     )
     assert process.stdout is not None
+    _servers.append(process.pid)
     try:
         line = process.stdout.readline().strip()
         if not line:
             raise RuntimeError(f"the process of {' '.join(arguments)} ended at its start: {process.wait()}")
         yield line
     finally:
+        _servers.remove(process.pid)
         process.kill()
         process.communicate()
 

@@ -74,6 +74,7 @@ class TensorSender:
         self._lock = threading.Lock()
         self._chosen: dict[tuple[int, int], str] = {}  # (GPU here, GPU there) -> channel
         self._result_channels: dict[int, str] = {}  # GPU there -> channel of results
+        self.forced = devices.forced is not None  # a channel was asked for, which is negotiated before the first call
         self.notes: dict[str, str] = {}  # pair of devices -> channel and why, for people
         self.bytes_by_channel: dict[str, int] = {}
 
