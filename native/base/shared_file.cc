@@ -1,8 +1,10 @@
 #include "base/shared_file.h"
 
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/statfs.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
@@ -14,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/errors.h"
 #include "base/sha256.h"
 
@@ -93,6 +96,30 @@ void check_writers(const struct stat& file, Trust trust, const std::string& path
   }
 }
 
+constexpr uint64_t kHugePage = uint64_t{2} << 20;
+
+// The whole file, at an address whose huge pages are the file's; nullptr with errno.
+std::byte* map_aligned(int fd, uint64_t bytes, int protection) {
+  const uint64_t spare = bytes < kHugePage ? 0 : kHugePage;
+  void* const room = ::mmap(nullptr, bytes + spare, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (room == MAP_FAILED) return nullptr;
+  const auto begin = reinterpret_cast<uintptr_t>(room);
+  const uintptr_t at = spare == 0 ? begin : (begin + kHugePage - 1) & ~(kHugePage - 1);
+  void* const mapped = ::mmap(reinterpret_cast<void*>(at), bytes, protection, MAP_SHARED | MAP_FIXED, fd, 0);
+  if (mapped == MAP_FAILED) {
+    const int error = errno;
+    ::munmap(room, bytes + spare);
+    errno = error;
+    return nullptr;
+  }
+  static const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const uintptr_t end = (at + bytes + page - 1) & ~(page - 1),
+                  room_end = (begin + bytes + spare + page - 1) & ~(page - 1);
+  if (at != begin) ::munmap(room, at - begin);
+  if (end != room_end) ::munmap(reinterpret_cast<void*>(end), room_end - end);
+  return static_cast<std::byte*>(mapped);
+}
+
 }  // namespace
 
 Trust trust_of(std::string_view name) {
@@ -159,7 +186,7 @@ void exchange_paths(const std::string& one, const std::string& other) {
   }
 }
 
-Mapping Mapping::create(const std::string& path, uint64_t bytes, bool reserve, Trust trust) {
+Mapping Mapping::create(const std::string& path, uint64_t bytes, bool reserve, Trust trust, uint64_t searched) {
   Mapping mapping;
   mapping.path_ = path;
   // A file without a name: if this process is killed half-way, nothing is left behind.
@@ -180,6 +207,8 @@ Mapping Mapping::create(const std::string& path, uint64_t bytes, bool reserve, T
     fail_no_space(path, bytes);  // before fallocate, which would fill the file system to find out
   }
   int error = ::ftruncate(mapping.fd_, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
+  if (error == 0) mapping.map(true);
+  if (error == 0 && reserve) mapping.allocate_huge_pages(searched);
   // In pieces, so that a signal costs one piece: memory file systems undo an interrupted allocation.
   for (uint64_t at = 0; error == 0 && reserve && at < bytes;) {
     const uint64_t piece = std::min<uint64_t>(bytes - at, uint64_t{16} << 20);
@@ -189,7 +218,6 @@ Mapping Mapping::create(const std::string& path, uint64_t bytes, bool reserve, T
   }
   if (error == ENOSPC || error == EFBIG) fail_no_space(path, bytes);
   if (error != 0) fail(ErrorKind::os, "cannot size ", path, ": ", std::strerror(error));
-  mapping.map(true);
   return mapping;
 }
 
@@ -208,12 +236,17 @@ Mapping Mapping::attach(const std::string& path, bool writable, Trust trust) {
 Mapping::Mapping(Mapping&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)),
       bytes_(other.bytes_),
+      huge_bytes_(other.huge_bytes_),
       fd_(other.fd_.exchange(-1)),
       device_(other.device_),
       inode_(other.inode_),
       writable_(other.writable_),
       path_(std::move(other.path_)),
       temporary_(std::exchange(other.temporary_, {})) {}
+
+bool has_huge_pages(const std::string& directory) {
+  return Mapping::create(directory + "/geartrain", kHugePage, true).huge_bytes() != 0;
+}
 
 bool map_for_writing(std::byte* begin, uint64_t bytes) noexcept {
 #ifndef MADV_POPULATE_WRITE
@@ -238,13 +271,40 @@ void Mapping::map(bool writable) {
   if (::fstat(fd_, &mine) != 0) fail(ErrorKind::os, "cannot stat ", path_, ": ", std::strerror(errno));
   device_ = mine.st_dev;
   inode_ = mine.st_ino;
-  void* at = ::mmap(nullptr, bytes_, writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, fd_, 0);
-  if (at == MAP_FAILED) {
+  data_ = map_aligned(fd_, bytes_, writable ? PROT_READ | PROT_WRITE : PROT_READ);
+  if (data_ == nullptr) {
     fail(ErrorKind::os, "cannot map ", mebibytes(bytes_), " of ", path_, ": ", std::strerror(errno));
   }
-  data_ = static_cast<std::byte*>(at);
   // Huge pages where the administrator allows them for shared memory; refused elsewhere, and that is fine.
   ::madvise(data_, bytes_, MADV_HUGEPAGE);
+}
+
+// A page of the file has to be there, or the kernel finds nothing to make a huge page of; others would be copied. In
+// pieces, so that a signal waits for one only, and that the first that was dear is the last.
+void Mapping::allocate_huge_pages(uint64_t searched) noexcept {
+#ifndef MADV_COLLAPSE
+  constexpr int MADV_COLLAPSE = 25;
+#endif
+  // Of processor time for a piece: 5 ms are usual, small pages take 15 to 50.
+  constexpr uint64_t kPiece = 32 * kHugePage, kMostNs = 50'000'000, kMostOfSearchedNs = 500'000'000;
+  struct statfs fs{};
+  if (::fstatfs(fd_, &fs) != 0 || fs.f_type != TMPFS_MAGIC) return;
+  const uint64_t whole = bytes_ / kHugePage * kHugePage;
+  for (uint64_t at = 0; at < whole; at += kPiece) {
+    const uint64_t end = std::min(whole, at + kPiece), began_ns = clock_ns(CLOCK_THREAD_CPUTIME_ID);
+    for (uint64_t page = at; page < end; page += kHugePage) {
+      int error = EINTR;
+      while (error == EINTR) error = ::posix_fallocate(fd_, static_cast<off_t>(page), 1);
+      if (error != 0) return;
+    }
+    if (::madvise(data_ + at, end - at, MADV_COLLAPSE) == 0) {
+      huge_bytes_ += end - at;
+    } else if (errno != EAGAIN) {  // EAGAIN: one page was in use
+      return;
+    }
+    const uint64_t most_ns = end < searched ? kMostOfSearchedNs : kMostNs;
+    if (clock_ns(CLOCK_THREAD_CPUTIME_ID) - began_ns > most_ns) return;
+  }
 }
 
 void Mapping::publish() {

@@ -5,6 +5,14 @@
 // segment. The mapping outlives the file's name: unlink removes the name, the memory goes when the
 // last process unmaps it.
 //
+// Huge pages. Whoever reads a large segment at random looks up an address before each read, and on pages of 4 KB that
+// is a cache miss more. So a file that is reserved in memory is allocated in huge pages, as far as the kernel has them,
+// and every mapping begins at an address that they can be mapped at. Usually it costs less than small pages do, one
+// page to clear and to map in place of 512; where memory has to be moved together first, or a hypervisor has to find
+// it, much more, and the file goes on in small pages. The kernel is asked page by page (MADV_COLLAPSE, Linux 6.1), so
+// it does so under shmem_enabled=never as well, and refuses under deny. What is not on huge pages works as well, only
+// slower.
+//
 // Descriptors. A mapping keeps its open file, and with it the locks of that open file (file_lock.h), whatever becomes
 // of the descriptor: a program that closes descriptors which are not its own loses no lock. The number may mean another
 // file then, so fd() looks at what it is, and opens the file again by its name where it is another.
@@ -52,6 +60,9 @@ void share_with(int fd, Trust trust);
 // Swaps the names of two files or directories in one step. Throws os.
 void exchange_paths(const std::string& one, const std::string& other);
 
+// Whether a file in that directory would be allocated in huge pages now. Throws as Mapping::create.
+bool has_huge_pages(const std::string& directory);
+
 // Maps the pages of a part of a writable mapping in one call, where writing to them would map one after the other. It
 // changes nothing else, and false says that it was not done: the kernel is older than Linux 5.14, or memory is short.
 bool map_for_writing(std::byte* begin, uint64_t bytes) noexcept;
@@ -59,9 +70,11 @@ bool map_for_writing(std::byte* begin, uint64_t bytes) noexcept;
 class Mapping {
  public:
   // A new file of `bytes` zeros in the directory of `path`, not yet visible under that name. With `reserve`, every
-  // block is allocated now, so that a full file system is an error here and not a SIGBUS later. Throws no_space (how
+  // block is allocated now, so that a full file system is an error here and not a SIGBUS later. The first `searched`
+  // bytes are read at random all the time: they are put on huge pages even where those are dear. Throws no_space (how
   // much there is, what to do), missing (the directory), os.
-  static Mapping create(const std::string& path, uint64_t bytes, bool reserve, Trust trust = Trust::user);
+  static Mapping create(const std::string& path, uint64_t bytes, bool reserve, Trust trust = Trust::user,
+                        uint64_t searched = 0);
 
   // The file at `path`, whole. Throws as open_shared_file; incompatible when it is empty.
   static Mapping attach(const std::string& path, bool writable, Trust trust = Trust::user);
@@ -89,6 +102,8 @@ class Mapping {
 
   std::byte* data() const { return data_; }
   uint64_t bytes() const { return bytes_; }
+  // How many of them create() has put on huge pages; 0 in a mapping of a file that was there.
+  uint64_t huge_bytes() const { return huge_bytes_; }
   // A descriptor of the file. Throws os: the program closed it, and the file's name is gone. A system call.
   int fd() const;
   bool writable() const { return writable_; }
@@ -97,10 +112,12 @@ class Mapping {
  private:
   Mapping() = default;
   void map(bool writable);
+  void allocate_huge_pages(uint64_t searched) noexcept;
   bool is_this_file(int fd) const noexcept;
 
   std::byte* data_ = nullptr;
   uint64_t bytes_ = 0;
+  uint64_t huge_bytes_ = 0;
   mutable std::atomic<int> fd_{-1};
   dev_t device_ = 0;
   ino_t inode_ = 0;

@@ -52,6 +52,7 @@ NB_MODULE(_native, module) {
   module.attr("FORMAT_VERSION") = kFormatVersion;
   module.attr("MAX_CLIENTS") = kMaxClients;
   module.def("segments_directory", &segments_directory);
+  module.def("has_huge_pages", &has_huge_pages, nb::arg("directory"));
   module.def("segment_path", &segment_path);
   module.def("open_shared_file", [](const std::string& path, bool writable, const std::string& trust) {
     return open_shared_file(path, writable, trust_of(trust));

@@ -13,6 +13,12 @@ namespace geartrain {
 // Batches of this many entries and more are worth ordering; smaller ones fit the caches anyway.
 constexpr size_t kOrderFrom = 1 << 15;
 
+// Updates of this many leaves of a tree are worth ordering: fewer where it is so wide that hardly any leaf is in the
+// cache.
+constexpr size_t order_updates_from(uint64_t leaves) {
+  return leaves < uint64_t{1} << 25 ? kOrderFrom : 1 << 12;
+}
+
 // The entries make(0..n-1), ordered by the leading bits of key_of(i), which is at most `keys`; equal leading bits keep
 // their order. One pass of counting, one of writing: a batch is then read from front to back.
 template <typename Entry, typename KeyOf, typename Make>

@@ -13,9 +13,6 @@ namespace geartrain {
 namespace {
 
 constexpr size_t kAhead = 12;  // rows whose words are fetched ahead of their update
-// Where hardly any row is in the cache or its page in a TLB, smaller batches are worth ordering too.
-constexpr uint64_t kManyRows = uint64_t{1} << 25;
-constexpr size_t kOrderOfManyFrom = 1 << 12;
 
 }  // namespace
 
@@ -54,7 +51,7 @@ uint64_t Store::update_priorities(std::span<const uint32_t> rows, std::span<cons
     };
     const auto update = [&](size_t i) { return Update{rows[i], generations[i], fixed_point(priorities[i])}; };
     PooledArray<Update> ordered;  // the same row's updates keep their order, so the last one wins
-    if (rows.size() >= (header().capacity < kManyRows ? kOrderFrom : kOrderOfManyFrom)) {
+    if (rows.size() >= order_updates_from(header().capacity)) {
       ordered = bucket_order<Update>(rows.size(), header().capacity, [&](size_t i) { return rows[i]; }, update);
     }
     PriorityWriter writer(*this);

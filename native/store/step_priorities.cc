@@ -118,7 +118,7 @@ uint64_t Store::update_step_priorities(std::span<const uint32_t> rows, std::span
     return Update{static_cast<uint32_t>(leaf_of(rows[i], steps[i])), generations[i], fixed_point(priorities[i])};
   };
   PooledArray<Update> ordered;  // the same step's updates keep their order, so the last one wins
-  if (n >= kOrderFrom) {
+  if (n >= order_updates_from(step_tree_.shape().leaves)) {
     ordered =
         bucket_order<Update>(n, step_tree_.shape().leaves, [&](size_t i) { return leaf_of(rows[i], steps[i]); }, given);
   }
@@ -136,7 +136,7 @@ uint64_t Store::update_step_priorities(std::span<const uint32_t> rows, std::span
     journal.count.store(static_cast<uint32_t>(last - first), kRelaxed);
     in_order();
     {
-      PriorityTree::Adder sums(step_tree_);
+      PriorityTree::Adder sums(step_tree_, last - first);
       for (size_t i = first; i < std::min(last, first + kStepsAhead); ++i) step_tree_.prefetch(leaf_at(i));
       for (size_t i = first; i < last; ++i) {
         if (i + kStepsAhead < last) step_tree_.prefetch(leaf_at(i + kStepsAhead));

@@ -47,8 +47,9 @@ std::unique_ptr<Store> Store::create(const std::string& name, const std::vector<
 
   const std::string path = segment_path(name);
   if (::access(path.c_str(), F_OK) == 0) fail(ErrorKind::exists, path);  // before gigabytes are reserved in vain
-  std::unique_ptr<Store> store(
-      new Store(Mapping::create(path, header.segment_bytes, options.reserve, options.trust), {header, records}));
+  const uint64_t searched = header.regions[kColumnsRegion].offset;       // status, words and trees
+  std::unique_ptr<Store> store(new Store(
+      Mapping::create(path, header.segment_bytes, options.reserve, options.trust, searched), {header, records}));
   store->lock_timeout_s_ = options.lock_timeout_s;
   std::memcpy(store->base() + kFieldsOffset, records.data(), records.size() * sizeof(FieldRecord));
   std::memcpy(store->base(), &header, sizeof header);

@@ -36,7 +36,7 @@ BENCHES = {
         "selection.bench:main",
         cuda="selection.gpu:main",
         result="selection.bench:SelectionResult",
-        plot="selection.bench:plot",
+        plot="selection.plot:plot",
     ),
     "ranks": Bench(
         "distributed_replay.bench:main",

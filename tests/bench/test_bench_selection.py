@@ -5,19 +5,29 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from deadlines import patience
 
 import geartrain_bench as bench
 import geartrain_bench.harness.baseline_worker as peer_worker
 import geartrain_bench.selection.bench as selection
 import geartrain_bench.selection.names as names
+import geartrain_bench.selection.plot as plot
+from geartrain.store.store import Store
 from geartrain_bench import plot_saved
 from geartrain_bench.harness.baselines import BaselineError, BaselineProcess
+from geartrain_bench.harness.timing import BenchResult, Lap, Row, System
 from geartrain_bench.selection.bench import SelectionResult
+from geartrain_bench.selection.speedups import speedups
+from geartrain_bench.selection.steps import NamedSteps
 from geartrain_bench.selection.uniformity import uniformity, upper_half_counts
 
 TINY = selection.Plan(
@@ -33,6 +43,8 @@ TINY = selection.Plan(
 )
 #: As for 20000 rows, with the store and the peers one after the other, as above 2e7 rows.
 APART = selection.Plan(**{**vars(TINY), "sizes": (20_000,), "batches": (16,), "rows_beside_peers": 1000})
+#: Our ways of updating.
+UPDATES = {"geartrain", "geartrain with alpha", "geartrain steps", "geartrain steps with alpha"}
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +74,42 @@ def test_every_case_has_its_floor_and_finite_numbers(tiny: SelectionResult) -> N
 def test_all_our_ways_of_drawing_and_changing_are_there(tiny: SelectionResult) -> None:
     systems = {what: {r.system for r in tiny.rows if r.metric.startswith(what)} for what in ("sample", "update")}
     ours = {"", " with importance", " stratified", " Uniform", " store"}
-    assert {f"geartrain{way}" for way in ours} < systems["sample"]
-    assert systems["update"] == {"floor", "geartrain", "geartrain with alpha"}
+    steps = {" steps", " steps with importance", " steps, Replay"}
+    assert {f"geartrain{way}" for way in ours | steps} < systems["sample"]
+    assert systems["update"] == {"floor", *UPDATES}
     assert "NumPy cumsum+searchsorted" in systems["sample"]
+
+
+def test_writers_are_killed_beside_the_store_of_steps_of_every_size(tiny: SelectionResult) -> None:
+    notes = [re.fullmatch(r"N (\S+): ([1-9]\d*) writers of the store of steps .*", note) for note in tiny.notes]
+    assert [int(float(note[1])) for note in notes if note] == list(TINY.sizes)
+
+
+def test_steps_are_drawn_and_updated_in_a_store_opened_by_name_and_writers_rows_are_taken_away() -> None:
+    rng = np.random.default_rng(0)
+    timed: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {}
+
+    def keep(name: str, prepare: Callable[[], Any], call: Callable[[Any], object]) -> System:
+        timed[name] = (prepare, call)
+        return System(name, lambda: Lap(0.0, 0.0))
+
+    with NamedSteps(5000, lambda n: rng.random(n, np.float32), alpha=0.6, beta=0.4, seed=1) as steps:
+        filled = steps.store.keys()
+        before = steps.store.stats()["priorities_updated"]
+        for what in ("sample", "update"):
+            steps.systems(what, 64, keep)
+        deadline, appeared = time.monotonic() + patience(20), 0
+        while time.monotonic() < deadline and steps.store.stats()["deleted"] < 8:  # rows of two writers
+            for prepare, call in timed.values():
+                call(prepare())
+            appeared = max(appeared, len(steps.store.keys()))
+        assert steps.store.stats()["priorities_updated"] > before
+        name = steps.store.name
+        with Store.open(name) as kept:
+            steps.__exit__(None, None, None)
+            assert steps.kills >= 2 and appeared > len(filled) == 5
+            assert kept.keys() == filled
+            assert kept.audit() == []
 
 
 def test_small_batches_have_their_time_per_call_as_well(tiny: SelectionResult) -> None:
@@ -95,11 +140,23 @@ def test_only_the_upper_half_is_counted() -> None:
     assert upper_half_counts(rows, 16).tolist() == [1, 1, 0, 0, 0, 0, 0, 2]
 
 
+def test_speedups_are_over_the_baseline_that_is_best_at_both_together() -> None:
+    times = {"a": (100, 300), "b": (150, 150), "only samples": (1, None), "geartrain with importance": (20, None)}
+    times |= {"geartrain with alpha": (None, 40), "geartrain steps with importance": (60, None)}
+    result = BenchResult("selection", "", {}, {})
+    for system, both in times.items():
+        for what, ns in zip(("sample", "update"), both, strict=True):
+            if ns is not None:
+                result.rows.append(Row("N 1000, B 16", system, names.cpu_metric(what), "ns", ns, 0, 0, 0, 1.0))
+    assert speedups(result, ["a", "b", "only samples"]) == {"N 1000, B 16": {"rows": 300 / 60}}
+    assert speedups(result, []) == {}
+
+
 def test_a_large_case_is_measured_in_two_parts_and_says_so() -> None:
     result = selection.run(APART, {})
     assert any("were not interleaved" in note for note in result.notes)
     systems = {row.system for row in result.rows if row.metric == names.cpu_metric("update")}
-    assert systems == {"floor", "geartrain", "geartrain with alpha"}
+    assert systems == {"floor", *UPDATES}
     sampled = {row.system for row in result.rows if row.metric == names.cpu_metric("sample")}
     assert {"geartrain", "geartrain store"} < sampled
 
@@ -144,7 +201,7 @@ def test_a_result_becomes_tables_json_and_a_plot(
 
 
 def test_the_plot_has_a_line_per_system_over_all_sizes(tiny: SelectionResult) -> None:
-    panels = selection.panels(TINY, tiny)
+    panels = plot.panels(TINY.sizes, TINY.batches, tiny)
     assert list(panels) == [f"{what}, B = {batch}" for what in ("sample", "update") for batch in (16, 300)]
     assert [x for x, _ in panels["sample, B = 16"]["geartrain"]] == [1000.0, 20_000.0]
 

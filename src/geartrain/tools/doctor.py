@@ -21,7 +21,7 @@ import geartrain.device.pinned_memory as pinning
 import geartrain.tools.cross_memory as cross_memory
 import geartrain.transport.nixl as nixl
 from geartrain.core.shared_files import segments_directory, shared_files
-from geartrain.errors import ArgumentError, SchemaError
+from geartrain.errors import ArgumentError, GeartrainError, SchemaError
 from geartrain.tools.testing import Hosts
 from geartrain.transport.connection import viable
 
@@ -153,16 +153,22 @@ def _file_system(directory: Path) -> str:
 
 
 def _huge_pages() -> Finding:
+    """Whether the kernel would allocate a segment in huge pages now, found by doing so, and what to change if not."""
+    what = "huge pages for segments"
     try:
+        viable = _native.has_huge_pages(str(segments_directory()))
         setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
-    except OSError as error:
-        return Finding("huge pages for segments", False, str(error))
-    chosen = setting[setting.find("[") + 1 : setting.find("]")]
-    viable = chosen in ("advise", "always", "within_size", "force")
-    why = f"shmem_enabled is {chosen}"
-    if not viable:
-        why += "; `echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled` (root) turns them on"
-    return Finding("huge pages for segments", viable, why)
+    except (GeartrainError, OSError) as error:
+        return Finding(what, False, str(error))
+    why = f"shmem_enabled is {setting[setting.find('[') + 1 : setting.find(']')]}"
+    if viable:
+        return Finding(what, True, f"{why}; segments that are reserved ask for them page by page")
+    return Finding(
+        what,
+        False,
+        f"{why}, and the kernel gave none: they need a directory in memory, Linux 6.1, free memory that lies together, "
+        "and a setting other than deny; draws from large stores are slower without",
+    )
 
 
 def _locked_memory() -> Finding:

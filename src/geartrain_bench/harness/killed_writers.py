@@ -113,6 +113,9 @@ class _Keeper:
     def __init__(self, store: Store) -> None:
         self.kills = self.failed = 0
         self._store = store
+        # Rows that were there before: no writer's.
+        self._others = np.zeros(store.capacity, bool)
+        self._others[store.keys().row] = True
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -142,7 +145,10 @@ class _Keeper:
             else:
                 self.failed += 1
             keys = self._store.keys()
-            self._store.delete(keys[self._store.status(keys)["priority"] == PRIORITY])
+            keys = keys[~self._others[keys.row]]
+            # Of a row's first step, where steps have priorities: a row without a key's step has the sum of all.
+            first = keys.of_steps(0) if self._store.per_step else keys
+            self._store.delete(keys[self._store.status(first)["priority"] == PRIORITY])
 
 
 def main() -> None:

@@ -10,6 +10,9 @@ floats of N, by NumPy or torch, whichever is faster.
 | geartrain with importance, with alpha | the same and importance weights, as torchrl's sampler | the same and \
 priority ** 0.6 |
 | geartrain stratified, Uniform, store | the strategy's option; the other strategy; a store's candidates | |
+| geartrain steps (with importance, alpha) | the steps of a store opened by name, beside writers that are killed | \
+`Store.update_priorities` of steps |
+| geartrain steps, Replay | the same as a batch of one field | |
 | torchrl fp32, fp64 | `PrioritizedSampler.sample` | `.update_priority` (a sum tree, a min tree, the alpha) |
 | torchrl ... tree alone | its C++ sum tree's descent | its C++ sum tree's update |
 | cpprb | `PrioritizedReplayBuffer.sample` of one byte a row | `.update_priorities` |
@@ -27,10 +30,9 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,10 @@ from geartrain.selection import Candidates, Draw, Prioritized, Strategy, Uniform
 from geartrain.store.store import Store
 from geartrain_bench.harness.baselines import BaselineError, BaselineProcess
 from geartrain_bench.harness.timing import BenchResult, Lap, Row, System
-from geartrain_bench.selection.names import P_METRIC, case_name, cpu_metric, short
+from geartrain_bench.selection.names import P_METRIC, case_name, short
+from geartrain_bench.selection.plot import plot
+from geartrain_bench.selection.speedups import speedups
+from geartrain_bench.selection.steps import NamedSteps
 from geartrain_bench.selection.uniformity import MOD, uniformity, upper_half_counts
 
 SEED = 20230723
@@ -135,16 +140,16 @@ def show(plan: Plan, result: SelectionResult, json_path: Path | None, plot_path:
         ["system", *(str(i) for i in range(MOD)), "p"],
         {name: [*map(str, counts), f"{chances[name]:.2g}"] for name, counts in result.counts.items()},
     )
+    report.print_counts(
+        "sample and update together, times as fast as the best baseline (CPU time)",
+        ["case", "rows", "steps"],
+        {
+            case: [f"{found[name]:.1f}" if name in found else "" for name in ("rows", "steps")]
+            for case, found in speedups(result, [name for names in SAMPLERS.values() for name in names]).items()
+        },
+    )
     if plot_path is not None:
         plot(result, plot_path)
-
-
-def plot(result: BenchResult, path: Path) -> None:
-    """CPU time per row over N, a panel for each kind of call and batch. Needs matplotlib."""
-    cases = [re.fullmatch(r"N (\S+), B (\S+)", row.case) for row in result.rows]
-    sizes, batches = (tuple(sorted({int(float(case[n])) for case in cases if case})) for n in (1, 2))
-    lines = panels(replace(FULL, sizes=sizes, batches=batches), result)
-    report.plot_lines(result, path, lines, "rows N", "CPU ns per row drawn or changed", len(batches))
 
 
 def run(plan: Plan, baselines: dict[str, str], *, quick: bool = False) -> SelectionResult:
@@ -164,22 +169,6 @@ def run(plan: Plan, baselines: dict[str, str], *, quick: bool = False) -> Select
             _SizeBench(plan, rows, samplers, began_s + plan.peers_until_s, result).measure()
     harness.finish(result, began_s)
     return result
-
-
-def panels(plan: Plan, result: BenchResult) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Lines of the plot: for each kind of call and batch, the CPU time per row over N."""
-    found = {(row.case, row.metric, row.system): row.p50 for row in result.rows}
-    systems = list(dict.fromkeys(row.system for row in result.rows if row.metric != P_METRIC))
-    shown: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for what in ("sample", "update"):
-        for batch in plan.batches:
-            lines = {}
-            for system in systems:
-                cells = [(rows, found.get((case_name(rows, batch), cpu_metric(what), system))) for rows in plan.sizes]
-                if points := [(float(rows), value) for rows, value in cells if value is not None]:
-                    lines[system] = points
-            shown[f"{what}, B = {short(batch)}"] = lines
-    return shown
 
 
 class _SizeBench:
@@ -205,18 +194,33 @@ class _SizeBench:
         self.candidates: Candidates | None = None
         self.store: Store | None = None
         self.keys: Keys | None = None
+        self.steps = NamedSteps(rows, self._priorities, alpha=ALPHA, beta=BETA, seed=SEED)
 
     def measure(self) -> None:
         """All cases of this N."""
         harness.say(f"N {short(self.rows)}")
         # uint32, like the priorities of a store.
         self.candidates = Candidates(np.maximum(np.rint(self.values**ALPHA * 2**FRACTION_BITS), 1).astype(np.uint32))
+        harness.say(f"N {short(self.rows)}: filling a store of steps")
+        with self.steps:
+            self._take_all()
+        self.result.notes.append(
+            f"N {short(self.rows)}: {self.steps.kills} writers of the store of steps were killed meanwhile"
+        )
+        self.candidates = None
+        for what in ("sample", "update"):
+            for batch in self.plan.batches:
+                self._record(what, batch)
+        if self.rows == self.plan.check_rows:
+            self._check_ours()
+
+    def _take_all(self) -> None:
         if self.rows <= self.plan.rows_beside_peers:
             with self._filled_store():
-                self._take(self._floors, self._ours, self._plain)
+                self._take(self._floors, self._ours, self._steps, self._plain)
                 self._baselines()
         else:
-            self._take(self._floors, self._ours, self._plain)
+            self._take(self._floors, self._ours, self._steps, self._plain)
             self._baselines()
             self.candidates = None
             with self._filled_store():
@@ -225,12 +229,6 @@ class _SizeBench:
                 f"N {short(self.rows)}: for want of memory, updates of geartrain and of baselines were not "
                 "interleaved: the floor was interleaved with each"
             )
-        self.candidates = None
-        for what in ("sample", "update"):
-            for batch in self.plan.batches:
-                self._record(what, batch)
-        if self.rows == self.plan.check_rows:
-            self._check_ours()
 
     @contextlib.contextmanager
     def _filled_store(self) -> Iterator[None]:
@@ -270,6 +268,7 @@ class _SizeBench:
                     self._take(
                         self._floors,
                         self._ours_beside_peers,
+                        self._steps,
                         lambda what, batch, baseline=baseline, able=able: _peer_systems(  # type: ignore[misc]
                             baseline, able, what, batch, self.plan
                         ),
@@ -327,6 +326,10 @@ class _SizeBench:
         if what == "sample":
             return [] if self.candidates is None else self._plain_draws(self.candidates, batch)
         return [] if self.store is None else self._updates(self.store, batch)
+
+    def _steps(self, what: str, batch: int) -> list[System]:
+        """The steps of a store that was opened by its name, beside writers that are killed."""
+        return self.steps.systems(what, batch, self._system)
 
     def _plain_draws(self, candidates: Candidates, batch: int) -> list[System]:
         weighing = Prioritized(SEED, beta=BETA)
