@@ -70,7 +70,8 @@ def slice_of(
             str(program), f"-runs={runs}", f"-max_total_time={max(1, round(seconds))}", f"-seed={seed % 2**31 + 1}",
             f"-timeout={INPUT_TIMEOUT_S}", f"-artifact_prefix={findings}", "-print_final_stats=1",
             "-detect_leaks=0",  # after each input, that is: the process looks for them at its end
-            "-entropic=0", "-reload=0", str(corpus),  # which took a third of the time of the slow ones
+            "-entropic=0", "-reload=0",  # which took a third of the time of the slow ones
+            "-print_funcs=0", str(corpus),  # their names come from a symbolizer, which each slice started anew
         ]  # fmt: skip
         said = (r"^stat::number_of_executed_units:\s*(\d+)", r"^stat::new_units_added:\s*(\d+)")
     else:
