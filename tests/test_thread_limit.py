@@ -19,7 +19,8 @@ from geartrain.errors import GeartrainError
 SUPPORT = Path(__file__).parent / "support"
 #: Short tests try one of each kind that joins something.
 SHORT = {
-    "peers": ("Group: with a reducer", "Group: hierarchical, of hosts", "Reader: of another host", "Queue"),
+    "groups": ("Group: with a reducer", "Group: hierarchical, of hosts"),
+    "peers": ("Reader: of another host", "Queue"),
     "stores": ("Store: with a journal", "Replay: of two ranks"),
     "jobs": ("StoreServer", "ActorPool", "PrometheusEndpoint"),
 }
@@ -60,7 +61,7 @@ def test_what_cannot_start_a_thread_tells_its_peers_at_once_and_leaves_nothing(p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["peers", "stores", "jobs", "lerobot", "rlinf", "sb3"])
+@pytest.mark.parametrize("module", ["groups", "peers", "stores", "jobs", "lerobot", "rlinf", "sb3"])
 def test_any_public_class_that_cannot_start_a_thread_leaves_nothing(preload, module):
     check(preload, module)
 

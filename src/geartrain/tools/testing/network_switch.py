@@ -25,7 +25,7 @@ from geartrain.errors import GeartrainError
 MTU = 9000
 #: Frames that a device queues for the switch.
 QUEUE_FRAMES = 4000
-ANSWER_S = 20.0
+ANSWER_S = 60.0
 #: Above the processes whose frames it forwards: a late switch would emulate another network.
 NICENESS = -10
 
