@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -94,7 +93,7 @@ def train(folder: str, epochs: int) -> None:
     from dizoo.atari.envs.atari_env import AtariEnv
 
     torch.set_num_threads(1)
-    main_config.exp_name = tempfile.mkdtemp(prefix="di-engine-atari-")
+    main_config.exp_name = str(Path(folder) / f"experiment-{task.router.node_id}")
     main_config.policy.cuda = False
     cfg = compile_config(main_config, create_cfg=create_config, auto=True, save_cfg=False)
     learns = task.router.node_id == 0
