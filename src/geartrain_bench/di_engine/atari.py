@@ -4,15 +4,15 @@
     python -m geartrain_bench.di_engine.atari --python ... --hosts 2 --rate-mbit 1000 --epochs 100
 
 A learner and a collector with the settings of DI-engine's `pong_dqn_config`: in an epoch the collector steps 8 games 96
-times in all, sends the transitions (22 MB), and waits for the model; the learner takes 10 batches of 32. Queues
+times in all, sends the transitions (96 of 226 KB), and waits for the model; the learner takes 10 batches of 32. Queues
 alternate; time is the learner's, after its first 3 epochs. It is the measurement of the torchrpc page, whose 100 epochs
 took 127.6 s over nng and 29.4 s over torchrpc with a GPU. Two hosts are network namespaces
 (geartrain.tools.testing.Hosts).
 
 Threats to validity. Games run in the collector's process, where the configuration has a process for each: those would
-want more than two cores. Computing is the larger part of an epoch on a CPU, and is the same for both queues. nng drops
-an event for which it has no room or no peer yet, and DI-engine's learner then waits for ever: such a run is stopped
-after --limit-s, counted, and repeated once.
+want more than two cores. Computing is the same for both queues, and on a CPU takes long, which makes the ratio smaller.
+nng drops an event for which it has no room or no peer yet, and DI-engine's learner then waits for ever: such a run is
+stopped after --limit-s, counted, and repeated once.
 """
 
 from __future__ import annotations
