@@ -132,6 +132,21 @@ def test_the_known_clusters_are_gears_and_one_of_1024_gpus() -> None:
         assert found.gb_per_s_rank > 0 and found.status_bytes == rank_status(1).itemsize * (one.cluster.ranks - 1)
 
 
+@pytest.mark.parametrize("asked", [[], ["--hosts", "2", "--cores", "64"]], ids=["known-clusters", "cores"])
+def test_a_files_constants_are_the_machines_and_not_those_of_other_hosts(tmp_path: Path, asked: list[str]) -> None:
+    pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from geartrain.tools.cli.app import app
+
+    known, saved = tmp_path / "known.json", tmp_path / "saved.json"
+    mine = replace(DEFAULTS, source="mine", cores=4, host_copy_gb_per_s=11.0)
+    known.write_text(json.dumps({"constants": mine.as_json()}))
+    done = CliRunner().invoke(app, ["plan", "ranks", *asked, "--constants", str(known), "--json", str(saved)])
+    assert done.exit_code == 0, done.output
+    assert read_constants(saved) == mine
+
+
 # --- against what was measured ----------------------------------------------------------------------------------
 
 

@@ -139,6 +139,8 @@ def plot(result: BenchResult, path: Path) -> None:
     pyplot.close(figure)
 
 
+#: As many points of an axis are its ticks.
+_MOST_TICKS = 6
 #: A panel's lines: system -> its points, with x ascending.
 Lines = Mapping[str, Sequence[tuple[float, float]]]
 
@@ -154,8 +156,15 @@ def plot_lines(
     palette = pyplot.get_cmap("tab20")
     deep = -(-len(panels) // columns)
     figure, axes = pyplot.subplots(
-        deep, columns, figsize=(4.6 * columns, 3.9 * deep + 1.6), squeeze=False, sharex=True, layout="constrained"
+        deep,
+        columns,
+        figsize=(4.6 * columns, 3.9 * deep + 1.6),
+        squeeze=False,
+        sharex=True,
+        sharey=True,
+        layout="constrained",
     )
+    found_at = sorted({x for lines in panels.values() for points in lines.values() for x, _ in points})
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     shown: dict[str, Any] = {}
@@ -173,6 +182,13 @@ def plot_lines(
             )
         axis.set_xscale("log")
         axis.set_yscale("log")
+        for one in (axis.xaxis, axis.yaxis):
+            one.set_major_locator(pyplot.matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+            one.set_major_formatter(pyplot.matplotlib.ticker.FormatStrFormatter("%g"))
+            one.set_minor_formatter(pyplot.matplotlib.ticker.NullFormatter())
+        if len(found_at) <= _MOST_TICKS:
+            axis.set_xticks(found_at)
+        axis.tick_params(labelleft=True, labelbottom=True)
         axis.grid(alpha=0.25, which="both", linewidth=0.4)
         axis.set_title(title, loc="left", fontsize=10)
         axis.set_ylabel(y_label, fontsize=9)

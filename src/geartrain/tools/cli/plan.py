@@ -85,7 +85,7 @@ def plan_ranks(
         )
         here = known or DEFAULTS
         asked = [report.ClusterCase(f"{hosts} x {gpus} ranks", cluster, here.of_host(cores) if cores else here)]
-    report.show(asked, json_path)
+    report.show(asked, known or DEFAULTS, json_path)
 
 
 @plan.command("allreduce")

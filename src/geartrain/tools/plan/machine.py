@@ -105,19 +105,19 @@ _ROWS = re.compile(r"[1-9][0-9]{0,17}")
 _RATES = ("cores", "copy_gb_per_s", "host_copy_gb_per_s", "threads", "tcp_gb_per_s", "link_share")
 _LEAST_RATE, _LARGEST = 1e-6, 1e12
 
-#: Rounded, of the quieter of several runs of `geartrain plan ranks --measure`.
+#: Rounded, of three runs of `geartrain plan ranks --measure` on an idle machine.
 DEFAULTS = Constants(
-    source="geartrain plan ranks --measure on a virtual machine with 2 cores of an Intel Xeon at 2.5 GHz",
+    source="geartrain plan ranks --measure on a virtual machine with 2 cores of an AMD EPYC (family 26 model 2)",
     cores=2,
-    copy_gb_per_s=4.0,
-    host_copy_gb_per_s=7.5,
+    copy_gb_per_s=20.0,
+    host_copy_gb_per_s=36.0,
     threads=4,
-    row_ns=25.0,
-    target_ns=35.0,
-    descent_ns={10_000: 36.0, 1_000_000: 54.0, 4_000_000: 74.0},
-    batch_us=610.0,
-    round_us=270.0,
-    tcp_gb_per_s=1.2,
+    row_ns=13.0,
+    target_ns=4.2,
+    descent_ns={10_000: 14.0, 1_000_000: 18.0, 4_000_000: 24.0},
+    batch_us=14.0,
+    round_us=22.0,
+    tcp_gb_per_s=2.0,
 )
 
 

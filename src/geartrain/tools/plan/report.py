@@ -53,8 +53,14 @@ def known_clusters(constants: Constants | None = None) -> list[ClusterCase]:
     return asked
 
 
-def show(asked: Sequence[ClusterCase], json_path: Path | None = None) -> None:
-    """Prints the predictions, a table a cluster, a line a configuration; writes them as JSON to `json_path`."""
+def show(asked: Sequence[ClusterCase], constants: Constants, json_path: Path | None = None) -> None:
+    """Prints the predictions, a table a cluster, a line a configuration; writes them as JSON to `json_path`.
+
+    Args:
+        asked: the clusters, each with the constants for its hosts.
+        constants: of the machine that they come from; the file has them, for `read_constants`.
+        json_path: the file, or None.
+    """
     console, table_of = rich_console()
     found: list[dict[str, Any]] = []
     for one in asked:
@@ -72,7 +78,6 @@ def show(asked: Sequence[ClusterCase], json_path: Path | None = None) -> None:
         found.append(
             {"name": one.name, "cluster": asdict(cluster), "predictions": [asdict(each) for each in predictions]}
         )
-    constants = asked[0].constants
     console.print(f"constants: {constants.source}", highlight=False, markup=False, soft_wrap=True)
     if json_path is not None:
         json_path.write_text(json.dumps({"constants": constants.as_json(), "clusters": found}, indent=1) + "\n")
