@@ -5,65 +5,28 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import certificates
 import numpy as np
 import pytest
 from deadlines import patience
+from rank_carriers import Ranks, dist, on_threads, simulated_nixl
 
+import geartrain.replay.distributed.carrier_addresses as carrier_addresses
 import geartrain.replay.distributed.transport_carrier as transport_carrier
 from geartrain.errors import ArgumentError, PeerLostError, TransportError, UntrustedPeerError, WaitTimeoutError
 from geartrain.replay.distributed.carrier import CarrierError, Cause
+from geartrain.replay.distributed.carrier_addresses import open_carrier
 from geartrain.replay.distributed.rounds_in_flight import TransportRounds
-from geartrain.replay.distributed.transport_carrier import INLINE_BYTES, TransportCarrier, open_carrier
+from geartrain.replay.distributed.transport_carrier import INLINE_BYTES, TransportCarrier
 from geartrain.transport.connection import connect
 from geartrain.transport.tls import TLS
 
-dist = pytest.importorskip("torch.distributed")
-T = TypeVar("T")
 
-
-def on_threads(size: int, body: Callable[[int], T]) -> list[T | BaseException]:
-    """What `body(rank)` returns or raises on each of so many threads."""
-    found: list[Any] = [None] * size
-
-    def run(rank: int) -> None:
-        try:
-            found[rank] = body(rank)
-        except BaseException as error:
-            found[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(patience(60))
-        assert not thread.is_alive()
-    return found
-
-
-class Ranks:
-    """Ranks of one process."""
-
-    def __init__(self, size: int, transport: str | None = None) -> None:
-        self.store = dist.HashStore()
-        self.failed = threading.Event()
-        opened = on_threads(
-            size,
-            lambda rank: open_carrier(self.store, rank, size, patience(20), self.failed.is_set, transport=transport),
-        )
-        self.carriers: list[TransportCarrier] = []
-        for each in opened:
-            assert isinstance(each, TransportCarrier), each
-            self.carriers.append(each)
-
-    def exchange(self, body: Callable[[int], tuple[Any, Any]], number: int = 1) -> list[BaseException | None]:
-        """One exchange: `body` says what a rank sends and receives."""
-        return on_threads(
-            len(self.carriers),
-            lambda rank: self.carriers[rank].exchange(number, *body(rank), time.monotonic() + patience(20)),
-        )
+@pytest.fixture(autouse=True)
+def nixl_is_simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield from simulated_nixl(monkeypatch)
 
 
 @pytest.fixture
@@ -89,11 +52,11 @@ def error_of(found: object) -> CarrierError:
     return found
 
 
-@pytest.mark.parametrize("transport", ["inproc", "shm", "tcp"])
+@pytest.mark.parametrize("transport", ["inproc", "shm", "tcp", "nixl"])
 def test_messages_of_all_sizes_arrive_in_order(ranks: Callable[..., Ranks], transport: str) -> None:
     group, size = ranks(3, transport), 3
     # Up to what is sent in the ring, the first byte beyond, what is received as a view, and what no socket holds.
-    most = 9 << 20 if transport == "tcp" else 1 << 20
+    most = 9 << 20 if transport in ("tcp", "nixl") else 1 << 20
     for number, sizes in enumerate([[1], [7, INLINE_BYTES - 7], [INLINE_BYTES, 1], [600_000, 3, 70_000], [most]]):
         received = {
             (peer, rank): [np.zeros(nbytes, np.uint8) for nbytes in sizes]
@@ -181,9 +144,9 @@ def test_a_rank_that_has_sent_its_part_may_leave_before_a_late_one_comes(
         def take_part(rank: int, number: list[int] = number, late_s: float = late_s) -> list[Any]:
             if rank == 2 and late_s:  # sends to rank 1 long before it sends to rank 0
                 carrier = group.carriers[2]
-                carrier._send(number[2], 1, [parts[1]], until_s)
+                carrier.send(number[2], 1, [parts[1]], until_s)
                 time.sleep(late_s)
-                carrier._send(number[2], 0, [parts[0]], until_s)
+                carrier.send(number[2], 0, [parts[0]], until_s)
                 return []
             found = group.carriers[rank].all_to_all(number[rank], parts, until_s)
             if late_s and rank == 1:
@@ -315,7 +278,7 @@ def test_a_group_with_tls_has_no_other_carrier(monkeypatch: pytest.MonkeyPatch, 
         monkeypatch.setenv(name, value)
     # One that has TLS, and one that cannot use the transports and asks for none.
     store = dist.HashStore()
-    store.set("address/1", f"{transport_carrier.NOT_VIABLE}no sockets here")
+    store.set("address/1", f"{carrier_addresses.NOT_VIABLE}no sockets here")
     store.set("known/1", "")
     with pytest.raises(ArgumentError, match=r"rank 0 of the group asks for TLS .* rank 1 cannot .*: no sockets here"):
         open_carrier(store, 0, 2, patience(20), lambda: False)
@@ -330,7 +293,7 @@ def test_a_group_with_tls_has_no_other_carrier(monkeypatch: pytest.MonkeyPatch, 
     def fails(*arguments: Any, **options: Any) -> Any:
         raise TransportError("OpenSSL 3 is not installed")
 
-    monkeypatch.setattr(transport_carrier, "listen", fails)
+    monkeypatch.setattr(carrier_addresses, "listen", fails)
     store = dist.HashStore()
     for each in on_threads(2, lambda rank: open_carrier(store, rank, 2, patience(20), lambda: False)):
         assert isinstance(each, ArgumentError) and "rank 0 of the group" in str(each) and "OpenSSL 3" in str(each)

@@ -18,8 +18,8 @@ from deadlines import patience, stop
 import geartrain.transport.nixl as nixl
 from geartrain import rpc
 from geartrain.errors import BusyError, GeartrainError, PeerLostError, TransportError, WaitTimeoutError
-from geartrain.rpc.tensors.registered_memory import RegisteredMemoryPool
 from geartrain.transport.connection import MessageLimits
+from geartrain.transport.nixl_memory import RegisteredMemoryPool
 
 WORKER = Path(__file__).parents[1] / "support" / "devices_worker.py"
 here = pytest.mark.skipif(not nixl.installed(), reason=f"nixl is not installed: {nixl.INSTALL}")

@@ -417,8 +417,8 @@ class Replay:
 
         Over several ranks rows and bytes are this rank's, and there are: local_bytes (read from the shard of this
         host), received_bytes and sent_bytes (fields, from and for other ranks), local_share, selection_bytes (sent
-        to agree on batches), select_s, fetch_s, exchange_s; peers_by_shm, peers_by_tcp or peers_by_gloo (ranks that
-        this one exchanges messages with, by what moves them).
+        to agree on batches), select_s, fetch_s, exchange_s; peers_by_shm, peers_by_tcp, peers_by_nixl or peers_by_gloo
+        (ranks that this one exchanges messages with, by what moves them).
         """
         more = self._builder.stats()
         built, make_s, redrawn = more.pop("built"), more.pop("make_s"), more.pop("redrawn")

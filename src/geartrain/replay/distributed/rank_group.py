@@ -46,7 +46,7 @@ class RankGroup(Protocol):
         ...
 
     def peers(self) -> dict[str, int]:
-        """Number of ranks that this one has exchanged messages with, by what moves them: "shm", "tcp", "gloo"."""
+        """Number of ranks that this one exchanged messages with, by what moves them: "shm", "tcp", "nixl" or "gloo"."""
         ...
 
     def shm_peers(self) -> set[int]:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:  # the network is loaded by the group that uses it
     import geartrain._native as _native
     from geartrain.replay.distributed.transport_carrier import TransportCarrier
 
+#: What `GEARTRAIN_RANK_CARRIER` may say.
+CARRIERS = ("auto", "tcp", "nixl", "gloo")
 # Longest wait for the key-value store when the reason of a failure is read or written.
 NOTE_S = 2.0
 
@@ -44,9 +46,10 @@ class TorchRankGroup:
 
     Ranks of one host exchange messages through shared memory, ranks of different hosts over TCP, by geartrain's own
     transports (transport_carrier.py); by Gloo (gloo_carrier.py) where a rank cannot use those. `repr` says which, and
-    why. `GEARTRAIN_RANK_CARRIER` may say "tcp" (no shared memory) or "gloo" instead of "auto"; it is the same on all
-    ranks, or Gloo on all where one says so. A rank that has not asked for Gloo warns. Gloo knows no TLS: where a rank
-    asks for that (`GEARTRAIN_TLS_CERT` and the others), all ranks raise instead.
+    why. `GEARTRAIN_RANK_CARRIER` may say "tcp" (no shared memory), "nixl" (large messages between hosts by RDMA,
+    nixl_carrier.py) or "gloo" instead of "auto"; it is the same on all ranks, or Gloo on all where one says so. A rank
+    that has not asked for Gloo warns. Gloo and NIXL know no TLS: where a rank asks for that (`GEARTRAIN_TLS_CERT` and
+    the others), all ranks raise instead.
 
     Args:
         members: global ranks; their order gives the ranks in this group. This process must be one of them, and all of
@@ -60,7 +63,8 @@ class TorchRankGroup:
     Raises:
         ArgumentError: there is no process group, this rank is not a member, or `GEARTRAIN_RANK_CARRIER` says something
             else; or, on all ranks, a rank has settings that cannot be followed: certificates that cannot be used, TLS
-            over Gloo, an interface in `GLOO_SOCKET_IFNAME` that is not there.
+            over Gloo or NIXL, NIXL that does not work or that some ranks do not ask for, an interface in
+            `GLOO_SOCKET_IFNAME` that is not there.
         PeerLostError: not all members joined in time.
     """
 
@@ -90,8 +94,8 @@ class TorchRankGroup:
         self._carrier: Carrier | None = None
         self._transports: TransportCarrier | None = None  # the carrier, where it is this one
         wanted = os.environ.get("GEARTRAIN_RANK_CARRIER", "auto")
-        if wanted not in ("auto", "tcp", "gloo"):
-            raise ArgumentError(f"GEARTRAIN_RANK_CARRIER is auto, tcp or gloo, found {wanted!r}")
+        if wanted not in CARRIERS:
+            raise ArgumentError(f"GEARTRAIN_RANK_CARRIER is {', '.join(CARRIERS[:-1])} or gloo, found {wanted!r}")
         # torch names a group by the number of groups the process has made, which may differ between ranks, and uses a
         # name again once its group is destroyed. These names are unique for the life of the job. (torchrun's restart
         # count is of no use: hosts that restart because another host did count differently.)
@@ -105,7 +109,7 @@ class TorchRankGroup:
             self._open(wanted)
 
     def _open(self, wanted: str) -> None:
-        from geartrain.replay.distributed.transport_carrier import open_carrier
+        from geartrain.replay.distributed.carrier_addresses import open_carrier
 
         try:
             opened = open_carrier(
@@ -116,6 +120,7 @@ class TorchRankGroup:
                 self._is_broken,
                 transport="tcp" if wanted == "tcp" else None,
                 refuse="GEARTRAIN_RANK_CARRIER says gloo" if wanted == "gloo" else None,
+                with_nixl=wanted == "nixl",
             )
             if isinstance(opened, str):
                 self._why_gloo = opened

@@ -18,23 +18,16 @@ of the lowest distance have both ends at work, so that no circle of ranks waits 
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
-import secrets
-import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from datetime import timedelta
-from typing import Any
 
 import numpy as np
 
 import geartrain._native as _native
 from geartrain.core.threads import DaemonThread
 from geartrain.errors import (
-    ArgumentError,
     ConnectionClosedError,
     GeartrainError,
     ListenerGoneError,
@@ -43,14 +36,10 @@ from geartrain.errors import (
     WaitTimeoutError,
 )
 from geartrain.replay.distributed.carrier import INLINE_BYTES, Bytes, CarrierError, Cause, Message, by_peer
-from geartrain.transport.connection import Connection, Listener, connect, listen
-from geartrain.transport.rendezvous import address_towards
-from geartrain.transport.tls import VARIABLES
+from geartrain.transport.connection import Connection, Listener, connect
 
 # How long a rank waits for one peer before it looks after the others.
 GLANCE_S = 0.5
-# Longest single wait for the store, whose own threads print a line about each that times out.
-STORE_WAIT_S = 10.0
 # How long an accepted connection may take to say which rank it is of.
 HELLO_S = 5.0
 
@@ -62,18 +51,9 @@ TELL_S = 1.0
 HELLO = struct.Struct("<8sQ")
 MAGIC = b"GTRANKS1"
 
-#: What is published in the place of an address by a rank that cannot use the transports, with the reason.
-NOT_VIABLE = "not viable: "
-#: The same of a rank with settings that no group may disregard: with these all ranks raise.
-REFUSED = "refused: "
-#: What the address of a rank that asks for TLS begins with: such a group has no other carrier.
-WITH_TLS = "with TLS: "
-# How long a rank that is about to raise waits until all have read why: the store may end with its process.
-KNOWN_S = 5.0
-
 
 class TransportCarrier:
-    """See `geartrain.replay.distributed.carrier.Carrier`. Made by `open_carrier`.
+    """See `geartrain.replay.distributed.carrier.Carrier`. Made by `open_carrier` (carrier_addresses.py).
 
     Args:
         listener: of this rank.
@@ -85,6 +65,9 @@ class TransportCarrier:
 
     Attributes:
         rounds: numbers all exchanges of the group; makes those of small messages once all ranks are connected.
+        rank, size: of this one in the group, and of the group.
+        connections: by rank, of those that this one has exchanged messages with.
+        closed: whether this rank has left the group.
     """
 
     def __init__(
@@ -98,32 +81,21 @@ class TransportCarrier:
     ) -> None:
         self._listener = listener
         self._addresses = addresses
-        self._rank = rank
-        self._size = len(addresses)
+        self.rank = rank
+        self.size = len(addresses)
         self._key = key
         self._failed = failed
         self.rounds = _native.RankRounds(rank, len(addresses), INLINE_BYTES)
         self._transport = transport
-        self._connections: dict[int, Connection] = {}
+        self.connections: dict[int, Connection] = {}
         self._lock = threading.Lock()  # of the connections, and of their closing
-        self._closed = False
+        self.closed = False
 
     def exchange(self, number: int, sends: Sequence[Message], receives: Sequence[Message], until_s: float) -> None:
         """See `Carrier`."""
         incoming = by_peer(receives)
-        for peer, parts in self._transfer(number, by_peer(sends), incoming, until_s):
-            wanted = incoming[peer]
-            nbytes, found = sum(array.size for array in wanted), sum(part.size for part in parts)
-            if found != nbytes or (len(parts) > 1 and len(parts) != len(wanted)):
-                raise CarrierError(peer, Cause.refused, f"sent {found} bytes where {nbytes} were expected")
-            if len(parts) == len(wanted):
-                for into, part in zip(wanted, parts, strict=True):
-                    into[:] = part
-                continue
-            at = 0  # within the header, which has all of them
-            for into in wanted:
-                into[:] = parts[0][at : at + into.size]
-                at += into.size
+        for peer, parts in self.transfer(number, by_peer(sends), incoming, until_s):
+            self.put(peer, parts, incoming[peer])
 
     def all_to_all(self, number: int, parts: Sequence[Bytes], until_s: float) -> list[Bytes]:
         """See `geartrain.replay.distributed.rank_group.RankGroup`; numbers are those of exchanges."""
@@ -132,30 +104,30 @@ class TransportCarrier:
                 return self.rounds.all_to_all(number, parts, max(until_s - time.monotonic(), 0.001))
             except GeartrainError as error:
                 raise self.error_of_round(error) from error
-        outgoing = {peer: [part] for peer, part in enumerate(parts) if peer != self._rank}
+        outgoing = {peer: [part] for peer, part in enumerate(parts) if peer != self.rank}
         received = list(parts)
-        for peer, found in self._transfer(number, outgoing, outgoing.keys(), until_s):
+        for peer, found in self.transfer(number, outgoing, outgoing.keys(), until_s):
             received[peer] = found[0] if found else np.empty(0, np.uint8)
         return received
 
-    def _transfer(
+    def transfer(
         self, number: int, outgoing: Mapping[int, list[Bytes]], incoming: Collection[int], until_s: float
     ) -> Iterator[tuple[int, list[Bytes]]]:
         """Sends to some peers, and receives from some: one message each, as it is taken from the iterator."""
-        self._connect({*outgoing, *incoming} - self._connections.keys(), until_s)
+        self.connect({*outgoing, *incoming} - self.connections.keys(), until_s)
         later: list[tuple[int, list[Bytes]]] = []
-        for peer in sorted(outgoing, key=lambda peer: (peer - self._rank) % self._size):
+        for peer in sorted(outgoing, key=lambda peer: (peer - self.rank) % self.size):
             arrays = outgoing[peer]
             if incoming and self._may_wait(peer, sum(array.size for array in arrays)):
                 later.append((peer, arrays))
             else:
-                self._send(number, peer, arrays, until_s)
+                self.send(number, peer, arrays, until_s)
         sender = None
         if later:
             sender = _Sender(lambda: self._send_all(number, later, until_s))
         here: dict[int, list[Bytes]] = {}
-        for peer in sorted(incoming, key=lambda peer: (self._rank - peer) % self._size):
-            self._receive(number, peer, incoming, here, until_s)
+        for peer in sorted(incoming, key=lambda peer: (self.rank - peer) % self.size):
+            self.receive(number, peer, incoming, here, until_s)
             yield peer, here[peer]
             here[peer] = []
         if sender is not None:  # where a receive has failed the group is closed, which ends the sends
@@ -164,25 +136,25 @@ class TransportCarrier:
     def peers(self) -> dict[str, int]:
         """See `Carrier`."""
         found: dict[str, int] = {}
-        for connection in list(self._connections.values()):
+        for connection in list(self.connections.values()):
             found[connection.transport] = found.get(connection.transport, 0) + 1
         return found
 
     def shm_peers(self) -> set[int]:
         """The peers that are connected through shared memory."""
         with self._lock:
-            return {peer for peer, each in self._connections.items() if each.transport == "shm"}
+            return {peer for peer, each in self.connections.items() if each.transport == "shm"}
 
     def lost_peers(self) -> set[int]:
         """The peers whose connections have ended."""
         with self._lock:
-            return {peer for peer, each in self._connections.items() if each.native.found_lost()}
+            return {peer for peer, each in self.connections.items() if each.native.found_lost()}
 
     def close(self, reason: str = "") -> None:
         """See `Carrier`. The reason is told to all that are connected: the store may go before they ask it."""
         with self._lock:
-            closed, self._closed = self._closed, True
-            connections = list(self._connections.values())
+            closed, self.closed = self.closed, True
+            connections = list(self.connections.values())
         self._listener.close()
         until_s = time.monotonic() + TELL_S
         for connection in connections if reason and not closed else ():
@@ -194,16 +166,31 @@ class TransportCarrier:
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
+    def put(self, peer: int, parts: Sequence[Bytes], wanted: Sequence[Bytes]) -> None:
+        """Copies a peer's message into the arrays that it is wanted in."""
+        nbytes, found = sum(array.size for array in wanted), sum(part.size for part in parts)
+        if found != nbytes or (len(parts) > 1 and len(parts) != len(wanted)):
+            raise CarrierError(peer, Cause.refused, f"sent {found} bytes where {nbytes} were expected")
+        if len(parts) == len(wanted):
+            for into, part in zip(wanted, parts, strict=True):
+                into[:] = part
+            return
+        at = 0  # within the header, which has all of them
+        for into in wanted:
+            into[:] = parts[0][at : at + into.size]
+            at += into.size
+
     def _may_wait(self, peer: int, nbytes: int) -> bool:
         """Whether a send of so many bytes may wait for the peer to receive."""
-        return nbytes > INLINE_BYTES and self._connections[peer].transport == "tcp"
+        return nbytes > INLINE_BYTES and self.connections[peer].transport == "tcp"
 
     def _send_all(self, number: int, outgoing: Sequence[tuple[int, list[Bytes]]], until_s: float) -> None:
         for peer, arrays in outgoing:
-            self._send(number, peer, arrays, until_s)
+            self.send(number, peer, arrays, until_s)
 
-    def _send(self, number: int, peer: int, arrays: Sequence[Bytes], until_s: float) -> None:
-        connection = self._connections[peer]
+    def send(self, number: int, peer: int, arrays: Sequence[Bytes], until_s: float) -> None:
+        """Sends a peer its message of an exchange."""
+        connection = self.connections[peer]
         left_s = max(until_s - time.monotonic(), 0.001)
         try:
             if sum(array.size for array in arrays) <= INLINE_BYTES:
@@ -211,9 +198,9 @@ class TransportCarrier:
             else:
                 connection.send(b"", arrays, tag=number, timeout_s=left_s)
         except GeartrainError as error:
-            raise self._error_of(peer, error) from error
+            raise self.error_of(peer, error) from error
 
-    def _receive(
+    def receive(
         self, number: int, peer: int, incoming: Collection[int], here: dict[int, list[Bytes]], until_s: float
     ) -> None:
         """Puts a peer's message into `here`, and those of others that have come by then."""
@@ -222,22 +209,22 @@ class TransportCarrier:
             if self._take(number, peer, here, min(left_s, GLANCE_S)):
                 return
             for other in incoming:  # one that is gone is an error now, not after this one's message
-                if other not in here and self._connections[other].native.found_lost():
+                if other not in here and self.connections[other].native.found_lost():
                     self._take(number, other, here, 0.0)  # its message, or why it left, or that it is gone
             if left_s <= GLANCE_S and peer not in here:
                 for other in incoming:  # one that was lost later is what this one may wait for
-                    if self._connections[other].native.found_lost():
+                    if self.connections[other].native.found_lost():
                         raise CarrierError(other, Cause.lost)
                 raise self._missing(peer, Cause.timed_out)
 
     def _take(self, number: int, peer: int, here: dict[int, list[Bytes]], timeout_s: float) -> bool:
         """Whether a peer's message came within a time."""
         try:
-            message = self._connections[peer].native.receive(timeout_s)
+            message = self.connections[peer].native.receive(timeout_s)
         except WaitTimeoutError:
             return False
         except GeartrainError as error:
-            raise self._error_of(peer, error) from error
+            raise self.error_of(peer, error) from error
         if message.kind == REASON:
             raise CarrierError(peer, Cause.told, message.header.decode(errors="replace"))
         if message.tag != number:
@@ -252,10 +239,11 @@ class TransportCarrier:
         if failure is None:
             raise error
         peer, cause, detail = failure
-        return self._error_of(peer, error) if cause == "error" else CarrierError(peer, Cause(cause), detail)
+        return self.error_of(peer, error) if cause == "error" else CarrierError(peer, Cause(cause), detail)
 
-    def _error_of(self, peer: int, error: GeartrainError) -> CarrierError:
-        if self._closed or isinstance(error, ConnectionClosedError):
+    def error_of(self, peer: int, error: GeartrainError) -> CarrierError:
+        """What an error of a peer's connection means for the exchange."""
+        if self.closed or isinstance(error, ConnectionClosedError):
             return CarrierError(peer, Cause.left)
         if isinstance(error, WaitTimeoutError):
             return self._missing(peer, Cause.timed_out)
@@ -272,14 +260,14 @@ class TransportCarrier:
 
     # --- connections --------------------------------------------------------------------------------------------------
 
-    def _connect(self, peers: set[int], until_s: float) -> None:
+    def connect(self, peers: set[int], until_s: float) -> None:
         """Connects to peers; each of them does so in the same exchange."""
         for peer in sorted(peers):
-            if peer < self._rank:  # its listener answers, whatever its program does
+            if peer < self.rank:  # its listener answers, whatever its program does
                 self._dial(peer, until_s)
-        waited_for = {peer for peer in peers if peer > self._rank}
-        while waited_for - self._connections.keys():
-            self._accept(min(waited_for - self._connections.keys()), until_s)
+        waited_for = {peer for peer in peers if peer > self.rank}
+        while waited_for - self.connections.keys():
+            self._accept(min(waited_for - self.connections.keys()), until_s)
 
     def _dial(self, peer: int, until_s: float) -> None:
         left_s = max(until_s - time.monotonic(), 0.001)
@@ -292,9 +280,9 @@ class TransportCarrier:
                 peer_timeout_s=0,  # every wait of a group has a deadline of its own
             )
             self._keep(peer, connection)
-            connection.send(HELLO.pack(MAGIC, self._rank), timeout_s=left_s)
+            connection.send(HELLO.pack(MAGIC, self.rank), timeout_s=left_s)
         except GeartrainError as error:
-            raise self._error_of(peer, error) from error
+            raise self.error_of(peer, error) from error
 
     def _accept(self, peer: int, until_s: float) -> None:
         """Accepts one connection, of any rank, while it waits for one of `peer`."""
@@ -308,22 +296,22 @@ class TransportCarrier:
                 raise CarrierError(peer, Cause.timed_out) from error
             return
         except GeartrainError as error:
-            raise self._error_of(peer, error) from error
+            raise self.error_of(peer, error) from error
         try:
             magic, rank = HELLO.unpack(connection.receive(timeout_s=min(left_s, HELLO_S)).header)
         except (GeartrainError, struct.error):  # it has gone again
             connection.close()
             return
-        if magic != MAGIC or not self._rank < rank < self._size or rank in self._connections:
+        if magic != MAGIC or not self.rank < rank < self.size or rank in self.connections:
             connection.close()
             return
         self._keep(rank, connection)
 
     def _keep(self, peer: int, connection: Connection) -> None:
         with self._lock:
-            self._connections[peer] = connection
+            self.connections[peer] = connection
             self.rounds.add(peer, connection.native)
-            closed = self._closed
+            closed = self.closed
         if closed:
             connection.close()
 
@@ -350,149 +338,4 @@ class _Sender:
             raise self._error
 
 
-# --- set-up -----------------------------------------------------------------------------------------------------------
-
-
-def open_carrier(
-    store: Any,
-    rank: int,
-    size: int,
-    timeout_s: float,
-    failed: Callable[[], bool],
-    *,
-    transport: str | None = None,
-    refuse: str | None = None,
-) -> TransportCarrier | str:
-    """The carrier of this rank, once all ranks have published their addresses; or why one cannot use it. Collective.
-
-    Args:
-        store: of `torch.distributed`, unique for the group.
-        rank, size: in the group.
-        timeout_s: for all ranks to get here.
-        failed, transport: see `TransportCarrier`.
-        refuse: why this rank does not want it; then no rank uses it.
-
-    Raises:
-        ArgumentError: on all ranks alike, and names the first rank whose settings cannot be followed: incomplete or
-            unreadable certificates, TLS on a rank and no transports on some rank, an interface that is not there.
-        WaitTimeoutError: names the ranks that are missing.
-        RuntimeError: the store does not answer.
-    """
-    until_s = time.monotonic() + timeout_s
-    if rank == 0:
-        store.set("key", secrets.token_hex(32))
-    _wait_for(store, ["key"], until_s)
-    key = bytes(store.get("key"))
-    listener, published = _listener_of(store, key, refuse)
-    try:
-        store.set(f"address/{rank}", published)
-        names = [f"address/{other}" for other in range(size)]
-        try:
-            _wait_for(store, names, until_s)
-        except WaitTimeoutError:
-            missing = [other for other, name in enumerate(names) if not store.check([name])]
-            raise WaitTimeoutError(f"{missing}") from None
-        found = store.multi_get(names) if store.has_extended_api() else [store.get(name) for name in names]
-        addresses = [bytes(each).decode() for each in found]
-        why = _refusal(addresses)
-        if why is not None:
-            _until_all_know(store, rank, size)
-            raise ArgumentError(why)
-    except BaseException:
-        if listener is not None:
-            listener.close()
-        raise
-    for other, each in enumerate(addresses):
-        if each.startswith(NOT_VIABLE):
-            if listener is not None:
-                listener.close()
-            return f"rank {other}: {each.removeprefix(NOT_VIABLE)}"
-    assert listener is not None  # or this rank would have said why not
-    addresses = [each.removeprefix(WITH_TLS) for each in addresses]
-    return TransportCarrier(listener, addresses, rank, key, failed, transport)
-
-
-def _listener_of(store: Any, key: bytes, refuse: str | None) -> tuple[Listener | None, str]:
-    """This rank's listener, where it can have one, and what it publishes: its address, or why there is none."""
-    tls = any(os.environ.get(name) for name in VARIABLES)
-    if refuse is not None:
-        # Gloo knows no TLS: who asks for both is told, instead of one of them being dropped.
-        refused = f"{REFUSED}{refuse}, which has no TLS, and GEARTRAIN_TLS_* ask for it"
-        return None, refused if tls else f"{NOT_VIABLE}{refuse}"
-    try:
-        listener = listen(_listening_host(store), secret=key, peer_timeout_s=0)
-    except GeartrainError as error:
-        return None, f"{REFUSED if tls or isinstance(error, ArgumentError) else NOT_VIABLE}{error}"
-    return listener, f"{WITH_TLS if tls else ''}{listener.address}"
-
-
-def _refusal(addresses: Sequence[str]) -> str | None:
-    """Why the group cannot be, by what its ranks have published; None where it can."""
-    for rank, each in enumerate(addresses):
-        if each.startswith(REFUSED):
-            return f"rank {rank} of the group cannot take part: {each.removeprefix(REFUSED)}"
-    tls = [rank for rank, each in enumerate(addresses) if each.startswith(WITH_TLS)]
-    for rank, each in enumerate(addresses):
-        if tls and each.startswith(NOT_VIABLE):
-            return (
-                f"rank {tls[0]} of the group asks for TLS (GEARTRAIN_TLS_*), which Gloo does not have, and rank {rank} "
-                f"cannot use the transports: {each.removeprefix(NOT_VIABLE)}"
-            )
-    return None
-
-
-def _until_all_know(store: Any, rank: int, size: int) -> None:
-    with contextlib.suppress(RuntimeError, WaitTimeoutError):  # the store is gone, or a rank
-        store.set(f"known/{rank}", "")
-        _wait_for(store, [f"known/{other}" for other in range(size)], time.monotonic() + KNOWN_S)
-
-
-def _wait_for(store: Any, names: list[str], until_s: float) -> None:
-    """Raises `WaitTimeoutError` unless all names are in the store in time."""
-    while True:
-        left_s = max(until_s - time.monotonic(), 0.01)  # 0 would be for ever
-        try:
-            store.wait(names, timedelta(seconds=min(left_s, STORE_WAIT_S)))
-            return
-        except RuntimeError as error:
-            if "time" not in str(error).lower():
-                raise
-            if left_s <= STORE_WAIT_S:
-                raise WaitTimeoutError("the deadline of the key-value store") from None
-
-
-def _listening_host(store: Any) -> str:
-    """The address to listen on: of the interface that Gloo is told to use, or of the one that leads to the job's store;
-    every interface where neither says. Raises `ArgumentError` where the interface has no IPv4 address."""
-    name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    if name:
-        try:
-            return interface_address(name)
-        except OSError as error:
-            raise ArgumentError(
-                f"GLOO_SOCKET_IFNAME names {name!r}, which is no interface with an IPv4 address here: {error.strerror}"
-            ) from error
-    with contextlib.suppress(OSError):
-        while hasattr(store, "underlying_store"):
-            store = store.underlying_store
-        address = address_towards(store.host) if isinstance(getattr(store, "host", None), str) else ""
-        # A host's own name often stands for its loopback, where no other host reaches it.
-        if address and not address.startswith(("127.", "::1")):
-            return address
-    return "0.0.0.0"
-
-
-def interface_address(name: str) -> str:
-    """The IPv4 address of a network interface. Raises `OSError` where it has none, or there is none of that name."""
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        SIOCGIFADDR = 0x8915
-        encoded = os.fsencode(name)
-        if len(encoded) > 15:  # IFNAMSIZ: the kernel would look for another, shorter name
-            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
-        answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", encoded))
-        return socket.inet_ntoa(answer[20:24])
-
-
-__all__ = ["TransportCarrier", "interface_address", "open_carrier"]
+__all__ = ["TransportCarrier"]

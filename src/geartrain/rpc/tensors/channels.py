@@ -19,7 +19,7 @@ from geartrain.core.dtypes import DTYPES, dtype_of_code, numpy_dtype, torch_dtyp
 from geartrain.device.device import DeviceRuntime
 from geartrain.errors import BusyError, DeviceError, MessageError, TransportError
 from geartrain.rpc.tensors.device_map import CPU
-from geartrain.rpc.tensors.registered_memory import RegisteredBuffer, RegisteredMemoryPool
+from geartrain.transport.nixl_memory import RegisteredBuffer, RegisteredMemoryPool
 
 #: Dtype's code, shape, offset in the buffer, and what it is: a tensor or an array.
 LeafSpec = tuple[int, tuple[int, ...], int, str]

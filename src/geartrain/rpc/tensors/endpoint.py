@@ -27,8 +27,8 @@ from geartrain.rpc.tensors.bundles import NIXL_BYTES, is_big
 from geartrain.rpc.tensors.channels import TensorChannels
 from geartrain.rpc.tensors.device_map import Maps, maps_of
 from geartrain.rpc.tensors.pytree import KeyPath, take_out
-from geartrain.rpc.tensors.registered_memory import RegisteredMemoryPool
 from geartrain.transport.codec import Payload, native_codec
+from geartrain.transport.nixl_memory import RegisteredMemoryPool
 
 #: Channels that can be forced; messages then still use the transport that was chosen for them.
 CHANNELS = ("cuda_ipc", "nixl")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from deadlines import patience
 
-import geartrain.rpc.tensors.registered_memory as registered_memory
-from geartrain.rpc.tensors.registered_memory import RegisteredMemoryPool
+import geartrain.transport.nixl_memory as registered_memory
+from geartrain.transport.nixl_memory import RegisteredMemoryPool
 
 
 class Region:

@@ -1,0 +1,150 @@
+"""Transports as carrier of a rank group, with large messages between hosts written by NIXL: RDMA, RoCE, EFA.
+
+A message of `WRITE_BYTES` or more to a rank of another host is written into that rank's registered memory by a network
+card, where there is one that can; UCX takes TCP otherwise. All else goes as `TransportCarrier` sends it. In an exchange
+both ends know what is sent, and take three steps:
+
+    receiver    leases registered memory, sends its descriptor
+    sender      copies its arrays into registered memory of its own, writes, sends `WRITTEN`
+    receiver    copies what was written into its arrays
+
+Both copies are between registered memory, which is registered once, and arrays that are not: registering an array takes
+as long as copying some hundred KB. A pair of ranks is connected by NIXL in the first exchange in which it needs that.
+
+Threads: as `TransportCarrier`; one exchange at a time, and any thread may close. Lost peers: memory that one may still
+be writing to is never used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from geartrain.errors import GeartrainError
+from geartrain.replay.distributed.carrier import Bytes, CarrierError, Cause, Message, by_peer
+from geartrain.replay.distributed.transport_carrier import TransportCarrier
+from geartrain.transport import nixl
+from geartrain.transport.nixl_memory import RegisteredBuffer, RegisteredMemoryPool
+
+#: Smaller messages go as others do: a write takes a message more each way.
+WRITE_BYTES = 256 << 10
+#: The message that follows a write.
+WRITTEN = b"written"
+
+
+class NixlCarrier(TransportCarrier):
+    """See `geartrain.replay.distributed.carrier.Carrier`, and `TransportCarrier` for the arguments."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._links: dict[int, nixl.NixlLink] = {}
+        self._pool = RegisteredMemoryPool()
+
+    def exchange(self, number: int, sends: Sequence[Message], receives: Sequence[Message], until_s: float) -> None:
+        """See `Carrier`."""
+        outgoing, incoming = by_peer(sends), by_peer(receives)
+        self.connect({*outgoing, *incoming} - self.connections.keys(), until_s)
+        written, read = self._written(outgoing), self._written(incoming)
+        leased: dict[int, RegisteredBuffer] = {}
+        try:
+            for peer in sorted(written.keys() | read.keys()):  # in this order no two ranks wait for each other in vain
+                self._attach(peer, until_s)
+            for peer, nbytes in read.items():
+                leased[peer] = self._lease(peer, nbytes)
+                self.send(number, peer, [np.frombuffer(leased[peer].descriptor, np.uint8)], until_s)
+            self._write(number, written, outgoing, until_s)
+            notes = {peer: [np.frombuffer(WRITTEN, np.uint8)] for peer in written}
+            for peer, parts in self.transfer(number, {**outgoing, **notes}, incoming, until_s):
+                if peer not in read:
+                    self.put(peer, parts, incoming[peer])
+                    continue
+                if b"".join(part.tobytes() for part in parts[:1]) != WRITTEN or len(parts) != 1:
+                    raise CarrierError(peer, Cause.refused, "sent its rows by another way than NIXL")
+                _copy_out(leased[peer].memory, incoming[peer])
+                leased.pop(peer).release()
+        finally:
+            for buffer in leased.values():  # the exchange has failed, and peers may be writing
+                with contextlib.suppress(GeartrainError):
+                    buffer.abandon()
+
+    def peers(self) -> dict[str, int]:
+        """See `Carrier`: "nixl" counts those that large messages have been written to, or came from, so far."""
+        found = super().peers()
+        if self._links:
+            found["tcp"] -= len(self._links)
+            found["nixl"] = len(self._links)
+        return {name: count for name, count in found.items() if count}
+
+    def close(self, reason: str = "") -> None:
+        """See `Carrier`."""
+        super().close(reason)
+        for link in list(self._links.values()):
+            link.close()
+        self._pool.close()
+
+    # --- the parts of an exchange ------------------------------------------------------------------------------------
+
+    def _written(self, messages: Mapping[int, Sequence[Bytes]]) -> dict[int, int]:
+        """The peers whose messages are written by NIXL, which know so themselves; and their bytes."""
+        sizes = {peer: sum(array.size for array in arrays) for peer, arrays in messages.items()}
+        far = {peer for peer in sizes if self.connections[peer].transport == "tcp"}
+        return {peer: nbytes for peer, nbytes in sizes.items() if nbytes >= WRITE_BYTES and peer in far}
+
+    def _attach(self, peer: int, until_s: float) -> None:
+        if peer in self._links:
+            return
+        try:
+            link = nixl.attach(self.connections[peer], timeout_s=max(until_s - time.monotonic(), 0.001))
+        except GeartrainError as error:
+            raise self.error_of(peer, error) from error
+        self._links[peer] = link
+        if self.closed:  # by another thread, which may have seen the links of before
+            link.close()
+
+    def _lease(self, peer: int, nbytes: int) -> RegisteredBuffer:
+        try:
+            return self._pool.lease(nbytes)
+        except GeartrainError as error:
+            raise self.error_of(peer, error) from error
+
+    def _write(
+        self, number: int, written: Mapping[int, int], outgoing: Mapping[int, Sequence[Bytes]], until_s: float
+    ) -> None:
+        """Writes to each peer as soon as it has sent its descriptor, in the order of a ring."""
+        here: dict[int, list[Bytes]] = {}
+        for peer in sorted(written, key=lambda peer: (peer - self.rank) % self.size):
+            self.receive(number, peer, written, here, until_s)
+            buffer = self._lease(peer, written[peer])
+            try:
+                _copy_in(buffer.memory, outgoing[peer])
+                self._links[peer].write(
+                    buffer.region,
+                    b"".join(part.tobytes() for part in here[peer]),
+                    nbytes=written[peer],
+                    timeout_s=max(until_s - time.monotonic(), 0.001),
+                )
+            except GeartrainError as error:
+                buffer.abandon()  # the network card may still be reading it
+                raise self.error_of(peer, error) from error
+            buffer.release()
+
+
+def _copy_in(memory: Any, arrays: Sequence[Bytes]) -> None:
+    into, at = np.frombuffer(memory, np.uint8), 0
+    for array in arrays:
+        into[at : at + array.size] = array
+        at += array.size
+
+
+def _copy_out(memory: Any, arrays: Sequence[Bytes]) -> None:
+    found, at = np.frombuffer(memory, np.uint8), 0
+    for array in arrays:
+        array[:] = found[at : at + array.size]
+        at += array.size
+
+
+__all__ = ["WRITE_BYTES", "WRITTEN", "NixlCarrier"]

@@ -1,0 +1,98 @@
+"""NIXL as carrier of large messages between ranks: who may ask for it; peers that end or stop. NIXL is simulated."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import certificates
+import numpy as np
+import pytest
+from deadlines import patience
+from rank_carriers import SIMULATED_NIXL, dist, on_threads, simulated_nixl
+
+import geartrain.transport.nixl_agent as nixl_agent
+from geartrain.errors import ArgumentError
+from geartrain.replay.distributed.carrier import CarrierError, Cause
+from geartrain.replay.distributed.carrier_addresses import open_carrier
+from geartrain.replay.distributed.transport_carrier import TransportCarrier
+from geartrain.transport.tls import TLS
+
+
+@pytest.fixture(autouse=True)
+def nixl_is_simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield from simulated_nixl(monkeypatch)
+
+
+def test_nixl_is_for_all_ranks_or_none_and_not_with_tls(monkeypatch: pytest.MonkeyPatch, loopback: TLS) -> None:
+    def opened(*with_nixl: bool) -> list[Any]:
+        store = dist.HashStore()
+        return on_threads(
+            len(with_nixl),
+            lambda rank: open_carrier(
+                store, rank, len(with_nixl), patience(20), lambda: False, with_nixl=with_nixl[rank]
+            ),
+        )
+
+    def all_say(found: list[Any], text: str) -> bool:
+        return all(isinstance(each, ArgumentError) and text in str(each) for each in found)
+
+    assert all_say(opened(False, True), "rank 1 of the group asks for NIXL, and rank 0 cannot take part")
+    monkeypatch.setattr(nixl_agent, "_made", "no libucp here")
+    assert all_say(opened(True, True), "rank 0 of the group cannot take part: nixl is not viable: no libucp here")
+    monkeypatch.setattr(nixl_agent, "_made", None)
+    for name, value in certificates.environment(loopback).items():
+        monkeypatch.setenv(name, value)
+    assert all_say(opened(True, True), "NIXL does not encrypt")
+
+
+#: The other rank of two: writes and reads by NIXL once, tells it, and stands still.
+NIXL_PEER = """
+import sys, time
+import numpy as np
+import torch.distributed as dist
+import geartrain.transport.nixl_agent as nixl_agent
+from geartrain.replay.distributed.carrier_addresses import open_carrier
+nixl_agent.WHEELS = ("nixl_cu12",)
+store = dist.FileStore(sys.argv[1], 2)
+carrier = open_carrier(store, 1, 2, 60.0, lambda: False, transport="tcp", with_nixl=True)
+into = np.zeros(int(sys.argv[2]), np.uint8)
+carrier.exchange(1, [(0, np.full(into.size, 7, np.uint8))], [(0, into)], time.monotonic() + 60)
+print(carrier.peers(), int(into.min()), int(into.max()), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("end", "cause"), [("SIGKILL", Cause.lost), ("SIGSTOP", Cause.timed_out)])
+def test_a_process_that_is_to_be_written_to_and_ends_or_stops_is_named(tmp_path: Path, end: str, cause: Cause) -> None:
+    meet, nbytes = str(tmp_path / "meet"), 3 << 20
+    path = os.pathsep.join([str(SIMULATED_NIXL), *sys.path])
+    with subprocess.Popen(
+        [sys.executable, "-c", NIXL_PEER, meet, str(nbytes)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+        text=True,
+    ) as peer:
+        try:
+            store = dist.FileStore(meet, 2)
+            carrier = open_carrier(store, 0, 2, patience(60), lambda: False, transport="tcp", with_nixl=True)
+            assert isinstance(carrier, TransportCarrier), carrier
+            into = np.zeros(nbytes, np.uint8)
+            mine = [(1, np.full(nbytes, 5, np.uint8))]
+            carrier.exchange(1, mine, [(1, into)], time.monotonic() + patience(60))
+            assert (into == 7).all()
+            assert peer.stdout is not None
+            assert peer.stdout.readline() == "{'nixl': 1} 5 5\n"
+            peer.send_signal(signal.Signals[end])
+            with pytest.raises(CarrierError) as error:
+                carrier.exchange(2, mine, [(1, into)], time.monotonic() + patience(1))
+            assert (error.value.peer, error.value.cause) == (1, cause)
+            carrier.close()
+        finally:
+            peer.kill()

@@ -1,0 +1,1 @@
+"""Stands for NIXL's wheel in tests: put `tests/support/simulated_nixl` on the path."""
