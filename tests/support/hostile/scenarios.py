@@ -485,4 +485,5 @@ def _in_child(run: Run, subject: Subject, calls: bool = True, reported: Callable
 
 
 def _show_stacks() -> None:
+    print(hanging.describe(os.getpid(), debugger_s=0)[1], file=sys.stderr, flush=True)
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
