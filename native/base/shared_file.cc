@@ -325,6 +325,12 @@ bool Mapping::is_named() const {
   return ::lstat(path_.c_str(), &named) == 0 && named.st_ino == inode_ && named.st_dev == device_;
 }
 
+bool Mapping::is_whole() const noexcept {
+  struct stat found{};
+  if (::fstat(fd_, &found) != 0 || found.st_ino != inode_ || found.st_dev != device_) return true;  // not known
+  return static_cast<uint64_t>(found.st_size) >= bytes_;
+}
+
 bool Mapping::unlink() {
   return is_named() && ::unlink(path_.c_str()) == 0;
 }
@@ -370,6 +376,8 @@ bool Mapping::reopen() noexcept {
     done = ::mmap(data_, bytes_, protection, MAP_SHARED | MAP_FIXED, opened, 0) == data_;
     if (done) ::madvise(data_, bytes_, MADV_HUGEPAGE);
   }
+  struct stat found{};
+  done = done && ::fstat(opened, &found) == 0 && static_cast<uint64_t>(found.st_size) >= bytes_;
   if (done && !ours) {
     fd_ = opened;
     return true;

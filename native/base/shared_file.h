@@ -93,11 +93,16 @@ class Mapping {
   // Whether the name refers to this file.
   bool is_named() const;
 
+  // False where somebody has truncated the file: the pages behind its end are SIGBUS. A system call; it may be so an
+  // instant later.
+  bool is_whole() const noexcept;
+
   // Writes what changed in a part of the file to its disk; nothing to do in memory. Throws os.
   void flush(uint64_t offset, uint64_t bytes) const;
 
   // In a forked child, at once: opens the file anew and maps it in the place of the parent's open file, whose locks
-  // would otherwise be held for as long as the child lives. Views stay valid. False when it cannot be opened.
+  // would otherwise be held for as long as the child lives. Views stay valid. False when it cannot be opened, or was
+  // truncated meanwhile.
   bool reopen() noexcept;
 
   std::byte* data() const { return data_; }

@@ -3,9 +3,12 @@
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <thread>
 #include <unordered_map>
 
+#include "base/clock.h"
 #include "base/sha256.h"
 #include "python/codec.h"
 #include "transport/value_reader.h"
@@ -44,12 +47,74 @@ class KeyHashes {
   std::unordered_map<Py_hash_t, uint32_t, Scatter> counts_;
 };
 
+// Gives the GIL to other threads every few milliseconds: 60 MB of empty lists are twelve million objects, and seconds.
+//
+// Whoever takes the GIL meanwhile finds nothing half made: containers with places that are still empty are tracked by
+// the garbage collector once they are full (`Untracked`). Memory that came is the message's, which the caller holds.
+// A thread that the interpreter's end finds here sleeps, as in any native call. Signals wait for the call's end. One
+// long text, and a collection of garbage that the new objects bring about, hold the GIL for as long as they take.
+class Turns {
+ public:
+  void after_a_value() {
+    if (--values_left_ == 0) look();
+  }
+
+ private:
+  static constexpr uint32_t kValues = 256;  // a clock for each would take longer than some of them
+  static constexpr uint64_t kTurnNs = 5'000'000;
+
+  void look() {
+    values_left_ = kValues;
+    const uint64_t now_ns = monotonic_ns();
+    if (since_ns_ != 0 && now_ns - since_ns_ > kTurnNs) {
+      const Unlocked unlocked;
+      // Whoever waits is woken by the release, and would find the GIL taken again by this thread.
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+      since_ns_ = 0;
+    }
+    if (since_ns_ == 0) since_ns_ = monotonic_ns();
+  }
+  uint32_t values_left_ = kValues;
+  uint64_t since_ns_ = 0;  // the GIL was taken; 0: not looked yet
+};
+
+// A new list or tuple, unknown to the garbage collector until it has its items. `gc.get_objects` in another thread
+// would find it, and whatever reads a place that is empty, or resizes it, ends the process.
+class Untracked {
+ public:
+  Untracked(nb::object made, uint32_t items) : made_(std::move(made)), hidden_(items != 0) {
+    if (hidden_) PyObject_GC_UnTrack(made_.ptr());
+  }
+  PyObject* ptr() const { return made_.ptr(); }
+  nb::object full() {
+    if (hidden_) PyObject_GC_Track(made_.ptr());
+    return std::move(made_);
+  }
+
+ private:
+  nb::object made_;
+  const bool hidden_;  // an empty tuple is one for all
+};
+
+// The GIL is not held during a copy that takes longer than its release.
+void copy_apart(void* to, const void* from, size_t bytes) {
+  constexpr size_t kApart = size_t{1} << 18;
+  if (bytes == 0) return;
+  if (bytes < kApart) {
+    std::memcpy(to, from, bytes);
+    return;
+  }
+  const Unlocked unlocked;
+  std::memcpy(to, from, bytes);
+}
+
 struct MessageReader {
   const CodecTypes& codec;
   const Message& message;
   const bool pickle;
   ValueReader in{message.header, message.buffers, codec.itemsizes, codec.max_depth};
   bool in_pickle = false;
+  Turns turns;
 
   static nb::object checked(PyObject* made) {
     if (made == nullptr) throw nb::python_error();
@@ -58,7 +123,17 @@ struct MessageReader {
   static const char* chars(Bytes bytes) { return reinterpret_cast<const char*>(bytes.data()); }
   static Py_ssize_t size(Bytes bytes) { return static_cast<Py_ssize_t>(bytes.size()); }
 
+  nb::object bytes_of(Bytes found, bool mutable_) {
+    const nb::object made = checked(mutable_ ? PyByteArray_FromStringAndSize(nullptr, size(found))
+                                             : PyBytes_FromStringAndSize(nullptr, size(found)));
+    // (nobody else has it: neither is tracked by the garbage collector)
+    copy_apart(mutable_ ? PyByteArray_AS_STRING(made.ptr()) : PyBytes_AS_STRING(made.ptr()), found.data(),
+               found.size());
+    return made;
+  }
+
   nb::object value(uint32_t depth) {
+    turns.after_a_value();
     switch (const char tag = in.tag(depth)) {
       case 'N':
         return nb::none();
@@ -85,21 +160,15 @@ struct MessageReader {
         return checked(PyUnicode_DecodeUTF8(chars(text), size(text), "strict"));
       }
       case 'b':
-      case 'y': {
-        const Bytes text = in.text();
-        return checked(tag == 'b' ? PyBytes_FromStringAndSize(chars(text), size(text))
-                                  : PyByteArray_FromStringAndSize(chars(text), size(text)));
-      }
+      case 'y':
+        return bytes_of(in.text(), tag == 'y');
       case 'B':
-      case 'Y': {
-        const Bytes from = in.buffer_of_bytes();
-        return checked(tag == 'B' ? PyBytes_FromStringAndSize(chars(from), size(from))
-                                  : PyByteArray_FromStringAndSize(chars(from), size(from)));
-      }
+      case 'Y':
+        return bytes_of(in.buffer_of_bytes(), tag == 'Y');
       case 't':
       case 'l': {
         const uint32_t n = in.items(1);
-        nb::object made = checked(tag == 't' ? PyTuple_New(n) : PyList_New(n));
+        Untracked made(checked(tag == 't' ? PyTuple_New(n) : PyList_New(n)), n);
         for (uint32_t i = 0; i < n; ++i) {
           PyObject* item = value(depth + 1).release().ptr();
           if (tag == 't') {
@@ -108,7 +177,7 @@ struct MessageReader {
             PyList_SET_ITEM(made.ptr(), i, item);
           }
         }
-        return made;
+        return made.full();
       }
       case 'e':
       case 'z': {
@@ -163,7 +232,7 @@ struct MessageReader {
       // Its own memory: a number must not keep a message of a gigabyte alive.
       const size_t bytes = found.elements.size();
       auto copy = std::shared_ptr<std::byte[]>(new std::byte[std::max<size_t>(bytes, 16)]);
-      if (bytes != 0) std::memcpy(copy.get(), elements, bytes);
+      copy_apart(copy.get(), elements, bytes);
       elements = copy.get();
       owner = std::move(copy);
     } else {

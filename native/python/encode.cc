@@ -1,4 +1,7 @@
 // Encoder of values into a header and buffers. codec.cc has the format.
+//
+// The GIL is held to the end, as by pickle: what is sent is a list or dict of one instant, though other threads go on
+// changing it.
 
 #include <nanobind/stl/string.h>
 

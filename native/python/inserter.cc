@@ -32,6 +32,7 @@ class Inserter {
     if (PyDict_CheckExact(fields.ptr()) == 0 || static_cast<size_t>(PyDict_GET_SIZE(fields.ptr())) != count) {
       return nb::none();
     }
+    if (store_.is_closed()) return nb::none();  // and its file may be truncated
     if (store_.control().limiter.enabled.load(std::memory_order_relaxed) != 0) return nb::none();
     std::array<HostArray, kMaxFields> arrays;
     std::array<InsertField, kMaxFields> sources;

@@ -161,8 +161,10 @@ void Store::shut(bool keep, double timeout_s, Deadline calls_end) {
     CallsInFlight& calls;
     ~Left() { calls.left(); }
   } left{calls_};
+  // A truncated file is SIGBUS for whoever touches it, and a program that ends after an error need not.
+  const bool whole = mapping_->is_whole();
   // Whoever waits to be admitted looks again. The limiter is another process's memory where the segment was refused.
-  if (!read_only_ && priority_tree_.leaves() != nullptr) announce(control().limiter);
+  if (whole && !read_only_ && priority_tree_.leaves() != nullptr) announce(control().limiter);
   if (!calls_.drain(calls_end)) {
     fail(ErrorKind::lock_timeout, "calls of other threads are still using ", mapping_->path(),
          "; the handle is closed, and leaves the store when the process ends");
@@ -170,6 +172,10 @@ void Store::shut(bool keep, double timeout_s, Deadline calls_end) {
   calls_.drained();
   if (client_slot_ == kNoClient) return;
   try {
+    if (!whole) {
+      fail(ErrorKind::corrupt, mapping_->path(),
+           " was truncated while it was in use, and its rows are lost: remove it");
+    }
     leave(keep, timeout_s);
   } catch (...) {
     // The lock cannot be acquired. Without its lease this client counts as dead, and others reclaim its rows.

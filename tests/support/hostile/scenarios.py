@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import hanging
 import numpy as np
 
 from geartrain.errors import GeartrainError
@@ -456,16 +457,21 @@ def _in_child(run: Run, subject: Subject, calls: bool = True, reported: Callable
         raise _Returned(0)
     os.close(write)
     said = b""
-    until_s = time.monotonic() + run.tools.patience(CHILD_S)
+    began_s = said_s = time.monotonic()
+    until_s = began_s + run.tools.patience(CHILD_S)
     with os.fdopen(read, "rb", buffering=0) as pipe:
         if select.select([pipe], [], [], run.tools.patience(CHILD_S))[0]:
             said = pipe.read(1 << 16)
+            said_s = time.monotonic()
     reported()
     handle = os.pidfd_open(child)
     if not select.select([handle], [], [], max(0.0, until_s - time.monotonic()))[0]:
-        run.found("a forked child hangs" + (" while it ends" if said else ""))
-        os.kill(child, signal.SIGUSR1)  # shows its stacks
-        select.select([handle], [], [], 0.2)
+        where, at_length = hanging.describe(child)
+        took = f" while it ends, {said_s - began_s:.1f} s after the fork" if said else ""
+        run.found(f"a forked child hangs{took} ({where})")
+        print(at_length, file=sys.stderr, flush=True)
+        if hanging.show_python_stacks(child):
+            select.select([handle], [], [], 0.2)
         os.kill(child, signal.SIGKILL)
     os.close(handle)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -479,4 +485,5 @@ def _in_child(run: Run, subject: Subject, calls: bool = True, reported: Callable
 
 
 def _show_stacks() -> None:
+    print(hanging.describe(os.getpid(), debugger_s=0)[1], file=sys.stderr, flush=True)
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)

@@ -23,9 +23,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import hanging
+
 #: What an interpreter or the C++ runtime writes when a process ends the wrong way.
 LAST_WORDS = ("Fatal Python error", "terminate called", "Exception ignored", "Segmentation fault", "nanobind: leaked")
 SHM = Path("/dev/shm")
+_TEXT = 20_000  # characters of output that a finding shows
 FACTORY_MODULES = tuple(f"hostile.{name}" for name in ("groups", "jobs", "lerobot", "peers", "rlinf", "sb3", "stores"))
 
 
@@ -112,7 +115,7 @@ def serve() -> dict[str, Any] | None:
                 answers.detach()
                 return order
             os.close(write)
-            code, late = _wait(child, order["limit_s"])
+            code, hung = _wait(child, order["limit_s"])
             seconds = time.monotonic() - began_s
             found = b""
             while select.select([read], [], [], 0)[0] and (more := os.read(read, 1 << 16)):
@@ -122,32 +125,36 @@ def serve() -> dict[str, Any] | None:
             text = output.read().decode(errors="replace")
         said = json.loads(found) if found else {"findings": [], "skipped": None}
         findings = said["findings"]
-        if late:
-            findings.append(f"the process did not end within {order['limit_s']:.0f} s")
+        if hung is not None:
+            done = f", and was done after {said['done_s'] - began_s:.1f} s" if found else ""
+            findings.append(f"the process did not end within {order['limit_s']:.0f} s{done} ({hung[0]})")
+            text = text[-_TEXT:] + "\n" + hung[1]
         elif code < 0:
             findings.append(f"the process was ended by {signal.Signals(-code).name}")
         elif code > 0 or not found:
             findings.append(f"the process ended with {code}")
         findings += [f"its output has {words!r}" for words in LAST_WORDS if words in text]
         left = _remove(prefix)
-        if left and not late and code == 0:
+        if left and hung is None and code == 0:
             findings.append(f"it left {', '.join(left)} in /dev/shm")
-        answer = {**said, "findings": findings, "output": text[-20000:], "seconds": seconds}
+        answer = {**said, "findings": findings, "output": text[-2 * _TEXT :], "seconds": seconds}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
     return None
 
 
-def _wait(child: int, limit_s: float) -> tuple[int, bool]:
+def _wait(child: int, limit_s: float) -> tuple[int, tuple[str, str] | None]:
+    """The exit code; and what it did, in a line and at length, where it did not end in time."""
     handle = os.pidfd_open(child)
-    late = not select.select([handle], [], [], limit_s)[0]
-    if late:
-        os.kill(child, signal.SIGUSR1)  # shows the stacks of its threads
-        select.select([handle], [], [], 0.3)
+    hung = None
+    if not select.select([handle], [], [], limit_s)[0]:
+        hung = hanging.describe(child)
+        if hanging.show_python_stacks(child):
+            select.select([handle], [], [], 0.3)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # with what it has forked
     os.close(handle)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), late
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), hung
 
 
 def _remove(prefix: str) -> list[str]:
@@ -171,7 +178,8 @@ def execute(order: dict[str, Any]) -> None:
         SCENARIOS[order["scenario"]](run)
     except NotViableError as error:
         skipped = str(error)
-    os.write(order["write"], json.dumps({"findings": run.findings, "skipped": skipped}).encode())
+    said = {"findings": run.findings, "skipped": skipped, "done_s": time.monotonic()}
+    os.write(order["write"], json.dumps(said).encode())
 
 
 if __name__ == "__main__":
