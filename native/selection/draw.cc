@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <bit>
+#include <type_traits>
+#include <utility>
 
 #include "base/errors.h"
 #include "segment/bucket_order.h"
@@ -85,19 +87,29 @@ uint64_t total_of(const Tree& tree, const DrawPlan& plan) {
   return total;
 }
 
-// What a draw refuses of what it finds. Plain: rows are drawn, and nothing is.
-template <bool kPlain, typename Kind>
+// What a draw took: a leaf's word, its row and step. A row of kNoRow: refused, and the word is 0.
+struct Taken {
+  uint64_t word = 0;
+  uint32_t row = kNoRow, step = 0;
+};
+
+// What a draw may refuse of what it finds, beside what has left meanwhile. None: it draws rows, or steps.
+enum class Refusing : uint8_t { no_row, no_step, some };
+
+template <Refusing kRefusing, typename Kind>
 struct Refusals {
+  static constexpr bool kPlain = kRefusing != Refusing::some;
+
   Refusals(const Kind& found_by, const DrawPlan& drawn_by)
       : kind(found_by),
         plan(drawn_by),
-        per_row(kPlain ? 0 : kind.from.row_steps),
+        per_row(kRefusing == Refusing::no_row ? 0 : kind.from.row_steps),
         over_steps(!kPlain && plan.max_steps != 0),
         finds_steps(!kPlain && plan.finds_steps(kind.from)),
         limited(!kPlain && (!plan.limits.none() || over_steps || (per_row != 0 && (plan.need | plan.skip) != 0))),
         most_counted(over_steps ? plan.counted(plan.max_steps) : 0) {}
 
-  // Before `take` for n draws that have found these leaves, kInFlight at most.
+  // Before `take` for n draws that have found these leaves, kMostInFlight at most.
   void look_ahead(const uint32_t* leaves, const uint32_t* draws, size_t n, uint32_t attempt) {
     if (limited) {
       for (size_t i = 0; i < n; ++i) {
@@ -110,30 +122,29 @@ struct Refusals {
     }
   }
 
-  struct Taken {
-    uint64_t word = 0;
-    uint32_t row = kNoRow, step = 0;  // kNoRow: refused
-  };
   Taken take(size_t i, uint32_t leaf) const {
     const Population& from = kind.from;
-    Taken out;
-    out.word = leaf == kNoRow ? 0 : from.words[leaf].load(std::memory_order_acquire);
-    const uint32_t row = per_row != 0 ? leaf / per_row : leaf;
-    out.step = per_row != 0 ? leaf % per_row : 0;
-    bool allowed = kind.has(out.word) && (!limited || plan.limits.allow(from.status[row]));
-    if (allowed && limited && per_row != 0) {
-      allowed = out.step >= plan.skip && out.step + uint64_t{plan.need} < length_of(from, row) &&
-                !plan.crosses(from, row, out.step);
+    if (leaf == kNoRow) return {};
+    Taken out{from.words[leaf].load(std::memory_order_acquire), leaf};
+    if (!kind.has(out.word)) return {};
+    if (per_row != 0) {
+      out.row = leaf / per_row;
+      out.step = leaf % per_row;
     }
-    if (allowed && over_steps) {
+    if (!limited) return out;
+    if (!plan.limits.allow(from.status[out.row])) return {};
+    if (per_row != 0 && (out.step < plan.skip || out.step + uint64_t{plan.need} >= length_of(from, out.row) ||
+                         plan.crosses(from, out.row, out.step))) {
+      return {};
+    }
+    if (over_steps) {
       const uint64_t number = below({high[i], low[i]}, most_counted);
-      allowed = number < plan.steps_of(from.status[row]);
-      if (allowed && finds_steps) {
-        allowed = !plan.crosses(from, row, number);
+      if (number >= plan.steps_of(from.status[out.row])) return {};
+      if (finds_steps) {
+        if (plan.crosses(from, out.row, number)) return {};
         out.step = static_cast<uint32_t>(number);
       }
     }
-    if (allowed) out.row = row;
     return out;
   }
 
@@ -142,58 +153,7 @@ struct Refusals {
   const uint32_t per_row;
   const bool over_steps, finds_steps, limited;
   const uint32_t most_counted;
-  uint64_t high[kInFlight], low[kInFlight];  // bits that decide about steps
-};
-
-// The attempts of a batch's draws, kInFlight at most at a time.
-template <bool kPlain, typename Kind>
-struct Attempts {
-  Attempts(const Kind& found_by, const DrawPlan& drawn_by, std::span<const uint32_t> draws, const Draws& drawn)
-      : kind(found_by), plan(drawn_by), numbers(draws), out(drawn), refusals(found_by, drawn_by) {}
-
-  // Searches targets[0..n) for index[0..n); those refused come first in index afterwards. Returns how many.
-  size_t look(size_t n, uint64_t total, uint32_t attempt) {
-    attempt == 0 ? kind.find_first(targets, n, found, rows) : kind.find(targets, n, found, rows);
-    uint32_t draws[kInFlight];
-    if (refusals.over_steps) {
-      for (size_t i = 0; i < n; ++i) draws[i] = numbers[index[i]];
-    }
-    refusals.look_ahead(rows, draws, n, attempt);
-    size_t again = 0;
-    for (size_t i = 0; i < n; ++i) {
-      const auto taken = refusals.take(i, rows[i]);
-      if (taken.row == kNoRow) {
-        index[again++] = index[i];
-        continue;
-      }
-      out.rows[index[i]] = taken.row;
-      if (refusals.per_row != 0 || refusals.finds_steps) out.steps[index[i]] = taken.step;
-      out.generations[index[i]] = generation_of(taken.word);
-      out.probability[index[i]] = refusals.over_steps ? std::numeric_limits<double>::quiet_NaN()
-                                                      : kind.share(taken.word) / static_cast<double>(total);
-    }
-    return again;
-  }
-  // Makes index[0..n), whose first attempt was refused, again. Returns how many failed for good.
-  size_t repeat(size_t n) {
-    for (uint32_t attempt = 1; n > 0 && attempt < kRefusals; ++attempt) {
-      const uint64_t total = total_of(kind.tree, plan);
-      uint32_t again[kInFlight];
-      for (size_t i = 0; i < n; ++i) again[i] = numbers[index[i]];
-      make_targets(plan, again, n, attempt, total, targets);
-      n = look(n, total, attempt);
-    }
-    return n;
-  }
-
-  const Kind& kind;
-  const DrawPlan& plan;
-  const std::span<const uint32_t> numbers;
-  const Draws& out;
-  Refusals<kPlain, Kind> refusals;
-  Search found[kInFlight];
-  uint64_t targets[kInFlight];
-  uint32_t index[kInFlight], rows[kInFlight];
+  uint64_t high[kMostInFlight], low[kMostInFlight];  // bits that decide about steps
 };
 
 // Large batches are processed roughly in the order of their targets, so that neighbouring draws share cache lines and
@@ -211,147 +171,160 @@ PooledArray<Aim> aims_in_order(const Population& from, const DrawPlan& plan, uin
       [&](size_t i) { return Aim{drawn[i], static_cast<uint32_t>(i)}; });
 }
 
-template <typename Kind>
-uint64_t draw_refusing(const Kind& kind, uint64_t first_total, const DrawPlan& plan, std::span<const uint32_t> numbers,
-                       const Draws& out) {
-  Attempts<false, Kind> attempts(kind, plan, numbers, out);
-  std::fill(out.rows.begin(), out.rows.end(), kNoRow);
-  const PooledArray<Aim> aims = aims_in_order(kind.from, plan, first_total, numbers);
-  uint64_t failed = 0;
-  for (size_t first = 0; first < numbers.size(); first += kInFlight) {
-    const size_t n = std::min(kInFlight, numbers.size() - first);
-    if (aims.empty()) {
-      make_targets(plan, numbers.data() + first, n, 0, first_total, attempts.targets);
-      for (size_t i = 0; i < n; ++i) attempts.index[i] = static_cast<uint32_t>(first + i);
+// The attempts of a batch's draws: all of the first, then all of those that were refused, and so on.
+template <Refusing kRefusing, typename Kind>
+class Attempts {
+ public:
+  Attempts(const Kind& found_by, const DrawPlan& drawn_by, std::span<const uint32_t> draws, const Draws& drawn)
+      : kind(found_by),
+        plan(drawn_by),
+        numbers(draws),
+        out(drawn),
+        refusals(found_by, drawn_by),
+        refused(draws.size()) {}
+
+  // Returns how many failed for good.
+  uint64_t make(uint64_t first_total) {
+    if constexpr (kRefusing == Refusing::no_row && std::is_same_v<Kind, ByRow>) {
+      first_by_row(first_total);
+    } else if (const PooledArray<Aim> aims = aims_in_order(kind.from, plan, first_total, numbers); aims.empty()) {
+      first(first_total);
     } else {
-      for (size_t i = 0; i < n; ++i) {
-        attempts.index[i] = aims[first + i].index;
-        attempts.targets[i] = aims[first + i].target;
-      }
+      first_in_order(aims, first_total);
     }
-    failed += attempts.repeat(attempts.look(n, first_total, 0));
+    for (uint32_t attempt = 1; refusals_left != 0 && attempt < kRefusals; ++attempt) repeat(attempt);
+    return refusals_left;
   }
-  return failed;
-}
 
-// First attempts of plain draws. Each returns how many were refused, whose rows are kNoRow: what they had found has
-// changed.
+ private:
+  // Draws that only wait for memory measure what form and number of searches serves them best.
+  template <typename Piece>
+  void in_pieces(Piece piece) const {
+    if constexpr (kRefusing != Refusing::some) {
+      DrawTuning::in_pieces(kind.from.rows(), numbers.size(), piece);
+    } else {
+      piece(0, numbers.size(), DrawTuning::in_flight());
+    }
+  }
 
-uint64_t first_attempts(const ByPriority& kind, uint64_t total, const DrawPlan& plan, std::span<const uint32_t> numbers,
-                        const Draws& out) {
-  Search found[kMostInFlight];
-  uint64_t targets[kMostInFlight];
-  uint32_t rows[kMostInFlight];
-  uint64_t refused = 0;
-  const auto weight = static_cast<double>(total);
-  const auto word_of = [&](uint32_t row) {
-    const uint64_t word = row == kNoRow ? 0 : kind.from.words[row].load(std::memory_order_acquire);
-    return kind.has(word) ? word : 0;
-  };
-  if (const PooledArray<Aim> aims = aims_in_order(kind.from, plan, total, numbers); !aims.empty()) {
-    // What a draw found goes to its place in one piece, and from there to the arrays in their order: one line that is
-    // not in the cache, where three arrays are three.
-    struct Found {
-      uint64_t word;
-      uint32_t row;
-    };
-    PooledArray<Found> all(numbers.size());
-    DrawTuning::in_pieces(kind.from.rows(), numbers.size(), [&](size_t begin, size_t end, size_t in_flight) {
-      for (size_t first = begin; first < end; first += in_flight) {
-        const size_t n = std::min(in_flight, end - first);
-        for (size_t i = 0; i < n; ++i) {
-          targets[i] = aims[first + i].target;
-          __builtin_prefetch(&all[aims[first + i].index], 1);
+  void first(uint64_t total) {
+    in_pieces([&](size_t begin, size_t end, size_t in_flight) {
+      for (size_t at = begin; at < end; at += in_flight) {
+        const size_t n = std::min(in_flight, end - at);
+        for (size_t made = 0; made < n; made += kInFlight) {
+          const size_t some = std::min(kInFlight, n - made);
+          make_targets(plan, numbers.data() + at + made, some, 0, total, targets + made);
         }
-        kind.find_first(targets, n, found, rows);
-        for (size_t i = 0; i < n; ++i) all[aims[first + i].index] = {word_of(rows[i]), rows[i]};
+        kind.find_first(targets, n, found, leaves);
+        refusals.look_ahead(leaves, numbers.data() + at, n, 0);
+        for (size_t i = 0; i < n; ++i) put(at + i, refusals.take(i, leaves[i]), total);
       }
     });
-    for (size_t i = 0; i < numbers.size(); ++i) {
-      const auto [word, row] = all[i];
-      out.rows[i] = word == 0 ? kNoRow : row;
-      out.generations[i] = generation_of(word);
-      out.probability[i] = priority_of(word) / weight;
-      refused += word == 0;
-    }
-    return refused;
   }
-  DrawTuning::in_pieces(kind.from.rows(), numbers.size(), [&](size_t begin, size_t end, size_t in_flight) {
-    for (size_t first = begin; first < end; first += in_flight) {
-      const size_t n = std::min(in_flight, end - first);
-      for (size_t made = 0; made < n; made += kInFlight) {
-        const size_t some = std::min(kInFlight, n - made);
-        make_targets(plan, numbers.data() + first + made, some, 0, total, targets + made);
-      }
-      kind.find_first(targets, n, found, rows);
-      for (size_t i = 0; i < n; ++i) {
-        const uint64_t word = word_of(rows[i]);
-        out.rows[first + i] = word == 0 ? kNoRow : rows[i];
-        out.generations[first + i] = generation_of(word);
-        out.probability[first + i] = priority_of(word) / weight;
-        refused += word == 0;
-      }
-    }
-  });
-  return refused;
-}
 
-uint64_t first_attempts(const ByRow& kind, uint64_t total, const DrawPlan& plan, std::span<const uint32_t> numbers,
-                        const Draws& out) {
-  constexpr size_t kTogether = 16;  // random numbers that are made at once
-  uint64_t refused = 0;
-  std::fill(out.probability.begin(), out.probability.end(), 1.0 / static_cast<double>(total));
-  Search found[kTogether];
-  uint64_t targets[kTogether];
-  const auto* words = kind.from.words;
-  for (size_t first = 0; first < numbers.size() + kInFlight; first += kTogether) {
-    if (first < numbers.size()) {
-      const size_t n = std::min(kTogether, numbers.size() - first);
-      make_targets(plan, numbers.data() + first, n, 0, total, targets);
-      kind.aim(targets, n, found, &out.rows[first]);
-    }
-    if (first < kInFlight) continue;
-    const size_t last = std::min(first - kInFlight + kTogether, numbers.size());
-    for (size_t i = first - kInFlight; i < last; ++i) {
-      const uint32_t row = out.rows[i];
-      uint64_t word = 0;
-      if (row != kNoRow) {
-        word = kind.selectable(row) ? words[row].load(std::memory_order_acquire) : 0;
+  // What a draw took goes to its place in one piece, and from there to the arrays in their order: one line that is not
+  // in the cache, where four arrays are four.
+  void first_in_order(const PooledArray<Aim>& aims, uint64_t total) {
+    PooledArray<Taken> all(numbers.size());
+    in_pieces([&](size_t begin, size_t end, size_t in_flight) {
+      for (size_t at = begin; at < end; at += in_flight) {
+        const size_t n = std::min(in_flight, end - at);
+        for (size_t i = 0; i < n; ++i) {
+          targets[i] = aims[at + i].target;
+          __builtin_prefetch(&all[aims[at + i].index], 1);
+        }
+        kind.find_first(targets, n, found, leaves);
+        if (refusals.over_steps) {
+          for (size_t i = 0; i < n; ++i) some_numbers[i] = numbers[aims[at + i].index];
+        }
+        refusals.look_ahead(leaves, some_numbers, n, 0);
+        for (size_t i = 0; i < n; ++i) all[aims[at + i].index] = refusals.take(i, leaves[i]);
       }
-      const bool is_there = kind.has(word);
-      out.rows[i] = is_there ? row : kNoRow;
-      out.generations[i] = generation_of(word);
-      refused += !is_there;
-    }
+    });
+    for (size_t i = 0; i < numbers.size(); ++i) put(i, all[i], total);
   }
-  return refused;
-}
 
-template <typename Kind>
-uint64_t draw_plain(const Kind& kind, uint64_t total, const DrawPlan& plan, std::span<const uint32_t> numbers,
-                    const Draws& out) {
-  uint64_t refused = first_attempts(kind, total, plan, numbers, out);
-  if (refused == 0) return 0;
-  Attempts<true, Kind> attempts(kind, plan, numbers, out);
-  uint64_t failed = 0;
-  for (size_t at = 0; refused != 0;) {
-    size_t n = 0;
-    for (; n < kInFlight && at < numbers.size(); ++at) {
-      if (out.rows[at] == kNoRow) attempts.index[n++] = static_cast<uint32_t>(at);
+  // Rows that the list of missing ones names need no search, so that only their words are waited for: while those of 64
+  // draws are fetched the next draws are made.
+  void first_by_row(uint64_t total) {
+    constexpr size_t kTogether = 16;  // random numbers that are made at once
+    const size_t draws = numbers.size();
+    size_t missing = 0;
+    std::fill(out.probability.begin(), out.probability.end(), 1.0 / static_cast<double>(total));
+    const auto* words = kind.from.words;
+    for (size_t at = 0; at < draws + kInFlight; at += kTogether) {
+      if (at < draws) {
+        const size_t n = std::min(kTogether, draws - at);
+        make_targets(plan, numbers.data() + at, n, 0, total, targets);
+        kind.aim(targets, n, found, &out.rows[at]);
+      }
+      if (at < kInFlight) continue;
+      const size_t last = std::min(at - kInFlight + kTogether, draws);
+      for (size_t i = at - kInFlight; i < last; ++i) {
+        const uint32_t row = out.rows[i];
+        uint64_t word = 0;
+        if (row != kNoRow) {
+          word = kind.selectable(row) ? words[row].load(std::memory_order_acquire) : 0;
+        }
+        const bool is_there = kind.has(word);
+        out.rows[i] = is_there ? row : kNoRow;
+        out.generations[i] = generation_of(word);
+        missing += !is_there;
+      }
     }
-    failed += attempts.repeat(n);
-    refused -= n;
+    for (size_t i = 0; refusals_left < missing; ++i) {
+      if (out.rows[i] == kNoRow) refused[refusals_left++] = static_cast<uint32_t>(i);
+    }
   }
-  return failed;
-}
+
+  void repeat(uint32_t attempt) {
+    const size_t all = std::exchange(refusals_left, 0);
+    for (size_t at = 0; at < all; at += kInFlight) {
+      const size_t n = std::min(kInFlight, all - at);
+      const uint64_t total = total_of(kind.tree, plan);
+      for (size_t i = 0; i < n; ++i) some_numbers[i] = numbers[refused[at + i]];
+      make_targets(plan, some_numbers, n, attempt, total, targets);
+      kind.find(targets, n, found, leaves);
+      refusals.look_ahead(leaves, some_numbers, n, attempt);
+      for (size_t i = 0; i < n; ++i) put(refused[at + i], refusals.take(i, leaves[i]), total);
+    }
+  }
+
+  void put(size_t at, const Taken& taken, uint64_t total) {
+    out.rows[at] = taken.row;
+    out.generations[at] = generation_of(taken.word);
+    constexpr bool kSome = kRefusing == Refusing::some;
+    if (kRefusing == Refusing::no_step || (kSome && (refusals.per_row != 0 || refusals.finds_steps))) {
+      out.steps[at] = taken.step;
+    }
+    out.probability[at] = kSome && refusals.over_steps ? std::numeric_limits<double>::quiet_NaN()
+                                                       : kind.share(taken.word) / static_cast<double>(total);
+    if (taken.row == kNoRow) refused[refusals_left++] = static_cast<uint32_t>(at);
+  }
+
+  const Kind& kind;
+  const DrawPlan& plan;
+  const std::span<const uint32_t> numbers;
+  const Draws& out;
+  Refusals<kRefusing, Kind> refusals;
+  PooledArray<uint32_t> refused;  // places of the batch, so many
+  size_t refusals_left = 0;
+  Search found[kMostInFlight];
+  uint64_t targets[kMostInFlight];
+  uint32_t leaves[kMostInFlight], some_numbers[kMostInFlight];
+};
 
 template <typename Kind, typename Tree>
 uint64_t draw_by(const Population& from, const Tree& tree, const DrawPlan& plan, std::span<const uint32_t> numbers,
                  const Draws& out) {
   const uint64_t total = total_of(tree, plan);
   const Kind kind(from, total, numbers.size());
-  const bool plain = plan.limits.none() && plan.max_steps == 0 && from.row_steps == 0;
-  return plain ? draw_plain(kind, total, plan, numbers, out) : draw_refusing(kind, total, plan, numbers, out);
+  const bool plain = plan.limits.none() && plan.max_steps == 0 && (from.row_steps == 0 || (plan.need | plan.skip) == 0);
+  if (!plain) return Attempts<Refusing::some, Kind>(kind, plan, numbers, out).make(total);
+  if constexpr (std::is_same_v<Kind, ByPriority>) {
+    if (from.row_steps != 0) return Attempts<Refusing::no_step, Kind>(kind, plan, numbers, out).make(total);
+  }
+  return Attempts<Refusing::no_row, Kind>(kind, plan, numbers, out).make(total);
 }
 
 }  // namespace
@@ -394,7 +367,7 @@ namespace {
 template <typename Kind>
 void find_drawn_by(const Kind& kind, const DrawPlan& plan, uint32_t attempt, std::span<const uint32_t> numbers,
                    std::span<const uint64_t> targets, const Found& out) {
-  Refusals<false, Kind> refusals(kind, plan);
+  Refusals<Refusing::some, Kind> refusals(kind, plan);
   Search found[kInFlight];
   uint32_t leaves[kInFlight];
   for (size_t first = 0; first < targets.size(); first += kInFlight) {

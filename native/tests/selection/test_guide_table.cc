@@ -154,6 +154,71 @@ TEST(a_batch_in_the_order_of_its_targets_is_that_of_small_ones) {
   }
 }
 
+// Draws that a plan may refuse, and those of steps, go the same way.
+TEST(a_batch_of_steps_in_the_order_of_its_targets_is_that_of_small_ones) {
+  constexpr uint32_t kRowSteps = 8;
+  constexpr uint64_t kRows = uint64_t{1} << 22, kLongRows = kRows / kRowSteps;
+  std::mt19937_64 random(5);
+  Tree memory(kRows);
+  std::vector<RowStatus> status(kRows);
+  const uint64_t bit_words = kRows / 64, long_bit_words = kLongRows / 64;
+  const Words bits(padded_leaves(bit_words)), bit_nodes(TreeShape::of(bit_words).nodes),
+      long_bits(padded_leaves(long_bit_words)), long_bit_nodes(TreeShape::of(long_bit_words).nodes);
+  for (uint64_t row = 0; row < kRows; ++row) {
+    status[row].length = static_cast<uint32_t>(random() % kRowSteps + 1);
+    bits.get()[row / 64] |= uint64_t{1} << (row % 64);
+  }
+  for (uint64_t leaf = 0; leaf < kRows; ++leaf) {
+    if (leaf % kRowSteps < status[leaf / kRowSteps].length) memory.set(leaf, static_cast<uint32_t>(random() % 300));
+    long_bits.get()[leaf / kRowSteps / 64] |= uint64_t{1} << (leaf / kRowSteps % 64);
+  }
+  memory.tree.rebuild();
+  const Population rows_of_steps{
+      memory.tree, {bits.get(), bit_nodes.get(), bit_words}, memory.words.get(), status.data()};
+  const Population steps{memory.tree,
+                         {long_bits.get(), long_bit_nodes.get(), long_bit_words},
+                         memory.words.get(),
+                         status.data(),
+                         kRowSteps};
+  rows_of_steps.bits.rebuild();
+  steps.bits.rebuild();
+  // The plans: all steps, those inside of rows, those of long rows; rows of some length; rows by their steps.
+  std::vector<std::pair<const Population*, DrawPlan>> cases(5, {&steps, {{5, 6, kRowStream}, By::priority}});
+  cases[1].second.need = 2;
+  cases[1].second.skip = 1;
+  cases[2].second.limits.min_length = kRowSteps;
+  cases[3].first = cases[4].first = &rows_of_steps;
+  cases[3].second.limits.min_length = kRowSteps / 2;
+  cases[4].second.by = By::row;
+  cases[4].second.max_steps = kRowSteps;
+  for (uint64_t row = 0; row < kRows; ++row) {  // rows without steps have left
+    if (memory.words.get()[row] == 0) bits.get()[row / 64] &= ~(uint64_t{1} << (row % 64));
+  }
+  rows_of_steps.bits.rebuild();
+  constexpr size_t kMany = 40'000, kFew = 50;
+  std::vector<uint32_t> numbers(kMany), rows(kMany), generations(kMany), drawn(kMany);
+  std::vector<uint32_t> row(kFew), generation(kFew), step(kFew);
+  std::vector<double> probabilities(kMany), probability(kFew);
+  for (uint32_t i = 0; i < kMany; ++i) numbers[i] = i;
+  for (const auto& [from, plan] : cases) {
+    CHECK_EQ(draw(*from, plan, numbers, {rows, generations, probabilities, drawn}), uint64_t{0});
+    for (size_t first = 0; first < kMany; first += kFew) {
+      const std::span few = std::span(numbers).subspan(first, kFew);
+      CHECK_EQ(draw(*from, plan, few, {row, generation, probability, step}), uint64_t{0});
+      for (size_t i = 0; i < kFew; ++i) {
+        CHECK_EQ(rows[first + i], row[i]);
+        CHECK_EQ(generations[first + i], generation[i]);
+        CHECK(probabilities[first + i] == probability[i] || plan.max_steps != 0);  // over steps unknown: NaN
+        const uint32_t length = status[row[i]].length;
+        CHECK(length >= plan.limits.min_length);
+        if (from != &steps) continue;
+        CHECK_EQ(drawn[first + i], step[i]);
+        CHECK(step[i] >= plan.skip && step[i] + plan.need < length);
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace geartrain
 
