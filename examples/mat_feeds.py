@@ -26,6 +26,8 @@ import feeds
 import mat_learner as learner
 from focus_fire import focus_fire
 
+DISTURBED = 0.1  # of the actions of every second battle
+
 
 class Battles(feeds.Task):
     """The Multi-Agent Transformer, which imitates a scripted team."""
@@ -35,7 +37,7 @@ class Battles(feeds.Task):
     context, batch = learner.CONTEXT, learner.BATCH
     threshold = 0.95
     measure = "the battles won"
-    usual: ClassVar = {"steps": (10, 3000, 5), "episodes": (4, 512, 2), "eval_episodes": (4, 256, 1)}
+    usual: ClassVar = {"steps": (10, 3000, 5), "episodes": (4, 768, 2), "eval_episodes": (4, 256, 1)}
     help: ClassVar = {
         "steps": f"training steps, {learner.BATCH} windows of {learner.CONTEXT} steps each",
         "episodes": "battles of the scripted team to record",
@@ -54,16 +56,18 @@ class Battles(feeds.Task):
             "available": gt.Field(first["available"].shape[1:], "bool"),
             "action": gt.Field((battles.agents,), "int64"),
             "won": gt.Field((), "bool", per_row=True),
+            "disturbed": gt.Field((), "bool", per_row=True),
         }
         name = f"mat-feeds-{os.getpid()}"
         with gt.Store.create(name, fields, max_length=learner.STEPS, capacity=episodes) as store:
-            record(store, battles, first)
+            record(store, battles, first, seed)
             yield store
 
     def expert(self, store: Any, keys: Any) -> float:
         import geartrain as gt
 
-        return float(gt.fetch(store, keys, fields=["won"], output="numpy")["won"].mean())
+        rows = gt.fetch(store, keys, fields=["won", "disturbed"], output="numpy")
+        return float(rows["won"][~rows["disturbed"]].mean())
 
     def make_model(self, seed: int, episodes: feeds.Episodes) -> nn.Module:
         _, _, agents, seen = episodes.columns["agents"].shape
@@ -76,14 +80,22 @@ class Battles(feeds.Task):
         return learner.player(episodes, seed=1_000_000)
 
 
-def record(store: Any, battles: Any, observation: Any) -> None:
-    """The scripted team fights all battles side by side, from their first observation; row i holds battle i."""
+def record(store: Any, battles: Any, observation: Any, seed: int) -> None:
+    """The scripted team fights all battles side by side, from their first observation; row i holds battle i.
+
+    In every second battle one action in ten is another one than the team wants. What is recorded is what it wants.
+    """
+    rng = np.random.default_rng(seed)
     steps: list[dict[str, np.ndarray]] = []
     length, won, playing = np.zeros(battles.n, int), np.zeros(battles.n, bool), np.ones(battles.n, bool)
+    disturbed = np.arange(battles.n) % 2 == 1
     while playing.any():
-        action = focus_fire(observation["state"], observation["available"])
-        steps.append({"agents": observation["agents"], "available": observation["available"], "action": action})
-        stepped = battles.step(action)
+        available = observation["available"]
+        action = focus_fire(observation["state"], available)
+        steps.append({"agents": observation["agents"], "available": available, "action": action})
+        any_possible = np.where(available, rng.random(available.shape), -1.0).argmax(-1)
+        struck = disturbed[:, None] & (rng.random(action.shape) < DISTURBED)
+        stepped = battles.step(np.where(struck, any_possible, action))
         length += playing
         won |= playing & battles.won
         playing &= ~(stepped.terminated | stepped.truncated)
@@ -93,7 +105,7 @@ def record(store: Any, battles: Any, observation: Any) -> None:
             for t in range(length[number]):
                 for name, values in steps[t].items():
                     row[name][t] = values[number]
-            row.length, row["won"] = int(length[number]), won[number]
+            row.length, row["won"], row["disturbed"] = int(length[number]), won[number], disturbed[number]
 
 
 if __name__ == "__main__":

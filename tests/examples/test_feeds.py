@@ -54,7 +54,7 @@ def task(feeds, request):
 
 @pytest.fixture
 def store(task, store_name):
-    """Episodes of the task's shapes, ragged, of random values; every second one is an expert's success."""
+    """Episodes of the task's shapes, ragged, of random values; every second one is disturbed."""
     if task.name == "hopper_feeds":
         fields = importlib.import_module("offline_gato_hopper").FIELDS
     else:
@@ -63,6 +63,7 @@ def store(task, store_name):
             "available": gt.Field((5, 10), "bool"),
             "action": gt.Field((5,), "int64"),
             "won": gt.Field((), "bool", per_row=True),
+            "disturbed": gt.Field((), "bool", per_row=True),
         }
     rng = np.random.default_rng(0)
     with gt.Store.create(store_name(), fields, max_length=32, capacity=len(LENGTHS)) as store:
@@ -70,7 +71,7 @@ def store(task, store_name):
             with store.row(priority=float(length)) as row:
                 for name, field in fields.items():
                     if field.per_row:
-                        row[name] = number % 2 == 1
+                        row[name] = number % 2 == 1 if name != "won" else number != 2
                     elif name == "available":
                         row[name][:length] = True
                     else:
@@ -105,12 +106,12 @@ def test_the_array_of_another_process_gives_the_losses_and_weights_of_the_store_
     assert other["losses"][0] != ours["losses"][0]
 
 
-def test_the_expert_is_what_the_undisturbed_or_all_episodes_tell(feeds, task, store):
+def test_the_expert_is_what_the_undisturbed_episodes_tell(feeds, task, store):
     rows = gt.fetch(store, store.keys(), output="numpy")
     if task.name == "hopper_feeds":
         wanted = float(np.mean([rows["return_to_go"][i, 0] for i in range(len(LENGTHS)) if not rows["kicked"][i]]))
     else:
-        wanted = 0.5
+        wanted = 2 / 3
     assert feeds.kept(task, store).expert == pytest.approx(wanted)
 
 
@@ -209,49 +210,54 @@ def test_the_scripted_team(feeds, ours, theirs, wanted):
 
 
 class Duel:
-    """Battles of a zealot and a zealot of a tenth of its health, 1 to n walks apart; the last one is out of time."""
+    """Battles of a zealot and a zealot of a tenth of its health, which stands; they last eight steps at most."""
 
     agents, actions = 1, 6
 
     def __init__(self, n):
-        self.n, self.at = n, np.zeros(n)
+        self.n = n
 
     def reset(self, seed):
-        self.at = np.arange(self.n) * 2.0 + 3
+        self.apart, self.left = np.arange(self.n) * 2.0 + 1, np.full(self.n, 8)
         return self.look()
 
     def look(self):
-        scenes = [scene([(ZEALOT, 10, 16, 1)], [(ZEALOT, 10 + at, 16, 0.1)]) for at in self.at]
+        scenes = [scene([(ZEALOT, 10, 16, 1)], [(ZEALOT, 10 + apart, 16, 0.1)]) for apart in self.apart]
         state, available = (np.concatenate(each) for each in zip(*scenes, strict=True))
-        return {"agents": self.at[:, None, None].astype("float32"), "available": available, "state": state}
+        return {"agents": self.apart[:, None, None].astype("float32"), "available": available, "state": state}
 
     def step(self, actions):
-        shot, walked = actions[:, 0] == 5, actions[:, 0] == 1
-        assert (shot | walked).all()
-        self.won = shot
-        self.at = self.at - 2.0 * walked
-        late = ~shot & (self.at > 6)
+        self.won = shot = actions[:, 0] == 5
+        self.apart = self.apart + 2.0 * (actions[:, 0] == 3) - 2.0 * (actions[:, 0] == 1)
+        self.left -= 1
         after = self.look()
-        return StepResult(after, shot.astype("float32"), shot, late, after, np.ones(self.n, bool))
+        return StepResult(after, shot.astype("float32"), shot, ~shot & (self.left == 0), after, np.ones(self.n, bool))
 
 
-def test_rows_hold_the_battles_of_the_scripted_team(feeds, store_name):
+def test_rows_hold_what_the_scripted_team_wants_whatever_is_done(feeds, store_name, monkeypatch):
     mat_feeds = importlib.import_module("mat_feeds")
-    battles = Duel(4)
+    monkeypatch.setattr(mat_feeds, "DISTURBED", 0.6)
+    battles = Duel(6)
     first = battles.reset(0)
     fields = {
         "agents": gt.Field((1, 1), "float32"),
         "available": gt.Field((1, 6), "bool"),
         "action": gt.Field((1,), "int64"),
         "won": gt.Field((), "bool", per_row=True),
+        "disturbed": gt.Field((), "bool", per_row=True),
     }
-    with gt.Store.create(store_name(), fields, max_length=9, capacity=4) as store:
-        mat_feeds.record(store, battles, first)
+    with gt.Store.create(store_name(), fields, max_length=9, capacity=6) as store:
+        mat_feeds.record(store, battles, first, 0)
         episodes = feeds.kept(mat_feeds.Battles(), store)
-    assert episodes.lengths.tolist() == [2, 3, 4, 1], "the farthest one is out of time after its first step"
-    assert episodes.expert == 0.75
-    assert episodes.columns["agents"][1, :3, 0, 0].tolist() == [5, 3, 1]
-    assert episodes.columns["action"][1, :3, 0].tolist() == [1, 1, 5]
+    apart, action = episodes.columns["agents"][..., 0, 0], episodes.columns["action"][..., 0]
+    for number, length in enumerate(episodes.lengths):
+        wanted = np.where(apart[number, :length] < 2, 5, np.where(apart[number, :length] > 0, 1, 3))
+        assert action[number, :length].tolist() == wanted.tolist()
+        if number % 2 == 0:
+            assert apart[number, :length].tolist() == [1.0 + 2 * left for left in range(number, -1, -1)]
+    strays = [np.diff(apart[number, : episodes.lengths[number]]).tolist() for number in (1, 3, 5)]
+    assert any(step != -2.0 for each in strays for step in each), "in the others something else is done"
+    assert episodes.expert == 1.0
 
 
 @pytest.mark.slow  # JAX compiles for many seconds
