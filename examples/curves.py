@@ -84,13 +84,19 @@ class Curve:
         self.content["lines"][name] = float(y)
 
     def point(
-        self, x: float, y: float, low: float | None = None, high: float | None = None, wall_s: float | None = -1.0
+        self,
+        x: float,
+        y: float,
+        low: float | None = None,
+        high: float | None = None,
+        wall_s: float | None = -1.0,
+        **others: float,
     ) -> None:
-        """A measurement, and how far the single episodes lie apart, if there are several.
+        """A measurement, and how far the single episodes lie apart, if there are several; `others` are kept with it.
 
         It is of this moment, unless `wall_s` tells its seconds since the start, or None that they are not known.
         """
-        made = {"x": float(x), "y": float(y)}
+        made = {"x": float(x), "y": float(y), **{name: float(value) for name, value in others.items()}}
         if wall_s is not None:
             made["wall_s"] = round(time.perf_counter() - self.began_s, 2) if wall_s < 0 else wall_s
         if low is not None and high is not None:

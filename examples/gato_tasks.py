@@ -6,7 +6,8 @@ A store a task. A row is an episode; a step is its tokens (`gato_model.py`), and
 tasks have one field, so one mixture draws from the three stores. Experts: linear policies for Hopper (the demo's) and
 HalfCheetah (`halfcheetah_expert.py`), which ship, and the network of `online_dqn_atari.py`, which is trained for two
 CPU minutes when its file is missing. In every second episode the expert is disturbed on the way, for a model that is
-off its path must have seen how to come back; the others tell what the expert reaches.
+off its path must have seen how to come back: what is recorded is what the expert wants to do (as DART does, Laskey et
+al., 2017). The other episodes tell what the expert reaches.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ TITLES = {"hopper": "Hopper", "halfcheetah": "HalfCheetah", "freeway": "Freeway"
 LONGEST = {"hopper": 1000, "halfcheetah": 1000, "freeway": 2100}
 TOKENS = max(shape.numbers + shape.actions for shape in SHAPES.values())
 DQN_STEPS = 3000
+NOISE = 0.15  # of a disturbed episode's actions at most, as a standard deviation
 
 
 class Simulators(Protocol):
@@ -199,27 +201,34 @@ def play(task: str, seeds: list[int], act: Act, disturb: Callable[[np.ndarray], 
     made: dict[str, list[np.ndarray]] = {}
     for _ in range(limit):
         step = steps_of(task, envs.observe())
-        # The action that is done is the middle of its bin: what the tokens say is what was done.
-        tokens = action_tokens(task, disturb(act(envs)))
-        step["tokens"][:, shape.numbers : shape.numbers + shape.actions] = tokens
+        wanted = act(envs)
+        # What is recorded is what the player wants, whatever is done: the model learns how to come back.
+        step["tokens"][:, shape.numbers : shape.numbers + shape.actions] = action_tokens(task, wanted)
         for name, value in step.items():
             made.setdefault(name, []).append(value)
-        envs.step(actions_of(task, tokens))
+        # The action that is done is the middle of its bin: undisturbed, it is what the tokens say.
+        envs.step(actions_of(task, action_tokens(task, disturb(wanted))))
         if not envs.playing.any():
             break
     envs.close()
     return envs, {name: np.stack(values) for name, values in made.items()}
 
 
-def disturbance(task: str, kicked: np.ndarray, seed: int) -> Callable[[np.ndarray], np.ndarray]:
-    """What is done instead of what the expert wants: in `kicked` episodes, at one step of twenty, something else."""
+def disturbance(task: str, disturbed: np.ndarray, seed: int) -> Callable[[np.ndarray], np.ndarray]:
+    """What is done instead of what the expert wants, in the `disturbed` episodes.
+
+    A choice is another one at one step of twenty. Numbers have noise at every step, of one strength an episode, and at
+    one step of twenty a stronger one.
+    """
     rng = np.random.default_rng([seed, 1])
+    strength = rng.uniform(0.0, NOISE, len(disturbed))[:, None]
 
     def disturb(actions: np.ndarray) -> np.ndarray:
-        struck = (kicked & (rng.random(len(actions)) < 0.05))[:, None]
+        struck = (disturbed & (rng.random(len(actions)) < 0.05))[:, None]
         if SHAPES[task].choices:
             return np.where(struck, rng.integers(SHAPES[task].choices, size=actions.shape), actions)
-        return np.where(struck, actions + rng.normal(0.0, 0.2, actions.shape), actions).clip(-1.0, 1.0)
+        noise = rng.normal(0.0, 1.0, actions.shape) * np.where(struck, 2 * NOISE, strength)
+        return np.where(disturbed[:, None], actions + noise, actions).clip(-1.0, 1.0)
 
     return disturb
 
@@ -235,15 +244,15 @@ def record(task: str, directory: Path, chosen: argparse.Namespace, bars: progres
         for first in range(0, episodes, 8):
             seeds = [1_000 * (1 + chosen.data_seed) + number for number in range(first, min(first + 8, episodes))]
             act = freeway_expert(chosen.network, len(seeds), seeds[0]) if task == "freeway" else linear_expert(task)
-            kicked = np.arange(first, first + len(seeds)) % 2 == 1
-            envs, made = play(task, seeds, act, disturbance(task, kicked, seeds[0]), limit)
+            disturbed = np.arange(first, first + len(seeds)) % 2 == 1
+            envs, made = play(task, seeds, act, disturbance(task, disturbed, seeds[0]), limit)
             for i, length in enumerate(envs.lengths):
                 with store.row() as row:
                     for field, values in made.items():
                         row[field][:length] = values[:length, i]
                     row.length = int(length)
-            expert += envs.returns[~kicked].tolist()
-            lengths += envs.lengths[~kicked].tolist()
+            expert += envs.returns[~disturbed].tolist()
+            lengths += envs.lengths[~disturbed].tolist()
             steps += int(envs.lengths.sum())
             bars.update(bar, advance=len(seeds))
         seeds = [500_000 + number for number in range(8)]
@@ -295,7 +304,7 @@ def recording_options(text: argparse.ArgumentParser) -> None:
     add = text.add_argument
     add("--data", type=Path, help="folder of the recordings, made when missing (runs/gato_small/data)")
     add("--network", type=Path, help="Freeway's expert, trained when missing (runs/gato_small/freeway.pt)")
-    add("--episodes", type=int, help="to record of Hopper and of HalfCheetah, 1,000 steps at most each (100)")
+    add("--episodes", type=int, help="to record of Hopper and of HalfCheetah, 1,000 steps at most each (150)")
     add("--games", type=int, help="to record of Freeway, 2,045 steps each (24)")
     add("--data-seed", type=int, default=0, help="of the recorded episodes (0)")
 
@@ -305,7 +314,7 @@ def fill_recording_options(chosen: argparse.Namespace, text: argparse.ArgumentPa
     folder = Path("runs/gato_tiny" if chosen.tiny else "runs/gato_small")
     chosen.data = chosen.data or folder / "data"
     chosen.network = chosen.network or folder / "freeway.pt"
-    for name, tiny, usual in (("episodes", 4, 100), ("games", 2, 24)):
+    for name, tiny, usual in (("episodes", 4, 150), ("games", 2, 24)):
         given = getattr(chosen, name)
         setattr(chosen, name, (tiny if chosen.tiny else usual) if given is None else given)
         if given is not None and given < 2:  # one is disturbed, one tells what the expert reaches

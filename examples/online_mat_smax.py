@@ -4,13 +4,16 @@
     python examples/online_mat_smax.py                          map 3m, 12 CPU minutes
     python examples/online_mat_smax.py --task smax/2s3z
     python examples/online_mat_smax.py --task vmas/balance      the same team with continuous actions (extra vmas)
+    python examples/online_mat_smax.py --checkpoint run.pt      run again after it was cut, it goes on from there
 
 An actor steps 256 battles and writes what happens straight into rows of at most 32 actions, each with the version of
 the model that acted. The learner takes the oldest rows, every one once: `Fifo` chooses them and `max_times_sampled=1`
 makes room. Advantages are computed over whole rows; where a row breaks off, the model values its last observation.
 
-The transformer (Wen et al., 2022) encodes what all agents observe and decodes their actions one after the other: each
-agent knows what those before it do. In training all of them are decoded at once, behind a causal mask.
+The transformer (`mat_model.py`) encodes what all agents observe and decodes their actions one after the other.
+
+A checkpoint has model, optimizer, torch's random state, the curve and the time so far. Rows that were not learned from
+and battles under way are not in it: a resumed run begins new battles.
 """
 
 from __future__ import annotations
@@ -19,123 +22,64 @@ import argparse
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from rich import console
 from torch import Tensor, nn
-from torch.distributions import Categorical, Independent, Normal
 
 import curves
 import geartrain as gt
 from geartrain.actors import Actor, LocalPolicy, recorded_fields
 from geartrain.actors.envs import make
 from geartrain.errors import MissingDependencyError
+from mat_model import Team, act, evaluate
 
 ACTIONS = 32  # in a row at most; the step behind them has the observation that they led to
 GAMMA, LAMBDA, CLIP = 0.99, 0.95, 0.2
 
 
-# --------------------------------------------------------------------------------------------------- the model
+# ---------------------------------------------------------------------------------------------------- checkpoints
 
 
-class Block(nn.Module):
-    """Attention over the agents, causal or to another sequence, and a small network, each added to what was there."""
-
-    def __init__(self, width: int, heads: int, cross: bool) -> None:
-        super().__init__()
-        self.heads = heads
-        self.project = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(1 + cross))
-        self.merge = nn.ModuleList(nn.Linear(width, width) for _ in range(1 + cross))
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2 + cross))
-        self.think = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
-
-    def attend(self, place: int, x: Tensor, queries: Tensor, causal: bool) -> Tensor:
-        """Of x's keys and values, with queries of the same length."""
-        weight, bias = self.project[place].weight, self.project[place].bias
-        width = x.shape[-1]
-        q = nn.functional.linear(queries, weight[:width], bias[:width])
-        k, v = nn.functional.linear(x, weight[width:], bias[width:]).chunk(2, -1)
-        q, k, v = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (q, k, v))
-        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-        return self.merge[place](seen.transpose(1, 2).flatten(2))
-
-    def forward(self, x: Tensor, encoded: Tensor | None = None) -> Tensor:
-        x = self.norms[0](x + self.attend(0, x, x, causal=encoded is not None))
-        if encoded is not None:
-            x = self.norms[1](encoded + self.attend(1, x, encoded, causal=True))
-        return self.norms[-1](x + self.think(x))
+def setting(chosen: argparse.Namespace) -> dict[str, Any]:
+    """What a run follows from; a checkpoint of another one is refused."""
+    names = ("task", "seed", "steps", "seconds", "envs", "epochs", "minibatches", "rate")
+    return {name: getattr(chosen, name) for name in names}
 
 
-class Team(nn.Module):
-    """(B, agents, seen) observations to a value for each agent, and actions one agent after the other.
-
-    Args:
-        agents, seen: how many there are, and numbers that each observes.
-        actions: to choose from; of a continuous action, its numbers.
-        discrete: which of the two.
-    """
-
-    def __init__(self, agents: int, seen: int, actions: int, discrete: bool, width: int = 64, heads: int = 2) -> None:
-        super().__init__()
-        self.agents, self.actions, self.discrete = agents, actions, discrete
-        self.look = nn.Sequential(nn.LayerNorm(seen), nn.Linear(seen, width), nn.GELU(), nn.LayerNorm(width))
-        self.who = nn.Parameter(0.02 * torch.randn(agents, width))
-        self.encoder, self.decoder = Block(width, heads, cross=False), Block(width, heads, cross=True)
-        self.value = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width), nn.Linear(width, 1))
-        self.heard = nn.Linear(actions + 1, width)  # what the agent before does, or that there is none
-        self.act = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width), nn.Linear(width, actions))
-        self.spread = nn.Parameter(torch.full((actions,), -0.5))  # log of the standard deviation, if continuous
-        for last, gain in ((self.value[-1], 1.0), (self.act[-1], 0.01)):
-            nn.init.orthogonal_(last.weight, gain)
-            nn.init.zeros_(last.bias)
-
-    def encode(self, observation: Tensor) -> tuple[Tensor, Tensor]:
-        """The team's situation, (B, agents, width), and what it is worth, (B, agents)."""
-        encoded = self.encoder(self.look(observation) + self.who)
-        return encoded, self.value(encoded)[..., 0]
-
-    def decode(self, encoded: Tensor, available: Tensor | None, actions: Tensor) -> Any:
-        """Distributions of all agents' actions, of which each is shown the ones before it."""
-        done = nn.functional.one_hot(actions, self.actions).float() if self.discrete else actions
-        heard = torch.zeros(*done.shape[:2], self.actions + 1)
-        heard[:, 0, -1] = 1.0
-        heard[:, 1:, :-1] = done[:, :-1]
-        out = self.act(self.decoder(self.heard(heard) + self.who[: done.shape[1]], encoded[:, : done.shape[1]]))
-        if self.discrete:
-            return Categorical(
-                logits=out if available is None else out.masked_fill(~available[:, : out.shape[1]], -1e9)
-            )
-        return Independent(Normal(out, self.spread.exp().expand_as(out)), 1)
-
-    def choose(self, encoded: Tensor, available: Tensor | None, greedy: bool) -> tuple[Tensor, Tensor]:
-        """Actions, one agent after the other, and their log probabilities, (B, agents)."""
-        shape = (len(encoded), 0) if self.discrete else (len(encoded), 0, self.actions)
-        actions, told = torch.zeros(shape, dtype=torch.long if self.discrete else torch.float), []
-        blank = actions.new_zeros(len(encoded), 1, *shape[2:])
-        for agent in range(self.agents):
-            chances = self.decode(encoded, available, torch.cat([actions, blank], 1))
-            best = chances.probs.argmax(-1) if self.discrete else chances.mean
-            action = best if greedy else chances.sample()
-            told.append(chances.log_prob(action)[:, agent])
-            actions = torch.cat([actions, action[:, agent : agent + 1]], 1)
-        return actions, torch.stack(told, 1)
+def save(file: Path, team: Team, optimizer: torch.optim.Optimizer, run: dict[str, Any]) -> None:
+    """The run as one unit: absent, or complete."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_name(f"{file.name}.new")
+    with beside.open("wb") as written:
+        parts = {"team": team.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}
+        torch.save({**parts, "run": run}, written)
+        written.flush()
+        os.fsync(written.fileno())
+    beside.replace(file)
 
 
-def split(observation: Any) -> tuple[Tensor, Tensor | None]:
-    """What the agents see, and which of their actions are possible, if not all."""
-    if isinstance(observation, dict):
-        return torch.from_numpy(observation["agents"]), torch.from_numpy(observation["available"])
-    return torch.from_numpy(observation), None
-
-
-@torch.inference_mode()
-def act(team: Team, observation: Any, greedy: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
-    seen, available = split(observation)
-    encoded, value = team.encode(seen)
-    actions, log_prob = team.choose(encoded, available, greedy)
-    return actions, {"log_prob": log_prob, "value": value}
+def resume(
+    chosen: argparse.Namespace, team: Team, optimizer: torch.optim.Optimizer, curve: curves.Curve
+) -> dict[str, Any]:
+    """Brings model and optimizer to where the checkpoint is, if there is one; the run so far."""
+    run: dict[str, Any] = {"setting": setting(chosen), "points": [], "recent": [], "ages": [], "version": 0}
+    run |= dict.fromkeys(("steps", "spent_s", "cpu_s", "learn_s", "policy_s", "environment_s", "store_s"), 0)
+    if chosen.checkpoint is None or not chosen.checkpoint.exists():
+        return run
+    state = torch.load(chosen.checkpoint, weights_only=True)
+    if state["run"]["setting"] != run["setting"]:
+        raise SystemExit(f"{chosen.checkpoint} is of a run with {state['run']['setting']}; remove it, or choose those")
+    team.load_state_dict(state["team"])
+    optimizer.load_state_dict(state["optimizer"])
+    torch.set_rng_state(state["random"])
+    run = state["run"]
+    curve.content["points"][:] = run["points"]
+    curve.began_s -= run["spent_s"]
+    return run
 
 
 # ------------------------------------------------------------------------------------------------------- learning
@@ -188,53 +132,69 @@ def learn(
     chosen: argparse.Namespace, team: Team, battles: Any, store: gt.Store, curve: curves.Curve
 ) -> dict[str, float]:
     policy = LocalPolicy(act, team)
-    actor = Actor(battles, policy, store, seed=chosen.seed)
     optimizer = torch.optim.Adam(team.parameters(), lr=chosen.rate, eps=1e-5)
-    recent: list[float] = []
-    learned_s, ages, began_s = 0.0, [], time.perf_counter()
+    run = resume(chosen, team, optimizer, curve)
+    policy.version = run["version"]
+    actor = Actor(battles, policy, store, seed=chosen.seed + 2_000 * run["version"])  # battles that it has not had
+    stats, ages, began_s, began_cpu_s = actor.stats, run["ages"], time.perf_counter(), curves.used_cpu_s()
+    before = {name: run[name] for name in ("steps", "spent_s", "cpu_s", "policy_s", "environment_s", "store_s")}
+
+    def add_up() -> None:
+        run["version"] = policy.version
+        run["spent_s"] = before["spent_s"] + time.perf_counter() - began_s
+        run["cpu_s"] = before["cpu_s"] + curves.used_cpu_s() - began_cpu_s
+        for name in ("steps", "policy_s", "environment_s", "store_s"):
+            run[name] = before[name] + getattr(stats, name)
+
     with (
         gt.Replay(store, gt.selection.Fifo(), chosen.envs, prefetch=0) as replay,
         curves.bars() as bars,
     ):
         bar = bars.add_task(chosen.task, total=chosen.steps)
-        while actor.stats.steps < chosen.steps and time.perf_counter() - began_s < chosen.seconds:
+        if run["version"]:
+            bars.console.print(f"goes on after {run['steps']:,} steps of {chosen.checkpoint}")
+        while run["steps"] < chosen.steps and run["spent_s"] < chosen.seconds:
             actor.run(until=lambda: len(store) >= chosen.envs)
             batch = replay.sample()
             ages.append(float(policy.version - batch.version.float().mean()))
-            spent_s = time.perf_counter() - began_s
-            done = max(actor.stats.steps / chosen.steps, spent_s / chosen.seconds)  # whichever ends first
+            add_up()
+            done = max(run["steps"] / chosen.steps, run["spent_s"] / chosen.seconds)  # whichever ends first
             optimizer.param_groups[0]["lr"] = chosen.rate * max(0.02, 1 - done)
             since_s = time.perf_counter()
             update(team, optimizer, batch, 0.01 - 0.009 * min(1.0, done), chosen)
-            learned_s += time.perf_counter() - since_s
+            run["learn_s"] += time.perf_counter() - since_s
             policy.version += 1
-            recent = [*recent, score(chosen, batch, actor)][-5:]
-            steps, words = actor.stats.steps, f"{curve.content['y']} {np.mean(recent):.3f}"
+            run["recent"] = [*run["recent"], score(chosen, batch, actor)][-5:]
+            mean, returns = float(np.mean(run["recent"])), float(np.mean(stats.returns or [np.nan]))
+            words = f"{curve.content['y']} {mean:.3f}"
             if chosen.measure == "win rate":
-                words += f", return {np.mean(actor.stats.returns or [0]):.2f}"
-            bars.update(bar, completed=steps, description=f"{chosen.task}: {words}")
+                words += f", return {returns:.2f}"
+            add_up()
+            bars.update(bar, completed=run["steps"], description=f"{chosen.task}: {words}")
             if policy.version % chosen.every == 0:
-                curve.point(steps, np.mean(recent))
-                spent_s = time.perf_counter() - began_s
-                share = 100 * learned_s / spent_s
-                bars.console.print(f"{spent_s:4.0f} s, {steps:>9,} steps: {words}; {share:.0f} % of the time to learn")
-    stats = actor.stats
+                curve.point(run["steps"], mean, mean_return=returns)
+                share = 100 * run["learn_s"] / run["spent_s"]
+                words += f"; {share:.0f} % of the time to learn"
+                bars.console.print(f"{run['spent_s']:4.0f} s, {run['steps']:>9,} steps: {words}")
+                if chosen.checkpoint:
+                    save(chosen.checkpoint, team, optimizer, run | {"points": curve.content["points"]})
     result = {
         "return": float(np.mean(stats.returns or [np.nan])),
-        "environment_steps": stats.steps,
+        "environment_steps": run["steps"],
         "versions": policy.version,
         "row_age_versions": float(np.mean(ages)),
-        "policy_s": stats.policy_s,
-        "environment_s": stats.environment_s,
-        "store_s": stats.store_s,
-        "learn_s": learned_s,
-        "train_s": time.perf_counter() - began_s,
+        **{name: run[name] for name in ("policy_s", "environment_s", "store_s", "learn_s")},
+        "train_s": run["spent_s"],
     }
-    best = evaluate(chosen, team, battles)
-    curve.point(stats.steps, best[chosen.measure])
+    best = evaluate(team, battles, 1_000_000 + chosen.seed)
+    curve.point(run["steps"], best[chosen.measure], mean_return=best["return"])
     actor.close()
-    figures = {"greedy": best[chosen.measure], "greedy_return": best["return"], "training": float(np.mean(recent))}
-    return {**figures, **result}
+    figures = {
+        "greedy": best[chosen.measure],
+        "greedy_return": best["return"],
+        "training": float(np.mean(run["recent"])),
+    }
+    return {**figures, **result, "before_cpu_s": before["cpu_s"]}
 
 
 def score(chosen: argparse.Namespace, batch: gt.Batch, actor: Actor) -> float:
@@ -243,19 +203,6 @@ def score(chosen: argparse.Namespace, batch: gt.Batch, actor: Actor) -> float:
         ended = batch["terminated"]
         return float((batch["reward"][ended] >= 1.0).float().mean()) if ended.any() else 0.0  # 1 for the victory
     return float(np.mean(actor.stats.returns)) if actor.stats.returns else float("nan")
-
-
-def evaluate(chosen: argparse.Namespace, team: Team, battles: Any) -> dict[str, float]:
-    """The first episode of every battle, with the likeliest actions: the share that was won, and the mean return."""
-    observation = battles.reset(seed=1_000_000 + chosen.seed)
-    returns, won, playing = np.zeros(battles.n), np.zeros(battles.n, bool), np.ones(battles.n, bool)
-    while playing.any():
-        stepped = battles.step(act(team, observation, greedy=True)[0].numpy())
-        returns[playing] += stepped.reward.reshape(battles.n, -1).mean(1)[playing]
-        won |= playing & getattr(battles, "won", False)
-        playing &= ~(stepped.terminated | stepped.truncated)
-        observation = stepped.next
-    return {"win rate": float(won.mean()), "return": float(returns.mean())}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -269,7 +216,8 @@ def main(arguments: list[str] | None = None) -> int:
     add("--measure", choices=("win rate", "return"), help="of the curve (SMAX: win rate)")
     add("--minibatches", type=int, default=4, help="of each epoch (4)")
     add("--rate", type=float, default=1e-3, help="learning rate at the beginning; it falls to 2 %% of that (1e-3)")
-    add("--every", type=int, default=10, help="versions from one point of the curve to the next (10)")
+    add("--every", type=int, default=10, help="versions from one point of the curve, and checkpoint, to the next (10)")
+    add("--checkpoint", type=Path, help="the run's file, resumed when it is there")
     chosen = text.parse_args(arguments)
     if chosen.tiny:
         chosen.steps, chosen.envs, chosen.every = chosen.steps or 600, chosen.envs or 4, 1
@@ -297,7 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"mat-{os.getpid()}", fields, max_length=steps, capacity=8 * chosen.envs, max_times_sampled=1
     ) as store:
         result = learn(chosen, team, battles, store, curve)
-    finished = curve.finish(**result)["result"]
+    finished = curve.finish(others_cpu_s=result.pop("before_cpu_s"), **result)["result"]
     screen.print(" ".join(f"{name}={value:,.2f}" for name, value in finished.items()))
     return 0
 

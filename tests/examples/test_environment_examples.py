@@ -185,22 +185,74 @@ class Agree:
         return {"agents": seen, "available": np.ones((self.n, 3, 4), bool)}
 
 
-def test_the_team_learns_to_agree_through_the_store(mat, store_name):
+def agreed(mat, name, **options):
+    """Teams learn to agree, in a store of that name: the team, the curve, and what came of it."""
     chosen = argparse.Namespace(
         task="smax/agree", seed=0, envs=128, steps=6_000, seconds=90.0, epochs=4, rate=3e-3, every=1000, scale=1.0,
-        curve=None, plot=None, minibatches=4, measure="win rate",
+        curve=None, plot=None, minibatches=4, measure="win rate", checkpoint=None,
     )  # fmt: skip
+    battles = options.pop("battles", None) or Agree(chosen.envs)
+    vars(chosen).update(options)
     torch.manual_seed(0)
-    battles = Agree(chosen.envs)
     steps = mat.ACTIONS + 1
     told = {name: gt.Field((3,), "float32") for name in ("log_prob", "value")}
     team = mat.Team(3, 5, 4, True)
     curve = mat.curves.Curve("agree", "steps", "won", chosen)
     fields = recorded_fields(battles.fields(), **told)
-    with gt.Store.create(store_name(), fields, max_length=steps, capacity=1024, max_times_sampled=1) as store:
-        result = mat.learn(chosen, team, battles, store, curve)
+    with gt.Store.create(name, fields, max_length=steps, capacity=1024, max_times_sampled=1) as store:
+        return team, curve, mat.learn(chosen, team, battles, store, curve)
+
+
+def test_the_team_learns_to_agree_through_the_store(mat, store_name):
+    _, _, result = agreed(mat, store_name())
     assert result["greedy"] > 0.9, "three agents that guess agree with what is asked once in 64 times"
     assert result["row_age_versions"] <= 1
+
+
+class CutError(Exception):
+    pass
+
+
+class CutShort(Agree):
+    """Breaks after so many steps."""
+
+    left = 30
+
+    def step(self, actions):
+        self.left -= 1
+        if not self.left:
+            raise CutError
+        return super().step(actions)
+
+
+def test_a_run_that_was_cut_goes_on_from_its_checkpoint(mat, store_name, tmp_path, monkeypatch):
+    file = tmp_path / "run.pt"
+    with pytest.raises(CutError):
+        agreed(mat, store_name(), battles=CutShort(128), every=2, checkpoint=file)
+    saved = torch.load(file, weights_only=True)
+    cut = saved["run"]
+    assert cut["version"] >= 2 and 0 < cut["steps"] < 6_000 and len(cut["points"]) == cut["version"] // 2
+    loaded = []
+    resume = mat.resume
+
+    def watched(chosen, team, optimizer, curve):
+        run = resume(chosen, team, optimizer, curve)
+        weights = {name: value.clone() for name, value in team.state_dict().items()}
+        loaded.append((weights, float(optimizer.state_dict()["state"][0]["step"])))
+        return run
+
+    monkeypatch.setattr(mat, "resume", watched)
+    _, curve, result = agreed(mat, store_name(), every=2, checkpoint=file)
+    ((team, updates),) = loaded
+    assert all(torch.equal(value, saved["team"][name]) for name, value in team.items())
+    assert updates == saved["optimizer"]["state"][0]["step"] > 0
+    assert curve.content["points"][: len(cut["points"])] == cut["points"]
+    steps = [point["x"] for point in curve.content["points"]]
+    assert steps == sorted(steps) and 6_000 <= result["environment_steps"] < 7_000, "none is counted twice"
+    assert result["versions"] > cut["version"] and result["train_s"] > cut["spent_s"]
+    assert result["greedy"] > 0.8
+    with pytest.raises(SystemExit, match="of a run with"):
+        agreed(mat, store_name(), every=2, checkpoint=file, rate=1e-3)
 
 
 @pytest.mark.slow  # JAX compiles for many seconds

@@ -320,6 +320,40 @@ def test_the_experts_that_ship_reach_what_they_say_by_actions_of_1024_bins(tasks
     assert envs.returns[0] > 0.9 * said
 
 
+class Line:
+    """Two bodies that go where they are told (`Simulators`), and observe where they are."""
+
+    def __init__(self, task, seeds):
+        self.place, self.playing = np.zeros((len(seeds), 17)), np.ones(len(seeds), bool)
+
+    def observe(self):
+        return self.place.copy()
+
+    def step(self, actions):
+        self.place[:, :6] += actions
+
+    def close(self):
+        pass
+
+
+def test_what_the_expert_wants_is_recorded_whatever_is_done(tasks, gato, monkeypatch):
+    monkeypatch.setattr(tasks, "simulators", Line)
+    places = []
+
+    def expert(envs):
+        places.append(envs.observe()[:, :6])
+        return 0.5 - 0.2 * places[-1]
+
+    disturb = tasks.disturbance("halfcheetah", np.array([False, True]), 0)
+    _, made = tasks.play("halfcheetah", [1, 2], expert, disturb, 60)
+    place = np.array(places)  # (steps, bodies, numbers)
+    assert np.array_equal(made["tokens"][..., 17:23], gato.binned(0.5 - 0.2 * place))
+    done = np.diff(place, axis=0)
+    off = np.abs(done - gato.numbers_of(gato.binned(0.5 - 0.2 * place[:-1])))
+    assert off[:, 0].max() < 1e-6, "undisturbed, the middle of the action's bin is done"
+    assert (off[:, 1].max(1) > 0.01).mean() > 0.5 and off.max() < 6 * 2 * tasks.NOISE
+
+
 def test_the_search_for_an_expert_writes_one_that_plays(tmp_path):
     pytest.importorskip("mujoco", reason="a MuJoCo task")
     search = importlib.import_module("halfcheetah_expert")
