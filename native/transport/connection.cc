@@ -23,14 +23,6 @@ namespace {
 constexpr int kMostReadsAhead = 1000;
 constexpr size_t kMostShown = 1 << 16;
 
-void pause_briefly() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#else
-  std::atomic_signal_fence(std::memory_order_seq_cst);
-#endif
-}
-
 }  // namespace
 
 // --- turns --------------------------------------------------------------------------------------------------------

@@ -66,6 +66,15 @@ class Patience {
   uint32_t vain_ = 0;
 };
 
+// Within a loop that polls.
+inline void pause_briefly() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+#endif
+}
+
 class Sideband;
 class Stream;
 class ExposedRegion;

@@ -42,11 +42,30 @@ Input frame(uint8_t announcements, uint16_t flags, const std::vector<uint64_t>& 
   return input;
 }
 
+// A message in parts, of a segment each; `abandoned` is of the last one.
+Input parts(uint64_t payload, const std::vector<uint64_t>& bytes, uint32_t abandoned) {
+  Input ring;
+  append(&ring, FrameHeader{kFrameMagic, 1, 2, 5, payload, 1, kInParts, 0});
+  append(&ring, payload);
+  append(&ring, uint64_t{5});  // the header
+  for (uint32_t i = 0; i < bytes.size(); ++i) {
+    append(&ring, SegmentPart{kPartMagic, i + 1 == bytes.size() ? abandoned : 0, {i, 1}, bytes[i]});
+  }
+  Input input = input_of(static_cast<uint8_t>(bytes.size()), ring.size());
+  input.insert(input.end(), ring.begin(), ring.end());
+  return input;
+}
+
 }  // namespace
 
 std::vector<Input> fuzz_seeds() {
-  return {frame(0, 0, {}, 0), frame(0, 0, {100, 0, 7}, 30), frame(1, kInSegment, {1000, 2000}, 16),
-          frame(2, kInSegment | kHeaderInSegment, {5000}, 20000)};
+  return {frame(0, 0, {}, 0),
+          frame(0, 0, {100, 0, 7}, 30),
+          frame(1, kInSegment, {1000, 2000}, 16),
+          frame(2, kInSegment | kHeaderInSegment, {5000}, 20000),
+          parts(5000, {3000, 2000}, 0),
+          parts(100'000, {65536, 100, 1}, 1),
+          parts(700, {700}, 0)};
 }
 
 }  // namespace geartrain

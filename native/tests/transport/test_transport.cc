@@ -91,8 +91,10 @@ TEST(messages_arrive_whole_and_in_order_whatever_their_sizes) {
 
 TEST(random_messages_both_ways_from_many_threads_stay_whole_and_in_order) {
   constexpr uint64_t kThreads = 3, kEach = 150;
-  for (const char* transport : transports()) {
-    Pair pair = connected(transport);
+  const auto both_ways = [&](const char* transport, bool views) {
+    Options options;
+    options.views = views;
+    Pair pair = connected(transport, options);
     std::vector<std::thread> threads;
     std::atomic<uint64_t> wrong{0};
     const auto form = [](uint64_t tag) {
@@ -120,12 +122,16 @@ TEST(random_messages_both_ways_from_many_threads_stay_whole_and_in_order) {
     }
     for (auto& thread : threads) thread.join();
     CHECK_EQ(wrong.load(), uint64_t{0});
-  }
+  };
+  for (const char* transport : transports()) both_ways(transport, true);
+  both_ways("shm", false);
 }
 
 TEST(two_peers_that_both_send_first_do_not_wait_for_each_other) {
-  for (const char* transport : transports()) {
-    Pair pair = connected(transport);
+  const auto both = [](const char* transport, bool views) {
+    Options options;
+    options.views = views;
+    Pair pair = connected(transport, options);
     const auto talk = [](Connection& end) {
       for (uint64_t i = 0; i < 60; ++i) Payload(i, 100, {kMiB}).send(end, i, soon());
       for (uint64_t i = 0; i < 60; ++i) {
@@ -138,7 +144,9 @@ TEST(two_peers_that_both_send_first_do_not_wait_for_each_other) {
     std::thread other([&] { talk(*pair.other); });
     talk(*pair.one);
     other.join();
-  }
+  };
+  for (const char* transport : transports()) both(transport, true);
+  both("shm", false);
 }
 
 TEST(every_wait_ends_at_its_deadline) {

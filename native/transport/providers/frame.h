@@ -2,11 +2,16 @@
 //
 //   FrameHeader | u64 sizes[buffer_count] | SegmentPlace, if in a segment | header | buffers, one after the other
 //
+// In parts (kInParts), the buffers do not follow, but as many SegmentParts as their bytes need, each at a multiple
+// of 8. A part fills the buffers from where the one before it ended. One that says `abandoned` ends the message: its
+// sender could not go on, and it counts as never sent.
+//
 // Frames of a peer are untrusted: check() passes only what the limits allow, before memory
 // is allocated for it. All numbers are little-endian; no other machine is supported.
 #pragma once
 
 #include <bit>
+#include <cstddef>
 #include <cstring>
 
 #include "base/errors.h"
@@ -17,11 +22,13 @@ namespace geartrain {
 static_assert(std::endian::native == std::endian::little);
 
 constexpr uint32_t kFrameMagic = 0x31465447;  // "GTF1"
+constexpr uint32_t kPartMagic = 0x31505447;   // "GTP1"
 
 enum FrameFlag : uint16_t {
   kInSegment = 1,        // shm: the buffers are in a segment, 64-byte aligned, in their order
   kHeaderInSegment = 2,  // and so is the header, before them
   kOnLanes = 4,          // tcp: the buffers come in pieces over the lanes (tcp.cc)
+  kInParts = 8,          // shm: the buffers come in parts (shm_parts.h)
 };
 
 struct FrameHeader {
@@ -41,6 +48,14 @@ struct SegmentPlace {
   uint32_t use;  // how many segments used the slot before this one
 };
 static_assert(sizeof(SegmentPlace) == 8);
+
+struct SegmentPart {
+  uint32_t magic;
+  uint32_t abandoned;  // 0, or 1: nothing else here counts
+  SegmentPlace place;
+  uint64_t bytes;  // from the segment's beginning; not zero
+};
+static_assert(sizeof(SegmentPart) == 24 && offsetof(SegmentPart, place) == 8 && offsetof(SegmentPart, bytes) == 16);
 
 inline FrameHeader frame_of(const Outgoing& message, uint16_t flags) {
   return {kFrameMagic,

@@ -51,6 +51,11 @@ static_assert(sizeof(ShmReply) == 128);
 std::shared_ptr<Connection> take_shm(Descriptor socket, const ShmOffer& offer, std::vector<Descriptor> fds,
                                      const Session& session, const Options& options);
 
+// An end over a control segment that both sides have.
+struct ShmControl;
+std::shared_ptr<Connection> make_shm(Descriptor socket, std::shared_ptr<ShmControl> control, Descriptor wake,
+                                     Descriptor sideband, const Session& session, const Options& options);
+
 // The last of the lanes is the sideband.
 std::shared_ptr<Connection> take_tcp(Stream socket, std::vector<Stream> lanes, const Session& session,
                                      const Options& options);

@@ -12,17 +12,14 @@
 // Segments (shm_segments.h). A segment is leased by the sender before the frame that names it is visible, and returned
 // by the receiver when the last reference to the message is dropped. Segments are sealed against shrinking, so reading
 // them cannot fault; nothing here depends on the size of /dev/shm, and nothing has a name that could be left behind.
+// A receiver that copies is sent big messages in parts (shm_parts.h), so that both sides copy at the same time.
 //
 // Death. The kernel closes the socket of a process that dies: the other side takes what is whole in the ring, and
 // then its connection ends. Messages it still uses stay valid, because the kernel keeps memory that is mapped.
 
-#include <fcntl.h>
 #include <poll.h>
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
-#include <sys/un.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -33,18 +30,21 @@
 #include "transport/providers/frame.h"
 #include "transport/providers/provider.h"
 #include "transport/providers/shm_control.h"
+#include "transport/providers/shm_parts.h"
 #include "transport/providers/shm_segments.h"
 #include "transport/security/handshake.h"
 
 namespace geartrain {
 namespace {
 
-constexpr char kOfferMagic[8] = {'G', 'E', 'A', 'R', 'O', 'F', 'R', '\n'};
 constexpr uint64_t kInlineMost = uint64_t{32} << 10;    // frames up to this size are in the ring whole
 constexpr uint64_t kInlineHeader = uint64_t{16} << 10;  // headers up to this size, when the buffers do not
 constexpr uint64_t kViewFrom = uint64_t{512} << 10;     // a smaller message is copied: that is soon done
-constexpr uint64_t kGlanceNs = 5'000'000;               // how often a busy sender checks the peer's liveness
-constexpr uint32_t kMostViews = kSlots / 2;             // the others stay free for messages that are copied
+constexpr uint64_t kPartsFrom = uint64_t{512} << 10;
+constexpr double kPartSpinUs = 50;           // a part is copied sooner
+constexpr double kStallS = 0.005;            // then the peer is busy with something else
+constexpr uint64_t kGlanceNs = 5'000'000;    // how often a busy sender checks the peer's liveness
+constexpr uint32_t kMostViews = kSlots / 2;  // the others stay free for messages that are copied
 
 // A message's lease of the peer's segment.
 struct Lease {
@@ -77,6 +77,7 @@ class ShmConnection final : public Connection {
         own_(socket_, out_, options.limits.max_segment_bytes),
         theirs_(socket_) {
     wake_ = std::move(wake);
+    if (!options.views) in_.takes_parts.store(1, std::memory_order_relaxed);
     struct ucred who{};
     socklen_t size = sizeof who;
     const bool known = ::getsockopt(socket_.get(), SOL_SOCKET, SO_PEERCRED, &who, &size) == 0;
@@ -124,9 +125,14 @@ class ShmConnection final : public Connection {
       return;
     }
     const bool header_too = message.header.size() > kInlineHeader;
+    if (!header_too && payload >= kPartsFrom && out_.takes_parts.load(std::memory_order_relaxed) != 0 &&
+        write_in_parts(message, payload, deadline)) {
+      count_sent(Path::segment, message.header.size() + payload);
+      return;
+    }
     uint64_t needed = header_too ? padded(message.header.size()) : 0;
     for (const Bytes& buffer : message.buffers) needed += padded(buffer.size());
-    const uint32_t slot = find_segment(needed, deadline);
+    const uint32_t slot = find_segment([&] { return own_.try_take(needed, deadline); }, deadline);
     std::byte* to = own_.data(slot);
     if (header_too) {
       copy_large(to, message.header.data(), message.header.size());
@@ -170,9 +176,16 @@ class ShmConnection final : public Connection {
     wait_until([&] { return room() >= needed; }, deadline, "took no message");
   }
 
-  // Waits until the peer has made it true; reads what it sends meanwhile.
   template <typename True>
   void wait_until(True&& is_true, Deadline deadline, const char* what) {
+    if (!wait_for_peer(is_true, deadline)) {
+      fail(ErrorKind::timed_out, "the peer over ", describe(), " ", what, " before the deadline");
+    }
+  }
+
+  // Waits until the peer has made it true; reads what it sends meanwhile. False at the deadline.
+  template <typename True>
+  bool wait_for_peer(True&& is_true, Deadline deadline) {
     while (!is_true()) {
       check_usable();
       if (lost()) fail_lost();
@@ -180,9 +193,7 @@ class ShmConnection final : public Connection {
       std::atomic_thread_fence(std::memory_order_seq_cst);
       if (is_true()) break;
       if (read_ahead()) continue;
-      if (deadline.passed()) {
-        fail(ErrorKind::timed_out, "the peer over ", describe(), " ", what, " before the deadline");
-      }
+      if (deadline.passed()) return false;
       if (!sender_sleeper_) watch_for_sender();
       struct epoll_event events[2];
       // The peer signals when there is room. Data that it sends meanwhile is detected here as well.
@@ -193,6 +204,7 @@ class ShmConnection final : public Connection {
       }
     }
     out_.short_of_room.store(0, std::memory_order_relaxed);
+    return true;
   }
 
   void watch_for_sender() {
@@ -223,13 +235,94 @@ class ShmConnection final : public Connection {
     control_->wake_if(out_.asleep);
   }
 
-  uint32_t find_segment(uint64_t needed, Deadline deadline) {
+  // What `take` finds, kSlots while there is none.
+  template <typename Take>
+  uint32_t find_segment(Take&& take, Deadline deadline) {
     uint32_t found = kSlots;
+    wait_until([&] { return (found = taken(take)) != kSlots; }, deadline, "returned no segment");
+    return found;
+  }
+
+  template <typename Take>
+  uint32_t taken(Take&& take) {
     try {
-      wait_until([&] { return (found = own_.try_take(needed, deadline)) != kSlots; }, deadline, "returned no segment");
+      return take();
     } catch (const std::exception& error) {
       if (own_.broken()) lose(error.what());
       throw;
+    }
+  }
+
+  // --- sending in parts -------------------------------------------------------------------------------------------
+
+  // False, and nothing was sent, when the peer takes none now. When it throws in the middle, the peer drops the
+  // message.
+  bool write_in_parts(const Outgoing& message, uint64_t payload, Deadline deadline) {
+    if (out_.tail.load(std::memory_order_acquire) < stalled_at_) return false;  // it is busy still
+    bytes_out_.clear();
+    for (const Bytes& buffer : message.buffers) bytes_out_.add(buffer);
+    const uint64_t each = part_bytes(payload);
+    const uint64_t beginning = sizeof(FrameHeader) + 8 * message.buffers.size() + message.header.size();
+    uint64_t done = 0;
+    try {
+      while (done != payload) {
+        const uint64_t left = payload - done;
+        uint64_t bytes = std::min(each, left);
+        uint32_t slot = find_part(left, deadline);
+        if (slot == kSlots) {
+          stalled_at_ = head_;
+          if (done == 0) return false;
+          bytes = left;
+          slot = find_segment([&] { return own_.try_take(left, deadline); }, deadline);
+        }
+        gather(bytes_out_, done, {own_.data(slot), bytes});
+        wait_for_room((done == 0 ? beginning + 8 : 0) + 2 * sizeof(SegmentPart), deadline);  // one for abandon()
+        uint64_t at = head_;
+        if (done == 0) {
+          at = control_->put(put_frame(frame_of(message, kInParts), message), message.header);
+          at = (at + 7) / 8 * 8;
+        }
+        publish(put_part(at, {kPartMagic, 0, own_.lease(slot), bytes}));
+        done += bytes;
+      }
+    } catch (...) {
+      if (done != 0 && !lost()) publish(put_part(head_, {kPartMagic, 1, {}, 0}));
+      throw;
+    }
+    return true;
+  }
+
+  uint64_t put_part(uint64_t at, const SegmentPart& part) const {
+    return control_->put(at, std::as_bytes(std::span(&part, 1)));
+  }
+
+  // A segment for the next part, or kSlots when the peer has returned none for a while, and what is left may be sent
+  // without it.
+  uint32_t find_part(uint64_t left, Deadline deadline) {
+    uint32_t found = kSlots;
+    const auto try_once = [&] {
+      found = taken([&] { return own_.try_take_part(part_segment_bytes(), deadline); });
+      return found != kSlots;
+    };
+    if (try_once() || !own_.has_parts()) return found;
+    if (poll_for(try_once, &out_patience_) || wait_for_peer(try_once, deadline.sooner(kStallS))) return found;
+    if (padded(left) > options_.limits.max_segment_bytes)
+      return find_segment([&] { return try_once(), found; }, deadline);
+    return kSlots;
+  }
+
+  // Polls for what the peer is just doing.
+  template <typename True>
+  static bool poll_for(True&& is_true, Patience* patience) {
+    const double spin_us = patience->spin_us();
+    bool found = false;
+    for (const Deadline until = Deadline::after(spin_us * 1e-6); !found && spin_us > 0 && !until.passed();) {
+      for (int i = 0; !(found = is_true()) && i < 16; ++i) pause_briefly();
+    }
+    if (found) {
+      patience->rewarded();
+    } else {
+      patience->in_vain();
     }
     return found;
   }
@@ -239,11 +332,15 @@ class ShmConnection final : public Connection {
   Poll read_message(Message* message) override {
     const uint64_t tail = tail_.load(std::memory_order_relaxed);
     uint64_t head = in_.head.load(std::memory_order_acquire);
+    if (head == tail && partial_.begun()) {
+      poll_for([&] { return (head = in_.head.load(std::memory_order_acquire)) != tail; }, &in_patience_);
+    }
     if (head == tail) {
       if (!check_socket_.exchange(false, std::memory_order_relaxed)) return Poll::nothing;
       const bool ended = !theirs_.read_notes();
       head = in_.head.load(std::memory_order_acquire);
       if (head == tail) {
+        if (ended) partial_.drop();
         if (ended) fail(ErrorKind::peer_lost, "the peer over ", describe(), " is gone: it died, or hung up");
         return Poll::nothing;
       }
@@ -253,15 +350,20 @@ class ShmConnection final : public Connection {
       check_socket_.store(false, std::memory_order_relaxed);
     }
     const uint64_t there = head - tail;
+    if (partial_.begun()) return take_part(message, tail, there);
     FrameHeader frame{};
     if (there > kRingBytes || there < sizeof frame) fail(ErrorKind::frame, "the peer's ring is corrupt");
     uint64_t at = control_->get(tail, std::as_writable_bytes(std::span(&frame, 1)));
-    check(frame, options_.limits, kInSegment | kHeaderInSegment);
+    check(frame, options_.limits, kInSegment | kHeaderInSegment | kInParts);
     const bool in_segment = (frame.flags & kInSegment) != 0;
     const bool header_too = (frame.flags & kHeaderInSegment) != 0;
-    if (header_too && !in_segment) fail(ErrorKind::frame, "the peer sent what is not a message");
+    const bool in_parts = (frame.flags & kInParts) != 0;
+    if ((header_too && !in_segment) || (in_parts && in_segment))
+      fail(ErrorKind::frame, "the peer sent what is not a message");
     const uint64_t record = sizeof frame + 8 * uint64_t{frame.buffer_count} +
-                            (in_segment ? sizeof(SegmentPlace) : frame.payload_bytes) +
+                            (in_parts     ? 0
+                             : in_segment ? sizeof(SegmentPlace)
+                                          : frame.payload_bytes) +
                             (header_too ? 0 : frame.header_bytes);
     if (record > there) fail(ErrorKind::frame, "the peer's ring holds less than a message");
     sizes_.resize(frame.buffer_count);
@@ -272,6 +374,12 @@ class ShmConnection final : public Connection {
     if (!in_segment) {
       make_room(message, frame.header_bytes, sizes_);
       at = control_->get(at, message->header);
+      if (in_parts) {
+        partial_.begin(std::move(*message), frame.payload_bytes);
+        *message = {};
+        took(at);
+        return Poll::more;
+      }
       for (const auto& buffer : message->buffers) at = control_->get(at, buffer);
       count_received(Path::ring, frame.header_bytes + frame.payload_bytes);
     } else {
@@ -279,10 +387,33 @@ class ShmConnection final : public Connection {
       at = control_->get(at, std::as_writable_bytes(std::span(&place, 1)));
       at = take_from_segment(message, frame, place, header_too, at);
     }
+    took(at);
+    return Poll::message;
+  }
+
+  void took(uint64_t at) {
     const uint64_t next = (at + 7) / 8 * 8;
     tail_.store(next, std::memory_order_relaxed);
     in_.tail.store(next, std::memory_order_release);
     control_->wake_if(in_.short_of_room);
+  }
+
+  Poll take_part(Message* message, uint64_t tail, uint64_t there) {
+    SegmentPart part{};
+    if (there > kRingBytes || there < sizeof part) fail(ErrorKind::frame, "the peer's ring is corrupt");
+    const uint64_t at = control_->get(tail, std::as_writable_bytes(std::span(&part, 1)));
+    if (part.magic != kPartMagic || part.abandoned > 1) fail(ErrorKind::frame, "the peer sent what is not a part");
+    bool whole = false;
+    if (part.abandoned != 0) {
+      partial_.drop();
+    } else {
+      whole = partial_.add(part, *theirs_.find(part.place));
+      in_.leased[part.place.slot].store(0, std::memory_order_release);
+    }
+    took(at);
+    if (!whole) return Poll::more;
+    *message = partial_.take();
+    count_received(Path::segment, message->bytes());
     return Poll::message;
   }
 
@@ -343,6 +474,9 @@ class ShmConnection final : public Connection {
   uint64_t head_ = 0;
   uint64_t glanced_ns_ = 0;
   OwnSegments own_;
+  Sequence<const std::byte> bytes_out_;
+  Patience out_patience_{kPartSpinUs};
+  uint64_t stalled_at_ = 0;  // the ring's position behind which the peer took no part for kStallS
   Descriptor sender_sleeper_;
 
   // The reader's, under its mutex.
@@ -350,136 +484,18 @@ class ShmConnection final : public Connection {
   std::atomic<bool> check_socket_{true};
   std::vector<uint64_t> sizes_;
   PeerSegments theirs_;
+  PartialMessage partial_;
+  Patience in_patience_{kPartSpinUs};
   const std::shared_ptr<std::atomic<uint64_t>> viewed_bytes_ = std::make_shared<std::atomic<uint64_t>>(0);
   const std::shared_ptr<std::atomic<uint64_t>> views_ = std::make_shared<std::atomic<uint64_t>>(0);
 };
 
 }  // namespace
 
-// --- connecting -----------------------------------------------------------------------------------------------------
-
-Descriptor connect_unix(const std::string& name, Deadline deadline) {
-  Descriptor socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!socket) fail(ErrorKind::os, "cannot make a Unix socket: ", std::strerror(errno));
-  struct sockaddr_un to{};
-  to.sun_family = AF_UNIX;
-  if (name.size() + 1 > sizeof to.sun_path) fail(ErrorKind::schema, "the name of a socket is too long");
-  std::memcpy(to.sun_path + 1, name.data(), name.size());
-  const auto size = static_cast<socklen_t>(offsetof(struct sockaddr_un, sun_path) + 1 + name.size());
-  while (::connect(socket.get(), reinterpret_cast<const struct sockaddr*>(&to), size) != 0) {
-    if (errno == ECONNREFUSED || errno == ENOENT) {
-      throw NobodyListens("its socket is not there: another host, another network namespace, or it is gone");
-    }
-    if (errno != EAGAIN && errno != EINTR) {
-      fail(ErrorKind::not_viable, "its socket cannot be connected: ", std::strerror(errno));
-    }
-    // The listener's backlog is full, and a Unix socket cannot be waited for: retry shortly.
-    if (deadline.passed()) fail(ErrorKind::timed_out, "the peer took no connection before the deadline");
-    wait_for(-1, 0, Deadline::after(0.001));
-  }
-  return socket;
-}
-
-namespace {
-
-std::shared_ptr<Connection> dial_once(const Address& address, const Options& options, Deadline deadline) {
-  Descriptor socket = connect_unix(address.shm, deadline);
-  const Session session = greet(socket.get(), Intent::shm, address, options, deadline);
-
-  auto control = std::make_shared<ShmControl>();
-  const Descriptor memory = make_memory("geartrain connection", kControlBytes);
-  control->memory = Memory(memory.get(), kControlBytes, true);
-  control->dialer = true;
-  ControlHeader& header = control->header();
-  std::memcpy(header.magic, kControlMagic, sizeof header.magic);
-  header.version = kControlVersion;
-  header.slots = kSlots;
-  header.ring_bytes = kRingBytes;
-  ShmOffer offer{};
-  std::memcpy(offer.magic, kOfferMagic, sizeof offer.magic);
-  offer.segment_bytes = kControlBytes;
-  random_bytes(offer.nonce);
-  std::memcpy(header.nonce, offer.nonce, sizeof header.nonce);
-
-  Descriptor mine(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  control->peer_wake = Descriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (!mine || !control->peer_wake) fail(ErrorKind::os, "cannot make an eventfd: ", std::strerror(errno));
-  int line[2];
-  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, line) != 0) {
-    fail(ErrorKind::os, "cannot make a pair of sockets: ", std::strerror(errno));
-  }
-  Descriptor sideband(line[0]);
-  const Descriptor sideband_peer_end(line[1]);
-  const int fds[kShmOfferFds] = {memory.get(), mine.get(), control->peer_wake.get(), sideband_peer_end.get()};
-  send_with_fds(socket.get(), std::as_bytes(std::span(&offer, 1)), fds, deadline);
-  ShmReply reply{};
-  read_exactly(socket.get(), std::as_writable_bytes(std::span(&reply, 1)), deadline);
-  reply.reason[sizeof reply.reason - 1] = 0;
-  if (reply.viable == 0) fail(ErrorKind::not_viable, "the peer answered: ", reply.reason);
-  for (size_t i = 0; i < sizeof header.nonce; ++i) {
-    if (header.answer[i] != static_cast<uint8_t>(~offer.nonce[i])) {
-      fail(ErrorKind::not_viable, "the peer's answer does not show in the memory it was to share");
-    }
-  }
-  return std::make_shared<ShmConnection>(std::move(socket), std::move(control), std::move(mine), std::move(sideband),
+std::shared_ptr<Connection> make_shm(Descriptor socket, std::shared_ptr<ShmControl> control, Descriptor wake,
+                                     Descriptor sideband, const Session& session, const Options& options) {
+  return std::make_shared<ShmConnection>(std::move(socket), std::move(control), std::move(wake), std::move(sideband),
                                          session, options);
-}
-
-}  // namespace
-
-std::shared_ptr<Connection> dial_shm(const Address& address, const Options& options, Deadline deadline) {
-  if (address.shm.empty()) fail(ErrorKind::not_viable, "the peer does not listen for it");
-  return until_admitted(deadline, [&] { return dial_once(address, options, deadline); });
-}
-
-std::shared_ptr<Connection> take_shm(Descriptor socket, const ShmOffer& offer, std::vector<Descriptor> fds,
-                                     const Session& session, const Options& options) {
-  if (std::memcmp(offer.magic, kOfferMagic, sizeof offer.magic) != 0 || fds.size() != kShmOfferFds ||
-      offer.segment_bytes != kControlBytes) {
-    fail(ErrorKind::not_viable, "the offer is not what this version expects");
-  }
-  auto control = std::make_shared<ShmControl>();
-  control->memory = open_memory(fds[0], kControlBytes);
-  ControlHeader& header = control->header();
-  if (std::memcmp(header.magic, kControlMagic, sizeof header.magic) != 0 || header.version != kControlVersion ||
-      header.slots != kSlots || header.ring_bytes != kRingBytes) {
-    fail(ErrorKind::not_viable, "the segment is not what this version expects");
-  }
-  if (std::memcmp(header.nonce, offer.nonce, sizeof header.nonce) != 0) {
-    fail(ErrorKind::not_viable, "the nonce in the segment is not the one that was sent");
-  }
-  for (size_t i = 0; i < sizeof header.nonce; ++i) header.answer[i] = static_cast<uint8_t>(~offer.nonce[i]);
-  for (size_t i = 1; i < kShmOfferFds; ++i) {
-    ::fcntl(fds[i].get(), F_SETFL, O_NONBLOCK);  // a misbehaving descriptor must not block writes
-  }
-  control->peer_wake = std::move(fds[1]);
-  return std::make_shared<ShmConnection>(std::move(socket), std::move(control), std::move(fds[2]), std::move(fds[3]),
-                                         session, options);
-}
-
-std::string shm_not_viable() {
-  try {
-    int pair[2];
-    if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair) != 0) {
-      fail(ErrorKind::os, "no Unix sockets: ", std::strerror(errno));
-    }
-    const Descriptor one(pair[0]), other(pair[1]);
-    const Descriptor memory = make_memory("geartrain probe", 4096);
-    const Memory mine(memory.get(), 4096, true);
-    mine.data()[17] = std::byte{42};
-    const int fd = memory.get();
-    const std::byte word{1};
-    send_with_fds(one.get(), {&word, 1}, {&fd, 1}, Deadline::after(1));
-    std::vector<Descriptor> fds;
-    std::byte got{};
-    if (receive_with_fds(other.get(), {&got, 1}, &fds) != 1 || fds.size() != 1) {
-      return "descriptors do not pass through Unix sockets here";
-    }
-    if (open_memory(fds[0], 4096).data()[17] != std::byte{42}) return "a memfd's memory is not shared here";
-    return "";
-  } catch (const Error& error) {
-    return error.what();
-  }
 }
 
 }  // namespace geartrain

@@ -37,11 +37,13 @@ struct Direction {
   alignas(64) std::atomic<uint64_t> head;            // the sender's: bytes ever written
   alignas(64) std::atomic<uint64_t> tail;            // the receiver's: bytes ever read
   alignas(64) std::atomic<uint32_t> asleep;          // set by the receiver, cleared by the side that wakes it
+  std::atomic<uint32_t> takes_parts;                 // set by a receiver that copies, and may be sent parts (frame.h)
   alignas(64) std::atomic<uint32_t> short_of_room;   // set by the sender, cleared by the side that wakes it
   alignas(64) std::atomic<uint32_t> leased[kSlots];  // set by the sender, cleared by the receiver
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 static_assert(offsetof(Direction, tail) == 64 && offsetof(Direction, asleep) == 128);
+static_assert(offsetof(Direction, takes_parts) == 132);  // unused before, and zero: such peers are sent no parts
 static_assert(offsetof(Direction, short_of_room) == 192 && offsetof(Direction, leased) == 256);
 static_assert(sizeof(Direction) == 512);
 

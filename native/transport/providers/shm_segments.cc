@@ -20,7 +20,8 @@ uint32_t OwnSegments::try_take(uint64_t needed, Deadline deadline) {
     if (own.memory.data() == nullptr) {
       empty = std::min(empty, slot);
     } else if (!is_leased(slot)) {
-      if (own.memory.bytes() >= needed && (best == kSlots || own.memory.bytes() < own_[best].memory.bytes())) {
+      const bool fits = own.memory.bytes() >= needed && !own.for_parts;
+      if (fits && (best == kSlots || own.memory.bytes() < own_[best].memory.bytes())) {
         best = slot;
       } else if (now - own.used_ns > kIdleNs) {
         give_up(slot, deadline);
@@ -38,14 +39,30 @@ uint32_t OwnSegments::try_take(uint64_t needed, Deadline deadline) {
     empty = slot;
   }
   const bool fits = own_bytes_ + bytes <= most_bytes_ || own_bytes_ == 0;
-  return empty == kSlots || !fits ? kSlots : make(empty, bytes, deadline);
+  return empty == kSlots || !fits ? kSlots : make(empty, bytes, false, deadline);
 }
 
-uint32_t OwnSegments::make(uint32_t slot, uint64_t bytes, Deadline deadline) {
+uint32_t OwnSegments::try_take_part(uint64_t bytes, Deadline deadline) {
+  uint32_t empty = kSlots;
+  for (uint32_t slot = 0; slot < kSlots; ++slot) {
+    const Own& own = own_[slot];
+    if (own.memory.data() == nullptr) {
+      empty = std::min(empty, slot);
+    } else if (own.for_parts && !is_leased(slot)) {
+      return slot;  // the lowest: what was used last is in the caches
+    }
+  }
+  if (parts_ == kPartSegments || empty == kSlots || own_bytes_ + bytes > most_bytes_) return kSlots;
+  return make(empty, bytes, true, deadline);
+}
+
+uint32_t OwnSegments::make(uint32_t slot, uint64_t bytes, bool for_parts, Deadline deadline) {
   Own& own = own_[slot];
   const Descriptor fd = make_memory("geartrain message", bytes);  // the mapping is enough afterwards
   own.memory = Memory(fd.get(), bytes, true);
   own.used_ns = monotonic_ns();
+  own.for_parts = for_parts;
+  if (for_parts) ++parts_;
   ++own.use;
   own_bytes_ += bytes;
   note(kAnnounce, slot, bytes, fd.get(), deadline);
@@ -56,6 +73,8 @@ void OwnSegments::give_up(uint32_t slot, Deadline deadline) {
   note(kDrop, slot, 0, -1, deadline);
   own_bytes_ -= own_[slot].memory.bytes();
   own_[slot].memory = Memory();
+  if (own_[slot].for_parts) --parts_;
+  own_[slot].for_parts = false;
 }
 
 void OwnSegments::note(uint32_t word, uint32_t slot, uint64_t bytes, int fd, Deadline deadline) {

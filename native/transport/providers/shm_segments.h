@@ -12,6 +12,8 @@
 
 namespace geartrain {
 
+constexpr uint32_t kPartSegments = 8;
+
 class OwnSegments {
  public:
   OwnSegments(const Descriptor& socket, Direction& out, uint64_t most_bytes)
@@ -20,6 +22,10 @@ class OwnSegments {
   // A segment that is not leased and has so many bytes: the smallest such, or a new one, or kSlots when all are leased.
   // Throws no_space, and what sending a note throws, after which the socket is useless.
   uint32_t try_take(uint64_t needed, Deadline deadline);
+  // A segment for a part, of kPartSegments that are kept for them, or kSlots: all are leased, or no memory is left for
+  // one. Throws as try_take.
+  uint32_t try_take_part(uint64_t bytes, Deadline deadline);
+  bool has_parts() const { return parts_ != 0; }
   std::byte* data(uint32_t slot) const { return own_.at(slot).memory.data(); }
   // The frame that names it is about to be published.
   SegmentPlace lease(uint32_t slot);
@@ -30,9 +36,10 @@ class OwnSegments {
     Memory memory;
     uint32_t use = 0;
     uint64_t used_ns = 0;
+    bool for_parts = false;
   };
   bool is_leased(uint32_t slot) const { return out_.leased[slot].load(std::memory_order_acquire) != 0; }
-  uint32_t make(uint32_t slot, uint64_t bytes, Deadline deadline);
+  uint32_t make(uint32_t slot, uint64_t bytes, bool for_parts, Deadline deadline);
   void give_up(uint32_t slot, Deadline deadline);
   void note(uint32_t word, uint32_t slot, uint64_t bytes, int fd, Deadline deadline);
 
@@ -40,6 +47,7 @@ class OwnSegments {
   Direction& out_;
   const uint64_t most_bytes_;
   uint64_t own_bytes_ = 0;
+  uint32_t parts_ = 0;  // segments that are kept for them
   std::array<Own, kSlots> own_;
   bool broken_ = false;
 };

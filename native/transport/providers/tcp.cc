@@ -28,6 +28,7 @@
 
 #include "transport/providers/frame.h"
 #include "transport/providers/provider.h"
+#include "transport/providers/sequence.h"
 #include "transport/security/handshake.h"
 
 namespace geartrain {
@@ -38,37 +39,6 @@ constexpr uint64_t kPiece = uint64_t{1} << 20;
 constexpr size_t kBufferBytes = size_t{256} << 10;
 constexpr uint64_t kReadBudget = uint64_t{8} << 20;  // then other connections get their turn
 constexpr size_t kMostParts = 64;                    // of one sendmsg or recvmsg
-
-// Consecutive spans as one sequence of bytes.
-template <typename Byte>
-class Sequence {
- public:
-  void clear() { parts_.clear(), ends_.clear(); }
-  void add(std::span<Byte> part) {
-    if (part.empty()) return;
-    parts_.push_back(part);
-    ends_.push_back(bytes() + part.size());
-  }
-  uint64_t bytes() const { return ends_.empty() ? 0 : ends_.back(); }
-  // Up to `most` vectors for the bytes from `at`, `length` of them at most.
-  size_t vectors(uint64_t at, uint64_t length, struct iovec* out, size_t most) const {
-    size_t part = static_cast<size_t>(std::upper_bound(ends_.begin(), ends_.end(), at) - ends_.begin());
-    size_t n = 0;
-    while (n < most && length != 0 && part < parts_.size()) {
-      const uint64_t skip = at - (ends_[part] - parts_[part].size());
-      const uint64_t take = std::min<uint64_t>(length, parts_[part].size() - skip);
-      out[n++] = {const_cast<void*>(static_cast<const void*>(parts_[part].data() + skip)), take};
-      at += take;
-      length -= take;
-      ++part;
-    }
-    return n;
-  }
-
- private:
-  std::vector<std::span<Byte>> parts_;
-  std::vector<uint64_t> ends_;
-};
 
 // Progress of one lane with a payload.
 struct LaneProgress {
