@@ -127,16 +127,33 @@ void check_known(const Candidates& from, std::span<const uint32_t> rows) {
   }
 }
 
+// Arrays for n draws, in recycled memory.
+struct DrawnArrays {
+  explicit DrawnArrays(size_t n, bool with_steps = false)
+      : size(n), memory((with_steps ? 3 : 2) * PooledMemory::padded(4 * n) + PooledMemory::padded(8 * n)) {
+    out = {part<uint32_t>(), part<uint32_t>(), part<double>()};
+    if (with_steps) out.steps = part<uint32_t>();
+  }
+  template <typename T>
+  std::span<T> part() {
+    return {reinterpret_cast<T*>(memory.take(size * sizeof(T))), size};
+  }
+  template <typename T>
+  nb::object array(std::span<T> values) const {
+    return memory.array(values, {size});
+  }
+
+  const size_t size;
+  PooledMemory memory;
+  Draws out;
+};
+
 // Arrays for n rows, filled by `choose` without the GIL, which returns a number that goes with them.
 template <typename Choose>
 nb::tuple chosen(const Candidates& from, size_t n, Choose choose) {
-  PooledMemory memory(2 * PooledMemory::padded(4 * n) + PooledMemory::padded(8 * n));
-  const auto part = [&]<typename T>(T*) { return std::span<T>(reinterpret_cast<T*>(memory.take(n * sizeof(T))), n); };
-  const Draws out{part(static_cast<uint32_t*>(nullptr)), part(static_cast<uint32_t*>(nullptr)),
-                  part(static_cast<double*>(nullptr))};
-  const uint64_t count = from.at_work([&]() -> uint64_t { return choose(out); });
-  return nb::make_tuple(memory.array(out.rows, {n}), memory.array(out.generations, {n}),
-                        memory.array(out.probability, {n}), count);
+  const DrawnArrays all(n);
+  const uint64_t count = from.at_work([&]() -> uint64_t { return choose(all.out); });
+  return nb::make_tuple(all.array(all.out.rows), all.array(all.out.generations), all.array(all.out.probability), count);
 }
 
 // Returns (rows, generations, probability, number of draws that failed).
@@ -158,13 +175,14 @@ nb::tuple draw_steps(const Candidates& from, bool by_priority, uint64_t seed, ui
   plan.round = round;
   plan.strata = strata;
   check_strata(numbers, strata);
-  const size_t n = numbers.size();
-  std::vector<uint32_t> rows(n), generations(n), found(n);
-  std::vector<double> probability(n);
-  const uint64_t failed = from.at_work(
-      [&] { return draw(from.drawn(by_priority), plan, view(numbers), {rows, generations, probability, found}); });
-  return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)), to_numpy(std::move(probability)),
-                        to_numpy(std::move(found)), failed);
+  const Population& population = from.drawn(by_priority);
+  const DrawnArrays all(numbers.size(), true);
+  const uint64_t failed = from.at_work([&] {
+    if (population.row_steps == 0 && !plan.finds_steps(population)) std::ranges::fill(all.out.steps, 0U);
+    return draw(population, plan, view(numbers), all.out);
+  });
+  return nb::make_tuple(all.array(all.out.rows), all.array(all.out.generations), all.array(all.out.probability),
+                        all.array(all.out.steps), failed);
 }
 
 // What one attempt finds for targets: (rows, generations, priorities, steps), rows kNoRow where it is refused.

@@ -199,25 +199,6 @@ class PairListener {
 
 // --- the table -------------------------------------------------------------------------------------------------------
 
-NcclResult init(NcclLogger log) {
-  return guarded("init", [&] {
-    begin(log);
-    return kNcclSuccess;
-  });
-}
-
-NcclResult devices(int* count) {
-  *count = 1;
-  return kNcclSuccess;
-}
-
-NcclResult get_properties(int device, NcclProperties* properties) {
-  return guarded("getProperties", [&] {
-    describe_device(device, properties);
-    return kNcclSuccess;
-  });
-}
-
 NcclResult listen(int device, void* handle, void** listener) {
   return guarded("listen", [&] {
     if (device != 0) fail(ErrorKind::schema, "there is device 0, found ", device);
@@ -269,23 +250,6 @@ NcclResult accept(void* listener, void** connection, void** /*offload*/) {
     *connection = static_cast<PairListener*>(listener)->accept().release();
     return kNcclSuccess;
   });
-}
-
-NcclResult reg_mr(void* /*connection*/, void* data, int bytes, int memory, void** region) {
-  return guarded("regMr", [&] {
-    if (bytes < 0) fail(ErrorKind::schema, "memory of ", bytes, " bytes");
-    *region = register_memory(data, static_cast<size_t>(bytes), memory);
-    return kNcclSuccess;
-  });
-}
-
-NcclResult reg_mr_dma_buf(void*, void*, size_t, int, uint64_t, int, void**) {
-  return kNcclInvalidUsage;  // of GPU memory, which no device here takes
-}
-
-NcclResult dereg_mr(void* /*connection*/, void* region) {
-  forget_memory(region);
-  return kNcclSuccess;
 }
 
 void begin_request(void* connection, bool sends, void* data, int bytes, void* region, void** request) {

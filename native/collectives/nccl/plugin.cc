@@ -193,4 +193,42 @@ NcclResult result_of(ErrorKind kind) {
   }
 }
 
+// --- entries of both tables -----------------------------------------------------------------------------------------
+
+NcclResult init(NcclLogger log) {
+  return guarded("init", [&] {
+    begin(log);
+    return kNcclSuccess;
+  });
+}
+
+NcclResult devices(int* count) {
+  *count = 1;
+  return kNcclSuccess;
+}
+
+NcclResult get_properties(int device, NcclProperties* properties) {
+  return guarded("getProperties", [&] {
+    describe_device(device, properties);
+    return kNcclSuccess;
+  });
+}
+
+NcclResult reg_mr(void* /*owner*/, void* data, int bytes, int memory, void** region) {
+  return guarded("regMr", [&] {
+    if (bytes < 0) fail(ErrorKind::schema, "memory of ", bytes, " bytes");
+    *region = register_memory(data, static_cast<size_t>(bytes), memory);
+    return kNcclSuccess;
+  });
+}
+
+NcclResult reg_mr_dma_buf(void*, void*, size_t, int, uint64_t, int, void**) {
+  return kNcclInvalidUsage;  // of GPU memory, which no device here takes
+}
+
+NcclResult dereg_mr(void* /*owner*/, void* region) {
+  forget_memory(region);
+  return kNcclSuccess;
+}
+
 }  // namespace geartrain::nccl

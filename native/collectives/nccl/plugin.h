@@ -54,5 +54,13 @@ NcclResult guarded(const char* call, Body&& body) {
   }
 }
 
+// Entries that both tables have. The owner of a region is a connection or a group.
+NcclResult init(NcclLogger log);
+NcclResult devices(int* count);
+NcclResult get_properties(int device, NcclProperties* properties);
+NcclResult reg_mr(void* owner, void* data, int bytes, int memory, void** region);
+NcclResult reg_mr_dma_buf(void*, void*, size_t, int, uint64_t, int, void**);
+NcclResult dereg_mr(void* owner, void* region);
+
 }  // namespace nccl
 }  // namespace geartrain

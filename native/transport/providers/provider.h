@@ -64,6 +64,9 @@ std::shared_ptr<Connection> take_tcp(Stream socket, std::vector<Stream> lanes, c
 
 // A connected non-blocking socket. Throws not_viable, timed_out.
 Descriptor connect_tcp(const std::string& host_and_port, Deadline deadline);
+
+// Options of a socket that carries a connection: no delays, and probes that find a host that disappeared.
+void prepare_tcp(int socket);
 // The same, by a name in the abstract namespace.
 Descriptor connect_unix(const std::string& name, Deadline deadline);
 

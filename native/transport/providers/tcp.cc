@@ -56,16 +56,6 @@ struct LaneProgress {
   }
 };
 
-void prepare(int socket) {
-  const int on = 1, idle_s = 10, interval_s = 3, probes = 3, unacknowledged_ms = 30'000;
-  ::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-  ::setsockopt(socket, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
-  ::setsockopt(socket, IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof idle_s);
-  ::setsockopt(socket, IPPROTO_TCP, TCP_KEEPINTVL, &interval_s, sizeof interval_s);
-  ::setsockopt(socket, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
-  ::setsockopt(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, &unacknowledged_ms, sizeof unacknowledged_ms);
-}
-
 std::string end_name(int socket, bool peer) {
   struct sockaddr_storage address{};
   socklen_t size = sizeof address;
@@ -86,9 +76,9 @@ class TcpConnection final : public Connection {
         sideband_socket_(pop(&lanes)),
         lanes_(std::move(lanes)),
         buffer_(std::make_unique_for_overwrite<std::byte[]>(kBufferBytes)) {
-    prepare(socket_.get());
-    if (sideband_socket_) prepare(sideband_socket_.get());
-    for (const Stream& lane : lanes_) prepare(lane.get());
+    prepare_tcp(socket_.get());
+    if (sideband_socket_) prepare_tcp(sideband_socket_.get());
+    for (const Stream& lane : lanes_) prepare_tcp(lane.get());
     ends_ = end_name(socket_.get(), false) + " - " + end_name(socket_.get(), true);
     if (sideband_socket_) start_sideband(std::move(sideband_socket_), 0, "the peer is reached over TCP");
   }
@@ -370,123 +360,11 @@ class TcpConnection final : public Connection {
   std::vector<LaneProgress> progress_in_;
 };
 
-Stream connect_stream(const std::string& place, const Options& options, Deadline deadline) {
-  Stream stream = connect_tcp(place, deadline);
-  if (options.tls == nullptr) return stream;
-  std::string host = place.substr(0, place.rfind(':'));
-  if (host.size() > 2 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
-  try {
-    secure(&stream, options, host, deadline);
-  } catch (const Error& error) {
-    fail(error.kind, place, ": ", error.what());
-  }
-  return stream;
-}
-
-// None: the listener does not know the session any more.
-Stream dial_lane(const std::string& place, const Address& address, const Options& options, Deadline deadline,
-                 uint32_t number, const Session& session) {
-  Stream lane = connect_stream(place, options, deadline);
-  try {
-    greet(lane.wire(), Intent::lane, address, options, deadline, number, &session.id);
-  } catch (const SessionGone&) {
-    return {};
-  }
-  return lane;
-}
-
-// All the streams of one connection. An attempt that fails half-way leaves nothing: the next one is another session.
-std::shared_ptr<Connection> dial_place(const std::string& place, const Address& address, const Options& options,
-                                       Deadline deadline) {
-  Stream socket = connect_stream(place, options, deadline);
-  const uint32_t lanes = std::min(options.lanes, kMaxLanes);
-  const Session session = greet(socket.wire(), Intent::stream, address, options, deadline, lanes);
-  std::vector<Stream> joined;
-  for (uint32_t i = 0; i <= lanes; ++i) {
-    joined.push_back(
-        until_admitted(deadline, [&] { return dial_lane(place, address, options, deadline, i, session); }));
-    if (!joined.back()) fail(ErrorKind::peer_lost, "the peer has given up the connection of this lane");
-  }
-  return take_tcp(std::move(socket), std::move(joined), session, options);
-}
-
 }  // namespace
-
-Descriptor connect_tcp(const std::string& host_and_port, Deadline deadline) {
-  const size_t colon = host_and_port.rfind(':');
-  if (colon == std::string::npos) fail(ErrorKind::schema, "an address is host:port, found '", host_and_port, "'");
-  const std::string host = host_and_port.substr(0, colon), port = host_and_port.substr(colon + 1);
-  struct addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = AI_NUMERICSERV;
-  struct addrinfo* found = nullptr;
-  if (const int error = ::getaddrinfo(host.c_str(), port.c_str(), &hints, &found); error != 0) {
-    fail(ErrorKind::not_viable, "cannot resolve ", host, ": ", ::gai_strerror(error));
-  }
-  const std::unique_ptr<struct addrinfo, void (*)(struct addrinfo*)> addresses(found, ::freeaddrinfo);
-  std::string why = "it has no address";
-  bool nobody = true;  // listens at any of them
-  for (const struct addrinfo* one = found; one != nullptr; one = one->ai_next) {
-    Descriptor socket(::socket(one->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-    if (!socket) {
-      why = std::string("no socket can be made: ") + std::strerror(errno);
-      nobody = false;
-      continue;
-    }
-    int error = ::connect(socket.get(), one->ai_addr, one->ai_addrlen) == 0 ? 0 : errno;
-    if (error == EINPROGRESS) {
-      if (!wait_for(socket.get(), POLLOUT, deadline)) {
-        fail(ErrorKind::timed_out, host_and_port, " did not answer before the deadline");
-      }
-      socklen_t size = sizeof error;
-      ::getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &error, &size);
-    }
-    if (error == 0) {
-      prepare(socket.get());
-      return socket;
-    }
-    why = std::strerror(error);
-    nobody &= error == ECONNREFUSED;
-  }
-  if (nobody) throw NobodyListens(host_and_port + ": " + why);
-  fail(ErrorKind::not_viable, host_and_port, ": ", why);
-}
-
-std::shared_ptr<Connection> dial_tcp(const Address& address, const Options& options, Deadline deadline) {
-  if (address.tcp.empty()) fail(ErrorKind::not_viable, "the peer does not listen for it");
-  std::string why;
-  bool nobody = true;  // listens at any of them
-  for (const std::string& place : address.tcp) {
-    try {
-      // An address that does not answer must not use up the time of the next one.
-      const Deadline soon =
-          &place == &address.tcp.back() ? deadline : deadline.sooner(options.limits.handshake_timeout_s);
-      return until_admitted(soon, [&] { return dial_place(place, address, options, soon); });
-    } catch (const Error& error) {
-      const bool last = &place == &address.tcp.back();
-      const bool refused = dynamic_cast<const NobodyListens*>(&error) != nullptr;
-      if (error.kind == ErrorKind::untrusted || (last && (!refused || nobody))) throw;
-      nobody &= refused;
-      why = error.what();
-    }
-  }
-  fail(ErrorKind::not_viable, why);
-}
 
 std::shared_ptr<Connection> take_tcp(Stream socket, std::vector<Stream> lanes, const Session& session,
                                      const Options& options) {
   return std::make_shared<TcpConnection>(std::move(socket), std::move(lanes), session, options);
-}
-
-std::string tcp_not_viable() {
-  const Descriptor socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  struct sockaddr_in loopback{};
-  loopback.sin_family = AF_INET;
-  loopback.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  if (!socket || ::bind(socket.get(), reinterpret_cast<struct sockaddr*>(&loopback), sizeof loopback) != 0) {
-    return std::string("no socket can be bound: ") + std::strerror(errno);
-  }
-  return "";
 }
 
 }  // namespace geartrain

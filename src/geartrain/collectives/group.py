@@ -250,17 +250,8 @@ class Group:
         except ConnectionClosedError as error:
             raise self._why_closed(error) from None
         if trace.on:
-            self._record(work, session, began_s)
+            work.trace_begin(f"{self.name}/{session.epoch}", self.rank, self.world_size, began_s)
         return work
-
-    def _record(self, work: Work, session: Session | HierarchicalSession, began_s: float) -> None:
-        """The slice of an operation that begins; its arrow leads to where the next rank has its result."""
-        assert work.issue is not None
-        number, world, ended_s = work.issue.number, self.world_size, time.perf_counter()
-        arrows = [f"{self.name}/{session.epoch}/{number}/{(self.rank + ahead) % world}" for ahead in (0, 1)]
-        work.trace_arrow = arrows[0]
-        more: dict[str, Any] = {"rank": self.rank, "number": number, "bytes": work.nbytes, "op": work.op}
-        trace.slice_of(f"begin {work.what}", "collective", began_s, ended_s, flow_out=arrows[1], **more)
 
     # Every other collective: among ranks that all own a share, without reducers, and not by ring. Elements are summed
     # in rank order. Arrays are as those of `all_reduce_async`, of one dtype; sizes may differ from rank to rank. A

@@ -176,6 +176,14 @@ class Work:
             trace.slice_of(f"wait for {self.what}", "collective", began_s, time.perf_counter(), flow_in=arrow)
         return self.array if self.exchange is None else self.array[0]
 
+    def trace_begin(self, session: str, rank: int, world_size: int, began_s: float) -> None:
+        """Traces that this rank began it, in a session of that name; an arrow leads to where the next rank waits."""
+        assert self.issue is not None
+        number, ended_s = self.issue.number, time.perf_counter()
+        self.trace_arrow, ahead = (f"{session}/{number}/{(rank + n) % world_size}" for n in (0, 1))
+        more: dict[str, Any] = {"rank": rank, "number": number, "bytes": self.nbytes, "op": self.op}
+        trace.slice_of(f"begin {self.what}", "collective", began_s, ended_s, flow_out=ahead, **more)
+
     def error(self) -> GeartrainError | None:
         """Why it failed; None when it succeeded, or has not ended."""
         issue = self.issue

@@ -18,7 +18,8 @@ from geartrain.replay.admission import Admission, give_back
 from geartrain.replay.batch import Batch
 from geartrain.replay.native_batch import BatchPlan, native_batch
 from geartrain.replay.pass_sampler import PassSampler
-from geartrain.replay.sampler import StoreSampler, wait_together
+from geartrain.replay.sampler import StoreSampler
+from geartrain.replay.store_waits import wait_together
 from geartrain.selection.mixture import Selection, quotas_of
 from geartrain.store.priorities import set_priorities
 

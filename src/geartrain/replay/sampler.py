@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,14 +14,11 @@ import geartrain._native as _native
 from geartrain.core.keys import Keys
 from geartrain.errors import (
     ArgumentError,
-    CallCancelledError,
     CorruptStoreError,
-    NotEnoughRowsError,
-    StoreClosedError,
     TurnoverError,
-    WaitTimeoutError,
 )
 from geartrain.replay.fetch import FetchPlan
+from geartrain.replay.store_waits import StoreWaits
 from geartrain.replay.transitions import TransitionPlan
 from geartrain.selection.declared import DeclaredStrategy, select_declared
 from geartrain.selection.epochs import Epochs
@@ -48,8 +42,6 @@ from geartrain.selection.strategy import (
 MAX_ATTEMPTS = 64
 # A schedule of the alpha is followed in steps of this share of its value.
 ALPHA_STEP = 0.01
-# How often a wait for rows looks at the store.
-LOOK_EVERY_S = 0.01
 _NO_ROWS = np.empty(0, np.intp)
 _MOST = 2**31 - 1
 
@@ -88,22 +80,13 @@ class _DrawnInPython:
         return np.delete(self.draw.rows, lost)
 
 
-def wait_together(samplers: Sequence[StoreSampler]) -> None:
-    """Gives the stores of a batch that begins one deadline, for all of their waits."""
-    until_s = time.monotonic() + samplers[0].timeout_s
-    for sampler in samplers:
-        sampler.until_s = until_s
-
-
-class StoreSampler:
+class StoreSampler(StoreWaits):
     """Draws from one store by one strategy and fetches by one plan.
 
     Args:
         plan: what is fetched, and from which store.
         strategy: which rows.
-        min_rows: fewer selectable rows than this are not drawn from.
-        timeout_s: longest wait for rows and the store's rate limiter together.
-        stopping: asked while it waits; when it says so, the wait ends with `CallCancelledError`.
+        min_rows, timeout_s, stopping: as in `StoreWaits`.
         transitions: what of the rows is gathered instead of windows.
 
     Attributes:
@@ -111,8 +94,6 @@ class StoreSampler:
         alpha: that the store's priorities are of.
         raises: whether priorities that are given are not stored as they are: the alpha is not 1, or follows a schedule.
         atom: rows that stand or fall together (a group), and so are replaced together.
-        stage: what it is doing, for error messages.
-        until_s: when a wait ends at the latest (`time.monotonic`): of a batch from several stores, for all of them.
         draws_natively: whether rows are drawn by native code, or by the strategy's own.
         in_one_call: whether a whole batch is one native call; else Python draws its rows or places its windows.
     """
@@ -126,15 +107,11 @@ class StoreSampler:
         stopping: Callable[[], bool] | None = None,
         transitions: TransitionPlan | None = None,
     ) -> None:
+        super().__init__(plan.store, min_rows, timeout_s, stopping)
         self.plan = plan
         self.transitions = transitions
         self.strategy = strategy
         self.traits = traits_of(strategy)
-        self.min_rows = min_rows
-        self.timeout_s = timeout_s
-        self.until_s = math.inf
-        self.stopping = stopping
-        self.waits = True  # for `min_rows` rows
         self.redrawn = 0
         self.alpha = alpha_at(strategy, 0)
         # Of a strategy that has its own traits at hand, and cannot change them.
@@ -142,7 +119,6 @@ class StoreSampler:
         self._fixed_alpha = self.alpha if fixed else None
         self.raises = self._fixed_alpha != 1
         self.atom = self.traits.atom
-        self.stage = "idle"
         # Built-in strategies and others that follow from their traits; the rest are asked for their draws.
         self.draws_natively = (
             self.traits.form in ("random", *ORDERS)
@@ -173,7 +149,6 @@ class StoreSampler:
         store = plan.store
         self.candidates = Candidates.of_store(store.native, store.column)
         self.limited = store.options["max_times_sampled"] is not None
-        self._expires = store.options["max_age_s"] is not None
 
     def sample(self, n: int, step: int, state: dict[str, int]) -> tuple[_native.SampledBatch, dict[str, int]]:
         """A batch of the n rows of a step, in recycled memory, and the strategy's state after it.
@@ -352,64 +327,6 @@ class StoreSampler:
 
     # --- its steps, which drawing over several ranks takes one by one -----------------------------------------
 
-    def wait_to_draw(self, n: int) -> None:
-        """Waits for rows, and until the rate limiter lets so many be drawn; raises what either raises."""
-        until_s = time.monotonic() + self.timeout_s
-        self.wait_for_rows(until_s)
-        self.admit(n, until_s)
-
-    def admit(self, n: int, until_s: float = math.inf) -> None:
-        """Waits until the store's rate limiter lets so many rows be drawn, for `timeout_s` at most."""
-        self.stage = "waiting for the rate limiter"
-        left_s = max(0.0, min(self.timeout_s, min(until_s, self.until_s) - time.monotonic()))
-        self.plan.store.limiter.admit_samples(n, left_s, self.stopping)
-        self.stage = "admitted by the rate limiter"
-
-    def give_back(self, n: int) -> None:
-        """Tells the store's rate limiter that rows were admitted for a batch that nobody gets."""
-        if n:
-            with contextlib.suppress(StoreClosedError):  # its counts are out of reach
-                self.plan.store.limiter.give_back(samples=n)
-
-    def wait_for_rows(self, until_s: float) -> None:
-        """Waits until `min_rows` rows are selectable, as long as another process could insert some.
-
-        Another process is another handle on the store, of whichever process. Where there is none this returns at once,
-        and `check_count` raises.
-
-        Raises:
-            WaitTimeoutError: too few rows by `until_s`, which follows from `timeout_s`.
-            CallCancelledError: `stopping` said so.
-        """
-        self.expire()
-        store = self.plan.store
-        if len(store) >= self.min_rows or not self.waits or store.native.live_clients() < 2:
-            return
-        self.stage, before = "waiting for rows", len(store)
-        while len(store) < self.min_rows and store.native.live_clients() > 1:
-            if self.stopping is not None and self.stopping():
-                raise CallCancelledError(f"told to stop while {self.min_rows} rows were waited for")
-            if time.monotonic() >= min(until_s, self.until_s):
-                raise WaitTimeoutError(
-                    f"too few rows within {self.timeout_s:g} s, in which the store went from {before} to "
-                    f"{len(store)}: {self.describe_wait()}"
-                )
-            time.sleep(LOOK_EVERY_S)
-            self.expire()
-
-    def describe_wait(self) -> str:
-        """The store's rows, its rate limiter and what this sampler is doing, for the message of a timeout."""
-        store = self.plan.store
-        return (
-            f"the store {store.name!r} has {len(store)} selectable rows of {self.min_rows} wanted; its rate limiter "
-            f"has {store.limiter.state()}; the replay is {self.stage}"
-        )
-
-    def expire(self) -> None:
-        """Removes rows that are too old, before they are counted."""
-        if self._expires:
-            self.plan.store.expire()
-
     def follow_alpha(self, step: int, *, apply: bool = True) -> None:
         """Raises the priorities to the alpha of the step, once it has moved by 1 %; or notes that another does."""
         wanted = self._fixed_alpha or alpha_at(self.strategy, step)
@@ -417,13 +334,6 @@ class StoreSampler:
             if apply:
                 self.plan.store.raise_priorities(wanted / self.alpha)
             self.alpha = wanted
-
-    def check_count(self, count: int) -> None:
-        """Raises `NotEnoughRowsError` when so many selectable rows are too few."""
-        if count < self.min_rows:
-            raise NotEnoughRowsError(
-                f"{self.min_rows} selectable rows are asked for, the store {self.plan.store.name!r} has {count}"
-            )
 
     def note_lost(self, count: int, attempt: int) -> None:
         """Counts rows that have to be drawn again; raises `TurnoverError` when that does not end."""

@@ -37,7 +37,8 @@ from geartrain.replay.device.target import DeviceTarget
 from geartrain.replay.device.transfer import BatchTransfer, ReadyBatch
 from geartrain.replay.fetch import FetchedRows
 from geartrain.replay.native_batch import keys_of
-from geartrain.replay.sampler import StoreSampler, wait_together
+from geartrain.replay.sampler import StoreSampler
+from geartrain.replay.store_waits import wait_together
 from geartrain.selection.mixture import Selection
 from geartrain.selection.strategy import Draw, Redraw, importance_of, seed_of
 

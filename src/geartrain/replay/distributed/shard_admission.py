@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from geartrain.replay.admission import Admission
 from geartrain.replay.distributed.members import Members
-from geartrain.replay.sampler import StoreSampler, wait_together
+from geartrain.replay.sampler import StoreSampler
+from geartrain.replay.store_waits import wait_together
 from geartrain.selection.mixture import Selection, quotas_of
 
 

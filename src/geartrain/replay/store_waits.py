@@ -1,0 +1,112 @@
+"""Waits of draws from one store: for enough rows, and for its rate limiter."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from geartrain.errors import CallCancelledError, NotEnoughRowsError, StoreClosedError, WaitTimeoutError
+from geartrain.store.store import Store
+
+# How often a wait for rows looks at the store.
+LOOK_EVERY_S = 0.01
+
+
+class StoreWaits:
+    """What a draw waits for.
+
+    Args:
+        store: that is drawn from.
+        min_rows: fewer selectable rows than this are not drawn from.
+        timeout_s: longest wait for rows and the store's rate limiter together.
+        stopping: asked while it waits; when it says so, the wait ends with `CallCancelledError`.
+
+    Attributes:
+        stage: what whoever draws is doing, for error messages.
+        until_s: when a wait ends at the latest (`time.monotonic`): of a batch from several stores, for all of them.
+        waits: whether `min_rows` rows are waited for at all.
+    """
+
+    def __init__(self, store: Store, min_rows: int, timeout_s: float, stopping: Callable[[], bool] | None) -> None:
+        self.min_rows = min_rows
+        self.timeout_s = timeout_s
+        self.until_s = math.inf
+        self.stopping = stopping
+        self.waits = True
+        self.stage = "idle"
+        self._store = store
+        self._expires = store.options["max_age_s"] is not None
+
+    def wait_to_draw(self, n: int) -> None:
+        """Waits for rows, and until the rate limiter lets so many be drawn; raises what either raises."""
+        until_s = time.monotonic() + self.timeout_s
+        self.wait_for_rows(until_s)
+        self.admit(n, until_s)
+
+    def admit(self, n: int, until_s: float = math.inf) -> None:
+        """Waits until the store's rate limiter lets so many rows be drawn, for `timeout_s` at most."""
+        self.stage = "waiting for the rate limiter"
+        left_s = max(0.0, min(self.timeout_s, min(until_s, self.until_s) - time.monotonic()))
+        self._store.limiter.admit_samples(n, left_s, self.stopping)
+        self.stage = "admitted by the rate limiter"
+
+    def give_back(self, n: int) -> None:
+        """Tells the store's rate limiter that rows were admitted for a batch that nobody gets."""
+        if n:
+            with contextlib.suppress(StoreClosedError):  # its counts are out of reach
+                self._store.limiter.give_back(samples=n)
+
+    def wait_for_rows(self, until_s: float) -> None:
+        """Waits until `min_rows` rows are selectable, as long as another process could insert some.
+
+        Another process is another handle on the store, of whichever process. Where there is none this returns at once,
+        and `check_count` raises.
+
+        Raises:
+            WaitTimeoutError: too few rows by `until_s`, which follows from `timeout_s`.
+            CallCancelledError: `stopping` said so.
+        """
+        self.expire()
+        store = self._store
+        if len(store) >= self.min_rows or not self.waits or store.native.live_clients() < 2:
+            return
+        self.stage, before = "waiting for rows", len(store)
+        while len(store) < self.min_rows and store.native.live_clients() > 1:
+            if self.stopping is not None and self.stopping():
+                raise CallCancelledError(f"told to stop while {self.min_rows} rows were waited for")
+            if time.monotonic() >= min(until_s, self.until_s):
+                raise WaitTimeoutError(
+                    f"too few rows within {self.timeout_s:g} s, in which the store went from {before} to "
+                    f"{len(store)}: {self.describe_wait()}"
+                )
+            time.sleep(LOOK_EVERY_S)
+            self.expire()
+
+    def describe_wait(self) -> str:
+        """The store's rows, its rate limiter and what this sampler is doing, for the message of a timeout."""
+        store = self._store
+        return (
+            f"the store {store.name!r} has {len(store)} selectable rows of {self.min_rows} wanted; its rate limiter "
+            f"has {store.limiter.state()}; the replay is {self.stage}"
+        )
+
+    def expire(self) -> None:
+        """Removes rows that are too old, before they are counted."""
+        if self._expires:
+            self._store.expire()
+
+    def check_count(self, count: int) -> None:
+        """Raises `NotEnoughRowsError` when so many selectable rows are too few."""
+        if count < self.min_rows:
+            raise NotEnoughRowsError(
+                f"{self.min_rows} selectable rows are asked for, the store {self._store.name!r} has {count}"
+            )
+
+
+def wait_together(samplers: Sequence[StoreWaits]) -> None:
+    """Gives the stores of a batch that begins one deadline, for all of their waits."""
+    until_s = time.monotonic() + samplers[0].timeout_s
+    for sampler in samplers:
+        sampler.until_s = until_s
