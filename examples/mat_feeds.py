@@ -37,7 +37,7 @@ class Battles(feeds.Task):
     context, batch = learner.CONTEXT, learner.BATCH
     threshold = 0.95
     measure = "the battles won"
-    usual: ClassVar = {"steps": (10, 3000, 5), "episodes": (4, 768, 2), "eval_episodes": (4, 256, 1)}
+    usual: ClassVar = {"steps": (10, 3000, 5), "episodes": (4, 1536, 2), "eval_episodes": (4, 256, 1)}
     help: ClassVar = {
         "steps": f"training steps, {learner.BATCH} windows of {learner.CONTEXT} steps each",
         "episodes": "battles of the scripted team to record",

@@ -13,7 +13,7 @@ fetched by the keys of its windows.
 
 A checkpoint is one file of model, optimizer, mean of the weights, the replay's state and the losses so far, written
 beside the old one and exchanged for it. A run that was cut goes on from it with the losses of one that was not, to the
-bit: run the same command again. Freeway's expert takes 100 CPU seconds, the recordings 50 and 92 MB, and training with
+bit: run the same command again. Freeway's expert takes 100 CPU seconds, the recordings 65 and 97 MB, and training with
 its evaluations eight CPU minutes; a checkpoint is 19 MB.
 
 At the end --out has result.json and returns.png: losses, returns and lengths of the episodes of each task, beside the
