@@ -256,8 +256,6 @@ _batchers: weakref.WeakSet[Batcher] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    global _LOCK
-    _LOCK = threading.Lock()
     for batcher in list(_batchers):
         batcher._after_fork()
 
