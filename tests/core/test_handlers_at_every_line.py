@@ -6,10 +6,12 @@ whose locks are held across a wait, or taken with a deadline, at all their lines
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import re
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import hostile.groups
@@ -21,6 +23,7 @@ from deadlines import factor, patience
 from hostile.instants import Interruption
 from hostile.subject import FACTORIES, Tools
 
+import geartrain
 from geartrain.collectives import Group
 from geartrain.core.threads import held
 from geartrain.errors import GeartrainError
@@ -99,6 +102,25 @@ def test_a_lock_that_is_not_free_in_time_is_not_held():
     assert found == [False, False]
     ends(use, "the end")
     assert found == [False, False, True]
+
+
+def test_no_condition_is_entered_but_by_its_lock():
+    """`with condition` enters by a function of Python's, in which a handler may raise with the lock taken."""
+    package = Path(geartrain.__file__).parent
+    wrong = []
+    for file in package.rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        conditions = {
+            target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("threading.Condition(")
+            for target in node.targets
+        }
+        for node in ast.walk(tree):
+            entered = [ast.unparse(item.context_expr) for item in node.items] if isinstance(node, ast.With) else []
+            if any(name.rpartition(".")[2] in conditions for name in entered):
+                wrong.append(f"{file.relative_to(package)}:{node.lineno}")
+    assert wrong == [], f"{wrong}: `with` the lock that was given to the condition"
 
 
 def settled_work(tensors: list[Any]) -> tuple[TorchWork, Finisher]:

@@ -246,7 +246,8 @@ class _Completions:
     def __init__(self, name: str, depth: int) -> None:
         self._name = name
         self._depth = depth
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._works: deque[TorchWork] = deque()
         self._last = ReentrantEvent()  # set after the callbacks of the work that was taken last
         self._last.set()
@@ -256,7 +257,7 @@ class _Completions:
         self._pid = os.getpid()
 
     def add(self, work: TorchWork) -> None:
-        with self._changed:
+        with self._lock:
             self._works.append(work)
             try:
                 self._staff()
@@ -268,7 +269,7 @@ class _Completions:
     def close(self, until_s: float) -> None:
         if os.getpid() != self._pid:  # a fork has no such threads, and perhaps a lock that is held for ever
             return
-        with self._changed:
+        with self._lock:
             self._closing = True
             self._changed.notify_all()
             threads = list(self._threads)
@@ -286,7 +287,7 @@ class _Completions:
     def _run(self) -> None:
         _callbacks.depth = self._depth + 1
         while True:
-            with self._changed:
+            with self._lock:
                 while not self._works:
                     if self._closing:
                         self._free -= 1
@@ -298,7 +299,7 @@ class _Completions:
             with contextlib.suppress(dist.DistBackendError):  # raised by the future
                 work.wait_on_host()
             before.wait(STALL_S)
-            with self._changed:
+            with self._lock:
                 self._free -= 1
                 with contextlib.suppress(GeartrainError):  # no more threads: this one takes the next work, afterwards
                     self._staff()
@@ -307,6 +308,6 @@ class _Completions:
             except Exception:  # the device has failed; later futures must still be completed
                 logging.getLogger(__name__).exception("a future of an all-reduce could not be completed")
             over.set()
-            with self._changed:
+            with self._lock:
                 self._free += 1
             del work, before, over  # else the tensors would live until the next work
