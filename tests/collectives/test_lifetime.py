@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from collectives_crew import MemoryStore
-from deadlines import patience
+from deadlines import patience, taken
 
 from geartrain.collectives import Group, Reducer
 from geartrain.core import process_report
@@ -155,7 +155,7 @@ def test_a_close_ends_a_group_that_looks_for_its_next_session() -> None:
     for waiter in waiters:
         waiter.start()
     until_s = time.monotonic() + patience(20)
-    while not group._lock.locked() and time.monotonic() < until_s:
+    while not taken(group._lock) and time.monotonic() < until_s:
         time.sleep(0.001)
     began = time.monotonic()
     group.close(timeout_s=3600)

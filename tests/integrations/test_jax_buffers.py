@@ -7,16 +7,19 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 import preloaded
 import pytest
 from deadlines import patience
+from hostile.instants import Interruption
 
 import geartrain as gt
 from geartrain.errors import (
     ArgumentError,
+    GeartrainError,
     IncompatibleStoreError,
     NotEnoughRowsError,
     SchemaError,
@@ -33,6 +36,7 @@ from geartrain.integrations.jax import (  # noqa: E402
     make_prioritised_flat_buffer,
     make_trajectory_buffer,
 )
+from geartrain.integrations.jax.streams import Streams  # noqa: E402
 
 
 class Step(NamedTuple):
@@ -423,3 +427,48 @@ def filled_more(buffer: TrajectoryBuffer, state: BufferState) -> BufferState:
     for number in range(20, 30):
         state = buffer.add(state, step(number))
     return state
+
+
+@pytest.mark.parametrize("other", ["add", "draw", "close"])
+@pytest.mark.parametrize("name", ["add", "draw"])
+def test_a_handler_within_a_call_is_refused_or_closes_at_its_end(name: str, other: str) -> None:
+    fields = {"x": gt.Field((), "float32")}
+
+    def made() -> tuple[gt.Store, Streams, dict[str, Callable[[], object]]]:
+        store = gt.Store.create(fields, max_length=17, capacity=12)
+        one = Streams(store, fields, 1, 64, 2, 4, None)
+        one.add([np.zeros((1, 20), np.float32)])
+        calls = {"add": lambda: one.add([np.ones((1, 20), np.float32)]), "draw": lambda: one.draw(1)}
+        return store, one, {**calls, "close": one.close}
+
+    def trial(line: int | None) -> int:
+        store, one, calls = made()
+
+        def handler() -> None:
+            with suppress(GeartrainError):
+                calls[other]()
+
+        within = Interruption(line, handler)
+        with suppress(GeartrainError):
+            within.during(calls[name])
+        one.close()
+        assert store.audit() == []
+        if other == "close":
+            assert not (store.status()["length"] > 17).any()
+        store.close()
+        return within.lines
+
+    ended: list[BaseException | None] = []
+
+    def all_lines() -> None:
+        try:
+            for line in range(trial(None)):
+                trial(line)
+            ended.append(None)
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=all_lines, daemon=True)
+    thread.start()
+    thread.join(patience(60))
+    assert ended == [None]

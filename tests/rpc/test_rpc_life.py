@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from deadlines import patience, until
+from deadlines import patience, taken, until
 
 from geartrain import rpc
 from geartrain.errors import ConnectionClosedError, GeartrainError, PeerLostError
@@ -150,7 +150,7 @@ def test_a_forked_childs_copy_of_a_future_is_refused_while_the_parent_waits_for_
         waiting, called = node.call_async("server", "life-hold", timeout_s=patience(60)), threading.Event()
         thread = threading.Thread(target=lambda: waiting.result() and called.set())
         thread.start()
-        while not waiting._reading.locked():
+        while not taken(waiting._reading):
             time.sleep(0.001)
 
         def child() -> int:

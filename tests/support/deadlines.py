@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 VARIABLE = "GEARTRAIN_TEST_PATIENCE"
 P = TypeVar("P", str, bytes)
@@ -45,6 +45,14 @@ def until(condition: Callable[[], object], what: str = "it did not come to that"
     while not condition():
         assert time.monotonic() < ends_s, what
         time.sleep(0.005)
+
+
+def taken(lock: Any) -> bool:
+    """Whether another thread has a lock, also an `RLock`, which cannot be asked before Python 3.14."""
+    if not lock.acquire(blocking=False):
+        return True
+    lock.release()
+    return False
 
 
 @contextlib.contextmanager

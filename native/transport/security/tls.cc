@@ -202,7 +202,12 @@ struct Tls::Sockets {
   static int write(Bio* bio, const char* from, int bytes) {
     Tls& tls = *static_cast<Tls*>(openssl().BIO_get_data(bio));
     const auto* begin = reinterpret_cast<const std::byte*>(from);
-    tls.out_.insert(tls.out_.end(), begin, begin + bytes);
+    try {
+      tls.out_.insert(tls.out_.end(), begin, begin + bytes);
+    } catch (const std::bad_alloc&) {  // nothing may be thrown through a library of C
+      tls.write_error_ = ENOMEM;
+      return -1;
+    }
     return bytes;
   }
 

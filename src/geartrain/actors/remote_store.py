@@ -354,7 +354,11 @@ class RemoteRecorder:
         """Waits until so few steps are under way, and takes in what is known of the others."""
         while self._sent and (len(self._sent) > most or self._sent[0].done()):
             try:
-                rows, keys = self._result(self._sent.popleft())
+                sent = self._sent.popleft()
+            except IndexError:  # a signal's handler has taken it in
+                return
+            try:
+                rows, keys = self._result(sent)
             except GeartrainError as error:
                 if self._most or isinstance(
                     error, PeerLostError | ConnectionClosedError | WaitTimeoutError | CallCancelledError

@@ -222,7 +222,8 @@ class ServedRecorder:
         self._store = store = serving()
         self._recorder: StepRecorder = store.recorder(n_envs, **options)
         self.observations = self._recorder.observations
-        self._turn = threading.Condition()
+        self._lock = threading.RLock()
+        self._turn = threading.Condition(self._lock)
         self._next = 0
         self._refused: str | None = None
 
@@ -237,7 +238,7 @@ class ServedRecorder:
         waits = number is not None and number > self._next
         if waits or self._store.limiter.state().enabled:
             about_to_wait()
-        with self._turn:
+        with self._lock:
             if number is None:
                 return self._record(what, given)
             if not self._turn.wait_for(lambda: self._refused is not None or self._next >= number, _ORDER_S):
@@ -258,7 +259,7 @@ class ServedRecorder:
     def give_up(self) -> None:
         """The client does not go on: what still waits for its turn is refused, and the episodes end where they are."""
         about_to_wait()
-        with self._turn:
+        with self._lock:
             self._refuse("its client gave it up")
             self._turn.notify_all()
 

@@ -26,7 +26,7 @@ from geartrain.collectives.shares import Owners, pick_shares
 from geartrain.collectives.work import FaultNaming, Work
 from geartrain.core.arguments import check_text, check_texts, timeout
 from geartrain.core.process_report import register
-from geartrain.core.threads import DaemonThread, ReentrantEvent
+from geartrain.core.threads import DaemonThread, ReentrantEvent, held, owns, refuse_within
 from geartrain.errors import ArgumentError, CollectiveClosedError, ConnectionClosedError, GeartrainError
 
 _log = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class Group:
         self.timeout_s = timeout_s
         picked = pick_shares(shares, world_size, reducers, rates, algorithm)
         owners = Owners(tuple(reducers), picked, None if rates is None else tuple(rates))
-        self._lock = threading.Lock()  # of the order of calls; held while a session is replaced by the next
+        self._lock = threading.RLock()  # of the order of calls; held while a session is replaced by the next
         self._stopped = ReentrantEvent()
         self._pid = os.getpid()
         until_s = time.monotonic() + timeout_s
@@ -243,6 +243,7 @@ class Group:
 
     def _issue(self, work: Work) -> Work:
         began_s = time.perf_counter() if trace.on else 0.0
+        refuse_within(self._lock, f"a call of group {self.name!r}")
         try:
             with self._lock:
                 session = self._session
@@ -402,6 +403,7 @@ class Group:
 
         Called on all ranks, by the next wait of each. Raises what the bootstrap of the next session raises.
         """
+        refuse_within(self._lock, f"a call of group {self.name!r}")
         with self._lock:
             current = self._session
             if current is not session:
@@ -444,6 +446,7 @@ class Group:
         unknown = set(check_texts("without", without)) - set(self.reducers)
         if unknown:
             raise ArgumentError(f"no such reducers: {sorted(unknown)}; there are {list(self.reducers)}")
+        refuse_within(self._lock, f"a call of group {self.name!r}")
         with self._lock:
             if self._stopped.is_set():
                 raise CollectiveClosedError(f"group {self.name!r} was closed")
@@ -474,15 +477,15 @@ class Group:
                 leaving.start()
                 leaving.join(0.5)
         session.close(timeout_s)
+        if owns(self._lock):  # a signal's handler, within a call that uses the session
+            return
         # A thread that replaces the session notices the event, or has just installed the next one.
-        if self._lock.acquire(timeout=1.0):
-            try:
+        with held(self._lock, 1.0) as mine:
+            if mine:
                 if self._session is not session:
                     self._session.close(timeout_s)
                 session.release()
                 self._session.release()
-            finally:
-                self._lock.release()
 
     def __enter__(self) -> Group:
         return self

@@ -118,7 +118,7 @@ class Work:
         self.issue: Issue | None = None  # set by the session that issues it
         self.trace_arrow: str | None = None  # of a trace, which ends where the result is waited for
         self._recover = recover
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may ask in between
         self._pid = os.getpid()
         self._complete = False
 

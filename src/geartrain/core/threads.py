@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from geartrain.errors import GeartrainError
@@ -68,6 +68,36 @@ class DaemonThread(threading.Thread):
         super().join(max(0.0, min(_END_S, until_s - time.monotonic())))
 
 
+def owns(lock: threading.RLock) -> bool:  # type: ignore[valid-type]
+    """Whether the calling thread has it: a signal's handler that has interrupted whoever took it does, too."""
+    return bool(lock._is_owned())  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def held(lock: threading.RLock, timeout_s: float) -> Iterator[bool]:  # type: ignore[valid-type]
+    """Whether this thread has the lock, for which it waits `timeout_s` seconds at most, until the block ends.
+
+    What a signal's handler raises between an `acquire` and the `try` behind it leaves a lock taken for ever. Here the
+    lock itself says whether it was taken, so that it is free once the exception's traceback is dropped.
+    """
+    mine = owns(lock)
+    try:
+        try:
+            yield mine or lock.acquire(timeout=timeout_s)  # type: ignore[attr-defined]
+        finally:
+            if not mine and owns(lock):
+                lock.release()  # type: ignore[attr-defined]
+    finally:
+        if not mine and owns(lock):  # where a handler has raised
+            lock.release()  # type: ignore[attr-defined]
+
+
+def refuse_within(lock: threading.RLock, what: str) -> None:  # type: ignore[valid-type]
+    """Raises `GeartrainError` where this thread has the lock: in a signal's handler, which has interrupted `what`."""
+    if owns(lock):
+        raise GeartrainError(f"this thread is within {what}: a signal's handler cannot do so in between")
+
+
 class ReentrantEvent:
     """`threading.Event` without a lock, of which a signal's handler may make any call, whatever call it interrupts.
 
@@ -110,4 +140,4 @@ class ReentrantEvent:
             self._waits.remove(mine)
 
 
-__all__ = ["DaemonThread", "ReentrantEvent"]
+__all__ = ["DaemonThread", "ReentrantEvent", "held", "owns", "refuse_within"]

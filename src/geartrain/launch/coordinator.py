@@ -63,7 +63,8 @@ class Coordinator:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.joined = {position.host}
         self.names: dict[str, str] = {}
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self._wake = wake
         self._closed = False
         self.secret = job_secret(position)
@@ -123,7 +124,7 @@ class Coordinator:
         """Removes the addresses of a process that has ended: lookups wait until it is started again."""
         for key in (f"geartrain/rpc/{name}", REDUCER_KEY + name):
             if self.position.host == 0:
-                with self.changed:
+                with self.lock:
                     self.names.pop(key, None)
             else:
                 with contextlib.suppress(GeartrainError, OSError):
@@ -132,7 +133,7 @@ class Coordinator:
     def tell(self, key: str, value: str) -> None:
         """Puts a name of this launcher's into the job's name service. Raises `PeerLostError` when host 0 is gone."""
         if self.position.host == 0:
-            with self.changed:
+            with self.lock:
                 self.names[key] = value
                 self.changed.notify_all()
         else:
@@ -141,7 +142,7 @@ class Coordinator:
     def known(self, key: str) -> str | None:
         """What the job's name service has under a key by now. Raises `PeerLostError` when host 0 is gone."""
         if self.position.host == 0:
-            with self.changed:
+            with self.lock:
                 return self.names.get(key)
         found = self.node.call(LAUNCHER, "geartrain.launch.get", key, 0.0, timeout_s=_REPLY_S)
         return None if found is None else str(found)
@@ -177,7 +178,7 @@ def _coordinator(caller: rpc.Caller) -> Coordinator:
 @rpc.function(name="geartrain.launch.put", concurrent=True, with_caller=True)
 def _put(caller: rpc.Caller, key: str, value: str) -> None:
     coordinator = _coordinator(caller)
-    with coordinator.changed:
+    with coordinator.lock:
         coordinator.names[key] = value
         coordinator.changed.notify_all()
 
@@ -185,7 +186,7 @@ def _put(caller: rpc.Caller, key: str, value: str) -> None:
 @rpc.function(name="geartrain.launch.get", concurrent=True, with_caller=True)
 def _get(caller: rpc.Caller, key: str, wait_s: float) -> str | None:
     coordinator = _coordinator(caller)
-    with coordinator.changed:
+    with coordinator.lock:
         coordinator.changed.wait_for(lambda: key in coordinator.names or coordinator._closed, wait_s)
         return coordinator.names.get(key)
 
@@ -193,7 +194,7 @@ def _get(caller: rpc.Caller, key: str, wait_s: float) -> str | None:
 @rpc.function(name="geartrain.launch.drop", concurrent=True, with_caller=True)
 def _drop(caller: rpc.Caller, key: str) -> None:
     coordinator = _coordinator(caller)
-    with coordinator.changed:
+    with coordinator.lock:
         coordinator.names.pop(key, None)
 
 
@@ -207,7 +208,7 @@ def _joined(caller: rpc.Caller, host: int, hosts: int, fingerprint: str, address
     if host in coordinator.joined:
         return f"host {host} has joined already"
     coordinator.joined.add(host)
-    with coordinator.changed:
+    with coordinator.lock:
         coordinator.names[f"geartrain/rpc/{LAUNCHER}.{host}"] = address
     coordinator.node.directory.known[f"{LAUNCHER}.{host}"] = address
     return ""

@@ -19,6 +19,7 @@ import geartrain.core.trace as trace
 from geartrain.core.arguments import refuse_copies
 from geartrain.core.keys import Keys
 from geartrain.core.process_report import register
+from geartrain.core.threads import held, owns
 from geartrain.errors import CallCancelledError, ReplayError, StoreClosedError
 from geartrain.replay.batch import Batch
 from geartrain.replay.batch_loader import LEAVE_S, BatchLoader
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
+
+_CLOSED_MEANWHILE = "closed while a batch was waited for"
 
 
 class Replay:
@@ -443,38 +446,42 @@ class Replay:
         Any thread may call it. A thread that waits for a batch gets `StoreClosedError`; over several ranks the others
         then learn that this one has left (`PeerLostError`), for they wait for its part of that batch.
         """
-        if not self._closing.acquire(blocking=False):  # a second caller returns when the first one is done
-            if self._turn._is_owned():  # type: ignore[attr-defined]  # but the first one waits for the call this is in
+        with held(self._closing, 0.0) as first:
+            if first:
+                self._close()
                 return
-            self._closing.acquire()
-        try:
-            if self._released:
-                return
-            self._closed = True
-            self._loader.shut()
-            # Also where this is the thread that waits, in a signal's handler.
-            within = self._turn._is_owned()  # type: ignore[attr-defined]
-            free = self._turn.acquire(blocking=False)
-            waits = not free or within
+        # A second caller returns when the first one is done, which may wait for the call that this one is in.
+        if not owns(self._turn):
+            with self._closing:
+                self._close()
+
+    def _close(self) -> None:
+        if self._released:
+            return
+        self._closed = True
+        self._loader.shut()
+        within = owns(self._turn)  # the thread that waits, in a signal's handler
+        with held(self._turn, 0.0) as free:
             self._loader.interrupt(StoreClosedError("this replay was closed while a batch was waited for"))
-            reason = "closed while a batch was waited for"
-            if not free:
-                if self._builder.collective and not self._turn.acquire(timeout=LEAVE_S):
-                    self._builder.abort(reason)
-                    self._turn.acquire()
-                elif not self._builder.collective:
-                    self._turn.acquire()
-            try:
-                if waits and self._builder.collective:
-                    self._loader.leave(reason)
-                self._loader.restart()
-                released, self._released = self._released, True
-                if not released and not self._foreign:
-                    self._builder.close()
-            finally:
-                self._turn.release()
-        finally:
-            self._closing.release()
+            if free:
+                self._release(within)
+                return
+        if self._builder.collective:
+            with held(self._turn, LEAVE_S) as free:
+                if free:
+                    self._release(True)
+                    return
+            self._builder.abort(_CLOSED_MEANWHILE)
+        with self._turn:
+            self._release(True)
+
+    def _release(self, waited: bool) -> None:
+        if waited and self._builder.collective:
+            self._loader.leave(_CLOSED_MEANWHILE)
+        self._loader.restart()
+        released, self._released = self._released, True
+        if not released and not self._foreign:
+            self._builder.close()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         refuse_copies(self, "its store can be pickled; make a replay there, and give it this one's state_dict()")

@@ -108,13 +108,14 @@ class Batcher:
 
     def _after_fork(self) -> None:
         """In a forked child, too: the threads are the parent's, and so are the calls that wait."""
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._waiting = []
         self._timers = self._free_timers = self._sleeping_timers = 0
 
     def stats(self) -> BatchStats:
         """A copy of the counters."""
-        with self._changed:
+        with self._lock:
             return self._stats.copy()
 
     def submit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingReply:
@@ -123,7 +124,7 @@ class Batcher:
             raise MessageError("a batched function takes positional arguments only")
         pending = PendingReply()
         full = None
-        with self._changed:
+        with self._lock:
             if len(self._waiting) >= self._max_queued:
                 self._drop_cancelled()
             if len(self._waiting) >= self._max_queued:
@@ -163,7 +164,7 @@ class Batcher:
     def _watch(self) -> None:
         assert self._max_wait_s is not None
         while True:
-            with self._changed:
+            with self._lock:
                 # While calls keep coming it looks at the clock now and then, and need not be woken for each batch.
                 if not self._waiting:
                     self._sleeping_timers += 1
@@ -179,7 +180,7 @@ class Batcher:
                 self._free_timers -= 1
             self._run(late, since_s, False)
             del late  # the calls' memory
-            with self._changed:
+            with self._lock:
                 if self._free_timers >= 2:  # others were started meanwhile, and one free one is enough
                     self._timers -= 1
                     return
@@ -188,7 +189,7 @@ class Batcher:
     def _run(self, batch: list[tuple[PendingReply, tuple[Any, ...]]], asked_s: float, full: bool) -> None:
         wanted = [entry for entry in batch if not entry[0].cancelled]
         if len(wanted) < len(batch):
-            with self._changed:
+            with self._lock:
                 self._stats.cancelled += len(batch) - len(wanted)
         if not wanted:
             return
@@ -207,7 +208,7 @@ class Batcher:
             for (pending, _), result in zip(wanted, results, strict=True):
                 pending.complete(result)
         done = BatchDone(len(wanted), asked_s, began_s, returned_s, time.monotonic(), error)
-        with self._changed:
+        with self._lock:
             self._stats.add(done, full)
         if self._on_batch is not None:
             try:
@@ -256,8 +257,6 @@ _batchers: weakref.WeakSet[Batcher] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    global _LOCK
-    _LOCK = threading.Lock()
     for batcher in list(_batchers):
         batcher._after_fork()
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from geartrain.core.arguments import check_whole
 from geartrain.core.shared_files import Trust
+from geartrain.core.threads import held
 from geartrain.errors import ArgumentError, BuffersHeldError, GeartrainError, StoreClosedError, WaitTimeoutError
 from geartrain.weights.format import MAX_BUFFERS
 from geartrain.weights.layout import Schema
@@ -71,9 +72,11 @@ class Writer:
         """
         if self._pid != os.getpid():
             self._check_open()
-        if not self._lock.acquire(timeout=timeout_s):
-            raise WaitTimeoutError(f"another thread has published to {self.name!r} for {timeout_s} s, and is not done")
-        try:
+        with held(self._lock, timeout_s) as mine:
+            if not mine:
+                raise WaitTimeoutError(
+                    f"another thread has published to {self.name!r} for {timeout_s} s, and is not done"
+                )
             if self._in_turn:
                 self._check_open()
                 raise GeartrainError(
@@ -87,8 +90,6 @@ class Writer:
                 self._in_turn = False
                 if self._ending:
                     self._detach()
-        finally:
-            self._lock.release()
 
     def lay_out(self, schema: Schema) -> None:
         """Prepares for versions of this schema: in the present file if it is the same, else in one that replaces it.

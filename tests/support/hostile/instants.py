@@ -32,12 +32,14 @@ class Interruption:
 
     Attributes:
         lines: how many there were until then.
+        where: the line.
     """
 
     def __init__(self, at: int | None, handler: Callable[[], object]) -> None:
         self._at, self._handler = at, handler
         self._seen: set[tuple[str, int, str]] = set()
         self._over = False
+        self.where = "no line"
 
     @property
     def lines(self) -> int:
@@ -61,6 +63,7 @@ class Interruption:
         line = (frame.f_code.co_filename, frame.f_lineno, event)
         if line not in self._seen and len(self._seen) == self._at:
             self._over = True
+            self.where = f"{frame.f_code.co_filename}:{frame.f_lineno} ({event})"
             sys.settrace(None)
             self._handler()
         self._seen.add(line)

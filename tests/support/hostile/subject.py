@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from geartrain.core.threads import refuse_within
+
 Call = Callable[[], object]
 
 
@@ -106,11 +108,22 @@ class Factory:
     one_thread: str = ""
 
 
-def order_lock() -> threading.Lock:
-    """A lock of a factory's calls, which is free in a forked child: it is the subject's locks that are tried there."""
-    made = threading.Lock()
-    os.register_at_fork(after_in_child=made._at_fork_reinit)  # type: ignore[attr-defined]
-    return made
+class order_lock:  # noqa: N801  # a context
+    """A lock of a factory's calls, which is free in a forked child: it is the subject's locks that are tried there.
+
+    A signal's handler that makes a call within another one is refused: there is no order that all ranks have, then.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        os.register_at_fork(after_in_child=self._lock._at_fork_reinit)  # type: ignore[attr-defined]
+
+    def __enter__(self) -> None:
+        refuse_within(self._lock, "a call of the factory's")
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 FACTORIES: dict[str, Factory] = {}

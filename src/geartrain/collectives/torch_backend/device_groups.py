@@ -13,6 +13,7 @@ import torch
 from geartrain.collectives.torch_backend.options import BackendOptions
 from geartrain.collectives.torch_backend.polled_store import PolledStore
 from geartrain.collectives.torch_backend.staging import Staging
+from geartrain.core.threads import refuse_within
 from geartrain.device.device import open_device
 from geartrain.errors import ConnectionClosedError, GeartrainError
 
@@ -42,8 +43,8 @@ class DeviceGroups:
         self._rank = rank
         self._size = size
         self._name = name
-        self._lock = threading.Lock()
-        self._opening = threading.Lock()  # held while a Group is made: not by who closes, which ends that
+        self._lock = threading.RLock()  # a signal's handler may come in between
+        self._opening = threading.RLock()  # held while a Group is made: not by who closes, which ends that
         self._groups: dict[str, Any] = {}
         self._stagings: dict[torch.device, Staging] = {}
         self._places: dict[torch.device, str] = {}
@@ -87,6 +88,7 @@ class DeviceGroups:
         group = self._opened(where)
         if group is not None:
             return group
+        refuse_within(self._opening, f"the opening of process group {self._name!r}")
         with self._opening:
             group = self._opened(where)
             if group is not None:

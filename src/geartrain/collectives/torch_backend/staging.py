@@ -129,7 +129,7 @@ class Staging:
         self._copying: deque[_Chunk] = deque()
         self._reducing: deque[_Chunk] = deque()
         self._jobs: queue.SimpleQueue[StagedTensor | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may close in between
         self._closed = False
         self._broken: BaseException | None = None
         self._pid = os.getpid()
@@ -158,6 +158,8 @@ class Staging:
             if self._closed:
                 raise ConnectionClosedError("the process group was closed")
             self._jobs.put(job)
+            if self._closed:  # by a signal's handler: the thread may have ended before it comes to this one
+                raise ConnectionClosedError("the process group was closed")
         return job
 
     def record_streams(self, tensor: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from geartrain.core.threads import DaemonThread, ReentrantEvent
+from geartrain.core.threads import DaemonThread, ReentrantEvent, held, owns
 from geartrain.errors import GeartrainError, WaitTimeoutError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -87,8 +87,8 @@ class TorchWork(dist.Work):
         self._devices: list[int | str | torch.device] = list(devices)
         self._join = join
         self._around = around
-        self._waiting = threading.Lock()
-        self._lock = threading.Lock()
+        self._waiting = threading.RLock()  # a signal's handler may wait as well, or ask
+        self._lock = threading.RLock()
         self._over = False
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
@@ -113,13 +113,12 @@ class TorchWork(dist.Work):
     def wait_on_host(self, timeout_s: float | None = None) -> None:
         """Returns when the result is in the tensors. Raises `DistBackendError`, always the same, if there is none."""
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
-        if not self._waiting.acquire(timeout=-1 if timeout_s is None else timeout_s):
-            raise backend_error(WaitTimeoutError(f"the all-reduce was not done within the {timeout_s} s of this wait"))
-        try:
+        with held(self._waiting, -1 if timeout_s is None else timeout_s) as mine:
+            if not mine:
+                late = WaitTimeoutError(f"the all-reduce was not done within the {timeout_s} s of this wait")
+                raise backend_error(late)
             if not self._over:
                 self._finish(None if until_s is None else max(0.0, until_s - time.monotonic()))
-        finally:
-            self._waiting.release()
         if self._error is not None:
             raise self._error
 
@@ -145,8 +144,11 @@ class TorchWork(dist.Work):
                 return self._future
             # An exception given to Future.set_exception is a value to C++, which reads it as tensors and crashes
             # (DDP's backward). One that a callback raises is an error in C++ too.
-            self._base = torch.futures.Future(devices=self._devices)
-            self._future = future = self._base.then(self._value)
+            base: torch.futures.Future[Any] = torch.futures.Future(devices=self._devices)
+            future = base.then(self._value)
+            if self._future is not None:  # of a signal's handler
+                return self._future
+            self._base, self._future = base, future
         if self._over:
             self.settle()
         else:
@@ -174,12 +176,11 @@ class TorchWork(dist.Work):
         """Whether the operation has ended: the result is in the tensors, or `wait` raises at once."""
         if self._over or not self._is_done():
             return self._over
-        if self._waiting.acquire(blocking=False):  # else another thread does what follows the operation
-            try:
-                if not self._over:
-                    self._finish(None)
-            finally:
-                self._waiting.release()
+        if owns(self._waiting):  # a signal's handler: what it has interrupted does what follows
+            return self._over
+        with held(self._waiting, 0.0) as mine:  # else another thread does what follows the operation
+            if mine and not self._over:
+                self._finish(None)
         return self._over
 
     def is_success(self) -> bool:
@@ -213,16 +214,17 @@ class Finisher:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may close in between
         self._depths: list[_Completions] = []
 
     def add(self, work: TorchWork) -> None:
         """Settles the work once its operation has ended, with a result or an error."""
         depth = getattr(_callbacks, "depth", 0)
         with self._lock:
-            while len(self._depths) <= depth:
-                self._depths.append(_Completions(f"{self._name}-finisher", len(self._depths)))
-            completions = self._depths[depth]
+            depths = self._depths
+            while len(depths) <= depth:
+                depths.append(_Completions(f"{self._name}-finisher", len(depths)))
+            completions = depths[depth]
         completions.add(work)
 
     def close(self, timeout_s: float) -> None:
@@ -244,7 +246,8 @@ class _Completions:
     def __init__(self, name: str, depth: int) -> None:
         self._name = name
         self._depth = depth
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._works: deque[TorchWork] = deque()
         self._last = ReentrantEvent()  # set after the callbacks of the work that was taken last
         self._last.set()
@@ -254,7 +257,7 @@ class _Completions:
         self._pid = os.getpid()
 
     def add(self, work: TorchWork) -> None:
-        with self._changed:
+        with self._lock:
             self._works.append(work)
             try:
                 self._staff()
@@ -266,7 +269,7 @@ class _Completions:
     def close(self, until_s: float) -> None:
         if os.getpid() != self._pid:  # a fork has no such threads, and perhaps a lock that is held for ever
             return
-        with self._changed:
+        with self._lock:
             self._closing = True
             self._changed.notify_all()
             threads = list(self._threads)
@@ -284,7 +287,7 @@ class _Completions:
     def _run(self) -> None:
         _callbacks.depth = self._depth + 1
         while True:
-            with self._changed:
+            with self._lock:
                 while not self._works:
                     if self._closing:
                         self._free -= 1
@@ -296,7 +299,7 @@ class _Completions:
             with contextlib.suppress(dist.DistBackendError):  # raised by the future
                 work.wait_on_host()
             before.wait(STALL_S)
-            with self._changed:
+            with self._lock:
                 self._free -= 1
                 with contextlib.suppress(GeartrainError):  # no more threads: this one takes the next work, afterwards
                     self._staff()
@@ -305,6 +308,6 @@ class _Completions:
             except Exception:  # the device has failed; later futures must still be completed
                 logging.getLogger(__name__).exception("a future of an all-reduce could not be completed")
             over.set()
-            with self._changed:
+            with self._lock:
                 self._free += 1
             del work, before, over  # else the tensors would live until the next work

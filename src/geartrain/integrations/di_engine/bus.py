@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future as Work
 from typing import Any
 
-from geartrain.core.threads import ReentrantEvent
+from geartrain.core.threads import ReentrantEvent, held
 from geartrain.errors import (
     ConnectionClosedError,
     PeerLostError,
@@ -179,33 +179,32 @@ class Bus:
     ) -> bool:
         """Sends an event to one peer, unless that is lost; with `full`, adds the peer there rather than wait."""
         left_s = max(0.0, until_s - time.monotonic())
-        if not queue.lock.acquire(timeout=0.0 if full is not None else left_s):
-            if full is None:
-                raise queue.timeout(self.timeout_s)
-            full.append(queue)
-            return False
-        try:
-            peer = self.node.client(queue.name, timeout_s=left_s)
-            kind, payload = encoded.get(peer.pickle, (0, None))
-            if payload is None:
-                kind, payload = encode_event(peer, (topic, args, kwargs), self._by_cpu, left_s)
-                if kind == CALL:  # else tensors went to this peer out of band
-                    encoded[peer.pickle] = kind, payload
-            if full is None:
-                queue.wait_for_room(payload.nbytes, until_s)
-            elif not queue.has_room(payload.nbytes):
+        with held(queue.lock, 0.0 if full is not None else left_s) as mine:
+            if not mine:
+                if full is None:
+                    raise queue.timeout(self.timeout_s)
                 full.append(queue)
                 return False
-            tag = peer.calls.start(kind, payload, False, max(0.0, until_s - time.monotonic()))
-            queue.add(Future(peer, tag, float("inf")), payload.nbytes)
-            return True
-        except WaitTimeoutError:
-            raise queue.timeout(self.timeout_s) from None
-        except (PeerLostError, ConnectionClosedError, TransportError, UnknownPeerError) as error:
-            self.members.drop(queue, str(error))
-            return False
-        finally:
-            queue.lock.release()
+            try:
+                peer = self.node.client(queue.name, timeout_s=left_s)
+                kind, payload = encoded.get(peer.pickle, (0, None))
+                if payload is None:
+                    kind, payload = encode_event(peer, (topic, args, kwargs), self._by_cpu, left_s)
+                    if kind == CALL:  # else tensors went to this peer out of band
+                        encoded[peer.pickle] = kind, payload
+                if full is None:
+                    queue.wait_for_room(payload.nbytes, until_s)
+                elif not queue.has_room(payload.nbytes):
+                    full.append(queue)
+                    return False
+                tag = peer.calls.start(kind, payload, False, max(0.0, until_s - time.monotonic()))
+                queue.add(Future(peer, tag, float("inf")), payload.nbytes)
+                return True
+            except WaitTimeoutError:
+                raise queue.timeout(self.timeout_s) from None
+            except (PeerLostError, ConnectionClosedError, TransportError, UnknownPeerError) as error:
+                self.members.drop(queue, str(error))
+                return False
 
     def receive(self, name: str, topic: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingReply | None:
         """Handles an event of a peer; acknowledged once all work for it is done."""

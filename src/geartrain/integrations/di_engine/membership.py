@@ -79,7 +79,7 @@ class Membership:
     def wait_for(self, name: str) -> None:
         """Waits while a contact that may have this name is joined: a reply to its event must find it."""
         if name not in self._peers:
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(lambda: name in self._peers or not self._joining, self.timeout_s)
 
     def wait_connected(self) -> None:
@@ -89,7 +89,7 @@ class Membership:
 
     def drop(self, peer: PeerQueue, reason: str, left: bool = False) -> None:
         """Removes a peer that is lost, or has `left`."""
-        with self._changed:
+        with self._lock:
             if self._stopped or self._peers.get(peer.name) is not peer:
                 return
             del self._peers[peer.name]
@@ -165,7 +165,7 @@ class Membership:
                     if contact.seen and contact.failures >= MAX_ATTEMPTS:
                         contacts.remove(contact)  # it has left; if it is started again, it joins this node
             self._connected.set()
-            with self._changed:
+            with self._lock:
                 if self._stopped:
                     return
                 missing = any(contact.name not in self._peers for contact in contacts if contact.name != self.name)
@@ -195,7 +195,7 @@ class Membership:
                 _log.warning("node %d cannot reach %s, and retries: %s", self.node_id, contact.text, error)
             return False
         finally:
-            with self._changed:
+            with self._lock:
                 self._joining = False
                 self._changed.notify_all()
             self.node.hang_up(seed)
@@ -275,7 +275,7 @@ class Membership:
 
     def close(self) -> bool:
         """Leaves all peers; False if it was closed before. Does not wait for replies."""
-        with self._changed:
+        with self._lock:
             if self._stopped:
                 return False
             self._stopped = True

@@ -45,7 +45,7 @@ class PeerQueue:
         self.name, self.node_id = name, node_id
         self.version = -1
         self.topics: frozenset[str] = frozenset()
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self._window = window
         self._in_flight: deque[tuple[Future, int]] = deque()
         self._nbytes = 0

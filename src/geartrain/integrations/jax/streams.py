@@ -8,9 +8,10 @@ Each stream (an environment, say) has one row at a time, which grows and can be 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from geartrain.core.keys import Keys
 from geartrain.core.schema import Field
+from geartrain.core.threads import owns, refuse_within
 from geartrain.replay.fetch import fetch
 from geartrain.replay.replay import Replay
 from geartrain.replay.windows import Windows
@@ -78,7 +80,8 @@ class Streams:
         self._published = False
         self._greatest = 1.0
         self._exponent = exponent
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._ending = False  # closed by a signal's handler within a call, which does it at its end
         self._replay = Replay(
             store,
             Uniform(seed=0, over="steps") if exponent is None else Prioritized(seed=0, alpha=exponent, beta=0.0),
@@ -97,7 +100,7 @@ class Streams:
             StoreFullError, WaitTimeoutError, StoreClosedError: as of writing rows.
         """
         steps, done = values[0].shape[1], 0
-        with self._lock:
+        with self._in_turn():
             while done < steps:
                 if not self._rows or self._place == self.store.max_length:
                     self._next_rows()
@@ -114,6 +117,17 @@ class Streams:
                 done += take
                 self._count += take
 
+    @contextlib.contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """One call at a time; one of a signal's handler within another is refused, and its `close` comes afterwards."""
+        refuse_within(self._lock, "a call of this buffer")
+        try:
+            with self._lock:
+                yield
+        finally:
+            if self._ending:
+                self.close()
+
     def draw(self, number: int) -> tuple[list[NDArray[Any]], Keys, NDArray[Any]]:
         """Sequences (batch, sequence, *shape) by field, in memory of their own; their keys and probabilities.
 
@@ -123,7 +137,7 @@ class Streams:
         Raises:
             EmptyStoreError: no sequence is whole yet.
         """
-        with self._lock:
+        with self._in_turn():
             self._state["step"] = number % 2**_STEP_BITS
             self._replay.load_state_dict(self._state)
             batch: Any = self._replay.sample()
@@ -134,7 +148,7 @@ class Streams:
 
         New steps have the greatest priority that was set here. Raises `ArgumentError` for one that is not finite.
         """
-        with self._lock:
+        with self._in_turn():
             gone = self._replay.update_priorities(keys, priorities)
             if len(priorities) and self._exponent is not None:
                 self._greatest = max(self._greatest, float(np.abs(priorities).max()) ** self._exponent)
@@ -156,7 +170,7 @@ class Streams:
             for name in self._names:
                 found[name][stream, number[mine] % self.timesteps] = values[name][mine]
 
-        with self._lock:
+        with self._in_turn():
             for first, keys in self._whole:
                 for stream, key in enumerate(keys):
                     batch: Any = fetch(self.store, key, fields=self._names, output="numpy", on_stale="drop")
@@ -174,6 +188,9 @@ class Streams:
 
     def close(self) -> None:
         """Ends the rows that are being written, which stay, and what draws."""
+        self._ending = True
+        if owns(self._lock):
+            return
         with self._lock:
             self._replay.close()
             for row in self._rows:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +39,7 @@ class PositionColumn:
         store: Store,
         index: TransitionIndex,
         writer: TransitionWriter,
-        locked: Callable[[], threading.Lock],
+        locked: Callable[[], Any],
         field: str,
         step: int,
         capacity: int,

@@ -105,16 +105,20 @@ class BatchPrefetch:
     Args:
         sample: makes a batch.
         size: batches that are kept ready.
+        about_to_wait: called before a wait; it raises where this thread has what the one that samples waits for.
 
     Raises:
         GeartrainError: from `next`, in a forked child: the thread stayed with the parent. What `sample` raises is
             raised by `next` too, after the batches that were made before.
     """
 
-    def __init__(self, sample: Callable[[], Any], size: int) -> None:
+    def __init__(
+        self, sample: Callable[[], Any], size: int, about_to_wait: Callable[[], object] = lambda: None
+    ) -> None:
         if check_whole("queue_size", size) < 1:
             raise ArgumentError(f"queue_size must be at least 1, found {size}")
         self._queue = _Queue(sample, size)
+        self._about_to_wait = about_to_wait
         self._pid = os.getpid()
         self._thread = DaemonThread(self._queue.run, "geartrain-lerobot-prefetch")
         weakref.finalize(self, self._queue.stop).atexit = False
@@ -139,6 +143,7 @@ class BatchPrefetch:
             except Empty:
                 if not alive:
                     raise GeartrainError("the thread that samples is gone") from None
+                self._about_to_wait()
         raise StopIteration
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from geartrain.core.arguments import check_function, check_text, check_texts, check_whole, refuse_copies
 from geartrain.core.global_generators import drawing
+from geartrain.core.threads import refuse_within
 from geartrain.errors import (
     ArgumentError,
     EmptyBufferError,
@@ -115,7 +116,7 @@ class LeRobotReplayBuffer:
         self.image_augmentation_function = image_augmentation_function or random_shift
         self.use_drq = use_drq
         self._given, self._writers, self._reserve = _store_or_name(store), writers, reserve
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._pid = os.getpid()
         self._closed = False
         self._store: Store | None = None
@@ -183,13 +184,17 @@ class LeRobotReplayBuffer:
                 raise
         return self._store
 
-    def _locked(self) -> threading.Lock:
+    def _locked(self) -> Any:
         """The lock; a forked child makes its own, and what it adds is its own too."""
         if self._pid != os.getpid():
-            self._lock, self._pid = threading.Lock(), os.getpid()
+            self._lock, self._pid = threading.RLock(), os.getpid()
             if self._store is not None:
                 self._attach(self._store)
+        self._refuse_within()
         return self._lock
+
+    def _refuse_within(self) -> None:
+        refuse_within(self._lock, "a call of this replay buffer")
 
     def close(self) -> None:
         """Closes the buffer's store, unless it was given an open one; what is called then raises `StoreClosedError`."""
@@ -311,7 +316,7 @@ class LeRobotReplayBuffer:
             EmptyBufferError: when the first batch is asked for and nothing was added yet.
         """
         if async_prefetch:
-            return BatchPrefetch(lambda: self.sample(batch_size), queue_size)
+            return BatchPrefetch(lambda: self.sample(batch_size), queue_size, self._refuse_within)
         return self._sampled(batch_size)
 
     def _sampled(self, batch_size: int) -> Generator[BatchTransition, None, None]:

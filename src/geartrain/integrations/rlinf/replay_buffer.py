@@ -23,6 +23,7 @@ from geartrain.core.arguments import (
     whole_number,
 )
 from geartrain.core.global_generators import drawing
+from geartrain.core.threads import refuse_within
 from geartrain.errors import (
     ArgumentError,
     EmptyBufferError,
@@ -132,7 +133,7 @@ class TrajectoryReplayBuffer:
         self._reserve = check_flag("reserve", reserve)
         self._timeout_s = timeout(timeout_s)
         self._adding = WriterLock(self._timeout_s)
-        self._drawing = threading.Lock()
+        self._drawing = threading.RLock()
         self._pid = os.getpid()
         self._closed = False
         self._store: Store | None = None
@@ -195,7 +196,7 @@ class TrajectoryReplayBuffer:
     def _own(self) -> None:
         """Gives a forked child locks of its own, and draws that are not its parent's."""
         if self._pid != os.getpid():
-            self._pid, self._drawing, self._adding = os.getpid(), threading.Lock(), WriterLock(self._timeout_s)
+            self._pid, self._drawing, self._adding = os.getpid(), threading.RLock(), WriterLock(self._timeout_s)
             self._generator = torch.Generator()  # the parent's may be locked, by a thread that draws from it
             self._begin_draws(int.from_bytes(os.urandom(4), "little"))
 
@@ -285,6 +286,7 @@ class TrajectoryReplayBuffer:
         if check_whole("num_chunks", num_chunks) < 1:
             raise ArgumentError(f"num_chunks must be at least 1, found {num_chunks}")
         store = self._join()
+        refuse_within(self._drawing, "a sample of this replay buffer")
         with self._drawing:
             if store is not None:
                 if num_chunks > len(store):

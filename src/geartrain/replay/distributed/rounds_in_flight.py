@@ -150,7 +150,8 @@ class _Sender:
         self._rounds = rounds
         self._timeout_s = timeout_s
         self._waiting: queue.SimpleQueue[tuple[int, list[tuple[int, Bytes]]]] = queue.SimpleQueue()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._unsent = 0
 
     @property
@@ -159,7 +160,7 @@ class _Sender:
 
     def send(self, number: int, messages: list[tuple[int, Bytes]]) -> None:
         self._waiting.put((number, messages))
-        with self._changed:
+        with self._lock:
             self._unsent += 1
             if self._unsent > 1:
                 return  # the thread is there
@@ -171,7 +172,7 @@ class _Sender:
                 raise
 
     def flush(self, timeout_s: float) -> bool:
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(lambda: self._unsent == 0, timeout_s)
 
     def _run(self) -> None:
@@ -180,7 +181,7 @@ class _Sender:
             # A rank that does not take them is found by what is received of it, which has a deadline as well.
             with contextlib.suppress(GeartrainError):
                 self._rounds.send(number, messages, self._timeout_s, beside=True)
-            with self._changed:
+            with self._lock:
                 self._unsent -= 1
                 if self._unsent == 0:
                     self._changed.notify_all()

@@ -37,7 +37,7 @@ class TensorChannels:
         self._sender = cuda_ipc.IpcSender(driver)
         self._leases: dict[int, tuple[str, int, Any]] = {}  # number -> channel, device, buffer
         self._numbers = itertools.count(1)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may call in between
         self._closed = False
 
     def lease(self, channel: str, device: int, nbytes: int) -> tuple[int, Any]:

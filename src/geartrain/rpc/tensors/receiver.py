@@ -29,7 +29,7 @@ class TensorReceiver:
         self._connection = connection
         self._codec = native_codec()
         self._held: dict[int, dict[int, tuple[str, int, list[Any]]]] = {}  # tag -> bundle -> channel, device, leaves
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may call in between
 
     def received(self, value: Any) -> Any:
         """A call's value with its tensors."""

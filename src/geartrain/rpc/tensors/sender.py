@@ -71,7 +71,7 @@ class TensorSender:
         self._channels: TensorChannels | None = None  # once negotiated
         self._their_count = 0  # GPUs of the server's
         self._their_no_ipc: str | None = None  # why their memory cannot be shared
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may call in between
         self._chosen: dict[tuple[int, int], str] = {}  # (GPU here, GPU there) -> channel
         self._result_channels: dict[int, str] = {}  # GPU there -> channel of results
         self.forced = devices.forced is not None  # a channel was asked for, which is negotiated before the first call
