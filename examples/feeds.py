@@ -355,7 +355,7 @@ def plot(out: Path, picture: Path, task: Task) -> None:
             right.plot(steps, shares, "o", ms=4, **look | {"alpha": 0.8})
     right.axhline(task.threshold, color="#636363", ls=":", lw=1)
     left.set(xlabel="training step", ylabel=f"loss, means over {width} steps", yscale="log")
-    right.set(xlabel="training step", ylabel=f"share of {task.measure}", ylim=(0, None))
+    right.set(xlabel="training step", ylabel=f"share of {task.measure}")
     left.legend(frameon=False)
     for axes in (left, right):
         axes.grid(alpha=0.3)
