@@ -9,6 +9,7 @@
 #include <cstring>
 #include <system_error>
 
+#include "base/clock.h"
 #include "base/condition_variable.h"
 #include "base/errors.h"
 
@@ -16,10 +17,12 @@ namespace geartrain {
 namespace {
 
 constexpr uint64_t kLongestSleepNs = 1'000'000'000;
+constexpr double kPollUs = 50;  // a sleep and its end take as long
 
 }  // namespace
 
-EventLoop::EventLoop(const char* name, Failed failed) : forks_(forks()), failed_(std::move(failed)) {
+EventLoop::EventLoop(const char* name, Failed failed)
+    : forks_(forks()), failed_(std::move(failed)), patience_(kPollUs) {
   epoll_ = Descriptor(::epoll_create1(EPOLL_CLOEXEC));
   wake_ = Descriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!epoll_ || !wake_) fail(ErrorKind::os, "cannot make an epoll or an eventfd: ", std::strerror(errno));
@@ -149,6 +152,23 @@ bool EventLoop::look_at_all() {
   return busy;
 }
 
+// Looks until there is something, for a while. True when there was.
+bool EventLoop::poll() {
+  const double most_us = patience_.spin_us();
+  if (pollables_.empty() || pollables_.size() >= available_cores() || !wanted_ || !wanted_()) return false;
+  bool found = false;
+  if (most_us > 0) {
+    const uint64_t until_ns = monotonic_ns() + static_cast<uint64_t>(most_us * 1e3);
+    while (!(found = look_at_all() || posted_.load()) && monotonic_ns() < until_ns) pause_briefly();
+  }
+  if (found) {
+    patience_.rewarded();
+  } else {
+    patience_.in_vain();
+  }
+  return found;
+}
+
 void EventLoop::destroy_discarded() {
   while (discarded_ != nullptr) discarded_ = std::move(discarded_->next_discarded_);
 }
@@ -160,7 +180,7 @@ void EventLoop::run(const char* name) noexcept {
   for (;;) {
     if (run_tasks()) break;
     bool busy = false;
-    guarded([&] { busy = look_at_all(); });
+    guarded([&] { busy = look_at_all() || poll(); });
     uint64_t sleep_ns = kLongestSleepNs;
     guarded([&] {
       if (due_) sleep_ns = std::min(due_(), kLongestSleepNs);
@@ -187,6 +207,7 @@ void EventLoop::run(const char* name) noexcept {
     destroy_discarded();
   }
   due_ = nullptr;
+  wanted_ = nullptr;
   destroy_discarded();
 }
 

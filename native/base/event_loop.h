@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "base/descriptor.h"
+#include "base/patience.h"
 
 namespace geartrain {
 
@@ -80,11 +81,14 @@ class EventLoop {
   }
   // Called at least before every sleep; returns the nanoseconds after which to be called again.
   void on_time(std::function<uint64_t()> due) { due_ = std::move(due); }
+  // While it is true, rings are polled for a while before a sleep, if there is a core for each process at their ends.
+  void poll_while(std::function<bool()> wanted) { wanted_ = std::move(wanted); }
 
  private:
   void run(const char* name) noexcept;
   bool run_tasks();
   bool look_at_all();
+  bool poll();
   void destroy_discarded();
   template <typename Act>
   void guarded(Act&& act);
@@ -99,6 +103,8 @@ class EventLoop {
   std::vector<Pollable*> pollables_;
   std::unique_ptr<Handler> discarded_;  // a list
   std::function<uint64_t()> due_;
+  std::function<bool()> wanted_;
+  Patience patience_;
   std::atomic<std::thread::id> id_{};
   std::once_flag stopped_;
   std::unique_ptr<std::thread> thread_;

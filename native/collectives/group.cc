@@ -108,7 +108,10 @@ class Group::Body final : public Peer::Side {
         deadlines_(options_, members_, operations_),
         loop_("geartrain group", [this](const std::exception& error) { members_.failed(error); }) {
     members_.open();
-    loop_.post([this] { loop_.on_time([this] { return deadlines_.on_time(); }); });
+    loop_.post([this] {
+      loop_.on_time([this] { return deadlines_.on_time(); });
+      loop_.poll_while([this] { return !operations_.works().empty() && members_.one_host(); });
+    });
   }
 
   ~Body() override {

@@ -159,11 +159,6 @@ Connection::Look Connection::look_for_end() {
   return found;
 }
 
-Patience::Patience(double spin_us) : most_us_(spin_us) {
-  static const bool alone = available_cores() == 1;
-  if (alone) most_us_ = 0;
-}
-
 bool Connection::spin(Message* message, Deadline deadline) {
   const double spin_us = patience_.spin_us();
   if (spin_us > 0) {

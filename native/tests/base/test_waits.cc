@@ -10,7 +10,10 @@
 #include <thread>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/condition_variable.h"
+#include "base/event_loop.h"
+#include "base/threads.h"
 #include "base/timed_lock.h"
 #include "tests/support/check.h"
 
@@ -166,6 +169,38 @@ TEST(a_forked_child_destroys_a_condition_on_which_threads_of_its_parent_wait) {
   }
   waiter.join();
   delete changed;
+}
+
+// Ready at the second look after it was armed, and nothing wakes the loop for it.
+struct ReadyAtTheSecondLook final : EventLoop::Pollable {
+  int left = 0;
+  std::atomic<bool> seen{false};
+  bool look() override {
+    if (left == 0 || --left != 0) return false;
+    seen = true;
+    return true;
+  }
+  bool announce_sleep() override { return true; }
+  void announce_wake() override {}
+};
+
+TEST(a_loop_polls_before_a_sleep_while_that_is_wanted_and_there_are_cores) {
+  for (const bool wanted : {true, false}) {
+    for (const size_t rings : {size_t{1}, size_t{available_cores()}}) {
+      EventLoop loop("test", [](const std::exception&) {});
+      std::vector<ReadyAtTheSecondLook> all(rings);
+      loop.call([&] {
+        for (auto& one : all) loop.add(&one);
+        loop.poll_while([&] { return wanted; });
+        all[0].left = 2;
+      });
+      const bool polls = wanted && rings < available_cores();
+      const uint64_t began_ns = monotonic_ns();
+      while (!all[0].seen && monotonic_ns() - began_ns < (polls ? 10'000'000'000u : 200'000'000u)) ::usleep(100);
+      CHECK_EQ(all[0].seen.load(), polls);
+      loop.stop();
+    }
+  }
 }
 
 }  // namespace
