@@ -192,6 +192,7 @@ def test_a_result_becomes_tables_json_and_a_plot(
     printed = capsys.readouterr().out
     assert "geartrain bench selection --quick" in printed
     assert "by index mod 8" in printed
+    assert "best baseline" not in printed  # a table of nothing, where none was measured
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     written = json.loads((tmp_path / "result.json").read_text())
     assert list(written)[:5] == ["bench", "command", "machine", "versions", "rows"]

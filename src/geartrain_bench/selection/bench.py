@@ -140,14 +140,15 @@ def show(plan: Plan, result: SelectionResult, json_path: Path | None, plot_path:
         ["system", *(str(i) for i in range(MOD)), "p"],
         {name: [*map(str, counts), f"{chances[name]:.2g}"] for name, counts in result.counts.items()},
     )
-    report.print_counts(
-        "sample and update together, times as fast as the best baseline (CPU time)",
-        ["case", "rows", "steps"],
-        {
-            case: [f"{found[name]:.1f}" if name in found else "" for name in ("rows", "steps")]
-            for case, found in speedups(result, [name for names in SAMPLERS.values() for name in names]).items()
-        },
-    )
+    if times := speedups(result, [name for names in SAMPLERS.values() for name in names]):
+        report.print_counts(
+            "sample and update together, times as fast as the best baseline (CPU time)",
+            ["case", "rows", "steps"],
+            {
+                case: [f"{found[name]:.1f}" if name in found else "" for name in ("rows", "steps")]
+                for case, found in times.items()
+            },
+        )
     if plot_path is not None:
         plot(result, plot_path)
 

@@ -289,7 +289,8 @@ def _notes(view: HostView) -> Iterator[Diagnosis]:
     if left:
         names = ", ".join(each["name"] for each in left[:3]) + (", ..." if len(left) > 3 else "")
         mb = sum(each["bytes"] for each in left) / 1e6
-        text = f"no process uses {len(left)} stores ({names}; {mb:,.1f} MB): `geartrain remove NAME` frees their memory"
+        what = f"the store {names} ({mb:,.1f} MB)" if len(left) == 1 else f"{len(left)} stores ({names}; {mb:,.1f} MB)"
+        text = f"no process uses {what}: `geartrain remove NAME` frees the memory"
         yield Diagnosis("note", "stores", text)
 
 
