@@ -11,7 +11,7 @@ import pytest
 
 import geartrain as gt
 import geartrain.replay.prefetch as prefetch
-import geartrain.replay.sampler as sampler_module
+import geartrain.replay.store_waits as waits_module
 from geartrain.errors import WaitTimeoutError
 from geartrain.selection import Mixture, Uniform
 from geartrain.store.rate_limiter import RateLimiter
@@ -67,7 +67,7 @@ def test_the_wait_for_rows_counts_against_the_wait_for_the_limiter(stores: list[
             assert not any(thread for thread in (replay._loader._ahead,) if thread is not None)
             store.delete(store.keys())
         store.insert({"x": np.zeros((1, 1), np.int64)})
-        clock = mock.patch.object(sampler_module, "time", Clock(store, 6))
+        clock = mock.patch.object(waits_module, "time", Clock(store, 6))
         with clock, mock.patch.object(RateLimiter, "admit_samples", admit):
             replay.sample()
     assert waited == [pytest.approx(TIMEOUT_S - 0.6)]
@@ -79,7 +79,7 @@ def test_a_batch_of_several_stores_has_one_deadline(stores: list[gt.Store]) -> N
     with gt.Replay(stores, selection, 6, prefetch=0, timeout_s=TIMEOUT_S, output="numpy") as replay:
         clock = Clock(stores[0], 7)
         with (
-            mock.patch.object(sampler_module, "time", clock),
+            mock.patch.object(waits_module, "time", clock),
             pytest.raises(WaitTimeoutError, match="too few rows within 1 s, in which the store went from 0 to 0"),
         ):
             replay.sample()

@@ -144,6 +144,33 @@ def test_a_future_is_cancelled_while_another_thread_waits_for_it(nodes) -> None:
     assert client.call("server", "hostile-nodes.twice", 3) == 6  # it held up the calls behind it
 
 
+def waits(future: rpc.Future, timeout_s: float, raised: list[BaseException]) -> None:
+    try:
+        future.result(timeout_s=timeout_s)
+    except BaseException as error:
+        raised.append(error)
+
+
+def test_a_wait_gives_up_beside_another_one_and_a_callback(nodes) -> None:
+    client, _ = nodes
+    for _ in range(20):
+        future = client.call_async("server", "hostile-nodes.wait", 60.0)
+        raised: list[BaseException] = []
+        waiting = [threading.Thread(target=waits, args=(future, each, raised)) for each in (0.03, 0.035, 60.0)]
+        for thread in waiting:
+            thread.start()
+        time.sleep(0.01)
+        called_back = threading.Event()
+        future.add_done_callback(lambda _, called_back=called_back: called_back.set())
+        for thread in waiting[:2]:
+            thread.join(patience(10))
+        assert [type(error) for error in raised] == [WaitTimeoutError] * 2
+        assert future.cancel()
+        waiting[2].join(patience(10))
+        assert [type(error) for error in raised[2:]] == [CallCancelledError]
+        assert called_back.wait(patience(10))
+
+
 def test_a_callback_that_came_beside_a_wait_that_gave_up_is_called(nodes) -> None:
     client, _ = nodes
     future = client.call_async("server", "hostile-nodes.wait", 60.0)

@@ -111,11 +111,13 @@ class Future:
                         self._wait(max(until_s - time.monotonic(), 0.0), cancels=until_s == self.until_s)
                 finally:
                     if owns(reading):
-                        reading.release()
+                        try:
+                            self._pass_on()  # before another thread waits for the reply
+                        finally:
+                            reading.release()
             finally:
                 if owns(reading):  # where a handler has raised
                     reading.release()
-                self._pass_on()
         if event is not None and not event.wait(max(until_s - time.monotonic(), 0.0)):
             raise WaitTimeoutError(f"no answer from {self._source.name!r} before the deadline")
         return self._error
@@ -147,7 +149,10 @@ class Future:
             self._settle(message, elsewhere=False)
 
     def _pass_on(self) -> None:
-        """After a wait that did not end with the reply: callbacks that were added meanwhile need a thread."""
+        """After a wait that did not end with the reply: callbacks that were added meanwhile need a thread.
+
+        By the thread that has waited, which still holds `_reading`: no other one waits for the reply.
+        """
         with self._lock:
             if self._callbacks and not self._finished and self._done is None and self._pid == os.getpid():
                 self._done = ReentrantEvent()
@@ -178,13 +183,13 @@ class Future:
         """Whether `result` would not wait."""
         self._check_process()
         if not self._finished and self._done is None and not owns(self._reading):
-            try:
-                with held(self._reading, 0.0) as mine:
-                    if mine and not self._finished and self._done is None:
+            with held(self._reading, 0.0) as mine:
+                if mine and not self._finished and self._done is None:
+                    try:
                         with contextlib.suppress(WaitTimeoutError):
                             self._wait(0.0, cancels=self.until_s <= time.monotonic())
-            finally:
-                self._pass_on()
+                    finally:
+                        self._pass_on()
         return self._finished
 
     def cancel(self) -> bool:
