@@ -32,8 +32,10 @@ def write_job(folder: Path, name: str, steps: int) -> None:
 
 def check(folder: Path, hosts: int, steps: int) -> None:
     """Every host's job has finished, and each rank has had its part of every batch."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("runs/*/summary.json"))]
+    found = [json.loads(path.read_text()) for path in folder.glob("runs/*/summary.json")]
     assert [each["outcome"] for each in found] == ["finished"] * hosts
+    # Folders are named by the time: on two hosts either may be the older one.
+    found.sort(key=lambda each: min(name for name in each["processes"] if name.startswith("learner-")))
     for host, each in enumerate(found):
         learner = each["processes"][f"learner-{host}"]
         assert (learner["steps"], learner["samples"]) == (steps, steps * 64 // hosts)
