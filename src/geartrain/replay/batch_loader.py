@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import threading
 import time
 import weakref
@@ -362,3 +363,9 @@ def _stop(
         return ahead.stop(timeout_s, finish=finish, awaited_s=awaited_s)
     finally:
         halt.clear()
+
+
+def close_here(pid: int, close: Callable[[], object]) -> None:
+    """Closes what belongs to a process, unless this is one that was forked from it."""
+    if pid == os.getpid():
+        close()

@@ -22,7 +22,7 @@ from geartrain.core.process_report import register
 from geartrain.core.threads import held, owns
 from geartrain.errors import CallCancelledError, ReplayError, StoreClosedError
 from geartrain.replay.batch import Batch
-from geartrain.replay.batch_loader import LEAVE_S, BatchLoader
+from geartrain.replay.batch_loader import LEAVE_S, BatchLoader, close_here
 from geartrain.replay.builder import given_priorities
 from geartrain.replay.builder_choice import open_builder
 from geartrain.replay.config import ReplayConfig, ReplayOptions, seeded_selection, stores_of
@@ -198,7 +198,7 @@ class Replay:
         self._builder, release = open_builder(stores, self.selection, config, group, mesh)
         self._loader = BatchLoader(self._builder, config, self.stores)
         if release is not None:  # one that is dropped unpins its memory, leaves its group; its thread ends before that
-            weakref.finalize(self._loader, _close_here, os.getpid(), release)
+            weakref.finalize(self._loader, close_here, os.getpid(), release)
         self._pid = os.getpid()
         self._one_process = self._builder.collective or config.device is not None  # not shared by a fork
         self._make_locks()
@@ -419,8 +419,8 @@ class Replay:
 
         Over several ranks rows and bytes are this rank's, and there are: local_bytes (read from the shard of this
         host), received_bytes and sent_bytes (fields, from and for other ranks), local_share, selection_bytes (sent
-        to agree on batches), select_s, fetch_s, exchange_s; peers_by_shm, peers_by_tcp, peers_by_nixl or peers_by_gloo
-        (ranks that this one exchanges messages with, by what moves them).
+        to agree on batches), select_s, fetch_s, exchange_s; peers_by_shm, peers_by_tcp, peers_by_nixl, peers_by_gloo
+        (ranks that this one exchanges messages with).
         """
         more = self._builder.stats()
         built, make_s, redrawn = more.pop("built"), more.pop("make_s"), more.pop("redrawn")
@@ -519,9 +519,3 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def _close_here(pid: int, close: Callable[[], object]) -> None:
-    """Closes what belongs to a process, unless this is one that was forked from it."""
-    if pid == os.getpid():
-        close()
