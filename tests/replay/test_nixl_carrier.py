@@ -15,13 +15,15 @@ import certificates
 import numpy as np
 import pytest
 from deadlines import patience
-from rank_carriers import SIMULATED_NIXL, dist, on_threads, simulated_nixl
+from rank_carriers import SIMULATED_NIXL, Ranks, dist, on_threads, simulated_nixl
 
 import geartrain.transport.nixl_agent as nixl_agent
+import geartrain.transport.nixl_memory as nixl_memory
 from geartrain.errors import ArgumentError
 from geartrain.replay.distributed.carrier import CarrierError, Cause
 from geartrain.replay.distributed.carrier_addresses import open_carrier
 from geartrain.replay.distributed.transport_carrier import TransportCarrier
+from geartrain.transport.nixl_link import NixlLink
 from geartrain.transport.tls import TLS
 
 
@@ -58,6 +60,7 @@ import sys, time
 import numpy as np
 import torch.distributed as dist
 import geartrain.transport.nixl_agent as nixl_agent
+import geartrain.transport.nixl_memory as nixl_memory
 from geartrain.replay.distributed.carrier_addresses import open_carrier
 nixl_agent.WHEELS = ("nixl_cu12",)
 store = dist.FileStore(sys.argv[1], 2)
@@ -96,3 +99,43 @@ def test_a_process_that_is_to_be_written_to_and_ends_or_stops_is_named(tmp_path:
             carrier.close()
         finally:
             peer.kill()
+
+
+def test_memory_of_an_interrupted_write_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = Ranks(2, "nixl")
+    sent = [np.full(1 << 20, rank, np.uint8) for rank in range(2)]
+    into = np.zeros(1 << 20, np.uint8)
+    assert ranks.exchange(lambda rank: ([(1 - rank, sent[rank])], [(1 - rank, into)])) == [None, None]
+
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt  # as a signal's handler does while the write is waited for
+
+    monkeypatch.setattr(NixlLink, "write", interrupted)
+    abandoned = len(nixl_memory._abandoned)
+    until_s = time.monotonic() + patience(1)
+    found = on_threads(
+        2, lambda rank: ranks.carriers[rank].exchange(2, *(([(1, sent[0])], []), ([], [(0, into)]))[rank], until_s)
+    )
+    assert isinstance(found[0], KeyboardInterrupt)
+    assert isinstance(found[1], CarrierError)
+    # The sender's, which a network card may be reading, and the receiver's, which it may be writing to.
+    assert len(nixl_memory._abandoned) == abandoned + 2
+    for carrier in ranks.carriers:
+        carrier.close()
+        carrier.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b"garbage" * 9], ids=["empty", "garbage"])
+def test_what_is_no_descriptor_is_refused(sent: bytes) -> None:
+    ranks = Ranks(2, "nixl")
+    row, into = np.zeros(1 << 20, np.uint8), np.zeros(1 << 20, np.uint8)
+    assert ranks.exchange(lambda rank: ([(1 - rank, row)], [(1 - rank, into)])) == [None, None]
+    until_s = time.monotonic() + patience(20)
+    ranks.carriers[1].send(2, 0, [np.frombuffer(sent, np.uint8)], until_s)
+    with pytest.raises(CarrierError) as error:
+        ranks.carriers[0].exchange(2, [(1, row)], [], until_s)
+    assert (error.value.peer, error.value.cause) == (1, Cause.refused)
+    for carrier in ranks.carriers:
+        carrier.close()

@@ -127,9 +127,11 @@ class NixlCarrier(TransportCarrier):
                     nbytes=written[peer],
                     timeout_s=max(until_s - time.monotonic(), 0.001),
                 )
-            except GeartrainError as error:
+            except BaseException as error:
                 buffer.abandon()  # the network card may still be reading it
-                raise self.error_of(peer, error) from error
+                if isinstance(error, GeartrainError):
+                    raise self.error_of(peer, error) from error
+                raise
             buffer.release()
 
 
