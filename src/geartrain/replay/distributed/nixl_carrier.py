@@ -8,8 +8,8 @@ both ends know what is sent, and take three steps:
     sender      copies its arrays into registered memory of its own, writes, sends `WRITTEN`
     receiver    copies what was written into its arrays
 
-Both copies are between registered memory, which is registered once, and arrays that are not: registering an array takes
-as long as copying some hundred KB. A pair of ranks is connected by NIXL in the first exchange in which it needs that.
+Both copies are between memory that is registered once, and arrays that are not registered. A pair of ranks is connected
+by NIXL in the first exchange in which it needs that.
 
 Threads: as `TransportCarrier`; one exchange at a time, and any thread may close. Lost peers: memory that one may still
 be writing to is never used again.
