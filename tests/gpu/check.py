@@ -21,6 +21,7 @@ everything passed.
 from __future__ import annotations
 
 import argparse
+import importlib.machinery
 import importlib.util
 import json
 import os
@@ -116,7 +117,7 @@ def gpu_steps(runs: Path) -> dict[str, Step]:
 def dry_steps() -> dict[str, Step]:
     """The same machinery where there is no GPU: everything is imported and collected, and the bench runs its paths."""
     code = "import geartrain, torch, triton, rich, pytest; print('geartrain', geartrain.__version__)"
-    bench = "from geartrain_bench import fetch; fetch.main_cpu(quick=True)"
+    bench = "from geartrain_bench.fetch import bench; bench.main_cpu(quick=True)"
     return {
         "imports": ([sys.executable, "-c", code], 60, None),
         "tests": ([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"], 60, None),
@@ -230,8 +231,9 @@ def unpack() -> list[str]:
 
 
 def native() -> list[Path]:
-    """The checkout's native module, built for this Python."""
-    return list((SOURCE / "geartrain").glob(f"_native.cpython-{sys.version_info.major}{sys.version_info.minor}-*.so"))
+    """The checkout's native module, under a name that this Python imports: its own, or that of the stable ABI."""
+    made = (SOURCE / "geartrain" / f"_native{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES)
+    return [module for module in made if module.exists()]
 
 
 def older_than(wheel: Path) -> bool:
@@ -243,11 +245,11 @@ def fits(wheel: Path) -> bool:
     """Whether a wheel is for this interpreter and machine."""
     _, python, abi, system = wheel.stem.rsplit("-", 3)
     mine = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    return (
-        (abi == "none" or abi in (mine, "abi3"))
-        and ("py3" in python or mine in python)
-        and (system == "any" or platform.machine() in system)
-    )
+    if abi == "abi3":  # of the stable ABI: for that version and all later ones
+        fitting = sys.version_info >= (3, int(python.removeprefix("cp3")))
+    else:
+        fitting = abi in ("none", mine) and ("py3" in python or mine in python)
+    return fitting and (system == "any" or platform.machine() in system)
 
 
 def about_gpu() -> dict[str, str]:
