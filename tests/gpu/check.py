@@ -12,7 +12,7 @@ Runs one after the other, each within its share of the time, the rest even if on
     fetch        geartrain bench fetch --device cuda
     selection    geartrain bench selection --device cuda
     p2p          geartrain bench p2p --device cuda
-    conformance  of selection on the GPU
+    conformance  of selection on the GPU, with the reference
 
 Prints a table, and writes runs/gpu-check.json with all of it and a log of each step beside it. Ends with 0 when
 everything passed.
@@ -98,11 +98,13 @@ def gpu_steps(runs: Path) -> dict[str, Step]:
     """What is run, in this order: command, seconds kept for it, the JSON that it writes."""
     python = sys.executable
     fetch, selection, p2p = (runs / f"gpu-{name}.json" for name in ("fetch", "selection", "p2p"))
-    pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    pytest = [python, "-m", "pytest", "-vv", "--tb=short", "--durations=15", "-p", "no:cacheprovider"]
+    # Compiling, and starting processes that import torch, takes most of the time: files side by side.
+    beside = ["-n", "6", "--dist", "loadfile"] if importlib.util.find_spec("xdist") else []
     # The largest stores of the bench have 4 GB, with --quick 2.
     quick = ["--quick"] if shutil.disk_usage("/dev/shm").free < 6e9 else []
     return {
-        "tests": ([*pytest, "tests/gpu"], 120, None),
+        "tests": ([*pytest, *beside, "tests/gpu"], 120, None),
         "fetch": ([python, "-m", "geartrain_bench.fetch.bench", *quick, "--json", str(fetch)], 150, fetch),
         "selection": (
             [python, "-m", "geartrain_bench.selection.gpu", "--quick", "--json", str(selection)],
@@ -110,7 +112,7 @@ def gpu_steps(runs: Path) -> dict[str, Step]:
             selection,
         ),
         "p2p": ([python, "-m", "geartrain_bench.messages.gpu", "--quick", "--json", str(p2p)], 60, p2p),
-        "conformance": ([*pytest, "tests/selection/test_selection_conformance.py"], 60, None),
+        "conformance": ([*pytest, "-k", "cuda", "tests/selection/test_selection_conformance.py"], 60, None),
     }
 
 
