@@ -57,7 +57,7 @@ def test_random_batches_are_those_of_the_native_code() -> None:
     gather_cases._compare = compare
     try:
         began_s, seed = time.monotonic(), 0
-        while seed < 300 and time.monotonic() - began_s < 60:  # each set of dtypes and layouts is compiled once
+        while seed < 300 and time.monotonic() - began_s < 30:  # each set of dtypes and layouts is compiled once
             assert gather_cases.run_case(seed, f"test-gpu-{os.getpid()}-{seed}", "cuda") is None
             seed += 1
         assert seed >= 10
@@ -178,12 +178,15 @@ def test_a_cuda_graph_is_captured_while_batches_are_made_and_replayed_on_each(st
 
 
 def test_the_pinned_segment_is_listed_and_let_go(store: gt.Store) -> None:
-    before = pinning.about()["pinned_bytes"]
+    def mine() -> list[int]:  # other processes may pin meanwhile
+        return [one.nbytes for one in pinning.Ledger().entries() if one.pid == os.getpid()]
+
+    assert mine() == []
     with gt.Replay(store, Uniform(seed=1), 8, device=DeviceOptions("cuda", path="gather")) as fast:
         fast.sample()
-        assert pinning.about()["pinned_bytes"] == before + store.nbytes
+        assert mine() == [store.nbytes]
         assert fast.describe()[0]["path"] == "gather"
-    assert pinning.about()["pinned_bytes"] == before
+    assert mine() == []
 
 
 def test_a_failed_registration_does_not_poison_the_next_launch(store: gt.Store) -> None:
