@@ -60,17 +60,17 @@ def test_the_kernel_itself_gathers_what_the_host_gets() -> None:
 def test_later_work_of_the_callers_stream_finds_the_rows(store: gt.Store, device: SimulatedDevice, path: Any) -> None:
     keys = store.keys()[:9]
     host = gt.fetch(store, keys, window=5)
-    stream, seen = device.new_stream(), torch.zeros(9, 5, 11)
-    for _ in range(5):
-        out = outputs_for(host)
+    streams, seen = [device.new_stream(), device.new_stream()], torch.zeros(9, 5, 11)
+    for turn in range(6):
+        out, stream = outputs_for(host), streams[turn % 2]
+        device.host_waits.clear()
         with device.on(stream):
             gt.fetch(store, keys, window=5, out=out, path=path)
             seen.zero_()
             device.run(lambda x=out["x"]: seen.copy_(x))
-        device.sync(_recorded(device, stream))
+            device.sync(device.record())
         assert torch.equal(seen, host["x"])
-    waited = {name for _, name in device.host_waits}
-    assert waited == {stream_name(device, stream)}, "no other stream has the rows, or is waited for"
+        assert {name for _, name in device.host_waits} == {stream.name}, "no other stream is waited for"
 
 
 def test_a_staged_fetch_does_not_wait_for_the_device(store: gt.Store) -> None:
@@ -100,6 +100,20 @@ def test_stale_keys_are_told_as_on_the_host(store: gt.Store, device: SimulatedDe
         gt.fetch(store, keys, out=out, path=path, on_stale="drop")
     left = keys[4:]
     check_after(device, store, left, path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_stale_key_of_any_of_several_stores_is_told(
+    store: gt.Store, store_name: Callable[[], str], device: SimulatedDevice, path: Any, which: int
+) -> None:
+    with make_store(store_name(), 2) as other:
+        both = [store, other]
+        keys = gt.Keys.join([each.keys()[:3] for each in both])
+        out = outputs_for(gt.fetch(both, keys))
+        both[which].delete(both[which].keys()[1:2])
+        with pytest.raises(StaleKeyError, match="1 of 6 keys are stale"):
+            gt.fetch(both, keys, out=out, path=path)
 
 
 def check_after(device: SimulatedDevice, store: gt.Store, keys: gt.Keys, path: Any) -> None:
@@ -244,12 +258,3 @@ def test_a_store_that_is_dropped_unpins_its_segment(store_name: Callable[[], str
     del store
     gc.collect()
     assert not device.registered
-
-
-def _recorded(device: SimulatedDevice, stream: Any) -> Any:
-    with device.on(stream):
-        return device.record()
-
-
-def stream_name(device: SimulatedDevice, stream: Any) -> str:
-    return str(stream.name)
