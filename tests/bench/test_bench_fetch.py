@@ -19,6 +19,8 @@ def test_every_case_has_its_floor_and_finite_numbers(monkeypatch: pytest.MonkeyP
     systems = {row.system for row in result.rows}
     assert {"floor", "geartrain gather", "geartrain staged", "index_select, pinned copy"} <= systems
     assert all(row.p50 > 0 for row in result.rows)
+    steps = {row.system for row in result.rows if row.metric == "training step with a new batch"}
+    assert steps == {"floor", *(f"geartrain {path}" for path in ("gather", "staged", "(chooser)")), fetch.BY_HAND}
     assert any("do not apply to any GPU" in note for note in result.notes)
 
 

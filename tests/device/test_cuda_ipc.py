@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import geartrain.device.cuda_ipc as cuda_ipc
+import geartrain.device.cuda_runtime as cuda_runtime
 from geartrain.core.dtypes import DTYPES
 from geartrain.device.cuda_ipc import BLOCK, IpcReceiver, IpcSender, IpcSlot
 from geartrain.errors import BusyError, MessageError, TransportError
@@ -205,3 +207,21 @@ def test_a_new_runtime_gets_no_events_of_one_that_is_gone(tmp_path: Path) -> Non
         pair.sender.close()
         del pair, tensor
         gc.collect()
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_of_several_cuda_runtimes_torchs_own_is_called(monkeypatch: pytest.MonkeyPatch, others: int) -> None:
+    """CuPy and JAX may load another copy; torch's libraries find theirs by what they are linked to."""
+    torch = pytest.importorskip("torch")
+    listed = ["/site/nvidia/cu13/lib/libcudart.so.13", "/usr/local/cuda/lib64/libcudart.so.13.0.96"][: 1 + others]
+    opened: list[str] = []
+
+    def library(path: str) -> Any:
+        opened.append(path)
+        return SimpleNamespace(cudaGetErrorString=SimpleNamespace(), cudaIpcOpenMemHandle=None)
+
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr("ctypes.CDLL", library)
+    monkeypatch.setattr(Path, "read_text", lambda _: "".join(f"7f00-7f01 r-xp 0 08:01 42   {at}\n" for at in listed))
+    cuda_runtime.CudaRuntime()._cudart()
+    assert [Path(path).name for path in opened] == ["libc10_cuda.so" if others else "libcudart.so.13"]

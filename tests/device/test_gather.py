@@ -4,13 +4,10 @@ window."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from deadlines import patience
+from interpreter import interpreted
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -21,19 +18,7 @@ import geartrain.device.kernels.gather_order as gather_order
 from geartrain.device.kernels import interpreting
 from geartrain.replay.device.options import Convert
 from geartrain.replay.device.target import gather_plan_of
-from geartrain.replay.fetch import FetchPlan
-
-HERE = Path(__file__).parents[1] / "support"
-
-
-def interpreted(script: str, *arguments: str, timeout_s: float) -> str:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(HERE / script), *arguments],
-        env=environment, capture_output=True, text=True, timeout=patience(timeout_s), check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+from geartrain.replay.fetch_plan import FetchPlan
 
 
 def test_random_batches_are_those_of_the_native_code() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,12 +11,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from deadlines import patience
 
 import geartrain as gt
+from geartrain.device.cuda_device import CudaDevice
 from geartrain.device.pinned_memory import Ledger, Pins, default_limit
 from geartrain.errors import PinError
 
@@ -174,3 +178,29 @@ def test_a_release_within_a_registration_comes_after_it(stores: list[gt.Store], 
     assert len(device.registered) == 1
     ended[0].release()
     assert not device.registered
+
+
+def test_a_registration_that_cuda_refuses_says_why() -> None:
+    """torch's runtime module gives codes of a type of its own, and takes nothing else for their text."""
+
+    class Code:  # as pybind11 makes of cudaError_t
+        def __int__(self) -> int:
+            return 712
+
+    def text(code: Any) -> str:
+        if not isinstance(code, Code):
+            raise TypeError("cudaGetErrorString(): incompatible function arguments")
+        return "part or all of the requested memory range is already mapped"
+
+    cudart = SimpleNamespace(cudaHostRegister=lambda *_: Code(), cudaGetErrorString=text)
+    forgotten: list[Any] = []
+    device = object.__new__(CudaDevice)  # without CUDA
+    device.device = "cuda:0"  # type: ignore[assignment]
+    device._cuda = SimpleNamespace(cudart=lambda: cudart)
+    device._torch = SimpleNamespace(  # type: ignore[assignment]
+        cuda=SimpleNamespace(device=contextlib.nullcontext),
+        empty=lambda *_, **named: SimpleNamespace(zero_=lambda: forgotten.append(named)),
+    )
+    with pytest.raises(PinError, match=r"712, .* already mapped"):
+        device.register(np.zeros(8, np.uint8))
+    assert len(forgotten) == 1

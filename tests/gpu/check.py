@@ -12,7 +12,7 @@ Runs one after the other, each within its share of the time, the rest even if on
     fetch        geartrain bench fetch --device cuda
     selection    geartrain bench selection --device cuda
     p2p          geartrain bench p2p --device cuda
-    conformance  of selection on the GPU
+    conformance  of selection on the GPU, with the reference
 
 Prints a table, and writes runs/gpu-check.json with all of it and a log of each step beside it. Ends with 0 when
 everything passed.
@@ -21,6 +21,7 @@ everything passed.
 from __future__ import annotations
 
 import argparse
+import importlib.machinery
 import importlib.util
 import json
 import os
@@ -97,11 +98,13 @@ def gpu_steps(runs: Path) -> dict[str, Step]:
     """What is run, in this order: command, seconds kept for it, the JSON that it writes."""
     python = sys.executable
     fetch, selection, p2p = (runs / f"gpu-{name}.json" for name in ("fetch", "selection", "p2p"))
-    pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    pytest = [python, "-m", "pytest", "-vv", "--tb=short", "--durations=15", "-p", "no:cacheprovider"]
+    # Compiling, and starting processes that import torch, takes most of the time: files side by side.
+    beside = ["-n", "6", "--dist", "loadfile"] if importlib.util.find_spec("xdist") else []
     # The largest stores of the bench have 4 GB, with --quick 2.
     quick = ["--quick"] if shutil.disk_usage("/dev/shm").free < 6e9 else []
     return {
-        "tests": ([*pytest, "tests/gpu"], 120, None),
+        "tests": ([*pytest, *beside, "tests/gpu"], 120, None),
         "fetch": ([python, "-m", "geartrain_bench.fetch.bench", *quick, "--json", str(fetch)], 150, fetch),
         "selection": (
             [python, "-m", "geartrain_bench.selection.gpu", "--quick", "--json", str(selection)],
@@ -109,14 +112,14 @@ def gpu_steps(runs: Path) -> dict[str, Step]:
             selection,
         ),
         "p2p": ([python, "-m", "geartrain_bench.messages.gpu", "--quick", "--json", str(p2p)], 60, p2p),
-        "conformance": ([*pytest, "tests/selection/test_selection_conformance.py"], 60, None),
+        "conformance": ([*pytest, "-k", "cuda", "tests/selection/test_selection_conformance.py"], 60, None),
     }
 
 
 def dry_steps() -> dict[str, Step]:
     """The same machinery where there is no GPU: everything is imported and collected, and the bench runs its paths."""
     code = "import geartrain, torch, triton, rich, pytest; print('geartrain', geartrain.__version__)"
-    bench = "from geartrain_bench import fetch; fetch.main_cpu(quick=True)"
+    bench = "from geartrain_bench.fetch import bench; bench.main_cpu(quick=True)"
     return {
         "imports": ([sys.executable, "-c", code], 60, None),
         "tests": ([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"], 60, None),
@@ -230,8 +233,9 @@ def unpack() -> list[str]:
 
 
 def native() -> list[Path]:
-    """The checkout's native module, built for this Python."""
-    return list((SOURCE / "geartrain").glob(f"_native.cpython-{sys.version_info.major}{sys.version_info.minor}-*.so"))
+    """The checkout's native module, under a name that this Python imports: its own, or that of the stable ABI."""
+    made = (SOURCE / "geartrain" / f"_native{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES)
+    return [module for module in made if module.exists()]
 
 
 def older_than(wheel: Path) -> bool:
@@ -243,11 +247,11 @@ def fits(wheel: Path) -> bool:
     """Whether a wheel is for this interpreter and machine."""
     _, python, abi, system = wheel.stem.rsplit("-", 3)
     mine = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    return (
-        (abi == "none" or abi in (mine, "abi3"))
-        and ("py3" in python or mine in python)
-        and (system == "any" or platform.machine() in system)
-    )
+    if abi == "abi3":  # of the stable ABI: for that version and all later ones
+        fitting = sys.version_info >= (3, int(python.removeprefix("cp3")))
+    else:
+        fitting = abi in ("none", mine) and ("py3" in python or mine in python)
+    return fitting and (system == "any" or platform.machine() in system)
 
 
 def about_gpu() -> dict[str, str]:

@@ -5,16 +5,20 @@ pytest tests/gpu
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
+from deadlines import patience
 
 import geartrain.device.kernels as kernels
 
+TESTS = Path(__file__).parent.parent
+WORKER = TESTS / "support" / "ranks_device_worker.py"
 reason = kernels.why_not_viable()
 pytestmark = pytest.mark.skipif(
     reason is not None or kernels.interpreting(), reason=f"no GPU to run on: {reason or 'TRITON_INTERPRET is set'}"
@@ -32,11 +36,27 @@ def ranks_of(exchange: str) -> int:
 def test_batches_are_those_of_the_host_however_rows_come(
     store_name: Callable[[], str], tmp_path: Path, exchange: str
 ) -> None:
-    from test_ranks_device_processes import start
-    from test_ranks_processes import lines
-
-    ranks = ranks_of(exchange)
-    said = [lines(p)[0] for p in start("batches", store_name(), ranks, tmp_path, EXCHANGE=exchange, DEVICE="cuda")]
+    ranks, name = ranks_of(exchange), store_name()
+    paths = [str(TESTS / "replay"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    settings = {"WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "MEET": f"file://{tmp_path}/meet"}
+    settings |= {"EXCHANGE": exchange, "DEVICE": "cuda", "PYTHONPATH": os.pathsep.join(paths)}
+    processes = [
+        subprocess.Popen(  # no forks of a process that may have looked for GPUs, as elsewhere
+            [sys.executable, str(WORKER), "batches", name], env={**os.environ, **settings, "RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    said = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=patience(90))
+            assert process.returncode == 0, err[-3000:]
+            said.append(json.loads(out.splitlines()[-1]))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
     for one in said:
         assert one["path"] == "gather"
         assert one["exchange"] == exchange

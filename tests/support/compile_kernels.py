@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from geartrain.device.kernels.gather_order import warps_of
+from geartrain.device.kernels.gather_order import AMD, NVIDIA, warps_of
 
 MODULES = ("weighted_draw", "distinct_draw", "top_rows", "scatter_update", "gather_kernels", "philox")
 
@@ -53,16 +53,15 @@ SIZES = {
     "bid_kernel": {"BLOCK": 256},
     "settle_kernel": {"BLOCK": 256},
     "write_kernel": {"TILE": 256, "BLOCK": 256},
-    "gather_rows_kernel": {"STATUS_STRIDE": 48, "CHUNK": 2048, "MASK_BLOCK": 256, "ORDER": 1},
+    "gather_rows_kernel": {"STATUS_STRIDE": 48, "CHUNK": 2048, "MASK_BLOCK": 256},
     "count_steps_kernel": {"BLOCK": 128},
-    "read_lengths_kernel": {"STATUS_STRIDE": 48, "BLOCK": 128, "ORDER": 1},
-    "read_contents_kernel": {"STATUS_STRIDE": 48, "BLOCK": 128},
-    "mark_written_kernel": {"STATUS_STRIDE": 48, "BLOCK": 128},
+    "look_up_rows_kernel": {"STATUS_STRIDE": 48, "BLOCK": 128, "ORDER": 1},
+    "mark_torn_kernel": {"STATUS_STRIDE": 48, "BLOCK": 128, "ORDER": 1},
 }
 CHOICES: dict[str, tuple[Any, ...]] = {
     "HAS_SELECTABLE": (False, True), "HAS_NUMBERS": (False, True), "STRATIFIED": (False, True),
     "HAS_AGES": (False, True), "ORDER": (0, 1, 2), "WINDOWED": (False, True), "ENDS": (0, 1, 2), "NUMBERED": (True,),
-    "PACKED": (True, False), "PAD_LEFT": (True,), "PLACED": (True,),
+    "PACKED": (True, False), "PAD_LEFT": (True,), "PLACED": (True,), "KEYED": (False, True), "CONTENTS": (False, True),
 }  # fmt: skip
 
 
@@ -137,15 +136,13 @@ def reads_in_order(ptx: str) -> list[str]:
     names = {
         "ld.acquire.sys.global.b64": "acquire", "ld.volatile.global.v4.b32": "wide load",
         "ld.volatile.global.v2.b64": "wide load", "fence.acq_rel.sys": "fence",
-        "ld.volatile.global.b64": "word", "st.global": "store",
+        "ld.volatile.global.b64": "word", "ld.volatile.global.b32": "length", "st.global": "store",
     }  # fmt: skip
     found = re.findall("|".join(re.escape(name) for name in names), ptx)
     return [name for i, name in enumerate(names[word] for word in found) if i == 0 or name != names[found[i - 1]]]
 
 
-GATHER = (
-    "gather_rows_kernel", "count_steps_kernel", "read_lengths_kernel", "read_contents_kernel", "mark_written_kernel",
-)  # fmt: skip
+GATHER = ("gather_rows_kernel", "count_steps_kernel", "look_up_rows_kernel", "mark_torn_kernel")
 
 
 def compile_for(target: str, all_of_them: bool, parts: list[str]) -> list[dict[str, Any]]:
@@ -158,10 +155,11 @@ def compile_for(target: str, all_of_them: bool, parts: list[str]) -> list[dict[s
         for chosen in variants(kernel, name, all_of_them):
             constants = chosen
             options = {}
-            if name in ("gather_rows_kernel", "read_lengths_kernel"):
-                constants = constants | {"ORDER": 1 if kind == "cuda" else 2}
+            order = NVIDIA if kind == "cuda" else AMD
+            if name in ("look_up_rows_kernel", "mark_torn_kernel"):
+                constants = constants | {"ORDER": order}
             if name == "gather_rows_kernel":
-                options = {"num_warps": warps_of(constants["CHUNK"], constants["ORDER"]), "enable_fp_fusion": False}
+                options = {"num_warps": warps_of(constants["CHUNK"], order), "enable_fp_fusion": False}
             code = triton.compile(source(kernel, constants), target=gpu, options=options).asm
             result: dict[str, Any] = {"kernel": name, "target": target, "constants": constants}
             if name == "gather_rows_kernel":
@@ -169,6 +167,7 @@ def compile_for(target: str, all_of_them: bool, parts: list[str]) -> list[dict[s
                 result["wide_stores"] = len(
                     re.findall(r"st\.global\S*\.(?:v4\.[bu]32|v2\.[bu]64)", code.get("ptx", ""))
                 )
+            if name in GATHER:
                 result["order"] = reads_in_order(code["ptx"]) if kind == "cuda" else []
             if kind == "cuda":
                 result |= nvidia_report(code["cubin"])

@@ -20,7 +20,7 @@ from geartrain.device.kernels.gather_layout import CONVERTED_FROM, CONVERTED_TO
 from geartrain.device.kernels.gather_reference import reference_gather, reference_window
 from geartrain.replay.device.options import Convert
 from geartrain.replay.device.target import gather_plan_of
-from geartrain.replay.fetch import FetchPlan
+from geartrain.replay.fetch_plan import FetchPlan
 
 DTYPES_TRIED = [
     "bool", "uint8", "int8", "int16", "uint16", "int32", "float16", "bfloat16", "float32", "float64", "int64",

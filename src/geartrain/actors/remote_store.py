@@ -33,7 +33,8 @@ from geartrain.errors import (
     WaitTimeoutError,
 )
 from geartrain.replay.batch import Batch
-from geartrain.replay.fetch import ServedRows, check_names_of
+from geartrain.replay.fetch import ServedRows
+from geartrain.replay.fetch_plan import check_names_of
 from geartrain.rpc.future import Future
 from geartrain.rpc.node import Node
 from geartrain.rpc.remote_objects import DROP, METHOD, Remote

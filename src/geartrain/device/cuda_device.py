@@ -42,10 +42,11 @@ class CudaDevice:
         address, nbytes = memory.ctypes.data, memory.nbytes
         flags = PORTABLE | MAPPED | (0 if memory.flags.writeable else READ_ONLY)
         with self._torch.cuda.device(self.device):
-            code = int(self._cuda.cudart().cudaHostRegister(address, nbytes, flags))
-            if code:
+            failed = self._cuda.cudart().cudaHostRegister(address, nbytes, flags)  # torch's cudaError, no int
+            if int(failed):
                 self._forget_error()
-                raise PinError(f"cudaHostRegister: error {code}, {self._cuda.cudart().cudaGetErrorString(code)}")
+                reason = self._cuda.cudart().cudaGetErrorString(failed)
+                raise PinError(f"cudaHostRegister: error {int(failed)}, {reason}")
             try:
                 self.device_pointer(address)
             except PinError:

@@ -140,9 +140,15 @@ class CudaRuntime:
             torch = _need_torch()
             torch.cuda.init()
             paths = set(re.findall(r"\S*/libcudart[^\s/]*", Path("/proc/self/maps").read_text()))
-            if len(paths) != 1:
-                raise TransportError(f"torch has loaded {len(paths)} CUDA runtimes as libraries, and one is needed")
-            library = ctypes.CDLL(paths.pop())
+            if not paths:
+                raise TransportError("torch has loaded no CUDA runtime as a library, and one is needed")
+            if len(paths) > 1:  # CuPy or JAX have brought theirs: names are looked up as torch's library does
+                paths = {str(Path(torch.__file__).parent / "lib" / "libc10_cuda.so")}
+            try:
+                library = ctypes.CDLL(paths.pop())
+                library.cudaIpcOpenMemHandle  # noqa: B018
+            except (OSError, AttributeError) as error:
+                raise TransportError(f"torch's CUDA runtime cannot be called: {error}") from error
             library.cudaGetErrorString.restype = ctypes.c_char_p
             self._library = library
         return self._library

@@ -13,7 +13,7 @@ from geartrain.replay.device.options import DeviceOptions
 from geartrain.replay.distributed.assignment import ASSIGNMENTS, Assignment
 from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.replay.distributed.topology import Mesh
-from geartrain.replay.fetch import As, FetchPlan, Pad, check_names_of, check_same_schema
+from geartrain.replay.fetch_plan import As, FetchPlan, Pad, check_names_of, check_same_schema
 from geartrain.replay.pass_sampler import PassSampler
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.transitions import TransitionPlan, Transitions

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.replay.fetch import FetchPlan
+from geartrain.replay.fetch_plan import FetchPlan
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.transitions import TransitionPlan
 from geartrain.selection.epochs import Epochs, Taken

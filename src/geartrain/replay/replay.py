@@ -30,7 +30,7 @@ from geartrain.replay.device import DeviceOptions
 from geartrain.replay.distributed.assignment import Assignment
 from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.replay.distributed.topology import Mesh
-from geartrain.replay.fetch import As, Pad
+from geartrain.replay.fetch_plan import As, Pad
 from geartrain.replay.figures import ConsumerFigures, figures_of_passes
 from geartrain.replay.state import checked_state
 from geartrain.replay.transitions import Transitions

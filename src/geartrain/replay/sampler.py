@@ -17,7 +17,7 @@ from geartrain.errors import (
     CorruptStoreError,
     TurnoverError,
 )
-from geartrain.replay.fetch import FetchPlan
+from geartrain.replay.fetch_plan import FetchPlan
 from geartrain.replay.store_waits import StoreWaits
 from geartrain.replay.transitions import TransitionPlan
 from geartrain.selection.declared import DeclaredStrategy, select_declared

@@ -35,7 +35,7 @@ from geartrain.core.arguments import check_whole
 from geartrain.core.dtypes import DTYPES, Dtype, as_tensor, is_exchanged, numpy_dtype
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, FieldError
-from geartrain.replay.fetch import FetchPlan
+from geartrain.replay.fetch_plan import FetchPlan
 from geartrain.replay.hindsight import RELABELLED, GatheredFields, Hindsight, Relabeller, native_goals
 from geartrain.selection.arguments import check_number
 from geartrain.store.recorder import OBSERVATIONS

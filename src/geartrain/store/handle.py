@@ -37,6 +37,8 @@ class StoreHandle:
         limiter: bounds the ratio of samples to inserts; off until it is set.
         native: the native store, for the layers above.
         columns: the fields' blocks and what copies into them, likewise.
+        kept: what the layers above keep as long as the handle is open, by its type; `close()` of each is called at the
+            end of the handle's own.
     """
 
     def __init__(self, native: _native.Store, name: str, trust: Trust = "user") -> None:
@@ -49,6 +51,7 @@ class StoreHandle:
         self.columns = Columns(native, self._fields, max_length)
         self.limiter: RateLimiter = self.columns.limiter
         self._origin: str | None = None
+        self.kept: dict[type, Any] = {}
 
     # --- what it is -----------------------------------------------------------------------------------------
 
@@ -233,7 +236,11 @@ class StoreHandle:
                 take this process for dead.
         """
         self.check_may_keep(keep)
-        self.native.close(bool(keep))
+        try:
+            self.native.close(bool(keep))
+        finally:
+            while self.kept:
+                self.kept.popitem()[1].close()
 
     def check_may_keep(self, keep: bool) -> None:
         """Raises `ArgumentError` where `close(keep=True)` would."""

@@ -26,6 +26,7 @@ import numpy as np
 
 import geartrain as gt
 import geartrain.replay.device.gather_threshold as crossover
+import geartrain_bench.fetch.training as training
 import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
 from geartrain.errors import GeartrainError
@@ -41,6 +42,8 @@ BATCH_BYTES, QUICK_BATCH_BYTES, CPU_BATCH_BYTES = 100e6, 50e6, 4e6
 STORE_BYTES, QUICK_STORE_BYTES, CPU_STORE_BYTES = 4e9, 2e9, 40e6
 LAPS, QUICK_LAPS, CPU_LAPS = 15, 7, 3
 BATCHES_A_LAP = 8
+BY_HAND = "index_select, pinned copy"
+CPU_WIDTH = 64  # of the matrices of a step on the simulated device
 
 
 def main(
@@ -169,7 +172,7 @@ def _case(
         systems |= {name: replay.sample for name, replay in replays.items()}
         column = torch.from_numpy(store.column("x"))
         if not paths_only:
-            systems["index_select, pinned copy"] = _indexed(column, batch, device, pinned=True)
+            systems[BY_HAND] = _indexed(column, batch, device, pinned=True)
             systems["index_select, pageable copy"] = _indexed(column, batch, device, pinned=False)
         try:
             for name, work in systems.items():
@@ -180,7 +183,12 @@ def _case(
         finally:
             for replay in replays.values():
                 replay.close()
-            del column, systems
+        if not paths_only:
+            copy_s = float(np.median([lap.seconds for lap in times["floor"]]))
+            by_hand = (BY_HAND, systems[BY_HAND])
+            steps = {"width": CPU_WIDTH} if cpu else {}
+            training.measure(result, store, batch, copy_s, device, target, by_hand, laps=laps, **steps)
+        del column, systems
     _add(result, f"rows of {row_bytes / 1e3:g} KB, batch {batch}", times, batch, batch * row_bytes)
     return {
         path: float(np.median([lap.seconds for lap in times[f"geartrain {path}"]])) for path in ("gather", "staged")

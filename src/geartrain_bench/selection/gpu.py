@@ -2,7 +2,10 @@
 
 Floors, in the same run: for a rebuild torch's sum over all priorities; for draws and updates a gather of B priorities
 at random places. Baselines on the device: `torch.multinomial` (up to 2^24 rows) and cumsum + searchsorted in float64.
-Times are between two events on the stream, so they include the GPU's time and not Python's.
+
+    GPU time    between two events on a stream that was busy until all was launched, so that Python's time is not in it
+                (calls that wait for the device between launches excepted: draws without replacement)
+    call        what a program waits for that needs the answer: launches from Python, and the GPU's time
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from geartrain_bench.harness.timing import BenchResult
 SIZES, QUICK_SIZES = (10**6, 10**7, 10**8, 10**9), (10**6, 10**7)
 BATCHES = (256, 10**4, 10**6)
 LAPS = 20
+LAUNCH_CYCLES = 2_000_000  # of the GPU's clock: about a millisecond, in which Python launches what is timed
 MULTINOMIAL_MOST = 2**24
 
 
@@ -82,7 +86,7 @@ def _batch(result: BenchResult, candidates: Any, priorities: Any, n: int, b: int
         "geartrain stratified": timed(lambda: candidates.draw(True, 0, 1, 0, b, b), device, laps),
         "geartrain without replacement": timed(lambda: candidates.draw_distinct(True, 0, 1, 0, b), device, laps)
         if b <= n // 4
-        else [],
+        else ([], []),
     }
     as_double = priorities.double()
     draws["torch cumsum+searchsorted"] = timed(lambda: _searchsorted(as_double, b), device, laps)
@@ -106,34 +110,38 @@ def _searchsorted(priorities: Any, b: int) -> Any:
     return torch.searchsorted(sums, torch.rand(b, dtype=torch.float64, device=priorities.device) * sums[-1])
 
 
-def timed(work: Callable[[], object], device: str, laps: int) -> list[float]:
-    """Seconds of each of `laps` runs, after two that are not counted."""
+def timed(work: Callable[[], object], device: str, laps: int) -> tuple[list[float], list[float]]:
+    """Seconds of each of `laps` runs, after two that are not counted: the GPU's time, and the call's."""
     import torch
 
-    taken = []
+    gpu, call = [], []
     for lap in range(laps + 2):
         if device == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(LAUNCH_CYCLES)  # type: ignore[no-untyped-call]
             start.record()
             work()
             end.record()
-            end.synchronize()
+            torch.cuda.synchronize()
             seconds = start.elapsed_time(end) / 1e3
-        else:
-            began_s = time.perf_counter()
-            work()
-            seconds = time.perf_counter() - began_s
+        began_s = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        called = time.perf_counter() - began_s
         if lap >= 2:
-            taken.append(seconds)
-    return taken
+            gpu.append(seconds if device == "cuda" else called)
+            call.append(called)
+    return gpu, call
 
 
-def add(result: BenchResult, case: str, metric: str, systems: dict[str, list[float]]) -> None:
-    """A row for each system that ran."""
-    floor_s = float(np.median(systems["floor"]))
-    for system, seconds in systems.items():
-        if seconds:
-            result.rows.append(harness.time_row(case, system, f"{metric}, GPU time per call", "us", seconds, floor_s))
+def add(result: BenchResult, case: str, metric: str, systems: dict[str, tuple[list[float], list[float]]]) -> None:
+    """Two rows for each system that ran."""
+    for i, what in enumerate(("GPU time", "call")):
+        floor_s = float(np.median(systems["floor"][i]))
+        for system, seconds in systems.items():
+            if seconds[i]:
+                result.rows.append(harness.time_row(case, system, f"{metric}, {what}", "us", seconds[i], floor_s))
 
 
 if __name__ == "__main__":

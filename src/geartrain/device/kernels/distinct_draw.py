@@ -221,7 +221,9 @@ def draw_distinct(
         raise NotEnoughRowsError(f"{n} different rows were asked for, {len(rows) + positive} can be drawn")
     key = DrawKey(seed, step, counter_word(DISTINCT_STREAM, round, ATTEMPTS_PER_ROUND - 1))
     last, shares = take_rows(left, key, range(most, most + missing))
-    last_probability = shares.to(torch.float64) / float(population.total)
+    # By a tensor on the device: of a Python number torch's GPU kernel takes the reciprocal, and rounds twice.
+    total = torch.full((), population.total, dtype=torch.float64, device=shares.device)
+    last_probability = shares.to(torch.float64) / total
     return torch.cat((rows, last)), torch.cat((probability, last_probability))
 
 

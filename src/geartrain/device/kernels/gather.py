@@ -21,36 +21,37 @@ are not read; blocks are aligned to 64 bytes, so a group never leaves its block.
 destination is undone in the stores, which go to device memory and can be as narrow as the field's step demands: 16
 bytes a thread where steps are a multiple of 16, else 8, 4, 2 or 1.
 
-Torn rows. Every slot reads the row's word before and after it reads the block, as native/fetch/fetch.cc does:
+Torn rows. Each row's word is read once before and once after its blocks, as native/fetch/fetch.cc does, by launches of
+their own: words that each slot read again would be read by hundreds of programs at a time from one address, which the
+link answers one after the other (the first version did: 0.7 to 16 of 55 GB/s on an H100).
 
-    1  w = ld.acquire.sys(word)        the generation must be the key's
-    2  version, blocks                 ld.volatile, which is ld.relaxed.sys
-    3  fence.acq_rel.sys               in every thread, for its own loads
-    4  ld.volatile(word)               the generation must be the key's still
-    5  store to the batch              only then
+    1  look up    w = ld.acquire.sys(word)     the generation must be the key's
+    2             length                       behind it, ld.volatile
+    3  gather     version, blocks              ld.volatile, which is ld.relaxed.sys
+    4  mark       fence.acq_rel.sys            in every thread
+    5             ld.volatile(word)            the generation must be the key's still
 
-A writer changes the word, fences (Store::allocate), and only then writes the block; it commits the next word after the
-block. If a load of 2 returns a byte of the next row, it has read a store that came after the change of the word; by the
-fences on both sides, step 4 then sees the changed word, and the slot says torn. If step 1 returns the key's word, its
-acquire makes 2 see the block that was committed with it, not older bytes that a cache of the GPU may still hold. All of
-them are at system scope, which is the one that includes the CPU's threads; at any narrower one the multiprocessor's L1
-may answer. Nothing is asked of the link but that it carries reads of host memory that snoop the CPU's caches, in the
-order in which the GPU waits for them: step 3 waits for the data of 2 before the read of 4 goes out. No atomic operation
-is made on host memory: without PCIe atomics the device would do it as a read and a write, and could undo a CPU's
-change. Each slot checks for itself. A row is whole if all its slots are: each of them read its part while the
-generation was the key's. (The generation has 32 bits and moves by two a life; to be fooled, a row has to be rewritten
-2^31 times during one copy, as on the CPU.)
+A launch begins when the one before it on its stream has ended and all that it read and wrote is performed, so that the
+three stand in the order of a thread's own program. A writer changes the word, fences (Store::allocate), and only then
+writes the block; it commits the next word after the block. If a load of 3 returns a byte of the next row, it has read a
+store that came after the change of the word; by the fences on both sides, step 5 then sees the changed word, and the
+row is torn. If step 1 returns the key's word, its acquire makes 3 see the block that was committed with it, not older
+bytes that a cache of the GPU may still hold. All of them are at system scope, which is the one that includes the CPU's
+threads; at any narrower one the multiprocessor's L1 may answer. Nothing is asked of the link but that it carries reads
+of host memory that snoop the CPU's caches, in the order in which the GPU waits for them. No atomic operation is made on
+host memory: without PCIe atomics the device would do it as a read and a write, and could undo a CPU's change. Rows that
+are torn have bytes in the batch until they are drawn again; no batch is handed out with any. (The generation has 32
+bits and moves by two a life; to be fooled, a row has to be rewritten 2^31 times during one copy, as on the CPU.)
 
 Rows that grow. A row may get longer while its generation stays (Store::publish), so that two reads of its length may
-differ, and pieces of one window would not fit together. A small launch before this one reads each length once, with a
-fence behind it: steps are written before they are counted, so those that were counted are there to be read.
+differ, and pieces of one window would not fit together. The first launch reads each length once, with a fence behind
+it: steps are written before they are counted, so those that were counted are there to be read.
 
 Rows that are written in place (Store::rewrite) keep their generation and change their content number. Slots of one row
-would hold different states of it, so the numbers are read by a launch before all others and compared by one after: a
-row whose number was odd or has changed is torn, and drawn again.
+would hold different states of it, so the numbers are read by the first launch and compared by the last: a row whose
+number was odd or has changed is torn, and drawn again.
 
-Bytes: the window once over the link, and 128 bytes of words and metadata a slot. Versions: 1. (this) not timed on a
-GPU.
+Bytes: the window once over the link, and 128 bytes of words and metadata a row, twice.
 """
 
 from __future__ import annotations
@@ -64,9 +65,8 @@ from geartrain.device.kernels.checks import on_device_of
 from geartrain.device.kernels.gather_kernels import (
     count_steps_kernel,
     gather_rows_kernel,
-    mark_written_kernel,
-    read_contents_kernel,
-    read_lengths_kernel,
+    look_up_rows_kernel,
+    mark_torn_kernel,
 )
 from geartrain.device.kernels.gather_layout import CONVERTED_FROM, CONVERTED_TO, Arena, GatherField, SegmentLayout
 from geartrain.device.kernels.gather_order import order_for, warps_of
@@ -184,16 +184,15 @@ class GatherPlan:
         if k == 0:
             return
         seed, step, attempt = draw or (0, 0, 0)
-        contents = self._read_contents(segment, rows)
         known, order = segment[:1], order_for(arena)
+        lengths, contents = self._look_up(segment, rows, generations)
         items = k * len(self.slots)
         with on_device_of(arena):
             gather_rows_kernel[(min(items, _programs(arena)),)](
                 segment,
                 arena,
                 rows,
-                generations,
-                self.read_lengths(segment, rows),
+                lengths,
                 known if ends is None else ends,
                 known if numbers is None else numbers,
                 known if places is None else places,
@@ -204,7 +203,6 @@ class GatherPlan:
                 k,
                 len(self.slots),
                 self.steps,
-                self.segment.words,
                 self.segment.status,
                 layout.mask,
                 layout.starts,
@@ -224,62 +222,60 @@ class GatherPlan:
                 STATUS_STRIDE=self.segment.status_stride,
                 CHUNK=self.chunk,
                 MASK_BLOCK=256,
-                ORDER=order,
                 num_warps=warps_of(self.chunk, order),
                 enable_fp_fusion=False,
             )
-            if contents is not None:
-                mark_written_kernel[(triton.cdiv(k, 128),)](
-                    segment,
-                    arena,
-                    rows,
-                    known if places is None else places,
-                    contents,
-                    k,
-                    self.segment.status,
-                    layout.torn,
-                    PLACED=places is not None,
-                    STATUS_STRIDE=self.segment.status_stride,
-                    BLOCK=128,
-                )
-
-    def _read_contents(self, segment: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
-        """The rows' content numbers before they are gathered, (k,) int64; None where the segment has none."""
-        if not self.segment.content_numbers:
-            return None
-        contents = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
-        with on_device_of(rows):
-            read_contents_kernel[(triton.cdiv(len(rows), 128),)](
+            mark_torn_kernel[(triton.cdiv(k, 128),)](
                 segment,
+                arena,
                 rows,
-                contents,
-                len(rows),
+                generations,
+                known if places is None else places,
+                lengths,
+                known if contents is None else contents,
+                k,
+                self.segment.words,
                 self.segment.status,
+                layout.torn,
+                PLACED=places is not None,
+                CONTENTS=contents is not None,
                 STATUS_STRIDE=self.segment.status_stride,
                 BLOCK=128,
+                ORDER=order,
             )
-        return contents
 
-    def read_lengths(self, segment: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The rows' lengths as they are now, (k,) int32 on the device.
+    def _look_up(
+        self, segment: torch.Tensor, rows: torch.Tensor, generations: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The rows' lengths as they are now, (k,) int32, and content numbers, (k,) int64, where the segment has any.
 
         One reading for all slots of a row: a row that grows has one length at a time, and its pieces must agree on it.
+        With `generations` the length is -1 where the row is not the key's.
         """
-        lengths = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
+        k, known = len(rows), segment[:1]
+        lengths = torch.empty(k, dtype=torch.int32, device=rows.device)
+        contents = None
+        if self.segment.content_numbers and generations is not None:
+            contents = torch.empty(k, dtype=torch.int64, device=rows.device)
         with on_device_of(rows):
-            if len(rows):
-                read_lengths_kernel[(triton.cdiv(len(rows), 128),)](
+            if k:
+                look_up_rows_kernel[(triton.cdiv(k, 128),)](
                     segment,
                     rows,
+                    known if generations is None else generations,
                     lengths,
-                    len(rows),
+                    known if contents is None else contents,
+                    k,
                     self.segment.max_length,
+                    self.segment.words,
                     self.segment.status,
+                    KEYED=generations is not None,
+                    CONTENTS=contents is not None,
                     STATUS_STRIDE=self.segment.status_stride,
                     BLOCK=128,
                     ORDER=order_for(rows),
                 )
-        return lengths
+        return lengths, contents
 
     def count_steps(
         self,
@@ -298,7 +294,7 @@ class GatherPlan:
         with on_device_of(rows):
             if k:
                 count_steps_kernel[(triton.cdiv(k, 128),)](
-                    self.read_lengths(segment, rows),
+                    self._look_up(segment, rows, None)[0],
                     known if ends is None else ends,
                     known if numbers is None else numbers,
                     counts,

@@ -1,4 +1,5 @@
-"""The kernels of the gather: lengths are read once, steps are counted where windows are packed, and rows are moved."""
+"""The kernels of the gather: rows are looked up once, steps are counted where windows are packed, rows are moved, and
+looked up again."""
 
 from __future__ import annotations
 
@@ -21,8 +22,6 @@ def _bfloat16(value):
 def _move(
     segment,
     arena,
-    word,
-    generation,
     source,
     low,
     high,
@@ -38,9 +37,8 @@ def _move(
     CONVERT: tl.constexpr,
     WIDE: tl.constexpr,
     CHUNK: tl.constexpr,
-    ORDER: tl.constexpr,
 ):
-    """One piece of one field of one row; returns whether the row was whole.
+    """One piece of one field of one row.
 
     Bytes are counted from the first byte of the field's window in the batch, which stands at `source` in the segment
     (or would, where there is padding before the first step) and goes to `target`. Bytes [low, high) of the window's
@@ -57,7 +55,6 @@ def _move(
     first_group = (low - ((lead + low) & 15)).to(tl.int32)
     wanted = (at_group - first_group).to(tl.uint32) < tl.where(high > low, high - first_group, 0).to(tl.uint32)
     value = tl.load(from_ + lane, mask=wanted, other=0, volatile=True)
-    whole = still(word, generation, ORDER)
     at = begin + lane * SOURCE_BYTES
     real = (at - low.to(tl.int32)).to(tl.uint32) < (high - low).to(tl.uint32)
     if CONVERT != 0:
@@ -69,7 +66,7 @@ def _move(
         result = tl.where(real, result, tl.zeros_like(result))
     else:
         result = tl.where(real, value, tl.zeros_like(value))
-    room = tl.where(whole, total, 0).to(tl.uint32)
+    room = total.to(tl.uint32)
     start = target + (first - lead) // SOURCE_BYTES * RESULT_BYTES
     if WIDE:  # steps, and so all the other numbers, are multiples of 16 bytes
         to = (arena + tl.multiple_of(start, 16)).to(tl.pointer_type(RESULT))
@@ -77,7 +74,6 @@ def _move(
     else:
         to = (arena + start).to(tl.pointer_type(RESULT))
         tl.store(to + lane, result, mask=at.to(tl.uint32) < room)
-    return whole
 
 
 @triton.jit(
@@ -85,7 +81,6 @@ def _move(
         "n",
         "slots_a_row",
         "window",
-        "words_at",
         "status_at",
         "mask_at",
         "starts_at",
@@ -101,7 +96,6 @@ def gather_rows_kernel(
     segment,
     arena,
     rows,
-    generations,
     lengths,
     ends,
     numbers,
@@ -113,7 +107,6 @@ def gather_rows_kernel(
     n: tl.int64,
     slots_a_row: tl.int64,
     window: tl.int64,
-    words_at: tl.int64,
     status_at: tl.int64,
     mask_at: tl.int64,
     starts_at: tl.int64,
@@ -133,23 +126,18 @@ def gather_rows_kernel(
     STATUS_STRIDE: tl.constexpr,
     CHUNK: tl.constexpr,
     MASK_BLOCK: tl.constexpr,
-    ORDER: tl.constexpr,
 ):
-    """Slots of a batch, one after the other; see the text above for what a slot is and what is read in which order."""
+    """Slots of a batch, one after the other; see gather.py for what a slot is and what is read in which order."""
     for item in range(tl.program_id(0).to(tl.int64), n * slots_a_row, tl.num_programs(0).to(tl.int64)):
         i = item // slots_a_row
         slot = item % slots_a_row
         row = tl.load(rows + i).to(tl.int64)
-        generation = tl.load(generations + i).to(tl.int64) & 0xFFFFFFFF
         place = i
         if PLACED:
             place = tl.load(places + i).to(tl.int64)
-        word = (segment + tl.multiple_of(words_at + row * 8, 8)).to(tl.pointer_type(tl.int64))
-        before = (first_word(word, ORDER) >> 32) & 0xFFFFFFFF
-        whole = (before == generation) & ((generation & 1) == 1)
-        if whole:
+        length = tl.load(lengths + i).to(tl.int64)
+        if length >= 0:  # else the row was another one already
             about = segment + tl.multiple_of(status_at + row * STATUS_STRIDE, 8)
-            length = tl.load(lengths + i).to(tl.int64)
             begin = tl.zeros_like(length)
             count = length
             at = tl.zeros_like(length)
@@ -170,16 +158,18 @@ def gather_rows_kernel(
                     at = window - count
             room = window
             stands = place * window  # in steps, where the row's window begins in timed fields
+            fits = length >= 0
             if PACKED:
                 stands = tl.load(cu_seqlens + i).to(tl.int64)
                 room = tl.load(cu_seqlens + i + 1).to(tl.int64) - stands
-                whole = room == count
+                fits = room == count
                 at = tl.zeros_like(length)
-            if whole:
+            if not fits:
+                tl.store(arena + torn_at + place, tl.full([], 1, tl.uint8))
+            else:
                 field = tl.load(slots + slot * 2).to(tl.int64)
                 if field < 0:
                     version = tl.load((about + 8).to(tl.pointer_type(tl.int64)), volatile=True)
-                    whole = still(word, generation, ORDER)
                     tl.store((arena + starts_at + place * 4).to(tl.pointer_type(tl.int32)), begin.to(tl.int32))
                     tl.store((arena + lengths_at + place * 4).to(tl.pointer_type(tl.int32)), length.to(tl.int32))
                     tl.store((arena + versions_at + place * 8).to(tl.pointer_type(tl.int64)), version)
@@ -217,11 +207,9 @@ def gather_rows_kernel(
                     shift = tl.load(factors + field * 2 + 1)
                     for k in tl.static_range(len(KINDS)):
                         if kind == k:
-                            whole = _move(
+                            _move(
                                 segment,
                                 arena,
-                                word,
-                                generation,
                                 source,
                                 low,
                                 high,
@@ -237,32 +225,7 @@ def gather_rows_kernel(
                                 KINDS[k][4],
                                 KINDS[k][5],
                                 CHUNK,
-                                ORDER,
                             )
-        if not whole:
-            tl.store(arena + torn_at + place, tl.full([], 1, tl.uint8))
-
-
-@triton.jit(do_not_specialize=["n", "max_length", "status_at"])
-def read_lengths_kernel(
-    segment,
-    rows,
-    lengths,
-    n: tl.int64,
-    max_length: tl.int64,
-    status_at: tl.int64,
-    STATUS_STRIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ORDER: tl.constexpr,
-):
-    """lengths[i] = steps of row i; what is read after this kernel is at least as new."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < n
-    row = tl.load(rows + i, mask=inside, other=0).to(tl.int64)
-    about = segment + (status_at + row * STATUS_STRIDE + 24)
-    length = tl.load(about.to(tl.pointer_type(tl.int32)), mask=inside, other=0, volatile=True).to(tl.int64)
-    length = behind(tl.minimum(tl.maximum(length, 0), max_length), ORDER)
-    tl.store(lengths + i, length.to(tl.int32), mask=inside)
 
 
 @triton.jit
@@ -272,42 +235,78 @@ def _content_numbers(segment, row, inside, status_at, STATUS_STRIDE: tl.constexp
     return tl.load(about.to(tl.pointer_type(tl.int64)), mask=inside, other=0, volatile=True)
 
 
-@triton.jit(do_not_specialize=["n", "status_at"])
-def read_contents_kernel(
-    segment, rows, contents, n: tl.int64, status_at: tl.int64, STATUS_STRIDE: tl.constexpr, BLOCK: tl.constexpr
+@triton.jit(do_not_specialize=["n", "max_length", "words_at", "status_at"])
+def look_up_rows_kernel(
+    segment,
+    rows,
+    generations,
+    lengths,
+    contents,
+    n: tl.int64,
+    max_length: tl.int64,
+    words_at: tl.int64,
+    status_at: tl.int64,
+    KEYED: tl.constexpr,
+    CONTENTS: tl.constexpr,
+    STATUS_STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ORDER: tl.constexpr,
 ):
-    """contents[i] = content number of row i (native/segment/segment.h); what later kernels read is at least as new."""
+    """lengths[i] = steps of row i, -1 if it is no longer the key's; what later kernels read is at least as new.
+
+    contents[i] = its content number (native/segment/segment.h), where the segment has any.
+    """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
     row = tl.load(rows + i, mask=inside, other=0).to(tl.int64)
-    tl.store(contents + i, _content_numbers(segment, row, inside, status_at, STATUS_STRIDE), mask=inside)
+    if CONTENTS:
+        tl.store(contents + i, _content_numbers(segment, row, inside, status_at, STATUS_STRIDE), mask=inside)
+    lost = i < 0
+    if KEYED:
+        generation = tl.load(generations + i, mask=inside, other=0).to(tl.int64) & 0xFFFFFFFF
+        word = (segment + (words_at + row * 8)).to(tl.pointer_type(tl.int64))
+        found = (first_word(word, ORDER) >> 32) & 0xFFFFFFFF
+        lost = (found != generation) | ((generation & 1) == 0)
+    about = segment + (status_at + row * STATUS_STRIDE + 24)
+    length = tl.load(about.to(tl.pointer_type(tl.int32)), mask=inside, other=0, volatile=True).to(tl.int64)
+    length = behind(tl.minimum(tl.maximum(length, 0), max_length), ORDER)
+    tl.store(lengths + i, tl.where(lost, -1, length).to(tl.int32), mask=inside)
 
 
-@triton.jit(do_not_specialize=["n", "status_at", "torn_at"])
-def mark_written_kernel(
+@triton.jit(do_not_specialize=["n", "words_at", "status_at", "torn_at"])
+def mark_torn_kernel(
     segment,
     arena,
     rows,
+    generations,
     places,
+    lengths,
     contents,
     n: tl.int64,
+    words_at: tl.int64,
     status_at: tl.int64,
     torn_at: tl.int64,
     PLACED: tl.constexpr,
+    CONTENTS: tl.constexpr,
     STATUS_STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
+    ORDER: tl.constexpr,
 ):
-    """Marks rows as torn that were being written in place before the gather, or have been since."""
+    """Marks rows that were not the key's before the gather, are not now, or have been written in place meanwhile."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
     row = tl.load(rows + i, mask=inside, other=0).to(tl.int64)
     place = i
     if PLACED:
         place = tl.load(places + i, mask=inside, other=0).to(tl.int64)
-    before = tl.load(contents + i, mask=inside, other=0)
-    after = _content_numbers(segment, row, inside, status_at, STATUS_STRIDE)
-    written = inside & ((before != after) | ((before & 1) == 1))
-    tl.store(arena + torn_at + place, tl.full([BLOCK], 1, tl.uint8), mask=written)
+    generation = tl.load(generations + i, mask=inside, other=0).to(tl.int64) & 0xFFFFFFFF
+    word = (segment + (words_at + row * 8)).to(tl.pointer_type(tl.int64))
+    torn = (tl.load(lengths + i, mask=inside, other=0) < 0) | (still(word, generation, ORDER) == 0)
+    if CONTENTS:
+        before = tl.load(contents + i, mask=inside, other=0)
+        after = _content_numbers(segment, row, inside, status_at, STATUS_STRIDE)
+        torn = torn | (before != after) | ((before & 1) == 1)
+    tl.store(arena + torn_at + place, tl.full([BLOCK], 1, tl.uint8), mask=inside & torn)
 
 
 @triton.jit(do_not_specialize=["n", "window", "seed", "step", "counter"])
@@ -348,7 +347,6 @@ def count_steps_kernel(
 __all__ = [
     "count_steps_kernel",
     "gather_rows_kernel",
-    "mark_written_kernel",
-    "read_contents_kernel",
-    "read_lengths_kernel",
+    "look_up_rows_kernel",
+    "mark_torn_kernel",
 ]

@@ -1,4 +1,4 @@
-"""Reads of host memory in the order in which torn rows are seen: see the text at the top of `gather_rows`."""
+"""Reads of host memory in the order in which torn rows are seen: see the text at the top of gather.py."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def first_word(word, ORDER: tl.constexpr):
             "ld.acquire.sys.global.b64 $0, [$1];", "=l,l", [word.to(tl.int64)], dtype=tl.int64, is_pure=False, pack=1
         )
     elif ORDER == 2:
-        value = behind(tl.load(word, volatile=True), ORDER)
+        value = tl.load(word, volatile=True)
+        value = (behind(value >> 32, ORDER) << 32) | (value & 0xFFFFFFFF)
     else:
         value = tl.load(word, volatile=True)
     return value
@@ -42,7 +43,10 @@ def first_word(word, ORDER: tl.constexpr):
 
 @triton.jit
 def behind(value, ORDER: tl.constexpr):
-    """The value itself, behind everything that this thread has read before: what it reads next is read later."""
+    """The value itself, behind everything that this thread has read before: what it reads next is read later.
+
+    An int64; on AMD its low 32 bits, with their sign.
+    """
     if ORDER == 1:
         value = tl.inline_asm_elementwise(
             "fence.acq_rel.sys; mov.b64 $0, $1;", "=l,l", [value], dtype=tl.int64, is_pure=False, pack=1
@@ -62,7 +66,7 @@ def behind(value, ORDER: tl.constexpr):
 @triton.jit
 def still(word, generation, ORDER: tl.constexpr):
     """Whether the row's generation is what it was, once everything before has been read."""
-    expected = behind(generation, ORDER)
+    expected = behind(generation, ORDER) & 0xFFFFFFFF
     return ((tl.load(word, volatile=True) >> 32) & 0xFFFFFFFF) == expected
 
 

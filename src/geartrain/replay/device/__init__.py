@@ -23,6 +23,7 @@ for the consumer's stream: its memory is reused once the batch was dropped and t
 | `layout` | conversion, packing and scattering within device memory |
 | `priority_mirror` | `DevicePriorities`: a store's priorities in device memory |
 | `builder` | `DeviceBatchBuilder` |
+| `fetch` | `geartrain.fetch(out=)` into tensors on a device |
 """
 
 from geartrain.replay.device.options import Convert, DeviceOptions

@@ -36,7 +36,7 @@ from geartrain.replay.device.session import DeviceSession
 from geartrain.replay.device.staging import StagingBuffer
 from geartrain.replay.device.target import DeviceTarget
 from geartrain.replay.device.transfer import BatchTransfer, ReadyBatch
-from geartrain.replay.fetch import FetchedRows
+from geartrain.replay.fetch_plan import FetchedRows
 from geartrain.replay.native_batch import keys_of
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.store_waits import wait_together

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from geartrain.replay.device.layout import arrangement
 from geartrain.replay.device.target import DeviceTarget, gather_plan_of
 from geartrain.replay.device.transfer import BatchTransfer
-from geartrain.replay.fetch import FetchedRows
+from geartrain.replay.fetch_plan import FetchedRows
 
 
 class StagingBuffer:

@@ -16,7 +16,7 @@ from geartrain.errors import ArgumentError, PinError
 from geartrain.replay.device.gather_threshold import crossover
 from geartrain.replay.device.options import Convert, DeviceOptions, Path
 from geartrain.replay.device.pinned_pool import PinnedPool
-from geartrain.replay.fetch import FetchPlan
+from geartrain.replay.fetch_plan import FetchPlan
 from geartrain.store.recorder import shares_rows
 
 if TYPE_CHECKING:
@@ -133,6 +133,11 @@ class DeviceTarget:
         if path == "copy":
             return path, f"the segment is pinned, and {larger}"
         return path, f"the segment is pinned and rows have {self.row_bytes} bytes, at most {most} ({says})"
+
+    @property
+    def pin(self) -> Pin | None:
+        """Its use of the registered segment; None where it is staged, or closed."""
+        return self._pin
 
     def close(self) -> None:
         """Waits for the stream and releases the segment."""

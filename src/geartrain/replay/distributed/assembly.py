@@ -34,7 +34,7 @@ from geartrain.replay.distributed.assembly_host import Incoming
 from geartrain.replay.distributed.assembly_nccl import NcclAssembler
 from geartrain.replay.distributed.read import RowBuffer
 from geartrain.replay.distributed.read_agreement import ReadAgreement
-from geartrain.replay.fetch import FetchPlan
+from geartrain.replay.fetch_plan import FetchPlan
 
 if TYPE_CHECKING:
     from geartrain.device.device import Device

@@ -25,7 +25,7 @@ from geartrain.replay.distributed.messages import RowLayout, RowMessage
 from geartrain.replay.distributed.rank_group import Bytes
 from geartrain.replay.distributed.read import ReadResult, RowBuffer
 from geartrain.replay.distributed.transition_rows import ReadDraws
-from geartrain.replay.fetch import FetchPlan
+from geartrain.replay.fetch_plan import FetchPlan
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ from geartrain.replay.distributed.messages import RowMessage
 from geartrain.replay.distributed.rank_group import Bytes, Message
 from geartrain.replay.distributed.read import RowBuffer
 from geartrain.replay.distributed.read_agreement import ReadAgreement
-from geartrain.replay.fetch import FetchedRows, FetchPlan
+from geartrain.replay.fetch_plan import FetchedRows, FetchPlan
 
 # A rank that reads rows for this one, and their places in this rank's batch.
 Incoming = tuple[int, NDArray[np.int64]]

@@ -22,7 +22,7 @@ from geartrain.replay.distributed.assembly_host import Incoming
 from geartrain.replay.distributed.messages import ROW_HEADER, flat_bytes
 from geartrain.replay.distributed.read import RowBuffer
 from geartrain.replay.distributed.read_agreement import ReadAgreement
-from geartrain.replay.fetch import FetchPlan
+from geartrain.replay.fetch_plan import FetchPlan
 
 if TYPE_CHECKING:
     import torch

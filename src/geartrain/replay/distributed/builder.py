@@ -56,7 +56,7 @@ from geartrain.replay.distributed.read_agreement import ReadAgreement, RowsLostE
 from geartrain.replay.distributed.shard_admission import ShardAdmission
 from geartrain.replay.distributed.topology import MeshPosition
 from geartrain.replay.distributed.transition_rows import TransitionRows
-from geartrain.replay.fetch import FetchPlan
+from geartrain.replay.fetch_plan import FetchPlan
 from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
 from geartrain.selection.mixture import Selection
 from geartrain.selection.sharded import check_strategy

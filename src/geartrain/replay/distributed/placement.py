@@ -41,7 +41,7 @@ from geartrain.replay.distributed.placement_report import By, PlacementReport, R
 from geartrain.replay.distributed.rank_group import RankGroup, SingleRank
 from geartrain.replay.distributed.topology import MeshPosition, topology_of
 from geartrain.replay.distributed.torch_rank_group import as_rank_group
-from geartrain.replay.fetch import FetchPlan, check_names_of
+from geartrain.replay.fetch_plan import FetchPlan, check_names_of
 from geartrain.replay.windows import as_windows
 from geartrain.store.store import Store
 

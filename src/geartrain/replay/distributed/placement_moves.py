@@ -16,7 +16,7 @@ from geartrain.replay.distributed.balance import heaviest_within, rounds_of
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import ROW_HEADER, STORED_ROW, RowMessage
 from geartrain.replay.distributed.rank_group import Message
-from geartrain.replay.fetch import FetchPlan
+from geartrain.replay.fetch_plan import FetchPlan
 from geartrain.store.store import Store
 
 # Largest row message, unless a single row is larger.

@@ -24,7 +24,7 @@ from geartrain.replay.distributed.members import Consumer, Members
 from geartrain.replay.distributed.messages import ROW_HEADER, RowMessage
 from geartrain.replay.distributed.read_agreement import ReadAgreement, ReadOutcome
 from geartrain.replay.distributed.transition_rows import ReadDraws, TransitionRows
-from geartrain.replay.fetch import FetchPlan
+from geartrain.replay.fetch_plan import FetchPlan
 from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.sharded import NO_ROW, ShardedDraw, begins_with_offers, is_independent
 from geartrain.selection.strategy import Draw, Redraw

@@ -21,7 +21,7 @@ from geartrain.core.keys import Keys
 from geartrain.core.schema import round_up
 from geartrain.errors import ArgumentError
 from geartrain.replay.batch import Batch
-from geartrain.replay.fetch import FetchedRows, FetchPlan
+from geartrain.replay.fetch_plan import FetchedRows, FetchPlan
 from geartrain.replay.transitions import TransitionPlan
 from geartrain.replay.windows import Windows
 

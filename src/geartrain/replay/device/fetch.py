@@ -1,0 +1,256 @@
+"""Fetch into device memory: rows by key, into the caller's tensors, on the caller's stream.
+
+    gather   the GPU gathers the rows from the pinned segment into an arena, and copies each field from there to its
+             tensor. The host waits for the flags of torn rows, the only way to know of them.
+    staged   native threads gather into a pinned buffer, where torn rows are known before anything is sent; one copy
+             takes it to an arena, and so on. The host does not wait.
+
+The arena, the launch, the read-back and the buffers are those of batches (transfer.py, staging.py, target.py). What a
+store needs for a kind of batch, a `DeviceTarget`, is kept with the store's handle until that is closed: pinning a
+segment takes longer than most fetches. Each is used by one fetch at a time, so threads may fetch at once.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geartrain.core.keys import Keys
+from geartrain.device.device import Device
+from geartrain.device.pinned_memory import Pin
+from geartrain.errors import ArgumentError, StoreClosedError
+from geartrain.replay.device.options import DeviceOptions, Path
+from geartrain.replay.device.staging import StagingBuffer
+from geartrain.replay.device.target import DeviceTarget
+from geartrain.replay.device.transfer import BatchTransfer
+from geartrain.replay.fetch_plan import FetchedRows, FetchPlan, fetch_rows
+from geartrain.store.store import Store
+
+if TYPE_CHECKING:
+    import torch
+
+# Targets that a store keeps while no fetch uses them: kinds of batches times threads that fetch at once.
+MOST_KEPT = 8
+
+
+def fetch_to_device(
+    device: Device,
+    plans: Sequence[FetchPlan],
+    place: NDArray[Any] | None,
+    keys: Keys,
+    ends: NDArray[np.int32] | None,
+    out: Sequence[torch.Tensor],
+    path: Path,
+    check: Callable[[FetchedRows], None],
+) -> list[torch.Tensor]:
+    """Fills `out` on the device's current stream; returns mask, starts, lengths and versions, on the device too.
+
+    Args:
+        device: that all of `out` is on.
+        plans: of each store, with the same fields in the same order.
+        place: (n,) the number of each key's plan; None where there is one plan.
+        keys, ends: which rows, and the steps that their windows are told by.
+        out: contiguous tensors of the batch's shapes and dtypes, in the plans' order.
+        path: as `DeviceOptions` has it.
+        check: called with what is known of the rows, before they are sent or after; raises what is to be raised.
+
+    Raises:
+        PinError: path="gather", and a segment cannot be pinned.
+        ArgumentError: path="gather", and windows that the CPU places; a row beyond its store's capacity.
+    """
+    taken: list[tuple[FetchTargets, DeviceTarget]] = []
+    complete = False
+    try:
+        for plan in plans:
+            kept = _kept_with(plan.store)
+            taken.append((kept, kept.take(plan, device, path)))
+        targets = [target for _, target in taken]
+        gathered = len(keys) > 0 and all(target.path == "gather" for target in targets)
+        about = (_gather if gathered else _stage)(targets, plans, place, keys, ends, out, check)
+        complete = True
+        return about
+    finally:
+        for kept, target in taken:
+            kept.give(target, complete)
+
+
+def _gather(
+    targets: Sequence[DeviceTarget],
+    plans: Sequence[FetchPlan],
+    place: NDArray[Any] | None,
+    keys: Keys,
+    ends: NDArray[np.int32] | None,
+    out: Sequence[torch.Tensor],
+    check: Callable[[FetchedRows], None],
+) -> list[torch.Tensor]:
+    n = len(keys)
+    parts = [np.arange(n) if place is None else np.flatnonzero(place == number) for number in range(len(targets))]
+    for target, mine in zip(targets, parts, strict=True):
+        _check_rows(keys.row[mine], target.plan.store.capacity)
+    transfer = BatchTransfer(targets[0], n)
+    clear = True
+    for target, mine in zip(targets, parts, strict=True):
+        if mine.size:
+            transfer.launch_gather(
+                keys.row[mine],
+                keys.generation[mine],
+                None,
+                ends=None if ends is None else ends[mine],
+                places=None if place is None else mine.astype(np.uint32),
+                target=target,
+                clear=clear,
+            )
+            clear = False
+    about = _hand_over(transfer, out)
+    layout = transfer.layout
+    transfer.read_back([transfer.arena[layout.starts : layout.torn]])
+    torn, told = transfer.wait_read_back()
+
+    def found(at: int, dtype: Any) -> NDArray[Any]:
+        return told[at - layout.starts :][: n * np.dtype(dtype).itemsize].view(dtype)
+
+    no_mask = np.zeros((n, 0), np.bool_)  # whole windows, the only ones whose mask is checked, are staged
+    starts, lengths = found(layout.starts, np.int32), found(layout.lengths, np.int32)
+    versions = found(layout.versions, np.int64)
+    check(FetchedRows([], torn, no_mask, starts, lengths, versions, int(np.count_nonzero(torn))))
+    return about
+
+
+def _check_rows(rows: NDArray[np.uint32], capacity: int) -> None:
+    """As native/fetch/fetch.cc does: the kernel would read beyond the segment."""
+    bad = rows[rows >= capacity]
+    if bad.size:
+        raise ArgumentError(f"row {bad[0]} is beyond the store's capacity of {capacity}")
+
+
+def _stage(
+    targets: Sequence[DeviceTarget],
+    plans: Sequence[FetchPlan],
+    place: NDArray[Any] | None,
+    keys: Keys,
+    ends: NDArray[np.int32] | None,
+    out: Sequence[torch.Tensor],
+    check: Callable[[FetchedRows], None],
+) -> list[torch.Tensor]:
+    stage = StagingBuffer(targets[0], len(keys))
+    raw = fetch_rows(plans, place, keys, ends, list(stage.arrays))
+    check(raw)
+    return _hand_over(stage.send(raw), out)
+
+
+def _hand_over(transfer: BatchTransfer, out: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies the arena's fields to the caller's tensors and its metadata to memory of their own."""
+    import torch
+
+    target, layout = transfer.target, transfer.layout
+    device, n, steps = target.device, layout.n, transfer.plan.steps
+    with device.on(target.stream):
+        for tensor, at in zip(out, layout.fields, strict=True):
+            flat = tensor.detach().view(-1).view(torch.uint8)
+            device.copy(flat, transfer.arena[at : at + len(flat)])
+        kept = device.empty((layout.torn - layout.mask,), torch.uint8)
+        device.copy(kept, transfer.arena[layout.mask : layout.torn])
+
+    def view(at: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        return kept[at - layout.mask :][:nbytes].view(dtype).view(shape)
+
+    return [
+        view(layout.mask, torch.bool, n, steps),
+        view(layout.starts, torch.int32, n),
+        view(layout.lengths, torch.int32, n),
+        view(layout.versions, torch.int64, n),
+    ]
+
+
+# --- what is kept with a store -------------------------------------------------------------------------------------
+
+
+class FetchTargets:
+    """The targets of fetches from one store, kept from one to the next; closed with the store's handle."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: deque[tuple[Hashable, DeviceTarget]] = deque()  # the one that was used last stands last
+        self._kinds: dict[int, Hashable] = {}  # of the targets in use
+        self._pins: dict[int, Pin] = {}
+        self._closed = False
+        self.pid = os.getpid()
+        # A handle that is dropped without being closed unpins its segment; no fetch is using it.
+        weakref.finalize(self, _release, self._pins, self.pid).atexit = False
+
+    def take(self, plan: FetchPlan, device: Device, path: Path) -> DeviceTarget:
+        """A target for this kind of batch, on the device's current stream, until it is given back.
+
+        Raises:
+            StoreClosedError: the handle was closed meanwhile.
+            PinError, ArgumentError: as `DeviceTarget`.
+        """
+        kind = (device, tuple(plan.names), plan.windows, plan.pad_left, path)
+        with self._lock:
+            if self._closed:
+                raise StoreClosedError(f"the store {plan.store.name!r} was closed")
+            target = next((kept for known, kept in reversed(self._kept) if known == kind), None)
+            if target is not None:
+                self._kept.remove((kind, target))
+        stream = device.current_stream()
+        if target is None:
+            target = DeviceTarget(device, stream, plan, DeviceOptions(device, path=path))
+        target.stream = stream
+        with self._lock:
+            self._kinds[id(target)] = kind
+            if target.pin is not None:
+                self._pins[id(target)] = target.pin
+        return target
+
+    def give(self, target: DeviceTarget, complete: bool) -> None:
+        """Back; closed where its fetch is not `complete`, as the device may still be reading the segment."""
+        closed: list[DeviceTarget] = []
+        with self._lock:
+            kind = self._kinds.pop(id(target))
+            if complete and not self._closed:
+                self._kept.append((kind, target))
+                if len(self._kept) > MOST_KEPT:
+                    closed.append(self._kept.popleft()[1])
+            else:
+                closed.append(target)
+        self._end(closed)
+
+    def close(self) -> None:
+        """Unpins; what a fetch is using it closes itself."""
+        with self._lock:
+            self._closed = True
+            kept = [target for _, target in self._kept]
+            self._kept.clear()
+        if os.getpid() == self.pid:  # a forked child has neither the device nor the registrations
+            self._end(kept)
+
+    def _end(self, targets: Sequence[DeviceTarget]) -> None:
+        for target in targets:
+            target.close()
+            self._pins.pop(id(target), None)
+
+
+def _kept_with(store: Store) -> FetchTargets:
+    kept = store.kept.get(FetchTargets)
+    if kept is not None and kept.pid != os.getpid():  # forked: they are the parent's
+        del store.kept[FetchTargets]
+        kept = None
+    found: FetchTargets = store.kept.setdefault(FetchTargets, FetchTargets()) if kept is None else kept
+    return found
+
+
+def _release(pins: dict[int, Pin], pid: int) -> None:
+    if os.getpid() == pid:
+        for pin in pins.values():
+            pin.release()
+
+
+__all__ = ["FetchTargets", "fetch_to_device"]
