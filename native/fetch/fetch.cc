@@ -7,9 +7,9 @@
 
 #include "base/copy.h"
 #include "base/errors.h"
-#include "fetch/episodes.h"
 #include "fetch/lines.h"
 #include "fetch/pieces.h"
+#include "fetch/row_windows.h"
 #include "store/row_copy.h"
 
 namespace geartrain {
@@ -35,9 +35,9 @@ class Gather {
   Gather(const Store& store, const FetchRequest& request)
       : store_(store),
         request_(request),
-        steps_(request.window != 0 ? request.window : store.header().max_length),
+        windows_(store, request),
+        steps_(windows_.steps()),
         stream_(batch_bytes(store, request) >= stream_from()) {
-    if (request.within_episodes && request.window != 0) marks_ = store.episode_marks();
     for (const FetchField& field : request.fields) {
       const FieldRecord& record = store.fields()[field.field];
       columns_.push_back({store.block(field.field, 0), field.out, record.stride, record.block_bytes,
@@ -66,47 +66,6 @@ class Gather {
     uint64_t stride, block_bytes;  // from one row's block to the next; of a row without time
     uint64_t step_bytes;           // 0: without time
   };
-  // The steps [start, start + count) of a row go to [at, at + count) of the batch.
-  struct Window {
-    uint32_t start, count, at;
-  };
-
-  // Without marks of episodes.
-  Window widest(size_t i, uint32_t length) const {
-    if (request_.window == 0 || length == 0) return {0, length, 0};
-    const uint32_t last = length - 1;
-    const auto at = [&](uint32_t otherwise) {
-      return request_.ends.empty() ? otherwise : std::min(last, static_cast<uint32_t>(std::max(0, request_.ends[i])));
-    };
-    const uint32_t start = request_.from_first ? at(0) : 0, end = request_.from_first ? 0 : at(last);
-    const uint32_t count = std::min(steps_, request_.from_first ? length - start : end + 1);
-    return {request_.from_first ? start : end + 1 - count, count, 0};
-  }
-
-  Window window_of(size_t i, uint32_t length) const {
-    Window window = widest(i, length);
-    if (window.count != 0 && (marks_ || request_.whole_episodes)) {
-      const uint32_t row = request_.rows[i], end = window.start + window.count - 1;
-      if (request_.whole_episodes) {
-        window.start = marks_ ? marks_.begin(row, 0, window.start) : 0;
-        const uint32_t last = window.start + std::min(steps_, length - window.start) - 1;
-        window.count = (marks_ ? marks_.end(row, window.start, last) : last) + 1 - window.start;
-      } else if (request_.from_first) {
-        window.count = marks_.end(row, window.start, end) + 1 - window.start;
-      } else {
-        window.start = marks_.begin(row, window.start, end);
-        window.count = end + 1 - window.start;
-      }
-    }
-    if (request_.window != 0 && request_.pad_left && length != 0) window.at = steps_ - window.count;
-    return window;
-  }
-
-  uint32_t length_of(uint32_t row) const {
-    // Acquire: an open row's steps are written before they are counted.
-    return std::min(store_.status()[row].length.load(std::memory_order_acquire), store_.header().max_length);
-  }
-
   // What tells whether a row is whole, and where its window lies.
   void ask_for_status(size_t i) const {
     const RowStatus& status = store_.status()[request_.rows[i]];
@@ -117,7 +76,7 @@ class Gather {
 
   void ask_for(size_t i) const {
     const uint32_t row = request_.rows[i];
-    const Window window = widest(i, length_of(row));
+    const RowWindows::Window window = windows_.widest(i, windows_.length_of(row));
     for (const Column& column : columns_) {
       const std::byte* const from = column.from + row * column.stride;
       if (column.step_bytes == 0) {
@@ -126,7 +85,8 @@ class Gather {
         prefetch_piece(from + window.start * column.step_bytes, window.count * column.step_bytes);
       }
     }
-    if (marks_) __builtin_prefetch(marks_.column + row * marks_.stride + window.start + std::max(window.count, 1U) - 1);
+    const EpisodeMarks& marks = windows_.marks();
+    if (marks) __builtin_prefetch(marks.column + row * marks.stride + window.start + std::max(window.count, 1U) - 1);
   }
 
   bool row(size_t i) const {
@@ -139,8 +99,8 @@ class Gather {
   void copy(size_t i) const {
     const uint32_t row = request_.rows[i];
     const RowStatus& status = store_.status()[row];
-    const uint32_t length = length_of(row);
-    const auto [start, count, at] = window_of(i, length);
+    const uint32_t length = windows_.length_of(row);
+    const auto [start, count, at] = windows_.window_of(i, length);
     const size_t place = request_.places.empty() ? i : request_.places[i];
     for (const Column& column : columns_) {
       const std::byte* const from = column.from + row * column.stride;
@@ -166,9 +126,9 @@ class Gather {
 
   const Store& store_;
   const FetchRequest& request_;
+  const RowWindows windows_;
   const uint32_t steps_;
   const bool stream_;
-  EpisodeMarks marks_;
   std::vector<Column> columns_;  // of the fields that are asked for
 };
 

@@ -9,6 +9,7 @@
 
 #include "base/buffer_pool.h"
 #include "base/errors.h"
+#include "fetch/row_pieces.h"
 #include "python/batch_shapes.h"
 #include "python/bind.h"
 
@@ -111,6 +112,65 @@ nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint
                         memory.array(request.versions, {n}), torn);
 }
 
+// Returns (to, from, bytes), (gap at, gap bytes), contents, torn, mask, starts, lengths, versions.
+nb::tuple row_pieces(const Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
+                     const std::vector<uint32_t>& fields, const In<uint64_t>& offsets, uint32_t window, bool pad_left,
+                     const std::optional<In<int32_t>>& ends, const std::optional<In<uint32_t>>& places) {
+  store.check_open();
+  const size_t n = rows.size(), pieces = n * fields.size();
+  const size_t steps = window != 0 ? window : store.header().max_length;
+  const auto words = [](size_t count) { return PooledMemory::padded(count * sizeof(uint64_t)); };
+  PooledMemory memory(3 * words(pieces) + 2 * words(2 * pieces) + 2 * words(n) + 2 * PooledMemory::padded(n * 4) +
+                      PooledMemory::padded(n) + PooledMemory::padded(bytes_of({n, steps}, 1)));
+  const auto part = [&]<typename T>(size_t count, T*) {
+    return std::span<T>(reinterpret_cast<T*>(memory.take(count * sizeof(T))), count);
+  };
+  auto* const word = static_cast<uint64_t*>(nullptr);
+  PieceRequest request;
+  request.to = part(pieces, word);
+  request.from = part(pieces, word);
+  request.bytes = part(pieces, word);
+  request.gap_at = part(2 * pieces, word);
+  request.gap_bytes = part(2 * pieces, word);
+  request.contents = part(n, word);
+  request.offsets = view(offsets);
+  std::vector<FetchField> wanted;
+  for (uint32_t field : fields) wanted.push_back({field, nullptr});
+  FetchRequest& asked = request.rows;
+  asked.rows = view(rows);
+  asked.generations = view(generations);
+  asked.fields = wanted;
+  asked.window = window;
+  asked.pad_left = pad_left;
+  asked.ends = view(ends);
+  if (places) asked.places = view(*places);
+  asked.versions = part(n, static_cast<int64_t*>(nullptr));
+  asked.starts = part(n, static_cast<int32_t*>(nullptr));
+  asked.lengths = part(n, static_cast<int32_t*>(nullptr));
+  asked.torn = part(n, static_cast<uint8_t*>(nullptr));
+  asked.mask = part(n * steps, static_cast<uint8_t*>(nullptr));
+  const PieceCounts found = released(store, [&] { return locate_pieces(store, request); });
+  const auto array = [&](std::span<uint64_t> values, size_t count) {
+    return memory.array(values.first(count), {count});
+  };
+  return nb::make_tuple(
+      nb::make_tuple(array(request.to, found.pieces), array(request.from, found.pieces),
+                     array(request.bytes, found.pieces)),
+      nb::make_tuple(array(request.gap_at, found.gaps), array(request.gap_bytes, found.gaps)),
+      array(request.contents, n), memory.array(asked.torn, {n}),
+      memory.array(reinterpret_cast<std::byte*>(asked.mask.data()), {n, steps}, nb::dtype<bool>()),
+      memory.array(asked.starts, {n}), memory.array(asked.lengths, {n}), memory.array(asked.versions, {n}));
+}
+
+// Sets 1 in `torn` where rows have changed since their pieces were located; returns how many these are.
+uint64_t changed_rows(const Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
+                      const In<uint64_t>& contents, const AnyArray& torn) {
+  store.check_open();
+  if (torn.itemsize() != 1) fail(ErrorKind::schema, "torn rows are told by bytes");
+  const std::span<uint8_t> to(static_cast<uint8_t*>(torn.data()), torn.nbytes());
+  return released(store, [&] { return find_changed(store, view(rows), view(generations), view(contents), to); });
+}
+
 // Recycled bytes, for messages.
 nb::object pooled_bytes(size_t bytes) {
   PooledMemory memory(PooledMemory::padded(bytes));
@@ -135,6 +195,10 @@ void bind_fetch(nb::module_& module) {
              nb::arg("window"), nb::arg("pad_left"), nb::arg("ends").none(), nb::arg("threads"), nb::arg("out").none(),
              nb::arg("places").none() = nb::none(), nb::arg("from_first") = false, nb::arg("within_episodes") = false,
              nb::arg("whole_episodes") = false);
+  module.def("row_pieces", &row_pieces, nb::arg("store"), nb::arg("rows"), nb::arg("generations"), nb::arg("fields"),
+             nb::arg("offsets"), nb::arg("window"), nb::arg("pad_left"), nb::arg("ends").none(),
+             nb::arg("places").none());
+  module.def("changed_rows", &changed_rows);
   module.def("empty_batch", &empty_batch);
   module.def("pooled_bytes", &pooled_bytes);
   module.def("pool_counts", &pool_dict);

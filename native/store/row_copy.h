@@ -25,6 +25,9 @@ class RowCopy {
  public:
   RowCopy(const Store& store, uint32_t row, uint32_t generation)
       : store_(store), word_(store.words()[row]), row_(row), generation_(generation) {}
+  // Of a copy that was begun by another, whose content it has: for `whole` alone.
+  RowCopy(const Store& store, uint32_t row, uint32_t generation, uint64_t content)
+      : store_(store), word_(store.words()[row]), row_(row), generation_(generation), number_(content) {}
 
   bool begin() {
     if (generation_of(word_.load(std::memory_order_acquire)) != generation_ || (generation_ & 1) == 0) return false;
@@ -40,6 +43,9 @@ class RowCopy {
     return generation_of(word_.load(std::memory_order_relaxed)) == generation_ &&
            store_.content_number(row_) == number_;
   }
+
+  // The state of the row that was begun with.
+  uint64_t content() const { return number_; }
 
   // Calls `copy` until what it read is one state of the row; false where the row is lost.
   template <typename Copy>

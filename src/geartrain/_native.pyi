@@ -88,6 +88,20 @@ def fetch(
     within_episodes: bool = False,
     whole_episodes: bool = False,
 ) -> tuple[list[NDArray[Any]], NDArray[np.uint8], NDArray[np.bool_], _I32, _I32, _I64, int]: ...
+def row_pieces(
+    store: Store,
+    rows: _U32,
+    generations: _U32,
+    fields: Sequence[int],
+    offsets: _U64,
+    window: int,
+    pad_left: bool,
+    ends: _I32 | None,
+    places: _U32 | None,
+) -> tuple[
+    tuple[_U64, _U64, _U64], tuple[_U64, _U64], _U64, NDArray[np.uint8], NDArray[np.bool_], _I32, _I32, _I64
+]: ...
+def changed_rows(store: Store, rows: _U32, generations: _U32, contents: _U64, torn: NDArray[np.uint8], /) -> int: ...
 def pooled_bytes(nbytes: int, /) -> NDArray[np.uint8]: ...
 
 class TransitionView:

@@ -15,19 +15,22 @@ def test_every_case_has_its_floor_and_finite_numbers(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(fetch, name, value)
     seconds: dict[int, dict[str, float]] = {}
     result = fetch.run("cpu", quick=True, rows={4_000: (50, 20)}, large_rows={40_000: (100, 100)}, seconds=seconds)
-    assert {size: set(times) for size, times in seconds.items()} == {s: {"gather", "staged"} for s in (4_000, 40_000)}
+    assert {size: set(times) for size, times in seconds.items()} == {s: set(fetch.PATHS) for s in (4_000, 40_000)}
     systems = {row.system for row in result.rows}
-    assert {"floor", "geartrain gather", "geartrain staged", "index_select, pinned copy"} <= systems
+    assert {"floor", "geartrain gather", "geartrain copy", "geartrain staged", "index_select, pinned copy"} <= systems
     assert all(row.p50 > 0 for row in result.rows)
     steps = {row.system for row in result.rows if row.metric == "training step with a new batch"}
-    assert steps == {"floor", *(f"geartrain {path}" for path in ("gather", "staged", "(chooser)")), fetch.BY_HAND}
+    assert steps == {"floor", *(f"geartrain {path}" for path in (*fetch.PATHS, "(chooser)")), fetch.BY_HAND}
     assert any("do not apply to any GPU" in note for note in result.notes)
 
 
 def test_the_crossover_is_said_in_words() -> None:
-    both = {4_000: {"gather": 1.0, "staged": 2.0}, 10**6: {"gather": 4.0, "staged": 2.0}}
+    both = {
+        4_000: {"gather": 1.0, "copy": 3.0, "staged": 2.0},
+        10**6: {"gather": 4.0, "copy": 1.0, "staged": 5.0},
+    }
     note = fetch.crossover_note(both)
-    assert "4000: 2.00, 1000000: 0.50" in note
+    assert "4000: 3.00 and 2.00, 1000000: 0.25 and 1.25" in note
     assert "rows of up to 63246 bytes are gathered" in note
 
 

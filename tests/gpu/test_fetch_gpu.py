@@ -72,7 +72,7 @@ STRATEGIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", ["gather", "staged"])
+@pytest.mark.parametrize("path", ["gather", "copy", "staged"])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: f"{type(s).__name__}{getattr(s, 'seed', '')}")
 def test_every_strategy_gives_the_batches_of_the_host(store: gt.Store, strategy: Any, path: Any) -> None:
     for window, convert, packed in [(None, {}, False), (7, {"pixels": Convert("bfloat16", 1 / 255)}, True)]:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain.device.kernels as kernels
+from geartrain.device.copy_batches import CopyBatches
 from geartrain.errors import PinError, WaitTimeoutError
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class CudaDevice:
         self.model = torch.cuda.get_device_name(index)
         self.collectives = "nccl"
         self.device = torch.device("cuda", index)
+        self._batches: CopyBatches | None = None
 
     def register(self, memory: NDArray[np.uint8]) -> None:
         """cudaHostRegister, portable and mapped; read-only memory as such."""
@@ -141,6 +143,24 @@ class CudaDevice:
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         """cudaMemcpyAsync."""
         to.copy_(source, non_blocking=True)
+
+    def copy_many(
+        self,
+        to: torch.Tensor,
+        source: torch.Tensor,
+        at: NDArray[np.uint64],
+        begins: NDArray[np.uint64],
+        sizes: NDArray[np.uint64],
+    ) -> None:
+        """cuMemcpyBatchAsync, or what there is instead (copy_batches.py)."""
+        if self._torch.version.hip is not None:  # torch for ROCm, which has no libcuda
+            for place, begin, size in zip(at.tolist(), begins.tolist(), sizes.tolist(), strict=True):
+                to[place : place + size].copy_(source[begin : begin + size], non_blocking=True)
+            return
+        if self._batches is None:
+            self._batches = CopyBatches(_driver())
+        targets, sources = at + np.uint64(to.data_ptr()), begins + np.uint64(source.data_ptr())
+        self._batches.submit(targets, sources, sizes, self.current_stream().cuda_stream)
 
     def run(self, work: Callable[[], object]) -> None:
         """Runs it at once: torch queues its work on the current stream."""

@@ -109,6 +109,20 @@ class Device(Protocol):
         """A copy between host and device memory, or on the device."""
         ...
 
+    def copy_many(
+        self,
+        to: torch.Tensor,
+        source: torch.Tensor,
+        at: NDArray[np.uint64],
+        begins: NDArray[np.uint64],
+        sizes: NDArray[np.uint64],
+    ) -> None:
+        """Copies pieces of registered host memory to device memory, in no order among themselves.
+
+        `at` (k,) and `begins` (k,) are offsets in bytes of `to` and of `source`, `host_view`'s; no size is 0.
+        """
+        ...
+
     def run(self, work: Callable[[], object]) -> None:
         """torch operations and launches that write into tensors made before."""
         ...

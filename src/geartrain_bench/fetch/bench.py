@@ -1,17 +1,17 @@
 """Batches from shared memory to a device: GB/s compared with the link's copy bandwidth.
 
 Floor: one asynchronous copy of the same bytes from pinned host memory to the device, repeatedly: the link's peak.
-Systems: the GPU's gather, the staged path, and the path chosen by default; baselines: `index_select` on the CPU and a
-pinned copy of the result (hand-tuned user code), and the same without pinned memory. Times are between an event
-before and one after a run of batches, so that launches overlap with copies as they do in training; CPU time is that of
-this whole process, all threads, a row.
+Systems: the GPU's gather, copies of rows by its copy engines, the staged path, and the path chosen by default;
+baselines: `index_select` on the CPU and a pinned copy of the result (hand-tuned user code), and the same without
+pinned memory. Times are between an event before and one after a run of batches, so that launches overlap with copies
+as they do in training; CPU time is that of this whole process, all threads, a row.
 
 Threats to validity: batches of one row size each, uniform draws, nothing else on the link or the multiprocessors; a
 model that trains meanwhile uses some of both. With --device cpu a simulated device is used: every path runs, and the
 figures do not apply to any GPU.
 
-On a GPU it also times both paths for larger rows, and saves the crossover size, up to which the gather is faster, for
-this model of GPU; `Replay` reads it (replay/device/gather_threshold.py).
+On a GPU it also times the paths for larger rows, and saves the crossover size, up to which the gather is the
+fastest, for this model of GPU; `Replay` reads it (replay/device/gather_threshold.py).
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ BATCH_BYTES, QUICK_BATCH_BYTES, CPU_BATCH_BYTES = 100e6, 50e6, 4e6
 STORE_BYTES, QUICK_STORE_BYTES, CPU_STORE_BYTES = 4e9, 2e9, 40e6
 LAPS, QUICK_LAPS, CPU_LAPS = 15, 7, 3
 BATCHES_A_LAP = 8
+PATHS = ("gather", "copy", "staged")
 BY_HAND = "index_select, pinned copy"
 CPU_WIDTH = 64  # of the matrices of a step on the simulated device
 
@@ -98,7 +99,7 @@ def run(
     large_rows: dict[int, tuple[int, int]] | None = None,
     seconds: dict[int, dict[str, float]] | None = None,
 ) -> BenchResult:
-    """All cases. `seconds` receives the medians of both paths by bytes of a row, including larger rows."""
+    """All cases. `seconds` receives the medians of the paths by bytes of a row, including larger rows."""
     import torch
 
     began_s = time.monotonic()
@@ -130,10 +131,14 @@ def run(
 
 
 def crossover_note(seconds: dict[int, dict[str, float]]) -> str:
-    """The crossover of this machine, from the median seconds of both paths by bytes of a row."""
-    times = ", ".join(f"{size}: {seconds[size]['staged'] / seconds[size]['gather']:.2f}" for size in sorted(seconds))
+    """The crossover of this machine, from the median seconds of the paths by bytes of a row."""
+    times = ", ".join(
+        f"{size}: "
+        + " and ".join(f"{seconds[size][path] / seconds[size]['gather']:.2f}" for path in ("copy", "staged"))
+        for size in sorted(seconds)
+    )
     found = crossover.found_from(seconds)
-    return f"staged / gathered time by bytes of a row: {times}; rows of up to {found} bytes are gathered"
+    return f"copied and staged / gathered time by bytes of a row: {times}; rows of up to {found} bytes are gathered"
 
 
 def _case(
@@ -162,7 +167,7 @@ def _case(
         target = _target(device)
         systems: dict[str, Callable[[], Any]] = {"floor": _copies(device, batch * row_bytes)}
         replays = {}
-        for path in ("gather", "staged") if paths_only else ("gather", "staged", "auto"):
+        for path in PATHS if paths_only else (*PATHS, "auto"):
             name = {"auto": "geartrain (chooser)"}.get(path, f"geartrain {path}")
             options = DeviceOptions(target, path=path)  # type: ignore[arg-type]
             replays[name] = gt.Replay(store, gt.selection.Uniform(seed=0), batch, device=options)
@@ -190,9 +195,7 @@ def _case(
             training.measure(result, store, batch, copy_s, device, target, by_hand, laps=laps, **steps)
         del column, systems
     _add(result, f"rows of {row_bytes / 1e3:g} KB, batch {batch}", times, batch, batch * row_bytes)
-    return {
-        path: float(np.median([lap.seconds for lap in times[f"geartrain {path}"]])) for path in ("gather", "staged")
-    }
+    return {path: float(np.median([lap.seconds for lap in times[f"geartrain {path}"]])) for path in PATHS}
 
 
 def _target(device: str) -> Any:

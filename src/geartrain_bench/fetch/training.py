@@ -3,7 +3,7 @@
 The step is a linear layer over the batch's first floats and a chain of bf16 matrix products, as many as take
 `STEP_OF_COPY` times as long as a copy of the batch over the link: a fetch that runs beside the model can be hidden.
 
-Floor: the step alone. Systems: `Replay(device=)` by both paths and the chosen one; `index_select` on the CPU and a
+Floor: the step alone. Systems: `Replay(device=)` by each path and the chosen one; `index_select` on the CPU and a
 pinned copy before each step, as written by hand; torch's `DataLoader` with workers and `pin_memory`. The ratio to the
 floor is the share of the time in which the device computes: 1.00, and the device never waits for data.
 
@@ -70,7 +70,7 @@ def systems(
 ) -> dict[str, Callable[[], Any]]:
     """What delivers the next batch's field `x` on the device, by name; opened in `stack`."""
     found: dict[str, Callable[[], Any]] = {}
-    for path in ("gather", "staged", "auto"):
+    for path in ("gather", "copy", "staged", "auto"):
         options = DeviceOptions(target, path=path)  # type: ignore[arg-type]
         replay = stack.enter_context(gt.Replay(store, gt.selection.Uniform(seed=0), batch, device=options))
         found["geartrain (chooser)" if path == "auto" else f"geartrain {path}"] = lambda r=replay: r.sample()["x"]  # type: ignore[misc]

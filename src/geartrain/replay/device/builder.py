@@ -29,6 +29,7 @@ from geartrain.replay.builder import (
     build_stats,
     join_importance,
 )
+from geartrain.replay.device.copied_rows import CopyTransfer
 from geartrain.replay.device.options import DeviceOptions
 from geartrain.replay.device.priority_mirror import DevicePriorities, pays, why_not
 from geartrain.replay.device.session import DeviceSession
@@ -41,6 +42,9 @@ from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.store_waits import wait_together
 from geartrain.selection.mixture import Selection
 from geartrain.selection.strategy import Draw, Redraw, importance_of, seed_of
+
+# Why rows are not drawn on the device, by the path of batches.
+_WHY_HOST = {"staged": "batches are staged", "copy": "copies of rows are given to the device by the host"}
 
 
 @dataclass
@@ -132,11 +136,16 @@ class DeviceBatchBuilder:
     def _settle_path(self) -> None:
         mixed = len(self.targets) > 1
         staged = [one for one in self.targets if one.path == "staged"]
-        if mixed and self.options.packed and not staged:
+        gathered = [one for one in self.targets if one.path == "gather"]
+        if mixed and self.options.packed and gathered and not staged:
             if self.options.path == "gather":
                 raise ArgumentError("a mixture is gathered into padded windows only; use path='staged' or packed=False")
             staged = self.targets[:1]
-        self.path = "staged" if staged else "gather"
+        # One batch comes one way: where some rows are small and others large, copy engines take all of them.
+        self.path = "staged" if staged else "copy" if len(gathered) < len(self.targets) else "gather"
+        if self.path == "copy":
+            for one in gathered:
+                one.why, one.path = "another store of the mixture has larger rows", "copy"
         if staged:
             for one in self.targets:
                 if one.path != "staged":
@@ -147,7 +156,7 @@ class DeviceBatchBuilder:
         made: list[DevicePriorities | None] = []
         self.select: list[str] = []
         for part, target in zip(self.samplers, self.targets, strict=True):
-            reason = why_not(part.strategy) or (None if self.path == "gather" else "batches are staged")
+            reason = why_not(part.strategy) or _WHY_HOST.get(self.path)
             reason = reason or (None if not part.limited else "samples are limited, and counted on the host")
             reason = reason or (None if not part.plan.per_step else "keys name steps, which are placed on the host")
             reason = reason or self.device.why_no_selection()
@@ -172,10 +181,9 @@ class DeviceBatchBuilder:
 
     def start(self, step: int, state: State, updates: list[PriorityUpdate]) -> PendingBatch:
         """See `BatchBuilder`."""
-        gathered = self.path == "gather"  # what is staged is admitted where it is sampled
         admission = Admission(self.samplers)
         try:
-            if gathered:
+            if self.path != "staged":  # what is staged is admitted where it is sampled
                 self._admit(step, admission)
             with self._session.at_work():
                 return self._start(step, state, admission)
@@ -243,10 +251,10 @@ class DeviceBatchBuilder:
         )
         return PendingBatch(step, after, transfer, [], admission, self._ready(ready, after, admission))
 
-    # --- gathered ----------------------------------------------------------------------------------------------
+    # --- gathered, or copied -----------------------------------------------------------------------------------
 
     def _launch(self, step: int, state: State, admission: Admission) -> PendingBatch:
-        transfer = BatchTransfer(self.targets[0], self.rows)
+        transfer = (CopyTransfer if self.path == "copy" else BatchTransfer)(self.targets[0], self.rows)
         parts, asked, at = [], [], 0
         for number, quota in enumerate(self._host.quotas(step)):
             if quota == 0:
@@ -288,7 +296,7 @@ class DeviceBatchBuilder:
             part.state = drawn.state
             self._note(part, redraw, drawn)
             rows, generations = drawn.rows, drawn.generations
-        if redraw is not None and target.gather.packed:
+        if redraw is not None and target.gather.packed and self.path == "gather":
             self._gather_packed_again(transfer, part, step, redraw, asked)
             return []
         numbers = None if redraw is None else redraw.numbers
@@ -296,6 +304,11 @@ class DeviceBatchBuilder:
         if redraw is not None or len(self.samplers) > 1:
             places = part.at + (np.arange(part.n, dtype=np.uint32) if redraw is None else redraw.numbers)
         attempt = 0 if redraw is None else redraw.attempt
+        if isinstance(transfer, CopyTransfer):
+            which = np.arange(part.n, dtype=np.uint32) if redraw is None else redraw.numbers
+            told = self._place(part, step, redraw) if sampler.plan.per_step else self._ends(part, step, attempt, which)
+            transfer.launch_copies(rows, generations, told, places=places, target=target, clear=clear)
+            return asked
         if sampler.plan.per_step:
             ends = self._place(part, step, redraw)
             transfer.launch_gather(rows, generations, None, ends=ends, places=places, target=target, clear=clear)

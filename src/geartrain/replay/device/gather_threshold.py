@@ -1,6 +1,6 @@
 """Gather threshold: the largest rows that the GPU gathers by itself, as measured on this machine where that was done.
 
-`geartrain bench fetch --device cuda` times both paths by size of rows, and writes what it found for the GPU's name into
+`geartrain bench fetch --device cuda` times all paths by size of rows, and writes what it found for the GPU's name into
 
     ~/.cache/geartrain/crossover.json        (under XDG_CACHE_HOME where that is set)
     {"NVIDIA H200": {"crossover_bytes": 1048576, "command": "...", "when": "..."}}
@@ -24,10 +24,9 @@ from geartrain.errors import ArgumentError
 
 VARIABLE = "GEARTRAIN_CROSSOVER_BYTES"
 
-# A guess, not measured on any GPU. The gather saves the CPU's copy whatever the size of a row, and costs some of the
-# multiprocessors' time. The longer the rows, the closer a few threads of a host come to what a link carries, and the
-# less there is to save; docs/benchmarks.md has the CPU's rates for rows of up to 1 MB.
-CROSSOVER_BYTES = 4 << 20
+# An estimate. The gather costs some of the multiprocessors' time, whatever the size of a row; copy engines cost none,
+# and about a microsecond a piece, in which a link of 50 GB/s carries 50 KB.
+CROSSOVER_BYTES = 64 << 10
 
 
 def measured_path() -> Path:
@@ -71,19 +70,19 @@ def remember(device: str, crossover_bytes: int, **about: Any) -> Path:
 
 
 def found_from(seconds: Mapping[int, Mapping[str, float]]) -> int:
-    """The crossover, from the median seconds of "gather" and "staged" by bytes of a row.
+    """The crossover, from the median seconds of "gather" and of other paths by bytes of a row.
 
     Between the largest row up to which the gather was never slower and the next one that was measured: their geometric
-    mean. Where the gather was never slower, the largest row; where it always was, 0. Measured again, a size may fall
-    on the other side, so neither path counts as slower by less than 2 %.
+    mean. Slower is slower than the fastest of the others. Where the gather was never slower, the largest row; where it
+    always was, 0. Measured again, a size may fall on the other side, so no path counts as slower by less than 2 %.
 
     Example:
-        >>> found_from({1000: {"gather": 1.0, "staged": 2.0}, 4000: {"gather": 3.0, "staged": 2.0}})
+        >>> found_from({1000: {"gather": 1.0, "copy": 2.0}, 4000: {"gather": 3.0, "copy": 2.0, "staged": 4.0}})
         2000
     """
     last = 0
     for size in sorted(seconds):
-        if seconds[size]["gather"] > 1.02 * seconds[size]["staged"]:
+        if seconds[size]["gather"] > 1.02 * min(seconds[size].values()):
             return round(math.sqrt(last * size))
         last = size
     return last

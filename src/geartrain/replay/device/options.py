@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 _LARGEST = float(np.finfo(np.float32).max)
-Path = Literal["auto", "gather", "staged"]
+Path = Literal["auto", "gather", "copy", "staged"]
 Exchange = Literal["host", "nccl"]
 
 
@@ -58,14 +58,16 @@ class DeviceOptions:
 
     Args:
         device: "cuda", "cuda:1", a torch.device, or a `geartrain.device.device.Device`.
-        path: "gather", "staged", or "auto": gather where the segment can be pinned and rows are not larger than the
-            crossover, staged otherwise. "gather" raises where "auto" would say in the log why it stages.
+        path: "gather": the GPU's kernel reads the rows out of the pinned segment. "copy": its copy engines take each
+            row's windows from there. "staged": the CPU gathers into pinned memory. "auto": where the segment can be
+            pinned, gather up to the crossover, and copy larger rows; staged otherwise. "gather" and "copy" raise where
+            "auto" would say in the log why it stages.
         select: where rows are drawn. "device" draws with Triton kernels from a copy of the priorities in device
             memory; "auto" does so where the strategy allows it and the batch is large enough to pay for that copy.
         convert: fields to convert on the way, by name.
         packed: windows stand one behind the other, without padding, with `batch.cu_seqlens`.
         pin_limit_bytes: most pinned bytes on this host, all processes together; half of its memory by default.
-        crossover_bytes: rows of more bytes are staged by "auto"; by default what was measured on this machine, or an
+        crossover_bytes: "auto" gathers no rows of more bytes; by default what was measured on this machine, or an
             estimate (gather_threshold.py).
         exchange: over several ranks, how rows come that other ranks read: "host" sends them to pinned host memory over
             the replay's connections and copies them from there, ahead; with "nccl" the GPU of the rank that has them
@@ -83,7 +85,7 @@ class DeviceOptions:
     exchange: Exchange = "host"
 
     def __post_init__(self) -> None:
-        check_choice("path", self.path, ("auto", "gather", "staged"))
+        check_choice("path", self.path, get_args(Path))
         check_choice("select", self.select, ("auto", "host", "device"))
         check_choice("exchange", self.exchange, ("host", "nccl"))
         check_flag("packed", self.packed)

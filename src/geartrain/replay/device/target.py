@@ -14,7 +14,7 @@ from geartrain.device.device import Device
 from geartrain.device.pinned_memory import Pin, pins
 from geartrain.errors import ArgumentError, PinError
 from geartrain.replay.device.gather_threshold import crossover
-from geartrain.replay.device.options import Convert, DeviceOptions
+from geartrain.replay.device.options import Convert, DeviceOptions, Path
 from geartrain.replay.device.pinned_pool import PinnedPool
 from geartrain.replay.fetch_plan import FetchPlan
 from geartrain.store.recorder import shares_rows
@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from geartrain.device.kernels.gather import GatherPlan
 
 _log = logging.getLogger("geartrain.replay.device")
+
+# Paths on which the device reads the segment itself.
+PINNED_PATHS = ("gather", "copy")
+# Bytes of a field's window, on average over the fields, from which "auto" has copy engines take them. An estimate: with
+# a microsecond a piece beside a link of 50 GB/s, pieces of this size are copied at half of its rate.
+SMALLEST_PIECE = 32 << 10
 
 
 def gather_plan_of(plan: FetchPlan, convert: Mapping[str, Convert], packed: bool) -> GatherPlan:
@@ -69,13 +75,16 @@ class DeviceTarget:
         device, stream: on which.
         plan: what is fetched.
         options: as `Replay` was given them.
+        copies: whether whoever fills the batches can have rows copied one by one.
 
     Raises:
-        PinError: path="gather" was asked for, and the segment cannot be pinned.
+        PinError: path="gather" or "copy" was asked for, and the segment cannot be pinned.
         ArgumentError: a conversion that there is not.
     """
 
-    def __init__(self, device: Device, stream: Any, plan: FetchPlan, options: DeviceOptions) -> None:
+    def __init__(
+        self, device: Device, stream: Any, plan: FetchPlan, options: DeviceOptions, *, copies: bool = True
+    ) -> None:
         self.device = device
         self.stream = stream
         self.plan = plan
@@ -85,18 +94,18 @@ class DeviceTarget:
         self.pool = PinnedPool(device)
         self._pin: Pin | None = None
         self.segment: torch.Tensor | None = None
-        self.path, self.why = self._choose()
+        self.path, self.why = self._choose(copies)
 
-    def _choose(self) -> tuple[str, str]:
+    def _choose(self, copies: bool) -> tuple[str, str]:
         asked, store, windows = self.options.path, self.plan.store, self.plan.windows
         if windows is not None and not windows.plain:
-            if asked == "gather":
+            if asked in PINNED_PATHS:
                 raise ArgumentError(
-                    f"the GPU gathers windows that are a number of steps, found {windows}; use path='staged'"
+                    f"the GPU takes windows that are a number of steps, found {windows}; use path='staged'"
                 )
             return "staged", f"the CPU places {windows}"
         if shares_rows(store.fields):
-            if asked == "gather":
+            if asked in PINNED_PATHS:
                 raise ArgumentError(
                     f"rows of {store.name!r} hold several episodes, which the CPU tells apart; use path='staged'"
                 )
@@ -104,19 +113,26 @@ class DeviceTarget:
         if asked == "staged":
             return "staged", "it was asked for"
         most, says = crossover(self.options.crossover_bytes, self.device.model)
-        if asked == "auto" and self.row_bytes > most:
-            return "staged", f"rows of {self.row_bytes} bytes are larger than the crossover of {most} ({says})"
+        path: Path = asked if asked != "auto" else "gather" if self.row_bytes <= most else "copy"
+        larger = f"rows of {self.row_bytes} bytes are larger than the crossover of {most} ({says})"
+        piece_bytes = self.row_bytes // max(1, len(self.plan.names))
+        if asked == "auto" and path == "copy" and not copies:
+            return "staged", larger
+        if asked == "auto" and path == "copy" and piece_bytes < SMALLEST_PIECE:
+            return "staged", f"{larger}, and their {len(self.plan.names)} fields too small to be copied one by one"
         try:
             self._pin = pins().hold(store, self.device, self.options.pin_limit_bytes)
         except PinError as error:
-            if asked == "gather":
+            if asked in PINNED_PATHS:
                 raise
             _log.warning("batches of %r are staged through the CPU: %s", store.name, error)
             return "staged", str(error)
         self.segment = self.device.host_view(self._pin.memory)
-        if asked == "gather":
-            return "gather", "it was asked for"
-        return "gather", f"the segment is pinned and rows have {self.row_bytes} bytes, at most {most} ({says})"
+        if asked in PINNED_PATHS:
+            return path, "it was asked for"
+        if path == "copy":
+            return path, f"the segment is pinned, and {larger}"
+        return path, f"the segment is pinned and rows have {self.row_bytes} bytes, at most {most} ({says})"
 
     @property
     def pin(self) -> Pin | None:
@@ -165,4 +181,4 @@ class DeviceTarget:
         }
 
 
-__all__ = ["DeviceTarget", "gather_plan_of"]
+__all__ = ["PINNED_PATHS", "SMALLEST_PIECE", "DeviceTarget", "gather_plan_of"]

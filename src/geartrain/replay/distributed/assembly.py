@@ -122,6 +122,8 @@ def check_options(options: DeviceOptions, names: Sequence[str], has_peers: bool)
         raise ArgumentError(f"`convert` names {sorted(unknown)}, the batch has {list(names)}")
     if options.select == "device":
         raise ArgumentError("select='device' was asked for, but over several ranks rows are chosen on the host")
+    if options.path == "copy":
+        raise ArgumentError("path='copy' was asked for, but over several ranks rows are gathered or staged")
     if has_peers and (options.path == "gather" or options.exchange == "nccl"):
         asked = "exchange='nccl'" if options.exchange == "nccl" else "path='gather'"
         raise ArgumentError(
@@ -159,7 +161,7 @@ def open_assembler(
         here = dataclasses.replace(options, convert=convert, path=path, packed=options.packed and path == "staged")
         opened = []
         for of in plans:
-            opened.append(DeviceTarget(session.device, session.stream, of[names], here))
+            opened.append(DeviceTarget(session.device, session.stream, of[names], here, copies=False))
             session.targets.append(opened[-1])
         return opened
 

@@ -390,6 +390,30 @@ class SimulatedDevice:
 
         self.run(copy_now)
 
+    def copy_many(
+        self, to: Any, source: Any, at: NDArray[np.uint64], begins: NDArray[np.uint64], sizes: NDArray[np.uint64]
+    ) -> None:
+        """Later, one after the other in random order, the larger ones in two parts."""
+        self._check()
+        address, registered = source.data_ptr(), self.registered
+        assert address in registered, "simulated: an illegal memory access: the memory is not registered"
+        pieces = [
+            (place + part, begin + part, min(half, size - part))
+            for place, begin, size in zip(at.tolist(), begins.tolist(), sizes.tolist(), strict=True)
+            for half in [max(64, -(-size // 2))]
+            for part in range(0, size, half)
+        ]
+        self._random.shuffle(pieces)
+        with self._lock:
+            self._reading[address] = self._reading.get(address, 0) + len(pieces)
+        for place, begin, size in pieces:
+
+            def work(place: int = place, begin: int = begin, size: int = size) -> None:
+                to[place : place + size].copy_(source[begin : begin + size])
+                self._reading[address] -= 1
+
+            self.run(work)
+
     def gather(self, plan: Any, segment: Any, *args: Any, **named: Any) -> None:
         """The kernel in the interpreter, or its reference."""
         from geartrain.device.kernels.gather_reference import reference_gather
