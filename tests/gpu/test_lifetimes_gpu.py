@@ -77,7 +77,7 @@ def test_a_process_ends_without_an_error_whatever_it_has_closed(store: gt.Store,
     command = [sys.executable, "-c", SETUP + ending, store.name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=patience(60), check=False)
     assert done.returncode == 0, done.stderr
-    assert "Error" not in done.stderr
+    assert not any(word in done.stderr for word in ("Traceback", "CUDA error", "terminate called")), done.stderr
     assert pinning_processes(store) == set()
 
 
