@@ -70,7 +70,7 @@ class CudaDevice:
     def _forget_error(self) -> None:
         # The runtime keeps the error of a failed call, and reports it at the next launch.
         with suppress(RuntimeError):
-            self._torch.empty(1, device=self.device).zero_()
+            self._torch.empty(1, device=self.device).fill_(1)  # a kernel, which a copy or a memset is not
 
     def enter(self) -> None:
         """Makes this the thread's device, and allows its calls while another thread captures a graph."""
