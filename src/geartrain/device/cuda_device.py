@@ -6,7 +6,7 @@ import ctypes
 import logging
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -100,7 +100,10 @@ class CudaDevice:
         return self._torch.cuda.current_stream(self.device)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """torch.cuda.stream."""
+        """torch.cuda.stream, and nothing where it is the thread's already."""
+        known = self._torch._C
+        if known._cuda_getDevice() == self.index and known._cuda_getCurrentRawStream(self.index) == stream.cuda_stream:
+            return nullcontext()
         return cast(AbstractContextManager[Any], self._torch.cuda.stream(stream))
 
     def new_event(self) -> Any:
