@@ -43,8 +43,8 @@ from numpy.typing import NDArray
 import geartrain._native as _native
 from geartrain.core.keys import Keys
 from geartrain.replay.device.layout import arrangement
-from geartrain.replay.device.target import DeviceTarget, gather_plan_of
-from geartrain.replay.device.transfer import BatchTransfer, ReadyBatch
+from geartrain.replay.device.target import DeviceTarget
+from geartrain.replay.device.transfer import BatchTransfer, ReadyBatch, write_weights
 
 if TYPE_CHECKING:
     import torch
@@ -72,9 +72,9 @@ class CopyTransfer(BatchTransfer):
         import torch
 
         super().__init__(target, n)
-        self._plain = gather_plan_of(target.plan, {}, False)
+        self._plain = target.plain
         self._raw = self._plain.arena(n)
-        self._as_it_is = not target.gather.packed and not target.options.convert
+        self._as_it_is = target.plain is target.gather
         if self._as_it_is:
             self._bytes = self.arena
         else:
@@ -166,9 +166,15 @@ class CopyTransfer(BatchTransfer):
     ) -> ReadyBatch:
         """See `BatchTransfer`. Only now are mask and metadata sent, which redraws change."""
         target, raw, device = self.target, self._raw, self.target.device
-        begin, size = raw.mask, raw.torn + raw.n - raw.mask
+        begin, end = raw.mask, raw.torn + raw.n
+        if self._as_it_is:
+            end = max(end, write_weights(None, end, raw, probability, importance_weights))
+        size = end - begin
         buffer = target.pool.take(size)
         memory = buffer.numpy()
+        if self._as_it_is:
+            write_weights(memory, begin, raw, probability, importance_weights)
+            self.weighted = True
         for at, array in (
             (raw.mask, self._mask),
             (raw.starts, self._starts),
