@@ -3,7 +3,7 @@
     launch_copies    the host reads words and status of the rows, and gives the copies of their windows to the stream
     read_back        an event behind them
     wait_read_back   when it has come, the host reads the words again: rows that were overwritten meanwhile are torn
-    finish           mask, starts, lengths and versions by one small copy; converts and packs as the staged path does
+    complete         mask, starts, lengths and versions by one small copy; converts and packs as the staged path does
 
 No CPU touches the bytes of a row, and no multiprocessor does.
 
@@ -45,6 +45,7 @@ from geartrain.core.keys import Keys
 from geartrain.replay.device.layout import arrangement
 from geartrain.replay.device.target import DeviceTarget, gather_plan_of
 from geartrain.replay.device.transfer import BatchTransfer, ReadyBatch
+from geartrain.replay.fetch_plan import FetchedRows
 
 if TYPE_CHECKING:
     import torch
@@ -165,6 +166,16 @@ class CopyTransfer(BatchTransfer):
         draw: NDArray[np.int64] | None = None,
     ) -> ReadyBatch:
         """See `BatchTransfer`. Only now are mask and metadata sent, which redraws change."""
+        self.complete()
+        return super().finish(keys, probability, importance_weights, step, draw)
+
+    def known(self) -> FetchedRows:
+        """What the host knows of the rows, once it has waited for them; without their fields."""
+        count = int(np.count_nonzero(self._torn))
+        return FetchedRows([], self._torn, self._mask, self._starts, self._lengths, self._versions, count)
+
+    def complete(self) -> None:
+        """Sends mask and metadata, converts and packs: the arena is then what the kernel would have made."""
         target, raw, device = self.target, self._raw, self.target.device
         begin, size = raw.mask, raw.torn + raw.n - raw.mask
         buffer = target.pool.take(size)
@@ -184,7 +195,6 @@ class CopyTransfer(BatchTransfer):
             work = arrangement(self, self._bytes, self._plain, raw, self._mask)
             with device.on(target.stream):
                 device.run(work)
-        return super().finish(keys, probability, importance_weights, step, draw)
 
 
 __all__ = ["FEW_GAPS", "CopyTransfer"]
