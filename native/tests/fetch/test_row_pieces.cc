@@ -7,6 +7,7 @@
 #include <random>
 #include <vector>
 
+#include "fetch/fetch.h"
 #include "tests/support/check.h"
 #include "tests/support/tagged_rows.h"
 
