@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from geartrain.device.copy_batches import NOT_SUPPORTED, Attributes, CopyBatches
+from geartrain.device.copy_batches import INVALID_VALUE, NOT_SUPPORTED, Attributes, CopyBatches
 
 Call = tuple[str, list[int], list[int], list[int], int]
 
@@ -68,8 +68,9 @@ def test_without_it_and_on_the_legacy_stream_each_piece_is_a_call(forms: tuple[s
     ]
 
 
-def test_a_driver_that_has_the_call_and_does_not_support_it_is_asked_once() -> None:
-    driver = Driver(*BOTH, code=NOT_SUPPORTED)
+@pytest.mark.parametrize("code", [NOT_SUPPORTED, INVALID_VALUE])
+def test_a_driver_that_has_the_call_and_does_not_take_it_is_asked_once(code: int) -> None:
+    driver = Driver(*BOTH, code=code)
     batches = CopyBatches(driver)
     submit(batches)
     submit(batches)

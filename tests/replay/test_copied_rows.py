@@ -122,8 +122,8 @@ def test_mixtures_of_small_and_large_rows_are_all_copied(store_name: Callable[[]
         options = DeviceOptions(device, convert=convert, packed=packed, path="copy" if packed else "auto")
         asked: dict[str, Any] = {"window": 5, "num_batches": 4}
         with (
-            gt.Replay([one, other], mixture, 8, **asked) as slow,
-            gt.Replay([one, other], mixture, 8, **asked, device=options) as fast,
+            gt.Replay([one, other], mixture, 50, **asked) as slow,
+            gt.Replay([one, other], mixture, 50, **asked, device=options) as fast,
         ):
             for host, landed in zip(slow, fast, strict=True):
                 device.finish()

@@ -159,6 +159,8 @@ class CudaDevice:
             return
         if self._batches is None:
             self._batches = CopyBatches(_driver())
+        # A call of the runtime's makes the device's context that of this thread, which the driver's own calls need.
+        self.current_stream().query()
         targets, sources = at + np.uint64(to.data_ptr()), begins + np.uint64(source.data_ptr())
         self._batches.submit(targets, sources, sizes, self.current_stream().cuda_stream)
 
