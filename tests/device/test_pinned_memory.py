@@ -199,7 +199,7 @@ def test_a_registration_that_cuda_refuses_says_why() -> None:
     device._cuda = SimpleNamespace(cudart=lambda: cudart)
     device._torch = SimpleNamespace(  # type: ignore[assignment]
         cuda=SimpleNamespace(device=contextlib.nullcontext),
-        empty=lambda *_, **named: SimpleNamespace(zero_=lambda: forgotten.append(named)),
+        empty=lambda *_, **named: SimpleNamespace(fill_=lambda _: forgotten.append(named)),
     )
     with pytest.raises(PinError, match=r"712, .* already mapped"):
         device.register(np.zeros(8, np.uint8))

@@ -157,7 +157,7 @@ def test_large_rows_are_copied_where_they_can_be_pinned_and_have_large_pieces(
             chosen(SimulatedDevice(1, most_pinned=1000), path="copy")
         monkeypatch.setattr(target, "SMALLEST_PIECE", 160_001)
         path, why = chosen(SimulatedDevice(1))
-        assert path == "staged"
+        assert path == "gather"
         assert "too small to be copied one by one" in why
 
 
@@ -176,13 +176,15 @@ def test_what_copies_do_not_do_is_refused_at_the_door(store: gt.Store) -> None:
     assert not device.registered
 
 
-def test_large_rows_are_staged_over_several_ranks(store: gt.Store) -> None:
+def test_large_rows_are_gathered_over_several_ranks(store: gt.Store) -> None:
     device = SimulatedDevice(1)
     (rank,) = ThreadRankGroup.make(1)
     options = DeviceOptions(device, crossover_bytes=100)
     with gt.Replay(store, Uniform(seed=1), 8, group=rank, device=options) as fast:
         fast.sample()
-        assert fast.describe()[0]["path"] == "staged"
+        (about,) = fast.describe()
+        assert about["path"] == "gather"
+        assert "ranks do not copy rows one by one" in about["why"]
 
 
 def test_a_replay_that_is_closed_while_rows_are_copied_waits_for_them(store: gt.Store) -> None:

@@ -21,6 +21,7 @@ from device_batches import check_same, filled_store
 import geartrain as gt
 import geartrain.replay.device.gather_threshold as crossover
 import geartrain.replay.device.gather_threshold as gather_threshold
+import geartrain.replay.device.target as target
 from geartrain.errors import ArgumentError, PinError, StoreClosedError
 from geartrain.replay.device import Convert, DeviceOptions
 from geartrain.selection import Fifo, GroupSampling, Lifo, Limits, Mixture, Prioritized, TopK, Uniform
@@ -278,12 +279,14 @@ def test_the_chooser_goes_by_bytes_of_a_row(store: gt.Store, monkeypatch: pytest
     assert f"{gather_threshold.CROSSOVER_BYTES} (an estimate" in chosen()[1]
     crossover.remember("another", 5000)
     assert crossover.remember(device.model, 100, command="a bench") == tmp_path / "geartrain" / "crossover.json"
-    assert chosen()[0] == "staged"
-    assert "100 (as measured on this machine)" in chosen()[1]
+    assert chosen()[0] == "gather", "fields of these rows are too small to be copied one by one"
+    assert "100 (as measured on this machine), and their 3 fields too small" in chosen()[1]
+    monkeypatch.setattr(target, "SMALLEST_PIECE", 1)
+    assert chosen()[0] == "copy"
     monkeypatch.setenv(crossover.VARIABLE, "200000")
     assert chosen()[0] == "gather"
     assert "200000 (by GEARTRAIN_CROSSOVER_BYTES)" in chosen()[1]
-    assert chosen(100)[0] == "staged"
+    assert chosen(100)[0] == "copy"
     monkeypatch.setenv(crossover.VARIABLE, "4 MB")
     with pytest.raises(ArgumentError, match="is a number of bytes, found '4 MB'"):
         chosen()

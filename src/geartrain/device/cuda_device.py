@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import logging
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 
 PORTABLE, MAPPED, READ_ONLY = 1, 2, 8  # cudaHostRegister's flags
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 20e-6, 200e-6  # between looks at an event; a copy of 4 MB takes about the latter
+
+
+_log = logging.getLogger("geartrain.device.cuda_device")
 
 
 class CudaDevice:
@@ -72,7 +77,7 @@ class CudaDevice:
     def _forget_error(self) -> None:
         # The runtime keeps the error of a failed call, and reports it at the next launch.
         with suppress(RuntimeError):
-            self._torch.empty(1, device=self.device).zero_()
+            self._torch.empty(1, device=self.device).fill_(1)  # a kernel, which a copy or a memset is not
 
     def enter(self) -> None:
         """Makes this the thread's device, and allows its calls while another thread captures a graph."""
@@ -81,8 +86,11 @@ class CudaDevice:
         # every thread, and breaks the capture. Work of this thread is never part of one: mode "relaxed".
         if self._torch.version.hip is not None:
             return  # torch for ROCm, which has no libcuda
-        mode = ctypes.c_int(2)
-        _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        driver, mode = _driver(), ctypes.c_int(2)
+        _bind_context(driver, self.index)
+        code = driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        if code:
+            _log.warning("a graph cannot be captured while batches are made: the driver's error %d", code)
 
     def new_stream(self) -> Any:
         """A stream other than the default one."""
@@ -93,7 +101,10 @@ class CudaDevice:
         return self._torch.cuda.current_stream(self.device)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """torch.cuda.stream."""
+        """torch.cuda.stream, and nothing where it is the thread's already."""
+        known = self._torch._C
+        if known._cuda_getDevice() == self.index and known._cuda_getCurrentRawStream(self.index) == stream.cuda_stream:
+            return nullcontext()
         return cast(AbstractContextManager[Any], self._torch.cuda.stream(stream))
 
     def new_event(self) -> Any:
@@ -159,8 +170,7 @@ class CudaDevice:
             return
         if self._batches is None:
             self._batches = CopyBatches(_driver())
-        # A call of the runtime's makes the device's context that of this thread, which the driver's own calls need.
-        self.current_stream().query()
+        _bind_context(_driver(), self.index)
         targets, sources = at + np.uint64(to.data_ptr()), begins + np.uint64(source.data_ptr())
         self._batches.submit(targets, sources, sizes, self.current_stream().cuda_stream)
 
@@ -185,8 +195,18 @@ class CudaDevice:
         return kernels.why_not_viable()
 
 
+@functools.cache
 def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
+
+
+def _bind_context(driver: Any, index: int) -> None:
+    """Makes the device's context current in a thread that has none: torch leaves that to the runtime's first call."""
+    context, device = ctypes.c_void_p(), ctypes.c_int()
+    if driver.cuCtxGetCurrent(ctypes.byref(context)) == 0 and context.value is None:
+        driver.cuDeviceGet(ctypes.byref(device), index)
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)  # never released: torch's, for good
+        driver.cuCtxSetCurrent(context)
 
 
 __all__ = ["CudaDevice"]

@@ -11,9 +11,9 @@ step rounded to float32, then to the output's dtype. Where it is 0 because there
 offset. With `cu_seqlens` the windows stand one behind the other instead, without padding.
 
 How it is cut. A row of the batch is a few *slots*: one for its metadata (mask, start, length, version) and, for each
-field, as many pieces of CHUNK bytes as its window may touch. There are `programs` programs, each of which takes every
-programs-th slot of the batch: enough to keep the link busy (a few hundred KB in flight; a link of 64 GB/s and 1.5 us
-needs 100 KB), few enough to leave the multiprocessors to the model.
+field, as many pieces of CHUNK bytes as its window may touch. There is one program a multiprocessor, each of which takes
+every so many-th slot of the batch: enough to keep the link busy (an H100's 132 have 540 KB in flight; 2, 4 and 8 times
+as many, and pieces of 2 to 16 KB, move no more), few enough to leave the multiprocessors to the model.
 
 Alignment. Host memory is read in whole, aligned groups of 16 bytes, a warp's 512 bytes side by side and from a multiple
 of 128 on, whatever the window's first byte is: what the link carries are full requests. Groups that hold no wanted byte
@@ -51,7 +51,9 @@ Rows that are written in place (Store::rewrite) keep their generation and change
 would hold different states of it, so the numbers are read by the first launch and compared by the last: a row whose
 number was odd or has changed is torn, and drawn again.
 
-Bytes: the window once over the link, and 128 bytes of words and metadata a row, twice.
+Bytes: the window once over the link, and 128 bytes of words and metadata a row, twice. On an H100 (PCIe 5, copy engine
+54.7 GB/s) whole rows of 4, 20, 100 and 1,000 KB move at 38, 42, 45 and 45 GB/s in batches of 50 MB: a request of a
+multiprocessor is 128 bytes, of a copy engine more.
 """
 
 from __future__ import annotations
@@ -70,6 +72,7 @@ from geartrain.device.kernels.gather_kernels import (
 )
 from geartrain.device.kernels.gather_layout import CONVERTED_FROM, CONVERTED_TO, Arena, GatherField, SegmentLayout
 from geartrain.device.kernels.gather_order import order_for, warps_of
+from geartrain.device.kernels.launch import Launch
 from geartrain.device.kernels.philox import WINDOW_STREAM, counter_word
 from geartrain.errors import ArgumentError
 
@@ -78,6 +81,8 @@ LARGEST_CHUNK, LARGEST_CHUNK_OF_BYTES, SMALLEST_CHUNK = 4096, 2048, 1024
 # Offsets of lanes are kept in registers for each kind of field; with more kinds than this, pieces are the smallest.
 MANY_KINDS = 4
 ALIGNED = 128  # the link's longest request
+BLOCK = 128  # rows of a program that looks them up
+MOST_LAYOUTS = 64  # that a plan keeps, by the rows of a batch
 _LAST, _GIVEN, _DRAWN = 0, 1, 2  # how a window's last step is found
 
 
@@ -127,6 +132,9 @@ class GatherPlan:
             for number, field in enumerate(self.fields)
             for piece in range(-(-(self._room(field) + ALIGNED - 1) // self.chunk))
         ]
+        self._made: tuple[Launch, Launch, Launch] | None = None
+        self._programs: dict[torch.device, int] = {}
+        self._arenas: dict[int, Arena] = {}
         self._tables: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def _room(self, field: GatherField) -> int:
@@ -134,6 +142,14 @@ class GatherPlan:
 
     def arena(self, n: int) -> Arena:
         """The layout of a batch of n rows."""
+        known = self._arenas.get(n)
+        if known is None:
+            if len(self._arenas) >= MOST_LAYOUTS:
+                self._arenas.clear()
+            known = self._arenas[n] = self._layout(n)
+        return known
+
+    def _layout(self, n: int) -> Arena:
         at = 0
         offsets = []
 
@@ -184,65 +200,71 @@ class GatherPlan:
         if k == 0:
             return
         seed, step, attempt = draw or (0, 0, 0)
-        known, order = segment[:1], order_for(arena)
+        known, placed = segment[:1], places is not None
         lengths, contents = self._look_up(segment, rows, generations)
-        items = k * len(self.slots)
+        gather, _, mark = self._launches(arena)
+        programs = self._programs.get(arena.device) or self._count_programs(arena.device)
+        known_places = known if places is None else places
         with on_device_of(arena):
-            gather_rows_kernel[(min(items, _programs(arena)),)](
-                segment,
+            gather(
+                min(k * len(self.slots), programs),
                 arena,
-                rows,
-                lengths,
-                known if ends is None else ends,
-                known if numbers is None else numbers,
-                known if places is None else places,
-                known if cu_seqlens is None else cu_seqlens,
-                table,
-                slots,
-                factors,
-                k,
-                len(self.slots),
-                self.steps,
-                self.segment.status,
-                layout.mask,
-                layout.starts,
-                layout.lengths,
-                layout.versions,
-                layout.torn,
-                seed,
-                step,
-                counter_word(WINDOW_STREAM, attempt),
-                KINDS=self.kinds,
-                WINDOWED=self.window != 0,
-                PAD_LEFT=self.pad_left,
-                ENDS=_DRAWN if draw is not None else _LAST if ends is None else _GIVEN,
-                NUMBERED=numbers is not None,
-                PLACED=places is not None,
-                PACKED=self.packed,
-                STATUS_STRIDE=self.segment.status_stride,
-                CHUNK=self.chunk,
-                MASK_BLOCK=256,
-                num_warps=warps_of(self.chunk, order),
-                enable_fp_fusion=False,
+                (
+                    segment,
+                    arena,
+                    rows,
+                    lengths,
+                    known if ends is None else ends,
+                    known if numbers is None else numbers,
+                    known_places,
+                    known if cu_seqlens is None else cu_seqlens,
+                    table,
+                    slots,
+                    factors,
+                ),
+                (
+                    k,
+                    len(self.slots),
+                    self.steps,
+                    self.segment.status,
+                    layout.mask,
+                    layout.starts,
+                    layout.lengths,
+                    layout.versions,
+                    layout.torn,
+                    seed,
+                    step,
+                    counter_word(WINDOW_STREAM, attempt),
+                ),
+                {
+                    "ENDS": _DRAWN if draw is not None else _LAST if ends is None else _GIVEN,
+                    "NUMBERED": numbers is not None,
+                    "PLACED": placed,
+                },
             )
-            mark_torn_kernel[(triton.cdiv(k, 128),)](
-                segment,
+            mark(
+                -(-k // BLOCK),
                 arena,
-                rows,
-                generations,
-                known if places is None else places,
-                lengths,
-                known if contents is None else contents,
-                k,
-                self.segment.words,
-                self.segment.status,
-                layout.torn,
-                PLACED=places is not None,
-                CONTENTS=contents is not None,
-                STATUS_STRIDE=self.segment.status_stride,
-                BLOCK=128,
-                ORDER=order,
+                (segment, arena, rows, generations, known_places, lengths, known if contents is None else contents),
+                (k, self.segment.words, self.segment.status, layout.torn),
+                {"PLACED": placed, "CONTENTS": contents is not None},
             )
+
+    def _launches(self, like: torch.Tensor) -> tuple[Launch, Launch, Launch]:
+        """Of the gather, of the look-up of rows, and of the marking of torn ones."""
+        if self._made is None:
+            order = order_for(like)
+            about = {"STATUS_STRIDE": self.segment.status_stride, "BLOCK": BLOCK, "ORDER": order}
+            cut = {
+                "KINDS": self.kinds, "WINDOWED": self.window != 0, "PAD_LEFT": self.pad_left, "PACKED": self.packed,
+                "STATUS_STRIDE": self.segment.status_stride, "CHUNK": self.chunk, "MASK_BLOCK": 256,
+            }  # fmt: skip
+            self._made = (
+                Launch(gather_rows_kernel, cut, num_warps=warps_of(self.chunk, order), enable_fp_fusion=False),
+                Launch(look_up_rows_kernel, about),
+                Launch(mark_torn_kernel, about),
+            )
+        return self._made
 
     def _look_up(
         self, segment: torch.Tensor, rows: torch.Tensor, generations: torch.Tensor | None
@@ -257,23 +279,21 @@ class GatherPlan:
         contents = None
         if self.segment.content_numbers and generations is not None:
             contents = torch.empty(k, dtype=torch.int64, device=rows.device)
+        _, look_up, _ = self._launches(rows)
         with on_device_of(rows):
             if k:
-                look_up_rows_kernel[(triton.cdiv(k, 128),)](
-                    segment,
+                look_up(
+                    -(-k // BLOCK),
                     rows,
-                    known if generations is None else generations,
-                    lengths,
-                    known if contents is None else contents,
-                    k,
-                    self.segment.max_length,
-                    self.segment.words,
-                    self.segment.status,
-                    KEYED=generations is not None,
-                    CONTENTS=contents is not None,
-                    STATUS_STRIDE=self.segment.status_stride,
-                    BLOCK=128,
-                    ORDER=order_for(rows),
+                    (
+                        segment,
+                        rows,
+                        known if generations is None else generations,
+                        lengths,
+                        known if contents is None else contents,
+                    ),
+                    (k, self.segment.max_length, self.segment.words, self.segment.status),
+                    {"KEYED": generations is not None, "CONTENTS": contents is not None},
                 )
         return lengths, contents
 
@@ -310,9 +330,17 @@ class GatherPlan:
                 )
         return torch.cumsum(counts, 0, dtype=torch.int32)
 
+    def _count_programs(self, device: torch.device) -> int:
+        """One a multiprocessor: see the text at the top."""
+        count = 8 if device.type != "cuda" else int(torch.cuda.get_device_properties(device).multi_processor_count)
+        self._programs[device] = count
+        return count
+
     def _tables_on(self, device: torch.device, layout: Arena) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         known = self._tables.get((device, layout.n))
         if known is None:
+            if len(self._tables) >= MOST_LAYOUTS:
+                self._tables.clear()
             table = [
                 [field.offset, field.stride, field.step_bytes, int(field.timed), at, kind, field.result_bytes, 0]
                 for field, at, kind in zip(self.fields, layout.fields, self._kind_of, strict=True)
@@ -324,13 +352,6 @@ class GatherPlan:
             )
             self._tables[(device, layout.n)] = known
         return known
-
-
-def _programs(arena: torch.Tensor) -> int:
-    """Two a multiprocessor: see the text at the top."""
-    if arena.device.type != "cuda":
-        return 8
-    return 2 * torch.cuda.get_device_properties(arena.device).multi_processor_count
 
 
 __all__ = ["GatherPlan"]

@@ -32,7 +32,6 @@ class DeviceSession:
 
     def __init__(self, device: Any) -> None:
         self.device: Device = open_device(device)
-        self.device.enter()
         self.stream = self.device.new_stream()
         self.targets: list[DeviceTarget] = []
         self._handoff = StreamHandoff(self.device)
@@ -49,7 +48,8 @@ class DeviceSession:
         with self._lock:
             if self._closed:
                 raise StoreClosedError("this replay was closed")
-            yield
+            with self.device.on(self.stream):  # entered once: whatever enters it within finds it
+                yield
 
     def hold_back(self) -> None:
         """Waits until the consumer's stream is not too many batches behind."""

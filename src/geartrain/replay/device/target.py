@@ -116,10 +116,11 @@ class DeviceTarget:
         path: Path = asked if asked != "auto" else "gather" if self.row_bytes <= most else "copy"
         larger = f"rows of {self.row_bytes} bytes are larger than the crossover of {most} ({says})"
         piece_bytes = self.row_bytes // max(1, len(self.plan.names))
-        if asked == "auto" and path == "copy" and not copies:
-            return "staged", larger
-        if asked == "auto" and path == "copy" and piece_bytes < SMALLEST_PIECE:
-            return "staged", f"{larger}, and their {len(self.plan.names)} fields too small to be copied one by one"
+        small = f", and their {len(self.plan.names)} fields too small to be copied one by one"
+        why_not_copy = "" if copies else ", and ranks do not copy rows one by one"
+        why_not_copy = why_not_copy or (small if piece_bytes < SMALLEST_PIECE else "")
+        if asked == "auto" and path == "copy" and why_not_copy:
+            path, larger = "gather", larger + why_not_copy
         try:
             self._pin = pins().hold(store, self.device, self.options.pin_limit_bytes)
         except PinError as error:
@@ -130,7 +131,7 @@ class DeviceTarget:
         self.segment = self.device.host_view(self._pin.memory)
         if asked in PINNED_PATHS:
             return path, "it was asked for"
-        if path == "copy":
+        if self.row_bytes > most:
             return path, f"the segment is pinned, and {larger}"
         return path, f"the segment is pinned and rows have {self.row_bytes} bytes, at most {most} ({says})"
 
