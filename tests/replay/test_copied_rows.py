@@ -141,7 +141,7 @@ def test_large_rows_are_copied_where_they_can_be_pinned_and_have_large_pieces(
 
         def chosen(device: SimulatedDevice, **options: Any) -> tuple[str, str]:
             asked = DeviceOptions(device, **options)
-            with gt.Replay(large, Uniform(seed=1), 2, device=asked) as fast:
+            with gt.Replay(large, Uniform(seed=1), 8, device=asked) as fast:
                 fast.sample()
                 (about,) = fast.describe()
                 return about["path"], about["why"]

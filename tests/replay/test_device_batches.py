@@ -249,8 +249,25 @@ def test_with_limited_samples_each_row_is_seen_so_often(store_name: Callable[[],
         assert seen.sum() == 64
 
 
-def test_what_cannot_be_pinned_is_staged_and_says_so(store: gt.Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_small_batches_are_staged(store: gt.Store) -> None:
+    """Unless a path, or a draw on the device, was asked for."""
+
+    def chosen(rows: int, **options: Any) -> tuple[str, str]:
+        with gt.Replay(store, Uniform(seed=1), rows, device=DeviceOptions(SimulatedDevice(1), **options)) as fast:
+            (about,) = fast.describe()
+            return about["path"], about["why"]
+
+    rows = target.SMALL_BATCH_BYTES // 1778
+    assert chosen(rows)[0] == "staged"
+    assert "which the CPU copies before kernels are launched" in chosen(8)[1]
+    assert chosen(rows + 1)[0] == chosen(8, path="gather")[0] == "gather"
+
+
+def test_what_cannot_be_pinned_is_staged_and_says_so(
+    store: gt.Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = SimulatedDevice(1, most_pinned=1000)
+    monkeypatch.setattr(target, "SMALL_BATCH_BYTES", 0)
     with (
         caplog.at_level(logging.WARNING, "geartrain.replay.device"),
         gt.Replay(store, Uniform(seed=1), 8, device=DeviceOptions(device)) as fast,
@@ -267,6 +284,7 @@ def test_what_cannot_be_pinned_is_staged_and_says_so(store: gt.Store, caplog: py
 def test_the_chooser_goes_by_bytes_of_a_row(store: gt.Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As the program says, or the environment, or what was measured here, or at last by an estimate; in that order."""
     device = SimulatedDevice(1)
+    monkeypatch.setattr(target, "SMALL_BATCH_BYTES", 0)
 
     def chosen(asked: int | None = None) -> tuple[str, str]:
         with gt.Replay(store, Uniform(seed=1), 8, device=DeviceOptions(device, crossover_bytes=asked)) as fast:

@@ -20,6 +20,9 @@ from geartrain.errors import PinError, WaitTimeoutError
 if TYPE_CHECKING:
     import torch
 
+MOST_STREAMS = 64  # that are kept by their handles; torch has 32 of each priority
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
 PORTABLE, MAPPED, READ_ONLY = 1, 2, 8  # cudaHostRegister's flags
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 20e-6, 200e-6  # between looks at an event; a copy of 4 MB takes about the latter
 
@@ -40,6 +43,8 @@ class CudaDevice:
         self.model = torch.cuda.get_device_name(index)
         self.collectives = "nccl"
         self.device = torch.device("cuda", index)
+        self._known: Any = torch._C
+        self._streams: dict[int, Any] = {}
         self._batches: CopyBatches | None = None
 
     def register(self, memory: NDArray[np.uint8]) -> None:
@@ -79,9 +84,11 @@ class CudaDevice:
         with suppress(RuntimeError):
             self._torch.empty(1, device=self.device).fill_(1)  # a kernel, which a copy or a memset is not
 
-    def enter(self) -> None:
-        """Makes this the thread's device, and allows its calls while another thread captures a graph."""
+    def enter(self, stream: Any = None) -> None:
+        """Makes device and stream the thread's, and allows its calls while another thread captures a graph."""
         self._torch.cuda.set_device(self.device)
+        if stream is not None:
+            self._torch.cuda.set_stream(stream)
         # While any thread captures a graph, the default mode refuses calls such as cudaMalloc and cudaEventQuery to
         # every thread, and breaks the capture. Work of this thread is never part of one: mode "relaxed".
         if self._torch.version.hip is not None:
@@ -97,14 +104,20 @@ class CudaDevice:
         return self._cuda.Stream(self.device)
 
     def current_stream(self) -> Any:
-        """Of the calling thread."""
-        return self._torch.cuda.current_stream(self.device)
+        """Of the calling thread. One object for each stream: torch makes one for each call, slowly."""
+        raw = self._known._cuda_getCurrentRawStream(self.index)
+        found = self._streams.get(raw)
+        if found is None:
+            if len(self._streams) >= MOST_STREAMS:
+                self._streams.clear()
+            found = self._streams[raw] = self._cuda.current_stream(self.device)
+        return found
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """torch.cuda.stream, and nothing where it is the thread's already."""
-        known = self._torch._C
+        known = self._known
         if known._cuda_getDevice() == self.index and known._cuda_getCurrentRawStream(self.index) == stream.cuda_stream:
-            return nullcontext()
+            return _NOTHING
         return cast(AbstractContextManager[Any], self._torch.cuda.stream(stream))
 
     def new_event(self) -> Any:

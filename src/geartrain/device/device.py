@@ -38,8 +38,8 @@ class Device(Protocol):
 
     # Streams and events.
 
-    def enter(self) -> None:
-        """Called first by every thread that uses the device."""
+    def enter(self, stream: Any = None) -> None:
+        """Called first by a thread that works for the device alone; `stream` is its current one from here on."""
         ...
 
     def new_stream(self) -> Any:

@@ -4,7 +4,8 @@ Floor: one asynchronous copy of the same bytes from pinned host memory to the de
 Systems: the GPU's gather, copies of rows by its copy engines, the staged path, and the path chosen by default;
 baselines: `index_select` on the CPU and a pinned copy of the result (hand-tuned user code), and the same without
 pinned memory. Times are between an event before and one after a run of batches, so that launches overlap with copies
-as they do in training; CPU time is that of this whole process, all threads, a row.
+as they do in training; CPU time is that of this whole process, all threads, a row. Before that small batches are
+timed (small.py), and after it training steps with a new batch each (training.py).
 
 Threats to validity: batches of one row size each, uniform draws, nothing else on the link or the multiprocessors; a
 model that trains meanwhile uses some of both. With --device cpu a simulated device is used: every path runs, and the
@@ -26,6 +27,7 @@ import numpy as np
 
 import geartrain as gt
 import geartrain.replay.device.gather_threshold as crossover
+import geartrain_bench.fetch.small as small
 import geartrain_bench.fetch.training as training
 import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
@@ -111,6 +113,19 @@ def run(
     else:
         result.machine["gpu"] = torch.cuda.get_device_name(0)
         result.machine["multiprocessors"] = torch.cuda.get_device_properties(0).multi_processor_count
+    target = _target(device)
+    laps = CPU_LAPS if cpu else QUICK_LAPS if quick else LAPS
+    harness.say("small batches")
+    fewer = {"batches": 3, "capacity": 500} if cpu else {}
+    small.measure(
+        result,
+        device,
+        target,
+        lambda column, batch: _indexed(column, batch, device, pinned=True),
+        lambda: _finish(device, target),
+        laps=laps,
+        **fewer,
+    )
     for row_bytes, (steps, width) in (rows or ROWS).items():
         store_bytes = CPU_STORE_BYTES if cpu else QUICK_STORE_BYTES if quick else STORE_BYTES
         batch_bytes = CPU_BATCH_BYTES if cpu else QUICK_BATCH_BYTES if quick else BATCH_BYTES
@@ -241,23 +256,25 @@ def _indexed(column: Any, batch: int, device: str, *, pinned: bool) -> Callable[
 
 def _timed(work: Callable[[], Any], device: str, target: Any, laps: int) -> list[harness.Lap]:
     """Laps of some batches each, from the first request until the device has all of them."""
-    import torch
-
-    def finish() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
-        else:
-            target.finish()
 
     def body() -> None:
         for _ in range(BATCHES_A_LAP):
             work()
-        finish()
+        _finish(device, target)
 
     for _ in range(3):
         work()
-    finish()
+    _finish(device, target)
     return [harness.lap(BATCHES_A_LAP, body) for _ in range(laps)]
+
+
+def _finish(device: str, target: Any) -> None:
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+    else:
+        target.finish()
 
 
 def _add(result: BenchResult, case: str, times: dict[str, list[harness.Lap]], batch: int, nbytes: int) -> None:

@@ -161,7 +161,8 @@ class GatherPlan:
         for field in self.fields:
             offsets.append(take(n * (self.steps if field.timed else 1) * field.result_bytes))
         mask = take(0 if self.packed else n * self.steps)
-        return Arena(n, tuple(offsets), mask, take(4 * n), take(4 * n), take(8 * n), take(n), at)
+        starts, lengths, versions, torn = take(4 * n), take(4 * n), take(8 * n), take(n)
+        return Arena(n, tuple(offsets), mask, starts, lengths, versions, torn, take(8 * n), take(8 * n), at)
 
     # --- launch ------------------------------------------------------------------------------------------------
 

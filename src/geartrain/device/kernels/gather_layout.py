@@ -98,7 +98,10 @@ class SegmentLayout:
 
 @dataclass(frozen=True)
 class Arena:
-    """Where in the one buffer of a batch of n rows everything stands: offsets in bytes, all of them aligned to 256."""
+    """Where in the one buffer of a batch of n rows everything stands: offsets in bytes, all of them aligned to 256.
+
+    Probabilities and importance weights are the host's, which sends them; kernels leave them alone.
+    """
 
     n: int
     fields: tuple[int, ...]
@@ -107,6 +110,8 @@ class Arena:
     lengths: int
     versions: int
     torn: int
+    probability: int
+    importance_weights: int
     nbytes: int
 
 

@@ -123,7 +123,9 @@ class DeviceBatchBuilder:
         self.targets = self._session.targets
         try:
             for sampler in samplers:
-                self.targets.append(DeviceTarget(self.device, self._session.stream, sampler.plan, options))
+                self.targets.append(
+                    DeviceTarget(self.device, self._session.stream, sampler.plan, options, rows=batch_size)
+                )
             self._settle_path()
             self._priorities = self._open_priorities()
         except BaseException:
@@ -242,13 +244,9 @@ class DeviceBatchBuilder:
         stage = StagingBuffer(target, self.rows)
         rows, after = self._host.sample(step, state, stage.arrays)
         admission.rows[:] = self._host.admitted
-        transfer = stage.send(FetchedRows.of_batch(rows, stage.arrays))
-        ready = transfer.finish(
-            keys_of(rows, self._host.store_ids, target.plan.per_step),
-            rows.probability(),
-            rows.importance_weights(),
-            step,
-        )
+        told = rows.probability(), rows.importance_weights()
+        transfer = stage.send(FetchedRows.of_batch(rows, stage.arrays), *told)
+        ready = transfer.finish(keys_of(rows, self._host.store_ids, target.plan.per_step), *told, step)
         return PendingBatch(step, after, transfer, [], admission, self._ready(ready, after, admission))
 
     # --- gathered, or copied -----------------------------------------------------------------------------------

@@ -43,8 +43,8 @@ from numpy.typing import NDArray
 import geartrain._native as _native
 from geartrain.core.keys import Keys
 from geartrain.replay.device.layout import arrangement
-from geartrain.replay.device.target import DeviceTarget, gather_plan_of
-from geartrain.replay.device.transfer import BatchTransfer, ReadyBatch
+from geartrain.replay.device.target import DeviceTarget
+from geartrain.replay.device.transfer import BatchTransfer, ReadyBatch, write_weights
 from geartrain.replay.fetch_plan import FetchedRows
 
 if TYPE_CHECKING:
@@ -73,9 +73,9 @@ class CopyTransfer(BatchTransfer):
         import torch
 
         super().__init__(target, n)
-        self._plain = gather_plan_of(target.plan, {}, False)
+        self._plain = target.plain
         self._raw = self._plain.arena(n)
-        self._as_it_is = not target.gather.packed and not target.options.convert
+        self._as_it_is = target.plain is target.gather
         if self._as_it_is:
             self._bytes = self.arena
         else:
@@ -166,7 +166,7 @@ class CopyTransfer(BatchTransfer):
         draw: NDArray[np.int64] | None = None,
     ) -> ReadyBatch:
         """See `BatchTransfer`. Only now are mask and metadata sent, which redraws change."""
-        self.complete()
+        self.complete(probability, importance_weights)
         return super().finish(keys, probability, importance_weights, step, draw)
 
     def known(self) -> FetchedRows:
@@ -174,12 +174,21 @@ class CopyTransfer(BatchTransfer):
         count = int(np.count_nonzero(self._torn))
         return FetchedRows([], self._torn, self._mask, self._starts, self._lengths, self._versions, count)
 
-    def complete(self) -> None:
-        """Sends mask and metadata, converts and packs: the arena is then what the kernel would have made."""
+    def complete(self, probability: Any = None, importance_weights: Any = None) -> None:
+        """Sends mask and metadata, converts and packs: the arena is then what the kernel would have made.
+
+        Probabilities and importance weights go with them, where they are given and nothing is converted or packed.
+        """
         target, raw, device = self.target, self._raw, self.target.device
-        begin, size = raw.mask, raw.torn + raw.n - raw.mask
+        begin, end = raw.mask, raw.torn + raw.n
+        if self._as_it_is:
+            end = max(end, write_weights(None, end, raw, probability, importance_weights))
+        size = end - begin
         buffer = target.pool.take(size)
         memory = buffer.numpy()
+        if self._as_it_is:
+            write_weights(memory, begin, raw, probability, importance_weights)
+            self.weighted = True
         for at, array in (
             (raw.mask, self._mask),
             (raw.starts, self._starts),

@@ -40,7 +40,7 @@ class DeviceSession:
 
     def enter(self) -> None:
         """Called first on a thread that builds batches."""
-        self.device.enter()
+        self.device.enter(self.stream)
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.replay.device.layout import arrangement
-from geartrain.replay.device.target import DeviceTarget, gather_plan_of
-from geartrain.replay.device.transfer import BatchTransfer
+from geartrain.replay.device.target import DeviceTarget
+from geartrain.replay.device.transfer import BatchTransfer, write_weights
 from geartrain.replay.fetch_plan import FetchedRows
 
 
@@ -18,9 +19,10 @@ class StagingBuffer:
 
     def __init__(self, target: DeviceTarget, n: int) -> None:
         self.target = target
-        self.plain = gather_plan_of(target.plan, {}, False)
+        self.plain = target.plain
         self.layout = self.plain.arena(n)
         self.buffer = target.pool.take(self.layout.nbytes)
+        self._memory = self.buffer.numpy()
         plan = target.plan
         self.arrays = [
             self._array(at, plan.raw_dtype(name), plan.shape(name, n))
@@ -28,26 +30,33 @@ class StagingBuffer:
         ]
 
     def _array(self, at: int, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
-        nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        made: NDArray[Any] = self.buffer.numpy()[at : at + nbytes].view(dtype).reshape(shape)
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        made: NDArray[Any] = self._memory[at : at + nbytes].view(dtype).reshape(shape)
         return made
 
-    def send(self, raw: FetchedRows) -> BatchTransfer:
-        """Copies the batch, whose fields lie in `arrays`, to an arena by one copy, converts and packs there."""
+    def send(self, raw: FetchedRows, probability: Any = None, importance_weights: Any = None) -> BatchTransfer:
+        """Copies the batch, whose fields lie in `arrays`, to an arena by one copy, converts and packs there.
+
+        Probabilities and importance weights go with it, where they are given and nothing is converted or packed.
+        """
         import torch
 
         target, layout = self.target, self.layout
-        n, steps, device = layout.n, self.plain.steps, target.device
-        self._array(layout.mask, np.bool_, (n, steps))[...] = raw.mask
-        self._array(layout.starts, np.int32, (n,))[...] = raw.starts
-        self._array(layout.lengths, np.int32, (n,))[...] = raw.lengths
-        self._array(layout.versions, np.int64, (n,))[...] = raw.versions
-        self._array(layout.torn, np.uint8, (n,))[...] = 0
+        n, steps, device, memory = layout.n, self.plain.steps, target.device, self._memory
+        memory[layout.mask : layout.mask + n * steps] = raw.mask.reshape(-1).view(np.uint8)
+        memory[layout.starts : layout.starts + 4 * n].view(np.int32)[:] = raw.starts
+        memory[layout.lengths : layout.lengths + 4 * n].view(np.int32)[:] = raw.lengths
+        memory[layout.versions : layout.versions + 8 * n].view(np.int64)[:] = raw.versions
+        memory[layout.torn : layout.torn + n] = 0
         transfer = BatchTransfer(target, n)
-        as_it_is = not target.gather.packed and not target.options.convert
+        as_it_is = self.plain is target.gather
+        end = layout.torn + n
+        if as_it_is and probability is not None:
+            end = write_weights(memory, 0, layout, probability, importance_weights)
+            transfer.weighted = True
         with device.on(target.stream):
             padded = transfer.arena if as_it_is else device.empty((layout.nbytes,), torch.uint8)
-            device.copy(padded, self.buffer[: layout.nbytes])
+            device.copy(padded[:end], self.buffer[:end])
             target.pool.give(self.buffer)
         if not as_it_is:
             work = arrangement(transfer, padded, self.plain, layout, raw.mask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
     from geartrain.device.kernels.gather import GatherPlan
 
 _log = logging.getLogger("geartrain.replay.device")
+
+MOST_VIEWS = 64
+# Batches of less are staged by "auto". An estimate: launches, and the wait for the flags of torn rows, take some 200 us
+# of the replay's thread, in which one core copies 1 MB.
+SMALL_BATCH_BYTES = 1 << 20
 
 # Paths on which the device reads the segment itself.
 PINNED_PATHS = ("gather", "copy")
@@ -76,6 +82,7 @@ class DeviceTarget:
         plan: what is fetched.
         options: as `Replay` was given them.
         copies: whether whoever fills the batches can have rows copied one by one.
+        rows: of a batch, where all batches have the same number.
 
     Raises:
         PinError: path="gather" or "copy" was asked for, and the segment cannot be pinned.
@@ -83,7 +90,14 @@ class DeviceTarget:
     """
 
     def __init__(
-        self, device: Device, stream: Any, plan: FetchPlan, options: DeviceOptions, *, copies: bool = True
+        self,
+        device: Device,
+        stream: Any,
+        plan: FetchPlan,
+        options: DeviceOptions,
+        *,
+        copies: bool = True,
+        rows: int | None = None,
     ) -> None:
         self.device = device
         self.stream = stream
@@ -92,11 +106,13 @@ class DeviceTarget:
         self.gather = gather_plan_of(plan, options.convert, options.packed)
         self.row_bytes = sum(plan.row_bytes(name) for name in plan.names)
         self.pool = PinnedPool(device)
+        self.plain = gather_plan_of(plan, {}, False) if options.convert or options.packed else self.gather
+        self.views: dict[tuple[Any, int], Any] = {}  # how a batch is cut from its arena, by its plan and rows
         self._pin: Pin | None = None
         self.segment: torch.Tensor | None = None
-        self.path, self.why = self._choose(copies)
+        self.path, self.why = self._choose(copies, rows)
 
-    def _choose(self, copies: bool) -> tuple[str, str]:
+    def _choose(self, copies: bool, rows: int | None) -> tuple[str, str]:
         asked, store, windows = self.options.path, self.plan.store, self.plan.windows
         if windows is not None and not windows.plain:
             if asked in PINNED_PATHS:
@@ -112,6 +128,9 @@ class DeviceTarget:
             return "staged", "rows hold several episodes, which the CPU tells apart"
         if asked == "staged":
             return "staged", "it was asked for"
+        batch_bytes = self.row_bytes * (SMALL_BATCH_BYTES if rows is None else rows)
+        if asked == "auto" and self.options.select != "device" and batch_bytes < SMALL_BATCH_BYTES:
+            return "staged", f"a batch has {batch_bytes} bytes, which the CPU copies before kernels are launched"
         most, says = crossover(self.options.crossover_bytes, self.device.model)
         path: Path = asked if asked != "auto" else "gather" if self.row_bytes <= most else "copy"
         larger = f"rows of {self.row_bytes} bytes are larger than the crossover of {most} ({says})"
@@ -149,22 +168,28 @@ class DeviceTarget:
             self._pin.release()
             self._pin = None
 
+    def keep_views(self, of: tuple[Any, int], views: Any) -> None:
+        """Of batches like this one, for the next of them."""
+        if len(self.views) >= MOST_VIEWS:
+            self.views.clear()
+        self.views[of] = views
+
     def upload(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
         """Small host arrays, on the device by one copy."""
-        import torch
-
         sizes = [round_up(array.nbytes, 16) for array in arrays]
         total = sum(sizes)
         if total == 0:
             return []
         with self.device.on(self.stream):
-            uploaded = self.device.empty((total,), torch.uint8)
+            uploaded = self.device.empty((total,), _torch_dtype(np.dtype(np.uint8)))
             buffer = self.pool.take(total)
+            memory = buffer.numpy()
             at, views = 0, []
             for array, size in zip(arrays, sizes, strict=True):
-                flat = np.ascontiguousarray(array).reshape(-1)
-                buffer.numpy()[at : at + flat.nbytes] = flat.view(np.uint8)
-                views.append(uploaded[at : at + flat.nbytes].view(getattr(torch, flat.dtype.name)).view(array.shape))
+                nbytes = array.nbytes
+                memory[at : at + nbytes].view(array.dtype)[:] = array.reshape(-1)
+                view = uploaded[at : at + nbytes].view(_torch_dtype(array.dtype))
+                views.append(view if array.ndim == 1 else view.view(array.shape))
                 at += size
             self.device.copy(uploaded, buffer[:total])
             self.pool.give(buffer)
@@ -180,6 +205,15 @@ class DeviceTarget:
             "pinned_bytes": 0 if self._pin is None else self._pin.memory.nbytes,
             "pinned_pool_bytes": self.pool.nbytes,
         }
+
+
+@functools.cache
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    """Of the same name; NumPy makes the name anew each time, which takes as long as all else about a small array."""
+    import torch
+
+    found: torch.dtype = getattr(torch, dtype.name)
+    return found
 
 
 __all__ = ["PINNED_PATHS", "SMALLEST_PIECE", "DeviceTarget", "gather_plan_of"]

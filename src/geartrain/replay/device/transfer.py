@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from geartrain.device.kernels.gather import GatherPlan
+    from geartrain.device.kernels.gather_layout import Arena
 
 # Batches that the consumer's stream may be behind before the replay's thread waits for it.
 MOST_UNCONSUMED = 4
@@ -47,6 +48,7 @@ class BatchTransfer:
         self.arena = arena
         self.cu_seqlens: torch.Tensor | None = None
         self.steps_packed: int | None = None
+        self.weighted = False  # whether probabilities and importance weights went into the arena with everything else
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._event: Any = None
 
@@ -97,12 +99,14 @@ class BatchTransfer:
         wanted = [self.arena[layout.torn : layout.torn + layout.n], *tensors]
         if self.cu_seqlens is not None:
             wanted.append(self.cu_seqlens)
+        uint8 = _dtype("uint8")
         with target.device.on(target.stream):
             for tensor in wanted:
-                flat = tensor.reshape(-1).view(_dtype("uint8"))
-                buffer = target.pool.take(len(flat))
-                target.device.copy(buffer[: len(flat)], flat)
-                self._copies.append((buffer, buffer[: len(flat)].view(tensor.dtype)))
+                flat = tensor if tensor.dtype == uint8 and tensor.ndim == 1 else tensor.reshape(-1).view(uint8)
+                buffer = target.pool.take(flat.shape[0])
+                part = buffer[: flat.shape[0]]
+                target.device.copy(part, flat)
+                self._copies.append((buffer, part if tensor.dtype == uint8 else part.view(tensor.dtype)))
             self._event = target.device.record()
 
     def wait_read_back(self) -> list[NDArray[Any]]:
@@ -125,45 +129,100 @@ class BatchTransfer:
         draw: NDArray[np.int64] | None = None,
     ) -> ReadyBatch:
         """The batch as users get it, and its end as an event."""
+        target = self.target
+        with target.device.on(target.stream):
+            if not self.weighted:
+                self._send_weights(probability, importance_weights)
+            its = None if draw is None else target.upload([draw])[0]
+            fields, mask, starts, lengths, versions, chances, weights = self._views()
+            batch = Batch(
+                fields,
+                keys,
+                mask,
+                starts,
+                lengths,
+                versions,
+                None if probability is None else chances,
+                None if importance_weights is None else weights,
+                step,
+                its,
+                self.cu_seqlens,
+            )
+            uploaded = [one for one in (its, self.cu_seqlens) if one is not None]
+            return ReadyBatch(batch, target.device.record(), [self.arena, *uploaded])
+
+    def _send_weights(self, probability: Any, importance_weights: Any) -> None:
+        """Probabilities and importance weights to their places in the arena, on the current stream."""
+        target, n = self.target, self.layout.n
+        begin = self.layout.probability
+        end = write_weights(None, begin, self.layout, probability, importance_weights)
+        if n == 0 or end == begin:
+            return
+        buffer = target.pool.take(end - begin)
+        write_weights(buffer.numpy(), begin, self.layout, probability, importance_weights)
+        target.device.copy(self.arena[begin:end], buffer[: end - begin])
+        target.pool.give(buffer)
+
+    def _views(self) -> tuple[Any, ...]:
+        """The fields by name, mask, starts, lengths, versions, probabilities and importance weights."""
+        known = self.target.views.get((self.plan, self.layout.n))
+        if known is None or self.steps_packed is not None:
+            known = self._places()
+            if self.steps_packed is None:
+                self.target.keep_views((self.plan, self.layout.n), known)
+        bases = {dtype: self.arena.view(dtype) for dtype in known[0]}
+        fields, others = (
+            {name: bases[d].as_strided(shape, strides, at) for name, d, shape, strides, at in part}
+            for part in known[1:]
+        )
+        return (
+            fields,
+            others.get("mask"),
+            *(others[name] for name in ("starts", "lengths", "versions", "chances", "weights")),
+        )
+
+    def _places(self) -> tuple[Any, ...]:
+        """How `_views` cuts the arena: dtypes; name, dtype, shape, strides and offset of fields, and of others."""
         import torch
 
-        target, plan, layout = self.target, self.target.plan, self.layout
-        metadata = {"probability": probability, "importance_weights": importance_weights, "draw": draw}
-        metadata = {name: array for name, array in metadata.items() if array is not None}
-        metadata = dict(zip(metadata, target.upload(list(metadata.values())), strict=True))
-        n, steps = layout.n, self.plan.steps
-        fields: dict[str, Any] = {}
+        plan, layout, n = self.target.plan, self.layout, self.layout.n
+
+        def place(name: str, at: int, dtype: Any, *shape: int) -> tuple[Any, ...]:
+            strides = [int(np.prod(shape[i + 1 :], dtype=np.int64)) for i in range(len(shape))]
+            return name, dtype, tuple(shape), tuple(strides), at // dtype.itemsize
+
+        fields = []
         for spec, offset in zip(self.plan.fields, layout.fields, strict=True):
             schema = plan.store.fields[spec.name]
-            dtype = torch_dtype(DTYPES[spec.result or schema.dtype])
             shape = plan.shape(spec.name, n)
             if self.steps_packed is not None and not schema.per_row:
                 shape = (self.steps_packed, *schema.shape)
-            fields[spec.name] = self._view(offset, dtype, *shape)
-        batch = Batch(
-            fields,
-            keys,
-            None if self.plan.packed else self._view(layout.mask, torch.bool, n, steps),
-            self._view(layout.starts, torch.int32, n),
-            self._view(layout.lengths, torch.int32, n),
-            self._view(layout.versions, torch.int64, n),
-            metadata.get("probability"),
-            metadata.get("importance_weights"),
-            step,
-            metadata.get("draw"),
-            self.cu_seqlens,
-        )
-        with target.device.on(target.stream):
-            return ReadyBatch(
-                batch, target.device.record(), [self.arena, *list(metadata.values())[:1], *self._packed()]
-            )
+            fields.append(place(spec.name, offset, torch_dtype(DTYPES[spec.result or schema.dtype]), *shape))
+        others = [
+            place("starts", layout.starts, torch.int32, n), place("lengths", layout.lengths, torch.int32, n),
+            place("versions", layout.versions, torch.int64, n), place("chances", layout.probability, torch.float64, n),
+            place("weights", layout.importance_weights, torch.float64, n),
+        ]  # fmt: skip
+        if not self.plan.packed:
+            others.append(place("mask", layout.mask, torch.bool, n, self.plan.steps))
+        return tuple({one[1] for one in (*fields, *others)}), fields, others
 
-    def _packed(self) -> list[torch.Tensor]:
-        return [] if self.cu_seqlens is None else [self.cu_seqlens]
 
-    def _view(self, at: int, dtype: Any, *shape: int) -> torch.Tensor:
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        return self.arena[at : at + nbytes].view(dtype).view(shape)
+def write_weights(
+    memory: NDArray[np.uint8] | None, begin: int, layout: Arena, probability: Any, importance_weights: Any
+) -> int:
+    """Writes both, where there are any, into memory that begins at `begin` of an arena; returns the end of them.
+
+    Without memory it only tells the end.
+    """
+    end = begin
+    for at, array in ((layout.probability, probability), (layout.importance_weights, importance_weights)):
+        if array is None:
+            continue
+        end = at + 8 * layout.n
+        if memory is not None:
+            memory[at - begin : end - begin].view(np.float64)[:] = array
+    return end
 
 
 @dataclass(frozen=True)
@@ -214,4 +273,4 @@ def _dtype(name: str) -> Any:
     return getattr(torch, name)
 
 
-__all__ = ["MOST_UNCONSUMED", "BatchTransfer", "StreamHandoff", "ReadyBatch"]
+__all__ = ["MOST_UNCONSUMED", "BatchTransfer", "ReadyBatch", "StreamHandoff", "write_weights"]

@@ -210,8 +210,10 @@ class SimulatedDevice:
 
     # --- streams -----------------------------------------------------------------------------------------------
 
-    def enter(self) -> None:
-        """Nothing to do."""
+    def enter(self, stream: Stream | None = None) -> None:
+        """Makes it the thread's stream."""
+        if stream is not None:
+            self._local.__dict__.setdefault("stack", []).append(stream)
 
     def new_stream(self) -> Stream:
         """One more."""
