@@ -114,12 +114,14 @@ class CopyTransfer(BatchTransfer):
         pieces, gaps, contents, torn, mask, starts, lengths, versions = _native.row_pieces(
             native, rows, generations, plan.numbers, offsets, plan.window, plan.pad_left, ends, places
         )
-        if places is None:
-            places = np.arange(len(rows), dtype=np.uint32)
         if clear:
             self._torn[:] = 0
-        self._mask[places], self._starts[places], self._lengths[places] = mask, starts, lengths
-        self._versions[places] = versions
+        if places is None:  # all of them
+            places = np.arange(len(rows), dtype=np.uint32)
+            self._mask, self._starts, self._lengths, self._versions = mask, starts, lengths, versions
+        else:
+            self._mask[places], self._starts[places], self._lengths[places] = mask, starts, lengths
+            self._versions[places] = versions
         with device.on(at.stream):
             self._zero(at, gaps, places)
             device.copy_many(self._bytes, segment, *pieces)
