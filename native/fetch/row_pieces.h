@@ -14,7 +14,8 @@
 #include <cstdint>
 #include <span>
 
-#include "fetch/fetch.h"
+#include "fetch/request.h"
+#include "store/store.h"
 
 namespace geartrain {
 

@@ -1,4 +1,4 @@
-// Row windows: which steps of its rows a request reads, and where in the batch they stand (fetch.h has the rules).
+// Row windows: which steps of its rows a request reads, and where in the batch they stand (request.h has the rules).
 #pragma once
 
 #include <algorithm>
@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "fetch/episodes.h"
-#include "fetch/fetch.h"
+#include "fetch/request.h"
 #include "store/store.h"
 
 namespace geartrain {

@@ -2,7 +2,7 @@
 //
 // A window of W steps is told by one of its steps, its *anchor* t: the last one, and then it holds steps
 // max(0, t - W + 1) .. t; or the first one, and then it holds t .. min(t + W, length) - 1. What is missing is padded
-// (fetch.h). A row's windows are those whose anchors are every `stride`-th step, from its first step on where windows
+// (request.h). A row's windows are those whose anchors are every `stride`-th step, from its first step on where windows
 // are told by their first one, from its last step back where by their last; and with `whole` only those that nothing is
 // missing of. They are numbered from the row's first on. So a row of `length` steps has
 //

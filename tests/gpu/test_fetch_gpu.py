@@ -234,10 +234,57 @@ def pinned_here() -> int:
     return sum(one.nbytes for one in pinning.Ledger().entries() if one.pid == os.getpid())
 
 
+# --- copied rows -----------------------------------------------------------------------------------------------------
+
+
+def test_the_pieces_of_a_batch_are_given_in_one_call(store: gt.Store) -> None:
+    import ctypes
+
+    version = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    if version.value < 12080:
+        pytest.skip(f"the driver is of CUDA {version.value}")
+    with gt.Replay(store, Uniform(seed=1), 64, device=DeviceOptions("cuda", path="copy")) as fast:
+        fast.sample()
+        batches: Any = fast._builder.device._batches  # type: ignore[attr-defined]
+        assert batches.form == ("cuMemcpyBatchAsync_v2" if version.value >= 13000 else "cuMemcpyBatchAsync")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_copied_rows_are_whole_while_they_are_overwritten(store_name: Callable[[], str], packed: bool) -> None:
+    import numpy as np
+    import tagged
+
+    stop = threading.Event()
+    with tagged.create(store_name(), capacity=40) as store:
+        tagged.insert(store, np.arange(1, 41))
+
+        def write() -> None:
+            tag = 1000
+            while not stop.wait(0.0002):
+                tagged.insert(store, np.arange(tag, tag + 4))
+                tag += 4
+
+        writer = threading.Thread(target=write)
+        options = DeviceOptions("cuda", path="copy", packed=packed)
+        with gt.Replay(store, Uniform(seed=1), 16, window=60, device=options, timeout_s=60) as fast:
+            writer.start()
+            try:
+                until_s, batches = time.monotonic() + 10, 0
+                while time.monotonic() < until_s and (batches < 100 or fast.stats()["redrawn"] == 0):
+                    tagged.check_steps(fast.sample().to("cpu"))
+                    batches += 1
+            finally:
+                stop.set()
+                writer.join()
+            assert batches > 20
+            assert fast.stats()["redrawn"] > 0
+
+
 # --- gt.fetch(out=) --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["gather", "staged"])
+@pytest.mark.parametrize("path", ["gather", "copy", "staged"])
 def test_fetches_into_tensors_are_those_of_the_host(store_name: Callable[[], str], path: Any) -> None:
     import torch
     from device_fetches import check_random_fetches, make_store
@@ -246,11 +293,11 @@ def test_fetches_into_tensors_are_those_of_the_host(store_name: Callable[[], str
         for seed in range(48):  # 12 kinds of kernels
             with torch.cuda.stream(torch.cuda.Stream() if seed % 2 else torch.cuda.default_stream()):
                 check_random_fetches([store, other][: 1 + seed // 2 % 2], seed, path, lambda: None, "cuda")
-        assert pinned_here() == (store.nbytes + other.nbytes if path == "gather" else 0)
+        assert pinned_here() == (0 if path == "staged" else store.nbytes + other.nbytes)
     assert pinned_here() == 0
 
 
-@pytest.mark.parametrize("path", ["gather", "staged"])
+@pytest.mark.parametrize("path", ["gather", "copy", "staged"])
 def test_a_busy_stream_finds_the_fetched_rows_in_any_memory(store: gt.Store, path: Any) -> None:
     """Tensors at odd addresses of a buffer that is used again at once, on a stream that is behind."""
     import torch
@@ -263,7 +310,7 @@ def test_a_busy_stream_finds_the_fetched_rows_in_any_memory(store: gt.Store, pat
     with torch.cuda.stream(torch.cuda.Stream()):
         for number, host in enumerate(hosts):
             out = {"pixels": room[number % 8 :][:size].view(host["pixels"].shape)}
-            if path == "staged":  # the other one waits for the stream
+            if path == "staged":  # the others wait for the stream
                 torch.cuda._sleep(20_000_000)
             gt.fetch(store, host.keys, window=9, fields=["pixels"], out=out, path=path)
             sums.append(out["pixels"].clone())
@@ -272,7 +319,7 @@ def test_a_busy_stream_finds_the_fetched_rows_in_any_memory(store: gt.Store, pat
         assert torch.equal(host["pixels"], copy.cpu())
 
 
-@pytest.mark.parametrize("path", ["gather", "staged"])
+@pytest.mark.parametrize("path", ["gather", "copy", "staged"])
 def test_a_fetched_row_is_whole_or_its_key_is_stale(store_name: Callable[[], str], path: Any) -> None:
     import numpy as np
     import tagged

@@ -22,7 +22,7 @@ from interpreter import interpreted  # noqa: E402
 
 from geartrain.tools.testing import SimulatedDevice  # noqa: E402
 
-PATHS = ["gather", "staged"]
+PATHS = ["gather", "copy", "staged"]
 
 
 @pytest.fixture
@@ -46,8 +46,8 @@ def test_what_arrives_is_what_the_host_gets(
         for seed in range(24):
             check_random_fetches([store, other][: 1 + seed % 2], seed, path, device.finish)
         assert (device.gathers > 0) == (path == "gather")
-        assert len(device.registered) == (2 if path == "gather" else 0), "pinned until the stores are closed"
-    assert len(device.registered) == (1 if path == "gather" else 0)
+        assert len(device.registered) == (0 if path == "staged" else 2), "pinned until the stores are closed"
+    assert len(device.registered) == (0 if path == "staged" else 1)
     store.close()
     assert not device.registered
 
@@ -124,20 +124,26 @@ def check_after(device: SimulatedDevice, store: gt.Store, keys: gt.Keys, path: A
     check_equal(host, found, out)
 
 
-def test_a_row_that_is_overwritten_before_the_device_comes_to_it_is_stale(store: gt.Store) -> None:
+@pytest.mark.parametrize(("path", "call"), [("gather", "gather"), ("copy", "copy_many")])
+def test_a_row_that_is_overwritten_before_the_device_comes_to_it_is_stale(
+    store: gt.Store, path: Any, call: str
+) -> None:
     device = SimulatedDevice(1, chance=0)  # as late as the host allows
-    gather = device.gather
+    given = getattr(device, call)
 
     def overwritten(*args: Any, **named: Any) -> None:
-        gather(*args, **named)
+        given(*args, **named)
         store.delete(keys[1:2])
 
     with fetching_to(device):
         keys = store.keys()[:4]
         out = outputs_for(gt.fetch(store, keys))
-        device.gather = overwritten  # type: ignore[method-assign]
+        setattr(device, call, overwritten)
         with pytest.raises(StaleKeyError, match="1 of 4 keys"):
-            gt.fetch(store, keys, out=out, path="gather")
+            gt.fetch(store, keys, out=out, path=path)
+        device.finish()
+        untouched = all((tensor.view(torch.uint8) == 0xA7).all() for tensor in out.values())
+        assert untouched == (path == "copy"), "of copies it is known before they are handed over"
 
 
 def test_a_step_that_a_row_does_not_have_is_told_as_on_the_host(store: gt.Store, device: SimulatedDevice) -> None:
@@ -165,6 +171,8 @@ def test_windows_that_the_cpu_places_are_staged(store: gt.Store, device: Simulat
         check_equal(host, found, out)
         with pytest.raises(ArgumentError, match="use path='staged'"):
             gt.fetch(store, keys, window=windows, out=out, path="gather")
+        with pytest.raises(ArgumentError, match="use path='staged'"):
+            gt.fetch(store, keys, window=windows, out=out, path="copy")
     host = gt.fetch(store, keys, window=4, starts=[0] * 7)
     out = outputs_for(host)
     found = gt.fetch(store, keys, window=4, starts=[0] * 7, out=out)
@@ -214,6 +222,8 @@ def test_what_cannot_be_pinned_is_staged_or_refused(store: gt.Store, caplog: pyt
         assert device.gathers == 0
         with pytest.raises(PinError, match="cannot be pinned"):
             check_after(device, store, store.keys()[:3], "gather")
+        with pytest.raises(PinError, match="cannot be pinned"):
+            check_after(device, store, store.keys()[:3], "copy")
 
 
 def test_threads_fetch_at_once_and_closing_waits_for_none(store: gt.Store, device: SimulatedDevice) -> None:
@@ -237,7 +247,7 @@ def test_threads_fetch_at_once_and_closing_waits_for_none(store: gt.Store, devic
     for thread in threads:
         thread.join(patience(60))
     assert not failures
-    assert 1 <= len(store.kept[device_fetch.FetchTargets]._kept) <= 4
+    assert 1 <= len(store.kept[device_fetch.FetchTargets]._kept) <= 2 * len(PATHS)
     store.close()
     assert not device.registered
 

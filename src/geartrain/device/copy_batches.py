@@ -17,12 +17,15 @@ Cost: about a microsecond a piece on the engine, and one call.
 from __future__ import annotations
 
 import ctypes
+import logging
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
+_log = logging.getLogger("geartrain.device.copy_batches")
+
+INVALID_VALUE, NOT_SUPPORTED = 1, 801  # CUDA_ERROR_*
 _ORDER_OF_STREAM = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _PREFER_OVERLAP = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 _LEGACY_STREAMS = (0, 1)  # the default stream of all threads, which the call refuses
@@ -73,9 +76,11 @@ class CopyBatches:
             return
         if self.form is not None and stream not in _LEGACY_STREAMS:
             code = self._submit_at_once(targets, sources, sizes, stream)
-            if code != NOT_SUPPORTED:
+            if code not in (INVALID_VALUE, NOT_SUPPORTED):
                 _check(self.form, code)
                 return
+            # If it is a piece that is invalid and not the call, the piece's own call says so.
+            _log.warning("%s: error %d; pieces are copied by a call each from now on", self.form, code)
             self.form = None
         for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             code = self._driver.cuMemcpyHtoDAsync_v2(
@@ -110,4 +115,4 @@ def _check(name: str, code: int) -> None:
         raise RuntimeError(f"{name}: error {code}")
 
 
-__all__ = ["NOT_SUPPORTED", "Attributes", "CopyBatches"]
+__all__ = ["INVALID_VALUE", "NOT_SUPPORTED", "Attributes", "CopyBatches"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -182,6 +183,7 @@ class CudaDevice:
             return
         if self._batches is None:
             self._batches = CopyBatches(_driver())
+        _bind_context(_driver(), self.index)
         targets, sources = at + np.uint64(to.data_ptr()), begins + np.uint64(source.data_ptr())
         self._batches.submit(targets, sources, sizes, self.current_stream().cuda_stream)
 
@@ -206,6 +208,7 @@ class CudaDevice:
         return kernels.why_not_viable()
 
 
+@functools.cache
 def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 

@@ -83,18 +83,19 @@ def fetch(
             stream fills them, and what it is given later finds them filled; the batch's metadata is there too.
         threads: threads that copy; up to 4 of the process's cores by default.
         on_stale: "raise" when a key is stale, or "drop" its row from the batch.
-        path: how rows get to `out` on a device, as in `DeviceOptions`: "gather", by the GPU from the pinned segment;
-            "staged", by the CPU and one copy; or "auto". The first fetch that gathers pins the segment, which stays
-            pinned until the store is closed.
+        path: how rows get to `out` on a device, as in `DeviceOptions`: "gather", by the GPU's kernel from the pinned
+            segment; "copy", by its copy engines from there; "staged", by the CPU and one copy; or "auto". The first
+            fetch that does not stage pins the segment, which stays pinned until the store is closed.
 
     Raises:
         StaleKeyError: rows were overwritten or removed since the keys were made, or while they were copied.
         FieldError, ArgumentError: what was asked for is not there, or does not fit; keys of another store.
-        PinError: path="gather", and the segment cannot be pinned.
+        PinError: path="gather" or "copy", and the segment cannot be pinned.
 
     Cost: one copy of the bytes wanted; nothing is allocated once the recycled buffers are warm. On a device the window
     goes over the link once and is copied once more within device memory, from a buffer of its size; a fetch that
-    gathers waits for the device, as only then it is known whether a row was overwritten, and one that stages does not.
+    gathers or copies waits for the device, as only then it is known whether a row was overwritten, and one that stages
+    does not.
     """
     check_keys(keys)
     if not isinstance(on_stale, str) or on_stale not in ("raise", "drop"):

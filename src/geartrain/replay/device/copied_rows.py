@@ -3,7 +3,7 @@
     launch_copies    the host reads words and status of the rows, and gives the copies of their windows to the stream
     read_back        an event behind them
     wait_read_back   when it has come, the host reads the words again: rows that were overwritten meanwhile are torn
-    finish           mask, starts, lengths and versions by one small copy; converts and packs as the staged path does
+    complete         mask, starts, lengths and versions by one small copy; converts and packs as the staged path does
 
 No CPU touches the bytes of a row, and no multiprocessor does.
 
@@ -45,6 +45,7 @@ from geartrain.core.keys import Keys
 from geartrain.replay.device.layout import arrangement
 from geartrain.replay.device.target import DeviceTarget
 from geartrain.replay.device.transfer import BatchTransfer, ReadyBatch, write_weights
+from geartrain.replay.fetch_plan import FetchedRows
 
 if TYPE_CHECKING:
     import torch
@@ -113,12 +114,14 @@ class CopyTransfer(BatchTransfer):
         pieces, gaps, contents, torn, mask, starts, lengths, versions = _native.row_pieces(
             native, rows, generations, plan.numbers, offsets, plan.window, plan.pad_left, ends, places
         )
-        if places is None:
-            places = np.arange(len(rows), dtype=np.uint32)
         if clear:
             self._torn[:] = 0
-        self._mask[places], self._starts[places], self._lengths[places] = mask, starts, lengths
-        self._versions[places] = versions
+        if places is None:  # all of them
+            places = np.arange(len(rows), dtype=np.uint32)
+            self._mask, self._starts, self._lengths, self._versions = mask, starts, lengths, versions
+        else:
+            self._mask[places], self._starts[places], self._lengths[places] = mask, starts, lengths
+            self._versions[places] = versions
         with device.on(at.stream):
             self._zero(at, gaps, places)
             device.copy_many(self._bytes, segment, *pieces)
@@ -165,6 +168,19 @@ class CopyTransfer(BatchTransfer):
         draw: NDArray[np.int64] | None = None,
     ) -> ReadyBatch:
         """See `BatchTransfer`. Only now are mask and metadata sent, which redraws change."""
+        self.complete(probability, importance_weights)
+        return super().finish(keys, probability, importance_weights, step, draw)
+
+    def known(self) -> FetchedRows:
+        """What the host knows of the rows, once it has waited for them; without their fields."""
+        count = int(np.count_nonzero(self._torn))
+        return FetchedRows([], self._torn, self._mask, self._starts, self._lengths, self._versions, count)
+
+    def complete(self, probability: Any = None, importance_weights: Any = None) -> None:
+        """Sends mask and metadata, converts and packs: the arena is then what the kernel would have made.
+
+        Probabilities and importance weights go with them, where they are given and nothing is converted or packed.
+        """
         target, raw, device = self.target, self._raw, self.target.device
         begin, end = raw.mask, raw.torn + raw.n
         if self._as_it_is:
@@ -190,7 +206,6 @@ class CopyTransfer(BatchTransfer):
             work = arrangement(self, self._bytes, self._plain, raw, self._mask)
             with device.on(target.stream):
                 device.run(work)
-        return super().finish(keys, probability, importance_weights, step, draw)
 
 
 __all__ = ["FEW_GAPS", "CopyTransfer"]

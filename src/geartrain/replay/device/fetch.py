@@ -2,6 +2,8 @@
 
     gather   the GPU gathers the rows from the pinned segment into an arena, and copies each field from there to its
              tensor. The host waits for the flags of torn rows, the only way to know of them.
+    copy     its copy engines take each row's windows from there into the arena, and so on (copied_rows.py). The host
+             waits for them, and then looks whether rows were torn.
     staged   native threads gather into a pinned buffer, where torn rows are known before anything is sent; one copy
              takes it to an arena, and so on. The host does not wait.
 
@@ -26,6 +28,7 @@ from geartrain.core.keys import Keys
 from geartrain.device.device import Device
 from geartrain.device.pinned_memory import Pin
 from geartrain.errors import ArgumentError, StoreClosedError
+from geartrain.replay.device.copied_rows import CopyTransfer
 from geartrain.replay.device.options import DeviceOptions, Path
 from geartrain.replay.device.staging import StagingBuffer
 from geartrain.replay.device.target import DeviceTarget
@@ -62,8 +65,8 @@ def fetch_to_device(
         check: called with what is known of the rows, before they are sent or after; raises what is to be raised.
 
     Raises:
-        PinError: path="gather", and a segment cannot be pinned.
-        ArgumentError: path="gather", and windows that the CPU places; a row beyond its store's capacity.
+        PinError: path="gather" or "copy", and a segment cannot be pinned.
+        ArgumentError: path="gather" or "copy", and windows that the CPU places; a row beyond its store's capacity.
     """
     taken: list[tuple[FetchTargets, DeviceTarget]] = []
     complete = False
@@ -72,8 +75,9 @@ def fetch_to_device(
             kept = _kept_with(plan.store)
             taken.append((kept, kept.take(plan, device, path)))
         targets = [target for _, target in taken]
-        gathered = len(keys) > 0 and all(target.path == "gather" for target in targets)
-        about = (_gather if gathered else _stage)(targets, plans, place, keys, ends, out, check)
+        paths = {target.path for target in targets} if len(keys) else {"staged"}
+        how = _stage if "staged" in paths else _copy if "copy" in paths else _gather
+        about = how(targets, plans, place, keys, ends, out, check)
         complete = True
         return about
     finally:
@@ -121,6 +125,34 @@ def _gather(
     versions = found(layout.versions, np.int64)
     check(FetchedRows([], torn, no_mask, starts, lengths, versions, int(np.count_nonzero(torn))))
     return about
+
+
+def _copy(
+    targets: Sequence[DeviceTarget],
+    plans: Sequence[FetchPlan],
+    place: NDArray[Any] | None,
+    keys: Keys,
+    ends: NDArray[np.int32] | None,
+    out: Sequence[torch.Tensor],
+    check: Callable[[FetchedRows], None],
+) -> list[torch.Tensor]:
+    transfer = CopyTransfer(targets[0], len(keys))
+    for number, target in enumerate(targets):
+        mine = np.arange(len(keys)) if place is None else np.flatnonzero(place == number)
+        _check_rows(keys.row[mine], target.plan.store.capacity)
+        transfer.launch_copies(
+            keys.row[mine],
+            keys.generation[mine],
+            None if ends is None else ends[mine],
+            places=None if place is None else mine.astype(np.uint32),
+            target=target,
+            clear=number == 0,
+        )
+    transfer.read_back()
+    transfer.wait_read_back()
+    check(transfer.known())
+    transfer.complete()
+    return _hand_over(transfer, out)
 
 
 def _check_rows(rows: NDArray[np.uint32], capacity: int) -> None:
