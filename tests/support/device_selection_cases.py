@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 import geartrain as gt
+import geartrain.replay.device.priority_mirror as priority_mirror
 from geartrain.replay.device import DeviceOptions
 from geartrain.selection import DeclaredStrategy, Draw, Lifo, Mixture, Prioritized, TopK, Traits, Uniform
 from geartrain.tools.testing import SimulatedDevice
@@ -76,6 +77,62 @@ def same_batches(store: Any, strategy: Any, device: Any, *, packed: bool = False
     return 3
 
 
+def copied_once_it_pays(name: str, device: Any) -> int:
+    """With select="auto": on the host until the store has not changed for five batches, then by one copy of it."""
+    kept = priority_mirror.CPU_DRAW_NS, priority_mirror.LINK_GB_PER_S
+    with make_store(name) as store:
+        copied_bytes = 8 * store.capacity + 8 * -(-store.capacity // 64)
+        priority_mirror.CPU_DRAW_NS = (60_000 + priority_mirror.LAUNCHES_US) * 1e3 / 6  # six draws save 60 ms
+        priority_mirror.LINK_GB_PER_S = copied_bytes / 260e3 / 1e3  # and a copy takes 260
+        try:
+            settings: dict[str, Any] = {"window": 4, "prefetch": 0}
+            on_device = DeviceOptions(device, path="gather")
+            with (
+                gt.Replay(store, Prioritized(seed=1), 6, **settings) as slow,
+                gt.Replay(store, Prioritized(seed=1), 6, **settings, device=on_device) as fast,
+            ):
+
+                def drawn(batches: int) -> list[bool]:
+                    found = []
+                    for _ in range(batches):
+                        assert slow.sample().keys == fast.sample().keys
+                        (part,) = fast.describe()
+                        found.append(part["select"] == "device")
+                        assert found[-1] or "has not changed for 5 batches" in part["select"]
+                    return found
+
+                assert drawn(8) == [False] * 4 + [True] * 4
+                (mirror,) = fast._builder._priorities
+                assert mirror.refreshed == 1
+                for changes in range(1, 4):
+                    store.update_priorities(store.keys()[:3], np.full(3, changes))
+                    assert drawn(3) == [False] * 3
+                assert drawn(3) == [False, True, True]
+                assert mirror.refreshed == 2
+                priority_mirror.LINK_GB_PER_S *= 100  # a copy is paid for by a batch
+                with gt.Replay(store, Prioritized(seed=1), 6, **settings, device=on_device) as changing:
+                    changing.sample()
+                    assert changing.describe()[0]["select"] == "device"
+                    changing.update_priorities(store.keys()[:3], np.full(3, 9.0))
+                    changing.sample()
+                    assert changing.describe()[0]["select"] == "device"
+                with gt.Replay(store, Prioritized(seed=1), 6, **settings, device=on_device) as full:
+                    empty = full._builder.device.empty
+
+                    def without_room(shape: Any, dtype: Any, empty: Any = empty) -> Any:
+                        if shape == (8 * store.capacity,):
+                            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+                        return empty(shape, dtype)
+
+                    full._builder.device.empty = without_room
+                    full.sample()
+                    full._builder.device.empty = empty
+                    assert "no memory for a copy of 300 priorities" in full.describe()[0]["select"], full.describe()
+        finally:
+            priority_mirror.CPU_DRAW_NS, priority_mirror.LINK_GB_PER_S = kept
+    return 22
+
+
 def nothing_torn(name: str, device: Any, select: str, pause_s: float) -> int:
     """Rows of one value each, overwritten as fast as a writer can; returns how many batches were whole."""
     fields = {"x": gt.Field((7,), "float32")}
@@ -124,10 +181,14 @@ def main(device: Any = None, pause_s: float = 0.5) -> int:
     with make_store(name) as store, make_store(name + "b") as other:
         mixture = Mixture([0.7, 0.3], [Prioritized(seed=8, beta=1.0), Uniform(seed=9)])
         made += same_batches([store, other], mixture, device)
+    made += copied_once_it_pays(name, device)
     for select in ("device", "host"):
         made += nothing_torn(name, device, select, pause_s)
     return made
 
 
 if __name__ == "__main__":
-    print(main())
+    if sys.argv[1:] == ["rule"]:
+        print(copied_once_it_pays(f"test-rule-{os.getpid()}", SimulatedDevice(kernels=True)))
+    else:
+        print(main())

@@ -30,7 +30,7 @@ from geartrain.replay.builder import (
     join_importance,
 )
 from geartrain.replay.device.options import DeviceOptions
-from geartrain.replay.device.priority_mirror import DevicePriorities, pays, why_not
+from geartrain.replay.device.priority_mirror import DevicePriorities, why_not
 from geartrain.replay.device.session import DeviceSession
 from geartrain.replay.device.staging import StagingBuffer
 from geartrain.replay.device.target import DeviceTarget
@@ -51,6 +51,7 @@ class _StoreRows:
     at: int  # its first place in the batch
     n: int
     count: int  # selectable rows
+    on_device: bool = False  # whether the device draws it
     draw: Draw | None = None  # None while only the device knows it
     taken: NDArray[np.bool_] | None = None  # False where somebody else had the row's last sample
     torn: NDArray[np.uint8] | None = None
@@ -145,7 +146,7 @@ class DeviceBatchBuilder:
 
     def _open_priorities(self) -> list[DevicePriorities | None]:
         made: list[DevicePriorities | None] = []
-        self.select: list[str] = []
+        self._why_host: list[str] = []
         for part, target in zip(self.samplers, self.targets, strict=True):
             reason = why_not(part.strategy) or (None if self.path == "gather" else "batches are staged")
             reason = reason or (None if not part.limited else "samples are limited, and counted on the host")
@@ -154,14 +155,12 @@ class DeviceBatchBuilder:
             asked = self.options.select
             if asked == "device" and reason is not None:
                 raise ArgumentError(f"select='device' was asked for, but {reason}")
-            if asked == "auto" and reason is None and not pays(part.plan.store.capacity, self.rows):
-                reason = f"{self.rows} draws cost less than a copy of {part.plan.store.capacity} priorities"
             if asked == "host" or reason is not None:
                 made.append(None)
-                self.select.append(f"host: {reason or 'it was asked for'}")
+                self._why_host.append(f"host: {reason or 'it was asked for'}")
                 continue
-            made.append(DevicePriorities(target, ordered=part.traits.order is not None))
-            self.select.append("device")
+            made.append(DevicePriorities(target, ordered=part.traits.order is not None, always=asked == "device"))
+            self._why_host.append("")
         return made
 
     def enter(self) -> None:
@@ -266,7 +265,8 @@ class DeviceBatchBuilder:
         sampler.expire()
         count = len(sampler.plan.store)
         sampler.check_count(count)
-        return _StoreRows(number, at, n, count, state=state[number])
+        priorities = self._priorities[number]
+        return _StoreRows(number, at, n, count, priorities is not None and priorities.begin(n), state=state[number])
 
     def _draw_and_gather(
         self, transfer: BatchTransfer, part: _StoreRows, step: int, redraw: Redraw | None, clear: bool
@@ -280,7 +280,7 @@ class DeviceBatchBuilder:
         rows: Any
         generations: Any
         asked: list[Any] = []
-        if priorities is not None:
+        if priorities is not None and part.on_device:
             rows, generations, probability = priorities.draw(sampler.strategy, part.n, step, redraw)
             asked = [rows, generations, probability]
         else:
@@ -358,7 +358,7 @@ class DeviceBatchBuilder:
     def _resolve(self, pending: PendingBatch) -> tuple[Keys, Any, Any]:
         """Waits for the device, and redraws torn rows until there are none; returns keys and metadata."""
         transfer, parts = pending.transfer, pending.parts
-        unknown = [part for part in parts if self._priorities[part.number] is not None]
+        unknown = [part for part in parts if part.on_device]
         torn, *news = transfer.wait_read_back()
         for i, part in enumerate(unknown):
             self._note(part, None, _draw_of(*news[3 * i : 3 * i + 3]))
@@ -416,8 +416,14 @@ class DeviceBatchBuilder:
     def describe(self) -> list[dict[str, Any]]:
         """See `BatchBuilder`: the path in use and why, where rows are drawn, pinned bytes."""
         return [
-            {"store": sampler.plan.store.name, **target.describe(), "select": select}
-            for sampler, target, select in zip(self.samplers, self.targets, self.select, strict=True)
+            {
+                "store": sampler.plan.store.name,
+                **target.describe(),
+                "select": why if priorities is None else priorities.describe(),
+            }
+            for sampler, target, why, priorities in zip(
+                self.samplers, self.targets, self._why_host, self._priorities, strict=True
+            )
         ]
 
     def abort(self, reason: str) -> None:

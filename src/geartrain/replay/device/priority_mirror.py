@@ -6,11 +6,13 @@ CPU would draw, and the drawn keys go to the gather without having been on the h
 what was written meanwhile; a row that was overwritten since is torn, and drawn again.
 
 Cost: 8.1 bytes a row over the link for each batch that finds the store changed, two passes over the priorities
-in device memory, and one wait of the replay's thread for the sum of all priorities.
+in device memory, and one wait of the replay's thread for the sum of all priorities. A store that does not change is
+copied once (`CopyRule`).
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,8 @@ import numpy as np
 from geartrain.errors import NotEnoughRowsError
 from geartrain.replay.device.target import DeviceTarget
 from geartrain.selection.strategy import Redraw, Strategy, seed_of, traits_of
+
+_log = logging.getLogger("geartrain.replay.device")
 
 # When the CPU chooses faster. Nanoseconds of a draw on the CPU: docs/benchmarks.md. The link's rate and the launches
 # are assumed (a PCIe 4.0 x16 link, a dozen launches); `geartrain bench selection --device cuda` measures the rest.
@@ -35,10 +39,35 @@ def why_not(strategy: Strategy) -> str | None:
     return None if reason is None else f"{type(strategy).__name__} {reason}"
 
 
-def pays(rows: int, draws: int) -> bool:
-    """Whether keeping a copy of so many rows for each batch of so many draws takes less than drawing on the CPU."""
-    copied_us = 8.125 * rows / (LINK_GB_PER_S * 1e3)
-    return draws * CPU_DRAW_NS / 1e3 > copied_us + LAUNCHES_US
+class CopyRule:
+    """Where the rows of a batch are drawn for the least time: on the CPU, or on a device from a copy of the priorities.
+
+    Nobody knows whether a store will change before the next batch. So a copy is made once the batches since the last
+    change have lost as much on the CPU as it takes: at once where a single batch does, after some batches of a store
+    that does not change, never of one that changes before. Draws and copies then take at most twice what the better
+    choice in hindsight would have taken, whatever the store does (the problem of renting or buying skis).
+
+    Args:
+        copied_bytes: of a copy.
+    """
+
+    def __init__(self, copied_bytes: int) -> None:
+        self.copy_us = copied_bytes / (LINK_GB_PER_S * 1e3)
+        self._lost_us = 0.0
+
+    def saved_us(self, draws: int) -> float:
+        """What the draws of a batch take less on the device where the copy is up to date; 0 where they do not."""
+        return max(draws * CPU_DRAW_NS / 1e3 - LAUNCHES_US, 0.0)
+
+    def on_device(self, draws: int, unchanged: bool) -> bool:
+        """Whether the next batch is drawn on the device; `unchanged` since the last one that was asked about."""
+        saved_us = self.saved_us(draws)
+        self._lost_us = (self._lost_us if unchanged else 0.0) + saved_us
+        return saved_us > 0 and self._lost_us > self.copy_us
+
+    def batches(self, draws: int) -> int:
+        """So many batches in a row, of a store that does not change, until a copy is made."""
+        return int(self.copy_us // self.saved_us(draws)) + 1
 
 
 class DevicePriorities:
@@ -47,11 +76,13 @@ class DevicePriorities:
     Args:
         target: whose segment is pinned.
         ordered: keep the order of commits as well (48 bytes a row), which the ordered strategies and no others need.
+        always: draw here whatever it costs.
+
+    Attributes:
+        refreshed: how often the store's words were copied.
     """
 
-    def __init__(self, target: DeviceTarget, *, ordered: bool) -> None:
-        import torch
-
+    def __init__(self, target: DeviceTarget, *, ordered: bool, always: bool = True) -> None:
         assert target.segment is not None
         self._target = target
         layout = target.plan.store.native.layout()
@@ -62,12 +93,51 @@ class DevicePriorities:
             self._parts.append(segment[layout["status"] :][: layout["status_stride"] * rows])
         self._sequence_at = layout["sequence"] // 8
         self._stride = layout["status_stride"] // 8
-        with target.device.on(target.stream):
-            self._copies = [target.device.empty((len(part),), torch.uint8) for part in self._parts]
+        self._rule = None if always else CopyRule(sum(len(part) for part in self._parts))
+        self._copies: list[Any] = []
         self._candidates: Any = None
-        self._seen: tuple[int, ...] | None = None
-        self._settled = False
-        self.refreshed = 0  # times
+        self._seen: tuple[int, ...] | None = None  # of the store, the last time that we looked
+        self._begun: tuple[int, ...] | None = None  # when the last batch began
+        self._copied: tuple[int, ...] | None = None  # when the words were copied
+        self._settled = False  # whether no word that had been counted can have come after the copy
+        self._why = "device"
+        self._no_memory = ""
+        self.refreshed = 0
+
+    def begin(self, draws: int) -> bool:
+        """Whether the rows of a batch that begins are drawn here; the copy is brought up to date for them."""
+        import torch
+
+        rule = self._rule
+        if self._no_memory or (rule is not None and not rule.saved_us(draws)):
+            self._why = f"host: {self._no_memory or f'{draws} draws take less than the launches of a device'}"
+            return False
+        same = self._look()
+        unchanged, self._begun = self._seen == self._begun, self._seen
+        if rule is not None and not rule.on_device(draws, unchanged):
+            self._why = (
+                f"host: {draws} draws take less than a copy of {self._rows} priorities, until the store has not "
+                f"changed for {rule.batches(draws)} batches"
+            )
+            return False
+        try:
+            with self._target.device.on(self._target.stream):
+                self._bring_up_to_date(same)
+        except torch.cuda.OutOfMemoryError as error:
+            if rule is None:
+                raise
+            self._copies, self._candidates = [], None
+            self._no_memory = f"the device has no memory for a copy of {self._rows} priorities"
+            _log.warning(
+                "rows of %r are drawn on the host: %s (%s)", self._target.plan.store.name, self._no_memory, error
+            )
+            return self.begin(draws)
+        self._why = "device"
+        return True
+
+    def describe(self) -> str:
+        """Where the last batch's rows were drawn, and why."""
+        return self._why
 
     def draw(self, strategy: Strategy, n: int, step: int, redraw: Redraw | None) -> tuple[Any, Any, Any]:
         """Rows (int64), generations (int64) and probabilities (float64) of a step, or of some draws again, all of them
@@ -78,7 +148,9 @@ class DevicePriorities:
         """
         target = self._target
         with target.device.on(target.stream):
-            candidates = self._current()
+            if redraw is not None:
+                self._bring_up_to_date(self._look())
+            candidates = self._candidates
             attempt = 0 if redraw is None else redraw.attempt
             kept = np.empty(0, np.uint32) if redraw is None else redraw.kept
             wanted = n if redraw is None else len(redraw.numbers)
@@ -103,16 +175,18 @@ class DevicePriorities:
 
         return self._copies[0].view(torch.int64)
 
-    def _current(self) -> Any:
+    def _look(self) -> bool:
+        """Sees the store as it is now; whether it has not changed since the last look."""
         native = self._target.plan.store.native
         counters = native.counters()
-        seen = (native.total_priority(), *(counters[name] for name in _CHANGES))
+        before, self._seen = self._seen, (native.total_priority(), *(counters[name] for name in _CHANGES))
+        return before == self._seen
+
+    def _bring_up_to_date(self, same: bool) -> None:
         # A counter may move just before its word does: what has changed is copied once more the next time.
-        if self._candidates is None or seen != self._seen or not self._settled:
-            self._settled = seen == self._seen
-            self._seen = seen
+        if self._candidates is None or self._copied != self._seen or not self._settled:
+            self._copied, self._settled = self._seen, same
             self._refresh()
-        return self._candidates
 
     def _refresh(self) -> None:
         import torch
@@ -120,6 +194,9 @@ class DevicePriorities:
         from geartrain.device.kernels.candidates import DeviceCandidates
 
         self.refreshed += 1
+        self._candidates = None
+        if not self._copies:
+            self._copies = [self._target.device.empty((len(part),), torch.uint8) for part in self._parts]
         for copy, part in zip(self._copies, self._parts, strict=True):
             self._target.device.copy(copy, part)
         words, bits, rows = self._words(), self._copies[1], self._rows
@@ -133,4 +210,4 @@ class DevicePriorities:
         self._candidates = DeviceCandidates(priorities, selectable, sequence)
 
 
-__all__ = ["DevicePriorities", "pays", "why_not"]
+__all__ = ["CopyRule", "DevicePriorities", "why_not"]
