@@ -2,10 +2,10 @@
 
 Floor: one asynchronous copy of the same bytes from pinned host memory to the device, repeatedly: the link's peak.
 Systems: the GPU's gather, the staged path, and the path chosen by default; on a GPU `gt.fetch(out=)` by both paths, of
-which the gathered one waits for the device before the next begins; baselines: `index_select` on the CPU and a pinned copy
-of the result (hand-tuned user code), and the same without pinned memory. Times are between an event
-before and one after a run of batches, so that launches overlap with copies as they do in training; CPU time is that of
-this whole process, all threads, a row.
+which the gathered one waits for the device before the next begins; baselines: `index_select` on the CPU and a pinned
+copy of the result (hand-tuned user code), and the same without pinned memory. Times are between an event before and one
+after a run of batches, so that launches overlap with copies as they do in training; CPU time is that of this whole
+process, all threads, a row.
 
 Threats to validity: batches of one row size each, uniform draws, nothing else on the link or the multiprocessors; a
 model that trains meanwhile uses some of both. With --device cpu a simulated device is used: every path runs, and the
