@@ -160,6 +160,7 @@ class DeviceBatchBuilder:
                 self._why_host.append(f"host: {reason or 'it was asked for'}")
                 continue
             made.append(DevicePriorities(target, ordered=part.traits.order is not None, always=asked == "device"))
+            part.priority_copy = made[-1]
             self._why_host.append("")
         return made
 
