@@ -29,8 +29,8 @@ from geartrain.replay.builder import (
     build_stats,
     join_importance,
 )
+from geartrain.replay.device.mirrors import Mirrors
 from geartrain.replay.device.options import DeviceOptions
-from geartrain.replay.device.priority_mirror import DevicePriorities, why_not
 from geartrain.replay.device.session import DeviceSession
 from geartrain.replay.device.staging import StagingBuffer
 from geartrain.replay.device.target import DeviceTarget
@@ -122,7 +122,8 @@ class DeviceBatchBuilder:
             for sampler in samplers:
                 self.targets.append(DeviceTarget(self.device, self._session.stream, sampler.plan, options))
             self._settle_path()
-            self._priorities = self._open_priorities()
+            self._mirrors = Mirrors(samplers, self.targets, options)
+            self._priorities = self._mirrors.copies
         except BaseException:
             self.close()
             raise
@@ -143,26 +144,6 @@ class DeviceBatchBuilder:
                 if one.path != "staged":
                     one.why = f"another store of the mixture is: {staged[0].why}" if mixed else one.why
                     one.path = "staged"
-
-    def _open_priorities(self) -> list[DevicePriorities | None]:
-        made: list[DevicePriorities | None] = []
-        self._why_host: list[str] = []
-        for part, target in zip(self.samplers, self.targets, strict=True):
-            reason = why_not(part.strategy) or (None if self.path == "gather" else "batches are staged")
-            reason = reason or (None if not part.limited else "samples are limited, and counted on the host")
-            reason = reason or (None if not part.plan.per_step else "keys name steps, which are placed on the host")
-            reason = reason or self.device.why_no_selection()
-            asked = self.options.select
-            if asked == "device" and reason is not None:
-                raise ArgumentError(f"select='device' was asked for, but {reason}")
-            if asked == "host" or reason is not None:
-                made.append(None)
-                self._why_host.append(f"host: {reason or 'it was asked for'}")
-                continue
-            made.append(DevicePriorities(target, ordered=part.traits.order is not None, always=asked == "device"))
-            part.priority_copy = made[-1]
-            self._why_host.append("")
-        return made
 
     def enter(self) -> None:
         """See `BatchBuilder`."""
@@ -417,14 +398,8 @@ class DeviceBatchBuilder:
     def describe(self) -> list[dict[str, Any]]:
         """See `BatchBuilder`: the path in use and why, where rows are drawn, pinned bytes."""
         return [
-            {
-                "store": sampler.plan.store.name,
-                **target.describe(),
-                "select": why if priorities is None else priorities.describe(),
-            }
-            for sampler, target, why, priorities in zip(
-                self.samplers, self.targets, self._why_host, self._priorities, strict=True
-            )
+            {"store": sampler.plan.store.name, **target.describe(), "select": select}
+            for sampler, target, select in zip(self.samplers, self.targets, self._mirrors.describe(), strict=True)
         ]
 
     def abort(self, reason: str) -> None:

@@ -151,6 +151,52 @@ class DevicePriorities:
         self._why = "device"
         return True
 
+    # --- what draws over several shards ask `_native.Candidates` (selection/sharded_totals.py) ---------------------
+
+    shares_rows = False
+
+    def follow(self) -> None:
+        """Brings the copy up to date within a batch that is drawn here."""
+        with self._target.device.on(self._target.stream):
+            self._bring_up_to_date(self._look())
+
+    def total_priority(self) -> int:
+        """The sum of the priorities of selectable rows, as of the copy."""
+        with self._target.device.on(self._target.stream):
+            return int(self._candidates.total_priority())
+
+    def count(self) -> int:
+        """Selectable rows, as of the copy."""
+        with self._target.device.on(self._target.stream):
+            return int(self._candidates.count())
+
+    def find(self, by_priority: bool, targets: NDArray[np.uint64]) -> tuple[Any, Any, Any, int]:
+        """Rows, generations and priorities (uint32, on the host) that targets fall into; see `DeviceCandidates.find`.
+
+        12 bytes a target come back. Waits for the device.
+        """
+        import torch
+
+        target, n = self._target, len(targets)
+        if n == 0:
+            return *np.empty((3, 0), np.uint32), 0
+        device, pool = target.device, target.pool
+        with device.on(target.stream):
+            (given,) = target.upload([targets.view(np.int64)])
+            rows, there, priorities, missing = self._candidates.find(by_priority, given)
+            generations = (self._words()[torch.where(there != 0, rows, 0)] >> 32) & 0xFFFFFFFF
+            found = torch.stack([rows, torch.where(there != 0, generations, 0), priorities]).to(torch.int32)
+            flat = found.view(torch.uint8).view(-1)
+            buffer = pool.take(len(flat))
+            device.copy(buffer[: len(flat)], flat)
+            event = device.record()
+        device.sync(event)
+        arrays = np.array(buffer[: len(flat)].numpy()).view(np.uint32).reshape(3, n)
+        pool.give_now(buffer, event)
+        return arrays[0], arrays[1], arrays[2], missing
+
+    # --- updates ---------------------------------------------------------------------------------------------------
+
     def change(self, rows: NDArray[np.uint32], change: Callable[[], int]) -> int:
         """See `PriorityCopy`. Called by any thread."""
         with self._lock:
