@@ -160,7 +160,8 @@ def find_tiles_kernel(
     at = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
     inside = at < draws
     if TARGETED:
-        target = tl.load(targets + at, mask=inside, other=0)
+        # None is negative; said here, ptxas needs no memory for sm_90's 32 registers.
+        target = tl.maximum(tl.load(targets + at, mask=inside, other=0), 0)
     else:
         total = tl.load(running + tiles - 1).to(tl.uint64)
         number = _number_of(numbers, first_number, at, inside, HAS_NUMBERS)
