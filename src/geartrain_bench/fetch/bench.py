@@ -1,11 +1,12 @@
 """Batches from shared memory to a device: GB/s compared with the link's copy bandwidth.
 
 Floor: one asynchronous copy of the same bytes from pinned host memory to the device, repeatedly: the link's peak.
-Systems: the GPU's gather, copies of rows by its copy engines, the staged path, and the path chosen by default;
-baselines: `index_select` on the CPU and a pinned copy of the result (hand-tuned user code), and the same without
-pinned memory. Times are between an event before and one after a run of batches, so that launches overlap with copies
-as they do in training; CPU time is that of this whole process, all threads, a row. Before that small batches are
-timed (small.py), and after it training steps with a new batch each (training.py).
+Systems: the GPU's gather, copies of rows by its copy engines, the staged path, and the path chosen by default; on a GPU
+`gt.fetch(out=)` by two paths, of which the gathered one waits for the device before the next begins; baselines:
+`index_select` on the CPU and a pinned copy of the result (hand-tuned user code), and the same without pinned memory.
+Times are between an event before and one after a run of batches, so that launches overlap with copies as they do in
+training; CPU time is that of this whole process, all threads, a row. Before that small batches are timed (small.py),
+and after it training steps with a new batch each (training.py).
 
 Threats to validity: batches of one row size each, uniform draws, nothing else on the link or the multiprocessors; a
 model that trains meanwhile uses some of both. With --device cpu a simulated device is used: every path runs, and the
@@ -191,6 +192,8 @@ def _case(
             replays["geartrain gather to bfloat16"] = gt.Replay(store, gt.selection.Uniform(seed=0), batch, device=half)
         systems |= {name: replay.sample for name, replay in replays.items()}
         column = torch.from_numpy(store.column("x"))
+        if not paths_only and not cpu:
+            systems |= {f"gt.fetch(out=), {path}": _fetched(store, batch, path) for path in ("gather", "staged")}
         if not paths_only:
             systems[BY_HAND] = _indexed(column, batch, device, pinned=True)
             systems["index_select, pageable copy"] = _indexed(column, batch, device, pinned=False)
@@ -227,6 +230,16 @@ def _copies(device: str, nbytes: int) -> Callable[[], Any]:
     source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device == "cuda")
     target = torch.empty(nbytes, dtype=torch.uint8, device=device)
     return lambda: target.copy_(source, non_blocking=True)
+
+
+def _fetched(store: gt.Store, batch: int, path: Any) -> Callable[[], Any]:
+    """Rows by key into the same tensor again and again."""
+    import torch
+
+    keys, rng = store.keys(), np.random.default_rng(1)
+    spec = store.fields["x"]
+    out = {"x": torch.empty((batch, *spec.block_shape(store.max_length)), dtype=torch.float32, device="cuda")}
+    return lambda: gt.fetch(store, keys[rng.integers(0, len(keys), batch)], out=out, path=path)
 
 
 def _indexed(column: Any, batch: int, device: str, *, pinned: bool) -> Callable[[], Any]:
