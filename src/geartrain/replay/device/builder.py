@@ -120,10 +120,9 @@ class DeviceBatchBuilder:
         self.device = self._session.device
         self.targets = self._session.targets
         try:
+            rows = batch_size if len(samplers) == 1 else None
             for sampler in samplers:
-                self.targets.append(
-                    DeviceTarget(self.device, self._session.stream, sampler.plan, options, rows=batch_size)
-                )
+                self.targets.append(DeviceTarget(self.device, self._session.stream, sampler.plan, options, rows=rows))
             self._settle_path()
             self._mirrors = Mirrors(samplers, self.targets, options)
             self._priorities = self._mirrors.copies
@@ -142,11 +141,12 @@ class DeviceBatchBuilder:
             if self.options.path == "gather":
                 raise ArgumentError("a mixture is gathered into padded windows only; use path='staged' or packed=False")
             staged = self.targets[:1]
-        # One batch comes one way: where some rows are small and others large, copy engines take all of them.
-        self.path = "staged" if staged else "copy" if len(gathered) < len(self.targets) else "gather"
-        if self.path == "copy":
-            for one in gathered:
-                one.why, one.path = "another store of the mixture has larger rows", "copy"
+        # One batch comes one way: where some rows are small and others large, all of them are gathered.
+        self.path = "staged" if staged else "gather" if gathered else "copy"
+        if self.path == "gather":
+            for one in self.targets:
+                if one.path == "copy":
+                    one.why, one.path = "another store of the mixture has smaller rows", "gather"
         if staged:
             for one in self.targets:
                 if one.path != "staged":
