@@ -68,4 +68,4 @@ def test_the_gpu_draws_the_rows_of_each_rank() -> None:
     """Three ranks of one process on one GPU, two of which share a shard."""
     import rank_selection_cases
 
-    assert rank_selection_cases.main(["cuda"] * 3) == 86
+    assert rank_selection_cases.main(["cuda"] * 3, 0.0005) == 110

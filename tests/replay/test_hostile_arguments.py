@@ -324,6 +324,7 @@ def test_calls_with_nonsense_are_refused_and_change_nothing(store: gt.Store) -> 
         "fetch threads": (lambda value: gt.fetch(store, keys, threads=value), whole(1, 4096, none=True)),
         "fetch pad": (lambda value: gt.fetch(store, keys, pad=value), lambda value: value in ("left", "right")),
         "fetch output": (lambda value: gt.fetch(store, keys, output=value), lambda value: value in ("torch", "numpy")),
+        "fetch path": (lambda value: gt.fetch(store, keys, path=value), lambda value: value == "auto"),
         "fetch on_stale": (lambda value: gt.fetch(store, keys, on_stale=value), lambda value: value in on_stale),
         "samples_per_insert": (
             lambda value: store.limiter.set(samples_per_insert=value), number(0, above=True, none=True)

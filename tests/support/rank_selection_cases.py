@@ -6,6 +6,7 @@ TRITON_INTERPRET=1 python tests/support/rank_selection_cases.py
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from typing import Any
 
@@ -108,13 +109,54 @@ def only_this_replay_updates(name: str, devices: list[Any] | None = None) -> int
             store.close()
 
 
-def main(devices: list[Any] | None = None) -> int:
+def nothing_torn(name: str, pause_s: float, devices: list[Any] | None = None) -> int:
+    """Rows of one value each, overwritten while two ranks draw from copies of their priorities."""
+    fields = {"x": gt.Field((7,), "float32")}
+    stores = [gt.Store.create(f"{name}-{number}", fields, max_length=50, capacity=30) for number in range(2)]
+    for store in stores:
+        store.insert({"x": np.zeros((30, 50, 7), "f")})
+    done = threading.Event()
+    redrawn = [0.0, 0.0]
+
+    def write() -> None:
+        value = 1.0
+        while not done.wait(pause_s):
+            for store in stores:
+                store.insert({"x": np.full((3, 50, 7), value, "f")})
+            value += 1
+
+    def body(group: ThreadRankGroup) -> int:
+        device = SimulatedDevice(kernels=True) if devices is None else devices[group.rank]
+        options = DeviceOptions(device, path="gather", select="device")
+        with (
+            gt.Store.open(f"{name}-{group.rank}") as store,
+            gt.Replay(store, Prioritized(seed=1), 12, prefetch=0, group=group, device=options, timeout_s=300) as fast,
+        ):
+            for _ in range(12):
+                x = fast.sample()["x"].cpu()
+                assert (x == x[:, :1, :1]).all()
+            redrawn[group.rank] = fast.stats()["redrawn"]
+        return 12
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        return sum(run_ranks(2, body))
+    finally:
+        done.set()
+        writer.join()
+        sys.stderr.write(f"redrawn {redrawn}\n")
+        for store in stores:
+            store.close()
+
+
+def main(devices: list[Any] | None = None, pause_s: float = 0.1) -> int:
     name = f"test-rank-select-{os.getpid()}"
     made = 0
     for strategy in (Uniform(seed=1), Uniform(seed=2, stratified=True), Prioritized(seed=3, beta=0.5)):
         for updates in (False, True):
             made += same_batches(name, strategy, updates, devices)
-    return made + only_this_replay_updates(name, devices)
+    return made + only_this_replay_updates(name, devices) + nothing_torn(name, pause_s, devices)
 
 
 def one_launch_at_a_time() -> None:

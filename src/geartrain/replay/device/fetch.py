@@ -209,7 +209,7 @@ class FetchTargets:
     """The targets of fetches from one store, kept from one to the next; closed with the store's handle."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may fetch in between
         self._kept: deque[tuple[Hashable, DeviceTarget]] = deque()  # the one that was used last stands last
         self._kinds: dict[int, Hashable] = {}  # of the targets in use
         self._pins: dict[int, Pin] = {}

@@ -109,7 +109,7 @@ class DevicePriorities:
         self._copied: tuple[int, ...] | None = None  # when the words were copied
         self._settled = False  # whether no word that had been counted can have come after the copy
         self._total = 0  # of the store, the last time that we looked
-        self._lock = threading.Lock()  # updates and their record, against a look at the store
+        self._lock = threading.RLock()  # updates and their record, against a look at the store
         self._own = 0  # priorities that this process has updated
         self._updated: list[NDArray[np.uint32]] = []  # their rows, since the copy was begun
         self._follows = False  # whether a copy is kept, which they have to reach
