@@ -113,12 +113,19 @@ def write_json(result: BenchResult, path: Path) -> None:
     path.write_text(json.dumps(result.as_json(), indent=1) + "\n")
 
 
+#: Metrics that are times, whose ratio to the floor is worth a panel.
+_DRAWN_TIMES = ("training step with a new batch",)
+
+
 def plot(result: BenchResult, path: Path) -> None:
-    """Bars of speed relative to the floor: a group per case, a panel per rate and threads. Needs matplotlib."""
+    """Bars of speed relative to the floor: a group per case, a panel per rate and threads. Needs matplotlib.
+
+    Times of training steps are drawn too: the share that the step alone has of them.
+    """
     pyplot = import_pyplot()
     panels: dict[str, list[Row]] = {}
     for row in result.rows:
-        if row.unit == "GB/s" and "per CPU" not in row.metric:
+        if row.metric in _DRAWN_TIMES or (row.unit == "GB/s" and "per CPU" not in row.metric):
             _, comma, threads = row.case.rpartition(", ")
             panels.setdefault(f"{row.metric}{comma}{threads}" if "thread" in threads else row.metric, []).append(row)
     if not panels:
@@ -127,12 +134,17 @@ def plot(result: BenchResult, path: Path) -> None:
     palette = pyplot.get_cmap("tab10")
     colors = {system: palette(i % 10) for i, system in enumerate(systems)}
     widest = max(len({row.case for row in rows}) for rows in panels.values())
-    size = (min(max(9.0, 1.05 * widest + 2), _LARGEST_INCHES), min(4.6 * len(panels) + 0.6, _LARGEST_INCHES))
+    # A bar of every system for each case, and the name of the case below them.
+    longest = max(len(row.case) for rows in panels.values() for row in rows)
+    wide = max(1.05, 0.16 * len(systems) + 0.3, 0.055 * min(26, longest))
+    size = (min(max(9.0, wide * widest + 2), _LARGEST_INCHES), min(4.6 * len(panels) + 0.6, _LARGEST_INCHES))
     figure, axes = pyplot.subplots(len(panels), 1, figsize=size, squeeze=False, layout="constrained")
     for axis, (title, rows) in zip(axes[:, 0], panels.items(), strict=True):
         _panel(axis, title, rows, systems, colors)
     words = textwrap.wrap(result.command, 110, break_on_hyphens=False)
-    where = f"{result.machine['cpu']}, {result.machine['cores']} cores"
+    where = ", ".join(
+        filter(None, [result.machine["cpu"], f"{result.machine['cores']} cores", result.machine.get("gpu")])
+    )
     figure.suptitle("\n".join([*words, where]), fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -194,7 +206,9 @@ def plot_lines(
         axis.set_ylabel(y_label, fontsize=9)
         axis.set_xlabel(x_label, fontsize=9)
     words = textwrap.wrap(result.command, 110, break_on_hyphens=False)
-    where = f"{result.machine['cpu']}, {result.machine['cores']} cores"
+    where = ", ".join(
+        filter(None, [result.machine["cpu"], f"{result.machine['cores']} cores", result.machine.get("gpu")])
+    )
     figure.suptitle("\n".join([*words, where]), fontsize=9)
     names = [system for system in systems if system in shown]
     figure.legend([shown[name] for name in names], names, fontsize=8, ncols=4, loc="outside lower center")
@@ -227,13 +241,20 @@ def _panel(axis: Any, title: str, rows: list[Row], systems: list[str], colors: d
                 va="bottom",
             )
     axis.axhline(1.0, color="black", linewidth=1.2, label="floor")
-    labels = [f"{_short(case)}\nfloor {_number(floors[case])}" if case in floors else _short(case) for case in cases]
+    shown = {case: "\n".join(textwrap.wrap(_short(case), 26)) for case in cases}
+    labels = [f"{shown[case]}\nfloor {_number(floors[case])}" if case in floors else shown[case] for case in cases]
     axis.set_xticks(range(len(cases)), labels, fontsize=7)
     axis.set_xlim(-0.6, len(cases) - 0.4)
     axis.set_ylim(0, 1.15 * max(1.1, *(row.ratio_to_floor for row in rows)))
     axis.set_ylabel("speed, floor = 1")
     axis.set_title(f"{title} (numbers: {rows[0].unit}, median)", loc="left", fontsize=10)
-    axis.legend(fontsize=7, ncols=min(9, len(here) + 1), loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
+    axis.legend(
+        fontsize=7,
+        ncols=min(9, int(axis.figure.get_figwidth() / 1.7), len(here) + 1),
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.2),
+        frameon=False,
+    )
 
 
 def parse_baselines(given: Sequence[str]) -> dict[str, str]:
