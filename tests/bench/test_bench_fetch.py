@@ -14,7 +14,7 @@ def test_every_case_has_its_floor_and_finite_numbers(monkeypatch: pytest.MonkeyP
     for name, value in (("CPU_BATCH_BYTES", 4e4), ("CPU_STORE_BYTES", 2e5), ("CPU_LAPS", 2), ("BATCHES_A_LAP", 2)):
         monkeypatch.setattr(fetch, name, value)
     seconds: dict[int, dict[str, float]] = {}
-    result = fetch.run("cpu", quick=True, rows={4_000: (50, 20)}, large_rows={40_000: (100, 100)}, seconds=seconds)
+    result = fetch.run("cpu", quick=True, rows={4_000: (50, 20)}, crossover_rows={40_000: (100, 100)}, seconds=seconds)
     assert {size: set(times) for size, times in seconds.items()} == {s: set(fetch.PATHS) for s in (4_000, 40_000)}
     systems = {row.system for row in result.rows}
     assert {"floor", "geartrain gather", "geartrain copy", "geartrain staged", "index_select, pinned copy"} <= systems

@@ -62,3 +62,10 @@ def test_batches_are_those_of_the_host_however_rows_come(
         assert one["exchange"] == exchange
     received = [sum(of_case) for of_case in zip(*(one["received"] for one in said), strict=True)]
     assert ranks == 1 or received[0]
+
+
+def test_the_gpu_draws_the_rows_of_each_rank() -> None:
+    """Three ranks of one process on one GPU, two of which share a shard."""
+    import rank_selection_cases
+
+    assert rank_selection_cases.main(["cuda"] * 3) == 86

@@ -24,6 +24,7 @@ import geartrain.replay.device.gather_threshold as gather_threshold
 import geartrain.replay.device.target as target
 from geartrain.errors import ArgumentError, PinError, StoreClosedError
 from geartrain.replay.device import Convert, DeviceOptions
+from geartrain.replay.device.priority_mirror import CopyRule
 from geartrain.selection import Fifo, GroupSampling, Lifo, Limits, Mixture, Prioritized, TopK, Uniform
 
 torch = pytest.importorskip("torch")
@@ -319,6 +320,38 @@ def test_the_crossover_stands_between_the_sizes_that_were_measured() -> None:
     assert crossover.found_from({10**4: faster, 10**6: faster}) == 10**6
     assert crossover.found_from({10**4: slower, 10**6: faster}) == 0
     assert crossover.found_from({10**4: {"gather": 1.01, "staged": 1.0}}) == 10**4, "as fast, within what is measured"
+
+
+def test_a_copy_is_made_once_batches_on_the_host_have_lost_what_it_takes() -> None:
+    large = CopyRule(round(8.125 * 10**9))  # 325 ms by the rates assumed, a batch of 1e6 saves 60
+    assert [large.on_device(10**6, True) for _ in range(8)] == [False] * 5 + [True] * 3
+    assert large.batches(10**6) == 6
+    assert not large.on_device(10**6, False)
+    assert [large.on_device(10**6, True) for _ in range(5)] == [False] * 4 + [True]
+    assert [large.on_device(10**6, False) for _ in range(20)] == [False] * 20, "a store that changes is not copied"
+    small = CopyRule(round(8.125 * 10**6))
+    assert small.on_device(10**4, False), "a batch that pays for a copy by itself waits for nothing"
+    assert not any(small.on_device(100, True) for _ in range(1000)), "launches take longer than so few draws"
+
+
+def test_draws_take_at_most_twice_what_the_better_choice_in_hindsight_takes() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        rule = CopyRule(int(rng.integers(10**5, 10**9)))
+        draws = int(rng.integers(2000, 10**6))
+        saved_us = rule.saved_us(draws)
+        spent_us = best_us = 0.0
+        copied = False
+        for stays in rng.geometric(rng.random(), 30):  # batches from one change to the next
+            best_us += min(stays * saved_us, rule.copy_us)
+            copied = False
+            for i in range(stays):
+                if rule.on_device(draws, i > 0):
+                    spent_us += 0.0 if copied else rule.copy_us
+                    copied = True
+                else:
+                    spent_us += saved_us
+        assert spent_us <= 2 * best_us + 1e-6 * spent_us
 
 
 def test_the_state_of_a_replay_resumes_on_the_device(store: gt.Store) -> None:

@@ -14,6 +14,7 @@ import pytest
 import tagged
 from deadlines import patience
 from device_batches import check_same
+from interpreter import interpreted
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, PinError, RanksDisagreeError
@@ -127,6 +128,11 @@ def test_every_strategy_gives_the_batches_of_the_host(
         options = functools.partial(DeviceOptions, path=path, convert=convert, packed=packed)
         stats = compare(shards, strategy, options, ranks=3, window=window)
         assert sum(one["received_bytes"] for one in stats) > 0, "nothing moved"
+
+
+def test_devices_draw_the_rows_of_their_shards_as_hosts_do() -> None:
+    """Triton's interpreter; totals and rows come from the copies of priorities, and updates reach them."""
+    assert int(interpreted("rank_selection_cases.py", timeout_s=patience(110))) == 86
 
 
 @pytest.mark.parametrize("path", ["gather", "staged"])
@@ -276,7 +282,7 @@ def test_what_does_not_fit_is_refused_at_the_door(make_shards: Callable[..., lis
     names = make_shards(2)
     of_peers = {"mesh": MeshPosition(dp_size=1, tp_size=1)}
     refused: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
-        ({"select": "device"}, {}, ArgumentError, "rows are chosen on the host"),
+        ({"select": "device"}, {}, ArgumentError, "runs no kernels"),
         ({"convert": {"no": Convert("float32")}}, {}, ArgumentError, r"names \['no'\]"),
         ({"exchange": "nccl"}, {}, ArgumentError, "needs a process group of torch.distributed"),
         ({"exchange": "nccl", "path": "staged"}, of_peers, ArgumentError, "leave path='staged' out"),

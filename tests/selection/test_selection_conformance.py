@@ -232,6 +232,27 @@ def test_every_target_of_a_small_total_finds_its_row(make: Make, pattern: list[i
     assert rows.tolist() == list(range(n))
 
 
+def test_targets_are_found_as_by_the_native_code(make_on_device: Make) -> None:
+    """What shards do: targets come from elsewhere, and those beyond the total find nothing."""
+    rng = np.random.default_rng(4)
+    for n in (1, 255, 256, 257, 70_000):
+        priorities = rng.integers(0, 3, n).astype(np.uint32) * rng.integers(1, 2**20, n).astype(np.uint32)
+        priorities[n // 2] = 7
+        native, mirror = _native.Candidates(priorities), make_on_device(priorities, np.ones(n, bool))
+        for by_priority, total in ((True, int(priorities.sum(dtype=np.uint64))), (False, n)):
+            targets = np.append(rng.integers(0, total, 300), [0, total - 1]).astype(np.uint64)
+            expected = native.find(by_priority, targets)
+            found = as_numpy(mirror.find(by_priority, targets))
+            for mine, theirs in zip(found[:3], expected[:3], strict=True):
+                assert mine.tolist() == theirs.tolist()
+            assert found[3] == expected[3] == 0
+            beyond = np.array([total, 0, total + 1000, 2**63 + 5], np.uint64)
+            rows, generations, _, missing = as_numpy(mirror.find(by_priority, beyond))
+            assert rows[[0, 2, 3]].tolist() == [2**32 - 1] * 3
+            assert generations.tolist() == [0, 1, 0, 0]
+            assert missing == 3
+
+
 def test_strata_more_in_number_than_the_total(make: Make) -> None:
     priorities = np.array([0, 1, 0, 2, 1], np.uint32)
     candidates, reference = make(priorities), ReferenceCandidates(priorities)

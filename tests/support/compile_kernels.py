@@ -36,7 +36,7 @@ POINTERS = {
     "best": "*i64", "keys": "*i64", "bits": "*i64", "groups": "*i64", "top": "*i64", "shares": "*i64",
     "tiles": "*i64", "values": "*u32", "segment": "*u8", "arena": "*u8", "generations": "*u32", "ends": "*i32",
     "places": "*u32", "cu_seqlens": "*i32", "fields": "*i64", "slots": "*i32", "factors": "*fp32", "counts": "*i32",
-    "lengths": "*i32", "contents": "*i64",
+    "lengths": "*i32", "contents": "*i64", "targets": "*i64",
 }  # fmt: skip
 
 # Constants that kernels are launched with, the sizes those on a GPU.
@@ -62,6 +62,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "HAS_SELECTABLE": (False, True), "HAS_NUMBERS": (False, True), "STRATIFIED": (False, True),
     "HAS_AGES": (False, True), "ORDER": (0, 1, 2), "WINDOWED": (False, True), "ENDS": (0, 1, 2), "NUMBERED": (True,),
     "PACKED": (True, False), "PAD_LEFT": (True,), "PLACED": (True,), "KEYED": (False, True), "CONTENTS": (False, True),
+    "TARGETED": (True, False),
 }  # fmt: skip
 
 

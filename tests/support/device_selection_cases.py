@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 import geartrain as gt
+import geartrain.replay.device.priority_mirror as priority_mirror
 from geartrain.replay.device import DeviceOptions
 from geartrain.selection import DeclaredStrategy, Draw, Lifo, Mixture, Prioritized, TopK, Traits, Uniform
 from geartrain.tools.testing import SimulatedDevice
@@ -76,6 +77,98 @@ def same_batches(store: Any, strategy: Any, device: Any, *, packed: bool = False
     return 3
 
 
+def copied_once_it_pays(name: str, device: Any) -> int:
+    """With select="auto": on the host until the store has not changed for five batches, then by one copy of it."""
+    kept = priority_mirror.CPU_DRAW_NS, priority_mirror.LINK_GB_PER_S
+    with make_store(name) as store:
+        copied_bytes = 8 * store.capacity + 8 * -(-store.capacity // 64)
+        priority_mirror.CPU_DRAW_NS = (60_000 + priority_mirror.LAUNCHES_US) * 1e3 / 6  # six draws save 60 ms
+        priority_mirror.LINK_GB_PER_S = copied_bytes / 260e3 / 1e3  # and a copy takes 260
+        try:
+            settings: dict[str, Any] = {"window": 4, "prefetch": 0}
+            on_device = DeviceOptions(device, path="gather")
+            with (
+                gt.Replay(store, Prioritized(seed=1), 6, **settings) as slow,
+                gt.Replay(store, Prioritized(seed=1), 6, **settings, device=on_device) as fast,
+            ):
+
+                def drawn(batches: int) -> list[bool]:
+                    found = []
+                    for _ in range(batches):
+                        assert slow.sample().keys == fast.sample().keys
+                        (part,) = fast.describe()
+                        found.append(part["select"] == "device")
+                        assert found[-1] or "has not changed for 5 batches" in part["select"]
+                    return found
+
+                assert drawn(8) == [False] * 4 + [True] * 4
+                (mirror,) = fast._builder._priorities
+                assert mirror.refreshed == 1
+                for changes in range(1, 4):
+                    store.update_priorities(store.keys()[:3], np.full(3, changes))
+                    assert drawn(3) == [False] * 3
+                assert drawn(3) == [False, True, True]
+                assert mirror.refreshed == 2
+                for changes in range(4):  # by this replay: they reach the copy, and cost no other one
+                    keys = store.keys()[[3 * changes, 3 * changes, 7]]
+                    fast.update_priorities(keys, np.array([5.0, 9.0, changes]))
+                    assert drawn(2) == [True] * 2
+                assert mirror.refreshed == 2
+                fast.update_priorities(store.keys(), np.arange(1, len(store) + 1.0))  # so many are copied as fast
+                assert drawn(2) == [True] * 2
+                assert mirror.refreshed == 3
+                store.update_priorities(store.keys()[:1], [50.0])  # somebody else's
+                fast.update_priorities(store.keys()[1:2], [60.0])
+                assert drawn(6) == [False] * 4 + [True] * 2
+                assert mirror.refreshed == 4
+                priority_mirror.LINK_GB_PER_S *= 100  # a copy is paid for by a batch
+                with gt.Replay(store, Prioritized(seed=1), 6, **settings, device=on_device) as changing:
+                    changing.sample()
+                    assert changing.describe()[0]["select"] == "device"
+                    changing.update_priorities(store.keys()[:3], np.full(3, 9.0))
+                    changing.sample()
+                    assert changing.describe()[0]["select"] == "device"
+                with gt.Replay(store, Prioritized(seed=1), 6, **settings, device=on_device) as full:
+                    empty = full._builder.device.empty
+
+                    def without_room(shape: Any, dtype: Any, empty: Any = empty) -> Any:
+                        if shape == (8 * store.capacity,):
+                            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+                        return empty(shape, dtype)
+
+                    full._builder.device.empty = without_room
+                    full.sample()
+                    full._builder.device.empty = empty
+                    assert "no memory for a copy of 300 priorities" in full.describe()[0]["select"], full.describe()
+        finally:
+            priority_mirror.CPU_DRAW_NS, priority_mirror.LINK_GB_PER_S = kept
+    return 38
+
+
+def followed_while_batches_are_drawn(name: str, device: Any) -> int:
+    """Updates by the consumer's thread, while the replay's own draws ahead: the copy ends up as the store."""
+    rng = np.random.default_rng(1)
+    with (
+        make_store(name) as store,
+        gt.Replay(store, Prioritized(seed=1), 6, window=4, device=DeviceOptions(device, select="device")) as fast,
+    ):
+        (mirror,) = fast._builder._priorities
+        for _ in range(30):
+            fast.update_priorities(fast.sample().keys, rng.random(6))
+        for _ in range(6):  # more than are drawn ahead
+            fast.sample()
+        assert not mirror._updated
+        copies = mirror.refreshed
+        assert copies < 10, "one by one they are cheaper than a copy each"
+        values = mirror._candidates.values.cpu().numpy()
+        selectable = mirror._candidates.selectable.cpu().numpy()
+        words = store.native.layout()["words"]
+        expected = store.native.segment()[words : words + 8 * store.capacity].view(np.uint32)[::2]
+        assert np.array_equal(values[selectable], expected[selectable])
+        assert mirror._candidates.total_priority() == store.native.total_priority()
+    return 1
+
+
 def nothing_torn(name: str, device: Any, select: str, pause_s: float) -> int:
     """Rows of one value each, overwritten as fast as a writer can; returns how many batches were whole."""
     fields = {"x": gt.Field((7,), "float32")}
@@ -124,10 +217,17 @@ def main(device: Any = None, pause_s: float = 0.5) -> int:
     with make_store(name) as store, make_store(name + "b") as other:
         mixture = Mixture([0.7, 0.3], [Prioritized(seed=8, beta=1.0), Uniform(seed=9)])
         made += same_batches([store, other], mixture, device)
+    made += copied_once_it_pays(name, device)
+    made += followed_while_batches_are_drawn(name, device)
     for select in ("device", "host"):
         made += nothing_torn(name, device, select, pause_s)
     return made
 
 
 if __name__ == "__main__":
-    print(main())
+    if sys.argv[1:] == ["rule"]:
+        interpreted = SimulatedDevice(kernels=True)
+        made = copied_once_it_pays(f"test-rule-{os.getpid()}", interpreted)
+        print(made + followed_while_batches_are_drawn(f"test-follow-{os.getpid()}", interpreted))
+    else:
+        print(main())

@@ -311,7 +311,7 @@ def apply_updates(samplers: Sequence[StoreSampler], update: PriorityUpdate, step
         if type(keys.store) is not int or keys.store != store.id:
             keys.places_among(np.array([store.id], np.uint64), "stores of this replay")
         sampler.follow_alpha(step)
-        return set_priorities(store, keys, raised(priorities, sampler.alpha)) if len(priorities) else 0
+        return _set(sampler, keys, priorities) if len(priorities) else 0
     place = keys.places_among(
         np.array([sampler.plan.store.id for sampler in samplers], np.uint64), "stores of this replay"
     )
@@ -320,8 +320,13 @@ def apply_updates(samplers: Sequence[StoreSampler], update: PriorityUpdate, step
         sampler.follow_alpha(step)
         mine = np.flatnonzero(place == number)
         if len(mine):
-            gone += set_priorities(sampler.plan.store, keys[mine], raised(priorities[mine], sampler.alpha))
+            gone += _set(sampler, keys[mine], priorities[mine])
     return gone
+
+
+def _set(sampler: StoreSampler, keys: Keys, priorities: NDArray[np.float64]) -> int:
+    store, given = sampler.plan.store, raised(priorities, sampler.alpha)
+    return sampler.change_priorities(keys.row, lambda: set_priorities(store, keys, given))
 
 
 def check_priorities(priorities: NDArray[np.float64]) -> None:

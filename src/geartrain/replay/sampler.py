@@ -80,6 +80,14 @@ class _DrawnInPython:
         return np.delete(self.draw.rows, lost)
 
 
+class PriorityCopy(Protocol):
+    """A copy of a store's priorities that somebody keeps, such as a device; see `StoreSampler.change_priorities`."""
+
+    def change(self, rows: NDArray[np.uint32], change: Callable[[], int]) -> int:
+        """Calls `change`, which sets priorities of these rows and returns how many of them were gone; so does this."""
+        ...
+
+
 class StoreSampler(StoreWaits):
     """Draws from one store by one strategy and fetches by one plan.
 
@@ -95,6 +103,7 @@ class StoreSampler(StoreWaits):
         raises: whether priorities that are given are not stored as they are: the alpha is not 1, or follows a schedule.
         atom: rows that stand or fall together (a group), and so are replaced together.
         draws_natively: whether rows are drawn by native code, or by the strategy's own.
+        priority_copy: of the store, which has to learn what this process changes; None where there is none.
         in_one_call: whether a whole batch is one native call; else Python draws its rows or places its windows.
     """
 
@@ -113,6 +122,7 @@ class StoreSampler(StoreWaits):
         self.strategy = strategy
         self.traits = traits_of(strategy)
         self.redrawn = 0
+        self.priority_copy: PriorityCopy | None = None
         self.alpha = alpha_at(strategy, 0)
         # Of a strategy that has its own traits at hand, and cannot change them.
         fixed = isinstance(strategy, (Uniform, Prioritized)) and not callable(self.traits.alpha)
@@ -175,6 +185,10 @@ class StoreSampler(StoreWaits):
         cursor = self._cursor(state)
         result = self._drawn(self.batch_sampler.sample_into, (batch, first), n, step, cursor)
         return self._after(batch, first, n, step, *result)
+
+    def change_priorities(self, rows: NDArray[np.uint32], change: Callable[[], int]) -> int:
+        """Calls `change`, which sets priorities of these rows; returns what it does, how many of them were gone."""
+        return change() if self.priority_copy is None else self.priority_copy.change(rows, change)
 
     def _cursor(self, state: dict[str, int]) -> int:
         return int(state.get("after", state.get("after/0", 0))) if self.traits.cursor else 0

@@ -28,6 +28,7 @@ Example:
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -232,6 +233,12 @@ class Candidates:
         made.native = _native.Candidates(store)
         made._columns = {}
         made._column_of = column_of
+        return made
+
+    def with_native(self, native: Any) -> Candidates:
+        """The same columns, with what has the methods of `_native.Candidates` that draws over shards call."""
+        made = copy.copy(self)
+        made.native = native
         return made
 
     def __len__(self) -> int:

@@ -1,17 +1,18 @@
 """Batches from shared memory to a device: GB/s compared with the link's copy bandwidth.
 
 Floor: one asynchronous copy of the same bytes from pinned host memory to the device, repeatedly: the link's peak.
-Systems: the GPU's gather, copies of rows by its copy engines, the staged path, and the path chosen by default;
-baselines: `index_select` on the CPU and a pinned copy of the result (hand-tuned user code), and the same without
-pinned memory. Times are between an event before and one after a run of batches, so that launches overlap with copies
-as they do in training; CPU time is that of this whole process, all threads, a row. Before that small batches are
-timed (small.py), and after it training steps with a new batch each (training.py).
+Systems: the GPU's gather, copies of rows by its copy engines, the staged path, and the path chosen by default; on a GPU
+`gt.fetch(out=)` by two paths, of which the gathered one waits for the device before the next begins; baselines:
+`index_select` on the CPU and a pinned copy of the result (hand-tuned user code), and the same without pinned memory.
+Times are between an event before and one after a run of batches, so that launches overlap with copies as they do in
+training; CPU time is that of this whole process, all threads, a row. Before that small batches are timed (small.py),
+and after it training steps with a new batch each (training.py).
 
 Threats to validity: batches of one row size each, uniform draws, nothing else on the link or the multiprocessors; a
 model that trains meanwhile uses some of both. With --device cpu a simulated device is used: every path runs, and the
 figures do not apply to any GPU.
 
-On a GPU it also times the paths for larger rows, and saves the crossover size, up to which the gather is the
+On a GPU it also times the paths for other sizes, and saves the crossover size, up to which the gather is the
 fastest, for this model of GPU; `Replay` reads it (replay/device/gather_threshold.py).
 """
 
@@ -37,9 +38,9 @@ from geartrain_bench.harness.timing import BenchResult
 
 #: bytes of a row: (steps, floats a step)
 ROWS = {4_000: (50, 20), 100_000: (500, 50), 1_000_000: (1000, 250)}
-#: larger ones, for the crossover only
-LARGE_ROWS = {4_000_000: (2000, 500), 16_000_000: (4000, 1000)}
-LARGE_STORE_BYTES = 1e9
+#: others, for the crossover only
+CROSSOVER_ROWS = {20_000: (100, 50), 50_000: (250, 50), 4_000_000: (2000, 500), 16_000_000: (4000, 1000)}
+CROSSOVER_STORE_BYTES = 1e9
 BATCH_BYTES, QUICK_BATCH_BYTES, CPU_BATCH_BYTES = 100e6, 50e6, 4e6
 STORE_BYTES, QUICK_STORE_BYTES, CPU_STORE_BYTES = 4e9, 2e9, 40e6
 LAPS, QUICK_LAPS, CPU_LAPS = 15, 7, 3
@@ -98,10 +99,10 @@ def run(
     *,
     quick: bool,
     rows: dict[int, tuple[int, int]] | None = None,
-    large_rows: dict[int, tuple[int, int]] | None = None,
+    crossover_rows: dict[int, tuple[int, int]] | None = None,
     seconds: dict[int, dict[str, float]] | None = None,
 ) -> BenchResult:
-    """All cases. `seconds` receives the medians of the paths by bytes of a row, including larger rows."""
+    """All cases. `seconds` receives the medians of the paths by bytes of a row, including those for the crossover."""
     import torch
 
     began_s = time.monotonic()
@@ -137,9 +138,9 @@ def run(
             seconds[row_bytes] = times
     if seconds is None:
         return harness.finish(result, began_s)
-    for row_bytes, shape in (LARGE_ROWS if large_rows is None else large_rows).items():
+    for row_bytes, shape in (CROSSOVER_ROWS if crossover_rows is None else crossover_rows).items():
         batch = max(2, int((CPU_BATCH_BYTES if cpu else BATCH_BYTES) / row_bytes))
-        capacity = max(batch, int((CPU_STORE_BYTES if cpu else LARGE_STORE_BYTES) / row_bytes))
+        capacity = max(batch, int((CPU_STORE_BYTES if cpu else CROSSOVER_STORE_BYTES) / row_bytes))
         harness.say(f"rows of {row_bytes} bytes, for the crossover: {capacity} of them, batches of {batch}")
         seconds[row_bytes] = _case(result, device, row_bytes, shape, capacity, batch, quick, paths_only=True)
     return harness.finish(result, began_s)
@@ -191,6 +192,8 @@ def _case(
             replays["geartrain gather to bfloat16"] = gt.Replay(store, gt.selection.Uniform(seed=0), batch, device=half)
         systems |= {name: replay.sample for name, replay in replays.items()}
         column = torch.from_numpy(store.column("x"))
+        if not paths_only and not cpu:
+            systems |= {f"gt.fetch(out=), {path}": _fetched(store, batch, path) for path in ("gather", "staged")}
         if not paths_only:
             systems[BY_HAND] = _indexed(column, batch, device, pinned=True)
             systems["index_select, pageable copy"] = _indexed(column, batch, device, pinned=False)
@@ -227,6 +230,16 @@ def _copies(device: str, nbytes: int) -> Callable[[], Any]:
     source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device == "cuda")
     target = torch.empty(nbytes, dtype=torch.uint8, device=device)
     return lambda: target.copy_(source, non_blocking=True)
+
+
+def _fetched(store: gt.Store, batch: int, path: Any) -> Callable[[], Any]:
+    """Rows by key into the same tensor again and again."""
+    import torch
+
+    keys, rng = store.keys(), np.random.default_rng(1)
+    spec = store.fields["x"]
+    out = {"x": torch.empty((batch, *spec.block_shape(store.max_length)), dtype=torch.float32, device="cuda")}
+    return lambda: gt.fetch(store, keys[rng.integers(0, len(keys), batch)], out=out, path=path)
 
 
 def _indexed(column: Any, batch: int, device: str, *, pinned: bool) -> Callable[[], Any]:

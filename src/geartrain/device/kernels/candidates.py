@@ -27,6 +27,8 @@ from geartrain.errors import ArgumentError, EmptyStoreError, NotEnoughRowsError
 
 Rows = torch.Tensor | NDArray[Any] | Sequence[int]
 Chosen = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]
+Found = Chosen
+NO_ROW = 0xFFFFFFFF  # native/segment/segment.h
 
 
 class DeviceCandidates:
@@ -173,6 +175,27 @@ class DeviceCandidates:
             raise EmptyStoreError(what)
         rows, probability = population.draw(DrawKey(seed, step, counter_word(ROW_STREAM, round)), known, strata)
         return rows, _generations(rows), probability, 0
+
+    def find(self, by_priority: bool, targets: torch.Tensor | NDArray[np.uint64]) -> Found:
+        """The rows that targets fall into, numbers below `total_priority()` or `count()`: draws from several shards.
+
+        Args:
+            by_priority: whether they are below the sum of priorities; otherwise below the number of rows.
+            targets: (k,) int64 on the device, or NumPy uint64.
+
+        Returns:
+            rows (int64), generations (all 1), fixed-point priorities (int64, 1 by row) and how many were not found,
+            targets that are beyond the total: rows `NO_ROW`, and the rest 0.
+        """
+        if isinstance(targets, np.ndarray):
+            targets = torch.from_numpy(np.ascontiguousarray(targets).view(np.int64)).to(self.device)
+        check("targets", targets, (torch.int64,), like=self.values)
+        population = self._by_priority if by_priority else self._by_row
+        there = (targets >= 0) & (targets < population.total)
+        rows = torch.where(there, population.find(targets), 0)
+        shares = self.priorities(rows) if by_priority else torch.ones_like(rows)
+        missing = len(rows) - int(torch.count_nonzero(there))
+        return torch.where(there, rows, NO_ROW), there.to(torch.int64), torch.where(there, shares, 0), missing
 
     def draw_distinct(
         self,

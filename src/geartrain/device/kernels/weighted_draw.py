@@ -137,6 +137,7 @@ def _number_of(numbers, first_number, at, inside, HAS_NUMBERS: tl.constexpr):
 def find_tiles_kernel(
     running,
     numbers,
+    targets,
     tile_of,
     rest_of,
     first_number: tl.int64,
@@ -149,16 +150,24 @@ def find_tiles_kernel(
     step: tl.uint64,
     HAS_NUMBERS: tl.constexpr,
     STRATIFIED: tl.constexpr,
+    TARGETED: tl.constexpr,
     DRAWS: tl.constexpr,
 ):
-    """The tile that each draw falls into, and how far into it. `top` is the largest power of two <= tiles, as a log."""
+    """The tile that each draw falls into, and how far into it. `top` is the largest power of two <= tiles, as a log.
+
+    With TARGETED the draws' targets are given, int64; those beyond the total end behind the last tile.
+    """
     at = tl.program_id(0).to(tl.int64) * DRAWS + tl.arange(0, DRAWS)
     inside = at < draws
-    total = tl.load(running + tiles - 1).to(tl.uint64)
-    number = _number_of(numbers, first_number, at, inside, HAS_NUMBERS)
-    target = target_of(
-        number, word, seed.to(tl.uint64), step.to(tl.uint64), total, strata.to(tl.uint64), STRATIFIED
-    ).to(tl.int64)
+    if TARGETED:
+        # None is negative; said here, ptxas needs no memory for sm_90's 32 registers.
+        target = tl.maximum(tl.load(targets + at, mask=inside, other=0), 0)
+    else:
+        total = tl.load(running + tiles - 1).to(tl.uint64)
+        number = _number_of(numbers, first_number, at, inside, HAS_NUMBERS)
+        target = target_of(
+            number, word, seed.to(tl.uint64), step.to(tl.uint64), total, strata.to(tl.uint64), STRATIFIED
+        ).to(tl.int64)
     # How many running sums are <= target, highest bit first; `passed` is the last of those.
     found = tl.zeros([DRAWS], tl.int64)
     passed = tl.zeros([DRAWS], tl.int64)
@@ -296,6 +305,15 @@ class RunningSums:
 
     def draw(self, key: DrawKey, numbers: torch.Tensor | range, strata: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows (int64) and their probabilities in one draw (float64) for these draw numbers. The total is above 0."""
+        return self._found(key, numbers, strata, None)
+
+    def find(self, targets: torch.Tensor) -> torch.Tensor:
+        """The rows (int64) that targets (int64) fall into; those beyond the total are in no row that is there."""
+        return self._found(DrawKey(0, 0, 0), range(len(targets)), 0, targets)[0]
+
+    def _found(
+        self, key: DrawKey, numbers: torch.Tensor | range, strata: int, targets: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         draws = len(numbers)
         device = self.values.device
         rows = torch.empty(draws, dtype=torch.int64, device=device)
@@ -313,6 +331,7 @@ class RunningSums:
             find_tiles_kernel[(triton.cdiv(draws, per_search),)](
                 self.running,
                 numbers if known else self.running,
+                self.running if targets is None else targets,
                 tile_of,
                 rest_of,
                 first,
@@ -325,6 +344,7 @@ class RunningSums:
                 key.step,
                 HAS_NUMBERS=known,
                 STRATIFIED=strata != 0,
+                TARGETED=targets is not None,
                 DRAWS=per_search,
             )
             find_rows_kernel[(triton.cdiv(draws, per_scan),)](
@@ -354,6 +374,11 @@ class RunningSums:
 
 class EveryRow:
     """n rows that are drawn with the same probability, with the draws of `RunningSums` at 16 bytes each."""
+
+    @staticmethod
+    def find(targets: torch.Tensor) -> torch.Tensor:
+        """The rows that targets (int64) fall into."""
+        return targets
 
     def __init__(self, n: int, device: torch.device) -> None:
         self.total = n

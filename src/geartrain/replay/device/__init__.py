@@ -22,6 +22,7 @@ for the consumer's stream: its memory is reused once the batch was dropped and t
 | `pinned_pool` | `PinnedPool`: pinned buffers that are reused |
 | `layout` | conversion, packing and scattering within device memory |
 | `priority_mirror` | `DevicePriorities`: a store's priorities in device memory |
+| `mirrors` | `Mirrors`: which stores' rows are drawn on the device |
 | `builder` | `DeviceBatchBuilder` |
 | `fetch` | `geartrain.fetch(out=)` into tensors on a device |
 """

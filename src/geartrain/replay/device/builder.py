@@ -30,8 +30,8 @@ from geartrain.replay.builder import (
     join_importance,
 )
 from geartrain.replay.device.copied_rows import CopyTransfer
+from geartrain.replay.device.mirrors import Mirrors
 from geartrain.replay.device.options import DeviceOptions
-from geartrain.replay.device.priority_mirror import DevicePriorities, pays, why_not
 from geartrain.replay.device.session import DeviceSession
 from geartrain.replay.device.staging import StagingBuffer
 from geartrain.replay.device.target import DeviceTarget
@@ -43,9 +43,6 @@ from geartrain.replay.store_waits import wait_together
 from geartrain.selection.mixture import Selection
 from geartrain.selection.strategy import Draw, Redraw, importance_of, seed_of
 
-# Why rows are not drawn on the device, by the path of batches.
-_WHY_HOST = {"staged": "batches are staged", "copy": "copies of rows are given to the device by the host"}
-
 
 @dataclass
 class _StoreRows:
@@ -55,6 +52,7 @@ class _StoreRows:
     at: int  # its first place in the batch
     n: int
     count: int  # selectable rows
+    on_device: bool = False  # whether the device draws it
     draw: Draw | None = None  # None while only the device knows it
     taken: NDArray[np.bool_] | None = None  # False where somebody else had the row's last sample
     torn: NDArray[np.uint8] | None = None
@@ -127,7 +125,8 @@ class DeviceBatchBuilder:
                     DeviceTarget(self.device, self._session.stream, sampler.plan, options, rows=batch_size)
                 )
             self._settle_path()
-            self._priorities = self._open_priorities()
+            self._mirrors = Mirrors(samplers, self.targets, options)
+            self._priorities = self._mirrors.copies
         except BaseException:
             self.close()
             raise
@@ -153,27 +152,6 @@ class DeviceBatchBuilder:
                 if one.path != "staged":
                     one.why = f"another store of the mixture is: {staged[0].why}" if mixed else one.why
                     one.path = "staged"
-
-    def _open_priorities(self) -> list[DevicePriorities | None]:
-        made: list[DevicePriorities | None] = []
-        self.select: list[str] = []
-        for part, target in zip(self.samplers, self.targets, strict=True):
-            reason = why_not(part.strategy) or _WHY_HOST.get(self.path)
-            reason = reason or (None if not part.limited else "samples are limited, and counted on the host")
-            reason = reason or (None if not part.plan.per_step else "keys name steps, which are placed on the host")
-            reason = reason or self.device.why_no_selection()
-            asked = self.options.select
-            if asked == "device" and reason is not None:
-                raise ArgumentError(f"select='device' was asked for, but {reason}")
-            if asked == "auto" and reason is None and not pays(part.plan.store.capacity, self.rows):
-                reason = f"{self.rows} draws cost less than a copy of {part.plan.store.capacity} priorities"
-            if asked == "host" or reason is not None:
-                made.append(None)
-                self.select.append(f"host: {reason or 'it was asked for'}")
-                continue
-            made.append(DevicePriorities(target, ordered=part.traits.order is not None))
-            self.select.append("device")
-        return made
 
     def enter(self) -> None:
         """See `BatchBuilder`."""
@@ -272,7 +250,8 @@ class DeviceBatchBuilder:
         sampler.expire()
         count = len(sampler.plan.store)
         sampler.check_count(count)
-        return _StoreRows(number, at, n, count, state=state[number])
+        priorities = self._priorities[number]
+        return _StoreRows(number, at, n, count, priorities is not None and priorities.begin(n), state=state[number])
 
     def _draw_and_gather(
         self, transfer: BatchTransfer, part: _StoreRows, step: int, redraw: Redraw | None, clear: bool
@@ -286,7 +265,7 @@ class DeviceBatchBuilder:
         rows: Any
         generations: Any
         asked: list[Any] = []
-        if priorities is not None:
+        if priorities is not None and part.on_device:
             rows, generations, probability = priorities.draw(sampler.strategy, part.n, step, redraw)
             asked = [rows, generations, probability]
         else:
@@ -369,7 +348,7 @@ class DeviceBatchBuilder:
     def _resolve(self, pending: PendingBatch) -> tuple[Keys, Any, Any]:
         """Waits for the device, and redraws torn rows until there are none; returns keys and metadata."""
         transfer, parts = pending.transfer, pending.parts
-        unknown = [part for part in parts if self._priorities[part.number] is not None]
+        unknown = [part for part in parts if part.on_device]
         torn, *news = transfer.wait_read_back()
         for i, part in enumerate(unknown):
             self._note(part, None, _draw_of(*news[3 * i : 3 * i + 3]))
@@ -428,7 +407,7 @@ class DeviceBatchBuilder:
         """See `BatchBuilder`: the path in use and why, where rows are drawn, pinned bytes."""
         return [
             {"store": sampler.plan.store.name, **target.describe(), "select": select}
-            for sampler, target, select in zip(self.samplers, self.targets, self.select, strict=True)
+            for sampler, target, select in zip(self.samplers, self.targets, self._mirrors.describe(), strict=True)
         ]
 
     def abort(self, reason: str) -> None:

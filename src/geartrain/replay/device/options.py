@@ -63,7 +63,8 @@ class DeviceOptions:
             pinned, copy for rows beyond the crossover that have no small fields, and gather for others; staged
             otherwise. "gather" and "copy" raise where "auto" would say in the log why it stages.
         select: where rows are drawn. "device" draws with Triton kernels from a copy of the priorities in device
-            memory; "auto" does so where the strategy allows it and the batch is large enough to pay for that copy.
+            memory; "auto" does so where the strategy allows it and the copy pays: the batch is large, or the store does
+            not change.
         convert: fields to convert on the way, by name.
         packed: windows stand one behind the other, without padding, with `batch.cu_seqlens`.
         pin_limit_bytes: most pinned bytes on this host, all processes together; half of its memory by default.

@@ -5,19 +5,31 @@ device's copy engine when the store has changed. From it `kernels.candidates.Dev
 CPU would draw, and the drawn keys go to the gather without having been on the host. The copy may be behind the store by
 what was written meanwhile; a row that was overwritten since is torn, and drawn again.
 
-Cost: 8.1 bytes a row over the link for each batch that finds the store changed, two passes over the priorities
-in device memory, and one wait of the replay's thread for the sum of all priorities.
+Priorities that this process updates reach the copy as they are: the rows that were updated, and what the store has for
+them now. Whether others have changed rows or priorities is told by the store's counters, and by the sum of all
+priorities: then the words are copied again.
+
+Cost: 8.1 bytes a row over the link for each batch that finds the store changed by others, two passes over the
+priorities in device memory, and one wait of the replay's thread for the sum of all priorities. A store that does not
+change is copied once (`CopyRule`), and so is one that this process alone updates, with 12 bytes a row updated.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+import geartrain._native as _native
 from geartrain.errors import NotEnoughRowsError
 from geartrain.replay.device.target import DeviceTarget
 from geartrain.selection.strategy import Redraw, Strategy, seed_of, traits_of
+
+_log = logging.getLogger("geartrain.replay.device")
 
 # When the CPU chooses faster. Nanoseconds of a draw on the CPU: docs/benchmarks.md. The link's rate and the launches
 # are assumed (a PCIe 4.0 x16 link, a dozen launches); `geartrain bench selection --device cuda` measures the rest.
@@ -35,10 +47,35 @@ def why_not(strategy: Strategy) -> str | None:
     return None if reason is None else f"{type(strategy).__name__} {reason}"
 
 
-def pays(rows: int, draws: int) -> bool:
-    """Whether keeping a copy of so many rows for each batch of so many draws takes less than drawing on the CPU."""
-    copied_us = 8.125 * rows / (LINK_GB_PER_S * 1e3)
-    return draws * CPU_DRAW_NS / 1e3 > copied_us + LAUNCHES_US
+class CopyRule:
+    """Where the rows of a batch are drawn for the least time: on the CPU, or on a device from a copy of the priorities.
+
+    Nobody knows whether a store will change before the next batch. So a copy is made once the batches since the last
+    change have lost as much on the CPU as it takes: at once where a single batch does, after some batches of a store
+    that does not change, never of one that changes before. Draws and copies then take at most twice what the better
+    choice in hindsight would have taken, whatever the store does (the problem of renting or buying skis).
+
+    Args:
+        copied_bytes: of a copy.
+    """
+
+    def __init__(self, copied_bytes: int) -> None:
+        self.copy_us = copied_bytes / (LINK_GB_PER_S * 1e3)
+        self._lost_us = 0.0
+
+    def saved_us(self, draws: int) -> float:
+        """What the draws of a batch take less on the device where the copy is up to date; 0 where they do not."""
+        return max(draws * CPU_DRAW_NS / 1e3 - LAUNCHES_US, 0.0)
+
+    def on_device(self, draws: int, unchanged: bool) -> bool:
+        """Whether the next batch is drawn on the device; `unchanged` since the last one that was asked about."""
+        saved_us = self.saved_us(draws)
+        self._lost_us = (self._lost_us if unchanged else 0.0) + saved_us
+        return saved_us > 0 and self._lost_us > self.copy_us
+
+    def batches(self, draws: int) -> int:
+        """So many batches in a row, of a store that does not change, until a copy is made."""
+        return int(self.copy_us // self.saved_us(draws)) + 1
 
 
 class DevicePriorities:
@@ -47,11 +84,13 @@ class DevicePriorities:
     Args:
         target: whose segment is pinned.
         ordered: keep the order of commits as well (48 bytes a row), which the ordered strategies and no others need.
+        always: draw here whatever it costs.
+
+    Attributes:
+        refreshed: how often the store's words were copied.
     """
 
-    def __init__(self, target: DeviceTarget, *, ordered: bool) -> None:
-        import torch
-
+    def __init__(self, target: DeviceTarget, *, ordered: bool, always: bool = True) -> None:
         assert target.segment is not None
         self._target = target
         layout = target.plan.store.native.layout()
@@ -62,12 +101,114 @@ class DevicePriorities:
             self._parts.append(segment[layout["status"] :][: layout["status_stride"] * rows])
         self._sequence_at = layout["sequence"] // 8
         self._stride = layout["status_stride"] // 8
-        with target.device.on(target.stream):
-            self._copies = [target.device.empty((len(part),), torch.uint8) for part in self._parts]
+        self._rule = None if always else CopyRule(sum(len(part) for part in self._parts))
+        self._copies: list[Any] = []
         self._candidates: Any = None
-        self._seen: tuple[int, ...] | None = None
-        self._settled = False
-        self.refreshed = 0  # times
+        self._seen: tuple[int, ...] | None = None  # of what others changed, the last time that we looked
+        self._begun: tuple[int, ...] | None = None  # when the last batch began
+        self._copied: tuple[int, ...] | None = None  # when the words were copied
+        self._settled = False  # whether no word that had been counted can have come after the copy
+        self._total = 0  # of the store, the last time that we looked
+        self._lock = threading.Lock()  # updates and their record, against a look at the store
+        self._own = 0  # priorities that this process has updated
+        self._updated: list[NDArray[np.uint32]] = []  # their rows, since the copy was begun
+        self._follows = False  # whether a copy is kept, which they have to reach
+        self._store_priorities = _native.Candidates(target.plan.store.native)
+        self._why = "device"
+        self._no_memory = ""
+        self.refreshed = 0
+
+    def begin(self, draws: int) -> bool:
+        """Whether the rows of a batch that begins are drawn here; the copy is brought up to date for them."""
+        import torch
+
+        rule = self._rule
+        if self._no_memory or (rule is not None and not rule.saved_us(draws)):
+            self._why = f"host: {self._no_memory or f'{draws} draws take less than the launches of a device'}"
+            return False
+        same = self._look()
+        unchanged, self._begun = self._seen == self._begun, self._seen
+        if rule is not None and not rule.on_device(draws, unchanged):
+            self._why = (
+                f"host: {draws} draws take less than a copy of {self._rows} priorities, until the store has not "
+                f"changed for {rule.batches(draws)} batches"
+            )
+            self._forget()
+            return False
+        try:
+            with self._target.device.on(self._target.stream):
+                self._bring_up_to_date(same)
+        except torch.cuda.OutOfMemoryError as error:
+            if rule is None:
+                raise
+            self._copies, self._candidates = [], None
+            self._forget()
+            self._no_memory = f"the device has no memory for a copy of {self._rows} priorities"
+            _log.warning(
+                "rows of %r are drawn on the host: %s (%s)", self._target.plan.store.name, self._no_memory, error
+            )
+            return self.begin(draws)
+        self._why = "device"
+        return True
+
+    # --- what draws over several shards ask `_native.Candidates` (selection/sharded_totals.py) ---------------------
+
+    shares_rows = False
+
+    def follow(self) -> None:
+        """Brings the copy up to date within a batch that is drawn here."""
+        with self._target.device.on(self._target.stream):
+            self._bring_up_to_date(self._look())
+
+    def total_priority(self) -> int:
+        """The sum of the priorities of selectable rows, as of the copy."""
+        with self._target.device.on(self._target.stream):
+            return int(self._candidates.total_priority())
+
+    def count(self) -> int:
+        """Selectable rows, as of the copy."""
+        with self._target.device.on(self._target.stream):
+            return int(self._candidates.count())
+
+    def find(self, by_priority: bool, targets: NDArray[np.uint64]) -> tuple[Any, Any, Any, int]:
+        """Rows, generations and priorities (uint32, on the host) that targets fall into; see `DeviceCandidates.find`.
+
+        12 bytes a target come back. Waits for the device.
+        """
+        import torch
+
+        target, n = self._target, len(targets)
+        if n == 0:
+            return *np.empty((3, 0), np.uint32), 0
+        device, pool = target.device, target.pool
+        with device.on(target.stream):
+            (given,) = target.upload([targets.view(np.int64)])
+            rows, there, priorities, missing = self._candidates.find(by_priority, given)
+            generations = (self._words()[torch.where(there != 0, rows, 0)] >> 32) & 0xFFFFFFFF
+            found = torch.stack([rows, torch.where(there != 0, generations, 0), priorities]).to(torch.int32)
+            flat = found.view(torch.uint8).view(-1)
+            buffer = pool.take(len(flat))
+            device.copy(buffer[: len(flat)], flat)
+            event = device.record()
+        device.sync(event)
+        arrays = np.array(buffer[: len(flat)].numpy()).view(np.uint32).reshape(3, n)
+        pool.give_now(buffer, event)
+        return arrays[0], arrays[1], arrays[2], missing
+
+    # --- updates ---------------------------------------------------------------------------------------------------
+
+    def change(self, rows: NDArray[np.uint32], change: Callable[[], int]) -> int:
+        """See `PriorityCopy`. Called by any thread."""
+        with self._lock:
+            gone = change()
+            self._own += len(rows) - gone
+            if self._follows:
+                self._updated.append(rows)
+        return gone
+
+    def describe(self) -> str:
+        """Where the last batch's rows were drawn, and why."""
+        return self._why
 
     def draw(self, strategy: Strategy, n: int, step: int, redraw: Redraw | None) -> tuple[Any, Any, Any]:
         """Rows (int64), generations (int64) and probabilities (float64) of a step, or of some draws again, all of them
@@ -78,7 +219,9 @@ class DevicePriorities:
         """
         target = self._target
         with target.device.on(target.stream):
-            candidates = self._current()
+            if redraw is not None:
+                self._bring_up_to_date(self._look())
+            candidates = self._candidates
             attempt = 0 if redraw is None else redraw.attempt
             kept = np.empty(0, np.uint32) if redraw is None else redraw.kept
             wanted = n if redraw is None else len(redraw.numbers)
@@ -103,16 +246,42 @@ class DevicePriorities:
 
         return self._copies[0].view(torch.int64)
 
-    def _current(self) -> Any:
+    def _forget(self) -> None:
+        """The copy will be made anew before it is needed again."""
+        with self._lock:
+            self._copied, self._follows = None, False
+            self._updated.clear()
+
+    def _look(self) -> bool:
+        """Sees the store as it is now; whether nobody but this process has changed it since the last look."""
         native = self._target.plan.store.native
-        counters = native.counters()
-        seen = (native.total_priority(), *(counters[name] for name in _CHANGES))
+        with self._lock:
+            counters = native.counters()
+            counters["priorities_updated"] -= self._own
+            before, self._seen = self._seen, tuple(counters[name] for name in _CHANGES)
+            self._total = native.total_priority()
+        return before == self._seen
+
+    def _bring_up_to_date(self, same: bool) -> None:
         # A counter may move just before its word does: what has changed is copied once more the next time.
-        if self._candidates is None or seen != self._seen or not self._settled:
-            self._settled = seen == self._seen
-            self._seen = seen
+        if self._candidates is None or self._copied != self._seen or not self._settled or not self._follow():
+            self._copied, self._settled = self._seen, same
             self._refresh()
-        return self._candidates
+
+    def _follow(self) -> bool:
+        """Brings this process's updates to the copy; whether it is what the store was at the last look then."""
+        with self._lock:
+            updated, self._updated = self._updated, []
+            if 4 * sum(len(rows) for rows in updated) > self._rows:
+                return False  # copied as fast
+            if updated:
+                rows = np.unique(np.concatenate(updated))
+                priorities = self._store_priorities.priorities(rows)
+                self._total = self._target.plan.store.native.total_priority()
+        if updated:
+            on_device = self._target.upload([rows.astype(np.int64), priorities])
+            self._candidates.update(*on_device)
+        return bool(self._candidates.total_priority() == self._total)
 
     def _refresh(self) -> None:
         import torch
@@ -120,6 +289,12 @@ class DevicePriorities:
         from geartrain.device.kernels.candidates import DeviceCandidates
 
         self.refreshed += 1
+        self._candidates = None
+        with self._lock:
+            self._updated.clear()
+            self._follows = True  # what is updated from here on may be in the copy already, and reaches it again
+        if not self._copies:
+            self._copies = [self._target.device.empty((len(part),), torch.uint8) for part in self._parts]
         for copy, part in zip(self._copies, self._parts, strict=True):
             self._target.device.copy(copy, part)
         words, bits, rows = self._words(), self._copies[1], self._rows
@@ -133,4 +308,4 @@ class DevicePriorities:
         self._candidates = DeviceCandidates(priorities, selectable, sequence)
 
 
-__all__ = ["DevicePriorities", "pays", "why_not"]
+__all__ = ["CopyRule", "DevicePriorities", "why_not"]

@@ -34,9 +34,9 @@ SMALL_BATCH_BYTES = 1 << 20
 
 # Paths on which the device reads the segment itself.
 PINNED_PATHS = ("gather", "copy")
-# Bytes of a field's window, on average over the fields, from which "auto" has copy engines take them. An estimate: with
-# a microsecond a piece beside a link of 50 GB/s, pieces of this size are copied at half of its rate.
-SMALLEST_PIECE = 32 << 10
+# Bytes of a field's window, on average over the fields, from which "auto" has copy engines take them: as
+# gather_threshold.CROSSOVER_BYTES.
+SMALLEST_PIECE = 96 << 10
 
 
 def gather_plan_of(plan: FetchPlan, convert: Mapping[str, Convert], packed: bool) -> GatherPlan:

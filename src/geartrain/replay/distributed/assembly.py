@@ -27,6 +27,7 @@ from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError
 from geartrain.replay.batch import Batch
 from geartrain.replay.device.options import DeviceOptions, Path
+from geartrain.replay.device.priority_mirror import DevicePriorities
 from geartrain.replay.device.session import DeviceSession
 from geartrain.replay.device.target import DeviceTarget
 from geartrain.replay.distributed.assembly_device import DeviceAssembler, GatherAssembler, StagedAssembler
@@ -35,6 +36,7 @@ from geartrain.replay.distributed.assembly_nccl import NcclAssembler
 from geartrain.replay.distributed.read import RowBuffer
 from geartrain.replay.distributed.read_agreement import ReadAgreement
 from geartrain.replay.fetch_plan import FetchPlan
+from geartrain.replay.sampler import StoreSampler
 
 if TYPE_CHECKING:
     from geartrain.device.device import Device
@@ -52,6 +54,14 @@ class BatchAssembler(Protocol):
 
     def enter(self) -> None:
         """Called first on the thread that builds batches."""
+        ...
+
+    def open_mirrors(self, samplers: Sequence[StoreSampler]) -> Sequence[DevicePriorities | None]:
+        """For each store, the copy of this rank's shard on the device that draws may be made from; None without one.
+
+        Raises:
+            ArgumentError: select="device" was asked for, and a store's rows cannot be drawn there.
+        """
         ...
 
     def at_work(self) -> AbstractContextManager[None]:
@@ -120,8 +130,6 @@ def check_options(options: DeviceOptions, names: Sequence[str], has_peers: bool)
     unknown = set(options.convert) - set(names)
     if unknown:
         raise ArgumentError(f"`convert` names {sorted(unknown)}, the batch has {list(names)}")
-    if options.select == "device":
-        raise ArgumentError("select='device' was asked for, but over several ranks rows are chosen on the host")
     if options.path == "copy":
         raise ArgumentError("path='copy' was asked for, but over several ranks rows are gathered or staged")
     if has_peers and (options.path == "gather" or options.exchange == "nccl"):

@@ -15,7 +15,9 @@ from geartrain.core.keys import Keys
 from geartrain.core.schema import round_up
 from geartrain.replay.batch import Batch
 from geartrain.replay.device.layout import arrangement, convert_rows, scatter_lines
+from geartrain.replay.device.mirrors import Mirrors
 from geartrain.replay.device.options import DeviceOptions
+from geartrain.replay.device.priority_mirror import DevicePriorities
 from geartrain.replay.device.session import DeviceSession
 from geartrain.replay.device.staging import StagingBuffer
 from geartrain.replay.device.target import DeviceTarget, gather_plan_of
@@ -26,6 +28,7 @@ from geartrain.replay.distributed.rank_group import Bytes
 from geartrain.replay.distributed.read import ReadResult, RowBuffer
 from geartrain.replay.distributed.transition_rows import ReadDraws
 from geartrain.replay.fetch_plan import FetchPlan
+from geartrain.replay.sampler import StoreSampler
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +56,13 @@ class DeviceAssembler(HostAssembler):
         self.targets = targets
         self.options = options
         self.why = why
+        self.mirrors: Mirrors | None = None
+
+    def open_mirrors(self, samplers: Sequence[StoreSampler]) -> Sequence[DevicePriorities | None]:
+        """See `BatchAssembler`."""
+        targets = self.targets if self.path == "gather" else []
+        self.mirrors = Mirrors(samplers, targets, self.options, over_ranks=True)
+        return self.mirrors.copies
 
     def enter(self) -> None:
         """See `BatchAssembler`."""
@@ -81,8 +91,12 @@ class DeviceAssembler(HostAssembler):
 
     def describe(self) -> list[dict[str, Any]]:
         """See `BatchAssembler`."""
-        chosen = {"path": self.path, "why": self.why, "select": "host: over several ranks", "exchange": "host"}
-        return [{"store": one.plan.store.name, **one.describe(), **chosen} for one in self.targets]
+        chosen = {"path": self.path, "why": self.why, "exchange": "host"}
+        selects = ["host"] * len(self.targets) if self.mirrors is None else self.mirrors.describe()
+        return [
+            {"store": one.plan.store.name, **one.describe(), **chosen, "select": select}
+            for one, select in zip(self.targets, selects, strict=False)
+        ]
 
     def close(self) -> None:
         """See `BatchAssembler`. Waits for the stream, and unpins."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,10 @@ from geartrain.replay.distributed.rank_group import Bytes, Message
 from geartrain.replay.distributed.read import RowBuffer
 from geartrain.replay.distributed.read_agreement import ReadAgreement
 from geartrain.replay.fetch_plan import FetchedRows, FetchPlan
+from geartrain.replay.sampler import StoreSampler
+
+if TYPE_CHECKING:
+    from geartrain.replay.device.priority_mirror import DevicePriorities
 
 # A rank that reads rows for this one, and their places in this rank's batch.
 Incoming = tuple[int, NDArray[np.int64]]
@@ -30,6 +34,10 @@ class HostAssembler:
 
     def enter(self) -> None:
         """See `BatchAssembler`."""
+
+    def open_mirrors(self, samplers: Sequence[StoreSampler]) -> Sequence[DevicePriorities | None]:
+        """See `BatchAssembler`. Rows are drawn on the host."""
+        return [None for _ in samplers]
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:

@@ -4,7 +4,8 @@ For every batch all ranks take the same steps, in the same order (GEAR, sections
 
     1. status      every rank's step, fingerprint, row counts and totals (draw.py)                     all-gather
     2. priorities  priority updates go to the leaders of their rows' shards, with the status           only if any
-    3. draw        each rank computes which shard owns each draw; its ranks look the rows up           all-gather
+    3. draw        each rank computes which shard owns each draw; its ranks look the rows up,          all-gather
+                   in shared memory or in a copy of the priorities on a GPU (device/mirrors.py)
     4. assign      draws to replicas (consumers) and ranks (readers) (batch_assignment.py)             none
     5. read        rows from shared memory, into the batch or into messages (read.py)                  none
     6. exchange    one row message per pair of ranks that has rows to move, of a size both know        the surplus
@@ -155,6 +156,7 @@ class DistributedBatchBuilder:
 
         def open_mine() -> None:
             self.assembler = self._open_assembler(fields, options, members, config.timeout_s)
+            self._sampler.mirrors = self.assembler.open_mirrors(samplers)
 
         try:
             run_on_all_ranks(group, open_mine)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,10 @@ from geartrain.selection.sharded import (
     total_of,
 )
 from geartrain.selection.sharded_order import offer_of, offer_shape, offered_after
-from geartrain.selection.strategy import ORDERS, with_min_length
+from geartrain.selection.strategy import ORDERS, Candidates, with_min_length
+
+if TYPE_CHECKING:
+    from geartrain.replay.device.priority_mirror import DevicePriorities
 
 T = TypeVar("T")
 
@@ -95,6 +98,7 @@ class ShardedSampler:
 
     Attributes:
         fingerprint: see above.
+        mirrors: for each store, a copy of this rank's shard that its draws may be made from; None where there is none.
         cursors: for each store, the last sequence number that a redraw on this rank has used, for FIFO; 0 for none.
     """
 
@@ -103,6 +107,9 @@ class ShardedSampler:
         self.members = members
         self.cursors = [0 for _ in samplers]
         self.fingerprint = fingerprint
+        self.mirrors: Sequence[DevicePriorities | None] = [None for _ in samplers]
+        # What this batch is drawn from: the shards themselves, or their copies.
+        self._candidates = [sampler.candidates for sampler in samplers]
         self._status = rank_status(len(samplers))
         # Stores whose draws begin with their shards' totals.
         self._by_totals = [is_independent(each.strategy) for each in samplers]
@@ -177,7 +184,7 @@ class ShardedSampler:
     ) -> Agreed:
         """Every rank's status, with the offers of the shards that it leads, and applies the updates of all ranks."""
         members = self.members
-        mine, parts = self._status_of(step, updates), parts_of(members, updates)
+        mine, parts = self._status_of(step, updates, quotas), parts_of(members, updates)
         offers: list[NDArray[np.uint64] | None] = [None for _ in self.samplers]
         # Offers and updates travel with the status. Beyond ranks that send directly offers have a round of their own.
         heads = [flat_bytes(mine)]
@@ -207,6 +214,9 @@ class ShardedSampler:
             for number, sampler in enumerate(self.samplers):
                 sampler.follow_alpha(step, apply=members.leads(number))
             apply_updates(self.samplers, parts)
+            for sampler, candidates, mirror in zip(self.samplers, self._candidates, self.mirrors, strict=True):
+                if mirror is not None and candidates is not sampler.candidates:
+                    mirror.follow()
             updates.clear()  # they are not sent again when this batch fails
         return Agreed(status, changed, offers)
 
@@ -220,8 +230,8 @@ class ShardedSampler:
         traits = with_min_length(sampler.traits, sampler.min_length)
         return offer_of(traits, sampler.candidates, quota, after)
 
-    def _status_of(self, step: int, updates: Sequence[PriorityUpdate]) -> NDArray[Any]:
-        """This rank's status, (1,)."""
+    def _status_of(self, step: int, updates: Sequence[PriorityUpdate], quotas: Sequence[int]) -> NDArray[Any]:
+        """This rank's status, (1,). Chooses what the batch is drawn from."""
         mine = np.zeros(1, self._status)
         mine["fingerprint"], mine["step"] = self.fingerprint, step
         # An update of no rows counts, too: as without a group, alpha follows its schedule with it.
@@ -231,10 +241,19 @@ class ShardedSampler:
             if self.members.leads(number):
                 sampler.expire()
             self._release(number)  # all ranks have read the rows of the batch before, or never will
-            total = total_of(sampler.strategy, sampler.candidates) or 0
+            self._candidates[number] = self._begin(number, quotas[number])
+            total = total_of(sampler.strategy, self._candidates[number]) or 0
             rows, sequence = native.committed_count(), native.next_sequence()
             mine["stores"][0, number] = (rows, sequence, self.cursors[number], total)
         return mine
+
+    def _begin(self, number: int, quota: int) -> Candidates:
+        """This rank's shard of a store, or the copy of it that costs less for its part of so many draws."""
+        candidates, mirror = self.samplers[number].candidates, self.mirrors[number]
+        if mirror is None or quota == 0:
+            return candidates
+        mine = -(-quota // len(self.members.stores[number].ranks))
+        return candidates.with_native(mirror) if mirror.begin(mine) else candidates
 
     def send_parts(self, parts: Sequence[Bytes]) -> list[Bytes]:
         """Sends each rank its part, a status and what follows it: as `RankGroup.all_to_all`. Collective.
@@ -282,7 +301,7 @@ class ShardedSampler:
             return None
         sampler, store = self.samplers[number], self.members.stores[number]
         shard = Shard(
-            sampler.candidates,
+            self._candidates[number],
             store.of_rank[self.members.group.rank],
             len(store.ranks),
             functools.partial(self.members.all_gather_shards, number),

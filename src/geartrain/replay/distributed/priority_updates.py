@@ -64,10 +64,11 @@ def _apply(sampler: StoreSampler, updates: NDArray[Any]) -> None:
             updates[name][~there] = 0
     rows, generations, steps = (np.ascontiguousarray(updates[name]) for name in ("row", "generation", "step"))
     priorities = raised(np.ascontiguousarray(updates["priority"]), sampler.alpha)
+    native = store.native
     if store.per_step:
-        store.native.update_step_priorities(rows, generations, steps, priorities)
+        native.update_step_priorities(rows, generations, steps, priorities)
     else:
-        store.native.update_priorities(rows, generations, priorities)
+        sampler.change_priorities(rows, lambda: int(native.update_priorities(rows, generations, priorities)))
 
 
 def _pack(members: Members, updates: Sequence[PriorityUpdate], shards: Sequence[NDArray[np.int64]]) -> NDArray[Any]:
