@@ -30,14 +30,10 @@ uint64_t field_bytes(const FieldRecord& field, uint32_t steps) {
   return field.timed != 0 ? step_bytes(field) * steps : field.block_bytes;
 }
 
-class Gather {
+class Gather : RowWindows {
  public:
   Gather(const Store& store, const FetchRequest& request)
-      : store_(store),
-        request_(request),
-        windows_(store, request),
-        steps_(windows_.steps()),
-        stream_(batch_bytes(store, request) >= stream_from()) {
+      : RowWindows(store, request), stream_(batch_bytes(store, request) >= stream_from()) {
     for (const FetchField& field : request.fields) {
       const FieldRecord& record = store.fields()[field.field];
       columns_.push_back({store.block(field.field, 0), field.out, record.stride, record.block_bytes,
@@ -76,7 +72,7 @@ class Gather {
 
   void ask_for(size_t i) const {
     const uint32_t row = request_.rows[i];
-    const RowWindows::Window window = windows_.widest(i, windows_.length_of(row));
+    const Window window = widest(i, length_of(row));
     for (const Column& column : columns_) {
       const std::byte* const from = column.from + row * column.stride;
       if (column.step_bytes == 0) {
@@ -85,8 +81,7 @@ class Gather {
         prefetch_piece(from + window.start * column.step_bytes, window.count * column.step_bytes);
       }
     }
-    const EpisodeMarks& marks = windows_.marks();
-    if (marks) __builtin_prefetch(marks.column + row * marks.stride + window.start + std::max(window.count, 1U) - 1);
+    if (marks_) __builtin_prefetch(marks_.column + row * marks_.stride + window.start + std::max(window.count, 1U) - 1);
   }
 
   bool row(size_t i) const {
@@ -99,8 +94,8 @@ class Gather {
   void copy(size_t i) const {
     const uint32_t row = request_.rows[i];
     const RowStatus& status = store_.status()[row];
-    const uint32_t length = windows_.length_of(row);
-    const auto [start, count, at] = windows_.window_of(i, length);
+    const uint32_t length = length_of(row);
+    const auto [start, count, at] = window_of(i, length);
     const size_t place = request_.places.empty() ? i : request_.places[i];
     for (const Column& column : columns_) {
       const std::byte* const from = column.from + row * column.stride;
@@ -124,10 +119,6 @@ class Gather {
     if (!request_.versions.empty()) request_.versions[i] = status.version.load(std::memory_order_relaxed);
   }
 
-  const Store& store_;
-  const FetchRequest& request_;
-  const RowWindows windows_;
-  const uint32_t steps_;
   const bool stream_;
   std::vector<Column> columns_;  // of the fields that are asked for
 };

@@ -9,29 +9,28 @@
 namespace geartrain {
 namespace {
 
-void count_torn(const Store& store, uint64_t torn) {
+void count_torn_pieces(const Store& store, uint64_t torn) {
   if (torn != 0 && !store.read_only()) store.control().counters.torn.fetch_add(torn, std::memory_order_relaxed);
 }
 
-class Locator {
+class Locator : RowWindows {
  public:
-  Locator(const Store& store, const PieceRequest& request)
-      : store_(store), request_(request), windows_(store, request.rows) {}
+  Locator(const Store& store, const PieceRequest& request) : RowWindows(store, request.rows), pieces_(request) {}
 
   PieceCounts all() {
-    for (size_t i = 0; i < request_.rows.rows.size(); ++i) row(i);
+    for (size_t i = 0; i < request_.rows.size(); ++i) row(i);
     return counts_;
   }
 
  private:
   void row(size_t i) {
-    const FetchRequest& rows = request_.rows;
-    const uint32_t number = rows.rows[i], steps = windows_.steps();
+    const FetchRequest& rows = request_;
+    const uint32_t number = rows.rows[i], steps = steps_;
     RowCopy copy(store_, number, rows.generations[i]);
     const bool there = copy.begin();
-    const uint32_t length = there ? windows_.length_of(number) : 0;
-    const RowWindows::Window window = windows_.window_of(i, length);
-    request_.contents[i] = copy.content();
+    const uint32_t length = there ? length_of(number) : 0;
+    const Window window = window_of(i, length);
+    pieces_.contents[i] = copy.content();
     rows.torn[i] = !there;
     rows.starts[i] = static_cast<int32_t>(window.start);
     rows.lengths[i] = static_cast<int32_t>(length);
@@ -46,7 +45,7 @@ class Locator {
     const uint64_t place = rows.places.empty() ? i : rows.places[i];
     for (size_t f = 0; f < rows.fields.size(); ++f) {
       const FieldRecord& field = store_.fields()[rows.fields[f].field];
-      const uint64_t from = field.offset + number * field.stride, to = request_.offsets[f];
+      const uint64_t from = field.offset + number * field.stride, to = pieces_.offsets[f];
       if (field.timed == 0) {
         piece(to + place * field.block_bytes, from, field.block_bytes);
         continue;
@@ -61,24 +60,22 @@ class Locator {
 
   void piece(uint64_t to, uint64_t from, uint64_t bytes) {
     if (bytes == 0) return;
-    request_.to[counts_.pieces] = to;
-    request_.from[counts_.pieces] = from;
-    request_.bytes[counts_.pieces++] = bytes;
+    pieces_.to[counts_.pieces] = to;
+    pieces_.from[counts_.pieces] = from;
+    pieces_.bytes[counts_.pieces++] = bytes;
   }
 
   void gap(uint64_t at, uint64_t bytes) {
     if (bytes == 0) return;
-    request_.gap_at[counts_.gaps] = at;
-    request_.gap_bytes[counts_.gaps++] = bytes;
+    pieces_.gap_at[counts_.gaps] = at;
+    pieces_.gap_bytes[counts_.gaps++] = bytes;
   }
 
-  const Store& store_;
-  const PieceRequest& request_;
-  const RowWindows windows_;
+  const PieceRequest& pieces_;
   PieceCounts counts_;
 };
 
-void check(const Store& store, const PieceRequest& request) {
+void check_pieces(const Store& store, const PieceRequest& request) {
   const FetchRequest& rows = request.rows;
   const size_t n = rows.rows.size(), pieces = n * rows.fields.size();
   for (const FetchField& field : rows.fields) {
@@ -105,9 +102,9 @@ void check(const Store& store, const PieceRequest& request) {
 }  // namespace
 
 PieceCounts locate_pieces(const Store& store, const PieceRequest& request) {
-  check(store, request);
+  check_pieces(store, request);
   const PieceCounts found = Locator(store, request).all();
-  count_torn(store, found.torn);
+  count_torn_pieces(store, found.torn);
   return found;
 }
 
@@ -126,7 +123,7 @@ uint64_t find_changed(const Store& store, std::span<const uint32_t> rows, std::s
     torn[i] = 1;
     ++found;
   }
-  count_torn(store, found);
+  count_torn_pieces(store, found);
   return found;
 }
 

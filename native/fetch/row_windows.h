@@ -11,8 +11,9 @@
 
 namespace geartrain {
 
+// A base of what goes through a request's rows.
 class RowWindows {
- public:
+ protected:
   // The steps [start, start + count) of a row go to [at, at + count) of the batch.
   struct Window {
     uint32_t start, count, at;
@@ -24,10 +25,6 @@ class RowWindows {
         steps_(request.window != 0 ? request.window : store.header().max_length) {
     if (request.within_episodes && request.window != 0) marks_ = store.episode_marks();
   }
-
-  // Of a row in the batch.
-  uint32_t steps() const { return steps_; }
-  const EpisodeMarks& marks() const { return marks_; }
 
   // As it is now; a row's window and its copy go by one reading of it.
   uint32_t length_of(uint32_t row) const {
@@ -66,10 +63,9 @@ class RowWindows {
     return window;
   }
 
- private:
   const Store& store_;
   const FetchRequest& request_;
-  const uint32_t steps_;
+  const uint32_t steps_;  // of a row in the batch
   EpisodeMarks marks_;
 };
 

@@ -12,6 +12,7 @@ import tagged
 from device_batches import check_same, filled_store
 
 import geartrain as gt
+import geartrain.replay.device.gather_threshold as threshold
 import geartrain.replay.device.target as target
 from geartrain.errors import ArgumentError, PinError
 from geartrain.replay.device import Convert, DeviceOptions
@@ -108,7 +109,7 @@ def test_padding_is_zero_wherever_it_is(store: gt.Store) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_mixtures_are_copied(store_name: Callable[[], str], packed: bool) -> None:
     device = SimulatedDevice(3)
-    fields = {"x": gt.Field((4000,), "float32")}
+    fields = {"x": gt.Field((8000,), "float32")}
     rng = np.random.default_rng(0)
     with (
         gt.Store.create(store_name(), fields, max_length=9, capacity=20) as one,
@@ -116,7 +117,7 @@ def test_mixtures_are_copied(store_name: Callable[[], str], packed: bool) -> Non
     ):
         for each in (one, other):
             n, steps = each.capacity, each.max_length
-            each.insert({"x": rng.random((n, steps, 4000), dtype="f")}, lengths=rng.integers(1, steps + 1, n))
+            each.insert({"x": rng.random((n, steps, 8000), dtype="f")}, lengths=rng.integers(1, steps + 1, n))
         mixture = Mixture([0.6, 0.4], [Uniform(seed=1), Prioritized(seed=2, beta=1.0)])
         convert = {"x": Convert("bfloat16")} if packed else {}
         options = DeviceOptions(device, convert=convert, packed=packed, path="copy")
@@ -147,7 +148,10 @@ def test_large_rows_are_copied_where_they_can_be_pinned_and_have_large_pieces(
                 return about["path"], about["why"]
 
         assert chosen(SimulatedDevice(1))[0] == "copy"
-        assert "160000 bytes are larger than the crossover of 98304" in chosen(SimulatedDevice(1))[1]
+        assert (
+            f"160000 bytes are larger than the crossover of {threshold.CROSSOVER_BYTES}"
+            in chosen(SimulatedDevice(1))[1]
+        )
         assert chosen(SimulatedDevice(1), crossover_bytes=200_000)[0] == "gather"
         assert chosen(SimulatedDevice(1), path="copy", crossover_bytes=200_000) == ("copy", "it was asked for")
         with caplog.at_level(logging.WARNING, "geartrain.replay.device"):
