@@ -283,7 +283,7 @@ def test_what_cannot_be_pinned_is_staged_and_says_so(
 
 
 def test_the_chooser_goes_by_bytes_of_a_row(store: gt.Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As the program says, or the environment, or what was measured here, or at last by an estimate; in that order."""
+    """As the program says, or the environment, or what was measured here, or at last by default; in that order."""
     device = SimulatedDevice(1)
     monkeypatch.setattr(target, "SMALL_BATCH_BYTES", 0)
 
@@ -295,7 +295,7 @@ def test_the_chooser_goes_by_bytes_of_a_row(store: gt.Store, monkeypatch: pytest
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(crossover.VARIABLE, raising=False)
     assert chosen()[0] == "gather"
-    assert f"{gather_threshold.CROSSOVER_BYTES} (an estimate" in chosen()[1]
+    assert f"{gather_threshold.CROSSOVER_BYTES} (as an H100 has it" in chosen()[1]
     crossover.remember("another", 5000)
     assert crossover.remember(device.model, 100, command="a bench") == tmp_path / "geartrain" / "crossover.json"
     assert chosen()[0] == "gather", "fields of these rows are too small to be copied one by one"

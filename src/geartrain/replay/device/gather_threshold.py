@@ -6,7 +6,7 @@
     {"NVIDIA H200": {"crossover_bytes": 1048576, "command": "...", "when": "..."}}
 
 Taken is, in this order: `DeviceOptions(crossover_bytes=...)`, GEARTRAIN_CROSSOVER_BYTES, that file, and at last
-`CROSSOVER_BYTES`, which is an estimate. `replay.describe()` says which it was.
+`CROSSOVER_BYTES`, after an H100. `replay.describe()` says which it was.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def crossover(asked: int | None, device: str) -> tuple[int, str]:
     if isinstance(found, dict):
         with contextlib.suppress(ValueError):
             return whole_entry(found, "crossover_bytes", 0, 2**63 - 1), "as measured on this machine"
-    return CROSSOVER_BYTES, "an estimate; `geartrain bench fetch --device cuda` measures it"
+    return CROSSOVER_BYTES, "as an H100 has it; `geartrain bench fetch --device cuda` measures it"
 
 
 def remember(device: str, crossover_bytes: int, **about: Any) -> Path:
