@@ -378,18 +378,19 @@ bool ShareOwner::next_local(Place place, uint32_t rank, OutFrame* frame) {
   return true;
 }
 
-// The window over all that is under way; and within an operation all ranks move on together, so that none is served
-// last, in both directions: numbers that run ahead fill the queue in which reports of what is received wait, and the
-// links' two directions take turns.
+// The window over all that is under way, of which every rank that the operation is for has its part, opened or not: one
+// that opens last finds it free, while the others' data are in flight. And within an operation all ranks move on
+// together, so that none is served last, in both directions: numbers that run ahead fill the queue in which reports of
+// what is received wait, and the links' two directions take turns.
 bool ShareOwner::may_send(uint64_t operation, const OwnedShare& share, uint32_t rank) const {
   const uint64_t window = host_.window()->bytes();
   if (under_way_ != 0 && under_way_ + chunk_ > window) return false;
   double least = host_.received(operation), all = 0;
   for (uint32_t other = 0; other < world_; ++other) {
-    if (other == self_ || !share.opened[other] || share.wanted[other] == 0 || share.reads[other]) continue;
-    const auto wanted = static_cast<double>(share.wanted[other]);
-    least = std::min(least, static_cast<double>(share.received[other]) / wanted);
+    if (other == self_ || share.sends[other].count == 0 || share.reads[other]) continue;
+    const auto wanted = static_cast<double>(share.sends[other].count * bytes_of(share.shape.dtype));
     all += wanted;
+    if (share.opened[other]) least = std::min(least, static_cast<double>(share.received[other]) / wanted);
   }
   const double until = (least + static_cast<double>(window) / all) * static_cast<double>(share.wanted[rank]);
   return static_cast<double>(share.sent[rank]) <= until;

@@ -291,6 +291,33 @@ TEST(a_rank_sends_no_more_than_a_window_ahead_of_what_it_gets_itself) {
   CHECK_EQ(rank.times_served, uint64_t{1});
 }
 
+// A window that those who came first had filled was a queue in front of the one that came last, whose link was idle.
+TEST(a_rank_that_opens_last_finds_its_part_of_the_window_free) {
+  constexpr uint64_t kBytes = 1 << 20, kWindow = 1 << 20;
+  Array numbers(kBytes);
+  const Shape shape{4 * kBytes, Dtype::uint8, Dtype::uint8, Op::sum, 0, Collective::all_gather, 0};
+  Alone rank(4);
+  rank.owner.send_local(0, shape, std::vector<Segment>(4, {numbers.data(), kBytes}), 0);
+  uint64_t sent[4] = {};
+  const auto send = [&] {
+    OutFrame frame;
+    for (bool any = true; std::exchange(any, false);) {
+      for (uint32_t to = 1; to < 4; ++to) {
+        if (!rank.owner.next(to, &frame)) continue;
+        sent[to] += frame.header.bytes;
+        any = true;
+      }
+    }
+  };
+  for (uint32_t to = 1; to < 4; ++to) {
+    rank.owner.open(to, 0, open_of(shape, kBytes, 0));
+    send();
+    for (uint32_t other = 1; other <= to; ++other) {
+      CHECK(sent[other] > kWindow / 4 && sent[other] <= kWindow / 3 + kChunkBytes);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace geartrain
 
