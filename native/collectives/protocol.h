@@ -67,6 +67,7 @@ constexpr uint32_t kCollectiveVersion = 6;
 constexpr uint32_t kMostMembers = 4096;       // ranks and reducers of a group
 constexpr uint32_t kMostControlBytes = 4096;  // of a payload that is not data
 constexpr uint32_t kChunkBytes = 16 << 10;    // what is reduced at once, and the most that one frame carries
+constexpr uint64_t kFirstBytes = 4 << 10;     // of a share, reduced before its first chunk is there
 constexpr uint64_t kExposedBytes = 1 << 20;   // the most that is read from another process at once
 
 enum class FrameKind : uint16_t {

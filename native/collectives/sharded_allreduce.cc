@@ -52,8 +52,8 @@ ShardedAllreduce::ShardedAllreduce(ChunkBufferPool& blocks, Host& host, std::vec
       shares_(std::move(shares)),
       self_(self),
       chunk_(chunk_bytes(owners_of(shares_))),
-      // Every owner gets two turns of two chunks at least: a rotation over all of them then fits in.
-      window_(std::max<uint64_t>(kLeastWindow, 4 * chunk_ * owners_of(shares_)), window_bytes),
+      // Every owner gets a turn of two chunks at least.
+      window_(std::max<uint64_t>(kLeastWindow, 2 * chunk_ * owners_of(shares_)), window_bytes),
       unsent_(shares_.size()) {
   for (uint32_t owner = 0; owner < shares_.size(); ++owner) {
     if (shares_[owner] > 0 && owner != self_) others_.push_back(owner);
@@ -137,6 +137,13 @@ void ShardedAllreduce::divide(Operation* operation) const {
 }
 
 void ShardedAllreduce::start() {
+  first_turn_ = true;
+  ask_all();
+  first_turn_ = false;
+  ask_all();
+}
+
+void ShardedAllreduce::ask_all() {
   for (size_t i = 0; i < others_.size(); ++i) host_.parts_for(others_[(self_ + i) % others_.size()]);
 }
 
@@ -216,7 +223,9 @@ bool ShardedAllreduce::next(uint32_t owner, OutFrame* frame) {
       probe_.hold_up();
       return false;
     }
-    const uint64_t bytes = std::min(chunk_, part.bytes - part.sent);
+    if (first_turn_ && part.sent != 0) return false;
+    const uint64_t most = first_turn_ && part.bytes > chunk_ ? kFirstBytes : chunk_ - part.sent % chunk_;
+    const uint64_t bytes = std::min(most, part.bytes - part.sent);
     frame->header = frame_of(FrameKind::part, operation.number, part.sent, bytes);
     frame->data = part.from + part.sent / bytes_of(shape.wire) * bytes_of(shape.dtype);
     if (shape.wire != shape.dtype) {
@@ -342,7 +351,7 @@ void ShardedAllreduce::gained(Operation& operation, uint32_t owner, uint64_t byt
   delivered_ += bytes;
   probe_.returned(operation.number, owner, part.got, delivered_, &window_);
   if (part.got == std::max(part.bytes, part.back)) done(operation, part);
-  start();
+  ask_all();
 }
 
 void ShardedAllreduce::done(Operation& operation, Part& part) {

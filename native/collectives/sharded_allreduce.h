@@ -8,6 +8,10 @@
 //
 // * The first owner rotates with the rank, and all ranks move on to the next after a turn, so that at no time all ranks
 //   send to one owner.
+// * The first turn of an operation is a small piece for every owner, which reduces it before the rest of its first
+// chunk
+//   is there (share_owner.h): no result comes back before all owners before this one have had their turn, of every
+//   rank, and what is longer than TCP's first window (14 KB, also after a pause) takes a round trip more.
 // * One window over the whole array, in lock step: with the results of a fraction f of the array back from *all*
 //   owners, no share goes beyond f + window/bytes. The results are the credits. Without it TCP would give unequal
 //   shares equal rates, and the last one would end alone. The window also bounds what an owner holds.
@@ -121,6 +125,7 @@ class ShardedAllreduce {
 
   void divide(Operation* operation) const;
   void open(uint32_t owner, Operation& operation);
+  void ask_all();  // for what there may be for the owners
   Operation* find(uint64_t number);
   const Operation* find(uint64_t number) const { return const_cast<ShardedAllreduce*>(this)->find(number); }
   void done(Operation& operation, Part& part);
@@ -141,8 +146,9 @@ class ShardedAllreduce {
   uint64_t stream_ = 0;           // where the next operation begins
   uint64_t begun_ = 0;
   uint32_t settled_ = 0;
-  uint64_t delivered_ = 0;  // bytes of results so far
-  ChunkBufferRef staging_;  // where a result of another type arrives
+  uint64_t delivered_ = 0;   // bytes of results so far
+  bool first_turn_ = false;  // of an operation, for ask_all()
+  ChunkBufferRef staging_;   // where a result of another type arrives
   DelayProbe probe_;
 };
 

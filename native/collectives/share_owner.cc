@@ -199,7 +199,8 @@ void ShareOwner::took(uint32_t rank, const WireHeader& part) {
   OwnedShare& share = place->second;
   share.received[rank] += part.bytes;
   held_[rank] += part.bytes;
-  if (share.received[rank] % chunk_ == 0 || share.received[rank] == share.bytes) advance(place);
+  const uint64_t at = share.received[rank];
+  if (at % chunk_ == 0 || at == share.bytes || (at < chunk_ && at % kFirstBytes == 0)) advance(place);
 }
 
 // --- reducing -------------------------------------------------------------------------------------------------------
@@ -217,8 +218,8 @@ void ShareOwner::advance(Place place) {
   if (share.waits) return;
   bool any = false, read_all = true;
   for (uint64_t turn = 0; share.reduced < size;) {
-    const uint64_t bytes = std::min(exposure_.piece(share), size - share.reduced);
-    if (there < share.reduced + bytes) break;
+    const uint64_t bytes = next_piece(share, there);
+    if (bytes == 0) break;
     if (turn >= kTurnBytes && share.exposed != nullptr) {
       share.waits = true;
       host_.go_on();
@@ -254,9 +255,22 @@ void ShareOwner::advance(Place place) {
   }
 }
 
+// How much is reduced next, of what is there: a chunk, or less of the first one.
+uint64_t ShareOwner::next_piece(const OwnedShare& share, uint64_t there) const {
+  const uint64_t left = chunk_ - share.reduced % chunk_;
+  const uint64_t piece =
+      std::min(share.exposed != nullptr ? exposure_.piece(share) : left, share.bytes - share.reduced);
+  if (there >= share.reduced + piece) return piece;
+  if (share.reduced >= chunk_ || share.exposed != nullptr || share.relayed()) return 0;
+  return (there - share.reduced) / kFirstBytes * kFirstBytes;
+}
+
 bool ShareOwner::reduce_chunk(uint64_t number, OwnedShare& share, uint64_t bytes) {
   const Shape& shape = share.shape;
   const uint64_t at = share.reduced, count = bytes / bytes_of(shape.wire);
+  const uint64_t within = share.exposed == nullptr ? at % chunk_ : 0;
+  const bool keeps =
+      share.exposed == nullptr && shape.collective != Collective::reduce_scatter && (world_ > 1 || self_ == kNoRank);
   ChunkBufferRef result;
   std::byte* into = nullptr;
   if (share.relayed()) {
@@ -270,7 +284,7 @@ bool ShareOwner::reduce_chunk(uint64_t number, OwnedShare& share, uint64_t bytes
     for (uint32_t rank = 0; rank < world_; ++rank) {
       if (inputs[rank] != nullptr) continue;
       if (rank != self_) {
-        inputs[rank] = share.inputs[rank].front().data();
+        inputs[rank] = share.inputs[rank].front().data() + within;
         continue;
       }
       inputs[rank] = share.local + at / bytes_of(shape.wire) * bytes_of(shape.dtype);
@@ -279,22 +293,19 @@ bool ShareOwner::reduce_chunk(uint64_t number, OwnedShare& share, uint64_t bytes
       convert(shape.dtype, inputs[rank], shape.wire, own.data(), count);
       inputs[rank] = own.data();
     }
-    if (share.exposed == nullptr) result = ChunkBufferRef(blocks_);
-    into = share.exposed == nullptr ? result.data() : share.exposed + at;
+    if (share.exposed == nullptr) result = keeps && within != 0 ? share.results.back() : ChunkBufferRef(blocks_);
+    into = share.exposed == nullptr ? result.data() + within : share.exposed + at;
     reduce(shape.op, shape.wire, inputs, into, count, shape.whole ? shape.whole->world : 0);
     for (uint32_t rank = 0; rank < world_; ++rank) {
       if (rank == self_ || share.addresses[rank] != 0) continue;
-      share.inputs[rank].pop_front();
+      if ((at + bytes) % chunk_ == 0 || at + bytes == share.bytes) share.inputs[rank].pop_front();
       held_[rank] -= bytes;
     }
     reduced_bytes_ += bytes * world_;
   }
   share.reduced += bytes;
-  if (share.exposed == nullptr && shape.collective != Collective::reduce_scatter && (world_ > 1 || self_ == kNoRank)) {
-    share.results.push_back(result);
-  } else {
-    share.results_from += chunk_;
-  }
+  if (within == 0 && keeps) share.results.push_back(result);
+  if (within == 0 && !keeps) share.results_from += chunk_;
   if (share.relayed()) forget_sent(share);  // there may be no recipients
   // Last: the receiver may request the next piece at once.
   if (self_ != kNoRank) host_.deliver(number, at, {into, bytes});
@@ -335,9 +346,9 @@ bool ShareOwner::next(uint32_t rank, OutFrame* frame) {
       if (!share.reads[rank] && share.sent[rank] == share.bytes) end(place, rank);
       return true;
     }
-    const uint64_t bytes = std::min(chunk_, share.bytes - at);
+    const uint64_t within = at % chunk_, bytes = std::min(chunk_ - within, share.reduced - at);
     ChunkBufferRef& block = share.results[(at - share.results_from) / chunk_];
-    *frame = {frame_of(FrameKind::result, place->first, at, bytes), block.data(), block};
+    *frame = {frame_of(FrameKind::result, place->first, at, bytes), block.data() + within, block};
     frame->header.settled = settled();
     share.sent[rank] += bytes;
     const bool relayed = share.relayed();

@@ -2,8 +2,9 @@
 // to all. The same code on a rank and in a reducer.
 //
 // Numbers come in chunks. As soon as a chunk has arrived from every rank it is reduced, whatever order the chunks came
-// in, and can be sent back while the next one is in flight. A rank never runs more than a window ahead of the results
-// it got, so an owner holds a window of every rank and not their arrays; anything beyond is refused.
+// in, and can be sent back while the next one is in flight; of the first one even a part, in multiples of kFirstBytes,
+// so that results set out as early as can be. A rank never runs more than a window ahead of the results it got, so an
+// owner holds a window of every rank and not their arrays; anything beyond is refused.
 //
 // A rank that owns a share passes its own numbers by address (open_local), without a copy, and gets its results by
 // Host::deliver.
@@ -102,6 +103,7 @@ class ShareOwner {
 
   Place find_or_make(uint32_t rank, uint64_t operation, const Shape& shape, uint64_t share_bytes);
   void advance(Place place);
+  uint64_t next_piece(const OwnedShare& share, uint64_t there) const;
   bool reduce_chunk(uint64_t number, OwnedShare& share, uint64_t bytes);
   void end(Place place, uint32_t rank);
   bool forget_sent(OwnedShare& share);

@@ -13,7 +13,9 @@ class Alone final : public ShareOwner::Host {
   explicit Alone(uint32_t world = 2, uint32_t self = 0)
       : owner(blocks_, *this, world, self, chunk_bytes(world), 1 << 20), has_results(world) {}
   void results_for(uint32_t rank) override { has_results[rank] = true; }
-  void deliver(uint64_t, uint64_t, std::span<const std::byte>) override {}
+  void deliver(uint64_t, uint64_t, std::span<const std::byte> result) override {
+    delivered.insert(delivered.end(), result.begin(), result.end());
+  }
   void served(uint64_t) override { ++times_served; }
   CongestionWindow* window() override { return &window_; }
   double received(uint64_t) const override { return arrived; }
@@ -34,6 +36,7 @@ class Alone final : public ShareOwner::Host {
   bool again = false;
   double arrived = 1;  // part of what this rank gets itself
   std::string said;
+  Array delivered;  // to this rank itself
 
  private:
   ChunkBufferPool blocks_;
@@ -315,6 +318,42 @@ TEST(a_rank_that_opens_last_finds_its_part_of_the_window_free) {
     for (uint32_t other = 1; other <= to; ++other) {
       CHECK(sent[other] > kWindow / 4 && sent[other] <= kWindow / 3 + kChunkBytes);
     }
+  }
+}
+
+// Whatever the ranks' pieces are: results go back before the first chunk is there, and are those of whole chunks.
+TEST(the_first_bytes_of_a_share_are_reduced_before_its_first_chunk_is_there) {
+  constexpr uint64_t kBytes = 2 * kChunkBytes + 1024;
+  const Shape shape = sum_of(kBytes / 4);
+  const Array expected = reference(0, 2, shape);
+  for (const Collective collective : {Collective::all_reduce, Collective::reduce_scatter}) {
+    Shape asked = shape;
+    asked.collective = collective;
+    Array own = numbers(0, Dtype::float32, kBytes / 4), theirs = numbers(1, Dtype::float32, kBytes / 4);
+    Alone rank(2);
+    rank.owner.open_local(0, asked, kBytes, own.data(), 0);
+    rank.owner.open(1, 0, open_of(asked, kBytes, 0));
+    uint64_t at = 0, back = 0;
+    for (const uint64_t bytes : {uint64_t{1000}, kFirstBytes - 1000, uint64_t{2 * kFirstBytes}, uint64_t{kFirstBytes},
+                                 uint64_t{kChunkBytes}, uint64_t{1024}}) {
+      const WireHeader part = frame_of(FrameKind::part, 0, at, bytes);
+      std::memcpy(rank.owner.room(1, part).data(), theirs.data() + at, bytes);
+      rank.owner.took(1, part);
+      at += bytes;
+      for (OutFrame frame; rank.owner.next(1, &frame);) {
+        if (collective == Collective::reduce_scatter) {
+          CHECK(static_cast<FrameKind>(frame.header.kind) == FrameKind::credit);
+          back = frame.header.offset;
+          continue;
+        }
+        CHECK_EQ(frame.header.offset, back);
+        CHECK(std::memcmp(frame.data, expected.data() + back, frame.header.bytes) == 0);
+        back += frame.header.bytes;
+      }
+      CHECK_EQ(back, at == 1000 ? 0 : at);
+    }
+    CHECK(rank.delivered == expected);
+    CHECK_EQ(rank.owner.operations(), uint64_t{1});
   }
 }
 
