@@ -114,9 +114,8 @@ void ShareOwner::send_local(uint64_t number, const Shape& shape, std::vector<Seg
   std::vector<uint32_t> waiting;  // not all ranks begin with the same one
   for (uint32_t i = 1; i < world_; ++i) {
     const uint32_t rank = (self_ + i) % world_;
-    if (!share.opened[rank]) continue;
-    if (!agrees(number, share, rank)) return;
-    waiting.push_back(rank);
+    if (share.opened[rank] && !agrees(number, share, rank)) return;
+    if (share.opened[rank] || host_.sends_eagerly(rank)) waiting.push_back(rank);
   }
   if (world_ == 1) {
     operations_.erase(place);
@@ -361,11 +360,17 @@ bool ShareOwner::next(uint32_t rank, OutFrame* frame) {
   return false;
 }
 
-// From the caller's memory, to a rank that has opened the operation.
+// From the caller's memory, to a rank that has opened the operation or will; the beginning of it where it has not yet.
 bool ShareOwner::next_local(Place place, uint32_t rank, OutFrame* frame) {
   OwnedShare& share = place->second;
-  if (!share.opened[self_] || !share.opened[rank]) return false;
-  const uint64_t at = share.sent[rank], all = share.wanted[rank];
+  if (!share.opened[self_]) return false;
+  const uint64_t at = share.sent[rank], all = share.sends[rank].count * bytes_of(share.shape.dtype);
+  const bool opened = share.opened[rank];
+  if (!opened) {
+    // Of one operation at a time; ranks open one after the other.
+    const bool first = place == operations_.begin() || std::prev(place)->second.opened[rank];
+    if (!first || all == 0 || at + chunk_ > kEagerBytes || !host_.sends_eagerly(rank)) return false;
+  }
   if (all == 0) {
     *frame = {frame_of(FrameKind::result, place->first, 0, 0), nullptr, {}};
     end(place, rank);
@@ -377,7 +382,7 @@ bool ShareOwner::next_local(Place place, uint32_t rank, OutFrame* frame) {
     return true;
   }
   if (!may_send(place->first, share, rank)) {
-    probe_.hold_up();
+    if (opened) probe_.hold_up();
     return false;
   }
   const uint64_t bytes = std::min(chunk_, all - at);
@@ -385,7 +390,7 @@ bool ShareOwner::next_local(Place place, uint32_t rank, OutFrame* frame) {
   frame->header.settled = settled();
   share.sent[rank] += bytes;
   under_way_ += bytes;
-  probe_.sent(place->first, rank, share.sent[rank], taken_);
+  if (opened) probe_.sent(place->first, rank, share.sent[rank], taken_);
   return true;
 }
 
@@ -403,7 +408,8 @@ bool ShareOwner::may_send(uint64_t operation, const OwnedShare& share, uint32_t 
     all += wanted;
     if (share.opened[other]) least = std::min(least, static_cast<double>(share.received[other]) / wanted);
   }
-  const double until = (least + static_cast<double>(window) / all) * static_cast<double>(share.wanted[rank]);
+  const auto bytes = static_cast<double>(share.sends[rank].count * bytes_of(share.shape.dtype));
+  const double until = (least + static_cast<double>(window) / all) * bytes;
   return static_cast<double>(share.sent[rank]) <= until;
 }
 
@@ -415,8 +421,8 @@ void ShareOwner::took_taken(uint32_t rank, const WireHeader& taken) {
     if (taken.offset == place->second.bytes) end(place, rank);
     return;
   }
-  if (place == operations_.end() || !place->second.shape.direct() || taken.offset <= place->second.received[rank] ||
-      taken.offset > place->second.sent[rank]) {
+  if (place == operations_.end() || !place->second.shape.direct() || !place->second.opened[rank] ||
+      taken.offset <= place->second.received[rank] || taken.offset > place->second.sent[rank]) {
     fail(ErrorKind::frame, "it took ", taken.offset, " bytes of operation ", taken.operation, ", which were not sent");
   }
   OwnedShare& share = place->second;

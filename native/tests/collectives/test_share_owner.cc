@@ -19,6 +19,7 @@ class Alone final : public ShareOwner::Host {
   void served(uint64_t) override { ++times_served; }
   CongestionWindow* window() override { return &window_; }
   double received(uint64_t) const override { return arrived; }
+  bool sends_eagerly(uint32_t) override { return eager; }
   void disagree(const std::string& text, std::vector<uint32_t>) override { said = text; }
   ReadExposed read(uint32_t, uint64_t address, std::span<std::byte> into) override {
     if (answer == ReadExposed::read) std::memcpy(into.data(), reinterpret_cast<const void*>(address), into.size());
@@ -33,7 +34,7 @@ class Alone final : public ShareOwner::Host {
 
   ReadExposed answer = ReadExposed::read;
   uint64_t times_read = 0, denied_from = ~uint64_t{0}, times_served = 0, parts_from = ~uint64_t{0};
-  bool again = false;
+  bool again = false, eager = false;
   double arrived = 1;  // part of what this rank gets itself
   std::string said;
   Array delivered;  // to this rank itself
@@ -318,6 +319,37 @@ TEST(a_rank_that_opens_last_finds_its_part_of_the_window_free) {
     for (uint32_t other = 1; other <= to; ++other) {
       CHECK(sent[other] > kWindow / 4 && sent[other] <= kWindow / 3 + kChunkBytes);
     }
+  }
+}
+
+// Its link would be idle until its open has come, behind what the others send each other.
+TEST(a_rank_that_is_late_is_sent_the_beginning_of_one_operation) {
+  constexpr uint64_t kBytes = 1 << 20;
+  Array numbers(kBytes);
+  const Shape shape{2 * kBytes, Dtype::uint8, Dtype::uint8, Op::sum, 0, Collective::all_gather, 0};
+  for (const bool eager : {false, true}) {
+    Alone rank;
+    rank.eager = eager;
+    for (const uint64_t number : {0, 1}) {
+      rank.owner.send_local(number, shape, {{numbers.data(), kBytes}, {numbers.data(), kBytes}}, 0);
+    }
+    CHECK_EQ(rank.has_results[1], eager);
+    uint64_t sent[2] = {};
+    const auto send = [&] {
+      for (OutFrame frame; rank.owner.next(1, &frame);) {
+        CHECK_EQ(frame.header.offset, sent[frame.header.operation]);
+        sent[frame.header.operation] += frame.header.bytes;
+      }
+    };
+    send();
+    CHECK(sent[0] == (eager ? kEagerBytes : 0) && sent[1] == 0);
+    CHECK_THROWS(frame, rank.owner.took_taken(1, frame_of(FrameKind::taken, 0, 100, 0)));
+    rank.owner.open(1, 0, open_of(shape, kBytes, 0));
+    send();
+    CHECK(sent[0] > kBytes / 2 && sent[1] <= kEagerBytes);
+    rank.owner.took_taken(1, frame_of(FrameKind::taken, 0, sent[0], 0));
+    send();
+    CHECK(sent[0] == kBytes && sent[1] == (eager ? kEagerBytes : 0));
   }
 }
 
