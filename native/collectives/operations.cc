@@ -84,6 +84,19 @@ void Operations::go_on() {
   });
 }
 
+void Operations::adopt_soon() {
+  if (adopting_) return;
+  adopting_ = loop_.post([this] {
+    adopting_ = false;
+    if (!members_.over()) shares_.adopt_all();
+  });
+}
+
+bool Operations::sends_eagerly(uint32_t rank) {
+  const Peer* const peer = members_.peer(rank);
+  return peer != nullptr && peer->remote();
+}
+
 void Operations::finish_all() noexcept {
   shares_.clear();
   ring_.clear();
@@ -114,6 +127,7 @@ std::span<std::byte> Operations::room(const Peer& peer, const WireHeader& header
       if (options_.ring) fail(ErrorKind::frame, "it sent a part into a ring");
       return owner_.room(peer.member(), header);
     case FrameKind::result:
+      if (options_.ring) fail(ErrorKind::frame, "it sent a result into a ring");
       return shares_.room(peer.member(), header);
     default:
       fail(ErrorKind::frame, "it sent data of no known kind");

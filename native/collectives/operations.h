@@ -62,6 +62,8 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   void unreadable_part(uint32_t rank, uint64_t operation, uint64_t from) override;
   void go_on() override;
   void taken(uint32_t owner, uint64_t operation, uint64_t bytes) override;
+  void adopt_soon() override;
+  bool sends_eagerly(uint32_t rank) override;
   void unreadable(uint32_t owner, uint64_t operation, uint64_t from) override;
   CongestionWindow* window() override { return &direct_; }
   double received(uint64_t operation) const override { return shares_.received(operation); }
@@ -80,7 +82,7 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   const GroupOptions& options_;
   Membership& members_;
   EventLoop& loop_;
-  bool going_on_ = false;  // it was posted
+  bool going_on_ = false, adopting_ = false;  // it was posted
   ChunkBufferPool blocks_;
   CongestionWindow direct_;  // of what is sent from the caller's memory
   ShareOwner owner_;

@@ -73,6 +73,8 @@ class Peer final : public EventLoop::Handler, public EventLoop::Pollable {
     return link_->read_exposed(address, into);
   }
 
+  // Whether what is sent needs a network, and does not wait in memory that both have.
+  bool remote() const { return !link_->polled(); }
   const char* transport() const { return link_->name(); }
   uint32_t member() const { return member_; }
   uint64_t bytes_sent() const { return bytes_sent_; }

@@ -33,7 +33,7 @@
 // are until the result for the same place, or the credit for all of them, has come. Results are exposed to such a rank.
 //
 // Which ranks send parts of a share, and which get results, depends on the collective (Collective). A rank that does
-// not send opens all the same: its open is what allows the owner to send.
+// not send opens all the same: its open is what allows the owner to send more than kEagerBytes, or to expose.
 //
 // Pieces of one share come in order and never cross a multiple of the group's chunk (chunk_bytes). Operations are
 // numbered from 0, in the order of the calls, which is the same on all ranks. Numbers are little-endian.
@@ -63,10 +63,12 @@ constexpr uint64_t kGrain = 16;  // elements: no vector of them lies in two shar
 static_assert(std::endian::native == std::endian::little);
 
 constexpr uint32_t kCollectiveMagic = 0x31435447;  // "GTC1"
-constexpr uint32_t kCollectiveVersion = 6;
+constexpr uint32_t kCollectiveVersion = 7;
 constexpr uint32_t kMostMembers = 4096;       // ranks and reducers of a group
 constexpr uint32_t kMostControlBytes = 4096;  // of a payload that is not data
 constexpr uint32_t kChunkBytes = 16 << 10;    // what is reduced at once, and the most that one frame carries
+constexpr uint64_t kFirstBytes = 4 << 10;     // of a share, reduced before its first chunk is there
+constexpr uint64_t kEagerBytes = 128 << 10;   // of results, to a rank that has not opened their operation
 constexpr uint64_t kExposedBytes = 1 << 20;   // the most that is read from another process at once
 
 enum class FrameKind : uint16_t {

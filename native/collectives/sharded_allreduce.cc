@@ -52,8 +52,9 @@ ShardedAllreduce::ShardedAllreduce(ChunkBufferPool& blocks, Host& host, std::vec
       shares_(std::move(shares)),
       self_(self),
       chunk_(chunk_bytes(owners_of(shares_))),
-      // Every owner gets two turns of two chunks at least: a rotation over all of them then fits in.
-      window_(std::max<uint64_t>(kLeastWindow, 4 * chunk_ * owners_of(shares_)), window_bytes),
+      // Every owner gets a turn of two chunks at least.
+      window_(std::max<uint64_t>(kLeastWindow, 2 * chunk_ * owners_of(shares_)), window_bytes),
+      eager_(shares_.size()),
       unsent_(shares_.size()) {
   for (uint32_t owner = 0; owner < shares_.size(); ++owner) {
     if (shares_[owner] > 0 && owner != self_) others_.push_back(owner);
@@ -137,6 +138,13 @@ void ShardedAllreduce::divide(Operation* operation) const {
 }
 
 void ShardedAllreduce::start() {
+  first_turn_ = true;
+  ask_all();
+  first_turn_ = false;
+  ask_all();
+}
+
+void ShardedAllreduce::ask_all() {
   for (size_t i = 0; i < others_.size(); ++i) host_.parts_for(others_[(self_ + i) % others_.size()]);
 }
 
@@ -180,6 +188,7 @@ void ShardedAllreduce::open(uint32_t owner, Operation& operation) {
   }
   host_.open(owner, operation.number, what);
   part.opened = true;
+  if (eager_[owner].of(operation.number)) host_.adopt_soon();
 }
 
 void ShardedAllreduce::announce(uint32_t owner) {
@@ -216,7 +225,9 @@ bool ShardedAllreduce::next(uint32_t owner, OutFrame* frame) {
       probe_.hold_up();
       return false;
     }
-    const uint64_t bytes = std::min(chunk_, part.bytes - part.sent);
+    if (first_turn_ && part.sent != 0) return false;
+    const uint64_t most = first_turn_ && part.bytes > chunk_ ? kFirstBytes : chunk_ - part.sent % chunk_;
+    const uint64_t bytes = std::min(most, part.bytes - part.sent);
     frame->header = frame_of(FrameKind::part, operation.number, part.sent, bytes);
     frame->data = part.from + part.sent / bytes_of(shape.wire) * bytes_of(shape.dtype);
     if (shape.wire != shape.dtype) {
@@ -239,7 +250,36 @@ ShardedAllreduce::Operation* ShardedAllreduce::find(uint64_t number) {
   return at < operations_.size() ? &operations_[at] : nullptr;
 }
 
+bool ShardedAllreduce::early(uint32_t owner, const WireHeader& result) const {
+  if (shares_[owner] <= 0) return false;
+  const Operation* const operation = find(result.operation);
+  return operation == nullptr ? result.operation >= begun_
+                              : operation->work->shape.direct() && !operation->parts[owner].opened;
+}
+
+void ShardedAllreduce::adopt_all() {
+  for (uint32_t owner = 0; owner < eager_.size(); ++owner) adopt(owner);
+}
+
+void ShardedAllreduce::adopt(uint32_t owner) {
+  EagerResults& eager = eager_[owner];
+  Operation* const operation = eager.bytes() == 0 || eager.arriving() ? nullptr : find(eager.operation());
+  if (operation == nullptr || !operation->parts[owner].opened) return;
+  const Part& part = operation->parts[owner];
+  const Shape& shape = operation->work->shape;
+  const uint64_t bytes = eager.bytes();
+  if (!shape.direct() || part.got != 0 || bytes > part.back || bytes % bytes_of(shape.dtype) != 0) {
+    return eager.clear();  // the owner has something else there: it will find that ranks disagree
+  }
+  eager.copy(part.to);
+  eager.clear();
+  host_.taken(owner, operation->number, bytes);
+  gained(*operation, owner, bytes);
+}
+
 std::span<std::byte> ShardedAllreduce::room(uint32_t owner, const WireHeader& result) {
+  adopt(owner);
+  if (early(owner, result)) return eager_[owner].room(blocks_, result);
   Operation* const operation = find(result.operation);
   if (operation == nullptr || !operation->parts[owner].opened || operation->parts[owner].done) {
     fail(ErrorKind::frame, "it sent a result of operation ", result.operation, ", which is not expected");
@@ -284,6 +324,10 @@ bool ShardedAllreduce::declined(uint32_t owner, uint64_t number) {
 }
 
 void ShardedAllreduce::took(uint32_t owner, const WireHeader& result, std::span<std::byte> payload, bool exposed) {
+  if (eager_[owner].arriving()) {
+    eager_[owner].took(result);
+    return adopt(owner);
+  }
   Operation& operation = *find(result.operation);
   const Shape& shape = operation.work->shape;
   if (shape.wire != shape.dtype) {
@@ -342,7 +386,7 @@ void ShardedAllreduce::gained(Operation& operation, uint32_t owner, uint64_t byt
   delivered_ += bytes;
   probe_.returned(operation.number, owner, part.got, delivered_, &window_);
   if (part.got == std::max(part.bytes, part.back)) done(operation, part);
-  start();
+  ask_all();
 }
 
 void ShardedAllreduce::done(Operation& operation, Part& part) {

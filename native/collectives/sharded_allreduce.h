@@ -8,6 +8,10 @@
 //
 // * The first owner rotates with the rank, and all ranks move on to the next after a turn, so that at no time all ranks
 //   send to one owner.
+// * The first turn of an operation is a small piece for every owner, which reduces it before the rest of its first
+// chunk
+//   is there (share_owner.h): no result comes back before all owners before this one have had their turn, of every
+//   rank, and what is longer than TCP's first window (14 KB, also after a pause) takes a round trip more.
 // * One window over the whole array, in lock step: with the results of a fraction f of the array back from *all*
 //   owners, no share goes beyond f + window/bytes. The results are the credits. Without it TCP would give unequal
 //   shares equal rates, and the last one would end alone. The window also bounds what an owner holds.
@@ -25,6 +29,7 @@
 
 #include "collectives/chunk_buffer.h"
 #include "collectives/congestion_window.h"
+#include "collectives/eager_results.h"
 #include "collectives/peer.h"
 #include "collectives/protocol.h"
 #include "collectives/work.h"
@@ -52,6 +57,7 @@ class ShardedAllreduce {
     // What comes behind that cannot be read.
     virtual void unreadable([[maybe_unused]] uint32_t owner, [[maybe_unused]] uint64_t operation,
                             [[maybe_unused]] uint64_t from) {}
+    virtual void adopt_soon() {}  // calls adopt_all(), and not from here
     virtual void completed(const std::shared_ptr<Work>& work) = 0;
   };
   ShardedAllreduce(ChunkBufferPool& blocks, Host& host, std::vector<double> shares, uint32_t self,
@@ -72,10 +78,13 @@ class ShardedAllreduce {
   // send. Behind a window of this rank's own numbers it would keep the other direction of the link idle for so long.
   void announce(uint32_t owner);
   bool next(uint32_t owner, OutFrame* frame);
-  // The destination of a result. Throws frame when it is not the expected one.
+  // The destination of a result. Throws frame when it is not the expected one. Of operations that were not begun, or
+  // whose open waits to be sent, results are kept until that.
   std::span<std::byte> room(uint32_t owner, const WireHeader& result);
   // `exposed`: this rank has read it.
   void took(uint32_t owner, const WireHeader& result, std::span<std::byte> payload, bool exposed = false);
+  // Results that came before the operation was opened go to their places.
+  void adopt_all();
   // room() for a result that the owner exposes, which no other kind of operation has.
   std::span<std::byte> exposed_room(uint32_t owner, const WireHeader& result);
   // This rank cannot read what an owner exposes there: it asks for results from there on, and ignores what else was
@@ -121,6 +130,9 @@ class ShardedAllreduce {
 
   void divide(Operation* operation) const;
   void open(uint32_t owner, Operation& operation);
+  void ask_all();  // for what there may be for the owners
+  bool early(uint32_t owner, const WireHeader& result) const;
+  void adopt(uint32_t owner);
   Operation* find(uint64_t number);
   const Operation* find(uint64_t number) const { return const_cast<ShardedAllreduce*>(this)->find(number); }
   void done(Operation& operation, Part& part);
@@ -136,13 +148,15 @@ class ShardedAllreduce {
   const uint64_t chunk_;
   CongestionWindow window_;
   std::deque<Operation> operations_;
-  std::vector<uint32_t> others_;  // other members that own a share
-  std::vector<size_t> unsent_;    // by owner: number of the first operation that may have something for it
-  uint64_t stream_ = 0;           // where the next operation begins
+  std::vector<uint32_t> others_;     // other members that own a share
+  std::vector<EagerResults> eager_;  // by owner
+  std::vector<size_t> unsent_;       // by owner: number of the first operation that may have something for it
+  uint64_t stream_ = 0;              // where the next operation begins
   uint64_t begun_ = 0;
   uint32_t settled_ = 0;
-  uint64_t delivered_ = 0;  // bytes of results so far
-  ChunkBufferRef staging_;  // where a result of another type arrives
+  uint64_t delivered_ = 0;   // bytes of results so far
+  bool first_turn_ = false;  // of an operation, for ask_all()
+  ChunkBufferRef staging_;   // where a result of another type arrives
   DelayProbe probe_;
 };
 

@@ -114,9 +114,8 @@ void ShareOwner::send_local(uint64_t number, const Shape& shape, std::vector<Seg
   std::vector<uint32_t> waiting;  // not all ranks begin with the same one
   for (uint32_t i = 1; i < world_; ++i) {
     const uint32_t rank = (self_ + i) % world_;
-    if (!share.opened[rank]) continue;
-    if (!agrees(number, share, rank)) return;
-    waiting.push_back(rank);
+    if (share.opened[rank] && !agrees(number, share, rank)) return;
+    if (share.opened[rank] || host_.sends_eagerly(rank)) waiting.push_back(rank);
   }
   if (world_ == 1) {
     operations_.erase(place);
@@ -199,7 +198,8 @@ void ShareOwner::took(uint32_t rank, const WireHeader& part) {
   OwnedShare& share = place->second;
   share.received[rank] += part.bytes;
   held_[rank] += part.bytes;
-  if (share.received[rank] % chunk_ == 0 || share.received[rank] == share.bytes) advance(place);
+  const uint64_t at = share.received[rank];
+  if (at % chunk_ == 0 || at == share.bytes || (at < chunk_ && at % kFirstBytes == 0)) advance(place);
 }
 
 // --- reducing -------------------------------------------------------------------------------------------------------
@@ -217,8 +217,8 @@ void ShareOwner::advance(Place place) {
   if (share.waits) return;
   bool any = false, read_all = true;
   for (uint64_t turn = 0; share.reduced < size;) {
-    const uint64_t bytes = std::min(exposure_.piece(share), size - share.reduced);
-    if (there < share.reduced + bytes) break;
+    const uint64_t bytes = next_piece(share, there);
+    if (bytes == 0) break;
     if (turn >= kTurnBytes && share.exposed != nullptr) {
       share.waits = true;
       host_.go_on();
@@ -254,9 +254,22 @@ void ShareOwner::advance(Place place) {
   }
 }
 
+// How much is reduced next, of what is there: a chunk, or less of the first one.
+uint64_t ShareOwner::next_piece(const OwnedShare& share, uint64_t there) const {
+  const uint64_t left = chunk_ - share.reduced % chunk_;
+  const uint64_t piece =
+      std::min(share.exposed != nullptr ? exposure_.piece(share) : left, share.bytes - share.reduced);
+  if (there >= share.reduced + piece) return piece;
+  if (share.reduced >= chunk_ || share.exposed != nullptr || share.relayed()) return 0;
+  return (there - share.reduced) / kFirstBytes * kFirstBytes;
+}
+
 bool ShareOwner::reduce_chunk(uint64_t number, OwnedShare& share, uint64_t bytes) {
   const Shape& shape = share.shape;
   const uint64_t at = share.reduced, count = bytes / bytes_of(shape.wire);
+  const uint64_t within = share.exposed == nullptr ? at % chunk_ : 0;
+  const bool keeps =
+      share.exposed == nullptr && shape.collective != Collective::reduce_scatter && (world_ > 1 || self_ == kNoRank);
   ChunkBufferRef result;
   std::byte* into = nullptr;
   if (share.relayed()) {
@@ -270,7 +283,7 @@ bool ShareOwner::reduce_chunk(uint64_t number, OwnedShare& share, uint64_t bytes
     for (uint32_t rank = 0; rank < world_; ++rank) {
       if (inputs[rank] != nullptr) continue;
       if (rank != self_) {
-        inputs[rank] = share.inputs[rank].front().data();
+        inputs[rank] = share.inputs[rank].front().data() + within;
         continue;
       }
       inputs[rank] = share.local + at / bytes_of(shape.wire) * bytes_of(shape.dtype);
@@ -279,22 +292,19 @@ bool ShareOwner::reduce_chunk(uint64_t number, OwnedShare& share, uint64_t bytes
       convert(shape.dtype, inputs[rank], shape.wire, own.data(), count);
       inputs[rank] = own.data();
     }
-    if (share.exposed == nullptr) result = ChunkBufferRef(blocks_);
-    into = share.exposed == nullptr ? result.data() : share.exposed + at;
+    if (share.exposed == nullptr) result = keeps && within != 0 ? share.results.back() : ChunkBufferRef(blocks_);
+    into = share.exposed == nullptr ? result.data() + within : share.exposed + at;
     reduce(shape.op, shape.wire, inputs, into, count, shape.whole ? shape.whole->world : 0);
     for (uint32_t rank = 0; rank < world_; ++rank) {
       if (rank == self_ || share.addresses[rank] != 0) continue;
-      share.inputs[rank].pop_front();
+      if ((at + bytes) % chunk_ == 0 || at + bytes == share.bytes) share.inputs[rank].pop_front();
       held_[rank] -= bytes;
     }
     reduced_bytes_ += bytes * world_;
   }
   share.reduced += bytes;
-  if (share.exposed == nullptr && shape.collective != Collective::reduce_scatter && (world_ > 1 || self_ == kNoRank)) {
-    share.results.push_back(result);
-  } else {
-    share.results_from += chunk_;
-  }
+  if (within == 0 && keeps) share.results.push_back(result);
+  if (within == 0 && !keeps) share.results_from += chunk_;
   if (share.relayed()) forget_sent(share);  // there may be no recipients
   // Last: the receiver may request the next piece at once.
   if (self_ != kNoRank) host_.deliver(number, at, {into, bytes});
@@ -335,9 +345,9 @@ bool ShareOwner::next(uint32_t rank, OutFrame* frame) {
       if (!share.reads[rank] && share.sent[rank] == share.bytes) end(place, rank);
       return true;
     }
-    const uint64_t bytes = std::min(chunk_, share.bytes - at);
+    const uint64_t within = at % chunk_, bytes = std::min(chunk_ - within, share.reduced - at);
     ChunkBufferRef& block = share.results[(at - share.results_from) / chunk_];
-    *frame = {frame_of(FrameKind::result, place->first, at, bytes), block.data(), block};
+    *frame = {frame_of(FrameKind::result, place->first, at, bytes), block.data() + within, block};
     frame->header.settled = settled();
     share.sent[rank] += bytes;
     const bool relayed = share.relayed();
@@ -350,11 +360,17 @@ bool ShareOwner::next(uint32_t rank, OutFrame* frame) {
   return false;
 }
 
-// From the caller's memory, to a rank that has opened the operation.
+// From the caller's memory, to a rank that has opened the operation or will; the beginning of it where it has not yet.
 bool ShareOwner::next_local(Place place, uint32_t rank, OutFrame* frame) {
   OwnedShare& share = place->second;
-  if (!share.opened[self_] || !share.opened[rank]) return false;
-  const uint64_t at = share.sent[rank], all = share.wanted[rank];
+  if (!share.opened[self_]) return false;
+  const uint64_t at = share.sent[rank], all = share.sends[rank].count * bytes_of(share.shape.dtype);
+  const bool opened = share.opened[rank];
+  if (!opened) {
+    // Of one operation at a time; ranks open one after the other.
+    const bool first = place == operations_.begin() || std::prev(place)->second.opened[rank];
+    if (!first || all == 0 || at + chunk_ > kEagerBytes || !host_.sends_eagerly(rank)) return false;
+  }
   if (all == 0) {
     *frame = {frame_of(FrameKind::result, place->first, 0, 0), nullptr, {}};
     end(place, rank);
@@ -366,7 +382,7 @@ bool ShareOwner::next_local(Place place, uint32_t rank, OutFrame* frame) {
     return true;
   }
   if (!may_send(place->first, share, rank)) {
-    probe_.hold_up();
+    if (opened) probe_.hold_up();
     return false;
   }
   const uint64_t bytes = std::min(chunk_, all - at);
@@ -374,24 +390,26 @@ bool ShareOwner::next_local(Place place, uint32_t rank, OutFrame* frame) {
   frame->header.settled = settled();
   share.sent[rank] += bytes;
   under_way_ += bytes;
-  probe_.sent(place->first, rank, share.sent[rank], taken_);
+  if (opened) probe_.sent(place->first, rank, share.sent[rank], taken_);
   return true;
 }
 
-// The window over all that is under way; and within an operation all ranks move on together, so that none is served
-// last, in both directions: numbers that run ahead fill the queue in which reports of what is received wait, and the
-// links' two directions take turns.
+// The window over all that is under way, of which every rank that the operation is for has its part, opened or not: one
+// that opens last finds it free, while the others' data are in flight. And within an operation all ranks move on
+// together, so that none is served last, in both directions: numbers that run ahead fill the queue in which reports of
+// what is received wait, and the links' two directions take turns.
 bool ShareOwner::may_send(uint64_t operation, const OwnedShare& share, uint32_t rank) const {
   const uint64_t window = host_.window()->bytes();
   if (under_way_ != 0 && under_way_ + chunk_ > window) return false;
   double least = host_.received(operation), all = 0;
   for (uint32_t other = 0; other < world_; ++other) {
-    if (other == self_ || !share.opened[other] || share.wanted[other] == 0 || share.reads[other]) continue;
-    const auto wanted = static_cast<double>(share.wanted[other]);
-    least = std::min(least, static_cast<double>(share.received[other]) / wanted);
+    if (other == self_ || share.sends[other].count == 0 || share.reads[other]) continue;
+    const auto wanted = static_cast<double>(share.sends[other].count * bytes_of(share.shape.dtype));
     all += wanted;
+    if (share.opened[other]) least = std::min(least, static_cast<double>(share.received[other]) / wanted);
   }
-  const double until = (least + static_cast<double>(window) / all) * static_cast<double>(share.wanted[rank]);
+  const auto bytes = static_cast<double>(share.sends[rank].count * bytes_of(share.shape.dtype));
+  const double until = (least + static_cast<double>(window) / all) * bytes;
   return static_cast<double>(share.sent[rank]) <= until;
 }
 
@@ -403,8 +421,8 @@ void ShareOwner::took_taken(uint32_t rank, const WireHeader& taken) {
     if (taken.offset == place->second.bytes) end(place, rank);
     return;
   }
-  if (place == operations_.end() || !place->second.shape.direct() || taken.offset <= place->second.received[rank] ||
-      taken.offset > place->second.sent[rank]) {
+  if (place == operations_.end() || !place->second.shape.direct() || !place->second.opened[rank] ||
+      taken.offset <= place->second.received[rank] || taken.offset > place->second.sent[rank]) {
     fail(ErrorKind::frame, "it took ", taken.offset, " bytes of operation ", taken.operation, ", which were not sent");
   }
   OwnedShare& share = place->second;

@@ -2,8 +2,9 @@
 // to all. The same code on a rank and in a reducer.
 //
 // Numbers come in chunks. As soon as a chunk has arrived from every rank it is reduced, whatever order the chunks came
-// in, and can be sent back while the next one is in flight. A rank never runs more than a window ahead of the results
-// it got, so an owner holds a window of every rank and not their arrays; anything beyond is refused.
+// in, and can be sent back while the next one is in flight; of the first one even a part, in multiples of kFirstBytes,
+// so that results set out as early as can be. A rank never runs more than a window ahead of the results it got, so an
+// owner holds a window of every rank and not their arrays; anything beyond is refused.
 //
 // A rank that owns a share passes its own numbers by address (open_local), without a copy, and gets its results by
 // Host::deliver.
@@ -11,10 +12,11 @@
 // Other collectives than all_reduce are the same with fewer contributors or fewer recipients (protocol.h: Collective).
 // Who contributes and gets no result gets credits, by which it knows how far it may run ahead. An owner that passes on
 // one rank's numbers, a relay, gives credit for what all recipients have taken. An owner that is the only contributor
-// holds nothing: it sends from the caller's memory (send_local) to each rank that has opened the operation, no more
-// than the group's window ahead of what these have taken and of what this rank itself gets in that operation, so that
-// all transfers of it go on at one pace. A rank of the same host that can read that memory is told where it is instead:
-// one copy where a ring takes two, and none of them here.
+// holds nothing: it sends from the caller's memory (send_local) to each rank, of which one that has not opened the
+// operation keeps the first kEagerBytes (eager_results.h), and no more than the group's window ahead of what these have
+// taken and of what this rank itself gets in that operation, so that all transfers of it go on at one pace. A rank of
+// the same host that can read that memory is told where it is instead: one copy where a ring takes two, and none of
+// them here.
 //
 // Ranks on one host may expose their numbers instead of sending them (Open::address). They are then read from there
 // (share_exposure.h), and reduced right into the place of this rank's result, which the others read in turn. A few
@@ -52,6 +54,8 @@ class ShareOwner {
     virtual void served([[maybe_unused]] uint64_t operation) {}
     virtual void go_on() {}                                 // calls go_on() soon, and not from here
     virtual CongestionWindow* window() { return nullptr; }  // of a rank
+    // Whether to send to a rank what it has not asked for yet (EagerResults).
+    virtual bool sends_eagerly([[maybe_unused]] uint32_t rank) { return false; }
     // The part, 0 to 1, that has come of what this rank gets in an operation, from the rank furthest behind.
     virtual double received([[maybe_unused]] uint64_t operation) const { return 1; }
     virtual void disagree(const std::string& text, std::vector<uint32_t> ranks) = 0;
@@ -102,6 +106,7 @@ class ShareOwner {
 
   Place find_or_make(uint32_t rank, uint64_t operation, const Shape& shape, uint64_t share_bytes);
   void advance(Place place);
+  uint64_t next_piece(const OwnedShare& share, uint64_t there) const;
   bool reduce_chunk(uint64_t number, OwnedShare& share, uint64_t bytes);
   void end(Place place, uint32_t rank);
   bool forget_sent(OwnedShare& share);

@@ -13,10 +13,13 @@ class Alone final : public ShareOwner::Host {
   explicit Alone(uint32_t world = 2, uint32_t self = 0)
       : owner(blocks_, *this, world, self, chunk_bytes(world), 1 << 20), has_results(world) {}
   void results_for(uint32_t rank) override { has_results[rank] = true; }
-  void deliver(uint64_t, uint64_t, std::span<const std::byte>) override {}
+  void deliver(uint64_t, uint64_t, std::span<const std::byte> result) override {
+    delivered.insert(delivered.end(), result.begin(), result.end());
+  }
   void served(uint64_t) override { ++times_served; }
   CongestionWindow* window() override { return &window_; }
   double received(uint64_t) const override { return arrived; }
+  bool sends_eagerly(uint32_t) override { return eager; }
   void disagree(const std::string& text, std::vector<uint32_t>) override { said = text; }
   ReadExposed read(uint32_t, uint64_t address, std::span<std::byte> into) override {
     if (answer == ReadExposed::read) std::memcpy(into.data(), reinterpret_cast<const void*>(address), into.size());
@@ -31,9 +34,10 @@ class Alone final : public ShareOwner::Host {
 
   ReadExposed answer = ReadExposed::read;
   uint64_t times_read = 0, denied_from = ~uint64_t{0}, times_served = 0, parts_from = ~uint64_t{0};
-  bool again = false;
+  bool again = false, eager = false;
   double arrived = 1;  // part of what this rank gets itself
   std::string said;
+  Array delivered;  // to this rank itself
 
  private:
   ChunkBufferPool blocks_;
@@ -289,6 +293,100 @@ TEST(a_rank_sends_no_more_than_a_window_ahead_of_what_it_gets_itself) {
   send();
   CHECK_EQ(at, kBytes);
   CHECK_EQ(rank.times_served, uint64_t{1});
+}
+
+// A window that those who came first had filled was a queue in front of the one that came last, whose link was idle.
+TEST(a_rank_that_opens_last_finds_its_part_of_the_window_free) {
+  constexpr uint64_t kBytes = 1 << 20, kWindow = 1 << 20;
+  Array numbers(kBytes);
+  const Shape shape{4 * kBytes, Dtype::uint8, Dtype::uint8, Op::sum, 0, Collective::all_gather, 0};
+  Alone rank(4);
+  rank.owner.send_local(0, shape, std::vector<Segment>(4, {numbers.data(), kBytes}), 0);
+  uint64_t sent[4] = {};
+  const auto send = [&] {
+    OutFrame frame;
+    for (bool any = true; std::exchange(any, false);) {
+      for (uint32_t to = 1; to < 4; ++to) {
+        if (!rank.owner.next(to, &frame)) continue;
+        sent[to] += frame.header.bytes;
+        any = true;
+      }
+    }
+  };
+  for (uint32_t to = 1; to < 4; ++to) {
+    rank.owner.open(to, 0, open_of(shape, kBytes, 0));
+    send();
+    for (uint32_t other = 1; other <= to; ++other) {
+      CHECK(sent[other] > kWindow / 4 && sent[other] <= kWindow / 3 + kChunkBytes);
+    }
+  }
+}
+
+// Its link would be idle until its open has come, behind what the others send each other.
+TEST(a_rank_that_is_late_is_sent_the_beginning_of_one_operation) {
+  constexpr uint64_t kBytes = 1 << 20;
+  Array numbers(kBytes);
+  const Shape shape{2 * kBytes, Dtype::uint8, Dtype::uint8, Op::sum, 0, Collective::all_gather, 0};
+  for (const bool eager : {false, true}) {
+    Alone rank;
+    rank.eager = eager;
+    for (const uint64_t number : {0, 1}) {
+      rank.owner.send_local(number, shape, {{numbers.data(), kBytes}, {numbers.data(), kBytes}}, 0);
+    }
+    CHECK_EQ(rank.has_results[1], eager);
+    uint64_t sent[2] = {};
+    const auto send = [&] {
+      for (OutFrame frame; rank.owner.next(1, &frame);) {
+        CHECK_EQ(frame.header.offset, sent[frame.header.operation]);
+        sent[frame.header.operation] += frame.header.bytes;
+      }
+    };
+    send();
+    CHECK(sent[0] == (eager ? kEagerBytes : 0) && sent[1] == 0);
+    CHECK_THROWS(frame, rank.owner.took_taken(1, frame_of(FrameKind::taken, 0, 100, 0)));
+    rank.owner.open(1, 0, open_of(shape, kBytes, 0));
+    send();
+    CHECK(sent[0] > kBytes / 2 && sent[1] <= kEagerBytes);
+    rank.owner.took_taken(1, frame_of(FrameKind::taken, 0, sent[0], 0));
+    send();
+    CHECK(sent[0] == kBytes && sent[1] == (eager ? kEagerBytes : 0));
+  }
+}
+
+// Whatever the ranks' pieces are: results go back before the first chunk is there, and are those of whole chunks.
+TEST(the_first_bytes_of_a_share_are_reduced_before_its_first_chunk_is_there) {
+  constexpr uint64_t kBytes = 2 * kChunkBytes + 1024;
+  const Shape shape = sum_of(kBytes / 4);
+  const Array expected = reference(0, 2, shape);
+  for (const Collective collective : {Collective::all_reduce, Collective::reduce_scatter}) {
+    Shape asked = shape;
+    asked.collective = collective;
+    Array own = numbers(0, Dtype::float32, kBytes / 4), theirs = numbers(1, Dtype::float32, kBytes / 4);
+    Alone rank(2);
+    rank.owner.open_local(0, asked, kBytes, own.data(), 0);
+    rank.owner.open(1, 0, open_of(asked, kBytes, 0));
+    uint64_t at = 0, back = 0;
+    for (const uint64_t bytes : {uint64_t{1000}, kFirstBytes - 1000, uint64_t{2 * kFirstBytes}, uint64_t{kFirstBytes},
+                                 uint64_t{kChunkBytes}, uint64_t{1024}}) {
+      const WireHeader part = frame_of(FrameKind::part, 0, at, bytes);
+      std::memcpy(rank.owner.room(1, part).data(), theirs.data() + at, bytes);
+      rank.owner.took(1, part);
+      at += bytes;
+      for (OutFrame frame; rank.owner.next(1, &frame);) {
+        if (collective == Collective::reduce_scatter) {
+          CHECK(static_cast<FrameKind>(frame.header.kind) == FrameKind::credit);
+          back = frame.header.offset;
+          continue;
+        }
+        CHECK_EQ(frame.header.offset, back);
+        CHECK(std::memcmp(frame.data, expected.data() + back, frame.header.bytes) == 0);
+        back += frame.header.bytes;
+      }
+      CHECK_EQ(back, at == 1000 ? 0 : at);
+    }
+    CHECK(rank.delivered == expected);
+    CHECK_EQ(rank.owner.operations(), uint64_t{1});
+  }
 }
 
 }  // namespace
