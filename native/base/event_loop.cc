@@ -1,6 +1,7 @@
 #include "base/event_loop.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -17,12 +18,22 @@ namespace geartrain {
 namespace {
 
 constexpr uint64_t kLongestSleepNs = 1'000'000'000;
-constexpr double kPollUs = 50;  // a sleep and its end take as long
+constexpr uint64_t kPollNs = 50'000;  // a sleep and its end take as long
+// Whoever runs the loop in its place: until a peer that waits for nothing is woken, and until the core is offered to
+// others. Two that poll on one core, which a scheduler may not mend for seconds, would take turns of milliseconds.
+constexpr uint64_t kHeldWakeNs = 20'000, kYieldNs = 10'000;
+// Who offers the core and gets it back after so long shares it with what is no peer, and computes: a thread that sleeps
+// is scheduled sooner than one that polls then. So nobody polls for a while, unless that was asked for.
+constexpr uint64_t kForeignNs = 1'000'000, kSleepOnlyNs = 1'000'000'000;
+constexpr uint64_t kCoresNs = 1'000'000'000;  // how long their number is taken to be the same
+constexpr int kLastLooks = 4;
 
 }  // namespace
 
+EventLoop::Turn::Turn(EventLoop* loop) : forks_(forks()), loop_(loop) {}
+
 EventLoop::EventLoop(const char* name, Failed failed)
-    : forks_(forks()), failed_(std::move(failed)), patience_(kPollUs) {
+    : forks_(forks()), failed_(std::move(failed)), turn_(new Turn(this)) {
   epoll_ = Descriptor(::epoll_create1(EPOLL_CLOEXEC));
   wake_ = Descriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!epoll_ || !wake_) fail(ErrorKind::os, "cannot make an epoll or an eventfd: ", std::strerror(errno));
@@ -42,7 +53,13 @@ bool EventLoop::forked() const {
   return forks_ != forks();
 }
 
-bool EventLoop::post(std::function<void()> task) {
+void EventLoop::wake() {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = ::write(wake_.get(), &one, sizeof one);
+}
+
+// False when the loop has stopped.
+bool EventLoop::push(std::function<void()> task) {
   if (forked()) {
     fail(ErrorKind::hung_up, "this group belongs to the process that this one was forked from; make one here");
   }
@@ -52,9 +69,23 @@ bool EventLoop::post(std::function<void()> task) {
     tasks_.push_back(std::move(task));
   }
   posted_.store(true);
-  if (sleeping_.load()) {
-    const uint64_t one = 1;
-    [[maybe_unused]] const ssize_t written = ::write(wake_.get(), &one, sizeof one);
+  return true;
+}
+
+bool EventLoop::post(std::function<void()> task) {
+  if (!push(std::move(task))) return false;
+  if (sleeping_.load()) wake();
+  return true;
+}
+
+bool EventLoop::post_here(std::function<void()> task, bool soon) {
+  if (!push(std::move(task))) return false;
+  if (!sleeping_.load()) return true;  // who has the turn finds it before it sleeps
+  std::unique_lock lock(turn_->mutex_, std::try_to_lock);
+  if (lock.owns_lock() && turn_->loop_.load() != nullptr) {
+    drive(nullptr, Deadline::after(0), soon);
+  } else {
+    wake();
   }
   return true;
 }
@@ -84,6 +115,7 @@ bool EventLoop::call(const std::function<void()>& what) {
 void EventLoop::stop() {
   if (forked()) {
     static_cast<void>(thread_.release());  // a forked child never had it
+    turn_->loop_.store(nullptr);
     return;
   }
   std::call_once(stopped_, [this] {
@@ -92,8 +124,7 @@ void EventLoop::stop() {
       stopping_ = true;
     }
     posted_.store(true);
-    const uint64_t one = 1;
-    [[maybe_unused]] const ssize_t written = ::write(wake_.get(), &one, sizeof one);
+    wake();
     thread_->join();
     thread_.reset();
   });
@@ -145,27 +176,146 @@ bool EventLoop::run_tasks() {
 // True when there was something.
 bool EventLoop::look_at_all() {
   bool busy = false;
-  // A copy: looking may remove.
-  for (Pollable* const one : std::vector<Pollable*>(pollables_)) {
-    if (std::find(pollables_.begin(), pollables_.end(), one) != pollables_.end()) busy |= one->look();
-  }
+  // Looking may remove some: one that is passed over by that is seen before the next sleep.
+  for (size_t i = 0; i < pollables_.size(); ++i) busy |= pollables_[i]->look();
   return busy;
 }
 
+// False when there is something to look at.
+bool EventLoop::announce_sleep(bool waited) {
+  bool idle = true;
+  for (Pollable* const one : pollables_) idle &= one->announce_sleep(waited);
+  return idle;
+}
+
+// Whether this host has fewer cores for this thread than processes at the rings' ends.
+bool EventLoop::crowded() {
+  const uint64_t now = monotonic_ns();
+  if (cores_ == 0 || now - cores_at_ns_ > kCoresNs) {
+    cores_ = available_cores();
+    cores_at_ns_ = now;
+  }
+  const bool few = pollables_.size() >= cores_;
+  shares_cores_.store(few && spin_us_ < 0, std::memory_order_relaxed);
+  return few;
+}
+
+// For how long who runs the loop in its place polls.
+uint64_t EventLoop::spin_ns(uint64_t now_ns) const {
+  if (spin_us_ >= 0) return static_cast<uint64_t>(spin_us_ * 1e3);
+  return now_ns < polls_again_ns_ ? 0 : kPollNs;
+}
+
+void EventLoop::spin(double spin_us) {
+  spin_us_ = spin_us;
+  crowded();
+}
+
+// --- in the place of the loop's thread ------------------------------------------------------------------------------
+
+void EventLoop::Turn::run_until(const std::atomic<bool>& done, Deadline until) {
+  if (forks_ != forks()) return;
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) return;
+  if (EventLoop* const loop = loop_.load(); loop != nullptr) loop->drive(&done, until, false);
+}
+
+// With the turn. Null: runs what was posted, and no more.
+void EventLoop::drive(const std::atomic<bool>* done, Deadline until, bool soon) {
+  sleeping_.store(false);
+  driven_ = true;
+  for (Pollable* const one : pollables_) {
+    one->announce_wake();
+    one->hold_wakes(true);
+  }
+  const bool waited = drive_until(done, until);
+  driven_ = false;
+  // Its own thread announces itself, and that it is awake.
+  if (turn_->claims_.load() == 0) leave(waited, soon);
+  sleeping_.store(true);
+  if (posted_.load()) wake();
+}
+
+// Whether it ends before it is done.
+bool EventLoop::drive_until(const std::atomic<bool>* done, Deadline until) {
+  const auto stops = [this] {
+    if (!posted_.load() || !run_tasks()) return false;
+    posted_.store(true);  // for the thread that has to end
+    return true;
+  };
+  if (stops() || done == nullptr) return false;
+  if (done->load(std::memory_order_acquire)) return false;
+  const bool many = crowded();
+  uint64_t last_ns = monotonic_ns(), due_ns = 0;
+  const uint64_t spin_ns = this->spin_ns(last_ns);
+  const uint64_t left_ns = until.left_ns(), until_ns = left_ns < ~last_ns ? last_ns + left_ns : ~uint64_t{0};
+  for (bool sent = false;;) {
+    bool busy = false;
+    guarded([&] { busy = look_at_all(); });
+    if (done->load(std::memory_order_acquire)) return false;
+    if (turn_->claims_.load() != 0) return true;
+    if (posted_.load()) {
+      if (stops()) return true;
+      busy = true;
+      due_ns = 0;
+    }
+    const uint64_t now = monotonic_ns();
+    if (now >= due_ns) {
+      uint64_t next_ns = kLongestSleepNs;
+      guarded([&] {
+        if (due_) next_ns = std::min(due_(), kLongestSleepNs);
+      });
+      due_ns = now + next_ns;
+    }
+    if (busy) {
+      last_ns = now;
+      sent = false;
+      continue;
+    }
+    const uint64_t idle_ns = now - last_ns;
+    if (idle_ns >= spin_ns || now >= until_ns) return true;
+    if (!sent && idle_ns >= kHeldWakeNs) {
+      for (Pollable* const one : pollables_) one->send_wakes();
+      sent = true;
+    }
+    if (many || idle_ns >= kYieldNs) {
+      ::sched_yield();
+      if (const uint64_t back_ns = monotonic_ns(); spin_us_ < 0 && back_ns - now > kForeignNs) {
+        polls_again_ns_ = back_ns + kSleepOnlyNs;
+        return true;
+      }
+    } else {
+      pause_briefly();
+    }
+  }
+}
+
+// Gives the loop back to its thread, which goes on sleeping where nothing is left to do.
+void EventLoop::leave(bool waited, bool soon) {
+  for (Pollable* const one : pollables_) {
+    if (!soon) one->hold_wakes(false);
+  }
+  bool idle = announce_sleep(waited);
+  for (int i = 0; !idle && i < kLastLooks; ++i) {
+    guarded([&] { look_at_all(); });
+    idle = announce_sleep(waited);
+  }
+  uint64_t sleep_ns = kLongestSleepNs;
+  guarded([&] {
+    if (due_) sleep_ns = std::min(due_(), kLongestSleepNs);
+  });
+  if (!idle || discarded_ != nullptr || monotonic_ns() + sleep_ns < sleeps_until_ns_) wake();
+}
+
+// --- the loop's thread ----------------------------------------------------------------------------------------------
+
 // Looks until there is something, for a while. True when there was.
 bool EventLoop::poll() {
-  const double most_us = patience_.spin_us();
-  if (pollables_.empty() || pollables_.size() >= available_cores() || !wanted_ || !wanted_()) return false;
+  if (pollables_.empty() || !wanted_ || !wanted_()) return false;
+  if (spin_us_ == 0 || crowded() || monotonic_ns() < polls_again_ns_) return false;
   bool found = false;
-  if (most_us > 0) {
-    const uint64_t until_ns = monotonic_ns() + static_cast<uint64_t>(most_us * 1e3);
-    while (!(found = look_at_all() || posted_.load()) && monotonic_ns() < until_ns) pause_briefly();
-  }
-  if (found) {
-    patience_.rewarded();
-  } else {
-    patience_.in_vain();
-  }
+  const uint64_t until_ns = monotonic_ns() + kPollNs;
+  while (!(found = look_at_all() || posted_.load()) && monotonic_ns() < until_ns) pause_briefly();
   return found;
 }
 
@@ -174,9 +324,9 @@ void EventLoop::destroy_discarded() {
 }
 
 void EventLoop::run(const char* name) noexcept {
-  id_.store(std::this_thread::get_id());
   ::pthread_setname_np(::pthread_self(), name);
   struct epoll_event events[64];
+  std::unique_lock turn(turn_->mutex_);
   for (;;) {
     if (run_tasks()) break;
     bool busy = false;
@@ -188,14 +338,28 @@ void EventLoop::run(const char* name) noexcept {
     sleeping_.store(true);
     if (busy || posted_.load()) sleep_ns = 0;
     if (sleep_ns != 0) {
-      for (Pollable* const one : pollables_) {
-        if (!one->announce_sleep()) sleep_ns = 0;
-      }
+      bool waited = false;
+      guarded([&] { waited = wanted_ && wanted_(); });
+      if (!announce_sleep(waited)) sleep_ns = 0;
     }
     // Rounded up: a sleep that ends too early would be followed by others of no length.
-    const int ready = ::epoll_wait(epoll_.get(), events, 64, static_cast<int>((sleep_ns + 999'999) / 1'000'000));
+    const auto sleep_ms = static_cast<int>((sleep_ns + 999'999) / 1'000'000);
+    int ready;
+    if (sleep_ms == 0) {
+      ready = ::epoll_wait(epoll_.get(), events, 64, 0);
+    } else {
+      sleeps_until_ns_ = monotonic_ns() + static_cast<uint64_t>(sleep_ms) * 1'000'000;
+      turn.unlock();
+      ready = ::epoll_wait(epoll_.get(), events, 64, sleep_ms);
+      turn_->claims_.fetch_add(1);
+      turn.lock();
+      turn_->claims_.fetch_sub(1);
+    }
     sleeping_.store(false);
-    for (Pollable* const one : pollables_) one->announce_wake();
+    for (Pollable* const one : pollables_) {
+      one->announce_wake();
+      one->hold_wakes(false);
+    }
     for (int i = 0; i < ready; ++i) {
       if (events[i].data.ptr == nullptr) {
         uint64_t count;
@@ -206,6 +370,7 @@ void EventLoop::run(const char* name) noexcept {
     }
     destroy_discarded();
   }
+  turn_->loop_.store(nullptr);
   due_ = nullptr;
   wanted_ = nullptr;
   destroy_discarded();

@@ -8,7 +8,13 @@
 // announces itself in their memory, and the peer that writes there wakes it. Timers are one function, which returns
 // when it has to be called again. No handler may block.
 //
-// Handlers are destroyed by discard() only, after the round of events that they may still be part of.
+// While the loop's thread sleeps, a thread that posts a task (post_here) or waits for what the loop does
+// (Turn::run_until) may run the loop in its place: no thread is woken then, in this process or, as long as both poll,
+// in a peer's. One thread has the turn at a time, and "the loop's thread" below is the one that has it. Sockets are the
+// own thread's: where epoll reports one it asks for the turn, and gets it at once.
+//
+// Handlers are destroyed by discard() only, after the round of events that they may still be part of, on the own
+// thread.
 //
 // No exception leaves the thread: what a task, a handler or the timer throws (memory runs out, usually) is handed to
 // `failed`, after its stack was unwound, and the loop goes on. After stop(), which any threads may call at once, and
@@ -25,6 +31,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/deadline.h"
 #include "base/descriptor.h"
 #include "base/patience.h"
 
@@ -45,9 +52,29 @@ class EventLoop {
   class Pollable {
    public:
     virtual ~Pollable() = default;
-    virtual bool look() = 0;            // handles what is ready; false: nothing was
-    virtual bool announce_sleep() = 0;  // false: there is something to handle after all
+    virtual bool look() = 0;  // handles what is ready; false: nothing was
+    // False: there is something to handle after all. `waited`: something is in progress here that nobody polls for.
+    virtual bool announce_sleep(bool waited) = 0;
     virtual void announce_wake() = 0;
+    // Whether a peer that sleeps, and waits for nothing, is left asleep by what is written to it, until send_wakes():
+    // it may be about to look by itself.
+    virtual void hold_wakes([[maybe_unused]] bool hold) {}
+    virtual void send_wakes() {}
+  };
+  // The right to run the loop. Of what is waited for, too, which may outlive the loop.
+  class Turn {
+   public:
+    // Runs the loop on this thread, where its own sleeps: until `done`, or until the loop's thread has to run it, or
+    // for as long as spin() says after the last thing that happened. May return at once.
+    void run_until(const std::atomic<bool>& done, Deadline until);
+
+   private:
+    friend class EventLoop;
+    explicit Turn(EventLoop* loop);
+    const uint64_t forks_;
+    std::mutex mutex_;
+    std::atomic<uint32_t> claims_{0};  // of the loop's own thread
+    std::atomic<EventLoop*> loop_;     // null once it has ended
   };
 
   // `failed` runs on the loop, and must not throw.
@@ -59,13 +86,16 @@ class EventLoop {
 
   // Any thread. False when the loop has stopped: the task was dropped.
   bool post(std::function<void()> task);
+  // The same, but on this thread where the loop's sleeps; for what takes no longer than a thread's waking. `soon`: this
+  // thread calls Turn::run_until() next.
+  bool post_here(std::function<void()> task, bool soon);
   // Runs it on the loop, and returns then; throws what it throws. False when the loop has stopped.
   bool call(const std::function<void()>& what);
   // Runs what was posted before, then ends the thread. Not from the loop's own thread.
   void stop();
   // Whether this process was forked from the one that the loop runs in.
   bool forked() const;
-  bool here() const { return std::this_thread::get_id() == id_.load(); }
+  const std::shared_ptr<Turn>& turn() const { return turn_; }
   // A descriptor that wakes the loop when it becomes readable: passed to peers that share memory with it.
   int wake_descriptor() const { return wake_.get(); }
 
@@ -81,13 +111,32 @@ class EventLoop {
   }
   // Called at least before every sleep; returns the nanoseconds after which to be called again.
   void on_time(std::function<uint64_t()> due) { due_ = std::move(due); }
-  // While it is true, rings are polled for a while before a sleep, if there is a core for each process at their ends.
+  // While it is true, rings are polled before a sleep, if there is a core for each process at their ends: for about as
+  // long as a sleep and its end take, so that it costs at most twice what it saves. It does not adapt to what it finds:
+  // peers that both poll less since the other one sleeps would never poll again.
   void poll_while(std::function<bool()> wanted) { wanted_ = std::move(wanted); }
+  // How long who runs the loop in its place polls after the last thing that happened. Below 0: some 50 us, and where
+  // there are fewer cores than processes at the rings' ends it offers the core to others meanwhile; not while others
+  // than these take it. At 0 nobody polls.
+  void spin(double spin_us);
+  // Whether there are fewer cores than processes at the rings' ends, as last seen, and spin() has not said that these
+  // are theirs. Any thread.
+  bool shares_cores() const { return shares_cores_.load(std::memory_order_relaxed); }
+  // Whether that is who runs it now.
+  bool driven() const { return driven_; }
 
  private:
   void run(const char* name) noexcept;
+  void wake();
+  bool push(std::function<void()> task);
+  void drive(const std::atomic<bool>* done, Deadline until, bool soon);
+  bool drive_until(const std::atomic<bool>* done, Deadline until);
+  void leave(bool waited, bool soon);
   bool run_tasks();
   bool look_at_all();
+  bool announce_sleep(bool waited);
+  bool crowded();
+  uint64_t spin_ns(uint64_t now_ns) const;
   bool poll();
   void destroy_discarded();
   template <typename Act>
@@ -100,12 +149,17 @@ class EventLoop {
   std::vector<std::function<void()>> tasks_;
   bool stopping_ = false;
   std::atomic<bool> sleeping_{false}, posted_{false};
+  const std::shared_ptr<Turn> turn_;
+  // Of who has the turn.
   std::vector<Pollable*> pollables_;
   std::unique_ptr<Handler> discarded_;  // a list
   std::function<uint64_t()> due_;
   std::function<bool()> wanted_;
-  Patience patience_;
-  std::atomic<std::thread::id> id_{};
+  double spin_us_ = -1;
+  unsigned cores_ = 0;
+  uint64_t cores_at_ns_ = 0, sleeps_until_ns_ = 0, polls_again_ns_ = 0;
+  bool driven_ = false;
+  std::atomic<bool> shares_cores_{true};
   std::once_flag stopped_;
   std::unique_ptr<std::thread> thread_;
 };

@@ -9,6 +9,10 @@
 // computing. Arrays stay as they are until the work is done. Any thread may call; the order of the calls is the order
 // of the operations, which must be the same on all ranks.
 //
+// Where all ranks share memory, a caller that waits runs the loop in its thread's place (EventLoop::Turn) for as long
+// as GroupOptions::spin_us says, and begins small operations itself: nobody is woken then. Faults, deadlines and the
+// end are the loop's, whoever runs it.
+//
 // Failure. A member that dies, violates the protocol or disagrees ends the group, on every rank, with the same fault:
 // the first rank to notice notifies all others, and the first fault counts. At its deadline an operation queries
 // the owners for the ranks they wait for, and ends the group with the names of those that are behind. After that every
@@ -44,15 +48,18 @@ class Group {
   void connect(const std::vector<std::string>& addresses, Deadline deadline);
 
   // Never blocks. Throws schema for invalid shapes, hung_up after close().
-  std::shared_ptr<Work> all_reduce(const Shape& shape, const void* in, void* out, double timeout_s);
+  // `soon`: this thread waits for it next.
+  std::shared_ptr<Work> all_reduce(const Shape& shape, const void* in, void* out, double timeout_s, bool soon = false);
 
   // Every other collective (protocol.h), among ranks that all own a share and no reducers. Of reduce_scatter `sends`
   // are what each rank gets the sum of, and `receives` is one, this rank's; of all_gather the other way round; of
   // all_to_all one for each rank both; of broadcast the same one both. A result is not written over what is still to be
   // sent: only this rank's own part may be in place. Never blocks. Throws as all_reduce().
   std::shared_ptr<Work> run(const Shape& shape, std::vector<Segment> sends, std::vector<Segment> receives,
-                            double timeout_s);
+                            double timeout_s, bool soon = false);
 
+  // Changes GroupOptions::spin_us. Throws hung_up after close().
+  void spin(double spin_us);
   GroupCounts counts();  // throws hung_up after close()
   // The fault that ended the group; kind none while it lives.
   Fault fault() const;

@@ -23,10 +23,14 @@ struct GroupOptions {
   uint64_t least_exposed_bytes = ~uint64_t{0};
   uint64_t max_window_bytes = uint64_t{16} << 20;
   uint64_t fixed_window_bytes = 0;  // 0: it adapts
+  // How long who waits polls the rings of ranks that are all on one host, before it sleeps; less where that helps
+  // nothing. Below 0: some 50 us where there is a core for each of them.
+  double spin_us = -1;
 };
 
 struct GroupCounts {
   uint64_t operations = 0, elements = 0, array_bytes = 0;
+  uint64_t by_callers = 0;  // operations that ended on a caller's thread
   uint64_t sent_tcp = 0, received_tcp = 0, sent_shm = 0, received_shm = 0;  // of frames, headers and all
   uint64_t reduced_bytes = 0;                                               // as an owner
   uint64_t window_bytes = 0, least_delay_ns = 0;

@@ -63,6 +63,8 @@ class TcpLink final : public Link {
 
 // --- shared memory --------------------------------------------------------------------------------------------------
 
+// What a side that sleeps says: whether something is in progress there.
+constexpr uint32_t kSleepsIdle = 1, kSleepsWaiting = 2;
 constexpr char kRingMagic[8] = {'G', 'T', 'R', 'I', 'N', 'G', '1', '\n'};
 
 struct SharedRing {
@@ -118,7 +120,10 @@ class RingLink final : public Link {
     if (done == 0) return 0;
     written_ += done;
     out_->written.store(written_, std::memory_order_seq_cst);
-    if (out_->reader_sleeps.load(std::memory_order_seq_cst) != 0) wake(&out_->reader_sleeps);
+    if (const uint32_t sleeps = out_->reader_sleeps.load(std::memory_order_seq_cst); sleeps != 0) {
+      held_ = hold_ && sleeps == kSleepsIdle;
+      if (!held_) wake(&out_->reader_sleeps);
+    }
     return done;
   }
 
@@ -143,9 +148,9 @@ class RingLink final : public Link {
     return done;
   }
 
-  bool announce_sleep(bool reads) override {
-    if (reads) in_->reader_sleeps.store(1, std::memory_order_seq_cst);
-    if (blocked_) out_->writer_sleeps.store(1, std::memory_order_seq_cst);
+  bool announce_sleep(bool reads, bool waited) override {
+    if (reads) in_->reader_sleeps.store(waited ? kSleepsWaiting : kSleepsIdle, std::memory_order_seq_cst);
+    if (blocked_) out_->writer_sleeps.store(kSleepsWaiting, std::memory_order_seq_cst);
     if (reads && in_->written.load(std::memory_order_seq_cst) != taken_) return false;
     return !blocked_ || written_ - out_->taken.load(std::memory_order_seq_cst) >= kLinkRingBytes;
   }
@@ -153,6 +158,18 @@ class RingLink final : public Link {
   void announce_wake() override {
     in_->reader_sleeps.store(0, std::memory_order_relaxed);
     out_->writer_sleeps.store(0, std::memory_order_relaxed);
+  }
+
+  void hold_wakes(bool hold) override {
+    hold_ = hold;
+    if (!hold) send_wakes();
+  }
+
+  void send_wakes() override {
+    if (!held_) return;
+    held_ = false;
+    if (out_->taken.load(std::memory_order_seq_cst) == written_) return;  // it has looked, and sleeps again
+    if (out_->reader_sleeps.load(std::memory_order_seq_cst) != 0) wake(&out_->reader_sleeps);
   }
 
   void allow_reading() override {
@@ -235,6 +252,7 @@ class RingLink final : public Link {
   SharedRing *out_, *in_;
   uint64_t written_ = 0, taken_ = 0;  // never read back from memory that the peer can write
   bool blocked_ = false, ended_ = false;
+  bool hold_ = false, held_ = false;  // wakes of the peer's reader
 };
 
 }  // namespace

@@ -57,9 +57,12 @@ class Link {
   virtual size_t write(std::span<struct iovec> parts) = 0;
   virtual size_t read(std::span<struct iovec> parts) = 0;
   // Before sleeping: wakes are wanted, for what comes only if it `reads`. False when there is something to read, or
-  // room for a write that found none.
-  virtual bool announce_sleep([[maybe_unused]] bool reads) { return true; }
+  // room for a write that found none. `waited`: at once; else a peer that polls may hold them back for a moment.
+  virtual bool announce_sleep([[maybe_unused]] bool reads, [[maybe_unused]] bool waited) { return true; }
   virtual void announce_wake() {}
+  // Whether this side holds them back, and those that it has: sent, where the peer still sleeps.
+  virtual void hold_wakes([[maybe_unused]] bool hold) {}
+  virtual void send_wakes() {}
   // The socket: for epoll. `polled`: the bytes do not come through it, only the end does.
   int socket() const { return socket_.get(); }
   virtual bool polled() const { return false; }

@@ -110,6 +110,7 @@ void Operations::completed(const std::shared_ptr<Work>& work) {
   settled_.store(std::max(shares_.settled(), options_.shares[options_.rank] > 0 ? owner_.settled() : 0u),
                  std::memory_order_relaxed);
   ++done_;
+  by_callers_ += loop_.driven();
   elements_ += work->shape.count;
   array_bytes_ += work->shape.count * bytes_of(work->shape.dtype);
   work->finish();
@@ -240,6 +241,7 @@ void Operations::check_ring(const Peer& peer) const {
 
 void Operations::count(GroupCounts* out) {
   out->operations = done_;
+  out->by_callers = by_callers_;
   out->elements = elements_;
   out->array_bytes = array_bytes_;
   out->reduced_bytes = owner_.reduced_bytes();

@@ -90,7 +90,7 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   RingAllreduce ring_;
   std::vector<std::shared_ptr<Work>> works_;
   uint64_t next_number_ = 0;
-  uint64_t done_ = 0, elements_ = 0, array_bytes_ = 0, read_bytes_ = 0;
+  uint64_t done_ = 0, by_callers_ = 0, elements_ = 0, array_bytes_ = 0, read_bytes_ = 0;
   std::atomic<uint32_t> settled_{0};
 };
 

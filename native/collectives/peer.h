@@ -82,8 +82,10 @@ class Peer final : public EventLoop::Handler, public EventLoop::Pollable {
 
   void ready(uint32_t events) override;
   bool look() override;
-  bool announce_sleep() override { return link_->announce_sleep(!paused_); }
+  bool announce_sleep(bool waited) override { return link_->announce_sleep(!paused_, waited); }
   void announce_wake() override { link_->announce_wake(); }
+  void hold_wakes(bool hold) override { link_->hold_wakes(hold); }
+  void send_wakes() override { link_->send_wakes(); }
 
  private:
   template <typename Act>

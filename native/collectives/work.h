@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/condition_variable.h"
+#include "base/event_loop.h"
 #include "collectives/protocol.h"
 #include "transport/transport.h"
 
@@ -40,12 +41,14 @@ class Work {
   std::byte* const out;       // may be `in`
   std::vector<Segment> sends, receives;
   const Deadline deadline;
-  const uint64_t ask_ns;  // how long before it the owners are queried
-  uint64_t number = 0;    // the loop's, and fixed once it is done
+  const uint64_t ask_ns;                  // how long before it the owners are queried
+  uint64_t number = 0;                    // the loop's, and fixed once it is done
+  std::shared_ptr<EventLoop::Turn> turn;  // where who waits may run the loop meanwhile; before it is posted
 
   bool done() const { return done_.load(std::memory_order_acquire); }
   // False at the deadline; the operation goes on.
   bool wait(Deadline until) {
+    if (turn != nullptr && !done()) turn->run_until(done_, until);
     std::unique_lock lock(mutex_);
     while (!done()) {
       const uint64_t left_ns = until.left_ns();

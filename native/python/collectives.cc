@@ -46,15 +46,18 @@ class PythonGroup {
   Group& group() { return *group_; }
   const Group& group() const { return *group_; }
 
-  std::shared_ptr<Work> all_reduce(const Shape& shape, uint64_t in, uint64_t out, double timeout_s, nb::object keep) {
+  std::shared_ptr<Work> all_reduce(const Shape& shape, uint64_t in, uint64_t out, double timeout_s, nb::object keep,
+                                   bool soon) {
     return start(std::move(keep), [&] {
-      return group_->all_reduce(shape, reinterpret_cast<const void*>(in), reinterpret_cast<void*>(out), timeout_s);
+      return group_->all_reduce(shape, reinterpret_cast<const void*>(in), reinterpret_cast<void*>(out), timeout_s,
+                                soon);
     });
   }
 
   std::shared_ptr<Work> run(const Shape& shape, std::vector<Segment> sends, std::vector<Segment> receives,
-                            double timeout_s, nb::object keep) {
-    return start(std::move(keep), [&] { return group_->run(shape, std::move(sends), std::move(receives), timeout_s); });
+                            double timeout_s, nb::object keep, bool soon) {
+    return start(std::move(keep),
+                 [&] { return group_->run(shape, std::move(sends), std::move(receives), timeout_s, soon); });
   }
 
  private:
@@ -106,6 +109,7 @@ std::unique_ptr<PythonGroup> make_group(const nb::dict& given) {
   options.cross_memory = item(given, "cross_memory", options.cross_memory);
   options.least_exposed_bytes = item(given, "least_exposed_bytes", options.least_exposed_bytes);
   options.max_window_bytes = item(given, "max_window_bytes", options.max_window_bytes);
+  options.spin_us = item(given, "spin_us", options.spin_us);
   options.fixed_window_bytes = item(given, "fixed_window_bytes", options.fixed_window_bytes);
   const Unlocked unlocked;
   return std::make_unique<PythonGroup>(options);
@@ -145,11 +149,11 @@ std::optional<Whole> whole_from(const GivenWhole& given) {
 }
 
 std::shared_ptr<Work> all_reduce(PythonGroup& group, uint64_t in, uint64_t out, uint64_t count, uint32_t dtype,
-                                 uint32_t wire, uint32_t op, double timeout_s, nb::object keep,
-                                 const GivenWhole& whole) {
+                                 uint32_t wire, uint32_t op, double timeout_s, nb::object keep, const GivenWhole& whole,
+                                 bool soon) {
   Shape shape{count, dtype_from(dtype), dtype_from(wire), op_from(op), 0};
   shape.whole = whole_from(whole);
-  return group.all_reduce(shape, in, out, timeout_s, std::move(keep));
+  return group.all_reduce(shape, in, out, timeout_s, std::move(keep), soon);
 }
 
 using Segments = std::vector<std::pair<uint64_t, uint64_t>>;  // address, elements
@@ -162,12 +166,12 @@ std::vector<Segment> segments_from(const Segments& given) {
 
 std::shared_ptr<Work> run(PythonGroup& group, uint32_t collective, const Segments& sends, const Segments& receives,
                           uint32_t dtype, uint32_t op, uint32_t root, double timeout_s, nb::object keep,
-                          const GivenWhole& whole) {
+                          const GivenWhole& whole, bool soon) {
   if (collective >= kCollectives) fail(ErrorKind::schema, "no collective has the number ", collective);
   const Dtype type = dtype_from(dtype);
   Shape shape{0, type, type, op_from(op), 0, static_cast<Collective>(collective), root};
   shape.whole = whole_from(whole);
-  return group.run(shape, segments_from(sends), segments_from(receives), timeout_s, std::move(keep));
+  return group.run(shape, segments_from(sends), segments_from(receives), timeout_s, std::move(keep), soon);
 }
 
 bool wait(Work& work, double timeout_s) {
@@ -203,6 +207,7 @@ nb::dict group_counts(PythonGroup& group) {
   links["tcp"] = found.links_tcp;
   links["shm"] = found.links_shm;
   out["operations"] = found.operations;
+  out["by_callers"] = found.by_callers;
   out["elements"] = found.elements;
   out["array_bytes"] = found.array_bytes;
   out["reduced_bytes"] = found.reduced_bytes;
@@ -253,9 +258,9 @@ void bind_collectives(nb::module_& module) {
              interruptibly([&] { group.group().connect(addresses, Deadline::after(timeout_s)); });
            })
       .def("all_reduce", &all_reduce, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-           nb::arg("keep").none(), nb::arg("whole") = nb::none())
+           nb::arg("keep").none(), nb::arg("whole") = nb::none(), nb::arg("soon") = false)
       .def("run", &run, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-           nb::arg("keep").none(), nb::arg("whole") = nb::none())
+           nb::arg("keep").none(), nb::arg("whole") = nb::none(), nb::arg("soon") = false)
       .def("counts", &group_counts)
       .def("fault", [](const PythonGroup& group) { return fault_tuple(group.group().fault()); })
       .def_prop_ro("settled", [](const PythonGroup& group) { return group.group().settled(); })

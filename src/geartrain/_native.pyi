@@ -772,6 +772,7 @@ class CollectiveGroup:
         /,
         keep: Any,
         whole: tuple[int, int, int, int] | None = None,
+        soon: bool = False,
     ) -> CollectiveWork: ...
     def run(
         self,
@@ -785,6 +786,7 @@ class CollectiveGroup:
         /,
         keep: Any,
         whole: tuple[int, int, int, int] | None = None,
+        soon: bool = False,
     ) -> CollectiveWork: ...
     def counts(self) -> dict[str, Any]: ...
     def fault(self) -> tuple[int, str, list[int]] | None: ...

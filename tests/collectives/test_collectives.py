@@ -74,6 +74,10 @@ def test_an_array_of_the_other_byte_order_is_refused_not_summed_as_if_it_were_of
         {"reducers": "127.0.0.1:1"},
         {"window_bytes": -1},
         {"window_bytes": float("nan")},
+        {"spin_us": -1},
+        {"spin_us": float("nan")},
+        {"spin_us": 1e10},
+        {"spin_us": "long"},
     ],
     ids=lambda options: "-".join(f"{name}-{value}" for name, value in options.items()),
 )

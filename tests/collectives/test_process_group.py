@@ -381,6 +381,7 @@ def test_options_from_the_environment() -> None:
     shares = BackendOptions.from_environment({"GEARTRAIN_ALLREDUCE_SHARES": "0.25,0.75"}).shares
     assert shares == (0.25, 0.75)
     assert BackendOptions.from_environment({}) == BackendOptions()
+    assert BackendOptions.from_environment({"GEARTRAIN_ALLREDUCE_SPIN_US": "1e6"}).spin_us == 1e6
 
 
 @pytest.mark.parametrize(
@@ -394,6 +395,9 @@ def test_options_from_the_environment() -> None:
         ("GEARTRAIN_ALLREDUCE_WIRE_DTYPE", "fp8", "bfloat16 or float16"),
         ("GEARTRAIN_ALLREDUCE_ON_REDUCER_LOSS", "ignore", "raise or reform"),
         ("GEARTRAIN_ALLREDUCE_HIERARCHICAL", "yes", "0 or 1"),
+        ("GEARTRAIN_ALLREDUCE_SPIN_US", "-1", "from 0"),
+        ("GEARTRAIN_ALLREDUCE_SPIN_US", "1,2", "from 0"),
+        ("GEARTRAIN_ALLREDUCE_SPIN_US", "long", "numbers"),
         ("GEARTRAIN_SECRET_FILE", "/nonexistent/secret", "No such file"),
     ],
 )

@@ -116,7 +116,7 @@ geartrain::GroupOptions options_from(const gt_options& given) {
   return options;
 }
 
-gt_status start(gt_group* group, void* data, size_t count, gt_dtype dtype, gt_op op, double timeout_s,
+gt_status start(gt_group* group, void* data, size_t count, gt_dtype dtype, gt_op op, double timeout_s, bool soon,
                 std::shared_ptr<geartrain::Work>* work) {
   if (group == nullptr || (data == nullptr && count != 0)) return failed(GT_INVALID, "no group, or no array");
   if (static_cast<unsigned>(dtype) >= geartrain::kDtypes || static_cast<unsigned>(op) >= geartrain::kOps) {
@@ -124,7 +124,7 @@ gt_status start(gt_group* group, void* data, size_t count, gt_dtype dtype, gt_op
   }
   const auto type = static_cast<Dtype>(dtype);
   const geartrain::Shape shape{count, type, type, static_cast<geartrain::Op>(op), 0};
-  *work = group->group.all_reduce(shape, data, data, timeout_s);
+  *work = group->group.all_reduce(shape, data, data, timeout_s, soon);
   return GT_OK;
 }
 
@@ -161,10 +161,18 @@ gt_status gt_group_connect(gt_group* group, const char* addresses, double timeou
   });
 }
 
+gt_status gt_group_spin(gt_group* group, double spin_us) {
+  return guarded([&] {
+    if (group == nullptr || !(spin_us < 1e12)) return failed(GT_INVALID, "no group, or no time");
+    group->group.spin(spin_us);
+    return GT_OK;
+  });
+}
+
 gt_status gt_allreduce(gt_group* group, void* data, size_t count, gt_dtype dtype, gt_op op, double timeout_s) {
   return guarded([&] {
     std::shared_ptr<geartrain::Work> work;
-    const gt_status started = start(group, data, count, dtype, op, timeout_s, &work);
+    const gt_status started = start(group, data, count, dtype, op, timeout_s, true, &work);
     if (started != GT_OK) return started;
     // The operation's own deadline ends it, and its memory must not be used after this.
     while (!work->wait(Deadline::after(3600))) continue;
@@ -177,7 +185,7 @@ gt_status gt_allreduce_start(gt_group* group, void* data, size_t count, gt_dtype
   return guarded([&] {
     if (work == nullptr) return failed(GT_INVALID, "a null argument");
     auto made = std::make_unique<gt_work>();
-    const gt_status started = start(group, data, count, dtype, op, timeout_s, &made->work);
+    const gt_status started = start(group, data, count, dtype, op, timeout_s, false, &made->work);
     if (started == GT_OK) *work = made.release();
     return started;
   });

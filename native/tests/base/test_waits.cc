@@ -180,7 +180,7 @@ struct ReadyAtTheSecondLook final : EventLoop::Pollable {
     seen = true;
     return true;
   }
-  bool announce_sleep() override { return true; }
+  bool announce_sleep(bool) override { return true; }
   void announce_wake() override {}
 };
 
@@ -198,6 +198,184 @@ TEST(a_loop_polls_before_a_sleep_while_that_is_wanted_and_there_are_cores) {
       const uint64_t began_ns = monotonic_ns();
       while (!all[0].seen && monotonic_ns() - began_ns < (polls ? 10'000'000'000u : 200'000'000u)) ::usleep(100);
       CHECK_EQ(all[0].seen.load(), polls);
+      loop.stop();
+    }
+  }
+}
+
+TEST(a_loop_that_has_polled_in_vain_a_hundred_times_polls_before_its_next_sleep_too) {
+  if (available_cores() < 2) return;
+  EventLoop loop("test", [](const std::exception&) {});
+  ReadyAtTheSecondLook ring;
+  loop.call([&] {
+    loop.add(&ring);
+    loop.poll_while([] { return true; });
+  });
+  for (int i = 0; i < 100; ++i) {
+    loop.call([] {});
+    ::usleep(300);  // it polls, finds nothing, and sleeps
+  }
+  const uint64_t began_ns = monotonic_ns();
+  loop.call([&] { ring.left = 2; });
+  while (!ring.seen && testing::within(began_ns, 0.5)) ::usleep(100);
+  CHECK(ring.seen);
+  loop.stop();
+}
+
+// What tells at the so-manieth look that something is over, to which thread, and what it was told of sleeps.
+struct OverAtALook final : EventLoop::Pollable {
+  explicit OverAtALook(std::atomic<bool>& over) : over(over) {}
+  std::atomic<bool>& over;
+  std::atomic<int> left{0}, looks{0};
+  std::atomic<std::thread::id> by{};
+  std::atomic<bool> holds{false}, asleep{false}, sent{false};
+  bool look() override {
+    ++looks;
+    if (left == 0 || --left != 0) return false;
+    by = std::this_thread::get_id();
+    over = true;
+    return true;
+  }
+  bool announce_sleep(bool) override {
+    asleep = true;
+    return true;
+  }
+  void announce_wake() override { asleep = false; }
+  void hold_wakes(bool hold) override { holds = hold; }
+  void send_wakes() override { sent = true; }
+};
+
+// Until the loop's thread sleeps.
+void settle(EventLoop& loop, OverAtALook& ring) {
+  loop.call([&] { loop.add(&ring); });
+  const uint64_t began_ns = monotonic_ns();
+  while (!ring.asleep && testing::within(began_ns, 10)) ::usleep(100);
+  CHECK(ring.asleep);
+}
+
+TEST(who_waits_runs_a_loop_whose_thread_sleeps) {
+  EventLoop loop("test", [](const std::exception&) {});
+  std::atomic<bool> over{false};
+  OverAtALook ring(over);
+  settle(loop, ring);
+  loop.call([&] { loop.spin(1e7); });
+  while (!ring.asleep) ::usleep(100);
+  ring.left = 1000;
+  std::thread::id posted_by{};
+  bool driven = false;
+  CHECK(loop.post_here([&] { posted_by = std::this_thread::get_id(), driven = loop.driven(); }, true));
+  CHECK(posted_by == std::this_thread::get_id() && driven);
+  CHECK(ring.holds);  // a wait follows
+  loop.turn()->run_until(over, soon(60));
+  CHECK(over);
+  CHECK(ring.by.load() == std::this_thread::get_id());
+  CHECK(!ring.holds && ring.asleep);
+  loop.stop();
+  const int looks = ring.looks;
+  loop.turn()->run_until(over, soon(60));  // it has ended: nobody runs it
+  CHECK_EQ(ring.looks.load(), looks);
+}
+
+TEST(who_runs_a_loop_runs_the_tasks_of_others_calls_its_timer_and_sends_wakes_that_it_held) {
+  EventLoop loop("test", [](const std::exception&) {});
+  std::atomic<bool> over{false}, elsewhere{false};
+  std::atomic<int> called{0};
+  OverAtALook ring(over);
+  settle(loop, ring);
+  loop.call([&] {
+    loop.spin(1e8);
+    loop.on_time([&]() -> uint64_t {
+      if (!loop.driven()) return 1'000'000'000;
+      ++called;
+      return 1'000'000;
+    });
+  });
+  // Its own thread wakes every second, and takes the turn back.
+  std::thread waiter([&] {
+    while (!over) loop.turn()->run_until(over, soon(60));
+  });
+  const std::thread::id id = waiter.get_id();
+  const uint64_t began_ns = monotonic_ns();
+  while (!(elsewhere && ring.sent && called > 5) && testing::within(began_ns, 10)) {
+    loop.call([&] { elsewhere = elsewhere || std::this_thread::get_id() == id; });
+    ::usleep(1000);
+  }
+  CHECK(called > 5);
+  CHECK(elsewhere);
+  CHECK(ring.sent);
+  ring.left = 1;
+  waiter.join();
+  loop.stop();
+}
+
+TEST(the_loops_thread_has_the_turn_for_a_socket_and_ends_who_runs_it) {
+  EventLoop loop("test", [](const std::exception&) {});
+  std::atomic<bool> over{false};
+  OverAtALook ring(over);
+  settle(loop, ring);
+  loop.call([&] { loop.spin(1e9); });
+  int ends[2];
+  CHECK_EQ(::pipe(ends), 0);
+  struct Reader final : EventLoop::Handler {
+    std::atomic<bool> ran{false};
+    std::thread::id by{};
+    int fd = -1;
+    void ready(uint32_t) override {
+      char byte;
+      CHECK_EQ(::read(fd, &byte, 1), 1);
+      by = std::this_thread::get_id();
+      ran = true;
+    }
+  } reader;
+  reader.fd = ends[0];
+  loop.call([&] { loop.watch(ends[0], EPOLLIN, &reader); });
+  while (!ring.asleep) ::usleep(100);
+  const uint64_t began_ns = monotonic_ns();
+  std::thread writer([&] {
+    ::usleep(20'000);
+    CHECK_EQ(::write(ends[1], "x", 1), 1);
+  });
+  loop.turn()->run_until(over, soon(60));  // not done: the loop's thread wanted it
+  CHECK(testing::within(began_ns, 0.9));
+  while (!reader.ran && testing::within(began_ns, 10)) ::usleep(100);
+  CHECK(reader.ran && reader.by != std::this_thread::get_id());
+  writer.join();
+  // A loop that is stopped ends who runs it.
+  while (!ring.asleep) ::usleep(100);
+  std::thread stopper([&] {
+    ::usleep(20'000);
+    loop.stop();
+  });
+  const uint64_t again_ns = monotonic_ns();
+  loop.turn()->run_until(over, soon(60));
+  stopper.join();
+  CHECK(testing::within(again_ns, 0.9));
+  ::close(ends[0]);
+  ::close(ends[1]);
+}
+
+TEST(who_waits_polls_for_as_long_as_it_was_told_to_on_few_cores_too) {
+  for (const double spin_us : {-1.0, 0.0, 1e8}) {
+    for (const size_t more : {size_t{0}, size_t{available_cores()}}) {
+      EventLoop loop("test", [](const std::exception&) {});
+      std::atomic<bool> over{false};
+      OverAtALook ring(over);
+      std::vector<ReadyAtTheSecondLook> others(more);
+      settle(loop, ring);
+      loop.call([&] {
+        loop.spin(spin_us);
+        for (auto& one : others) loop.add(&one);
+      });
+      while (!ring.asleep) ::usleep(100);
+      std::thread ends([&] {
+        ::usleep(300'000);
+        ring.left = 1;
+      });
+      do {
+        loop.turn()->run_until(over, soon(60));
+      } while (spin_us > 0 && !over);  // its own thread takes the turn back every second
+      CHECK_EQ(over.load(), spin_us > 0);
+      ends.join();
       loop.stop();
     }
   }

@@ -36,6 +36,8 @@ static void rank_main(uint32_t rank, uint32_t world, int to_parent, int from_par
   if (write(to_parent, mine, sizeof mine) != (ssize_t)sizeof mine) exit(3);
   read_all(from_parent, all, (size_t)world * GT_ADDRESS_BYTES);
   if (gt_group_connect(group, all, 30.0) != GT_OK) die("connect");
+  if (gt_group_spin(group, rank == 0 ? -1.0 : 1000.0) != GT_OK) die("spin");
+  if (gt_group_spin(NULL, 0.0) != GT_INVALID || gt_group_spin(group, 1e300) != GT_INVALID) exit(4);
 
   float* array = malloc(COUNT * sizeof(float));
   for (int step = 0; step < 10; ++step) {

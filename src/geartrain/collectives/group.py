@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -17,6 +15,7 @@ import geartrain.core.trace as trace
 from geartrain.collectives.bootstrap import Bootstrap
 from geartrain.collectives.buffers import buffer_of, check_reduction
 from geartrain.collectives.exchange import Exchange, exchange_of
+from geartrain.collectives.exit import close_at_exit
 from geartrain.collectives.faults import Fault
 from geartrain.collectives.group_arguments import checked_config
 from geartrain.collectives.hierarchical_session import HierarchicalSession
@@ -71,6 +70,7 @@ class Group:
         least_read_bytes: int | None = None,
         host: str | None = None,
         window_bytes: int | None = None,
+        spin_us: float | None = None,
         on_reducer_loss: str = "raise",
         hierarchical: bool = False,
         hosts: Sequence[Hashable] | None = None,
@@ -98,11 +98,12 @@ class Group:
             least_read_bytes: all-reduces and reduce-scatters of so many bytes or more are read from the ranks' memory
                 too; never when not given. Needs algorithm="shares", transport="auto" and cross_memory. It has no effect
                 on groups with reducers or with ranks of several hosts, on operations with a `wire_dtype`, nor where
-                the kernel allows no reading: they are sent. Whether it is faster depends on the kernel
-                (docs/decisions/065). Results are the same; an array whose operation failed has undefined contents.
-                Ranks may differ: one without it reads nothing, and is sent what it reduces.
+                the kernel allows no reading (docs/decisions/065). Results are the same; an array whose operation failed
+                has undefined contents. Ranks may differ: one without it reads nothing, and is sent what it reduces.
             host: to listen on; every interface when not given, or loopback for a group of one.
             window_bytes: how far a rank may run ahead of its results; adapts to the network when not given.
+            spin_us: how long a wait busy-waits before it sleeps, where all ranks share memory: 50 where there is a core
+                for each, when not given; 1e6, say, for ranks that own their cores; 0: never.
             on_reducer_loss: "raise", or "reform": continue without a reducer that died or does not answer. All ranks
                 bootstrap again, results that some ranks have are broadcast to those that lack them, and the other
                 operations are repeated from their arrays, which are not written before their result is complete.
@@ -134,6 +135,7 @@ class Group:
             least_read_bytes=least_read_bytes,
             host=host,
             window_bytes=window_bytes,
+            spin_us=spin_us,
             on_reducer_loss=on_reducer_loss,
             hierarchical=hierarchical,
             hosts=hosts,
@@ -162,7 +164,7 @@ class Group:
             advice = None if order is None or rank != 0 else order.advice()
             if advice is not None:
                 _log.warning("group %r: %s", name, advice)
-            _alive.add(self)
+            close_at_exit(self)
             register(self, "group", _figures)
         except BaseException as error:  # ranks that still join are told, and those that have joined
             bootstrap.fail(error)
@@ -192,7 +194,10 @@ class Group:
         self, array: Any, op: str = "sum", wire_dtype: str | None = None, timeout_s: float | None = None
     ) -> Any:
         """Reduces the array over all ranks, in place, and returns it. See `all_reduce_async`, `Work.wait`."""
-        return self.all_reduce_async(array, op, wire_dtype, timeout_s).wait()
+        memory = buffer_of(array)
+        return self.all_reduce_memory(
+            *memory, op=op, wire_dtype=wire_dtype, timeout_s=timeout_s, keep=array, soon=True
+        ).wait()
 
     def all_reduce_async(
         self, array: Any, op: str = "sum", wire_dtype: str | None = None, timeout_s: float | None = None
@@ -228,26 +233,27 @@ class Group:
         wire_dtype: str | None = None,
         timeout_s: float | None = None,
         keep: Any = None,
+        soon: bool = False,
     ) -> Work:
         """`all_reduce_async` of `count` elements at a memory address, for callers that have no array.
 
-        `keep` is held, and returned by `Work.wait`: whatever owns the memory.
+        `keep` is held, and returned by `Work.wait`: whatever owns the memory. `soon`: this thread waits for it next.
         """
         for name in (dtype, dtype if wire_dtype is None else wire_dtype):
             check_reduction(op, name)
         self._check_process()
         timeout_s = self.timeout_s if timeout_s is None else timeout(timeout_s)
         return self._issue(
-            Work(self.name, self._recover, address, count, dtype, wire_dtype or dtype, op, timeout_s, keep)
+            Work(self.name, self._recover, address, count, dtype, wire_dtype or dtype, op, timeout_s, keep), soon
         )
 
-    def _issue(self, work: Work) -> Work:
+    def _issue(self, work: Work, soon: bool) -> Work:
         began_s = time.perf_counter() if trace.on else 0.0
         refuse_within(self._lock, f"a call of group {self.name!r}")
         try:
             with self._lock:
                 session = self._session
-                session.issue(work)
+                session.issue(work, soon)
         except ConnectionClosedError as error:
             raise self._why_closed(error) from None
         if trace.on:
@@ -262,7 +268,9 @@ class Group:
         self, inputs: Sequence[Any], output: Any, op: str = "sum", timeout_s: float | None = None
     ) -> Any:
         """Reduces `inputs[r]` of all ranks into the `output` of rank r, and returns the output."""
-        return self.reduce_scatter_async(inputs, output, op, timeout_s).wait()
+        return self._exchange(
+            exchange_of("reduce_scatter", inputs, [output], op, 0), timeout_s, output, inputs, True
+        ).wait()
 
     def reduce_scatter_async(
         self, inputs: Sequence[Any], output: Any, op: str = "sum", timeout_s: float | None = None
@@ -283,7 +291,8 @@ class Group:
 
     def all_gather(self, array: Any, outputs: Sequence[Any], timeout_s: float | None = None) -> Sequence[Any]:
         """Copies the `array` of rank r into `outputs[r]` on all ranks, and returns the outputs."""
-        result: Sequence[Any] = self.all_gather_async(array, outputs, timeout_s).wait()
+        asked = exchange_of("all_gather", [array], outputs, "sum", 0)
+        result: Sequence[Any] = self._exchange(asked, timeout_s, outputs, array, soon=True).wait()
         return result
 
     def all_gather_async(self, array: Any, outputs: Sequence[Any], timeout_s: float | None = None) -> Work:
@@ -292,7 +301,6 @@ class Group:
         Args:
             array: this rank's; sent from where it is, and unchanged until all ranks have it.
             outputs: one array for each rank, of the size of that rank's.
-            timeout_s: as in `all_reduce_async`.
         """
         return self._exchange(exchange_of("all_gather", [array], outputs, "sum", 0), timeout_s, outputs, array)
 
@@ -300,7 +308,8 @@ class Group:
         self, inputs: Sequence[Any], outputs: Sequence[Any], timeout_s: float | None = None
     ) -> Sequence[Any]:
         """Copies `inputs[r]` into `outputs[this rank]` on rank r, and returns the outputs."""
-        result: Sequence[Any] = self.all_to_all_async(inputs, outputs, timeout_s).wait()
+        asked = exchange_of("all_to_all", inputs, outputs, "sum", 0)
+        result: Sequence[Any] = self._exchange(asked, timeout_s, outputs, inputs, soon=True).wait()
         return result
 
     def all_to_all_async(self, inputs: Sequence[Any], outputs: Sequence[Any], timeout_s: float | None = None) -> Work:
@@ -309,20 +318,23 @@ class Group:
 
     def broadcast(self, array: Any, root: int, timeout_s: float | None = None) -> Any:
         """Copies the array of rank `root` into that of all others, and returns it."""
-        return self.broadcast_async(array, root, timeout_s).wait()
+        return self._exchange(
+            exchange_of("broadcast", [array], [array], "sum", root), timeout_s, array, None, True
+        ).wait()
 
     def broadcast_async(self, array: Any, root: int, timeout_s: float | None = None) -> Work:
         """Begins `broadcast`. Raises as `reduce_scatter_async`. A rank that only receives may be done before others."""
         return self._exchange(exchange_of("broadcast", [array], [array], "sum", root), timeout_s, array, None)
 
-    def exchange_memory(self, exchange: Exchange, timeout_s: float | None = None, keep: Any = None) -> Work:
-        """Begins an exchange of numbers at memory addresses, for callers that have no arrays.
+    def exchange_memory(
+        self, exchange: Exchange, timeout_s: float | None = None, keep: Any = None, soon: bool = False
+    ) -> Work:
+        """Begins an exchange of numbers at memory addresses. `keep`, `soon`: as for `all_reduce_memory`."""
+        return self._exchange(exchange, timeout_s, keep, None, soon)
 
-        `keep` is held, and returned by `Work.wait`: whatever owns the memory.
-        """
-        return self._exchange(exchange, timeout_s, keep, None)
-
-    def _exchange(self, exchange: Exchange, timeout_s: float | None, result: Any, inputs: Any) -> Work:
+    def _exchange(
+        self, exchange: Exchange, timeout_s: float | None, result: Any, inputs: Any, soon: bool = False
+    ) -> Work:
         self._check_process()
         timeout_s = self.timeout_s if timeout_s is None else timeout(timeout_s)
         session = self._session
@@ -346,7 +358,7 @@ class Group:
             (result, inputs),
             exchange.checked(self.world_size),
         )
-        return self._issue(work)
+        return self._issue(work, soon)
 
     def _check_process(self) -> None:
         # A lock may have been held by a thread that this process does not have.
@@ -367,12 +379,11 @@ class Group:
     def counters(self) -> dict[str, Any]:
         """Counters of this session.
 
-        operations, elements, array_bytes; bytes_sent and bytes_received by path ("tcp", "shm"), headers and all;
-        reduced_bytes as an owner; read_bytes out of other ranks' memory, which are not sent; links by path;
-        window_bytes and least_delay_us of the flow control; refused connections; read_denied: links whose peer's
-        memory could be read, until the kernel denied it. Of a ring also
-        `ring`: how many of its hops lead from host to host (`crossings`), and the fewest that another order of the
-        ranks would have (`least_crossings`).
+        operations, elements, array_bytes; by_callers: operations that ended on the thread of who waits; bytes_sent and
+        bytes_received by path ("tcp", "shm"), headers and all; reduced_bytes as an owner; read_bytes out of other
+        ranks' memory, not sent; links by path; window_bytes and least_delay_us of the flow control; refused
+        connections; read_denied: links whose peer's memory could be read, until the kernel denied it. Of a ring also
+        `ring`: its hops from host to host (`crossings`), and the fewest of any order of the ranks (`least_crossings`).
         """
         self._check_process()
         try:
@@ -507,14 +518,3 @@ def _figures(group: Group) -> dict[str, Any]:
         "failed": "" if error is None else str(error),
         **group.counters(),
     }
-
-
-_alive: weakref.WeakSet[Group] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """Closes groups that nobody has closed, before the interpreter drops the arrays of their operations."""
-    for group in list(_alive):
-        with suppress(Exception):
-            group.close(1.0)

@@ -10,6 +10,7 @@ from geartrain.collectives.session import GroupConfig
 from geartrain.core.arguments import (
     check_choice,
     check_flag,
+    check_real,
     check_store,
     check_text,
     check_whole,
@@ -21,6 +22,7 @@ from geartrain.errors import ArgumentError
 
 ALGORITHMS = ("shares", "ring")
 TRANSPORTS = ("auto", "tcp")
+MOST_SPIN_US = 1e9
 
 
 def checked_config(
@@ -39,6 +41,7 @@ def checked_config(
     least_read_bytes: int | None,
     host: str | None,
     window_bytes: int | None,
+    spin_us: float | None,
     on_reducer_loss: str,
     hierarchical: bool,
     hosts: Sequence[Hashable] | None,
@@ -70,6 +73,8 @@ def checked_config(
             )
     if window_bytes is not None:
         whole_number("window_bytes", window_bytes, 2**63 - 1)
+    if spin_us is not None and not 0 <= (spin_us := check_real("spin_us", spin_us)) <= MOST_SPIN_US:
+        raise ArgumentError(f"spin_us is from 0 to {MOST_SPIN_US:g}, found {spin_us}")
     check_store(store)
     if store is None and init_method is not None:
         store, rank, world_size = store_from(init_method, rank, world_size, timeout_s)
@@ -94,6 +99,8 @@ def checked_config(
         "host": host if host is not None else "127.0.0.1" if world_size == 1 else "0.0.0.0",
         "max_window_bytes": 16 << 20,
     }
+    if spin_us is not None:
+        options["spin_us"] = spin_us
     if window_bytes is not None:
         options["fixed_window_bytes"] = window_bytes
     reissues = on_reducer_loss == "reform" and world_size > 1

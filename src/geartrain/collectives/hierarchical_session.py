@@ -160,8 +160,11 @@ class HierarchicalSession:
         found = from_reason(fault)
         return None if found is None else self.error_of(found)
 
-    def issue(self, work: Work) -> None:
-        """Begins an all-reduce, in place. Raises `ArgumentError` for a dtype that is not sent as asked."""
+    def issue(self, work: Work, soon: bool = False) -> None:
+        """Begins an all-reduce, in place. Raises `ArgumentError` for a dtype that is not sent as asked.
+
+        `soon` changes nothing: its stages are begun by threads of its own.
+        """
         if work.wire_dtype != work.dtype and (work.dtype, work.wire_dtype) not in _WIRES:
             raise ArgumentError(f"{work.dtype} cannot be sent as {work.wire_dtype}")
         if self.native.ended:

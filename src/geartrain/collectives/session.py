@@ -150,8 +150,8 @@ class Session:
             vars(error).update(ranks=named.ranks, reducers=named.reducers)  # type: ignore[attr-defined]
         return bootstrap.fail(error)
 
-    def issue(self, work: Work) -> None:
-        """Begins an operation: in place, or into a buffer where its input has to stay."""
+    def issue(self, work: Work, soon: bool = False) -> None:
+        """Begins an operation: in place, or into a buffer where its input has to stay. `soon`: its wait follows."""
         self._release_settled()
         result = self._buffer(work.nbytes) if self.keeps_input else None
         if work.exchange is None:
@@ -164,6 +164,7 @@ class Session:
                 OPS[work.op],
                 work.timeout_s,
                 keep=(work.array, result),
+                soon=soon,
             )
         else:
             asked = work.exchange
@@ -176,6 +177,7 @@ class Session:
                 asked.root,
                 work.timeout_s,
                 keep=work.array,
+                soon=soon,
             )
         work.issue = issue = Issue(self, self._next, native, result)
         self._next += 1

@@ -33,6 +33,7 @@ from typing import Any
 
 import numpy as np
 
+import geartrain._native as _native
 import geartrain_bench.allreduce.ddp as allreduce_ddp
 import geartrain_bench.allreduce.mpi_jobs as allreduce_mpi_jobs
 import geartrain_bench.allreduce.plot as allreduce_plot
@@ -44,13 +45,16 @@ from geartrain.errors import ArgumentError
 from geartrain.tools.plan.allreduce import Network
 from geartrain.tools.testing.cluster import Hosts
 from geartrain_bench.allreduce.testbed import (
+    SPIN_US,
     AllReduceTestbed,
     Configuration,
     Timed,
     dedicated,
     gloo,
     hybrid,
+    in_c,
     ring,
+    spinning,
     workers,
 )
 from geartrain_bench.harness.baselines import BaselineError
@@ -266,7 +270,9 @@ class _Bench:
         floors_s = {nbytes: _memcpy_s(nbytes) for nbytes in plan.loopback_sizes}
         with AllReduceTestbed(None, max(plan.ranks), reducers=2) as testbed:
             for n in plan.ranks:
-                configurations = [gloo(), workers(), workers(transport="tcp"), ring(), dedicated(n, 2)]
+                configurations = [gloo(), workers(), in_c(), workers(transport="tcp"), ring(), dedicated(n, 2)]
+                if n <= _native.available_cores():  # as MPI does; with more ranks than cores it is no option
+                    configurations[3:3] = [spinning(), in_c(SPIN_US)]
                 for nbytes in plan.loopback_sizes:
                     self._cases(
                         testbed, "loopback", configurations, n, nbytes, (math.inf,) * n, floor_s=floors_s[nbytes]

@@ -125,6 +125,11 @@ def _loopback_targets(cases: Cases) -> Iterator[Target]:
                 yield _at_least(
                     f"loopback, {n} ranks, {size_text(nbytes)}: Gloo / ours", others["p50_s"] / case["p50_s"], 1.0
                 )
+        if case["part"] == "loopback" and case["arm"] == "geartrain workers, C, spinning" and case["nbytes"] == 4096:
+            mpi = find(cases, part="loopback", arm="openmpi", workers=case["workers"], nbytes=4096)
+            if mpi is not None:
+                name = f"loopback, {case['workers']} ranks, 4 KB: C, spinning / Open MPI"
+                yield _at_most(name, case["p50_s"] / mpi["p50_s"], 2.0)
 
 
 def _training_targets(cases: Cases) -> Iterator[Target]:

@@ -24,6 +24,8 @@ from geartrain_bench.harness.fleet import Fleet
 WORKER = ["-m", "geartrain_bench.allreduce.worker"]
 SECRET = "bench"
 ROUNDS_S = 300.0
+#: Longer than any operation that is measured.
+SPIN_US = 1e6
 ONE_WAY_PORT = 29513
 _jobs = itertools.count()
 
@@ -79,6 +81,18 @@ def workers(transport: str = "auto") -> Configuration:
     """Equal shares on the workers: the ring's bytes in two hops."""
     name = "geartrain workers" if transport == "auto" else f"geartrain workers, {transport}"
     return Configuration(name, "geartrain", shares=(), options={"shares": "equal", "transport": transport})
+
+
+def spinning() -> Configuration:
+    """Equal shares on workers that own their cores: waits poll and do not sleep."""
+    options = {"shares": "equal", "spin_us": SPIN_US}
+    return Configuration("geartrain workers, spinning", "geartrain", shares=(), options=options)
+
+
+def in_c(spin_us: float | None = None) -> Configuration:
+    """Equal shares on the workers, through the C interface."""
+    name = "geartrain workers, C" if spin_us is None else "geartrain workers, C, spinning"
+    return Configuration(name, "geartrain in C", shares=(), options={} if spin_us is None else {"spin_us": spin_us})
 
 
 def dedicated(n: int, reducers: int) -> Configuration:

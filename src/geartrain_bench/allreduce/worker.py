@@ -4,8 +4,8 @@ Reads one JSON object a line from stdin and answers each with one on stdout (cli
 
     {"do": "listen", "host": "10.77.0.1"}      -> {"port": 40123}: rank 0 hosts the jobs' key-value store
     {"do": "reduce", "host": ..., "secret": .} -> {"address": "10.77.0.5:40999"}: this process is a reducer now
-    {"do": "join", "group": "gloo", "library": "gloo" | "geartrain", "job": "unique", "host": ..., "port": ...,
-     "rank": 0, "size": 4, "options": {...}}   -> {}: a group, named `group`
+    {"do": "join", "group": "gloo", "library": "gloo" | "geartrain" | "geartrain in C", "job": "unique",
+     "host": ..., "port": ..., "rank": 0, "size": 4, "options": {...}}   -> {}: a group, named `group`
     {"do": "rounds", "group": ..., "file": ..., "nbytes": ..., "calls": ..., "rounds": ..., "warm": ...}
                                                -> {"seconds": [...]} of a call, a number a round
     {"do": "steps", "group": ..., "file": ..., "layers": ..., "nbytes": ..., "compute_s": ..., "overlap": true, ...}
@@ -82,7 +82,7 @@ class Process:
         timeout = timedelta(seconds=TIMEOUT_S)
         kept = TCPStore(host, port, is_master=False, timeout=timeout) if self._tcp_store is None else self._tcp_store
         store = PrefixStore(job, kept)
-        make = {"gloo": _gloo, "geartrain": _geartrain}[library]
+        make = {"gloo": _gloo, "geartrain": _geartrain, "geartrain in C": _geartrain_in_c}[library]
         self._members[group] = make(store, rank, size, options)
         return {}
 
@@ -190,6 +190,13 @@ def _geartrain(store: Any, rank: int, size: int, options: dict[str, Any]) -> Mem
 
     group = Group(rank, size, store=store, timeout_s=TIMEOUT_S, **options)
     return Member(rank, size, group.all_reduce, group.all_reduce_async, group.close, group)
+
+
+def _geartrain_in_c(store: Any, rank: int, size: int, options: dict[str, Any]) -> Member:
+    from geartrain_bench.allreduce.c_interface import GroupInC
+
+    group = GroupInC(store, rank, size, TIMEOUT_S, **options)
+    return Member(rank, size, group.all_reduce, group.all_reduce, group.close, None)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from geartrain.collectives.buffers import buffer_of
 from geartrain.collectives.torch_backend.options import BackendOptions
 from geartrain.collectives.torch_backend.polled_store import PolledStore
 from geartrain.collectives.torch_backend.staging import Staging
@@ -54,10 +55,11 @@ class DeviceGroups:
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
-    def start(self, where: str, flat: torch.Tensor, op: str, timeout_s: float) -> Any:
-        """Begins an all-reduce in the Group of that name."""
-        return self._group(where).all_reduce_async(
-            flat, op, wire_dtype=self.options.wire_dtype_of(flat.dtype), timeout_s=timeout_s
+    def start(self, where: str, flat: torch.Tensor, op: str, timeout_s: float, soon: bool = False) -> Any:
+        """Begins an all-reduce in the Group of that name. `soon`: this thread waits for it next."""
+        wire = self.options.wire_dtype_of(flat.dtype)
+        return self._group(where).all_reduce_memory(
+            *buffer_of(flat), op=op, wire_dtype=wire, timeout_s=timeout_s, keep=flat, soon=soon
         )
 
     def of_ranks(self) -> Any:
@@ -130,6 +132,7 @@ class DeviceGroups:
                 timeout_s=self.timeout_s,
                 secret=o.secret,
                 epoch=o.epoch,
+                spin_us=o.spin_us,
                 on_reducer_loss=o.on_reducer_loss,
                 hierarchical=o.hierarchical,
             )

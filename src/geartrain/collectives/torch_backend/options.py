@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from geartrain.collectives.group_arguments import MOST_SPIN_US
+
 BITS = {"": 8.0, "bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
@@ -27,6 +29,7 @@ class BackendOptions:
         epoch: of connections; those of an earlier one are refused.
         on_reducer_loss: "raise", or "reform": the group continues by itself without a reducer that died or is silent.
         hierarchical: reduce within each host first, and once across hosts.
+        spin_us: how long a wait busy-waits where all ranks share memory; None: some 50 where each has a core.
         cuda: who all-reduces tensors on a GPU: "staged", geartrain through pinned memory; or "nccl".
 
     Example:
@@ -44,6 +47,7 @@ class BackendOptions:
     epoch: int = 0
     on_reducer_loss: str = "raise"
     hierarchical: bool = False
+    spin_us: float | None = None
     cuda: str = "staged"
 
     @classmethod
@@ -78,12 +82,17 @@ class BackendOptions:
             raise ValueError(
                 "GEARTRAIN_ALLREDUCE_HIERARCHICAL=1 goes with GEARTRAIN_ALLREDUCE_ON_REDUCER_LOSS=raise, found 'reform'"
             )
+        spin = env.get("GEARTRAIN_ALLREDUCE_SPIN_US", "").strip()
+        spin_us = _numbers("GEARTRAIN_ALLREDUCE_SPIN_US", spin, {"": 1.0}) if spin else ()
+        if len(spin_us) > 1 or any(not 0 <= one <= MOST_SPIN_US for one in spin_us):
+            raise ValueError(f"GEARTRAIN_ALLREDUCE_SPIN_US is from 0 to {MOST_SPIN_US:g}, found {spin!r}")
         cuda = env.get("GEARTRAIN_ALLREDUCE_CUDA", "") or "staged"
         if cuda not in ("staged", "nccl"):
             raise ValueError(f"GEARTRAIN_ALLREDUCE_CUDA is staged or nccl, found {cuda!r}")
         return cls(
             cuda=cuda,
             hierarchical=hierarchical == "1",
+            spin_us=spin_us[0] if spin_us else None,
             on_reducer_loss=on_loss,
             reducers=reducers,
             shares=shares,

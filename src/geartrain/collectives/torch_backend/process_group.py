@@ -147,12 +147,12 @@ class ProcessGroup(dist.ProcessGroup):
         timeout_s = timeout_s if timeout_s > 0 else self._groups.timeout_s
         if tensors[0].is_cuda:
             return self._on_device(tensors, op, timeout_s)
-        return self._on_host(tensors, op, timeout_s)
+        return self._on_host(tensors, op, timeout_s, soon=_waits(opts))
 
-    def _on_host(self, tensors: list[torch.Tensor], op: str, timeout_s: float) -> TorchWork:
+    def _on_host(self, tensors: list[torch.Tensor], op: str, timeout_s: float, soon: bool = False) -> TorchWork:
         flat, copy_back = flat_of(tensors)
         try:
-            work = self._groups.start("cpu", flat, op, timeout_s)
+            work = self._groups.start("cpu", flat, op, timeout_s, soon)
         except Exception as error:
             raise backend_error(error) from error  # a RuntimeError, which DDP passes on
         if copy_back is None:
@@ -198,7 +198,8 @@ class ProcessGroup(dist.ProcessGroup):
         number = torch.zeros(1, dtype=torch.int8)
         if self.size() == 1:
             return TorchWork(lambda _: None, lambda: True, [number], self._finisher)
-        return self._on_host([number], "sum", self._groups.timeout_s if limit is None else limit.total_seconds())
+        timeout_s = self._groups.timeout_s if limit is None else limit.total_seconds()
+        return self._on_host([number], "sum", timeout_s, soon=_waits(opts))
 
     @uncompiled
     def reduce(  # type: ignore[override]
@@ -219,7 +220,8 @@ class ProcessGroup(dist.ProcessGroup):
             return TorchWork(lambda _: None, lambda: True, given, self._finisher)
         limit = timeout_of((opts, timeout), {})
         scratch = given if self.rank() == root else [given[0].detach().clone()]
-        return self._on_host(scratch, name, self._groups.timeout_s if limit is None else limit.total_seconds())
+        timeout_s = self._groups.timeout_s if limit is None else limit.total_seconds()
+        return self._on_host(scratch, name, timeout_s, soon=_waits(opts))
 
     def _exchange(self, method: str, arguments: tuple[Any, ...], names: dict[str, Any]) -> Any:
         try:
@@ -243,8 +245,9 @@ class ProcessGroup(dist.ProcessGroup):
             return TorchWork(lambda _: None, lambda: True, outputs, self._finisher)
         try:
             group = self._groups.of_ranks()
+            soon = _waits(*arguments, *names.values())
             begun = [
-                begin(lambda one, keep: group.exchange_memory(one, timeout_s, keep), call, self.rank(), *kind)
+                begin(lambda one, keep: group.exchange_memory(one, timeout_s, keep, soon), call, self.rank(), *kind)
                 for call, kind in zip(calls, kinds, strict=True)
                 if kind is not None
             ]
@@ -365,6 +368,11 @@ for _names, _made in ((FORWARDED, _forward), (FORMS, _exchanged)):
 
 
 _alive: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+
+
+def _waits(*arguments: Any) -> bool:
+    """Whether these are of a call that waits for its result: torch's options say so."""
+    return any(getattr(one, "asyncOp", True) is False for one in arguments)
 
 
 @atexit.register

@@ -1,0 +1,186 @@
+// Callers that wait for operations of ranks of one host, and run the group's loop meanwhile: sums, deadlines, faults
+// and ends as without it. As it is by default, never, and for ranks that own their cores.
+
+#include <latch>
+
+#include "tests/collectives/ranks.h"
+
+namespace geartrain {
+namespace {
+
+constexpr double kOwnCores = 1e6;
+
+Crew spinning(uint32_t world, double spin_us) {
+  return {.world = world, .shm = true, .options = [spin_us](uint32_t, GroupOptions* options) {
+            options->spin_us = spin_us;
+          }};
+}
+
+constexpr Shape shape_of(uint64_t count) {
+  return {count, Dtype::float32, Dtype::float32, Op::sum, 0};
+}
+
+std::shared_ptr<Work> start(Group& group, Array& array, double timeout_s = 60, bool waits = true) {
+  return group.all_reduce(shape_of(array.size() / 4), array.data(), array.data(), timeout_s, waits);
+}
+
+TEST(sums_are_in_rank_order_whoever_runs_the_loop) {
+  for (const double spin_us : {-1.0, 0.0, kOwnCores}) {
+    for (const uint32_t world : {2u, 3u, 5u}) {
+      const size_t n = kThreadSanitizer ? 40 : 150;
+      run_ranks(spinning(world, spin_us), [&](uint32_t rank, Group& group) {
+        const std::vector<Shape> all = shapes(7, n);
+        std::vector<std::pair<std::shared_ptr<Work>, Array>> begun;
+        for (size_t i = 0; i < all.size(); ++i) {
+          // One after the other, or several in progress.
+          begun.emplace_back(nullptr, numbers(100 * i + rank, all[i].dtype, all[i].count));
+          Array& array = begun.back().second;
+          begun.back().first = group.all_reduce(all[i], array.data(), array.data(), 60, i % 3 == 0);
+          if (i % 3 == 1) continue;
+          for (size_t j = 0; j < begun.size(); ++j) {
+            CHECK(begun[j].first->wait(soon(60)));
+            CHECK(begun[j].first->fault().kind == FaultKind::none);
+            const size_t number = i + 1 + j - begun.size();
+            CHECK(begun[j].second == reference(100 * number, world, all[number]));
+          }
+          begun.clear();
+        }
+      });
+    }
+  }
+}
+
+TEST(who_owns_its_core_does_its_operations_itself) {
+  if (kThreadSanitizer) return;  // its threads are too slow for the time that is measured
+  std::atomic<uint64_t> by_callers{0}, operations{0};
+  run_ranks(spinning(2, kOwnCores), [&](uint32_t, Group& group) {
+    Array array(4096);
+    for (int i = 0; i < 2000; ++i) CHECK(start(group, array)->wait(soon(60)));
+    by_callers += group.counts().by_callers;
+    operations += group.counts().operations;
+  });
+  CHECK_EQ(operations.load(), 4000u);
+  CHECK(by_callers.load() > 3000);
+}
+
+TEST(operations_that_nobody_waits_for_go_on) {
+  for (const double spin_us : {-1.0, kOwnCores}) {
+    run_ranks(spinning(2, spin_us), [](uint32_t, Group& group) {
+      for (int i = 0; i < 20; ++i) {
+        Array array(i % 2 == 0 ? 4096 : 400'000);
+        const auto work = start(group, array, 60, false);
+        const uint64_t began_ns = monotonic_ns();
+        while (!work->done() && testing::within(began_ns, 0.9)) ::usleep(500);
+        CHECK(work->done());  // before the loop's thread looks by itself
+      }
+    });
+  }
+}
+
+TEST(a_rank_that_does_not_come_is_named_at_the_deadline_by_who_spins) {
+  std::latch over(1);
+  run_ranks(spinning(2, kOwnCores), [&](uint32_t rank, Group& group) {
+    Array array(4096);
+    CHECK(start(group, array)->wait(soon(60)));
+    if (rank == 1) return over.wait();
+    const uint64_t began_ns = monotonic_ns();
+    const auto work = start(group, array, 0.6);
+    CHECK(work->wait(soon(60)));
+    CHECK(work->fault().kind == FaultKind::timed_out);
+    CHECK(work->fault().members == std::vector<uint32_t>{1});
+    CHECK(testing::within(began_ns, 2));
+    over.count_down();
+  });
+}
+
+TEST(a_rank_that_is_lost_or_leaves_is_named_at_once_by_who_spins) {
+  for (const bool leaves : {false, true}) {
+    std::vector<std::unique_ptr<Group>> groups;
+    std::vector<std::string> addresses;
+    const Crew crew = spinning(2, 1e8);
+    for (uint32_t rank = 0; rank < 2; ++rank) {
+      groups.push_back(std::make_unique<Group>(options_of(crew, rank, {})));
+      addresses.push_back(groups.back()->address());
+    }
+    std::thread other([&] { groups[1]->connect(addresses, soon(60)); });
+    groups[0]->connect(addresses, soon(60));
+    other.join();
+    Array array(4096);
+    const auto work = start(*groups[0], array);
+    std::thread ends([&] {
+      ::usleep(30'000);
+      if (leaves) groups[1]->close(soon(5));
+      groups[1].reset();
+    });
+    const uint64_t began_ns = monotonic_ns();
+    CHECK(work->wait(soon(60)));
+    CHECK(testing::within(began_ns, 2));
+    CHECK(work->fault().kind == FaultKind::rank_lost && work->fault().members == std::vector<uint32_t>{1});
+    ends.join();
+  }
+}
+
+TEST(a_group_is_closed_or_destroyed_beside_who_spins) {
+  std::mt19937_64 random(3);
+  for (int round = 0; round < 40; ++round) {
+    std::vector<std::unique_ptr<Group>> groups;
+    std::vector<std::string> addresses;
+    const Crew crew = spinning(2, round % 2 == 0 ? 1e8 : -1);
+    for (uint32_t rank = 0; rank < 2; ++rank) {
+      groups.push_back(std::make_unique<Group>(options_of(crew, rank, {})));
+      addresses.push_back(groups.back()->address());
+    }
+    std::thread other([&] { groups[1]->connect(addresses, soon(60)); });
+    groups[0]->connect(addresses, soon(60));
+    other.join();
+    std::vector<Array> arrays(3, Array(4096));
+    std::vector<std::shared_ptr<Work>> works;
+    for (Array& array : arrays) works.push_back(start(*groups[0], array, 60, false));
+    std::vector<std::thread> waits;
+    for (const auto& work : works) {
+      waits.emplace_back([&] {
+        CHECK(work->wait(soon(60)));
+        CHECK(work->fault().kind != FaultKind::none);
+      });
+    }
+    ::usleep(random() % 3000);
+    const uint64_t began_ns = monotonic_ns();
+    if (round % 4 < 2) groups[0]->close(soon(10));
+    groups[0].reset();
+    for (std::thread& wait : waits) wait.join();
+    CHECK(testing::within(began_ns, 2));
+  }
+}
+
+TEST(many_threads_wait_for_operations_of_one_group) {
+  constexpr int kThreads = 4, kEach = kThreadSanitizer ? 25 : 100;
+  for (const double spin_us : {-1.0, 0.0, 200.0, kOwnCores}) {
+    run_ranks(spinning(2, spin_us), [](uint32_t rank, Group& group) {
+      // All ranks begin them in one order; whichever thread does is not the one that waits.
+      std::vector<Array> arrays;
+      for (int i = 0; i < kThreads * kEach; ++i) arrays.push_back(numbers(i + rank, Dtype::float32, 16 + i));
+      std::vector<std::shared_ptr<Work>> works(arrays.size());
+      std::atomic<int> begun{0};
+      std::vector<std::thread> threads;
+      for (int t = 0; t < kThreads; ++t) {
+        threads.emplace_back([&, t] {
+          for (int i = t; i < kThreads * kEach; i += kThreads) {
+            while (begun.load() <= i) std::this_thread::yield();
+            CHECK(works[i]->wait(soon(60)));
+            CHECK(arrays[i] == reference(i, 2, shape_of(16 + i)));
+          }
+        });
+      }
+      for (size_t i = 0; i < arrays.size(); ++i) {
+        works[i] = start(group, arrays[i], 60, false);
+        begun.store(static_cast<int>(i) + 1);
+      }
+      for (std::thread& thread : threads) thread.join();
+    });
+  }
+}
+
+}  // namespace
+}  // namespace geartrain
+
+RUN_TESTS()
