@@ -23,8 +23,8 @@ struct GroupOptions {
   uint64_t least_exposed_bytes = ~uint64_t{0};
   uint64_t max_window_bytes = uint64_t{16} << 20;
   uint64_t fixed_window_bytes = 0;  // 0: it adapts
-  // How long who waits polls the rings of ranks that are all on one host, before it sleeps; less where that helps
-  // nothing. Below 0: some 50 us where there is a core for each of them.
+  // How long who waits polls the rings of ranks that are all on one host, before it sleeps (EventLoop::spin). Below 0:
+  // some 50 us, unless others need the cores.
   double spin_us = -1;
 };
 

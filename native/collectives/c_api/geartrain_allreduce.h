@@ -98,9 +98,9 @@ gt_status gt_group_listen(const gt_options* options, gt_group** group, char addr
 /* With the addresses of all ranks, GT_ADDRESS_BYTES each, in the order of the ranks. */
 gt_status gt_group_connect(gt_group* group, const char* addresses, double timeout_s);
 
-/* How long a call that waits polls the memory that ranks of one host share, before it sleeps: less where that does not
- * help, never at 0. Below 0, as without this call: some 50 microseconds where the host has a core for each rank. For
- * ranks that own their cores: a million, say. */
+/* How long a call that waits polls the memory that ranks of one host share, before it sleeps: never at 0; below 0, as
+ * without this call, some 50 microseconds, unless others need the cores. For ranks that own their cores: a million,
+ * say. */
 gt_status gt_group_spin(gt_group* group, double spin_us);
 
 /* Reduces `count` elements over all ranks, in place. After a failure the array holds partly old, partly new numbers,

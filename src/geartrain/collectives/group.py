@@ -102,8 +102,8 @@ class Group:
                 has undefined contents. Ranks may differ: one without it reads nothing, and is sent what it reduces.
             host: to listen on; every interface when not given, or loopback for a group of one.
             window_bytes: how far a rank may run ahead of its results; adapts to the network when not given.
-            spin_us: how long a wait busy-waits before it sleeps, where all ranks share memory: 50 where there is a core
-                for each, when not given; 1e6, say, for ranks that own their cores; 0: never.
+            spin_us: how long a wait busy-waits before it sleeps, where all ranks share memory: 50, unless others need
+                the cores, when not given; 1e6, say, for ranks that own their cores; 0: never.
             on_reducer_loss: "raise", or "reform": continue without a reducer that died or does not answer. All ranks
                 bootstrap again, results that some ranks have are broadcast to those that lack them, and the other
                 operations are repeated from their arrays, which are not written before their result is complete.

@@ -29,7 +29,7 @@ class BackendOptions:
         epoch: of connections; those of an earlier one are refused.
         on_reducer_loss: "raise", or "reform": the group continues by itself without a reducer that died or is silent.
         hierarchical: reduce within each host first, and once across hosts.
-        spin_us: how long a wait busy-waits where all ranks share memory; None: some 50 where each has a core.
+        spin_us: how long a wait busy-waits where ranks share memory; None: 50, unless others need the cores.
         cuda: who all-reduces tensors on a GPU: "staged", geartrain through pinned memory; or "nccl".
 
     Example:
