@@ -224,7 +224,7 @@ class Listener::Body {
   // --- the thread -------------------------------------------------------------------------------------------------
 
   void serve() noexcept {
-    std::string why = "the listener was closed";
+    std::string why;  // empty: nothing to say, or no memory to say it in
     try {
       while (serve_events()) continue;
     } catch (const std::exception& error) {
@@ -239,7 +239,7 @@ class Listener::Body {
     unix_.reset();
     tcp_.reset();
     std::lock_guard lock(mutex_);
-    if (!closed_) why_closed_ = std::move(why);
+    if (!closed_ && !why.empty()) why_closed_ = std::move(why);
     closed_ = true;
     ready_.clear();  // their dialers see the end
     gone_ = true;

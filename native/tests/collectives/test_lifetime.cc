@@ -196,8 +196,11 @@ TEST(a_connect_beside_a_close_ends) {
           groups[rank]->connect(addresses, soon(60));
           testing::failed(__FILE__, __LINE__, "connected");
         } catch (const Error& error) {
-          CHECK(error.kind == ErrorKind::hung_up || error.kind == ErrorKind::peer_lost ||
-                error.kind == ErrorKind::schema);
+          // Of kind frame: another program has the port of a rank that has closed.
+          if (error.kind != ErrorKind::hung_up && error.kind != ErrorKind::peer_lost &&
+              error.kind != ErrorKind::schema && error.kind != ErrorKind::frame) {
+            testing::failed(__FILE__, __LINE__, error.what());
+          }
         }
       });
       calls.push_back([&, rank] { groups[rank]->close(soon(30)); });

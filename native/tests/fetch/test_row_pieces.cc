@@ -20,7 +20,9 @@ constexpr std::byte kOld{0xa5};
 // A batch of tagged rows by pieces, whose copies are made when it is asked for them.
 struct Copied {
   Copied(const Store& store, size_t n, size_t room, uint32_t window)
-      : known(n, window != 0 ? window : kTaggedSteps), contents(n), words(3, std::vector<uint64_t>(n * kFields)),
+      : known(n, window != 0 ? window : kTaggedSteps),
+        contents(n),
+        words(3, std::vector<uint64_t>(n * kFields)),
         gaps(2, std::vector<uint64_t>(2 * n * kFields)) {
     for (uint32_t f = 0; f < kFields; ++f) {
       fields[f] = {f, nullptr};
