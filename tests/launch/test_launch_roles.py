@@ -83,7 +83,8 @@ def test_a_host_that_only_simulates_feeds_the_learners_store(hosts_job, tmp_path
 
 @pytest.mark.slow
 def test_actors_outlive_the_server_of_their_store(hosts_job, tmp_path):
-    job = hosts_job(2, FED, steps=1, pause_s=0.01, until=tmp_path / "until")
+    rests = FED.replace("args = {{ ", "args = {{ rests = true, ")
+    job = hosts_job(2, rests, steps=1, pause_s=0.01, until=tmp_path / "until")
     job.wait_for(1, "launch.log", "samples/s")
     os.kill(job.pid(1, "store-0"), signal.SIGKILL)
     for actor in ("actor-0", "actor-1"):

@@ -63,11 +63,11 @@ def serve(context):
         time.sleep(0.02)
 
 
-def learn(context, steps=60, batch_size=8, pause_s=0.0, least=20, follow=None, until=None):
+def learn(context, steps=60, batch_size=8, pause_s=0.0, least=20, follow=None, until=None, rests=False):
     """Draws batches and checks each; publishes a version a step. Every rank does it alone.
 
     With a folder `follow` it goes on until actors of both hosts have acted by a published version, with a path `until`
-    as long as there is no such file.
+    as long as there is no such file. With `rests` rows may be what is left of an episode.
     """
     store = context.store(FIELDS, max_length=LENGTH, capacity=400)
     publisher = context.publisher() if context.rank == 0 else None
@@ -77,7 +77,7 @@ def learn(context, steps=60, batch_size=8, pause_s=0.0, least=20, follow=None, u
         while not context.stopping and (step < steps or not followed(context, store, follow) or missing(until)):
             step += 1
             batch = replay.sample()
-            check(batch)
+            check(batch, rests)
             if publisher is not None:
                 publisher.publish(1000 * context.restart + step, {"w": np.full(3, step, np.float32)})
             context.report(steps=step, version=step, loss=1.0 / step)
@@ -105,13 +105,18 @@ def wait_for_rows(context, store, least):
         time.sleep(0.01)
 
 
-def check(batch):
-    """Counting's rows: steps count up, actions are the steps, twice is double, exactly one step is the last."""
+def check(batch, rests=False):
+    """Counting's rows: steps count up, actions are the steps, twice is double, exactly one step is the last.
+
+    They count from 0, but for `rests` of episodes whose beginnings were lost with a store's server.
+    """
     steps = batch["observation"][:, :, 1]
     acted = batch.mask & ~batch["last"]
     count = np.arange(steps.shape[1])
     first = batch.mask.argmax(axis=1)
-    assert (steps[batch.mask] == (count[None] - first[:, None])[batch.mask]).all(), steps
+    began = np.take_along_axis(steps, first[:, None], 1)
+    assert rests or not began.any(), steps
+    assert (steps[batch.mask] == (began + count[None] - first[:, None])[batch.mask]).all(), steps
     assert (batch["last"] & batch.mask).sum(axis=1).tolist() == [1] * len(steps)
     assert (batch["action"][acted] == steps[acted]).all()
     assert (batch["twice"][acted] == 2 * steps[acted]).all()
