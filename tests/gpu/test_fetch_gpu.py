@@ -256,8 +256,8 @@ def test_copied_rows_are_whole_while_they_are_overwritten(store_name: Callable[[
     import tagged
 
     stop = threading.Event()
-    with tagged.create(store_name(), capacity=40) as store:
-        tagged.insert(store, np.arange(1, 41))
+    with tagged.create(store_name(), capacity=400) as store:
+        tagged.insert(store, np.arange(1, 401))
 
         def write() -> None:
             tag = 1000
