@@ -20,9 +20,7 @@ class RowWindows {
   };
 
   RowWindows(const Store& store, const FetchRequest& request)
-      : store_(store),
-        request_(request),
-        steps_(request.window != 0 ? request.window : store.header().max_length) {
+      : store_(store), request_(request), steps_(request.window != 0 ? request.window : store.header().max_length) {
     if (request.within_episodes && request.window != 0) marks_ = store.episode_marks();
   }
 

@@ -153,13 +153,13 @@ nb::tuple row_pieces(const Store& store, const In<uint32_t>& rows, const In<uint
   const auto array = [&](std::span<uint64_t> values, size_t count) {
     return memory.array(values.first(count), {count});
   };
-  return nb::make_tuple(
-      nb::make_tuple(array(request.to, found.pieces), array(request.from, found.pieces),
-                     array(request.bytes, found.pieces)),
-      nb::make_tuple(array(request.gap_at, found.gaps), array(request.gap_bytes, found.gaps)),
-      array(request.contents, n), memory.array(asked.torn, {n}),
-      memory.array(reinterpret_cast<std::byte*>(asked.mask.data()), {n, steps}, nb::dtype<bool>()),
-      memory.array(asked.starts, {n}), memory.array(asked.lengths, {n}), memory.array(asked.versions, {n}));
+  return nb::make_tuple(nb::make_tuple(array(request.to, found.pieces), array(request.from, found.pieces),
+                                       array(request.bytes, found.pieces)),
+                        nb::make_tuple(array(request.gap_at, found.gaps), array(request.gap_bytes, found.gaps)),
+                        array(request.contents, n), memory.array(asked.torn, {n}),
+                        memory.array(reinterpret_cast<std::byte*>(asked.mask.data()), {n, steps}, nb::dtype<bool>()),
+                        memory.array(asked.starts, {n}), memory.array(asked.lengths, {n}),
+                        memory.array(asked.versions, {n}));
 }
 
 // Sets 1 in `torn` where rows have changed since their pieces were located; returns how many these are.
