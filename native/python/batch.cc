@@ -60,9 +60,8 @@ class Sampler {
   nb::object sample(size_t n, uint64_t step, const std::optional<LimitTuple>& limits, uint64_t cursor, bool admitted,
                     std::optional<double> beta) {
     if (layout_ == nullptr || layout_->size() != n) {
-      layout_ = entered(store_, [&] {
-        return std::make_shared<BatchLayout>(store_, n, fields_, window_, false, true, sampler_.view());
-      });
+      layout_ = entered(
+          store_, [&] { return std::make_shared<BatchLayout>(store_, n, fields_, window_, false, sampler_.view()); });
     }
     SampledBatch batch(layout_);
     const BatchSampler::Result result = fill(batch, batch.arrays(), 0, n, what(step, limits, cursor, admitted), beta);
@@ -292,15 +291,24 @@ void bind_batch(nb::module_& module) {
       .def(
           "__init__",
           [](SampledBatch* self, const Store& store, size_t n, const std::vector<uint32_t>& fields, uint32_t window,
-             bool shards, std::optional<std::vector<AnyArray>> out, const TransitionView* view) {
+             bool shards, const TransitionView* view) {
             store.check_open();
-            auto layout = std::make_shared<BatchLayout>(store, n, fields, window, shards, !out, view);
-            if (out) layout->check_out(store, *out);
-            new (self) SampledBatch(std::move(layout), std::move(out));
+            new (self) SampledBatch(std::make_shared<BatchLayout>(store, n, fields, window, shards, view));
           },
           nb::arg("store"), nb::arg("n"), nb::arg("fields"), nb::arg("window"), nb::arg("shards"),
-          nb::arg("out").none() = nb::none(), nb::arg("transitions").none() = nb::none())
+          nb::arg("transitions").none() = nb::none())
       .def("__len__", &SampledBatch::size)
+      .def("placed_in", &SampledBatch::placed_in, nb::arg("memory"))
+      .def("places",
+           [](const SampledBatch& b) {
+             std::vector<size_t> fields;
+             for (const BatchLayout::Field& field : b.layout().fields()) fields.push_back(field.at);
+             nb::dict metadata;
+             for (const auto& [name, at] : b.layout().metadata()) metadata[name] = at;
+             return nb::make_tuple(fields, metadata, b.layout().buffer_bytes());
+           })
+      .def_prop_ro("weighed", &SampledBatch::weighed)
+      .def("forget_weights", &SampledBatch::forget_weights)
       .def_prop_ro("nbytes", &SampledBatch::nbytes)
       .def("field", &SampledBatch::field)
       .def("tensor", &SampledBatch::tensor)

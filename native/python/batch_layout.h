@@ -27,9 +27,8 @@ class BatchLayout {
     int64_t row_elements = 0;  // from one row to the next; 0: rows lie one after the other
   };
 
-  // `recycled`: fields are in the buffer as well, and not in arrays of the caller's.
   BatchLayout(const Store& store, size_t n, const std::vector<uint32_t>& fields, uint32_t window, bool shards,
-              bool recycled, const TransitionView* view)
+              const TransitionView* view)
       : n_(n),
         window_(window),
         steps_(view != nullptr ? view->frame_stack
@@ -40,12 +39,11 @@ class BatchLayout {
       if (field >= store.header().field_count) fail(ErrorKind::schema, "no field number ", field);
     }
     if (view != nullptr) {
-      if (!recycled) fail(ErrorKind::schema, "transitions go to recycled memory, not to arrays of the caller's");
       view->check(store, fields);
       view_ = *view;
       add_transitions(store, fields);
     } else {
-      add_fields(store, fields, recycled);
+      add_fields(store, fields);
     }
     rows_ = take(4 * n);
     generations_ = take(4 * n);
@@ -71,16 +69,15 @@ class BatchLayout {
            (view == nullptr || *view_ == *view);
   }
 
-  // A batch's arrays in its buffer; fields in `out` where that is given.
-  BatchArrays arrays(std::byte* base, const std::vector<AnyArray>* out) const {
+  // A batch's arrays in its buffer.
+  BatchArrays arrays(std::byte* base) const {
     BatchArrays made;
-    for (size_t i = 0; i < targets_.size(); ++i) {
-      const Target& target = targets_[i];
+    for (const Target& target : targets_) {
       std::byte* const to = target.out == kNowhere ? nullptr : base + target.out;
       if (view_) {
         made.transitions.push_back({target.field, to, target.next == kNowhere ? nullptr : base + target.next});
       } else {
-        made.fields.push_back({target.field, out != nullptr ? static_cast<std::byte*>((*out)[i].data()) : to});
+        made.fields.push_back({target.field, to});
       }
     }
     put(made.discount, base, discount_);
@@ -104,18 +101,15 @@ class BatchLayout {
     return {reinterpret_cast<uint16_t*>(base + shards_), n_};
   }
 
-  void check_out(const Store& store, const std::vector<AnyArray>& out) const {
-    if (out.size() != fields_.size()) {
-      fail(ErrorKind::schema, fields_.size(), " fields were asked for with ", out.size(), " output arrays");
-    }
-    for (size_t i = 0; i < out.size(); ++i) {
-      const FieldRecord& record = store.fields()[targets_[i].field];
-      const size_t bytes = row_bytes_[i] * n_;
-      if (out[i].nbytes() != bytes || out[i].itemsize() != record.itemsize) {
-        fail(ErrorKind::schema, "the output array of field '", record.name, "' has ", out[i].nbytes(),
-             " bytes, the batch needs ", bytes);
-      }
-    }
+  // Where everything lies, in bytes from the buffer's begin: the fields in order, then metadata by name.
+  std::vector<std::pair<const char*, size_t>> metadata() const {
+    return {{"mask", mask_},
+            {"start", starts_},
+            {"length", lengths_},
+            {"version", versions_},
+            {"torn", torn_},
+            {"probability", probability_},
+            {"importance_weights", importance_}};
   }
 
  private:
@@ -137,15 +131,15 @@ class BatchLayout {
     if (at != kNowhere) to = {reinterpret_cast<T*>(base + at), n_};
   }
 
-  void add_fields(const Store& store, const std::vector<uint32_t>& fields, bool recycled) {
+  void add_fields(const Store& store, const std::vector<uint32_t>& fields) {
     for (const uint32_t field : fields) {
       const FieldRecord& record = store.fields()[field];
       std::vector<size_t> shape = batch_shape(record, n_, window_);
       const size_t bytes = bytes_of(shape, record.itemsize);
       Target target{field};
-      if (recycled) target.out = take(bytes);
+      target.out = take(bytes);
       targets_.push_back(target);
-      fields_.push_back({recycled ? target.out : 0, std::move(shape), array_dtype(record.dtype, record.itemsize)});
+      fields_.push_back({target.out, std::move(shape), array_dtype(record.dtype, record.itemsize)});
       row_bytes_.push_back(bytes / n_);
       nbytes_ += bytes;
     }

@@ -96,19 +96,24 @@ class ExportedTensor {
   int64_t shape_[kMostAxes], strides_[kMostAxes];
 };
 
-// One pooled buffer that several arrays share, 64-byte aligned each; it returns to the pool with the last of them.
+// One pooled buffer that several arrays share, 64-byte aligned each; it returns to the pool with the last of them. Or
+// memory of somebody else's, which its arrays keep alive.
 class PooledMemory {
  public:
-  explicit PooledMemory(size_t bytes) : buffer_(new SharedBuffer(bytes)) {}
+  explicit PooledMemory(size_t bytes) : buffer_(new SharedBuffer(bytes)), base_(buffer_->base()) {}
+  PooledMemory(std::byte* base, nb::object owner) : base_(base), owner_(std::move(owner)) {}
   PooledMemory(PooledMemory&& other) noexcept
-      : buffer_(std::exchange(other.buffer_, nullptr)), used_(other.used_), owner_(std::move(other.owner_)) {}
+      : buffer_(std::exchange(other.buffer_, nullptr)),
+        base_(other.base_),
+        used_(other.used_),
+        owner_(std::move(other.owner_)) {}
   PooledMemory& operator=(PooledMemory&&) = delete;
   ~PooledMemory() {
     if (buffer_ != nullptr) buffer_->drop();
   }
   static size_t padded(size_t bytes) { return (bytes + kBlockAlignment - 1) / kBlockAlignment * kBlockAlignment; }
 
-  std::byte* base() const { return buffer_->base(); }
+  std::byte* base() const { return base_; }
   std::byte* take(size_t bytes) {
     std::byte* at = base() + used_;
     used_ += padded(bytes);
@@ -133,6 +138,7 @@ class PooledMemory {
   // The same as a DLPack capsule, for a framework that makes a tensor of it.
   nb::object exported(std::byte* at, const std::vector<size_t>& shape, nb::dlpack::dtype dtype,
                       int64_t row_elements = 0) const {
+    if (buffer_ == nullptr) fail(ErrorKind::schema, "a batch in the caller's memory has no tensors of its own");
     return ExportedTensor::capsule(*buffer_, at, shape, dtype, row_elements);
   }
 
@@ -146,7 +152,8 @@ class PooledMemory {
     return owner_;
   }
 
-  SharedBuffer* buffer_;
+  SharedBuffer* buffer_ = nullptr;
+  std::byte* base_;
   size_t used_ = 0;
   mutable nb::object owner_;
 };

@@ -1,9 +1,8 @@
-// Sampled batch: one native object over one recycled buffer, whose arrays and tensors are made when they are asked for.
+// Sampled batch: one native object over one buffer, whose arrays and tensors are made when they are asked for.
 #pragma once
 
 #include <algorithm>
 #include <memory>
-#include <optional>
 #include <span>
 #include <string_view>
 #include <utility>
@@ -16,16 +15,24 @@
 
 namespace geartrain {
 
-// A batch of n rows: fields in recycled memory, or in arrays of the caller's; metadata in recycled memory.
+// A batch of n rows, in recycled memory or in the caller's.
 class SampledBatch {
  public:
-  explicit SampledBatch(std::shared_ptr<const BatchLayout> layout, std::optional<std::vector<AnyArray>> out = {})
-      : layout_(std::move(layout)),
-        memory_(layout_->buffer_bytes()),
-        out_(std::move(out)),
-        arrays_(layout_->arrays(memory_.base(), out_ ? &*out_ : nullptr)),
-        importance_(layout_->importance(memory_.base())),
-        shards_(layout_->shards(memory_.base())) {}
+  explicit SampledBatch(std::shared_ptr<const BatchLayout> layout)
+      : SampledBatch(layout, PooledMemory(layout->buffer_bytes())) {}
+
+  // One like it in memory of the caller's, which is overwritten where the batch is filled again.
+  SampledBatch placed_in(const nb::object& owner) const {
+    const auto memory = nb::cast<AnyArray>(owner);
+    auto* const base = static_cast<std::byte*>(memory.data());
+    if (memory.nbytes() < layout_->buffer_bytes()) {
+      fail(ErrorKind::schema, "the batch takes ", layout_->buffer_bytes(), " bytes, the memory has ", memory.nbytes());
+    }
+    if (reinterpret_cast<uintptr_t>(base) % kBlockAlignment != 0) {
+      fail(ErrorKind::schema, "the memory of a batch begins at a multiple of ", kBlockAlignment);
+    }
+    return SampledBatch(layout_, PooledMemory(base, owner));
+  }
 
   size_t size() const { return layout_->size(); }
   uint64_t nbytes() const { return layout_->nbytes(); }
@@ -35,13 +42,11 @@ class SampledBatch {
 
   nb::object field(size_t i) const {
     const BatchLayout::Field& field = checked_field(i);
-    if (out_) return nb::cast((*out_)[i]);
     return memory_.array(memory_.base() + field.at, field.shape, field.dtype, field.row_elements);
   }
   // What `from_dlpack` makes of a field.
   nb::object tensor(size_t i, nb::handle from_dlpack) const {
     const BatchLayout::Field& field = checked_field(i);
-    if (out_) fail(ErrorKind::schema, "the fields of this batch are in the caller's own arrays");
     return made_by(from_dlpack,
                    memory_.exported(memory_.base() + field.at, field.shape, field.dtype, field.row_elements));
   }
@@ -68,6 +73,9 @@ class SampledBatch {
     return memory_.array(reinterpret_cast<std::byte*>(arrays_.mask.data()), {size(), layout_->steps()},
                          nb::dtype<bool>());
   }
+  bool weighed() const { return weighed_; }
+  // Before it is filled again.
+  void forget_weights() { weighed_ = false; }
   // None where no part of the batch has any.
   nb::object importance_array() const { return weighed_ ? array(importance_) : nb::none(); }
   nb::object shard_array() const { return shards_.empty() ? nb::none() : array(shards_); }
@@ -93,6 +101,13 @@ class SampledBatch {
   }
 
  private:
+  SampledBatch(std::shared_ptr<const BatchLayout> layout, PooledMemory memory)
+      : layout_(std::move(layout)),
+        memory_(std::move(memory)),
+        arrays_(layout_->arrays(memory_.base())),
+        importance_(layout_->importance(memory_.base())),
+        shards_(layout_->shards(memory_.base())) {}
+
   static nb::object made_by(nb::handle from_dlpack, const nb::object& capsule) {
     sleep_at_finalization();
     PyObject* made = PyObject_CallFunctionObjArgs(from_dlpack.ptr(), capsule.ptr(), nullptr);
@@ -107,7 +122,6 @@ class SampledBatch {
 
   std::shared_ptr<const BatchLayout> layout_;
   PooledMemory memory_;
-  std::optional<std::vector<AnyArray>> out_;
   BatchArrays arrays_;
   std::span<double> importance_;
   bool weighed_ = false;

@@ -5,6 +5,7 @@ pytest tests/gpu
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
@@ -177,6 +178,50 @@ def test_a_cuda_graph_is_captured_while_batches_are_made_and_replayed_on_each(st
             torch.testing.assert_close(made, (batch["x"] @ priority).sum(-1))
 
 
+def test_batches_on_the_callers_thread_leave_its_stream_alone_and_others_captures(store: gt.Store) -> None:
+    """Small batches are built where they are asked for, on the replay's stream; another thread captures meanwhile."""
+    import torch
+
+    begun, ended, mine = threading.Event(), threading.Event(), torch.cuda.Stream()
+    x = torch.ones(64, device="cuda")
+    made: list[Any] = []
+
+    def capture() -> None:
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()
+        with torch.cuda.graph(graph, stream=stream):  # the mode that refuses calls of every thread
+            y = x * 2
+            begun.set()
+            ended.wait(30)
+            y = y + 1
+        made.extend([graph, y])
+
+    with (
+        gt.Replay(store, Uniform(seed=1), 64, window=9, num_batches=40) as slow,
+        gt.Replay(store, Uniform(seed=1), 64, window=9, num_batches=40, prefetch=0, device="cuda") as fast,
+        torch.cuda.stream(mine),
+    ):
+        pairs = zip(slow, fast, strict=True)
+        check_same(*next(pairs), {}, False)
+        thread = threading.Thread(target=capture)
+        thread.start()
+        try:
+            assert begun.wait(30)
+            landed = []
+            for host, batch in itertools.islice(pairs, 20):
+                assert torch.cuda.current_stream() == mine
+                landed.append((host, batch))
+        finally:
+            ended.set()
+            thread.join()
+        for host, batch in (*landed, *pairs):
+            check_same(host, batch, {}, False)
+    graph, y = made
+    graph.replay()
+    torch.cuda.synchronize()
+    assert (y == 3).all()
+
+
 def test_the_pinned_segment_is_listed_and_let_go(store: gt.Store) -> None:
     def mine() -> list[int]:  # other processes may pin meanwhile
         return [one.nbytes for one in pinning.Ledger().entries() if one.pid == os.getpid()]
@@ -343,7 +388,8 @@ def test_a_fetched_row_is_whole_or_its_key_is_stale(store_name: Callable[[], str
             whole = stale = 0
             until_s = time.monotonic() + 3
             while time.monotonic() < until_s and (whole < 50 or stale < 20):
-                keys = store.keys()[: 8 if whole < stale else 64]  # the oldest, which are overwritten first
+                keys = store.keys()  # the oldest first, which are the next to be overwritten
+                keys = keys[-8:] if whole < stale else keys[:64]
                 n = len(keys)
                 out = {
                     name: torch.empty((n, *spec.block_shape(9)), dtype=getattr(torch, spec.dtype), device="cuda")
@@ -360,6 +406,7 @@ def test_a_fetched_row_is_whole_or_its_key_is_stale(store_name: Callable[[], str
             stop.set()
             writer.join()
         assert whole > 0
+        assert stale > 0
 
 
 def test_what_is_on_no_one_device_is_refused(store: gt.Store) -> None:

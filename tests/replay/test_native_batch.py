@@ -122,6 +122,31 @@ def test_stores_of_a_mixture_may_have_their_fields_in_another_order(order: list[
                 assert ((found == expected[:, None, None]) == batch.mask[:, :, None]).all()
 
 
+def test_a_batch_is_placed_in_memory_that_is_large_enough_aligned_and_writeable() -> None:
+    store = gt.Store.create({"x": gt.Field((3,), "float32")}, max_length=4, capacity=16)
+    store.insert({"x": np.ones((16, 4, 3), np.float32)})
+    first = gt.Replay(store, Uniform(seed=1), 8, prefetch=0)._builder.samplers[0].empty_batch(8)
+    fields, metadata, nbytes = first.places()
+    memory = np.zeros(nbytes + 128, np.uint8)
+    at = -memory.ctypes.data % 64
+    aligned = memory[at : at + nbytes]
+    placed = first.placed_in(aligned)
+    assert np.shares_memory(placed.rows(), aligned)
+    assert placed.length().ctypes.data - aligned.ctypes.data == metadata["length"]
+    assert placed.field(0).ctypes.data - aligned.ctypes.data == fields[0]
+    rows = placed.rows()
+    del placed, aligned
+    rows[:] = 7  # the array keeps the memory
+    for wrong in (memory[at : at + nbytes - 1], memory[at + 1 : at + 1 + nbytes], np.zeros(0, np.uint8)):
+        with pytest.raises(gt.errors.ArgumentError):
+            first.placed_in(wrong)
+    unwriteable = memory[at : at + nbytes]
+    unwriteable.flags.writeable = False
+    for wrong in (unwriteable, None, 3, b"x" * (nbytes + 64)):
+        with pytest.raises((TypeError, RuntimeError, gt.errors.ArgumentError)):
+            first.placed_in(wrong)  # type: ignore[arg-type]
+
+
 def test_rows_whose_last_samples_a_batch_has_used_take_no_place_among_the_others() -> None:
     store = gt.Store.create({"id": gt.Field((), "int64")}, max_length=1, capacity=16, max_times_sampled=1)
     store.insert({"id": np.arange(16)[:, None]})

@@ -24,6 +24,7 @@ MOST_STREAMS = 64  # that are kept by their handles; torch has 32 of each priori
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 PORTABLE, MAPPED, READ_ONLY = 1, 2, 8  # cudaHostRegister's flags
+RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 20e-6, 200e-6  # between looks at an event; a copy of 4 MB takes about the latter
 
 
@@ -44,6 +45,8 @@ class CudaDevice:
         self.collectives = "nccl"
         self.device = torch.device("cuda", index)
         self._known: Any = torch._C
+        self.hip = torch.version.hip is not None  # torch for ROCm
+        self.set_stream: Any = torch.cuda.set_stream
         self._streams: dict[int, Any] = {}
         self._batches: CopyBatches | None = None
 
@@ -90,14 +93,10 @@ class CudaDevice:
         if stream is not None:
             self._torch.cuda.set_stream(stream)
         # While any thread captures a graph, the default mode refuses calls such as cudaMalloc and cudaEventQuery to
-        # every thread, and breaks the capture. Work of this thread is never part of one: mode "relaxed".
-        if self._torch.version.hip is not None:
-            return  # torch for ROCm, which has no libcuda
-        driver, mode = _driver(), ctypes.c_int(2)
-        _bind_context(driver, self.index)
-        code = driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-        if code:
-            _log.warning("a graph cannot be captured while batches are made: the driver's error %d", code)
+        # every thread, and breaks the capture. Work of this thread is never part of one.
+        if not self.hip:  # which has no libcuda
+            _bind_context(_driver(), self.index)
+            _exchange_capture_mode(RELAXED)
 
     def new_stream(self) -> Any:
         """A stream other than the default one."""
@@ -119,6 +118,15 @@ class CudaDevice:
         if known._cuda_getDevice() == self.index and known._cuda_getCurrentRawStream(self.index) == stream.cuda_stream:
             return _NOTHING
         return cast(AbstractContextManager[Any], self._torch.cuda.stream(stream))
+
+    def entered(self, stream: Any) -> AbstractContextManager[Any]:
+        """By two calls of torch, which `torch.cuda.stream` takes several times as long for."""
+        known = self._known
+        if known._cuda_getDevice() != self.index:
+            return cast(AbstractContextManager[Any], self._torch.cuda.stream(stream))
+        if known._cuda_getCurrentRawStream(self.index) == stream.cuda_stream:
+            return _NOTHING  # the thread has entered it
+        return _Entered(self, stream)
 
     def new_event(self) -> Any:
         """Without timing; cudaEventSynchronize spins where CUDA finds that worth it."""
@@ -177,7 +185,7 @@ class CudaDevice:
         sizes: NDArray[np.uint64],
     ) -> None:
         """cuMemcpyBatchAsync, or what there is instead (copy_batches.py)."""
-        if self._torch.version.hip is not None:  # torch for ROCm, which has no libcuda
+        if self.hip:  # which has no libcuda
             for place, begin, size in zip(at.tolist(), begins.tolist(), sizes.tolist(), strict=True):
                 to[place : place + size].copy_(source[begin : begin + size], non_blocking=True)
             return
@@ -206,6 +214,37 @@ class CudaDevice:
     def why_no_selection(self) -> str | None:
         """The reason that Triton's kernels cannot run."""
         return kernels.why_not_viable()
+
+
+class _Entered:
+    """See `CudaDevice.entered`; on the device that is current."""
+
+    __slots__ = ("_device", "_mode", "_stream")
+
+    def __init__(self, device: CudaDevice, stream: Any) -> None:
+        self._device, self._stream = device, stream
+
+    def __enter__(self) -> None:
+        device = self._device
+        before = device.current_stream()
+        self._mode = None if device.hip else _exchange_capture_mode(RELAXED)
+        device.set_stream(self._stream)
+        self._stream = before
+
+    def __exit__(self, *exc: object) -> None:
+        self._device.set_stream(self._stream)
+        if self._mode is not None:
+            _exchange_capture_mode(self._mode)
+
+
+def _exchange_capture_mode(mode: int) -> int | None:
+    """Sets the calling thread's mode of graph capture; returns the one before, None where the driver refuses."""
+    exchanged = ctypes.c_int(mode)
+    code = _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(exchanged))
+    if code:
+        _log.warning("a graph cannot be captured while batches are made: the driver's error %d", code)
+        return None
+    return exchanged.value
 
 
 @functools.cache

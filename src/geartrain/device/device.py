@@ -54,6 +54,10 @@ class Device(Protocol):
         """A context in which `stream` is the calling thread's current stream."""
         ...
 
+    def entered(self, stream: Any) -> AbstractContextManager[Any]:
+        """A context in which the calling thread, which has work of its own, works as after `enter(stream)`."""
+        ...
+
     def new_event(self) -> Any:
         """An event for `record`, for short waits: a host thread that synchronizes with it may spin."""
         ...

@@ -86,8 +86,8 @@ class BatchLoader:
         alone = isinstance(builder, SingleRankBuilder) and not config.extra_lag
         self._never_ahead = config.prefetch == 0 and (not builder.collective or alone)
         self._timeout_s = config.timeout_s
-        # Over ranks and on devices batches are always built on the prefetch thread.
-        local = config.prefetch > 0 and isinstance(builder, HostBatchBuilder)
+        # Over ranks, and where a device has to be waited for, batches are always built on the prefetch thread.
+        local = config.prefetch > 0 and builder.builds_anywhere
         self._placement = BuildPlacement(config.prefetch) if local else None
         self._updates: list[PriorityUpdate] = []
         self._admitted: Sequence[int] = ()  # of the newest batch

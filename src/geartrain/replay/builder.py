@@ -121,6 +121,7 @@ class BatchBuilder(Protocol[Started]):
         samplers: of each store.
         store_ids: of the stores, in their order; over several ranks, of all shards of all stores.
         rows: of a batch, as this process gets it.
+        builds_anywhere: whether a batch may as well be built on the consumer's thread: nothing but rows is waited for.
         overlaps: whether the next batch should be started before this one is finished.
         collective: whether other ranks take part in each batch, and so have to be asked for it too.
     """
@@ -128,6 +129,7 @@ class BatchBuilder(Protocol[Started]):
     samplers: list[StoreSampler]
     store_ids: list[int]
     rows: int
+    builds_anywhere: bool
     overlaps: bool
     collective: bool
 
@@ -188,6 +190,7 @@ class HostBatchBuilder:
         admitted: rows of each store that its rate limiter has admitted for the batch that was sampled last.
     """
 
+    builds_anywhere = True
     overlaps = False
     collective = False
 
@@ -237,17 +240,20 @@ class HostBatchBuilder:
         return quotas_of(self._selection, self.rows, step)
 
     def sample(
-        self, step: int, state: State, out: list[NDArray[Any]] | None = None
+        self, step: int, state: State, into: _native.SampledBatch | None = None
     ) -> tuple[_native.SampledBatch, State]:
-        """The rows of a step, their fields in `out` or in recycled memory, and the strategies' state after it."""
+        """The rows of a step, in `into` or in recycled memory, and the strategies' state after it.
+
+        Passes, whose last batch may be short, are always in recycled memory.
+        """
         if self._passes is not None:
-            batch, after = self._passes.sample_pass(self.rows, step, state[0], out)
+            batch, after = self._passes.sample_pass(self.rows, step, state[0])
             self.admitted = (len(batch),)
             return batch, [after]
-        if out is None and not self.mixed:
+        if into is None and not self.mixed:
             batch, after = self.samplers[0].sample(self.rows, step, state[0])
             return batch, [after]
-        batch = self.samplers[0].empty_batch(self.rows, self.mixed, out)
+        batch = self.samplers[0].empty_batch(self.rows, self.mixed) if into is None else into
         if not self.mixed:
             return batch, [self.samplers[0].sample_into(batch, 0, self.rows, step, state[0])]
         state = list(state)

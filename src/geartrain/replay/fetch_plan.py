@@ -249,11 +249,6 @@ class FetchedRows(NamedTuple):
         self.lengths[index] = other.lengths
         self.versions[index] = other.versions
 
-    @staticmethod
-    def of_batch(rows: _native.SampledBatch, arrays: list[NDArray[Any]]) -> FetchedRows:
-        """The rows of a batch that was sampled into `arrays`."""
-        return FetchedRows(arrays, rows.torn(), rows.mask(), rows.start(), rows.length(), rows.version(), 0)
-
 
 def fetch_rows(
     plans: Sequence[FetchPlan],

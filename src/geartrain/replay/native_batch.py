@@ -237,11 +237,17 @@ def _filled(made: Made, rows: _native.SampledBatch, plan: BatchPlan, step: int, 
     return made
 
 
-def keys_of(rows: _native.SampledBatch, store_ids: Sequence[int], per_step: bool = False) -> Keys:
-    """The keys of a batch's rows, or of the steps that its windows were placed by."""
+def keys_of(
+    rows: _native.SampledBatch, store_ids: Sequence[int], per_step: bool = False, *, copied: bool = False
+) -> Keys:
+    """The keys of a batch's rows, or of the steps that its windows were placed by; `copied` from its memory."""
     shard = rows.shard()
     store = store_ids[0] if shard is None else np.array(store_ids, np.uint64)[shard]
     steps = rows.steps() if per_step else None
+    if copied:
+        shard = None if shard is None else shard.copy()
+        steps = None if steps is None else steps.copy()
+        return Keys.of_rows(rows.rows().copy(), rows.generations().copy(), store, shard=shard, step=steps)
     return Keys.of_rows(rows.rows(), rows.generations(), store, shard=shard, step=steps)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,9 +72,7 @@ class PassSampler(StoreSampler):
         finally:
             self.stage = "idle"
 
-    def sample_pass(
-        self, n: int, step: int, state: dict[str, int], out: list[NDArray[Any]] | None
-    ) -> tuple[_native.SampledBatch, dict[str, int]]:
+    def sample_pass(self, n: int, step: int, state: dict[str, int]) -> tuple[_native.SampledBatch, dict[str, int]]:
         """The next batch of a pass, of n rows or fewer at its end, and the strategy's state after it.
 
         A row that is lost between being taken and being copied is skipped like one that was gone before: the next of
@@ -87,7 +84,7 @@ class PassSampler(StoreSampler):
             self.expire()
             self.check_count(len(self.plan.store))
             self.stage = "drawing and copying rows"
-            batch, state = self._sample_pass(n, step, state, out)
+            batch, state = self._sample_pass(n, step, state)
             given = len(batch)
             return batch, state
         finally:
@@ -95,9 +92,7 @@ class PassSampler(StoreSampler):
                 self.give_back(n - given)
             self.stage = "idle"
 
-    def _sample_pass(
-        self, n: int, step: int, state: dict[str, int], out: list[NDArray[Any]] | None
-    ) -> tuple[_native.SampledBatch, dict[str, int]]:
+    def _sample_pass(self, n: int, step: int, state: dict[str, int]) -> tuple[_native.SampledBatch, dict[str, int]]:
         taken = self._take(n, state)
         attempt = 0
         while True:
@@ -106,7 +101,7 @@ class PassSampler(StoreSampler):
                 taken = self._take(n, state)
                 continue
             size = len(taken.rows)
-            batch, numbers = self.empty_batch(size, False, out), np.arange(size, dtype=np.uint32)
+            batch, numbers = self.empty_batch(size), np.arange(size, dtype=np.uint32)
             while True:
                 here = numbers.astype(np.intp)
                 rows, generations = taken.rows[here], taken.generations[here]

@@ -167,7 +167,7 @@ class StoreSampler(StoreWaits):
         custom ones), that is called first, and the rest is native.
         """
         if not self.in_one_call:
-            batch = self.empty_batch(n, False, None)
+            batch = self.empty_batch(n)
             return batch, self._sample_in_python(batch, 0, n, step, state)
         cursor = self._cursor(state)
         batch, cursor, redrawn, count = self._drawn(self.batch_sampler.sample, (), n, step, cursor)
@@ -277,11 +277,11 @@ class StoreSampler(StoreWaits):
             None if plan.windows is None or self.transitions is not None else plan.windows.native,
         )
 
-    def empty_batch(self, n: int, shards: bool, out: list[NDArray[Any]] | None) -> _native.SampledBatch:
-        """A batch of n rows to be sampled into, its fields in `out` or in recycled memory."""
+    def empty_batch(self, n: int, shards: bool = False) -> _native.SampledBatch:
+        """A batch of n rows to be sampled into, in recycled memory."""
         plan, view = self.plan, self.transitions
         native = None if view is None else view.native
-        return _native.SampledBatch(plan.store.native, n, plan.numbers, plan.window, shards, out, native)
+        return _native.SampledBatch(plan.store.native, n, plan.numbers, plan.window, shards, native)
 
     def _sample_in_python(
         self, batch: _native.SampledBatch, first: int, n: int, step: int, state: dict[str, int]

@@ -4,7 +4,7 @@ Two paths, the same batches:
 
     gather   the segment is pinned where it is (device/pinned_memory.py) and one Triton kernel reads the drawn rows from
              it (device/kernels/gather.py). The CPU copies nothing.
-    staged   native threads gather into a pinned buffer (fetch.py), and one asynchronous copy takes it to the device.
+    staged   one native call draws and gathers into a pinned buffer, and one asynchronous copy takes it to the device.
              Works for any segment, pinned or not.
 
 Either runs on a stream of its own, into one buffer of device memory a batch (an *arena*), with an event at its end. The
@@ -18,7 +18,9 @@ for the consumer's stream: its memory is reused once the batch was dropped and t
 | `session` | `DeviceSession`: a replay's device, stream and segments, and their closing |
 | `target` | `DeviceTarget`: one store's segment, pinned or not, and its path |
 | `transfer` | `BatchTransfer`: one batch in flight; `ReadyBatch`; `StreamHandoff` to the consumer's stream |
-| `staging` | `StagingBuffer`: a batch in pinned host memory |
+| `arena_batch` | `ArenaBatch`: a batch whose tensors are cut from its arena when they are asked for |
+| `staged_batches` | `StagedBatches`: a replay's batches in pinned host memory, sampled there |
+| `staging` | `StagingBuffer`: rows that were fetched, or sent by ranks, in pinned host memory |
 | `pinned_pool` | `PinnedPool`: pinned buffers that are reused |
 | `layout` | conversion, packing and scattering within device memory |
 | `priority_mirror` | `DevicePriorities`: a store's priorities in device memory |

@@ -33,10 +33,9 @@ from geartrain.replay.device.copied_rows import CopyTransfer
 from geartrain.replay.device.mirrors import Mirrors
 from geartrain.replay.device.options import DeviceOptions
 from geartrain.replay.device.session import DeviceSession
-from geartrain.replay.device.staging import StagingBuffer
+from geartrain.replay.device.staged_batches import StagedBatches
 from geartrain.replay.device.target import DeviceTarget
 from geartrain.replay.device.transfer import BatchTransfer, ReadyBatch
-from geartrain.replay.fetch_plan import FetchedRows
 from geartrain.replay.native_batch import keys_of
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.store_waits import wait_together
@@ -79,7 +78,7 @@ class PendingBatch:
 
     step: int
     state: State
-    transfer: BatchTransfer
+    transfer: BatchTransfer | None  # None where it is finished already
     parts: list[_StoreRows]
     admission: Admission
     made: BuiltBatch | None = None  # when it is finished already
@@ -124,11 +123,15 @@ class DeviceBatchBuilder:
             for sampler in samplers:
                 self.targets.append(DeviceTarget(self.device, self._session.stream, sampler.plan, options, rows=rows))
             self._settle_path()
+            self._staged = None
+            if self.path == "staged":
+                self._staged = StagedBatches(self.targets[0], samplers[0], batch_size, self._host.mixed)
             self._mirrors = Mirrors(samplers, self.targets, options)
             self._priorities = self._mirrors.copies
         except BaseException:
             self.close()
             raise
+        self.builds_anywhere = self._staged is not None
         # Where a batch may depend on the one before (a cursor, a limit on samples), it is finished before the next one
         # is started.
         self._alone = any(sampler.limited or sampler.traits.stateful for sampler in samplers)
@@ -207,25 +210,31 @@ class DeviceBatchBuilder:
         state = list(pending.state)
         for part in pending.parts:
             state[part.number] = part.state
+        assert pending.transfer is not None
         made = self._ready(pending.transfer.finish(*metadata, pending.step), state, pending.admission)
         self._make_s += time.perf_counter() - began_s
         return made
 
-    def _ready(self, ready: ReadyBatch, state: State, admission: Admission) -> BuiltBatch:
+    def _ready(self, ready: ReadyBatch, state: State, admission: Admission, make_s: float = float("inf")) -> BuiltBatch:
         self._built += 1
-        return BuiltBatch(ready.batch, state, self._session.deliver(ready), admitted=admission.rows)
+        return BuiltBatch(ready.batch, state, self._session.deliver(ready), make_s, admitted=admission.rows)
 
     # --- staged ------------------------------------------------------------------------------------------------
 
     def _stage(self, step: int, state: State, admission: Admission) -> PendingBatch:
-        target = self.targets[0]
-        stage = StagingBuffer(target, self.rows)
-        rows, after = self._host.sample(step, state, stage.arrays)
-        admission.rows[:] = self._host.admitted
-        told = rows.probability(), rows.importance_weights()
-        transfer = stage.send(FetchedRows.of_batch(rows, stage.arrays), *told)
-        ready = transfer.finish(keys_of(rows, self._host.store_ids, target.plan.per_step), *told, step)
-        return PendingBatch(step, after, transfer, [], admission, self._ready(ready, after, admission))
+        assert self._staged is not None
+        began_s = time.perf_counter()
+        one = self._staged.take()
+        try:
+            rows, after = self._host.sample(step, state, one.rows)
+            admission.rows[:] = self._host.admitted
+        except BaseException:
+            self._staged.give_back(one)
+            raise
+        keys = keys_of(rows, self._host.store_ids, self.targets[0].plan.per_step, copied=True)
+        ready = self._staged.send(one, keys, step)
+        made = self._ready(ready, after, admission, time.perf_counter() - began_s)
+        return PendingBatch(step, after, None, [], admission, made)
 
     # --- gathered, or copied -----------------------------------------------------------------------------------
 
@@ -348,6 +357,7 @@ class DeviceBatchBuilder:
     def _resolve(self, pending: PendingBatch) -> tuple[Keys, Any, Any]:
         """Waits for the device, and redraws torn rows until there are none; returns keys and metadata."""
         transfer, parts = pending.transfer, pending.parts
+        assert transfer is not None
         unknown = [part for part in parts if part.on_device]
         torn, *news = transfer.wait_read_back()
         for i, part in enumerate(unknown):
@@ -373,6 +383,7 @@ class DeviceBatchBuilder:
 
     def _replace_lost(self, pending: PendingBatch, part: _StoreRows, torn: NDArray[np.uint8]) -> None:
         transfer = pending.transfer
+        assert transfer is not None
         part.torn = torn
         for redraw in self.samplers[part.number].redraws(part):
             asked = self._draw_and_gather(transfer, part, pending.step, redraw, True)
@@ -405,8 +416,11 @@ class DeviceBatchBuilder:
 
     def describe(self) -> list[dict[str, Any]]:
         """See `BatchBuilder`: the path in use and why, where rows are drawn, pinned bytes."""
+        staged = {}
+        if self._staged is not None:
+            staged = {"pinned_pool_bytes": self.targets[0].pool.nbytes + self._staged.nbytes}
         return [
-            {"store": sampler.plan.store.name, **target.describe(), "select": select}
+            {"store": sampler.plan.store.name, **target.describe(), "select": select, **staged}
             for sampler, target, select in zip(self.samplers, self.targets, self._mirrors.describe(), strict=True)
         ]
 

@@ -48,7 +48,7 @@ class DeviceSession:
         with self._lock:
             if self._closed:
                 raise StoreClosedError("this replay was closed")
-            with self.device.on(self.stream):  # entered once: whatever enters it within finds it
+            with self.device.entered(self.stream):  # once: whatever makes it current within finds that it is
                 yield
 
     def hold_back(self) -> None:

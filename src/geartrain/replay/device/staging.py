@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from geartrain.replay.device.layout import arrangement
 from geartrain.replay.device.target import DeviceTarget
-from geartrain.replay.device.transfer import BatchTransfer, write_weights
+from geartrain.replay.device.transfer import BatchTransfer
 from geartrain.replay.fetch_plan import FetchedRows
 
 
@@ -34,11 +34,8 @@ class StagingBuffer:
         made: NDArray[Any] = self._memory[at : at + nbytes].view(dtype).reshape(shape)
         return made
 
-    def send(self, raw: FetchedRows, probability: Any = None, importance_weights: Any = None) -> BatchTransfer:
-        """Copies the batch, whose fields lie in `arrays`, to an arena by one copy, converts and packs there.
-
-        Probabilities and importance weights go with it, where they are given and nothing is converted or packed.
-        """
+    def send(self, raw: FetchedRows) -> BatchTransfer:
+        """Copies the batch, whose fields lie in `arrays`, to an arena by one copy, converts and packs there."""
         import torch
 
         target, layout = self.target, self.layout
@@ -51,9 +48,6 @@ class StagingBuffer:
         transfer = BatchTransfer(target, n)
         as_it_is = self.plain is target.gather
         end = layout.torn + n
-        if as_it_is and probability is not None:
-            end = write_weights(memory, 0, layout, probability, importance_weights)
-            transfer.weighted = True
         with device.on(target.stream):
             padded = transfer.arena if as_it_is else device.empty((layout.nbytes,), torch.uint8)
             device.copy(padded[:end], self.buffer[:end])

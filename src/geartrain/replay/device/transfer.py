@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.core.dtypes import DTYPES, torch_dtype
 from geartrain.core.keys import Keys
 from geartrain.device.device import Device
 from geartrain.replay.batch import Batch
+from geartrain.replay.device.arena_batch import ArenaViews, arena_batch
 from geartrain.replay.device.target import DeviceTarget
 
 if TYPE_CHECKING:
@@ -134,19 +134,10 @@ class BatchTransfer:
             if not self.weighted:
                 self._send_weights(probability, importance_weights)
             its = None if draw is None else target.upload([draw])[0]
-            fields, mask, starts, lengths, versions, chances, weights = self._views()
-            batch = Batch(
-                fields,
-                keys,
-                mask,
-                starts,
-                lengths,
-                versions,
-                None if probability is None else chances,
-                None if importance_weights is None else weights,
-                step,
-                its,
-                self.cu_seqlens,
+            told = {"probability": probability, "importance_weights": importance_weights}
+            absent = tuple(name for name, values in told.items() if values is None)
+            batch = arena_batch(
+                self.arena, self._views(), keys, step, absent=absent, draw=its, cu_seqlens=self.cu_seqlens
             )
             uploaded = [one for one in (its, self.cu_seqlens) if one is not None]
             return ReadyBatch(batch, target.device.record(), [self.arena, *uploaded])
@@ -163,49 +154,15 @@ class BatchTransfer:
         target.device.copy(self.arena[begin:end], buffer[: end - begin])
         target.pool.give(buffer)
 
-    def _views(self) -> tuple[Any, ...]:
-        """The fields by name, mask, starts, lengths, versions, probabilities and importance weights."""
-        known = self.target.views.get((self.plan, self.layout.n))
-        if known is None or self.steps_packed is not None:
-            known = self._places()
-            if self.steps_packed is None:
-                self.target.keep_views((self.plan, self.layout.n), known)
-        bases = {dtype: self.arena.view(dtype) for dtype in known[0]}
-        fields, others = (
-            {name: bases[d].as_strided(shape, strides, at) for name, d, shape, strides, at in part}
-            for part in known[1:]
-        )
-        return (
-            fields,
-            others.get("mask"),
-            *(others[name] for name in ("starts", "lengths", "versions", "chances", "weights")),
-        )
-
-    def _places(self) -> tuple[Any, ...]:
-        """How `_views` cuts the arena: dtypes; name, dtype, shape, strides and offset of fields, and of others."""
-        import torch
-
-        plan, layout, n = self.target.plan, self.layout, self.layout.n
-
-        def place(name: str, at: int, dtype: Any, *shape: int) -> tuple[Any, ...]:
-            strides = [int(np.prod(shape[i + 1 :], dtype=np.int64)) for i in range(len(shape))]
-            return name, dtype, tuple(shape), tuple(strides), at // dtype.itemsize
-
-        fields = []
-        for spec, offset in zip(self.plan.fields, layout.fields, strict=True):
-            schema = plan.store.fields[spec.name]
-            shape = plan.shape(spec.name, n)
-            if self.steps_packed is not None and not schema.per_row:
-                shape = (self.steps_packed, *schema.shape)
-            fields.append(place(spec.name, offset, torch_dtype(DTYPES[spec.result or schema.dtype]), *shape))
-        others = [
-            place("starts", layout.starts, torch.int32, n), place("lengths", layout.lengths, torch.int32, n),
-            place("versions", layout.versions, torch.int64, n), place("chances", layout.probability, torch.float64, n),
-            place("weights", layout.importance_weights, torch.float64, n),
-        ]  # fmt: skip
-        if not self.plan.packed:
-            others.append(place("mask", layout.mask, torch.bool, n, self.plan.steps))
-        return tuple({one[1] for one in (*fields, *others)}), fields, others
+    def _views(self) -> ArenaViews:
+        target, n = self.target, self.layout.n
+        if self.steps_packed is not None:
+            return ArenaViews(target.plan, self.plan, self.layout, self.steps_packed)
+        known = target.views.get((self.plan, n))
+        if known is None:
+            known = ArenaViews(target.plan, self.plan, self.layout)
+            target.keep_views((self.plan, n), known)
+        return known
 
 
 def write_weights(

@@ -99,6 +99,7 @@ class DistributedBatchBuilder:
         ArgumentError: the batch cannot be divided evenly.
     """
 
+    builds_anywhere = False
     overlaps = False
     collective = True
 

@@ -103,6 +103,7 @@ class LaggedBuilder:
         ArgumentError: on all ranks alike, where batches are more than one native call.
     """
 
+    builds_anywhere = False
     overlaps = True  # the next batch begins before this one's rows are received
     collective = True
 

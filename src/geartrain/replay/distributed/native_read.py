@@ -201,7 +201,7 @@ class NativeReader:
         sampler, group = self._sampler, self._members.group
         if self._leads:
             sampler.expire()
-        batch = sampler.empty_batch(self._rows, True, None)
+        batch = sampler.empty_batch(self._rows, True)
         beta = sampler.beta_at(step) if sampler.traits.importance else None
         given = [self._given(update) for update in updates]
         change = functools.partial(self._change, step) if sampler.raises else None
@@ -239,7 +239,7 @@ class NativeReader:
 
     def read(self, step: int, heard: _native.RankRead) -> _native.SampledBatch:
         """Draws the batch of a step, and reads this rank's rows, into it and into the messages of `heard`."""
-        batch = self._sampler.empty_batch(self._rows, True, None)
+        batch = self._sampler.empty_batch(self._rows, True)
         self._native.read(batch, heard, step, self._n)
         self._sampler.redrawn += heard.redrawn
         return batch

@@ -66,6 +66,7 @@ class SingleRankBuilder:
         group: the rank group, of one.
     """
 
+    builds_anywhere = False
     overlaps = False
     collective = True
 

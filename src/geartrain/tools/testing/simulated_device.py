@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -235,6 +236,10 @@ class SimulatedDevice:
             yield
         finally:
             stack.pop()
+
+    def entered(self, stream: Stream) -> AbstractContextManager[None]:
+        """As `on`."""
+        return self.on(stream)
 
     def new_event(self) -> Event:
         """One that has recorded nothing."""
