@@ -12,9 +12,10 @@ namespace geartrain {
 
 // Work is handed to threads in pieces of about this size: small enough to share out evenly, large enough that
 // taking a piece costs nothing.
-constexpr uint64_t kPieceBytes = 256 << 10;
-// What it takes to wake other threads and to wait for them: a copy is shared where that saves more.
-constexpr uint64_t kWakeNs = 50'000;
+constexpr uint64_t kPieceBytes = 128 << 10;
+// What it takes to wake other threads and to wait for them: a copy is shared where that saves more. 1 MB of rows of 2
+// to 20 KB takes one thread of a Xeon 100 to 150 us and four 53 to 81; of a Zen 5 100, and two the same.
+constexpr uint64_t kWakeNs = 40'000;
 // Unless the caller says how many.
 constexpr unsigned kDefaultThreads = 4;
 
