@@ -53,6 +53,7 @@ BENCHES = {
     "overheads": Bench("overheads.bench:main"),
     "allreduce": Bench(
         "allreduce.bench:main",
+        cuda="allreduce.gpu:main",
         takes_arguments=True,
         result="allreduce.bench:AllReduceResult",
         plot="allreduce.plot:plot",
@@ -106,14 +107,15 @@ def plot_saved(saved: Path, path: Path) -> None:
     if name not in BENCHES:
         raise ArgumentError(f"{saved} is no result of geartrain bench, saved with --json")
     bench = BENCHES[name]
-    on_gpu = name == "selection" and "--device cuda" in str(found.get("command", ""))
+    if name in ("selection", "allreduce") and "--device cuda" in str(found.get("command", "")):
+        bench = Bench(bench.cpu)  # whose result and plot are those of any benchmark
     try:
         result = _found(bench.result).of_json(found)
     except ArgumentError as error:
         raise ArgumentError(f"{saved}: {error}") from None
     if not result.rows:
         raise ArgumentError(f"{saved} has no rows to draw: nothing was measured")
-    draw = _found(Bench.plot if on_gpu else bench.plot)
+    draw = _found(bench.plot)
     try:
         draw(result, path)
     except (GeartrainError, OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -208,6 +209,15 @@ def test_saved_results_are_drawn_again_by_the_command(tiny: BenchResult, tmp_pat
     assert done.exit_code == 0, done.output
     for name in ("one", "two"):
         assert (tmp_path / f"{name}.png").read_bytes() == (tmp_path / "plot.png").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["selection --device cuda", "allreduce --device cuda"])
+def test_saved_results_of_a_gpu_are_drawn_again(name: str, tiny: BenchResult, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    on_gpu = dataclasses.replace(tiny, bench=name, command=f"geartrain bench {name}")
+    report.write_json(on_gpu, tmp_path / "saved.json")
+    bench.plot_saved(tmp_path / "saved.json", tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
