@@ -53,10 +53,26 @@ struct FirstFailure {
 
 }  // namespace
 
+void ThreadsByShare::judge(double share) {
+  if (share < kContended && now_ > 1) {
+    now_ /= 2;
+    wait_ = vain_ = std::min(2 * vain_ + 4, kMostVain);
+  } else if (share < kIdle) {
+    return;
+  } else if (wait_ != 0) {
+    --wait_;
+  } else if (now_ < most_) {
+    now_ = std::min(most_, 2 * now_);
+  } else {
+    vain_ = 0;
+  }
+}
+
 LaneThreads::LaneThreads(size_t lanes, bool tls, unsigned asked)
     : most_(most_threads(lanes, tls, asked)),
       adapts_(asked == 0 && most_ > 1),
-      now_(adapts_ ? std::clamp(available_cores() / 2, 1u, most_) : most_) {}
+      by_share_(adapts_ ? std::clamp(available_cores() / 2, 1u, most_) : most_, most_),
+      now_(by_share_.now()) {}
 
 void LaneThreads::run(std::span<const size_t> lanes, unsigned threads, void (*body)(void*, size_t), void* context) {
   if (most_ == 1) {
@@ -102,17 +118,8 @@ void LaneThreads::end_message() {
   const double share = static_cast<double>(cpu_ns_.load(std::memory_order_relaxed)) / static_cast<double>(wall_ns);
   wall_ns_.store(0, std::memory_order_relaxed);
   cpu_ns_.store(0, std::memory_order_relaxed);
-  const unsigned threads = now();
-  if (share < kContended && threads > 1) {
-    now_.store(threads / 2, std::memory_order_relaxed);
-    wait_ = vain_ = std::min(2 * vain_ + 4, kMostVain);
-  } else if (share >= kIdle && wait_ != 0) {
-    --wait_;
-  } else if (share >= kIdle && threads < most_) {
-    now_.store(std::min(most_, 2 * threads), std::memory_order_relaxed);
-  } else if (share >= kIdle) {
-    vain_ = 0;
-  }
+  by_share_.judge(share);
+  now_.store(by_share_.now(), std::memory_order_relaxed);
 }
 
 uint32_t lanes_by_cores(bool tls, unsigned asked_threads) {

@@ -23,6 +23,18 @@
 
 namespace geartrain {
 
+// A number of threads that follows the share of a core that each of them had.
+class ThreadsByShare {
+ public:
+  ThreadsByShare(unsigned begin, unsigned most) : now_(begin), most_(most) {}
+  void judge(double share);
+  unsigned now() const { return now_; }
+
+ private:
+  unsigned now_, most_;
+  uint32_t vain_ = 0, wait_ = 0;  // judgements: the last pause before more threads, and what is left of it
+};
+
 class LaneThreads {
  public:
   // Without TLS one thread serves all lanes: copies need no second one. `asked` of 0: as many as have a core.
@@ -51,10 +63,10 @@ class LaneThreads {
  private:
   const unsigned most_;
   const bool adapts_;
+  ThreadsByShare by_share_;
   std::atomic<unsigned> now_;
   std::atomic<unsigned> working_{0}, seen_{0};
   std::atomic<uint64_t> wall_ns_{0}, cpu_ns_{0};  // of all threads, since the last judgement
-  uint32_t vain_ = 0, wait_ = 0;  // messages: the last pause before more threads, and what is left of it
 };
 
 // Lanes of a connection whose dialer names no number: under TLS as many as there may be threads for.

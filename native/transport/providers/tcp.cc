@@ -29,6 +29,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <optional>
 
 #include "transport/providers/frame.h"
 #include "transport/providers/lane_threads.h"
@@ -43,6 +44,7 @@ constexpr uint64_t kLanesFrom = uint64_t{8} << 20;
 constexpr uint64_t kLanesFromUnderTls = uint64_t{2} << 20;
 constexpr uint64_t kPiece = uint64_t{1} << 20;
 constexpr int kWorthAThread = 128 << 10;
+constexpr double kLaneEndedS = 0.1;
 constexpr uint32_t kLookAtLanesEvery = 16;  // reads in vain
 constexpr size_t kBufferBytes = size_t{256} << 10;
 constexpr uint64_t kReadBudget = uint64_t{8} << 20;  // then other connections get their turn
@@ -83,8 +85,8 @@ class TcpConnection final : public Connection {
         socket_(std::move(socket)),
         sideband_socket_(pop(&lanes)),
         lanes_(std::move(lanes)),
-        out_threads_(lanes_.size(), options.tls != nullptr, options.tls == nullptr ? 0 : options.tls->threads()),
-        in_threads_(lanes_.size(), options.tls != nullptr, options.tls == nullptr ? 0 : options.tls->threads()),
+        out_threads_(lanes_.size(), socket_.tls() != nullptr, options.tls == nullptr ? 0 : options.tls->threads()),
+        in_threads_(lanes_.size(), socket_.tls() != nullptr, options.tls == nullptr ? 0 : options.tls->threads()),
         buffer_(std::make_unique_for_overwrite<std::byte[]>(kBufferBytes)) {
     prepare_tcp(socket_.get());
     if (sideband_socket_) prepare_tcp(sideband_socket_.get());
@@ -96,13 +98,15 @@ class TcpConnection final : public Connection {
 
   const char* transport() const override { return "tcp"; }
   std::string describe() const override {
-    const auto threads = [](const LaneThreads& of) { return std::to_string(of.now()); };
+    const auto threads = [](const LaneThreads& of) {
+      return std::to_string(of.now()) + (of.now() == 1 ? " thread" : " threads") + " (at once so far " +
+             std::to_string(of.seen()) + ")";
+    };
     return "tcp " + ends_ + (lanes_.empty() ? "" : " with " + std::to_string(lanes_.size()) + " lanes") +
            (socket_.tls() == nullptr ? "" : ", " + tls()) +
-           (out_threads_.most() == 1
-                ? ""
-                : ", encrypted by " + threads(out_threads_) + " and decrypted by " + threads(in_threads_) + " of " +
-                      std::to_string(out_threads_.most()) + " threads");
+           (out_threads_.most() == 1 ? ""
+                                     : ", encrypted by " + threads(out_threads_) + " and decrypted by " +
+                                           threads(in_threads_) + " of " + std::to_string(out_threads_.most()));
   }
   std::string tls() const override { return socket_.tls() == nullptr ? "" : socket_.tls()->describe(); }
   std::vector<Wake> wakes() const override {
@@ -336,15 +340,17 @@ class TcpConnection final : public Connection {
     filled_ += got - placed;
   }
 
-  // A lane that ends while nothing is expected on it takes the whole connection with it. It may have overtaken the last
-  // messages of a peer that closed, so this side only says that it goes: the peer closes the first connection, behind
-  // whatever it has sent. Now and then: whoever waits for the sockets is woken by such a lane again and again.
+  // A lane that ends while nothing is expected on it is the end of the connection, when what may have been sent on the
+  // first one before has had time to come. Looked for now and then: whoever waits is woken by such a lane again and
+  // again.
   void look_at_idle_lanes() {
     if (++empty_reads_ % kLookAtLanesEvery != 0 || lanes_.empty()) return;
     struct pollfd all[kMaxLanes];
     size_t n = 0;
     for (const Stream& lane : lanes_) all[n++] = {lane.get(), POLLRDHUP, 0};
-    if (::poll(all, n, 0) > 0) ::shutdown(socket_.get(), SHUT_WR);
+    if (::poll(all, n, 0) <= 0) return;
+    if (!lane_ended_) lane_ended_ = Deadline::after(kLaneEndedS);
+    if (lane_ended_->passed()) fail(ErrorKind::peer_lost, "the peer over ", describe(), " is gone: a lane has ended");
   }
 
   void read_lanes(uint64_t* budget) {
@@ -441,6 +447,7 @@ class TcpConnection final : public Connection {
   Sequence<std::byte> first_in_, bulk_in_;  // received on the first connection, and on the lanes
   uint64_t first_done_ = 0, bulk_left_ = 0;
   uint32_t empty_reads_ = 0;
+  std::optional<Deadline> lane_ended_;
   std::vector<LaneProgress> progress_in_;
 };
 
