@@ -19,9 +19,9 @@ namespace {
 
 constexpr uint32_t kLanesWithoutTls = 2;
 constexpr uint32_t kMostLanesByCores = 8;
-constexpr uint64_t kJudgedNs = 4'000'000;  // of work: one preemption in less would decide
-constexpr double kContended = 0.8, kIdle = 0.92;
-constexpr uint32_t kMostVain = 256;
+constexpr unsigned kSamples = 3;
+constexpr double kContended = 0.8, kIdle = 0.92, kFaster = 1.1;
+constexpr uint32_t kMostVain = 64;
 constexpr int kBrieflyMs = 1;
 
 unsigned most_threads(size_t lanes, bool tls, unsigned asked) {
@@ -53,34 +53,59 @@ struct FirstFailure {
 
 }  // namespace
 
-void ThreadsByShare::judge(double share) {
-  if (share < kContended && now_ > 1) {
-    now_ /= 2;
-    wait_ = vain_ = std::min(2 * vain_ + 4, kMostVain);
-  } else if (share < kIdle) {
-    return;
-  } else if (wait_ != 0) {
-    --wait_;
-  } else if (now_ < most_) {
-    now_ = std::min(most_, 2 * now_);
-  } else {
-    vain_ = 0;
+void TriedThreads::judge(uint64_t bytes, uint64_t took_ns, double share) {
+  if (bytes > 2 * bytes_ || bytes < bytes_ / 2) {  // no judgement: others than those of before
+    bytes_ = bytes;
+    samples_ = 0;
+    now_ = kept_;
+    kept_rate_ = 0;
   }
+  if (samples_ == 0) rate_ = share_ = 0;
+  rate_ = std::max(rate_, static_cast<double>(bytes) / static_cast<double>(std::max<uint64_t>(took_ns, 1)));
+  share_ = std::max(share_, share);
+  if (++samples_ < kSamples) return;
+  samples_ = 0;
+  if (now_ > kept_) {
+    if (share_ < kContended || rate_ < kFaster * kept_rate_) return give_up();
+    kept_ = now_;
+    vain_ = 0;
+  } else if (share_ < kContended && now_ > 1) {
+    kept_ /= 2;
+    return give_up();
+  }
+  kept_rate_ = rate_;
+  if (share_ < kIdle || now_ == most_) return;
+  if (wait_ != 0) {
+    --wait_;
+  } else {
+    now_ = std::min(most_, 2 * now_);
+  }
+}
+
+void TriedThreads::give_up() {
+  now_ = kept_;
+  wait_ = vain_ = std::min(2 * vain_ + 8, kMostVain);
 }
 
 LaneThreads::LaneThreads(size_t lanes, bool tls, unsigned asked)
     : most_(most_threads(lanes, tls, asked)),
       adapts_(asked == 0 && most_ > 1),
-      by_share_(adapts_ ? std::clamp(available_cores() / 2, 1u, most_) : most_, most_),
-      now_(by_share_.now()) {}
+      tried_(adapts_ ? std::clamp(available_cores() / 2, 1u, most_) : most_, most_),
+      now_(tried_.now()) {}
 
 void LaneThreads::run(std::span<const size_t> lanes, unsigned threads, void (*body)(void*, size_t), void* context) {
-  if (most_ == 1) {
+  threads = std::min({threads, most_, static_cast<unsigned>(lanes.size())});
+  if (threads <= 1) {
+    const uint64_t wall_ns = adapts_ ? monotonic_ns() : 0, cpu_ns = adapts_ ? clock_ns(CLOCK_THREAD_CPUTIME_ID) : 0;
     for (const size_t lane : lanes) body(context, lane);
+    if (adapts_) {
+      cpu_ns_.fetch_add(clock_ns(CLOCK_THREAD_CPUTIME_ID) - cpu_ns, std::memory_order_relaxed);
+      wall_ns_.fetch_add(monotonic_ns() - wall_ns, std::memory_order_relaxed);
+    }
     return;
   }
   FirstFailure failure;
-  parallel_for(lanes.size(), 1, std::clamp(threads, 1u, most_), [&](size_t first, size_t last) {
+  parallel_for(lanes.size(), 1, threads, [&](size_t first, size_t last) {
     const unsigned at_once = working_.fetch_add(1, std::memory_order_relaxed) + 1;
     for (unsigned seen = seen_.load(std::memory_order_relaxed);
          seen < at_once && !seen_.compare_exchange_weak(seen, at_once, std::memory_order_relaxed);) {
@@ -112,14 +137,19 @@ bool LaneThreads::wait_briefly(int socket, short events) {
   return ready;
 }
 
-void LaneThreads::end_message() {
-  const uint64_t wall_ns = wall_ns_.load(std::memory_order_relaxed);
-  if (!adapts_ || wall_ns < kJudgedNs) return;
-  const double share = static_cast<double>(cpu_ns_.load(std::memory_order_relaxed)) / static_cast<double>(wall_ns);
+void LaneThreads::begin_message() {
+  if (!adapts_) return;
   wall_ns_.store(0, std::memory_order_relaxed);
   cpu_ns_.store(0, std::memory_order_relaxed);
-  by_share_.judge(share);
-  now_.store(by_share_.now(), std::memory_order_relaxed);
+  began_ns_ = monotonic_ns();
+}
+
+void LaneThreads::end_message(uint64_t bytes) {
+  if (!adapts_) return;
+  const auto wall_ns = static_cast<double>(std::max<uint64_t>(wall_ns_.load(std::memory_order_relaxed), 1));
+  const double share = static_cast<double>(cpu_ns_.load(std::memory_order_relaxed)) / wall_ns;
+  tried_.judge(bytes, monotonic_ns() - began_ns_, share);
+  now_.store(tried_.now(), std::memory_order_relaxed);
 }
 
 uint32_t lanes_by_cores(bool tls, unsigned asked_threads) {

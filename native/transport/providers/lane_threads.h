@@ -6,13 +6,15 @@
 // (wait_briefly); waits, deadlines and the end of the peer are the caller's, between rounds. So a round needs no free
 // thread, and leaves none behind.
 //
-// How many threads. As many as have a core to themselves: a thread at work on a lane never sleeps, so its processor
-// time is as long as the time that passes unless it waits for a core. Where it is shorter (kContended), half as many
-// are used from the next message on; where it is not (kIdle), twice as many, up to a thread for each lane and core, and
-// less often while that was in vain. On one core, or on two that a sender and its receiver share, that is one thread.
-// A number that was asked for (TlsFiles::threads) is kept.
+// How many threads. As many as make messages faster, of those that have a core to themselves; found by trying, on
+// messages of like sizes, kSamples of which are one judgement by the best of them. A thread at work on a lane never
+// sleeps, so its processor time is as long as the time that passes unless it waits for a core. Where it is shorter
+// (kContended), half as many are used from then on. Where it is not (kIdle), twice as many are tried, up to a thread
+// for each lane and core, and kept if messages took less time by kFaster; else they are tried again, less and less
+// often. On one core, or on two that a sender and its receiver share, that is one thread. A number that was asked for
+// (TlsFiles::threads) is kept.
 //
-// Threads: run() and end_message() one at a time; counts are any thread's.
+// Threads: run() and messages one at a time; counts are any thread's.
 #pragma once
 
 #include <atomic>
@@ -23,15 +25,23 @@
 
 namespace geartrain {
 
-// A number of threads that follows the share of a core that each of them had.
-class ThreadsByShare {
+// A number of threads, tried out.
+class TriedThreads {
  public:
-  ThreadsByShare(unsigned begin, unsigned most) : now_(begin), most_(most) {}
-  void judge(double share);
+  TriedThreads(unsigned begin, unsigned most) : now_(begin), kept_(begin), most_(most) {}
+  // A message took so long; `share` of a core is what its threads had while they worked.
+  void judge(uint64_t bytes, uint64_t took_ns, double share);
   unsigned now() const { return now_; }
 
  private:
-  unsigned now_, most_;
+  void give_up();
+
+  unsigned now_, kept_;  // more than kept_: on trial
+  const unsigned most_;
+  uint64_t bytes_ = 0;  // about, of the messages that are compared
+  unsigned samples_ = 0;
+  double rate_ = 0, share_ = 0;   // the best of the samples
+  double kept_rate_ = 0;          // of the last judgement of kept_
   uint32_t vain_ = 0, wait_ = 0;  // judgements: the last pause before more threads, and what is left of it
 };
 
@@ -52,8 +62,9 @@ class LaneThreads {
   // Within a body: waits for its lane's socket while others of the round are at work, for a millisecond at most.
   // Whether it is worth to go on.
   bool wait_briefly(int socket, short events);
-  // Judges the rounds of the messages so far.
-  void end_message();
+  // Around the rounds of a message, which is judged at its end.
+  void begin_message();
+  void end_message(uint64_t bytes);
 
   unsigned now() const { return now_.load(std::memory_order_relaxed); }
   unsigned most() const { return most_; }
@@ -63,10 +74,11 @@ class LaneThreads {
  private:
   const unsigned most_;
   const bool adapts_;
-  ThreadsByShare by_share_;
+  TriedThreads tried_;
   std::atomic<unsigned> now_;
   std::atomic<unsigned> working_{0}, seen_{0};
-  std::atomic<uint64_t> wall_ns_{0}, cpu_ns_{0};  // of all threads, since the last judgement
+  std::atomic<uint64_t> wall_ns_{0}, cpu_ns_{0};  // of all threads in this message
+  uint64_t began_ns_ = 0;
 };
 
 // Lanes of a connection whose dialer names no number: under TLS as many as there may be threads for.

@@ -155,7 +155,7 @@ class TcpConnection final : public Connection {
       if (on_lanes) write_lanes(bulk, deadline);
       finish({&socket_, 1}, deadline);
       finish(lanes_, deadline);
-      out_threads_.end_message();
+      if (on_lanes) out_threads_.end_message(payload);
     } catch (const std::exception& error) {
       // Half a message cannot be undone.
       if (begun && !lost()) lose(error.what());
@@ -166,6 +166,7 @@ class TcpConnection final : public Connection {
 
  private:
   void write_lanes(const Sequence<const std::byte>& bulk, Deadline deadline) {
+    out_threads_.begin_message();
     std::vector<LaneProgress> progress;
     for (size_t i = 0; i < lanes_.size(); ++i) progress.push_back({i, 0});
     for (;;) {
@@ -190,14 +191,17 @@ class TcpConnection final : public Connection {
     }
   }
 
-  // A piece, or all if it `stays`; less where the socket takes no more of it now.
+  // A piece, or all if it `stays`; less where the socket takes no more of it now. One thread that serves all lanes
+  // keeps all of them busy, by as much as one call takes.
   void write_lane(size_t lane, LaneProgress* progress, const Sequence<const std::byte>& bulk, bool stays) {
+    const bool one_thread = out_threads_.now() == 1;
     for (const uint64_t piece = progress->piece; stays || progress->piece == piece;) {
       const uint64_t left = progress->left(bulk.bytes());
       if (left == 0) return;
       const uint64_t sent = write_some(lanes_[lane], bulk, progress->at(), left);
       if (sent == 0 && !(stays && out_threads_.wait_briefly(lanes_[lane].get(), POLLOUT))) return;
       progress->advance(sent, lanes_.size());
+      if (one_thread) return;
     }
   }
 
@@ -249,7 +253,7 @@ class TcpConnection final : public Connection {
       if (!in_message_) begin_message();
       if (in_message_ && is_whole()) {
         in_message_ = false;
-        if (on_lanes_) in_threads_.end_message();
+        if (on_lanes_) in_threads_.end_message(bulk_in_.bytes());
         *message = std::move(partial_);
         partial_ = {};
         count_received(on_lanes_ ? Path::lanes : Path::stream, message->bytes());
@@ -301,6 +305,7 @@ class TcpConnection final : public Connection {
     bulk_left_ = bulk_in_.bytes();
     progress_in_.clear();
     for (size_t i = 0; i < lanes_.size(); ++i) progress_in_.push_back({i, 0});
+    if (on_lanes_) in_threads_.begin_message();
     in_message_ = true;
   }
 
@@ -366,7 +371,7 @@ class TcpConnection final : public Connection {
       uint64_t bytes = 0;
       bool drained = false;
     } read[kMaxLanes];
-    const uint64_t most = std::max(kPiece, *budget * threads / n);
+    const uint64_t most = threads == 1 ? 1 : std::max(kPiece, *budget * threads / n);  // one: a call each
     const bool stays = threads == n && n > 1;
     in_threads_.run(std::span(open).first(n), threads, [&](size_t lane) {
       Read& of = read[lane];
