@@ -66,25 +66,40 @@ void TriedThreads::judge(uint64_t bytes, uint64_t took_ns, double share) {
   if (++samples_ < kSamples) return;
   samples_ = 0;
   if (now_ > kept_) {
-    if (share_ < kContended || rate_ < kFaster * kept_rate_) return give_up();
-    kept_ = now_;
-    vain_ = 0;
+    if (share_ >= kContended && rate_ >= kFaster * kept_rate_) {
+      keep(now_, rate_);
+    } else {
+      wait_longer();
+    }
+  } else if (now_ < kept_) {
+    if (kept_rate_ < kFaster * rate_) {
+      keep(now_, rate_);
+    } else {
+      wait_longer();
+    }
   } else if (share_ < kContended && now_ > 1) {
-    kept_ /= 2;
-    return give_up();
-  }
-  kept_rate_ = rate_;
-  if (share_ < kIdle || now_ == most_) return;
-  if (wait_ != 0) {
+    keep(now_ / 2, 0);
+    wait_longer();
+  } else if (kept_rate_ = rate_; wait_ != 0) {
     --wait_;
   } else {
-    now_ = std::min(most_, 2 * now_);
+    const bool may_have_more = now_ < most_ && share_ >= kIdle;
+    up_ = (up_ || now_ == 1) && may_have_more;
+    now_ = up_ ? std::min(most_, 2 * now_) : std::max(1u, now_ / 2);
   }
 }
 
-void TriedThreads::give_up() {
+void TriedThreads::keep(unsigned threads, double rate) {
+  now_ = kept_ = threads;
+  kept_rate_ = rate;
+  vain_ = 0;
+  wait_ = 1;
+}
+
+void TriedThreads::wait_longer() {
   now_ = kept_;
-  wait_ = vain_ = std::min(2 * vain_ + 8, kMostVain);
+  up_ = !up_;
+  wait_ = vain_ = std::min(2 * vain_ + 6, kMostVain);
 }
 
 LaneThreads::LaneThreads(size_t lanes, bool tls, unsigned asked)

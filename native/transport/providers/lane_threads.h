@@ -6,13 +6,12 @@
 // (wait_briefly); waits, deadlines and the end of the peer are the caller's, between rounds. So a round needs no free
 // thread, and leaves none behind.
 //
-// How many threads. As many as make messages faster, of those that have a core to themselves; found by trying, on
-// messages of like sizes, kSamples of which are one judgement by the best of them. A thread at work on a lane never
-// sleeps, so its processor time is as long as the time that passes unless it waits for a core. Where it is shorter
-// (kContended), half as many are used from then on. Where it is not (kIdle), twice as many are tried, up to a thread
-// for each lane and core, and kept if messages took less time by kFaster; else they are tried again, less and less
-// often. On one core, or on two that a sender and its receiver share, that is one thread. A number that was asked for
-// (TlsFiles::threads) is kept.
+// How many threads. As few as are about as fast as more (kFaster), found by trying, on messages of like sizes, of which
+// the best of kSamples is one judgement. A thread at work on a lane never sleeps, so its processor time is as long as
+// the time that passes unless it waits for a core. Where it is shorter (kContended), half as many are used from then
+// on. Else half as many and, where it is not (kIdle), twice as many are tried in turns, up to a thread for each lane
+// and core; less and less often while that changes nothing. On one core, or on two that a sender and its receiver
+// share, that is one thread. A number that was asked for (TlsFiles::threads) is kept.
 //
 // Threads: run() and messages one at a time; counts are any thread's.
 #pragma once
@@ -34,15 +33,17 @@ class TriedThreads {
   unsigned now() const { return now_; }
 
  private:
-  void give_up();
+  void keep(unsigned threads, double rate);
+  void wait_longer();
 
-  unsigned now_, kept_;  // more than kept_: on trial
+  unsigned now_, kept_;  // another than kept_: on trial
   const unsigned most_;
   uint64_t bytes_ = 0;  // about, of the messages that are compared
   unsigned samples_ = 0;
   double rate_ = 0, share_ = 0;   // the best of the samples
   double kept_rate_ = 0;          // of the last judgement of kept_
-  uint32_t vain_ = 0, wait_ = 0;  // judgements: the last pause before more threads, and what is left of it
+  bool up_ = true;                // the direction of trials, until one is in vain
+  uint32_t vain_ = 0, wait_ = 1;  // judgements: the last pause before a trial, and what is left of it
 };
 
 class LaneThreads {

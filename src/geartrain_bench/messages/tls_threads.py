@@ -287,9 +287,9 @@ def _one_size(size: int, running: dict[str, Processes], rounds: int, budget_s: f
     seconds: dict[str, list[float]] = {system: [] for system in systems}
     wall_s = dict.fromkeys(systems, 0.0)
     ends_s = time.monotonic() + budget_s
-    for processes in running.values():  # memory, and how many threads have a core
-        for _ in range(3):
-            processes.lap(size, calls)
+    for system, processes in running.items():  # memory, and how many threads pay
+        for _ in range(max(3, 500_000_000 // size) if system == FOUND else 3):
+            processes.lap(size, 1)
     before = {system: processes.cpu_s() for system, processes in running.items()}
     number = 0
     while number < rounds and (number < 3 or time.monotonic() < ends_s):
