@@ -20,7 +20,7 @@ namespace {
 constexpr uint32_t kLanesWithoutTls = 2;
 constexpr uint32_t kMostLanesByCores = 8;
 constexpr unsigned kSamples = 3;
-constexpr double kContended = 0.8, kIdle = 0.92, kFaster = 1.1;
+constexpr double kContended = 0.8, kIdle = 0.92, kFaster = 1.15;
 constexpr uint32_t kMostVain = 64;
 constexpr int kBrieflyMs = 1;
 
@@ -65,20 +65,21 @@ void TriedThreads::judge(uint64_t bytes, uint64_t took_ns, double share) {
   share_ = std::max(share_, share);
   if (++samples_ < kSamples) return;
   samples_ = 0;
-  if (now_ > kept_) {
-    if (share_ >= kContended && rate_ >= kFaster * kept_rate_) {
-      keep(now_, rate_);
-    } else {
-      wait_longer();
-    }
-  } else if (now_ < kept_) {
-    if (kept_rate_ < kFaster * rate_) {
-      keep(now_, rate_);
-    } else {
-      wait_longer();
-    }
+  if (now_ > kept_ && share_ >= kContended && rate_ >= kFaster * kept_rate_) {
+    kept_ = now_;
+    kept_rate_ = rate_;
+    wait_ = 1;  // on, in this direction; what noise accepted must not make trials frequent
+    vain_ /= 2;
+  } else if (now_ < kept_ && kept_rate_ < kFaster * rate_) {
+    kept_ = now_;
+    kept_rate_ = rate_;
+    wait_longer();
+  } else if (now_ != kept_) {
+    now_ = kept_;
+    up_ = !up_;
+    wait_longer();
   } else if (share_ < kContended && now_ > 1) {
-    keep(now_ / 2, 0);
+    kept_ = now_ /= 2;
     wait_longer();
   } else if (kept_rate_ = rate_; wait_ != 0) {
     --wait_;
@@ -89,16 +90,7 @@ void TriedThreads::judge(uint64_t bytes, uint64_t took_ns, double share) {
   }
 }
 
-void TriedThreads::keep(unsigned threads, double rate) {
-  now_ = kept_ = threads;
-  kept_rate_ = rate;
-  vain_ = 0;
-  wait_ = 1;
-}
-
 void TriedThreads::wait_longer() {
-  now_ = kept_;
-  up_ = !up_;
   wait_ = vain_ = std::min(2 * vain_ + 6, kMostVain);
 }
 

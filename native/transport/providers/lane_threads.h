@@ -33,7 +33,6 @@ class TriedThreads {
   unsigned now() const { return now_; }
 
  private:
-  void keep(unsigned threads, double rate);
   void wait_longer();
 
   unsigned now_, kept_;  // another than kept_: on trial
