@@ -102,13 +102,8 @@ LaneThreads::LaneThreads(size_t lanes, bool tls, unsigned asked)
 
 void LaneThreads::run(std::span<const size_t> lanes, unsigned threads, void (*body)(void*, size_t), void* context) {
   threads = std::min({threads, most_, static_cast<unsigned>(lanes.size())});
-  if (threads <= 1) {
-    const uint64_t wall_ns = adapts_ ? monotonic_ns() : 0, cpu_ns = adapts_ ? clock_ns(CLOCK_THREAD_CPUTIME_ID) : 0;
+  if (threads <= 1) {  // without a look at clocks: there are hundreds of rounds in a message
     for (const size_t lane : lanes) body(context, lane);
-    if (adapts_) {
-      cpu_ns_.fetch_add(clock_ns(CLOCK_THREAD_CPUTIME_ID) - cpu_ns, std::memory_order_relaxed);
-      wall_ns_.fetch_add(monotonic_ns() - wall_ns, std::memory_order_relaxed);
-    }
     return;
   }
   FirstFailure failure;
@@ -153,8 +148,8 @@ void LaneThreads::begin_message() {
 
 void LaneThreads::end_message(uint64_t bytes) {
   if (!adapts_) return;
-  const auto wall_ns = static_cast<double>(std::max<uint64_t>(wall_ns_.load(std::memory_order_relaxed), 1));
-  const double share = static_cast<double>(cpu_ns_.load(std::memory_order_relaxed)) / wall_ns;
+  const uint64_t wall_ns = wall_ns_.load(std::memory_order_relaxed), cpu_ns = cpu_ns_.load(std::memory_order_relaxed);
+  const double share = wall_ns == 0 ? 1.0 : static_cast<double>(cpu_ns) / static_cast<double>(wall_ns);
   tried_.judge(bytes, monotonic_ns() - began_ns_, share);
   now_.store(tried_.now(), std::memory_order_relaxed);
 }

@@ -28,7 +28,7 @@ namespace geartrain {
 class TriedThreads {
  public:
   TriedThreads(unsigned begin, unsigned most) : now_(begin), kept_(begin), most_(most) {}
-  // A message took so long; `share` of a core is what its threads had while they worked.
+  // A message took so long; `share` of a core is what its threads had while they worked, 1 where that is not known.
   void judge(uint64_t bytes, uint64_t took_ns, double share);
   unsigned now() const { return now_; }
 
