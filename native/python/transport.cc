@@ -13,6 +13,7 @@
 #include "python/bind.h"
 #include "python/codec.h"
 #include "python/messages.h"
+#include "transport/providers/lane_threads.h"
 #include "transport/rpc/inbox.h"
 #include "transport/rpc/pending_calls.h"
 #include "transport/security/openssl.h"
@@ -53,6 +54,7 @@ Options options_from(const nb::dict& given) {
     files.key = item<std::string>(given, "tls_key", "");
     files.ca = item<std::string>(given, "tls_ca", "");
     files.name = item<std::string>(given, "tls_name", "");
+    files.threads = item(given, "tls_threads", files.threads);
     options.tls = TlsContext::load(files);
   }
   options.spin_us = item(given, "spin_us", options.spin_us);
@@ -351,6 +353,7 @@ void bind_transport(nb::module_& module) {
 
   module.def("connect", &connect_to);
   module.def("tls_not_viable", &tls_not_viable);
+  module.def("tls_lanes", [](unsigned threads) { return lanes_by_cores(true, threads); });
   module.def("transports", [] {
     nb::dict out;
     for (const Provider& provider : kProviders) out[provider.name] = provider.not_viable();

@@ -44,7 +44,15 @@ Admission::Admission(const ListenerOptions& options, const std::array<uint8_t, 1
       epoll_(epoll),
       host_(std::move(host)),
       most_places_(std::max<size_t>(1, std::min<size_t>(options.options.limits.max_pending, most_files() / 4))),
-      most_sockets_(most_files() / 2) {}
+      most_sockets_(most_files() / 2) {
+  uint8_t key[32];
+  random_bytes(key);
+  session_key_.assign(reinterpret_cast<const char*>(key), sizeof key);
+}
+
+Digest Admission::session_key(const SessionId& id) const {
+  return hmac_sha256(session_key_, {std::as_bytes(std::span(id))});
+}
 
 bool Admission::take_from(const Descriptor& listening, bool local) {
   for (int i = 0; listening && i < kAcceptedAtOnce; ++i) {
@@ -126,7 +134,7 @@ void Admission::move(Place place, Places& to) {
 
 void Admission::forget(Place place) {
   if (place->in == &proved_) proved_sockets_ -= sockets_of(place->hello);
-  by_session_.erase(place->session.id);
+  by_session_.erase(session_key(place->session.id));
   by_event_.erase(place->event);
   place->in->erase(place);
 }
@@ -343,7 +351,7 @@ bool Admission::judge(Place place) {
   if (answer == Answer::welcome && intent == Intent::lane) {
     SessionId of{};
     std::memcpy(of.data(), pending.hello.session, of.size());
-    const auto found = by_session_.find(of);
+    const auto found = by_session_.find(session_key(of));
     if (found != by_session_.end()) owner = found->second;
     if (found == by_session_.end() || pending.hello.lanes != owner->lanes.size()) answer = Answer::unknown_session;
   }
@@ -364,7 +372,7 @@ bool Admission::judge(Place place) {
   // Before the dialer can act on the verdict.
   const Deadline deadline = Deadline::after(options_.options.limits.handshake_timeout_s);
   if (answer == Answer::welcome && (intent == Intent::stream || intent == Intent::shm)) {
-    if (intent == Intent::stream) by_session_.emplace(pending.session.id, place);
+    if (intent == Intent::stream) by_session_.emplace(session_key(pending.session.id), place);
     move(place, proved_);
     proved_sockets_ += sockets_of(pending.hello);
     pending.deadline = deadline;

@@ -102,6 +102,7 @@ class Admission {
   bool challenge(Place place);
   Answer judgement(const Pending& pending);
   bool judge(Place place);
+  Digest session_key(const SessionId& id) const;
   void unwatch(const Pending& pending);
   void complete(Place place);
   void take_offer(Place place);
@@ -114,7 +115,10 @@ class Admission {
   Places silent_, greeting_, proved_;        // the oldest first
   size_t proved_sockets_ = 0;                // that those in proved_ have, or will have
   std::unordered_map<uint64_t, Place> by_event_;
-  std::map<SessionId, Place> by_session_;  // of those that wait for lanes
+  // Those that wait for lanes. The key is not the id, which lanes prove to know, but its HMAC under a key of this
+  // listener's: how long it takes to find none tells nothing about the ids that there are.
+  std::map<Digest, Place> by_session_;
+  std::string session_key_;
   uint64_t next_event_ = kFirstEvent;
   Deadline next_late_ = Deadline::after(1e9);  // none is late before
   std::atomic<uint64_t> refused_{0};

@@ -19,7 +19,7 @@ void check_options(const Options& options) {
   if (limits.max_buffers > kMostBuffers) {
     fail(ErrorKind::schema, "a message has ", kMostBuffers, " buffers at most, found max_buffers=", limits.max_buffers);
   }
-  if (options.lanes > kMaxLanes)
+  if (options.lanes > kMaxLanes && options.lanes != kLanesByCores)
     fail(ErrorKind::schema, "there are ", kMaxLanes, " lanes at most, found ", options.lanes);
   if (options.peer_timeout_s != 0 && options.peer_timeout_s < kLeastPeerTimeoutS) {
     fail(ErrorKind::schema, "peers send heartbeats every ", kHeartbeatS, " s: peer_timeout_s is 0, for none, or ",

@@ -14,6 +14,8 @@ namespace geartrain {
 
 class TlsContext;
 
+constexpr uint32_t kLanesByCores = UINT32_MAX;
+
 struct Options {
   std::string secret;  // the same on both sides, or empty on both
   std::shared_ptr<const TlsContext>
@@ -22,7 +24,8 @@ struct Options {
   MessageLimits limits;
   double spin_us = 30.0;  // how long a receive polls before it sleeps; less when that found nothing
   bool views = true;      // shm: return big messages in place, not as copies
-  uint32_t lanes = 2;     // tcp: connections in addition to the first one, for big buffers
+  // tcp: connections in addition to the first one, for big buffers; kLanesByCores: 2, or what TLS has threads for.
+  uint32_t lanes = kLanesByCores;
   // A peer without a heartbeat for so long is lost, whether any call waits for it or not: 0 (never), or at least 2.
   double peer_timeout_s = 30.0;
   bool cross_memory = true;  // shm: read exposed memory of the peer straight out of its process, where that works

@@ -15,8 +15,9 @@
 //
 // Threads. Any number may send on one connection: messages leave whole, in the order of the calls. One thread at a
 // time receives; a second waits for its turn. The thread that sends does the work itself, and so does the one that
-// receives: there is no thread in between. While a send waits for room it also reads what the peer sends, up to
-// MessageLimits::max_queued_bytes, so that two peers that both send do not wait for each other.
+// receives: there is no thread in between; under TLS some help with big messages (lane_threads.h). While a send waits
+// for room it also reads what the peer sends, up to MessageLimits::max_queued_bytes, so that two peers that both send
+// do not wait for each other.
 //
 // Memory. A received message has memory of its own, or is a view of the sender's segment, which stays leased
 // meanwhile. Either way it is returned with the last copy of Message::owner. All buffers begin

@@ -2,8 +2,11 @@
 //
 // Lanes. A payload of kLanesFrom bytes and more is cut, all buffers one after the other, into pieces of kPiece bytes;
 // piece i travels on lane i modulo their number, after the frame on the first connection, which stays idle until
-// the payload is through. One thread serves all lanes on either side, whichever is ready. That gives the network
-// several flows to spread over its links and queues; what a core can copy stays the limit on loopback.
+// the payload is through. That gives the network several flows to spread over its links and queues. Without TLS one
+// thread serves all lanes on either side, whichever is ready, and what a core can copy stays the limit on loopback.
+// Under TLS payloads of kLanesFromUnderTls bytes and more take the lanes, which several threads encrypt and decrypt at
+// once (lane_threads.h): the sender's, those that the sockets take something of; the receiver's, those where so much
+// has come that a thread is worth waking (kWorthAThread).
 //
 // Reading never blocks: what has arrived is kept, in the buffer or in its place in the message, until the rest is
 // there. So one thread can serve many peers, and a slow one delays no other (inbox.h). Payloads are read straight into
@@ -17,6 +20,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -25,8 +29,10 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <optional>
 
 #include "transport/providers/frame.h"
+#include "transport/providers/lane_threads.h"
 #include "transport/providers/provider.h"
 #include "transport/providers/sequence.h"
 #include "transport/security/handshake.h"
@@ -35,7 +41,11 @@ namespace geartrain {
 namespace {
 
 constexpr uint64_t kLanesFrom = uint64_t{8} << 20;
+constexpr uint64_t kLanesFromUnderTls = uint64_t{2} << 20;
 constexpr uint64_t kPiece = uint64_t{1} << 20;
+constexpr int kWorthAThread = 128 << 10;
+constexpr double kLaneEndedS = 0.1;
+constexpr uint32_t kLookAtLanesEvery = 16;  // reads in vain
 constexpr size_t kBufferBytes = size_t{256} << 10;
 constexpr uint64_t kReadBudget = uint64_t{8} << 20;  // then other connections get their turn
 constexpr size_t kMostParts = 64;                    // of one sendmsg or recvmsg
@@ -75,6 +85,8 @@ class TcpConnection final : public Connection {
         socket_(std::move(socket)),
         sideband_socket_(pop(&lanes)),
         lanes_(std::move(lanes)),
+        out_threads_(lanes_.size(), socket_.tls() != nullptr, options.tls == nullptr ? 0 : options.tls->threads()),
+        in_threads_(lanes_.size(), socket_.tls() != nullptr, options.tls == nullptr ? 0 : options.tls->threads()),
         buffer_(std::make_unique_for_overwrite<std::byte[]>(kBufferBytes)) {
     prepare_tcp(socket_.get());
     if (sideband_socket_) prepare_tcp(sideband_socket_.get());
@@ -86,8 +98,15 @@ class TcpConnection final : public Connection {
 
   const char* transport() const override { return "tcp"; }
   std::string describe() const override {
+    const auto threads = [](const LaneThreads& of) {
+      return std::to_string(of.now()) + (of.now() == 1 ? " thread" : " threads") + " (at once so far " +
+             std::to_string(of.seen()) + ")";
+    };
     return "tcp " + ends_ + (lanes_.empty() ? "" : " with " + std::to_string(lanes_.size()) + " lanes") +
-           (socket_.tls() == nullptr ? "" : ", " + tls());
+           (socket_.tls() == nullptr ? "" : ", " + tls()) +
+           (out_threads_.most() == 1 ? ""
+                                     : ", encrypted by " + threads(out_threads_) + " and decrypted by " +
+                                           threads(in_threads_) + " of " + std::to_string(out_threads_.most()));
   }
   std::string tls() const override { return socket_.tls() == nullptr ? "" : socket_.tls()->describe(); }
   std::vector<Wake> wakes() const override {
@@ -111,7 +130,7 @@ class TcpConnection final : public Connection {
 
   void write_message(const Outgoing& message, Deadline deadline) override {
     const uint64_t payload = message.payload_bytes();
-    const bool on_lanes = payload >= kLanesFrom && !lanes_.empty();
+    const bool on_lanes = payload >= (out_threads_.most() > 1 ? kLanesFromUnderTls : kLanesFrom) && !lanes_.empty();
     const FrameHeader frame = frame_of(message, on_lanes ? kOnLanes : 0);
     sizes_out_.clear();
     for (const Bytes& buffer : message.buffers) sizes_out_.push_back(buffer.size());
@@ -129,13 +148,14 @@ class TcpConnection final : public Connection {
       uint64_t sent = 0;
       while (sent != first.bytes()) {
         const uint64_t more = write_some(socket_, first, sent, first.bytes() - sent);
-        if (more == 0) wait_writable({&socket_, 1}, deadline);
+        if (more == 0) wait_writable(socket_, deadline);
         begun |= more != 0;
         sent += more;
       }
       if (on_lanes) write_lanes(bulk, deadline);
       finish({&socket_, 1}, deadline);
       finish(lanes_, deadline);
+      if (on_lanes) out_threads_.end_message(payload);
     } catch (const std::exception& error) {
       // Half a message cannot be undone.
       if (begun && !lost()) lose(error.what());
@@ -146,27 +166,49 @@ class TcpConnection final : public Connection {
 
  private:
   void write_lanes(const Sequence<const std::byte>& bulk, Deadline deadline) {
+    out_threads_.begin_message();
     std::vector<LaneProgress> progress;
     for (size_t i = 0; i < lanes_.size(); ++i) progress.push_back({i, 0});
-    for (bool unfinished = true; unfinished;) {
-      unfinished = false;
-      bool moved = false;
+    for (;;) {
+      struct pollfd open[kMaxLanes];
+      size_t lane_of[kMaxLanes], n = 0, ready = 0;
       for (size_t i = 0; i < lanes_.size(); ++i) {
-        const uint64_t left = progress[i].left(bulk.bytes());
-        if (left == 0) continue;
-        unfinished = true;
-        const uint64_t sent = write_some(lanes_[i], bulk, progress[i].at(), left);
-        progress[i].advance(sent, lanes_.size());
-        moved |= sent != 0;
+        if (progress[i].left(bulk.bytes()) == 0) continue;
+        open[n] = {lanes_[i].get(), POLLOUT, 0};
+        lane_of[n++] = i;
       }
-      if (unfinished && !moved) wait_writable(lanes_, deadline);
+      if (n == 0) return;
+      check_usable();
+      if (::poll(open, n, 0) <= 0) wait_writable(std::span(open).first(n), deadline);
+      for (size_t i = 0; i < n; ++i) {
+        if (open[i].revents != 0) lane_of[ready++] = lane_of[i];
+      }
+      // Where every lane has a thread, that goes on with it; else each lane has its turn, a piece.
+      const unsigned threads = out_threads_.now();
+      const bool stays = ready == n && n > 1 && n <= threads;
+      out_threads_.run(std::span(lane_of).first(ready), threads,
+                       [&](size_t lane) { write_lane(lane, &progress[lane], bulk, stays); });
+    }
+  }
+
+  // A piece, or all if it `stays`; less where the socket takes no more of it now. One thread that serves all lanes
+  // keeps all of them busy, by as much as one call takes.
+  void write_lane(size_t lane, LaneProgress* progress, const Sequence<const std::byte>& bulk, bool stays) {
+    const bool one_thread = out_threads_.now() == 1;
+    for (const uint64_t piece = progress->piece; stays || progress->piece == piece;) {
+      const uint64_t left = progress->left(bulk.bytes());
+      if (left == 0) return;
+      const uint64_t sent = write_some(lanes_[lane], bulk, progress->at(), left);
+      if (sent == 0 && !(stays && out_threads_.wait_briefly(lanes_[lane].get(), POLLOUT))) return;
+      progress->advance(sent, lanes_.size());
+      if (one_thread) return;
     }
   }
 
   // Under TLS what was accepted may not have been sent.
   void finish(std::span<const Stream> streams, Deadline deadline) {
     for (const Stream& stream : streams) {
-      while (!stream.wire().flush()) wait_writable({&stream, 1}, deadline);
+      while (!stream.wire().flush()) wait_writable(stream, deadline);
     }
   }
 
@@ -185,17 +227,20 @@ class TcpConnection final : public Connection {
     }
   }
 
-  void wait_writable(std::span<const Stream> streams, Deadline deadline) {
+  void wait_writable(const Stream& stream, Deadline deadline) {
+    struct pollfd one = {stream.get(), POLLOUT, 0};
+    wait_writable({&one, 1}, deadline);
+  }
+
+  // Until one of them may be, for a moment.
+  void wait_writable(std::span<struct pollfd> sockets, Deadline deadline) {
     check_usable();
     if (lost()) fail_lost();
     if (read_ahead()) return;
     if (deadline.passed())
       fail(ErrorKind::timed_out, "the peer over ", describe(), " took nothing before the deadline");
-    struct pollfd all[kMaxLanes];
-    size_t n = 0;
-    for (const Stream& stream : streams) all[n++] = {stream.get(), POLLOUT, 0};
     // Polls now and then for what the peer sends, which may have to be read first.
-    ::poll(all, n, std::min(5, deadline.left_ms()));
+    ::poll(sockets.data(), sockets.size(), std::min(5, deadline.left_ms()));
   }
 
   // --- receiving --------------------------------------------------------------------------------------------------
@@ -208,6 +253,7 @@ class TcpConnection final : public Connection {
       if (!in_message_) begin_message();
       if (in_message_ && is_whole()) {
         in_message_ = false;
+        if (on_lanes_) in_threads_.end_message(bulk_in_.bytes());
         *message = std::move(partial_);
         partial_ = {};
         count_received(on_lanes_ ? Path::lanes : Path::stream, message->bytes());
@@ -217,7 +263,10 @@ class TcpConnection final : public Connection {
         return Poll::message;
       }
       const bool on_lanes_now = in_message_ && first_done_ == first_in_.bytes();
-      if (on_lanes_now ? lanes_drained_ : drained_) return Poll::nothing;
+      if (on_lanes_now ? lanes_drained_ : drained_) {
+        if (!in_message_) look_at_idle_lanes();
+        return Poll::nothing;
+      }
       if (budget == 0) return Poll::more;
       if (on_lanes_now) {
         read_lanes(&budget);
@@ -256,6 +305,7 @@ class TcpConnection final : public Connection {
     bulk_left_ = bulk_in_.bytes();
     progress_in_.clear();
     for (size_t i = 0; i < lanes_.size(); ++i) progress_in_.push_back({i, 0});
+    if (on_lanes_) in_threads_.begin_message();
     in_message_ = true;
   }
 
@@ -288,42 +338,85 @@ class TcpConnection final : public Connection {
     }
     const bool to_the_end = !in_message_ || first_done_ + wanted == first_in_.bytes();
     if (to_the_end) parts[n++] = {buffer_.get() + filled_, kBufferBytes - filled_};
-    const uint64_t got = read_some(socket_, {parts, n}, budget);
+    const uint64_t got = read_some(socket_, {parts, n}, &drained_);
+    *budget -= std::min(*budget, got);
     const uint64_t placed = std::min(got, wanted);
     first_done_ += placed;
     filled_ += got - placed;
   }
 
-  void read_lanes(uint64_t* budget) {
-    bool all_drained = true;
-    for (size_t i = 0; i < lanes_.size(); ++i) {
-      const uint64_t left = progress_in_[i].left(bulk_in_.bytes());
-      if (left == 0) continue;
-      struct iovec parts[kMostParts];
-      const size_t n = bulk_in_.vectors(progress_in_[i].at(), left, parts, kMostParts);
-      const uint64_t got = read_some(lanes_[i], {parts, n}, budget);
-      progress_in_[i].advance(got, lanes_.size());
-      bulk_left_ -= got;
-      all_drained &= drained_;
-    }
-    lanes_drained_ = all_drained;
+  // A lane that ends while nothing is expected on it is the end of the connection, when what may have been sent on the
+  // first one before has had time to come. Looked for now and then: whoever waits is woken by such a lane again and
+  // again.
+  void look_at_idle_lanes() {
+    if (++empty_reads_ % kLookAtLanesEvery != 0 || lanes_.empty()) return;
+    struct pollfd all[kMaxLanes];
+    size_t n = 0;
+    for (const Stream& lane : lanes_) all[n++] = {lane.get(), POLLRDHUP, 0};
+    if (::poll(all, n, 0) <= 0) return;
+    if (!lane_ended_) lane_ended_ = Deadline::after(kLaneEndedS);
+    if (lane_ended_->passed()) fail(ErrorKind::peer_lost, "the peer over ", describe(), " is gone: a lane has ended");
   }
 
-  // What has come, as much as fits. Sets drained_ when there was less than that.
-  uint64_t read_some(const Stream& stream, std::span<struct iovec> parts, uint64_t* budget) {
+  void read_lanes(uint64_t* budget) {
+    size_t open[kMaxLanes], n = 0;
+    unsigned worth = 0;
+    for (size_t i = 0; i < lanes_.size(); ++i) {
+      if (progress_in_[i].left(bulk_in_.bytes()) == 0) continue;
+      open[n++] = i;
+      worth += in_threads_.now() > 1 && come(lanes_[i]) >= kWorthAThread ? 1 : 0;
+    }
+    const unsigned threads = std::clamp(worth, 1u, in_threads_.now());
+    struct Read {
+      uint64_t bytes = 0;
+      bool drained = false;
+    } read[kMaxLanes];
+    const uint64_t most = threads == 1 ? 1 : std::max(kPiece, *budget * threads / n);  // one: a call each
+    const bool stays = threads == n && n > 1;
+    in_threads_.run(std::span(open).first(n), threads, [&](size_t lane) {
+      Read& of = read[lane];
+      LaneProgress& progress = progress_in_[lane];
+      while (!of.drained && of.bytes < most) {
+        const uint64_t left = progress.left(bulk_in_.bytes());
+        if (left == 0) break;
+        struct iovec parts[kMostParts];
+        const size_t count = bulk_in_.vectors(progress.at(), left, parts, kMostParts);
+        const uint64_t got = read_some(lanes_[lane], {parts, count}, &of.drained);
+        progress.advance(got, lanes_.size());
+        of.bytes += got;
+        if (of.drained && stays && in_threads_.wait_briefly(lanes_[lane].get(), POLLIN)) of.drained = false;
+      }
+    });
+    uint64_t bytes = 0;
+    bool all_drained = true;
+    for (size_t i = 0; i < n; ++i) {
+      bytes += read[open[i]].bytes;
+      all_drained &= read[open[i]].drained || progress_in_[open[i]].left(bulk_in_.bytes()) == 0;
+    }
+    bulk_left_ -= bytes;
+    lanes_drained_ = all_drained;
+    *budget -= std::min(*budget, bytes / threads);
+  }
+
+  // Bytes that a socket has for its reader.
+  static int come(const Stream& stream) {
+    int bytes = 0;
+    return ::ioctl(stream.get(), FIONREAD, &bytes) == 0 ? bytes : 0;
+  }
+
+  // What has come, as much as fits; `drained`: there was less than that. Several lanes at once.
+  uint64_t read_some(const Stream& stream, std::span<struct iovec> parts, bool* drained) {
     uint64_t room = 0;
     for (const struct iovec& part : parts) room += part.iov_len;
     for (;;) {
       const ssize_t got = stream.wire().receive(parts);
       if (got > 0) {
-        const auto bytes = static_cast<uint64_t>(got);
-        drained_ = bytes < room;
-        *budget -= std::min(*budget, bytes);
-        return bytes;
+        *drained = static_cast<uint64_t>(got) < room;
+        return static_cast<uint64_t>(got);
       }
       if (got < 0 && errno == EINTR) continue;
       if (got < 0 && errno == EAGAIN) {
-        drained_ = true;
+        *drained = true;
         return 0;
       }
       const std::string why = got == 0 ? "it died, or hung up" : std::strerror(errno);
@@ -342,6 +435,7 @@ class TcpConnection final : public Connection {
   const Stream socket_;
   Stream sideband_socket_;  // until the sideband has it
   const std::vector<Stream> lanes_;
+  LaneThreads out_threads_, in_threads_;  // the sender's and the reader's
   std::string ends_;
 
   // The sender's, under its turn.
@@ -357,6 +451,8 @@ class TcpConnection final : public Connection {
   std::vector<uint64_t> sizes_in_;
   Sequence<std::byte> first_in_, bulk_in_;  // received on the first connection, and on the lanes
   uint64_t first_done_ = 0, bulk_left_ = 0;
+  uint32_t empty_reads_ = 0;
+  std::optional<Deadline> lane_ended_;
   std::vector<LaneProgress> progress_in_;
 };
 

@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "transport/providers/lane_threads.h"
 #include "transport/providers/provider.h"
 #include "transport/security/handshake.h"
 
@@ -46,7 +47,9 @@ Stream dial_lane(const std::string& place, const Address& address, const Options
 std::shared_ptr<Connection> dial_place(const std::string& place, const Address& address, const Options& options,
                                        Deadline deadline) {
   Stream socket = connect_stream(place, options, deadline);
-  const uint32_t lanes = std::min(options.lanes, kMaxLanes);
+  const bool tls = options.tls != nullptr;
+  const uint32_t lanes = options.lanes == kLanesByCores ? lanes_by_cores(tls, tls ? options.tls->threads() : 0)
+                                                        : std::min(options.lanes, kMaxLanes);
   const Session session = greet(socket.wire(), Intent::stream, address, options, deadline, lanes);
   std::vector<Stream> joined;
   for (uint32_t i = 0; i <= lanes; ++i) {

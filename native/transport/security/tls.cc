@@ -131,7 +131,8 @@ std::shared_ptr<const TlsContext> TlsContext::load(const TlsFiles& files) {
   return std::shared_ptr<const TlsContext>(new TlsContext(files));
 }
 
-TlsContext::TlsContext(const TlsFiles& files) : name_(files.name), rekey_bytes_(files.rekey_bytes) {
+TlsContext::TlsContext(const TlsFiles& files)
+    : name_(files.name), rekey_bytes_(files.rekey_bytes), threads_(files.threads) {
   const OpenSsl& api = openssl();
   leave_at_exit();
   check_readable(files.certificate, "certificate");

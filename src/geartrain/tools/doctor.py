@@ -24,6 +24,7 @@ from geartrain.core.shared_files import segments_directory, shared_files
 from geartrain.errors import ArgumentError, GeartrainError, SchemaError
 from geartrain.tools.testing import Hosts
 from geartrain.transport.connection import viable
+from geartrain.transport.tls import THREADS_VARIABLE
 
 #: Docker gives containers 64 MB of /dev/shm unless it is told otherwise.
 SMALL_BYTES = 64 << 20
@@ -182,9 +183,14 @@ def _locked_memory() -> Finding:
 def _tls() -> Finding:
     what = "TLS over TCP"
     reason = _native.tls_not_viable()
-    return Finding(
-        what, not reason, reason or "OpenSSL 3 found; enabled where certificates are given (docs/transport.md)"
-    )
+    how = "OpenSSL 3 found; enabled where certificates are given (docs/transport.md); "
+    asked = os.environ.get(THREADS_VARIABLE, "")
+    if asked:
+        how += f"{asked} threads encrypt or decrypt a connection's lanes ({THREADS_VARIABLE})"
+    else:
+        most = _native.tls_lanes(0)
+        how += f"a connection has {most} lanes, encrypted or decrypted by as many threads as have a core to themselves"
+    return Finding(what, not reason, reason or how)
 
 
 def _packages() -> list[Finding]:

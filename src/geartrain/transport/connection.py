@@ -40,6 +40,8 @@ Payload = _native.Payload
 
 #: All transports, fastest first.
 TRANSPORTS = ("inproc", "shm", "tcp")
+#: TCP connections beside the first one.
+MOST_LANES = 16
 
 
 @dataclass(frozen=True)
@@ -337,7 +339,7 @@ def connect(
     limits: MessageLimits | None = None,
     spin_us: float = 30.0,
     views: bool = True,
-    lanes: int = 2,
+    lanes: int | None = None,
     peer_timeout_s: float = 30.0,
     cross_memory: bool = True,
     tls: TLS | Literal[False] | None = None,
@@ -347,7 +349,9 @@ def connect(
     Args:
         address: the listener's `address`; or "id=any;tcp=host:port" for any listener there.
         transport: one of `TRANSPORTS`, to force it.
-        lanes: further TCP connections, used in parallel by messages of 8 MiB and more.
+        lanes: further TCP connections, 16 at most, used in parallel by messages of 8 MiB and more. None for 2; under
+            TLS, where they are used from 2 MiB on and each may be encrypted by a thread of its own, for as many as
+            there are cores, 2 to 8, or `TLS.threads`.
         timeout_s: for all of it.
         secret, limits, spin_us, views, peer_timeout_s: as for `listen`.
         cross_memory: whether exposed memory may be accessed by cross-memory attach; False has it served.
@@ -366,7 +370,8 @@ def connect(
         if check_text("transport", transport) not in TRANSPORTS:
             raise TransportError(f"there is no transport {shown(transport)}; there are {', '.join(TRANSPORTS)}")
         options["transport"] = transport
-    options["lanes"] = whole_number("lanes", lanes, 2**32 - 1)
+    if lanes is not None:
+        options["lanes"] = whole_number("lanes", lanes, MOST_LANES)
     return Connection(_native.connect(check_text("address", address), options, timeout(timeout_s)))
 
 

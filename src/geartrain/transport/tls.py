@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
-from geartrain.core.arguments import check_path, check_text
+from geartrain.core.arguments import check_path, check_text, shown, whole_number
 from geartrain.errors import ArgumentError
 
 #: Environment variables of `TLS`, in the order of its fields; the last one is optional.
 VARIABLES = ("GEARTRAIN_TLS_CERT", "GEARTRAIN_TLS_KEY", "GEARTRAIN_TLS_CA", "GEARTRAIN_TLS_NAME")
+#: And that of `TLS.threads`.
+THREADS_VARIABLE = "GEARTRAIN_TLS_THREADS"
+#: A connection has no more lanes.
+MOST_THREADS = 16
 
 
 @dataclass(frozen=True)
@@ -22,19 +27,22 @@ class TLS:
         ca: the authority that signs the certificates of peers.
         name: that peers' certificates must be for, in both directions. Without one, the connecting side checks for the
             host that it connected to, and the listening side accepts every certificate of `ca`. No wildcards.
+        threads: that encrypt, or decrypt, the lanes of a connection at once (messages of 2 MiB and more), 1 to 16. None
+            for as many as have a core to themselves, which is measured message by message.
     """
 
     certificate: str | os.PathLike[str]
     key: str | os.PathLike[str]
     ca: str | os.PathLike[str]
     name: str = ""
+    threads: int | None = None
 
     @staticmethod
     def of_environment() -> TLS | None:
-        """From GEARTRAIN_TLS_CERT, _KEY, _CA and optionally _NAME; None where none of them is set.
+        """From GEARTRAIN_TLS_CERT, _KEY, _CA and optionally _NAME and _THREADS; None where none of the first is set.
 
         Raises:
-            ArgumentError: only some of them are set.
+            ArgumentError: only some of them are set; _THREADS is no number.
         """
         values = [os.environ.get(name, "") for name in VARIABLES]
         if not any(values):
@@ -44,13 +52,21 @@ class TLS:
             raise ArgumentError(
                 f"TLS needs a certificate, its key and the peers' authority; {', '.join(missing)} is not set"
             )
-        return TLS(*values)
+        threads = os.environ.get(THREADS_VARIABLE, "")
+        if threads and not threads.isdecimal():
+            raise ArgumentError(f"{THREADS_VARIABLE} is a number of threads, found {shown(threads)}")
+        certificate, key, ca, name = values
+        return TLS(certificate, key, ca, name, int(threads) if threads else None)
 
-    def options(self) -> dict[str, str]:
-        """Options of the native layer. Raises `ArgumentError` for what is no path, or no name."""
+    def options(self) -> dict[str, Any]:
+        """Options of the native layer. Raises `ArgumentError` for what is no path, no name, or no number of threads."""
+        threads = 0 if self.threads is None else whole_number("the threads of TLS", self.threads, MOST_THREADS)
+        if self.threads is not None and not threads:
+            raise ArgumentError(f"the threads of TLS are from 1 to {MOST_THREADS}, or None; found 0")
         return {
             "tls_certificate": str(check_path("the certificate of TLS", self.certificate)),
             "tls_key": str(check_path("the key of TLS", self.key)),
             "tls_ca": str(check_path("the authority of TLS", self.ca)),
             "tls_name": check_text("the name of TLS", self.name, empty=True),
+            "tls_threads": threads,
         }

@@ -34,10 +34,10 @@ def limits(tools: Tools) -> Door:
 
 @door("transport.TLS")
 def tls(tools: Tools) -> Door:
-    def make(certificate: Any, key: Any, ca: Any, name: Any) -> Any:
-        return transport.listen(tls=transport.TLS(certificate, key, ca, name))
+    def make(certificate: Any, key: Any, ca: Any, name: Any, threads: Any) -> Any:
+        return transport.listen(tls=transport.TLS(certificate, key, ca, name, threads))
 
-    return make, {"certificate": "/none/a", "key": "/none/b", "ca": "/none/c", "name": ""}
+    return make, {"certificate": "/none/a", "key": "/none/b", "ca": "/none/c", "name": "", "threads": 2}
 
 
 @door("Listener.accept")
