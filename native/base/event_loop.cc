@@ -290,12 +290,15 @@ bool EventLoop::drive_until(const std::atomic<bool>* done, Deadline until) {
   }
 }
 
-// Gives the loop back to its thread, which goes on sleeping where nothing is left to do.
+// Gives the loop back to its thread, which goes on sleeping where nothing is left to do. `soon`: what comes is left to
+// who is about to wait, and no peer told that it has to wake somebody: the thread that it woke would claim the turn from
+// who waits, for the rest of what is waited for. If nobody does, the thread looks when its sleep ends.
 void EventLoop::leave(bool waited, bool soon) {
-  for (Pollable* const one : pollables_) {
-    if (!soon) one->hold_wakes(false);
+  bool idle = soon;
+  if (!soon) {
+    for (Pollable* const one : pollables_) one->hold_wakes(false);
+    idle = announce_sleep(waited);
   }
-  bool idle = announce_sleep(waited);
   for (int i = 0; !idle && i < kLastLooks; ++i) {
     guarded([&] { look_at_all(); });
     idle = announce_sleep(waited);

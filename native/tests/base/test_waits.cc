@@ -229,16 +229,17 @@ struct OverAtALook final : EventLoop::Pollable {
   std::atomic<int> left{0}, looks{0};
   std::atomic<std::thread::id> by{};
   std::atomic<bool> holds{false}, asleep{false}, sent{false};
+  bool arrives = false;  // what is there to be looked at, as long as something is left
   bool look() override {
     ++looks;
-    if (left == 0 || --left != 0) return false;
+    if (left == 0 || --left != 0) return arrives && left != 0;
     by = std::this_thread::get_id();
     over = true;
     return true;
   }
   bool announce_sleep(bool) override {
     asleep = true;
-    return true;
+    return !arrives || left == 0;
   }
   void announce_wake() override { asleep = false; }
   void hold_wakes(bool hold) override { holds = hold; }
@@ -274,6 +275,28 @@ TEST(who_waits_runs_a_loop_whose_thread_sleeps) {
   const int looks = ring.looks;
   loop.turn()->run_until(over, soon(60));  // it has ended: nobody runs it
   CHECK_EQ(ring.looks.load(), looks);
+}
+
+TEST(what_arrives_between_a_post_and_its_wait_is_left_to_who_waits) {
+  for (const bool waits : {true, false}) {
+    EventLoop loop("test", [](const std::exception&) {});
+    std::atomic<bool> over{false};
+    OverAtALook ring(over);
+    settle(loop, ring);
+    loop.call([&] { loop.spin(1e8); });
+    while (!ring.asleep) ::usleep(100);
+    const uint64_t began_ns = monotonic_ns();
+    CHECK(loop.post_here([&] { ring.arrives = true, ring.left = 1000; }, true));
+    if (waits) {
+      ::usleep(10'000);
+      loop.turn()->run_until(over, soon(60));
+      CHECK(ring.by.load() == std::this_thread::get_id());
+    }
+    // By the loop's thread at the end of its sleep, where nobody waits.
+    while (!over && testing::within(began_ns, 10)) ::usleep(100);
+    CHECK(over);
+    loop.stop();
+  }
 }
 
 TEST(who_runs_a_loop_runs_the_tasks_of_others_calls_its_timer_and_sends_wakes_that_it_held) {
