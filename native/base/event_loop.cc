@@ -196,9 +196,7 @@ bool EventLoop::crowded() {
     cores_ = available_cores();
     cores_at_ns_ = now;
   }
-  const bool few = pollables_.size() >= cores_;
-  shares_cores_.store(few && spin_us_ < 0, std::memory_order_relaxed);
-  return few;
+  return pollables_.size() >= cores_;
 }
 
 // For how long who runs the loop in its place polls.
@@ -209,7 +207,6 @@ uint64_t EventLoop::spin_ns(uint64_t now_ns) const {
 
 void EventLoop::spin(double spin_us) {
   spin_us_ = spin_us;
-  crowded();
 }
 
 // --- in the place of the loop's thread ------------------------------------------------------------------------------

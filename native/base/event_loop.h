@@ -120,9 +120,6 @@ class EventLoop {
   // there are fewer cores than processes at the rings' ends it offers the core to others meanwhile; not while others
   // than these take it. At 0 nobody polls.
   void spin(double spin_us);
-  // Whether there are fewer cores than processes at the rings' ends, as last seen, and spin() has not said that these
-  // are theirs. Any thread.
-  bool shares_cores() const { return shares_cores_.load(std::memory_order_relaxed); }
   // Whether that is who runs it now.
   bool driven() const { return driven_; }
 
@@ -164,7 +161,6 @@ class EventLoop {
   uint64_t cores_at_ns_ = 0, sleeps_until_ns_ = 0, polls_again_ns_ = 0;
   bool driven_ = false;
   bool deaf_ = false;  // `wake_` is not reported to the loop's thread, but to who runs it in its place
-  std::atomic<bool> shares_cores_{true};
   std::once_flag stopped_;
   std::unique_ptr<std::thread> thread_;
 };
