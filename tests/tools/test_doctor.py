@@ -97,7 +97,7 @@ def run(*args: str) -> str:
 @pytest.mark.parametrize(
     ("given", "viable", "said"),
     [
-        (None, True, r"poll for 50 us and then sleep; .* with more than \d+ ranks .*GEARTRAIN_ALLREDUCE_SPIN_US=1e6"),
+        (None, True, r"poll for 50 us and then sleep, .* with more than \d+ ranks .*GEARTRAIN_ALLREDUCE_SPIN_US=1e6"),
         ("1e6", True, r"ranks of torch.distributed poll for 1e\+06 us before they sleep \(GEARTRAIN_ALLREDUCE_SPIN_US"),
         ("0", True, r"ranks of torch.distributed never poll"),
         ("soon", False, r"GEARTRAIN_ALLREDUCE_SPIN_US .*'soon'"),

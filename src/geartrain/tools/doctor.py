@@ -260,8 +260,8 @@ def collectives_within_host() -> Finding:
         what,
         True,
         "ranks of one user read what is gathered, exchanged or broadcast from the owner's memory (process_vm_readv); "
-        "what is reduced goes through rings in shared memory (unless by Group(least_read_bytes=)), as does all of it "
-        "between ranks that are denied it",
+        "what is reduced goes through rings in shared memory (but from 4 MB on with four ranks or more for each core, "
+        "or by Group(least_read_bytes=)), as does all of it between ranks that are denied it",
     )
 
 
