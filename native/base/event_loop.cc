@@ -1,5 +1,6 @@
 #include "base/event_loop.h"
 
+#include <poll.h>
 #include <pthread.h>
 #include <sched.h>
 #include <sys/eventfd.h>
@@ -195,9 +196,7 @@ bool EventLoop::crowded() {
     cores_ = available_cores();
     cores_at_ns_ = now;
   }
-  const bool few = pollables_.size() >= cores_;
-  shares_cores_.store(few && spin_us_ < 0, std::memory_order_relaxed);
-  return few;
+  return pollables_.size() >= cores_;
 }
 
 // For how long who runs the loop in its place polls.
@@ -208,7 +207,6 @@ uint64_t EventLoop::spin_ns(uint64_t now_ns) const {
 
 void EventLoop::spin(double spin_us) {
   spin_us_ = spin_us;
-  crowded();
 }
 
 // --- in the place of the loop's thread ------------------------------------------------------------------------------
@@ -230,6 +228,7 @@ void EventLoop::drive(const std::atomic<bool>* done, Deadline until, bool soon) 
   }
   const bool waited = drive_until(done, until);
   driven_ = false;
+  hear_wakes();
   // Its own thread announces itself, and that it is awake.
   if (turn_->claims_.load() == 0) leave(waited, soon);
   sleeping_.store(true);
@@ -247,7 +246,7 @@ bool EventLoop::drive_until(const std::atomic<bool>* done, Deadline until) {
   if (done->load(std::memory_order_acquire)) return false;
   const bool many = crowded();
   uint64_t last_ns = monotonic_ns(), due_ns = 0;
-  const uint64_t spin_ns = this->spin_ns(last_ns);
+  uint64_t spin_ns = this->spin_ns(last_ns);
   const uint64_t left_ns = until.left_ns(), until_ns = left_ns < ~last_ns ? last_ns + left_ns : ~uint64_t{0};
   for (bool sent = false;;) {
     bool busy = false;
@@ -272,8 +271,14 @@ bool EventLoop::drive_until(const std::atomic<bool>* done, Deadline until) {
       sent = false;
       continue;
     }
+    if (now >= until_ns) return true;
     const uint64_t idle_ns = now - last_ns;
-    if (idle_ns >= spin_ns || now >= until_ns) return true;
+    if (idle_ns >= spin_ns) {
+      if (sleep_here(std::min(due_ns, until_ns) - now)) last_ns = monotonic_ns();
+      spin_ns = this->spin_ns(last_ns);
+      sent = false;
+      continue;
+    }
     if (!sent && idle_ns >= kHeldWakeNs) {
       for (Pollable* const one : pollables_) one->send_wakes();
       sent = true;
@@ -282,7 +287,7 @@ bool EventLoop::drive_until(const std::atomic<bool>* done, Deadline until) {
       ::sched_yield();
       if (const uint64_t back_ns = monotonic_ns(); spin_us_ < 0 && back_ns - now > kForeignNs) {
         polls_again_ns_ = back_ns + kSleepOnlyNs;
-        return true;
+        spin_ns = 0;
       }
     } else {
       pause_briefly();
@@ -290,12 +295,51 @@ bool EventLoop::drive_until(const std::atomic<bool>* done, Deadline until) {
   }
 }
 
-// Gives the loop back to its thread, which goes on sleeping where nothing is left to do.
-void EventLoop::leave(bool waited, bool soon) {
-  for (Pollable* const one : pollables_) {
-    if (!soon) one->hold_wakes(false);
+// Sleeps in the place of the loop's thread: whoever wakes that wakes this one, which is not woken by that one in turn.
+// True where there was something to wake for, or may be.
+bool EventLoop::sleep_here(uint64_t most_ns) {
+  if (!deaf_) change(wake_.get(), 0, nullptr);
+  deaf_ = true;
+  for (Pollable* const one : pollables_) one->hold_wakes(false);
+  sleeping_.store(true);
+  int woken = 1;
+  if (announce_sleep(true) && !posted_.load() && turn_->claims_.load() == 0) {
+    const struct timespec most{static_cast<time_t>(most_ns / 1'000'000'000),
+                               static_cast<long>(most_ns % 1'000'000'000)};
+    struct pollfd wakes{wake_.get(), POLLIN, 0};
+    woken = ::ppoll(&wakes, 1, &most, nullptr);
+    if (woken > 0) clear_wakes();
   }
-  bool idle = announce_sleep(waited);
+  sleeping_.store(false);
+  for (Pollable* const one : pollables_) {
+    one->announce_wake();
+    one->hold_wakes(true);
+  }
+  return woken > 0;
+}
+
+// The loop's thread is woken again.
+void EventLoop::hear_wakes() {
+  if (!deaf_) return;
+  deaf_ = false;
+  clear_wakes();
+  change(wake_.get(), EPOLLIN, nullptr);
+}
+
+void EventLoop::clear_wakes() {
+  uint64_t count;
+  [[maybe_unused]] const ssize_t got = ::read(wake_.get(), &count, sizeof count);
+}
+
+// Gives the loop back to its thread, which goes on sleeping where nothing is left to do. `soon`: what comes is left to
+// who is about to wait, and no peer told that it has to wake somebody: the thread that it woke would claim the turn
+// from who waits, for the rest of what is waited for. If nobody does, the thread looks when its sleep ends.
+void EventLoop::leave(bool waited, bool soon) {
+  bool idle = soon;
+  if (!soon) {
+    for (Pollable* const one : pollables_) one->hold_wakes(false);
+    idle = announce_sleep(waited);
+  }
   for (int i = 0; !idle && i < kLastLooks; ++i) {
     guarded([&] { look_at_all(); });
     idle = announce_sleep(waited);
@@ -352,7 +396,10 @@ void EventLoop::run(const char* name) noexcept {
       turn.unlock();
       ready = ::epoll_wait(epoll_.get(), events, 64, sleep_ms);
       turn_->claims_.fetch_add(1);
-      turn.lock();
+      if (!turn.try_lock()) {
+        wake();  // who has it may sleep
+        turn.lock();
+      }
       turn_->claims_.fetch_sub(1);
     }
     sleeping_.store(false);
@@ -362,8 +409,7 @@ void EventLoop::run(const char* name) noexcept {
     }
     for (int i = 0; i < ready; ++i) {
       if (events[i].data.ptr == nullptr) {
-        uint64_t count;
-        [[maybe_unused]] const ssize_t got = ::read(wake_.get(), &count, sizeof count);
+        clear_wakes();
       } else {
         guarded([&] { static_cast<Handler*>(events[i].data.ptr)->ready(events[i].events); });
       }

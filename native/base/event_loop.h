@@ -10,8 +10,9 @@
 //
 // While the loop's thread sleeps, a thread that posts a task (post_here) or waits for what the loop does
 // (Turn::run_until) may run the loop in its place: no thread is woken then, in this process or, as long as both poll,
-// in a peer's. One thread has the turn at a time, and "the loop's thread" below is the one that has it. Sockets are the
-// own thread's: where epoll reports one it asks for the turn, and gets it at once.
+// in a peer's. When it has nothing to do it sleeps there, too, and is woken in that thread's place. One thread has the
+// turn at a time, and "the loop's thread" below is the one that has it. Sockets are the own thread's: where epoll
+// reports one it asks for the turn, and gets it at once.
 //
 // Handlers are destroyed by discard() only, after the round of events that they may still be part of, on the own
 // thread.
@@ -64,8 +65,8 @@ class EventLoop {
   // The right to run the loop. Of what is waited for, too, which may outlive the loop.
   class Turn {
    public:
-    // Runs the loop on this thread, where its own sleeps: until `done`, or until the loop's thread has to run it, or
-    // for as long as spin() says after the last thing that happened. May return at once.
+    // Runs the loop on this thread, where its own sleeps: until `done`, or until the loop's thread has to run it. When
+    // nothing has happened for as long as spin() says it sleeps. May return at once.
     void run_until(const std::atomic<bool>& done, Deadline until);
 
    private:
@@ -119,9 +120,6 @@ class EventLoop {
   // there are fewer cores than processes at the rings' ends it offers the core to others meanwhile; not while others
   // than these take it. At 0 nobody polls.
   void spin(double spin_us);
-  // Whether there are fewer cores than processes at the rings' ends, as last seen, and spin() has not said that these
-  // are theirs. Any thread.
-  bool shares_cores() const { return shares_cores_.load(std::memory_order_relaxed); }
   // Whether that is who runs it now.
   bool driven() const { return driven_; }
 
@@ -131,6 +129,9 @@ class EventLoop {
   bool push(std::function<void()> task);
   void drive(const std::atomic<bool>* done, Deadline until, bool soon);
   bool drive_until(const std::atomic<bool>* done, Deadline until);
+  bool sleep_here(uint64_t most_ns);
+  void hear_wakes();
+  void clear_wakes();
   void leave(bool waited, bool soon);
   bool run_tasks();
   bool look_at_all();
@@ -159,7 +160,7 @@ class EventLoop {
   unsigned cores_ = 0;
   uint64_t cores_at_ns_ = 0, sleeps_until_ns_ = 0, polls_again_ns_ = 0;
   bool driven_ = false;
-  std::atomic<bool> shares_cores_{true};
+  bool deaf_ = false;  // `wake_` is not reported to the loop's thread, but to who runs it in its place
   std::once_flag stopped_;
   std::unique_ptr<std::thread> thread_;
 };

@@ -163,12 +163,9 @@ class Group::Body final : public Peer::Side {
   // The order of the posts is that of the numbers.
   std::shared_ptr<Work> post(const std::shared_ptr<Work>& work, uint64_t bytes, bool soon) {
     if (!loop_.forked() && closing_.begun()) fail(ErrorKind::hung_up, "the group was closed");
-    // Where ranks share cores, what is large is the loop's thread's: callers that offer their core to each other
-    // between its pieces took up to 1.7 times as long.
-    const bool small = bytes <= kSmallBytes;
-    const bool shared = members_.one_host() && options_.reducers.empty() && (small || !loop_.shares_cores());
+    const bool shared = members_.one_host() && options_.reducers.empty();
     if (shared) work->turn = loop_.turn();
-    const bool here = shared && (soon || small);
+    const bool here = shared && (soon || bytes <= kSmallBytes);
     const auto task = [this, work] { begin(work); };
     if (!(here ? loop_.post_here(task, soon) : loop_.post(task))) fail(ErrorKind::hung_up, "the group was closed");
     return work;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,8 +20,9 @@ struct GroupOptions {
   double reducer_patience_s = 0;  // how long connect() tries a reducer again that does not answer; 0: to its deadline
   bool shm = true;                // between members of one host
   bool cross_memory = true;       // there: memory is read from the process that it belongs to, where that works
-  // Of an array that is reduced whose numbers are read so, and not sent through rings; never, unless it is asked for.
-  uint64_t least_exposed_bytes = ~uint64_t{0};
+  // Of an array that is reduced whose numbers are read so, and not sent through rings. Not given: where many ranks
+  // share each core, which change turns less often by that (Operations).
+  std::optional<uint64_t> least_exposed_bytes;
   uint64_t max_window_bytes = uint64_t{16} << 20;
   uint64_t fixed_window_bytes = 0;  // 0: it adapts
   // How long who waits polls the rings of ranks that are all on one host, before it sleeps (EventLoop::spin). Below 0:

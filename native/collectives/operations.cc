@@ -1,5 +1,7 @@
 #include "collectives/operations.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -7,6 +9,15 @@ namespace geartrain {
 namespace {
 
 constexpr uint64_t kLeastDirect = 256 << 10;
+// Of what is reduced by ranks of which so many share a core: through rings they would take turns for every window.
+constexpr uint32_t kCrowd = 4;
+constexpr uint64_t kLeastExposed = 4 << 20;
+
+// The same on all ranks of a host, whatever cores each of them may use.
+uint64_t least_exposed_by(uint32_t ranks) {
+  const long cores = std::max(1L, ::sysconf(_SC_NPROCESSORS_ONLN));
+  return ranks >= kCrowd * static_cast<uint64_t>(cores) ? kLeastExposed : ~uint64_t{0};
+}
 
 }  // namespace
 
@@ -14,6 +25,7 @@ Operations::Operations(const GroupOptions& options, Membership& members, EventLo
     : options_(options),
       members_(members),
       loop_(loop),
+      least_exposed_bytes_(options.least_exposed_bytes.value_or(least_exposed_by(options.world))),
       direct_(std::max(kLeastDirect, uint64_t{2} * chunk_bytes(members.owners()) * (options.world - 1)),
               options.max_window_bytes),
       owner_(blocks_, *this, options.world, options.rank, chunk_bytes(members.owners()), options.max_window_bytes),
@@ -52,7 +64,7 @@ void Operations::start(const std::shared_ptr<Work>& work) {
 bool Operations::exposes(const Shape& shape) const {
   return members_.one_host() && options_.world > 1 && options_.reducers.empty() && options_.cross_memory &&
          (shape.collective == Collective::all_reduce || shape.collective == Collective::reduce_scatter) &&
-         shape.wire == shape.dtype && shape.wire_bytes() >= options_.least_exposed_bytes;
+         shape.wire == shape.dtype && shape.wire_bytes() >= least_exposed_bytes_;
 }
 
 bool Operations::exposes_to(uint32_t owner) {

@@ -82,6 +82,7 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   const GroupOptions& options_;
   Membership& members_;
   EventLoop& loop_;
+  const uint64_t least_exposed_bytes_;
   bool going_on_ = false, adopting_ = false;  // it was posted
   ChunkBufferPool blocks_;
   CongestionWindow direct_;  // of what is sent from the caller's memory

@@ -107,7 +107,9 @@ std::unique_ptr<PythonGroup> make_group(const nb::dict& given) {
   options.advertise = item(given, "advertise", options.advertise);
   options.shm = item(given, "shm", options.shm);
   options.cross_memory = item(given, "cross_memory", options.cross_memory);
-  options.least_exposed_bytes = item(given, "least_exposed_bytes", options.least_exposed_bytes);
+  if (given.contains("least_exposed_bytes")) {
+    options.least_exposed_bytes = nb::cast<uint64_t>(given["least_exposed_bytes"]);
+  }
   options.max_window_bytes = item(given, "max_window_bytes", options.max_window_bytes);
   options.spin_us = item(given, "spin_us", options.spin_us);
   options.fixed_window_bytes = item(given, "fixed_window_bytes", options.fixed_window_bytes);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -332,6 +333,26 @@ def test_arrays_are_reduced_out_of_the_ranks_memory_by_request_with_the_same_bit
             # Of an all-reduce two others' thirds and the two other shares, of a reduce-scatter two whole arrays.
             assert all_reads[0] == pytest.approx(4 * 100_000 * (4 / 3 + 2), rel=0.01)
             assert all_reads[1:] == [0, 0, 0]
+
+
+@pytest.mark.skipif(os.sysconf("SC_NPROCESSORS_ONLN") > 4, reason="a rank is a thread with an array here")
+def test_many_ranks_for_each_core_read_large_arrays_unasked_and_fewer_ranks_do_not() -> None:
+    store, large = dist.HashStore(), 1 << 20
+    most = 4 * os.sysconf("SC_NPROCESSORS_ONLN")
+
+    def run(rank: int, size: int) -> list[int]:
+        read = []
+        with Group(rank, size, store=store, name=f"{size} ranks", timeout_s=patience(60)) as group:
+            for count in (large - 16, large):
+                assert (group.all_reduce(np.full(count, rank, np.float32)) == size * (size - 1) / 2).all()
+                read.append(group.counters()["read_bytes"])
+        return read
+
+    for size in (most, most - 1):
+        with ThreadPoolExecutor(size) as pool:
+            for less, all_of_it in pool.map(run, range(size), [size] * size):
+                assert less == 0
+                assert (all_of_it > 0) == (size == most)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import geartrain as gt
 from geartrain.tools.cli.app import app
-from geartrain.tools.doctor import shared_memory
+from geartrain.tools.doctor import collectives_waits, shared_memory
 
 
 def test_the_directory_its_size_and_its_free_space_are_told(monkeypatch):
@@ -92,6 +92,25 @@ def run(*args: str) -> str:
     done = CliRunner().invoke(app, list(args))
     assert done.exit_code == 0, done.output
     return done.output
+
+
+@pytest.mark.parametrize(
+    ("given", "viable", "said"),
+    [
+        (None, True, r"poll for 50 us and then sleep, .* with more than \d+ ranks .*GEARTRAIN_ALLREDUCE_SPIN_US=1e6"),
+        ("1e6", True, r"ranks of torch.distributed poll for 1e\+06 us before they sleep \(GEARTRAIN_ALLREDUCE_SPIN_US"),
+        ("0", True, r"ranks of torch.distributed never poll"),
+        ("soon", False, r"GEARTRAIN_ALLREDUCE_SPIN_US .*'soon'"),
+        ("-3", False, r"GEARTRAIN_ALLREDUCE_SPIN_US is from 0 to"),
+    ],
+)
+def test_what_waits_of_collectives_do_is_told(monkeypatch, given, viable, said):
+    monkeypatch.delenv("GEARTRAIN_ALLREDUCE_SPIN_US", raising=False)
+    if given is not None:
+        monkeypatch.setenv("GEARTRAIN_ALLREDUCE_SPIN_US", given)
+    found = collectives_waits()
+    assert found.viable is viable
+    assert re.search(said, found.because), found.because
 
 
 def test_inspect_and_remove_look_where_the_variable_says(monkeypatch, tmp_path):

@@ -229,16 +229,17 @@ struct OverAtALook final : EventLoop::Pollable {
   std::atomic<int> left{0}, looks{0};
   std::atomic<std::thread::id> by{};
   std::atomic<bool> holds{false}, asleep{false}, sent{false};
+  bool arrives = false;  // what is there to be looked at, as long as something is left
   bool look() override {
     ++looks;
-    if (left == 0 || --left != 0) return false;
+    if (left == 0 || --left != 0) return arrives && left != 0;
     by = std::this_thread::get_id();
     over = true;
     return true;
   }
   bool announce_sleep(bool) override {
     asleep = true;
-    return true;
+    return !arrives || left == 0;
   }
   void announce_wake() override { asleep = false; }
   void hold_wakes(bool hold) override { holds = hold; }
@@ -274,6 +275,28 @@ TEST(who_waits_runs_a_loop_whose_thread_sleeps) {
   const int looks = ring.looks;
   loop.turn()->run_until(over, soon(60));  // it has ended: nobody runs it
   CHECK_EQ(ring.looks.load(), looks);
+}
+
+TEST(what_arrives_between_a_post_and_its_wait_is_left_to_who_waits) {
+  for (const bool waits : {true, false}) {
+    EventLoop loop("test", [](const std::exception&) {});
+    std::atomic<bool> over{false};
+    OverAtALook ring(over);
+    settle(loop, ring);
+    loop.call([&] { loop.spin(1e8); });
+    while (!ring.asleep) ::usleep(100);
+    const uint64_t began_ns = monotonic_ns();
+    CHECK(loop.post_here([&] { ring.arrives = true, ring.left = 1000; }, true));
+    if (waits) {
+      ::usleep(10'000);
+      loop.turn()->run_until(over, soon(60));
+      CHECK(ring.by.load() == std::this_thread::get_id());
+    }
+    // By the loop's thread at the end of its sleep, where nobody waits.
+    while (!over && testing::within(began_ns, 10)) ::usleep(100);
+    CHECK(over);
+    loop.stop();
+  }
 }
 
 TEST(who_runs_a_loop_runs_the_tasks_of_others_calls_its_timer_and_sends_wakes_that_it_held) {
@@ -367,17 +390,60 @@ TEST(who_waits_polls_for_as_long_as_it_was_told_to_on_few_cores_too) {
         for (auto& one : others) loop.add(&one);
       });
       while (!ring.asleep) ::usleep(100);
+      int looks = 0, later = 0;
       std::thread ends([&] {
-        ::usleep(300'000);
+        ::usleep(200'000);
+        looks = ring.looks;
+        ::usleep(100'000);
+        later = ring.looks;
         ring.left = 1;
+        loop.call([] {});
       });
-      do {
-        loop.turn()->run_until(over, soon(60));
-      } while (spin_us > 0 && !over);  // its own thread takes the turn back every second
-      CHECK_EQ(over.load(), spin_us > 0);
+      const uint64_t began_ns = monotonic_ns();
+      while (!over && testing::within(began_ns, 10)) loop.turn()->run_until(over, soon(60));
       ends.join();
+      CHECK(over);
+      CHECK_EQ(later > looks, spin_us > 0);
       loop.stop();
     }
+  }
+}
+
+TEST(who_waits_sleeps_in_the_place_of_the_loops_thread_and_is_woken_in_its_place) {
+  for (const bool by_a_peer : {true, false}) {
+    EventLoop loop("test", [](const std::exception&) {});
+    std::atomic<bool> over{false};
+    OverAtALook ring(over);
+    settle(loop, ring);
+    loop.call([&] { loop.spin(0); });
+    while (!ring.asleep) ::usleep(100);
+    std::thread::id ran_by{};
+    std::thread peer([&] {
+      ::usleep(50'000);
+      const uint64_t one = 1;
+      CHECK(ring.asleep && !ring.holds);
+      if (by_a_peer) {
+        ring.left = 1;
+        CHECK_EQ(::write(loop.wake_descriptor(), &one, sizeof one), static_cast<ssize_t>(sizeof one));
+      } else {
+        loop.call([&] { ran_by = std::this_thread::get_id(), ring.left = 1; });
+      }
+    });
+    const uint64_t began_ns = monotonic_ns();
+    loop.turn()->run_until(over, soon(60));
+    peer.join();
+    CHECK(over && testing::within(began_ns, 0.9));
+    CHECK(ring.by.load() == std::this_thread::get_id());
+    if (!by_a_peer) CHECK(ran_by == std::this_thread::get_id());
+    // Its own thread hears of what comes next.
+    while (!ring.asleep) ::usleep(100);
+    over = false;
+    ring.left = 1;
+    const uint64_t one = 1, next_ns = monotonic_ns();
+    CHECK_EQ(::write(loop.wake_descriptor(), &one, sizeof one), static_cast<ssize_t>(sizeof one));
+    while (!over && testing::within(next_ns, 10)) ::usleep(100);
+    CHECK(ring.by.load() != std::this_thread::get_id() && testing::within(next_ns, 0.5));
+    loop.stop();
   }
 }
 

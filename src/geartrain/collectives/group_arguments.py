@@ -95,7 +95,7 @@ def checked_config(
         "secret": secret,
         "shm": transport != "tcp",
         "cross_memory": cross_memory,
-        "least_exposed_bytes": 2**64 - 1 if least_read_bytes is None else least_read_bytes,
+        **({} if least_read_bytes is None else {"least_exposed_bytes": least_read_bytes}),
         "host": host if host is not None else "127.0.0.1" if world_size == 1 else "0.0.0.0",
         "max_window_bytes": 16 << 20,
     }

@@ -73,6 +73,7 @@ def examine() -> list[Finding]:
         _nixl(),
         _gpu_fetch(),
         collectives_within_host(),
+        collectives_waits(),
         _gloo(),
         _deepspeed(),
         _hosts(),
@@ -265,8 +266,39 @@ def collectives_within_host() -> Finding:
         what,
         True,
         "ranks of one user read what is gathered, exchanged or broadcast from the owner's memory (process_vm_readv); "
-        "what is reduced goes through rings in shared memory (unless by Group(least_read_bytes=)), as does all of it "
-        "between ranks that are denied it",
+        "what is reduced goes through rings in shared memory (but from 4 MB on with four ranks or more for each core, "
+        "or by Group(least_read_bytes=)), as does all of it between ranks that are denied it",
+    )
+
+
+def collectives_waits() -> Finding:
+    """What a wait of collectives does where ranks share memory: busy-waits for how long, and when to say otherwise."""
+    what = "waits of collectives"
+    cores = _native.available_cores()
+    variable = "GEARTRAIN_ALLREDUCE_SPIN_US"
+    given = os.environ.get(variable, "").strip()
+    if not given:
+        return Finding(
+            what,
+            True,
+            "between ranks of one host they poll for 50 us and then sleep, at once while others use the cores; "
+            f"with more than {cores} ranks here they offer their core while they poll. For ranks that own a core "
+            f"each: {variable}=1e6 or Group(spin_us=1e6); 0 never polls",
+        )
+    try:
+        from geartrain.collectives.torch_backend.options import BackendOptions
+    except ImportError as error:
+        return Finding(what, False, f"{variable} is for torch.distributed: {error}; pip install 'geartrain[torch]'")
+    try:
+        spin_us = BackendOptions.from_environment({variable: given}).spin_us
+    except ValueError as error:
+        return Finding(what, False, str(error))
+    polls = f"poll for {spin_us:g} us before they sleep" if spin_us else "never poll"
+    return Finding(
+        what,
+        True,
+        f"ranks of torch.distributed {polls} ({variable}), also with more than {cores} ranks here and beside others, "
+        "where it is better not set; groups in Python and C have their own spin_us",
     )
 
 
