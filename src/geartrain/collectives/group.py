@@ -100,7 +100,8 @@ class Group:
                 often then, else never. Given it needs algorithm="shares", transport="auto" and cross_memory. It has
                 no effect on groups with reducers or with ranks of several hosts, on operations with a `wire_dtype`, nor
                 where the kernel allows no reading (docs/decisions/065, 083). Results are the same; an array whose
-                operation failed has undefined contents. Ranks may differ: one without it reads nothing, and is sent what it reduces.
+                operation failed has undefined contents. Ranks may differ: one without it reads nothing, and is sent
+                what it reduces.
             host: to listen on; every interface when not given, or loopback for a group of one.
             window_bytes: how far a rank may run ahead of its results; adapts to the network when not given.
             spin_us: how long a wait busy-waits before it sleeps, where all ranks share memory: 50, unless others need
