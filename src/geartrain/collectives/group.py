@@ -96,11 +96,10 @@ class Group:
             cross_memory: whether ranks of one host read arrays out of each other's memory, where the kernel allows it;
                 False copies everything through rings. Ranks may differ.
             least_read_bytes: all-reduces and reduce-scatters of so many bytes or more are read from the ranks' memory
-                too. Not given: 4 MB where a host has four ranks or more for each of its cores, which take turns less
-                often then, else never. Given it needs algorithm="shares", transport="auto" and cross_memory. It has
-                no effect on groups with reducers or with ranks of several hosts, on operations with a `wire_dtype`, nor
-                where the kernel allows no reading (docs/decisions/065, 083). Results are the same; an array whose
-                operation failed has undefined contents. Ranks may differ: one without it reads nothing, and is sent what it reduces.
+                too. Not given: 4 MB with four ranks or more for each core, else never. Given it needs
+                algorithm="shares", transport="auto", cross_memory. No effect with reducers, ranks of several hosts or a
+                `wire_dtype`, nor where the kernel allows no reading (docs/decisions/065, 083). Results are the same; an
+                array whose operation failed has undefined contents. Ranks may differ: one without it is sent all.
             host: to listen on; every interface when not given, or loopback for a group of one.
             window_bytes: how far a rank may run ahead of its results; adapts to the network when not given.
             spin_us: how long a wait busy-waits before it sleeps, where all ranks share memory: 50, unless others need
