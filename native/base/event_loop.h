@@ -34,6 +34,7 @@
 #include "base/deadline.h"
 #include "base/descriptor.h"
 #include "base/patience.h"
+#include "base/threads.h"
 
 namespace geartrain {
 
