@@ -35,6 +35,7 @@
 #include "base/deadline.h"
 #include "base/descriptor.h"
 #include "base/patience.h"
+#include "base/threads.h"
 
 namespace geartrain {
 

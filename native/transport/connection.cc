@@ -84,10 +84,12 @@ void Connection::receive(Message* message, Deadline deadline) {
   for (;;) {
     check_usable();
     const Poll found = poll_now(message);
+    if (found != Poll::nothing) patience_.ended();
     if (found == Poll::message) return;
     if (found == Poll::more) continue;
-    if (spin(message, deadline)) return;
-    sleep(deadline);
+    const Poll spun = spin(message, deadline);
+    if (spun == Poll::message) return;
+    if (spun == Poll::nothing) sleep(deadline);
   }
 }
 
@@ -159,20 +161,18 @@ Connection::Look Connection::look_for_end() {
   return found;
 }
 
-bool Connection::spin(Message* message, Deadline deadline) {
-  const double spin_us = patience_.spin_us();
-  if (spin_us > 0) {
-    const Deadline until = deadline.sooner(spin_us * 1e-6);
-    do {
-      for (int i = 0; can_look() && i < 16 && !might_have_data(); ++i) pause_briefly();
-      if ((!can_look() || might_have_data()) && poll_now(message) == Poll::message) {
-        patience_.rewarded();
-        return true;
-      }
-    } while (!until.passed() && !closed());
+// A poll before a sleep. `more`: something has come, or this end was closed.
+Connection::Poll Connection::spin(Message* message, Deadline deadline) {
+  if (can_look()) {
+    const bool found = patience_.poll(Patience::kLooks, deadline, [&] { return might_have_data() || closed(); });
+    return found ? Poll::more : Poll::nothing;
   }
-  patience_.in_vain();
-  return false;
+  Poll polled = Poll::nothing;
+  patience_.poll(1, deadline, [&] {
+    polled = closed() ? Poll::more : poll_now(message);
+    return polled != Poll::nothing;
+  });
+  return polled;
 }
 
 bool Connection::arm() {

@@ -167,7 +167,7 @@ class Connection {
   Poll poll_now(Message* message);
   template <typename Do>
   void access(Do&& act);
-  bool spin(Message* message, Deadline deadline);
+  Poll spin(Message* message, Deadline deadline);
   void sleep(Deadline deadline);
 
   const uint64_t forks_;

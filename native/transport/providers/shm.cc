@@ -305,26 +305,14 @@ class ShmConnection final : public Connection {
       return found != kSlots;
     };
     if (try_once() || !own_.has_parts()) return found;
-    if (poll_for(try_once, &out_patience_) || wait_for_peer(try_once, deadline.sooner(kStallS))) return found;
+    if (out_patience_.poll(Patience::kLooks, deadline, try_once)) return found;
+    if (wait_for_peer(try_once, deadline.sooner(kStallS))) {
+      out_patience_.ended();
+      return found;
+    }
     if (padded(left) > options_.limits.max_segment_bytes)
       return find_segment([&] { return try_once(), found; }, deadline);
     return kSlots;
-  }
-
-  // Polls for what the peer is just doing.
-  template <typename True>
-  static bool poll_for(True&& is_true, Patience* patience) {
-    const double spin_us = patience->spin_us();
-    bool found = false;
-    for (const Deadline until = Deadline::after(spin_us * 1e-6); !found && spin_us > 0 && !until.passed();) {
-      for (int i = 0; !(found = is_true()) && i < 16; ++i) pause_briefly();
-    }
-    if (found) {
-      patience->rewarded();
-    } else {
-      patience->in_vain();
-    }
-    return found;
   }
 
   // --- receiving --------------------------------------------------------------------------------------------------
@@ -332,8 +320,9 @@ class ShmConnection final : public Connection {
   Poll read_message(Message* message) override {
     const uint64_t tail = tail_.load(std::memory_order_relaxed);
     uint64_t head = in_.head.load(std::memory_order_acquire);
-    if (head == tail && partial_.begun()) {
-      poll_for([&] { return (head = in_.head.load(std::memory_order_acquire)) != tail; }, &in_patience_);
+    if (partial_.begun()) {
+      const auto has_come = [&] { return (head = in_.head.load(std::memory_order_acquire)) != tail; };
+      if (head != tail || in_patience_.poll(Patience::kLooks, Deadline::after(kStallS), has_come)) in_patience_.ended();
     }
     if (head == tail) {
       if (!check_socket_.exchange(false, std::memory_order_relaxed)) return Poll::nothing;
@@ -475,7 +464,7 @@ class ShmConnection final : public Connection {
   uint64_t glanced_ns_ = 0;
   OwnSegments own_;
   Sequence<const std::byte> bytes_out_;
-  Patience out_patience_{kPartSpinUs};
+  Patience out_patience_{kPartSpinUs, false};
   uint64_t stalled_at_ = 0;  // the ring's position behind which the peer took no part for kStallS
   Descriptor sender_sleeper_;
 
@@ -485,7 +474,7 @@ class ShmConnection final : public Connection {
   std::vector<uint64_t> sizes_;
   PeerSegments theirs_;
   PartialMessage partial_;
-  Patience in_patience_{kPartSpinUs};
+  Patience in_patience_{kPartSpinUs, false};
   const std::shared_ptr<std::atomic<uint64_t>> viewed_bytes_ = std::make_shared<std::atomic<uint64_t>>(0);
   const std::shared_ptr<std::atomic<uint64_t>> views_ = std::make_shared<std::atomic<uint64_t>>(0);
 };

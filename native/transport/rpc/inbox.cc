@@ -194,18 +194,11 @@ void Inbox::yield_slot() {
 
 bool Inbox::lead(Event* event, Deadline deadline) {
   for (;;) {
-    if (take_ready(event)) return true;
-    const double spin_us = patience_.spin_us();
-    bool found = false;
-    if (spin_us > 0) {
-      const Deadline until = deadline.sooner(spin_us * 1e-6);
-      while (!(found = look_around()) && !until.passed()) continue;
+    if (take_ready(event)) {
+      patience_.ended();
+      return true;
     }
-    if (found) {
-      patience_.rewarded();
-      continue;
-    }
-    patience_.in_vain();
+    if (patience_.poll(1, deadline, [this] { return look_around(); })) continue;
     if (deadline.passed()) return false;
     sleep(deadline);
   }
@@ -214,8 +207,8 @@ bool Inbox::lead(Event* event, Deadline deadline) {
 // The next message of the ready connections, each in its turn.
 bool Inbox::take_ready(Event* event) {
   std::unique_lock lock(mutex_);
+  if (closed_) fail(ErrorKind::hung_up, "the inbox was closed");
   while (!ready_.empty()) {
-    if (closed_) fail(ErrorKind::hung_up, "the inbox was closed");
     const uint64_t id = ready_.front();
     ready_.pop_front();
     const auto found = entries_.find(id);
@@ -275,7 +268,7 @@ bool Inbox::look_around() {
       sockets |= !entry.connection->can_look();
       if (entry.connection->can_look() && entry.connection->might_have_data()) mark_ready(id);
     }
-    if (!ready_.empty()) return true;
+    if (!ready_.empty() || closed_) return true;
   }
   if (!sockets) return false;
   sleep(Deadline::after(0));

@@ -37,7 +37,7 @@ class Inbox {
     uint32_t standing_by = 0;  // threads that could take this one's place
   };
 
-  explicit Inbox(double spin_us = 30.0, uint32_t at_once = 1);
+  explicit Inbox(double spin_us = 50.0, uint32_t at_once = 1);
   // Adds a connection for messages and its end; or only its end, when others receive from it. Ids are the caller's, and
   // so is what `trusted` means.
   void add(uint64_t id, std::shared_ptr<Connection> connection, bool trusted = false);

@@ -87,7 +87,7 @@ class Node:
         max_running: int = 1,
         max_open: int = 1024,
         limits: MessageLimits | None = None,
-        spin_us: float = 30.0,
+        spin_us: float = 50.0,
         views: bool = True,
         peer_timeout_s: float = 10.0,
         driver: DeviceRuntime | None = None,

@@ -299,7 +299,7 @@ def listen(
     advertise: Iterable[str] = (),
     shm: bool = True,
     limits: MessageLimits | None = None,
-    spin_us: float = 30.0,
+    spin_us: float = 50.0,
     views: bool = True,
     peer_timeout_s: float = 30.0,
     tls: TLS | Literal[False] | None = None,
@@ -313,7 +313,7 @@ def listen(
         advertise: hosts to put into the address, when peers know this one by other names.
         shm: whether peers on this host may connect through shared memory.
         limits: of what peers may send.
-        spin_us: how long a receive busy-waits before it sleeps; it adapts where that does not help.
+        spin_us: how long a receive busy-waits before it sleeps, where recent waits were short; 0: never.
         views: whether big messages are received as views of shared memory, or copied out at once.
         peer_timeout_s: a peer without heartbeats for so long is lost, whether a call waits for it or not: its process
             is stopped, or the network is cut. 0 for never (debuggers stop processes), or 2 and more. A program that
@@ -337,7 +337,7 @@ def connect(
     secret: bytes = b"",
     timeout_s: float = 10.0,
     limits: MessageLimits | None = None,
-    spin_us: float = 30.0,
+    spin_us: float = 50.0,
     views: bool = True,
     lanes: int | None = None,
     peer_timeout_s: float = 30.0,

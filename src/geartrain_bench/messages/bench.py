@@ -312,7 +312,7 @@ def worker(*arguments: str) -> Iterator[str]:
 def _clients(plan: Plan) -> Iterator[contextlib.AbstractContextManager[Client]]:
     yield _rpc("geartrain shm", "shm", 0.0)
     yield _rpc("geartrain shm, spinning", "shm", 100.0)
-    yield _rpc("geartrain shm, copied", "shm", 0.0, views=False)
+    yield _rpc("geartrain shm, copied", "shm", 50.0, views=False)  # as nodes are by default
     yield _rpc("geartrain tcp", "tcp", 0.0)
     if TLS.of_environment() is not None:
         yield _rpc("geartrain tcp, TLS", "tcp", 0.0, tls=True)
