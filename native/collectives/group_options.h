@@ -1,6 +1,7 @@
 // Options and counters of a group.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -12,6 +13,7 @@ struct GroupOptions {
   std::string name = "default";
   std::vector<std::string> reducers;  // host:port of each
   std::vector<double> shares;         // of the ranks, then of the reducers; none below zero, their sum 1. Empty: equal
+  bool outlives_reducers = false;     // the group goes on without a reducer that is lost; ranks reduce its share
   bool ring = false;                  // the ring instead of shares; then there are no reducers
   std::string secret;                 // of ranks and reducers; empty: a key in the address, for ranks
   std::string host = "127.0.0.1";     // to listen on
@@ -26,6 +28,9 @@ struct GroupOptions {
   // How long who waits polls the rings of ranks that are all on one host, before it sleeps (EventLoop::spin). Below 0:
   // some 50 us, unless others need the cores.
   double spin_us = -1;
+
+  // How far any rank may run ahead of its results: the same on all ranks of a group that outlives reducers.
+  uint64_t most_window_bytes() const { return std::max(max_window_bytes, fixed_window_bytes); }
 };
 
 struct GroupCounts {
@@ -35,7 +40,8 @@ struct GroupCounts {
   uint64_t reduced_bytes = 0;                                               // as an owner
   uint64_t window_bytes = 0, least_delay_ns = 0;
   uint64_t links_tcp = 0, links_shm = 0, refused = 0;
-  uint64_t read_bytes = 0;   // out of other processes' memory: inputs as an owner, and results
+  uint64_t lost_reducers = 0, taken_over_bytes = 0;  // that the group goes on without, and of what ranks did for them
+  uint64_t read_bytes = 0;                           // out of other processes' memory: inputs as an owner, and results
   uint64_t read_denied = 0;  // links whose peer's memory could be read, until the kernel did not allow it any more
 };
 
