@@ -9,6 +9,7 @@
 #include "collectives/deadlines.h"
 #include "collectives/membership.h"
 #include "collectives/operations.h"
+#include "collectives/redial.h"
 
 namespace geartrain {
 namespace {
@@ -107,7 +108,10 @@ class Group::Body final : public Peer::Side {
                  {.ended = [this] { operations_.finish_all(); },
                   .welcome = [this](uint64_t most) { operations_.limit_windows(most); },
                   .entered = [this](uint32_t member) { operations_.entered(member); }}),
-        operations_(options_, members_, loop_),
+        operations_(options_, members_, loop_, [this] { redial_.start(); }),
+        redial_(options_, loop_,
+                {.wanted = [this] { return wanted(); },
+                 .reached = [this](uint32_t member, Dialled dialled) { reached(member, std::move(dialled)); }}),
         deadlines_(options_, members_, operations_),
         loop_("geartrain group", [this](const std::exception& error) { members_.failed(error); }) {
     members_.open();
@@ -120,6 +124,7 @@ class Group::Body final : public Peer::Side {
 
   ~Body() override {
     members_.close();
+    if (!loop_.forked()) redial_.stop();
     loop_.stop();
     // A forked child has none of the threads, and any lock may have been held by one of them.
     if (loop_.forked()) return;
@@ -200,6 +205,7 @@ class Group::Body final : public Peer::Side {
 
   void close(Deadline deadline) {
     if (loop_.forked() || !closing_.enter(deadline)) return;
+    redial_.stop();
     try {
       leave();
     } catch (const std::exception&) {
@@ -270,6 +276,17 @@ class Group::Body final : public Peer::Side {
     }
   }
 
+  std::vector<Redial::Wanted> wanted() const {
+    std::vector<Redial::Wanted> out;
+    if (members_.over()) return out;
+    for (const uint32_t member : operations_.wanted()) out.push_back({member, members_.join_to(member)});
+    return out;
+  }
+
+  void reached(uint32_t member, Dialled dialled) {
+    if (!members_.over() && !leaving_) operations_.reached(member, std::move(dialled));
+  }
+
   std::span<std::byte> room(Peer& peer, const WireHeader& header) override {
     if (members_.over()) return discard_;
     return operations_.room(peer, header);
@@ -337,6 +354,7 @@ class Group::Body final : public Peer::Side {
   std::vector<std::byte> discard_ = std::vector<std::byte>(kChunkBytes);  // for what arrives after the end
   Membership members_;
   Operations operations_;
+  Redial redial_;
   OperationDeadlines deadlines_;
   bool leaving_ = false;
 

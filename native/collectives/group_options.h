@@ -19,6 +19,7 @@ struct GroupOptions {
   std::string host = "127.0.0.1";     // to listen on
   std::vector<std::string> advertise;
   double reducer_patience_s = 0;  // how long connect() tries a reducer again that does not answer; 0: to its deadline
+  double redial_s = 1;            // how often a lost reducer is dialled again
   bool shm = true;                // between members of one host
   bool cross_memory = true;       // there: memory is read from the process that it belongs to, where that works
   // Of an array that is reduced whose numbers are read so, and not sent through rings; never, unless it is asked for.

@@ -35,6 +35,7 @@ class KeptResults {
     if (end > size_) std::memcpy(memory_.get(), memory_.get() + size_, end - size_);
     position_ += bytes;
   }
+  void reset() { position_ = 0; }
   // How many bytes have come.
   uint64_t position() const { return position_; }
   // Those from `from` on, of which there are no more than reach().

@@ -6,13 +6,18 @@
 namespace geartrain {
 
 void ShardedAllreduce::lose(uint32_t owner) {
-  lost_.push_back(owner);
+  lost_until_[owner] = ~uint64_t{0};
   probe_.forget(owner);
   for (Operation& operation : operations_) {
     if (operation.left != 0) detach(operation, owner);
   }
   end_empty(owner);
   ask_all();  // nobody waits for its share at the others any more
+}
+
+void ShardedAllreduce::regain(uint32_t owner, uint64_t first) {
+  lost_until_[owner] = first;
+  kept_[owner]->reset();
 }
 
 void ShardedAllreduce::detach(Operation& operation, uint32_t owner) {
@@ -32,8 +37,8 @@ void ShardedAllreduce::end_empty(uint32_t owner) {
   }
 }
 
-void ShardedAllreduce::restore(uint32_t owner, std::span<const std::byte> results) {
-  for (uint64_t number = completed(); number < begun_ && !results.empty(); ++number) {
+void ShardedAllreduce::restore(uint32_t owner, uint64_t first, std::span<const std::byte> results) {
+  for (uint64_t number = std::max(first, completed()); number < begun_ && !results.empty(); ++number) {
     Operation* const operation = find(number);
     if (operation == nullptr || operation->left == 0) continue;
     Part& part = operation->parts[owner];

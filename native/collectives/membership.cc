@@ -347,6 +347,19 @@ void Membership::drop(uint32_t member) {
   discard(member);
 }
 
+void Membership::readmit(uint32_t member, Dialled dialled) {
+  dropped_[member] = false;
+  events_.welcome(dialled.welcome.max_window_bytes);
+  add_peer(member, std::move(dialled.link));
+}
+
+Join Membership::join_to(uint32_t member) const {
+  Join join = expected_;
+  join.member = member;
+  join.channel = channel_of(member);
+  return join;
+}
+
 bool Membership::has_left(uint32_t member) const {
   return left_at_[member] != kNever;
 }

@@ -84,8 +84,11 @@ class Membership final : public Acceptor::Host {
 
   // The member's link is gone.
   void discard(uint32_t member);
-  // Hangs up on a member, for good.
+  // Hangs up on a member, which may come again.
   void drop(uint32_t member);
+  void readmit(uint32_t member, Dialled dialled);
+  // What this rank says to a member that it dials. Once it is connected to all.
+  Join join_to(uint32_t member) const;
   // It takes part in no operation from this one on.
   void left(uint32_t member, uint64_t operation) { left_at_[member] = operation; }
   bool has_left(uint32_t member) const;

@@ -18,7 +18,7 @@ WireHeader untagged(WireHeader header) {
 
 }  // namespace
 
-Operations::Operations(const GroupOptions& options, Membership& members, EventLoop& loop)
+Operations::Operations(const GroupOptions& options, Membership& members, EventLoop& loop, std::function<void()> lost)
     : options_(options),
       members_(members),
       loop_(loop),
@@ -35,7 +35,10 @@ Operations::Operations(const GroupOptions& options, Membership& members, EventLo
   complete_.resize(options.world);
   told_complete_.resize(options.world);
   for (uint32_t member = options.world; member < options.shares.size(); ++member) {
-    takeovers_.push_back(std::make_unique<Takeover>(options, members, loop, blocks_, shares_, member));
+    const auto begun = [this] { return held_.empty() ? next_number_ : held_.front()->number; };
+    takeovers_.push_back(
+        std::make_unique<Takeover>(options, members, loop, blocks_, shares_, member,
+                                   Takeover::Events{.lost = lost, .begun = begun, .resumed = [this] { resumed(); }}));
   }
 }
 
@@ -45,6 +48,14 @@ void Operations::add(const std::shared_ptr<Work>& work) {
 }
 
 void Operations::start(const std::shared_ptr<Work>& work) {
+  if (!takeovers_.empty() && (holds() || !held_.empty())) {
+    held_.push_back(work);
+  } else {
+    start_now(work);
+  }
+}
+
+void Operations::start_now(const std::shared_ptr<Work>& work) {
   if (options_.ring) return ring_.begin(work);
   const bool exposed = exposes(work->shape);
   const ShardedAllreduce::Own own = shares_.begin(work, exposed);
@@ -69,6 +80,30 @@ bool Operations::lose(uint32_t member) {
   if (member < options_.world || takeovers_.empty()) return false;
   takeovers_[member - options_.world]->lose();
   return true;
+}
+
+bool Operations::holds() const {
+  return std::any_of(takeovers_.begin(), takeovers_.end(), [](const auto& one) { return one->holds(); });
+}
+
+void Operations::resumed() {
+  while (!held_.empty() && !holds() && !members_.over()) {
+    const std::shared_ptr<Work> work = held_.front();
+    held_.pop_front();
+    start_now(work);
+  }
+}
+
+std::vector<uint32_t> Operations::wanted() const {
+  std::vector<uint32_t> members;
+  for (size_t i = 0; i < takeovers_.size(); ++i) {
+    if (takeovers_[i]->wants()) members.push_back(options_.world + static_cast<uint32_t>(i));
+  }
+  return members;
+}
+
+void Operations::reached(uint32_t member, Dialled dialled) {
+  takeovers_[member - options_.world]->reached(std::move(dialled));
 }
 
 void Operations::entered(uint32_t rank) const {
@@ -130,7 +165,8 @@ bool Operations::serves() const {
 std::vector<uint32_t> Operations::waited_for(uint64_t operation) const {
   std::vector<uint32_t> waited = shares_.incomplete(operation);
   for (size_t i = 0; i < takeovers_.size(); ++i) {
-    if (!takeovers_[i]->lost() || std::erase(waited, options_.world + i) == 0) continue;
+    const bool lost = takeovers_[i]->lost() && std::erase(waited, options_.world + i) != 0;
+    if (!lost && !takeovers_[i]->holds()) continue;
     for (const uint32_t rank : takeovers_[i]->waited_for()) {
       if (std::find(waited.begin(), waited.end(), rank) == waited.end()) waited.push_back(rank);
     }
@@ -199,6 +235,7 @@ void Operations::finish_all() noexcept {
   shares_.clear();
   ring_.clear();
   for (const auto& takeover : takeovers_) takeover->clear();
+  held_.clear();
   std::vector<std::shared_ptr<Work>> works;
   works.swap(works_);
   for (const auto& work : works) work->finish(members_.ending());
@@ -242,7 +279,10 @@ std::span<std::byte> Operations::room(const Peer& peer, const WireHeader& header
 void Operations::took(const Peer& peer, const WireHeader& header, std::span<std::byte> payload) {
   if ((header.operation & kTakeover) != 0) {
     Takeover& takeover = takeover_of(peer, header);
-    if (static_cast<FrameKind>(header.kind) == FrameKind::lost) return takeover.took_lost(peer.member(), header.offset);
+    const auto kind = static_cast<FrameKind>(header.kind);
+    if (kind == FrameKind::lost) return takeover.took_lost(peer.member(), header.offset);
+    if (kind == FrameKind::back) return takeover.took_back(peer.member());
+    if (kind == FrameKind::resume) return takeover.took_resume(peer.member(), header.offset);
     return takeover.took(peer.member(), untagged(header), payload);
   }
   switch (static_cast<FrameKind>(header.kind)) {

@@ -6,6 +6,8 @@
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -23,7 +25,8 @@ namespace geartrain {
 
 class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host, public RingAllreduce::Host {
  public:
-  Operations(const GroupOptions& options, Membership& members, EventLoop& loop);
+  // `lost`: a reducer, which may be dialled again (wanted, reached).
+  Operations(const GroupOptions& options, Membership& members, EventLoop& loop, std::function<void()> lost);
 
   // Gives it its number. Then start(), unless the group ended over it.
   void add(const std::shared_ptr<Work>& work);
@@ -33,6 +36,8 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
 
   // Whether a reducer is lost without the end of the group; then it is.
   bool lose(uint32_t member);
+  std::vector<uint32_t> wanted() const;
+  void reached(uint32_t member, Dialled dialled);
   uint64_t on_time() const;  // Takeover::on_time
   void entered(uint32_t rank) const;
   void left() const;  // a rank has
@@ -67,6 +72,9 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   void count(GroupCounts* out);
 
  private:
+  void start_now(const std::shared_ptr<Work>& work);
+  bool holds() const;
+  void resumed();
   bool exposes(const Shape& shape) const;
   void took_complete(uint32_t rank, uint64_t operations);
   void tell_complete(uint32_t rank);
@@ -111,7 +119,8 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   std::vector<std::unique_ptr<Takeover>> takeovers_;  // by reducer, where the group outlives it
   // By rank, where the group outlives reducers: how many operations it has done, as it says and as it was told.
   std::vector<uint64_t> complete_, told_complete_;
-  bool turn_ = false;  // of the takeovers, before the rest
+  bool turn_ = false;                       // of the takeovers, before the rest
+  std::deque<std::shared_ptr<Work>> held_;  // not begun yet (Takeover::holds)
   std::vector<std::shared_ptr<Work>> works_;
   uint64_t next_number_ = 0;
   uint64_t done_ = 0, by_callers_ = 0, elements_ = 0, array_bytes_ = 0, read_bytes_ = 0;

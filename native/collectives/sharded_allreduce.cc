@@ -56,6 +56,7 @@ ShardedAllreduce::ShardedAllreduce(ChunkBufferPool& blocks, Host& host, std::vec
       window_(std::max<uint64_t>(kLeastWindow, 2 * chunk_ * owners_of(shares_)), window_bytes),
       eager_(shares_.size()),
       kept_(shares_.size()),
+      lost_until_(shares_.size()),
       unsent_(shares_.size()) {
   for (uint32_t owner = 0; owner < shares_.size(); ++owner) {
     if (shares_[owner] > 0 && owner != self_) others_.push_back(owner);
@@ -104,7 +105,9 @@ ShardedAllreduce::Own ShardedAllreduce::begin(const std::shared_ptr<Work>& work,
   }
   stream_ += operation.bytes;
   for (const Part& part : operation.parts) operation.left += part.used;
-  for (const uint32_t owner : lost_) detach(operation, owner);
+  for (uint32_t owner = 0; owner < size; ++owner) {
+    if (operation.number < lost_until_[owner]) detach(operation, owner);
+  }
   if (self_ >= shares_.size() || !operation.parts[self_].used) return {};
   const Part& own = operation.parts[self_];
   operation.serving = exposed && shape.collective == Collective::all_reduce && own.bytes != 0;
@@ -140,7 +143,9 @@ void ShardedAllreduce::divide(Operation* operation) const {
 }
 
 void ShardedAllreduce::start() {
-  for (const uint32_t owner : lost_) end_empty(owner);
+  for (uint32_t owner = 0; owner < lost_until_.size(); ++owner) {
+    if (lost_until_[owner] != 0) end_empty(owner);
+  }
   first_turn_ = true;
   ask_all();
   first_turn_ = false;

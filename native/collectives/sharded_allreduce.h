@@ -107,10 +107,12 @@ class ShardedAllreduce {
   }
   uint64_t position(uint32_t owner) const { return kept_[owner]->position(); }  // bytes of results that have come of it
   void copy_kept(uint32_t owner, uint64_t from, std::byte* out) const { kept_[owner]->copy(from, out); }
+  // It has its share again in operations from `first` on, of which none was begun.
+  void regain(uint32_t owner, uint64_t first);
   // It is lost: nothing more comes of it, nor is sent. Its share of each operation that is not done waits for others.
   void lose(uint32_t owner);
-  // Results of it that another rank had, the next ones after those that came here.
-  void restore(uint32_t owner, std::span<const std::byte> results);
+  // Results of it that another rank had, the next ones after those that came here; of operations from `first` on.
+  void restore(uint32_t owner, uint64_t first, std::span<const std::byte> results);
   // What is not done of its share, of the first operation from `first` on where there is any.
   struct Rest {
     uint64_t operation;
@@ -176,7 +178,7 @@ class ShardedAllreduce {
   std::vector<uint32_t> others_;                    // other members that own a share
   std::vector<EagerResults> eager_;                 // by owner
   std::vector<std::unique_ptr<KeptResults>> kept_;  // by owner; null: it is not lost without the group
-  std::vector<uint32_t> lost_;                      // owners
+  std::vector<uint64_t> lost_until_;                // by owner: the first operation of which it has its share
   std::vector<size_t> unsent_;  // by owner: number of the first operation that may have something for it
   uint64_t stream_ = 0;         // where the next operation begins
   uint64_t begun_ = 0;

@@ -25,17 +25,21 @@ uint32_t count_owners(const std::vector<double>& shares) {
 }  // namespace
 
 Takeover::Takeover(const GroupOptions& options, Membership& members, EventLoop& loop, ChunkBufferPool& blocks,
-                   ShardedAllreduce& shares, uint32_t reducer)
+                   ShardedAllreduce& shares, uint32_t reducer, Events events)
     : options_(options),
       members_(members),
       loop_(loop),
       shares_(shares),
       reducer_(reducer),
+      events_(std::move(events)),
       ranks_shares_(shares_of_ranks(options)),
       owner_(blocks, *this, options.world, options.rank, chunk_bytes(count_owners(ranks_shares_)),
              options.most_window_bytes()),
       inner_(blocks, *this, ranks_shares_, options.rank, options.max_window_bytes),
-      positions_(options.world) {
+      positions_(options.world),
+      back_(options.world),
+      again_(options.world),
+      begun_(options.world) {
   if (options.fixed_window_bytes != 0) inner_.window().fix(options.fixed_window_bytes);
   if (options.shares[reducer] > 0) shares_.keep_results(reducer, options.most_window_bytes());
 }
@@ -47,14 +51,50 @@ uint64_t Takeover::tagged(uint64_t operation) const {
 // --- who has what ---------------------------------------------------------------------------------------------------
 
 void Takeover::lose() {
-  if (lost_) return;
-  lost_ = true;
+  if (lost_ && !back_[options_.rank]) return;
   members_.drop(reducer_);
-  if (options_.shares[reducer_] <= 0) return;  // nobody is connected with it
+  if (options_.shares[reducer_] <= 0) {  // nobody is connected with it
+    lost_ = true;
+    return;
+  }
+  if (!lost_) {
+    lose(shares_.position(reducer_));
+    tell_all(FrameKind::lost, *positions_[options_.rank]);
+    return decide();
+  }
+  back_[options_.rank] = false;
+  again_[options_.rank] = true;
+  tell_all(FrameKind::lost, 0);
+}
+
+void Takeover::lose(uint64_t position) {
+  lost_ = used_ = true;
   shares_.lose(reducer_);
-  positions_[options_.rank] = shares_.position(reducer_);
-  for (uint32_t rank = 0; rank < options_.world; ++rank) tell(rank);
+  positions_[options_.rank] = position;
+  events_.lost();
+}
+
+void Takeover::took_lost(uint32_t rank, uint64_t position) {
+  if (options_.shares[reducer_] <= 0 || (positions_[rank] && !back_[rank])) {
+    fail(ErrorKind::frame, "it lost ", members_.name_of(reducer_), " again");
+  }
+  if (positions_[rank]) {
+    back_[rank] = false;
+    again_[rank] = true;
+    return;
+  }
+  positions_[rank] = position;
+  if (!lost_) lose();
   decide();
+}
+
+void Takeover::tell_all(FrameKind kind, uint64_t offset) const {
+  for (uint32_t rank = 0; rank < options_.world; ++rank) {
+    Peer* const peer = members_.peer(rank);
+    if (peer == nullptr) continue;
+    peer->send_control(kind, tagged(0), offset);
+    peer->kick();
+  }
 }
 
 uint64_t Takeover::on_time(uint64_t now_ns) {
@@ -87,15 +127,6 @@ void Takeover::tell(uint32_t rank) const {
   if (peer == nullptr || !positions_[options_.rank]) return;
   peer->send_control(FrameKind::lost, tagged(0), *positions_[options_.rank]);
   peer->kick();
-}
-
-void Takeover::took_lost(uint32_t rank, uint64_t position) {
-  if (options_.shares[reducer_] <= 0 || positions_[rank]) {
-    fail(ErrorKind::frame, "it lost ", members_.name_of(reducer_), " again");
-  }
-  positions_[rank] = position;
-  lose();
-  decide();
 }
 
 void Takeover::decide() {
@@ -135,13 +166,73 @@ void Takeover::decide() {
   begin(shape, passed_on_.data(), passed_on_.data());
 }
 
+// --- the reducer is back ---------------------------------------------------------------------------------------------
+
+void Takeover::reached(Dialled dialled) {
+  if (!wants()) return;
+  again_[options_.rank] = false;
+  back_[options_.rank] = true;
+  members_.readmit(reducer_, std::move(dialled));
+  tell_all(FrameKind::back, 0);
+  resume_if_all();
+}
+
+void Takeover::took_back(uint32_t rank) {
+  if (!lost_ || !positions_[rank] || back_[rank]) {
+    fail(ErrorKind::frame, "it is connected again with ", members_.name_of(reducer_), ", which is not lost");
+  }
+  back_[rank] = true;
+  again_[rank] = false;
+  resume_if_all();
+}
+
+void Takeover::resume_if_all() {
+  if (holds() || std::find(back_.begin(), back_.end(), false) != back_.end()) return;
+  resume();
+}
+
+void Takeover::took_resume(uint32_t rank, uint64_t begun) {
+  if (!lost_ || !decided_ || begun_[rank]) {
+    fail(ErrorKind::frame, "it goes on with ", members_.name_of(reducer_), ", which is not lost");
+  }
+  begun_[rank] = begun;
+  resume();
+}
+
+// Once a rank has said it all do, whatever has become of their connections.
+void Takeover::resume() {
+  if (!holds()) {
+    begun_[options_.rank] = events_.begun();
+    tell_all(FrameKind::resume, *begun_[options_.rank]);
+  }
+  const auto missing = [](const auto& begun) { return !begun.has_value(); };
+  if (std::any_of(begun_.begin(), begun_.end(), missing)) return;
+  until_ = **std::max_element(begun_.begin(), begun_.end());
+  shares_.regain(reducer_, until_);
+  const std::vector<bool> lost_again = again_;
+  lost_ = decided_ = false;
+  for (uint32_t rank = 0; rank < options_.world; ++rank) {
+    positions_[rank].reset();
+    begun_[rank].reset();
+    back_[rank] = again_[rank] = false;
+    if (lost_again[rank]) positions_[rank] = 0;
+  }
+  if (lost_again[options_.rank]) {
+    lose(0);  // as the others were told
+  } else if (std::find(lost_again.begin(), lost_again.end(), true) != lost_again.end()) {
+    lose();
+  }
+  decide();
+  events_.resumed();
+}
+
 // --- the ranks' own operations --------------------------------------------------------------------------------------
 
 void Takeover::began() {
-  if (!decided_ || !passed_on_.empty()) return;
   while (!members_.over()) {
     const auto rest = shares_.rest(reducer_, next_operation_);
-    if (!rest) return;
+    const bool known = decided_ && passed_on_.empty();
+    if (!rest || (!known && rest->operation >= until_)) return;
     next_operation_ = rest->operation + 1;
     operations_[next_number_] = rest->operation;
     begin(rest->shape, rest->in, rest->out);
@@ -172,7 +263,7 @@ void Takeover::completed(const std::shared_ptr<Work>& work) {
     const std::vector<std::byte> all = std::move(passed_on_);
     passed_on_.clear();
     const uint64_t here = *positions_[options_.rank] - passed_from_;
-    shares_.restore(reducer_, std::span(all).subspan(here));
+    shares_.restore(reducer_, until_, std::span(all).subspan(here));
     began();
   });
 }
@@ -200,7 +291,7 @@ void Takeover::took(uint32_t rank, const WireHeader& header, std::span<std::byte
   switch (static_cast<FrameKind>(header.kind)) {
     case FrameKind::open: {
       Open open;
-      if (!positions_[rank] || ranks_shares_[options_.rank] <= 0 || header.bytes != sizeof open) break;
+      if (ranks_shares_[options_.rank] <= 0 || header.bytes != sizeof open) break;
       std::memcpy(&open, payload.data(), sizeof open);
       if (open.collective != static_cast<uint8_t>(Collective::all_reduce) || open.address != 0) break;
       return owner_.open(rank, header.operation, open);
@@ -216,7 +307,7 @@ void Takeover::took(uint32_t rank, const WireHeader& header, std::span<std::byte
 }
 
 bool Takeover::next(uint32_t rank, OutFrame* frame) {
-  if (!decided_) return false;
+  if (!used_) return false;
   inner_.announce(rank);
   if (!owner_.next(rank, frame) && !inner_.next(rank, frame)) return false;
   frame->header.operation = tagged(frame->header.operation);
@@ -228,7 +319,7 @@ bool Takeover::next(uint32_t rank, OutFrame* frame) {
 std::vector<uint32_t> Takeover::waited_for() const {
   std::vector<uint32_t> ranks;
   for (uint32_t rank = 0; rank < options_.world; ++rank) {
-    if (!positions_[rank]) ranks.push_back(rank);
+    if ((lost_ && !positions_[rank]) || (holds() && !begun_[rank])) ranks.push_back(rank);
   }
   if (!ranks.empty() || operations_.empty()) return ranks;
   const uint64_t oldest = operations_.begin()->first;
@@ -242,8 +333,8 @@ std::vector<uint32_t> Takeover::waited_for() const {
 }
 
 bool Takeover::owes(uint32_t rank) const {
-  if (!lost_) return false;
-  if (!positions_[rank]) return true;
+  if (!used_) return false;
+  if (lost_ && !positions_[rank]) return true;
   uint64_t operation, bytes, of;
   return inner_.owes(rank, &operation, &bytes, &of) || owner_.involves(rank, &operation, &bytes, &of);
 }

@@ -13,10 +13,17 @@
 // all of them; its frames have kTakeover and the reducer's index in their `operation`. Sums are in rank order whoever
 // makes them, so that their bits are those of the reducer. A rank that is lost meanwhile ends the group.
 //
+// A reducer that is there again, or another process at its address, gets its share back. Ranks dial it by themselves
+// (redial.h) and tell each other (back). Once all are connected each begins no more operations, for as long as a
+// message takes, and tells how many it has begun (resume): from the largest such number on, the share is the reducer's.
+// A rank that loses it meanwhile tells that too (lost); where a rank has said `resume` by then all do, and it is lost
+// again.
+//
 // One for each reducer. One thread, the loop's.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -33,8 +40,13 @@ namespace geartrain {
 class Takeover final : public ShardedAllreduce::Host, public ShareOwner::Host {
  public:
   // `shares` are those of the whole group; `reducer` is a member.
+  struct Events {
+    std::function<void()> lost;       // it may be dialled again from now on
+    std::function<uint64_t()> begun;  // how many operations of the whole group were; none more while any holds()
+    std::function<void()> resumed;    // this one does not any more
+  };
   Takeover(const GroupOptions& options, Membership& members, EventLoop& loop, ChunkBufferPool& blocks,
-           ShardedAllreduce& shares, uint32_t reducer);
+           ShardedAllreduce& shares, uint32_t reducer, Events events);
 
   bool lost() const { return lost_; }
   // This rank has lost the reducer, or gives it up.
@@ -46,6 +58,13 @@ class Takeover final : public ShardedAllreduce::Host, public ShareOwner::Host {
   uint64_t on_time(uint64_t now_ns);
   // A rank has left.
   void left() { decide(); }
+  // Whether to dial the reducer; it was reached.
+  bool wants() const { return lost_ && decided_ && passed_on_.empty() && !back_[options_.rank] && !holds(); }
+  void reached(Dialled dialled);
+  void took_back(uint32_t rank);                    // throws frame
+  void took_resume(uint32_t rank, uint64_t begun);  // throws frame
+  bool holds() const { return begun_[options_.rank].has_value(); }
+
   // A rank is connected that may not have been told.
   void tell(uint32_t rank) const;
   // An operation of the whole group was begun.
@@ -61,11 +80,15 @@ class Takeover final : public ShardedAllreduce::Host, public ShareOwner::Host {
   // Whether a rank still has to do something here for operations that this one has begun.
   bool owes(uint32_t rank) const;
   // Whether other ranks may still need this one.
-  bool serves() const { return lost_ && owner_.oldest() != ~uint64_t{0}; }
+  bool serves() const { return used_ && owner_.oldest() != ~uint64_t{0}; }
   uint64_t bytes() const { return bytes_; }  // reduced, or passed on, in place of the reducer
   void clear() { inner_.clear(); }
 
  private:
+  void lose(uint64_t position);
+  void tell_all(FrameKind kind, uint64_t offset) const;
+  void resume();
+  void resume_if_all();
   void decide();
   void begin(const Shape& shape, const std::byte* in, std::byte* out);
   uint64_t tagged(uint64_t operation) const;
@@ -89,16 +112,20 @@ class Takeover final : public ShardedAllreduce::Host, public ShareOwner::Host {
   EventLoop& loop_;
   ShardedAllreduce& shares_;
   const uint32_t reducer_;
+  const Events events_;
   const std::vector<double> ranks_shares_;
   ShareOwner owner_;
   ShardedAllreduce inner_;
-  bool lost_ = false, decided_ = false;
+  bool lost_ = false, decided_ = false, used_ = false;
   std::vector<std::optional<uint64_t>> positions_;  // by rank
   std::vector<std::byte> passed_on_;                // results that some ranks lack, from `passed_from_` on
   uint64_t passed_from_ = 0;
-  uint64_t next_number_ = 0;                 // of the operations here
-  uint64_t next_operation_ = 0;              // of the whole group, whose rest was not begun here
-  std::map<uint64_t, uint64_t> operations_;  // in progress here, and what they are for
+  std::vector<bool> back_, again_;              // by rank: it is connected again; it has lost that connection too
+  std::vector<std::optional<uint64_t>> begun_;  // by rank: what it has said with `resume`
+  uint64_t until_ = 0;                          // the first operation whose share the reducer had again
+  uint64_t next_number_ = 0;                    // of the operations here
+  uint64_t next_operation_ = 0;                 // of the whole group, whose rest was not begun here
+  std::map<uint64_t, uint64_t> operations_;     // in progress here, and what they are for
   uint64_t bytes_ = 0;
 
   // What the connection to the reducer has moved, when that was, and when this was last looked at.

@@ -30,8 +30,8 @@ def processes() -> Iterator[list[Process]]:
 
 
 def start(processes: list[Process], root: Path, size: int, **options: Any) -> list[Process]:
-    worker = str(HERE / "lost_reducers_worker.py")
-    ranks = [Process(sys.executable, worker, str(root), str(rank), str(size), json.dumps(options)) for rank in range(size)]
+    command = (sys.executable, str(HERE / "lost_reducers_worker.py"), str(root))
+    ranks = [Process(*command, str(rank), str(size), json.dumps(options)) for rank in range(size)]
     processes += ranks
     return ranks
 

@@ -7,6 +7,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <memory>
@@ -25,8 +26,8 @@ class Relay {
   struct Limit {
     uint64_t up = kNever, down = kNever;  // bytes from the rank, and to it
   };
-  // `limits` by rank.
-  Relay(const std::string& reducer, std::vector<Limit> limits) : limits_(std::move(limits)) {
+  // `limits` of each rank's first connection, of its second, and so on; by rank.
+  Relay(const std::string& reducer, std::vector<std::vector<Limit>> limits) : limits_(std::move(limits)) {
     const size_t colon = reducer.rfind(':');
     there_.sin_family = AF_INET;
     there_.sin_port = htons(static_cast<uint16_t>(std::stoi(reducer.substr(colon + 1))));
@@ -63,6 +64,7 @@ class Relay {
   struct Pair {
     Way up, down;
     uint32_t rank = ~0u;
+    Limit limit;
     bool open = true;
   };
 
@@ -92,7 +94,11 @@ class Relay {
     const size_t at = way.head.find(std::string(reinterpret_cast<const char*>(mark), sizeof mark));
     if (at == std::string::npos || way.head.size() < at + whole) return bytes;
     way.counts = true;
-    if (up) std::memcpy(&pair.rank, way.head.data() + at + offsetof(Join, rank), sizeof pair.rank);
+    if (!up) return at + whole - before;
+    std::memcpy(&pair.rank, way.head.data() + at + offsetof(Join, rank), sizeof pair.rank);
+    const auto earlier = static_cast<size_t>(
+        std::count_if(pairs_.begin(), pairs_.end(), [&](const Pair& one) { return one.rank == pair.rank; }) - 1);
+    if (earlier < limits_.size()) pair.limit = limits_[earlier][pair.rank];
     return at + whole - before;
   }
 
@@ -102,7 +108,7 @@ class Relay {
     if (got <= 0) return end(pair);
     const auto bytes = static_cast<size_t>(got), plain = uncounted(pair, way, data, bytes);
     const bool up = &way == &pair.up;
-    const uint64_t limit = pair.rank >= limits_.size() ? kNever : up ? limits_[pair.rank].up : limits_[pair.rank].down;
+    const uint64_t limit = up ? pair.limit.up : pair.limit.down;
     const uint64_t most = std::min<uint64_t>(bytes - plain, limit - std::min(limit, way.bytes));
     write(way.to, data, plain + most);
     way.bytes += most;
@@ -138,7 +144,7 @@ class Relay {
     }
   }
 
-  const std::vector<Limit> limits_;
+  const std::vector<std::vector<Limit>> limits_;
   sockaddr_in there_{};
   int listener_ = -1;
   std::string address_;

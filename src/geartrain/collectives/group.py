@@ -104,12 +104,11 @@ class Group:
             window_bytes: how far a rank may run ahead of its results; adapts to the network when not given.
             spin_us: how long a wait busy-waits before it sleeps, where all ranks share memory: 50, unless others need
                 the cores, when not given; 1e6, say, for ranks that own their cores; 0: never.
-            on_reducer_loss: "raise"; or "continue": the ranks finish the operations in progress and all later ones in
-                place of a reducer that died or does not answer for 3 s, with the same bits. Each rank then keeps the
-                last 16 MB of results of each reducer, and has a connection to every other rank. Or "reform": all ranks
-                bootstrap again without it, results that some ranks have are broadcast to those that lack them, and the other
-                operations are repeated from their arrays, which are not written before their result is complete.
-                With reducers this costs memory for the results in progress, and a copy of each.
+            on_reducer_loss: "raise"; or "continue": ranks finish the operations in progress, and all later ones, in
+                place of a reducer that died or is silent for 3 s. Each keeps the last results of each reducer, 16 MB at
+                most, and is connected to all other ranks. Or "reform": all ranks bootstrap again without it; results
+                that some have are broadcast, and other operations are repeated from their arrays, which are not
+                written before the result is complete. This costs memory for results in progress, and a copy of each.
             hierarchical: all-reduce within each host first, through its shared memory, and once across hosts: a host
                 sends what one rank would, whatever the number of its ranks. Elements are summed in rank order within
                 each host, and then in the order of the hosts, by their lowest rank. All other collectives are refused.
@@ -384,9 +383,9 @@ class Group:
         operations, elements, array_bytes; by_callers: operations that ended on the thread of who waits; bytes_sent and
         bytes_received by path ("tcp", "shm"), headers and all; reduced_bytes as an owner; read_bytes out of other
         ranks' memory, not sent; links by path; window_bytes and least_delay_us of the flow control; refused
-        connections; lost_reducers, taken_over_bytes: with on_reducer_loss="continue", how many are lost now, and the
-        bytes that ranks have reduced in their place; read_denied: links whose peer's memory could be read, until the kernel denied it. Of a ring also
-        `ring`: its hops from host to host (`crossings`), and the fewest of any order of the ranks (`least_crossings`).
+        connections; read_denied: links whose peer's memory could be read, until the kernel denied it; lost_reducers,
+        now, and taken_over_bytes, reduced in their place (on_reducer_loss="continue"). Of a ring also `ring`: its hops
+        from host to host (`crossings`), and the fewest of any order of the ranks (`least_crossings`).
         """
         self._check_process()
         try:

@@ -81,7 +81,8 @@ class BackendOptions:
             raise ValueError(f"GEARTRAIN_ALLREDUCE_HIERARCHICAL is 0 or 1, found {hierarchical!r}")
         if hierarchical == "1" and on_loss != "raise":
             raise ValueError(
-                f"GEARTRAIN_ALLREDUCE_HIERARCHICAL=1 goes with GEARTRAIN_ALLREDUCE_ON_REDUCER_LOSS=raise, found {on_loss!r}"
+                "GEARTRAIN_ALLREDUCE_HIERARCHICAL=1 goes with GEARTRAIN_ALLREDUCE_ON_REDUCER_LOSS=raise, found "
+                f"{on_loss!r}"
             )
         spin = env.get("GEARTRAIN_ALLREDUCE_SPIN_US", "").strip()
         spin_us = _numbers("GEARTRAIN_ALLREDUCE_SPIN_US", spin, {"": 1.0}) if spin else ()
