@@ -131,6 +131,7 @@ class ShardedAllreduce {
   bool owes(uint32_t owner, uint64_t* operation, uint64_t* bytes, uint64_t* of) const;
   // How many operations are complete here, from the first one on without a gap; and on all ranks, as owners report.
   uint64_t completed() const { return operations_.empty() ? begun_ : operations_.front().number; }
+  uint64_t begun() const { return begun_; }
   uint32_t settled() const { return settled_; }
   CongestionWindow& window() { return window_; }
   void clear() { operations_.clear(); }

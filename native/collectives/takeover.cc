@@ -69,6 +69,7 @@ void Takeover::lose() {
 
 void Takeover::lose(uint64_t position) {
   lost_ = used_ = true;
+  next_operation_ = std::min(next_operation_, until_);  // what was begun with the reducer since then has to be finished
   shares_.lose(reducer_);
   positions_[options_.rank] = position;
   events_.lost();
@@ -192,7 +193,7 @@ void Takeover::resume_if_all() {
 }
 
 void Takeover::took_resume(uint32_t rank, uint64_t begun) {
-  if (!lost_ || !decided_ || begun_[rank]) {
+  if (!lost_ || !decided_ || begun_[rank] || !(back_[options_.rank] || again_[options_.rank])) {
     fail(ErrorKind::frame, "it goes on with ", members_.name_of(reducer_), ", which is not lost");
   }
   begun_[rank] = begun;
@@ -229,10 +230,14 @@ void Takeover::resume() {
 // --- the ranks' own operations --------------------------------------------------------------------------------------
 
 void Takeover::began() {
-  while (!members_.over()) {
+  while (used_ && !members_.over()) {
     const auto rest = shares_.rest(reducer_, next_operation_);
+    if (!rest) {
+      next_operation_ = std::max(next_operation_, shares_.begun());
+      return;
+    }
     const bool known = decided_ && passed_on_.empty();
-    if (!rest || (!known && rest->operation >= until_)) return;
+    if (!known && rest->operation >= until_) return;
     next_operation_ = rest->operation + 1;
     operations_[next_number_] = rest->operation;
     begin(rest->shape, rest->in, rest->out);

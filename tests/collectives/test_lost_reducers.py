@@ -64,6 +64,25 @@ def test_reducers_that_are_killed_one_after_the_other_cost_no_step(processes: li
         assert said["longest_s"] < patience(2.0), said
 
 
+def test_a_reducer_that_is_started_again_gets_its_share_back(processes: list[Process], tmp_path: Path) -> None:
+    first, address = reducer_process(processes)
+    ranks = start(processes, tmp_path, 2, reducers=[address], shares=[0, 0, 1])
+    for _ in range(2):
+        steps_until(ranks[0], lambda said: said["step"] > 3 and said["lost"] == 0)
+        first.child.kill()
+        first.child.wait()
+        steps_until(ranks[0], lambda said: said["lost"] == 1)
+        first, again = reducer_process(processes, "--bind", address)
+        assert again == address
+        steps_until(ranks[0], lambda said: said["lost"] == 0)
+    (tmp_path / "end").touch()
+    for rank in ranks:
+        said = rank.last()
+        assert said.get("done"), said
+        assert (said["lost"], said["epoch"]) == (0, 0)
+        assert said["longest_s"] < patience(2.0), said
+
+
 def test_a_reducer_that_is_stopped_is_replaced_long_before_the_deadline(
     processes: list[Process], tmp_path: Path
 ) -> None:
@@ -72,12 +91,13 @@ def test_a_reducer_that_is_stopped_is_replaced_long_before_the_deadline(
     steps_until(ranks[0], lambda said: said["step"] > 5)
     stopped.child.send_signal(signal.SIGSTOP)
     steps_until(ranks[0], lambda said: said["lost"] == 1)
+    stopped.child.send_signal(signal.SIGCONT)
+    steps_until(ranks[0], lambda said: said["lost"] == 0)
     (tmp_path / "end").touch()
     for rank in ranks:
         said = rank.last()
         assert said.get("done"), said
         assert 1.0 < said["longest_s"] < patience(6.0), said
-    stopped.child.send_signal(signal.SIGCONT)
 
 
 def test_a_reducer_that_only_waits_for_a_slow_rank_is_kept() -> None:
