@@ -104,11 +104,9 @@ class Group:
             window_bytes: how far a rank may run ahead of its results; adapts to the network when not given.
             spin_us: how long a wait busy-waits before it sleeps, where all ranks share memory: 50, unless others need
                 the cores, when not given; 1e6, say, for ranks that own their cores; 0: never.
-            on_reducer_loss: "raise"; or "continue": ranks finish the operations in progress, and all later ones, in
-                place of a reducer that died or is silent for 3 s. Each keeps the last results of each reducer, 16 MB at
-                most, and is connected to all other ranks. Or "reform": all ranks bootstrap again without it; results
-                that some have are broadcast, and other operations are repeated from their arrays, which are not
-                written before the result is complete. This costs memory for results in progress, and a copy of each.
+            on_reducer_loss: "raise"; or "continue": ranks finish all operations in place of a reducer that died or is
+                silent for 3 s, until it is back; each keeps its last results, 16 MB at most. Or "reform": they
+                bootstrap again without it and repeat operations, which keep their inputs and results until then.
             hierarchical: all-reduce within each host first, through its shared memory, and once across hosts: a host
                 sends what one rank would, whatever the number of its ranks. Elements are summed in rank order within
                 each host, and then in the order of the hosts, by their lowest rank. All other collectives are refused.
