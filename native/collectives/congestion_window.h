@@ -79,6 +79,8 @@ class DelayProbe {
     delivered_ = delivered;
     began_ns_ = monotonic_ns();
   }
+  // Nothing more comes from a member.
+  void forget(uint32_t member) { running_ = running_ && member_ != member; }
   // The window keeps bytes back.
   void hold_up() { held_up_ = true; }
   // So many bytes are back of a member.

@@ -48,7 +48,7 @@ void OperationDeadlines::ask(uint32_t member, uint64_t operation) {
 
 // Members that an operation of this rank waits for.
 std::vector<uint32_t> OperationDeadlines::waited_for(uint64_t operation) const {
-  if (!options_.ring) return operations_.shares().incomplete(operation);
+  if (!options_.ring) return operations_.waited_for(operation);
   return {operations_.ring().waits_for_next(operation) ? members_.next_rank() : members_.previous_rank()};
 }
 

@@ -9,6 +9,7 @@
 #include "collectives/deadlines.h"
 #include "collectives/membership.h"
 #include "collectives/operations.h"
+#include "collectives/redial.h"
 
 namespace geartrain {
 namespace {
@@ -22,6 +23,7 @@ void check_options(GroupOptions* options) {
     fail(ErrorKind::schema, "rank ", options->rank, " is not one of ", options->world);
   }
   if (members > kMostMembers) fail(ErrorKind::schema, "a group has ", kMostMembers, " members at most");
+  if (options->reducers.empty()) options->outlives_reducers = false;
   if (options->ring && !options->reducers.empty()) fail(ErrorKind::schema, "a ring has no reducers");
   if (options->shares.empty()) {
     options->shares.assign(members, 0.0);
@@ -104,13 +106,17 @@ class Group::Body final : public Peer::Side {
       : options_(std::move(options)),
         members_(options_, loop_, *this,
                  {.ended = [this] { operations_.finish_all(); },
-                  .welcome = [this](uint64_t most) { operations_.limit_windows(most); }}),
-        operations_(options_, members_, loop_),
+                  .welcome = [this](uint64_t most) { operations_.limit_windows(most); },
+                  .entered = [this](uint32_t member) { operations_.entered(member); }}),
+        operations_(options_, members_, loop_, [this] { redial_.start(); }),
+        redial_(options_, loop_,
+                {.wanted = [this] { return wanted(); },
+                 .reached = [this](uint32_t member, Dialled dialled) { reached(member, std::move(dialled)); }}),
         deadlines_(options_, members_, operations_),
         loop_("geartrain group", [this](const std::exception& error) { members_.failed(error); }) {
     members_.open();
     loop_.post([this] {
-      loop_.on_time([this] { return deadlines_.on_time(); });
+      loop_.on_time([this] { return std::min(deadlines_.on_time(), operations_.on_time()); });
       loop_.poll_while([this] { return !operations_.works().empty() && members_.one_host(); });
       loop_.spin(options_.spin_us);
     });
@@ -118,6 +124,7 @@ class Group::Body final : public Peer::Side {
 
   ~Body() override {
     members_.close();
+    if (!loop_.forked()) redial_.stop();
     loop_.stop();
     // A forked child has none of the threads, and any lock may have been held by one of them.
     if (loop_.forked()) return;
@@ -195,6 +202,7 @@ class Group::Body final : public Peer::Side {
 
   void close(Deadline deadline) {
     if (loop_.forked() || !closing_.enter(deadline)) return;
+    redial_.stop();
     try {
       leave();
     } catch (const std::exception&) {
@@ -222,10 +230,14 @@ class Group::Body final : public Peer::Side {
       if (members_.over()) return false;
       const auto& works = operations_.works();
       if (!works.empty() && moment.passed()) return false;
-      bool waiting = !works.empty() || operations_.owner().oldest() < operations_.next_number();
+      bool waiting = !works.empty() || operations_.serves();
       members_.for_each_open([&](const Peer& peer) { waiting |= !peer.drained(); });
       return waiting;
     });
+    loop_.call([&] {
+      if (operations_.works().empty()) operations_.tell_complete();
+    });
+    wait_while([&] { return !members_.over() && operations_.works().empty() && !operations_.all_complete(); });
     loop_.call([&] {
       const auto& works = operations_.works();
       members_.for_each_open([&](Peer& peer) {
@@ -261,6 +273,17 @@ class Group::Body final : public Peer::Side {
     }
   }
 
+  std::vector<Redial::Wanted> wanted() const {
+    std::vector<Redial::Wanted> out;
+    if (members_.over()) return out;
+    for (const uint32_t member : operations_.wanted()) out.push_back({member, members_.join_to(member)});
+    return out;
+  }
+
+  void reached(uint32_t member, Dialled dialled) {
+    if (!members_.over() && !leaving_) operations_.reached(member, std::move(dialled));
+  }
+
   std::span<std::byte> room(Peer& peer, const WireHeader& header) override {
     if (members_.over()) return discard_;
     return operations_.room(peer, header);
@@ -268,12 +291,20 @@ class Group::Body final : public Peer::Side {
 
   void took(Peer& peer, const WireHeader& header, std::span<std::byte> payload) override {
     const auto kind = static_cast<FrameKind>(header.kind);
-    if (kind == FrameKind::fault) return members_.end(fault_from(payload));
+    if (kind == FrameKind::fault) return failed(peer.member(), fault_from(payload));
     if (kind == FrameKind::bye) return left(peer.member(), header.operation);
     if (members_.over()) return;
     if (kind == FrameKind::query) return deadlines_.took_query(peer, header.operation);
     if (kind == FrameKind::status) return deadlines_.took_status(peer, header.operation, payload);
     operations_.took(peer, header, payload);
+  }
+
+  // A reducer that has lost one rank's connection only tells all others that this rank is lost. Ranks find that out by
+  // themselves, which are all connected where the group outlives reducers.
+  void failed(uint32_t member, Fault fault) {
+    const bool lost = fault.kind == FaultKind::rank_lost || fault.kind == FaultKind::reducer_lost;
+    if (!members_.over() && lost && operations_.lose(member)) return;
+    members_.end(std::move(fault));
   }
 
   void failed(Peer&, const std::exception& error) noexcept override { members_.failed(error); }
@@ -285,12 +316,11 @@ class Group::Body final : public Peer::Side {
   void lost(Peer& peer, const std::string& why) override {
     const uint32_t member = peer.member();
     members_.discard(member);
-    if (leaving_ || members_.over()) return;
+    if (leaving_ || members_.over() || operations_.lose(member)) return;
     uint64_t operation, bytes, of;
     if (members_.has_left(member)) {
       // It sent its results before, unless it left in a hurry.
-      if (operations_.shares().owes(member, &operation, &bytes, &of))
-        members_.end(members_.left_fault(member, operation));
+      if (operations_.owes(member)) members_.end(members_.left_fault(member, operations_.works().front()->number));
       return;
     }
     std::string when;
@@ -312,6 +342,7 @@ class Group::Body final : public Peer::Side {
     for (const auto& work : operations_.works()) {
       if (work->number >= done) return members_.end(members_.left_fault(member, work->number));
     }
+    operations_.left();
   }
 
   const GroupOptions options_;
@@ -320,6 +351,7 @@ class Group::Body final : public Peer::Side {
   std::vector<std::byte> discard_ = std::vector<std::byte>(kChunkBytes);  // for what arrives after the end
   Membership members_;
   Operations operations_;
+  Redial redial_;
   OperationDeadlines deadlines_;
   bool leaving_ = false;
 

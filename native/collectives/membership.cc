@@ -70,6 +70,7 @@ Membership::Membership(const GroupOptions& options, EventLoop& loop, Peer::Side&
       out_of_memory_(std::make_shared<const Fault>(
           Fault{FaultKind::aborted, "rank " + std::to_string(options.rank) + " ran out of memory", {options.rank}})),
       peers_(members_),
+      dropped_(members_),
       left_at_(members_, kNever) {}
 
 void Membership::open() {
@@ -140,6 +141,7 @@ uint32_t Membership::owners() const {
 bool Membership::linked(uint32_t member) const {
   if (member == options_.rank) return false;
   if (options_.ring) return member == next_rank() || member == previous_rank();
+  if (options_.outlives_reducers && member < options_.world) return true;
   return options_.shares[member] > 0 || (member < options_.world && options_.shares[options_.rank] > 0);
 }
 
@@ -157,6 +159,7 @@ void Membership::identify(const std::vector<std::string>& addresses, Join* join)
   const uint32_t numbers[] = {options_.world, members_, options_.ring};
   append(&how, numbers, 3);
   append(&how, options_.shares.data(), options_.shares.size());
+  if (const uint64_t window = options_.most_window_bytes(); options_.outlives_reducers) append(&how, &window, 1);
   const Digest group = sha256(who), settings = sha256(how);
   std::memcpy(join->group, group.data(), sizeof join->group);
   std::memcpy(join->settings, settings.data(), sizeof join->settings);
@@ -239,9 +242,12 @@ Acceptor::Host::Verdict Membership::judge(const Join& join, std::string* refusal
 
 void Membership::add_peer(uint32_t member, std::unique_ptr<Link> link) {
   if (peers_[member] != nullptr || over()) return;
-  if (options_.cross_memory) link->allow_reading();
-  peers_[member] = std::make_unique<Peer>(loop_, std::move(link), member, side_);
-  peers_[member]->kick();
+  if (!dropped_[member]) {
+    if (options_.cross_memory) link->allow_reading();
+    peers_[member] = std::make_unique<Peer>(loop_, std::move(link), member, side_);
+    events_.entered(member);
+    kick(member);
+  }
   std::lock_guard lock(mutex_);
   met_.insert(member);
   met_changed_.notify_all();
@@ -332,6 +338,26 @@ void Membership::end_by(std::shared_ptr<const Fault> fault, bool notify) {
 void Membership::discard(uint32_t member) {
   add_counts(*peers_[member], &gone_counts_);
   loop_.discard(std::move(peers_[member]));
+}
+
+void Membership::drop(uint32_t member) {
+  dropped_[member] = true;
+  if (peers_[member] == nullptr) return;
+  peers_[member]->close();
+  discard(member);
+}
+
+void Membership::readmit(uint32_t member, Dialled dialled) {
+  dropped_[member] = false;
+  events_.welcome(dialled.welcome.max_window_bytes);
+  add_peer(member, std::move(dialled.link));
+}
+
+Join Membership::join_to(uint32_t member) const {
+  Join join = expected_;
+  join.member = member;
+  join.channel = channel_of(member);
+  return join;
 }
 
 bool Membership::has_left(uint32_t member) const {

@@ -29,6 +29,7 @@ class Membership final : public Acceptor::Host {
   struct Events {
     std::function<void()> ended;                       // on the loop; the fault is known, and the members were notified
     std::function<void(uint64_t max_window)> welcome;  // a member was reached that grants this window
+    std::function<void(uint32_t member)> entered;      // a member is connected
   };
   Membership(const GroupOptions& options, EventLoop& loop, Peer::Side& side, Events events);
 
@@ -83,6 +84,11 @@ class Membership final : public Acceptor::Host {
 
   // The member's link is gone.
   void discard(uint32_t member);
+  // Hangs up on a member, which may come again.
+  void drop(uint32_t member);
+  void readmit(uint32_t member, Dialled dialled);
+  // What this rank says to a member that it dials. Once it is connected to all.
+  Join join_to(uint32_t member) const;
   // It takes part in no operation from this one on.
   void left(uint32_t member, uint64_t operation) { left_at_[member] = operation; }
   bool has_left(uint32_t member) const;
@@ -120,6 +126,7 @@ class Membership final : public Acceptor::Host {
   const std::shared_ptr<const Fault> out_of_memory_;  // made while there is some
 
   std::vector<std::unique_ptr<Peer>> peers_;  // by member
+  std::vector<bool> dropped_;                 // by member
   std::vector<uint64_t> left_at_;             // by member: the first operation that it does not take part in
   GroupCounts gone_counts_;
   Join expected_{};

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/clock.h"
+
 namespace geartrain {
 namespace {
 
@@ -19,9 +21,15 @@ uint64_t least_exposed_by(uint32_t ranks) {
   return ranks >= kCrowd * static_cast<uint64_t>(cores) ? kLeastExposed : ~uint64_t{0};
 }
 
+// As the ranks' own operations are numbered.
+WireHeader untagged(WireHeader header) {
+  header.operation &= (uint64_t{1} << kReducerShift) - 1;
+  return header;
+}
+
 }  // namespace
 
-Operations::Operations(const GroupOptions& options, Membership& members, EventLoop& loop)
+Operations::Operations(const GroupOptions& options, Membership& members, EventLoop& loop, std::function<void()> lost)
     : options_(options),
       members_(members),
       loop_(loop),
@@ -35,6 +43,15 @@ Operations::Operations(const GroupOptions& options, Membership& members, EventLo
     shares_.window().fix(options.fixed_window_bytes);
     direct_.fix(options.fixed_window_bytes);
   }
+  if (!options.outlives_reducers) return;
+  complete_.resize(options.world);
+  told_complete_.resize(options.world);
+  for (uint32_t member = options.world; member < options.shares.size(); ++member) {
+    const auto begun = [this] { return held_.empty() ? next_number_ : held_.front()->number; };
+    takeovers_.push_back(
+        std::make_unique<Takeover>(options, members, loop, blocks_, shares_, member,
+                                   Takeover::Events{.lost = lost, .begun = begun, .resumed = [this] { resumed(); }}));
+  }
 }
 
 void Operations::add(const std::shared_ptr<Work>& work) {
@@ -43,6 +60,14 @@ void Operations::add(const std::shared_ptr<Work>& work) {
 }
 
 void Operations::start(const std::shared_ptr<Work>& work) {
+  if (!takeovers_.empty() && (holds() || !held_.empty())) {
+    held_.push_back(work);
+  } else {
+    start_now(work);
+  }
+}
+
+void Operations::start_now(const std::shared_ptr<Work>& work) {
   if (options_.ring) return ring_.begin(work);
   const bool exposed = exposes(work->shape);
   const ShardedAllreduce::Own own = shares_.begin(work, exposed);
@@ -58,6 +83,115 @@ void Operations::start(const std::shared_ptr<Work>& work) {
                       exposed ? own.result : nullptr);
   }
   if (!members_.over()) shares_.start();
+  for (const auto& takeover : takeovers_) takeover->began();
+}
+
+// --- lost reducers --------------------------------------------------------------------------------------------------
+
+bool Operations::lose(uint32_t member) {
+  if (member < options_.world || takeovers_.empty()) return false;
+  takeovers_[member - options_.world]->lose();
+  return true;
+}
+
+bool Operations::holds() const {
+  return std::any_of(takeovers_.begin(), takeovers_.end(), [](const auto& one) { return one->holds(); });
+}
+
+void Operations::resumed() {
+  while (!held_.empty() && !holds() && !members_.over()) {
+    const std::shared_ptr<Work> work = held_.front();
+    held_.pop_front();
+    start_now(work);
+  }
+}
+
+std::vector<uint32_t> Operations::wanted() const {
+  std::vector<uint32_t> members;
+  for (size_t i = 0; i < takeovers_.size(); ++i) {
+    if (takeovers_[i]->wants()) members.push_back(options_.world + static_cast<uint32_t>(i));
+  }
+  return members;
+}
+
+void Operations::reached(uint32_t member, Dialled dialled) {
+  takeovers_[member - options_.world]->reached(std::move(dialled));
+}
+
+void Operations::entered(uint32_t rank) const {
+  if (rank >= options_.world) return;
+  for (const auto& takeover : takeovers_) takeover->tell(rank);
+}
+
+void Operations::left() const {
+  for (const auto& takeover : takeovers_) takeover->left();
+}
+
+uint64_t Operations::on_time() const {
+  uint64_t sleep = ~uint64_t{0};
+  for (const auto& takeover : takeovers_) {
+    if (!members_.over()) sleep = std::min(sleep, takeover->on_time(monotonic_ns()));
+  }
+  return sleep;
+}
+
+void Operations::tell_complete() {
+  for (uint32_t rank = 0; rank < complete_.size(); ++rank) tell_complete(rank);
+}
+
+void Operations::tell_complete(uint32_t rank) {
+  Peer* const peer = members_.peer(rank);
+  if (peer == nullptr || told_complete_[rank] >= shares_.completed()) return;
+  told_complete_[rank] = shares_.completed();
+  peer->send_control(FrameKind::complete, told_complete_[rank]);
+  peer->kick();
+}
+
+void Operations::took_complete(uint32_t rank, uint64_t operations) {
+  if (rank >= complete_.size() || operations < complete_[rank]) {
+    fail(ErrorKind::frame, "it said that it has done ", operations, " operations");
+  }
+  complete_[rank] = operations;
+  if (operations <= shares_.completed()) tell_complete(rank);
+}
+
+bool Operations::all_complete() const {
+  for (uint32_t rank = 0; rank < complete_.size(); ++rank) {
+    const bool there = members_.peer(rank) != nullptr && !members_.has_left(rank);
+    if (there && complete_[rank] < next_number_) return false;
+  }
+  return true;
+}
+
+bool Operations::owes(uint32_t rank) const {
+  uint64_t operation, bytes, of;
+  return shares_.owes(rank, &operation, &bytes, &of) ||
+         std::any_of(takeovers_.begin(), takeovers_.end(), [&](const auto& one) { return one->owes(rank); });
+}
+
+bool Operations::serves() const {
+  return owner_.oldest() < next_number_ ||
+         std::any_of(takeovers_.begin(), takeovers_.end(), [](const auto& one) { return one->serves(); });
+}
+
+std::vector<uint32_t> Operations::waited_for(uint64_t operation) const {
+  std::vector<uint32_t> waited = shares_.incomplete(operation);
+  for (size_t i = 0; i < takeovers_.size(); ++i) {
+    const bool lost = takeovers_[i]->lost() && std::erase(waited, options_.world + i) != 0;
+    if (!lost && !takeovers_[i]->holds()) continue;
+    for (const uint32_t rank : takeovers_[i]->waited_for()) {
+      if (std::find(waited.begin(), waited.end(), rank) == waited.end()) waited.push_back(rank);
+    }
+  }
+  return waited;
+}
+
+Takeover& Operations::takeover_of(const Peer& peer, const WireHeader& header) const {
+  const uint64_t index = (header.operation & ~kTakeover) >> kReducerShift;
+  if (index >= takeovers_.size() || peer.member() >= options_.world) {
+    fail(ErrorKind::frame, "it sent a frame in place of a reducer that there is not");
+  }
+  return *takeovers_[index];
 }
 
 // Where all links are rings, so that nobody has to wait for a result that is in the caller's memory and on a slow link.
@@ -112,6 +246,8 @@ bool Operations::sends_eagerly(uint32_t rank) {
 void Operations::finish_all() noexcept {
   shares_.clear();
   ring_.clear();
+  for (const auto& takeover : takeovers_) takeover->clear();
+  held_.clear();
   std::vector<std::shared_ptr<Work>> works;
   works.swap(works_);
   for (const auto& work : works) work->finish(members_.ending());
@@ -125,10 +261,15 @@ void Operations::completed(const std::shared_ptr<Work>& work) {
   by_callers_ += loop_.driven();
   elements_ += work->shape.count;
   array_bytes_ += work->shape.count * bytes_of(work->shape.dtype);
+  for (uint32_t rank = 0; rank < complete_.size(); ++rank) {
+    // It leaves, and waits for this rank.
+    if (complete_[rank] > told_complete_[rank] && complete_[rank] <= shares_.completed()) tell_complete(rank);
+  }
   work->finish();
 }
 
 std::span<std::byte> Operations::room(const Peer& peer, const WireHeader& header) {
+  if ((header.operation & kTakeover) != 0) return takeover_of(peer, header).room(peer.member(), untagged(header));
   switch (static_cast<FrameKind>(header.kind)) {
     case FrameKind::ring:
       check_ring(peer);
@@ -148,6 +289,14 @@ std::span<std::byte> Operations::room(const Peer& peer, const WireHeader& header
 }
 
 void Operations::took(const Peer& peer, const WireHeader& header, std::span<std::byte> payload) {
+  if ((header.operation & kTakeover) != 0) {
+    Takeover& takeover = takeover_of(peer, header);
+    const auto kind = static_cast<FrameKind>(header.kind);
+    if (kind == FrameKind::lost) return takeover.took_lost(peer.member(), header.offset);
+    if (kind == FrameKind::back) return takeover.took_back(peer.member());
+    if (kind == FrameKind::resume) return takeover.took_resume(peer.member(), header.offset);
+    return takeover.took(peer.member(), untagged(header), payload);
+  }
   switch (static_cast<FrameKind>(header.kind)) {
     case FrameKind::open: {
       if (peer.member() >= options_.world || header.bytes != sizeof(Open))
@@ -168,6 +317,8 @@ void Operations::took(const Peer& peer, const WireHeader& header, std::span<std:
       return shares_.took_credit(peer.member(), header);
     case FrameKind::expose:
       return took_exposed(peer, header, payload);
+    case FrameKind::complete:
+      return took_complete(peer.member(), header.operation);
     case FrameKind::taken:
       if (peer.member() >= options_.world) fail(ErrorKind::frame, "it took what no reducer gets");
       return owner_.took_taken(peer.member(), header);
@@ -184,8 +335,13 @@ void Operations::took(const Peer& peer, const WireHeader& header, std::span<std:
 bool Operations::next(const Peer& peer, OutFrame* frame) {
   if (options_.ring) return peer.member() == members_.next_rank() && ring_.next(frame);
   shares_.announce(peer.member());
+  turn_ = !turn_;
+  const auto next_of_takeover = [&](const auto& one) { return one->next(peer.member(), frame); };
+  const bool rank = peer.member() < options_.world;
+  if (rank && turn_ && std::any_of(takeovers_.begin(), takeovers_.end(), next_of_takeover)) return true;
   // Results first: they are what the other side waits for before it may go on.
-  return (peer.member() < options_.world && owner_.next(peer.member(), frame)) || shares_.next(peer.member(), frame);
+  if ((rank && owner_.next(peer.member(), frame)) || shares_.next(peer.member(), frame)) return true;
+  return rank && !turn_ && std::any_of(takeovers_.begin(), takeovers_.end(), next_of_takeover);
 }
 
 // Who broadcasts opens at all others too, which else would not notice that they wait for another root.
@@ -260,6 +416,10 @@ void Operations::count(GroupCounts* out) {
   out->read_bytes = read_bytes_;
   out->window_bytes = shares_.window().bytes();
   out->least_delay_ns = shares_.window().least_delay_ns();
+  for (const auto& takeover : takeovers_) {
+    out->lost_reducers += takeover->lost();
+    out->taken_over_bytes += takeover->bytes();
+  }
 }
 
 }  // namespace geartrain

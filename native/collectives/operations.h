@@ -6,6 +6,8 @@
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -16,19 +18,39 @@
 #include "collectives/ring_allreduce.h"
 #include "collectives/sharded_allreduce.h"
 #include "collectives/share_owner.h"
+#include "collectives/takeover.h"
 #include "collectives/work.h"
 
 namespace geartrain {
 
 class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host, public RingAllreduce::Host {
  public:
-  Operations(const GroupOptions& options, Membership& members, EventLoop& loop);
+  // `lost`: a reducer, which may be dialled again (wanted, reached).
+  Operations(const GroupOptions& options, Membership& members, EventLoop& loop, std::function<void()> lost);
 
   // Gives it its number. Then start(), unless the group ended over it.
   void add(const std::shared_ptr<Work>& work);
   void start(const std::shared_ptr<Work>& work);
   // All fail with the group's fault.
   void finish_all() noexcept;
+
+  // Whether a reducer is lost without the end of the group; then it is.
+  bool lose(uint32_t member);
+  std::vector<uint32_t> wanted() const;
+  void reached(uint32_t member, Dialled dialled);
+  uint64_t on_time() const;  // Takeover::on_time
+  void entered(uint32_t rank) const;
+  void left() const;  // a rank has
+  // In a group that outlives reducers nobody leaves before all ranks have what it has done: it may be the only one that
+  // has the results of a reducer that is lost next. Tells them that it has done all, and whether they have.
+  void tell_complete();
+  bool all_complete() const;
+  // Whether a rank that is gone owes something here.
+  bool owes(uint32_t rank) const;
+  // Whether other ranks may still need this one.
+  bool serves() const;
+  // Members that an operation of this rank waits for, but in a ring.
+  std::vector<uint32_t> waited_for(uint64_t operation) const;
 
   // Peer::Side for frames of these kinds: open, ring, part, result.
   std::span<std::byte> room(const Peer& peer, const WireHeader& header);
@@ -50,7 +72,13 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   void count(GroupCounts* out);
 
  private:
+  void start_now(const std::shared_ptr<Work>& work);
+  bool holds() const;
+  void resumed();
   bool exposes(const Shape& shape) const;
+  void took_complete(uint32_t rank, uint64_t operations);
+  void tell_complete(uint32_t rank);
+  Takeover& takeover_of(const Peer& peer, const WireHeader& header) const;
   void open(uint32_t owner, uint64_t operation, const Open& open) override;
   void parts_for(uint32_t owner) override { members_.kick(owner); }
   void results_for(uint32_t rank) override { members_.kick(rank); }
@@ -89,6 +117,11 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   ShareOwner owner_;
   ShardedAllreduce shares_;
   RingAllreduce ring_;
+  std::vector<std::unique_ptr<Takeover>> takeovers_;  // by reducer, where the group outlives it
+  // By rank, where the group outlives reducers: how many operations it has done, as it says and as it was told.
+  std::vector<uint64_t> complete_, told_complete_;
+  bool turn_ = false;                       // of the takeovers, before the rest
+  std::deque<std::shared_ptr<Work>> held_;  // not begun yet (Takeover::holds)
   std::vector<std::shared_ptr<Work>> works_;
   uint64_t next_number_ = 0;
   uint64_t done_ = 0, by_callers_ = 0, elements_ = 0, array_bytes_ = 0, read_bytes_ = 0;

@@ -22,6 +22,10 @@
 //   unreadable_part  owner -> rank    it cannot read the rank's numbers from `offset` on: parts instead
 //   ring    rank -> next     a piece of the stream that goes around the ring (ring_allreduce.h)
 //   query   which ranks does this one wait for?     status   the answer: Members, the least advanced
+//   lost    rank -> rank     it has lost a reducer, of which it has the first `offset` bytes of results (takeover.h)
+//   back    rank -> rank     it is connected with that reducer again
+//   resume  rank -> rank     it has begun `offset` operations, and begins none until all ranks have said so
+//   complete  rank -> rank   it has done the operations below `operation`; the answer, once that is so, is the same
 //   fault   the group is over, with the reason (Fault): forwarded to all, unchanged
 //   bye     an orderly end: the sender has done the operations below `operation`, and no other
 //
@@ -86,8 +90,19 @@ enum class FrameKind : uint16_t {
   taken,
   expose,
   unreadable,
-  unreadable_part
+  unreadable_part,
+  lost,
+  back,
+  resume,
+  complete
 };
+
+// Of a frame's `operation`: it is one of the ranks' own in place of the reducer of that index (takeover.h).
+constexpr uint64_t kTakeover = uint64_t{1} << 63;
+constexpr int kReducerShift = 48;
+constexpr uint64_t takeover_operation(uint32_t reducer, uint64_t operation) {
+  return kTakeover | uint64_t{reducer} << kReducerShift | operation;
+}
 
 struct WireHeader {
   uint32_t magic;
@@ -245,9 +260,10 @@ inline void check(const WireHeader& header) {
   const auto kind = static_cast<FrameKind>(header.kind);
   const bool settles = kind == FrameKind::result || kind == FrameKind::expose;
   const bool empty = kind == FrameKind::credit || kind == FrameKind::taken || kind == FrameKind::unreadable ||
-                     kind == FrameKind::unreadable_part;
+                     kind == FrameKind::unreadable_part || kind == FrameKind::lost || kind == FrameKind::back ||
+                     kind == FrameKind::resume || kind == FrameKind::complete;
   if (header.magic != kCollectiveMagic || header.reserved != 0 || (header.settled != 0 && !settles) ||
-      kind < FrameKind::open || kind > FrameKind::unreadable_part || (empty && header.bytes != 0)) {
+      kind < FrameKind::open || kind > FrameKind::complete || (empty && header.bytes != 0)) {
     fail(ErrorKind::frame, "it sent what is not a frame");
   }
   const bool data = kind == FrameKind::part || kind == FrameKind::result || kind == FrameKind::ring;

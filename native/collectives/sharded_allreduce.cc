@@ -55,6 +55,8 @@ ShardedAllreduce::ShardedAllreduce(ChunkBufferPool& blocks, Host& host, std::vec
       // Every owner gets a turn of two chunks at least.
       window_(std::max<uint64_t>(kLeastWindow, 2 * chunk_ * owners_of(shares_)), window_bytes),
       eager_(shares_.size()),
+      kept_(shares_.size()),
+      lost_until_(shares_.size()),
       unsent_(shares_.size()) {
   for (uint32_t owner = 0; owner < shares_.size(); ++owner) {
     if (shares_[owner] > 0 && owner != self_) others_.push_back(owner);
@@ -103,6 +105,9 @@ ShardedAllreduce::Own ShardedAllreduce::begin(const std::shared_ptr<Work>& work,
   }
   stream_ += operation.bytes;
   for (const Part& part : operation.parts) operation.left += part.used;
+  for (uint32_t owner = 0; owner < size; ++owner) {
+    if (operation.number < lost_until_[owner]) detach(operation, owner);
+  }
   if (self_ >= shares_.size() || !operation.parts[self_].used) return {};
   const Part& own = operation.parts[self_];
   operation.serving = exposed && shape.collective == Collective::all_reduce && own.bytes != 0;
@@ -138,6 +143,9 @@ void ShardedAllreduce::divide(Operation* operation) const {
 }
 
 void ShardedAllreduce::start() {
+  for (uint32_t owner = 0; owner < lost_until_.size(); ++owner) {
+    if (lost_until_[owner] != 0) end_empty(owner);
+  }
   first_turn_ = true;
   ask_all();
   first_turn_ = false;
@@ -156,7 +164,8 @@ uint64_t ShardedAllreduce::returned() const {
   const Operation& oldest = operations_.front();
   double least = 1;
   for (const Part& part : oldest.parts) {
-    if (part.bytes != 0) least = std::min(least, static_cast<double>(part.got) / static_cast<double>(part.bytes));
+    if (part.bytes != 0 && !part.lost)
+      least = std::min(least, static_cast<double>(part.got) / static_cast<double>(part.bytes));
   }
   return oldest.base + static_cast<uint64_t>(least * static_cast<double>(oldest.bytes));
 }
@@ -292,6 +301,7 @@ std::span<std::byte> ShardedAllreduce::room(uint32_t owner, const WireHeader& re
     fail(ErrorKind::frame, "it sent ", result.bytes, " bytes of a result at ", result.offset, ", where ", part.got,
          " was next");
   }
+  if (kept_[owner] != nullptr) return kept_[owner]->room(result.bytes);
   if (shape.wire != shape.dtype) {
     if (!staging_) staging_ = ChunkBufferRef(blocks_);
     return {staging_.data(), result.bytes};
@@ -330,7 +340,8 @@ void ShardedAllreduce::took(uint32_t owner, const WireHeader& result, std::span<
   }
   Operation& operation = *find(result.operation);
   const Shape& shape = operation.work->shape;
-  if (shape.wire != shape.dtype) {
+  if (kept_[owner] != nullptr) kept_[owner]->took(payload.size());
+  if (shape.wire != shape.dtype || kept_[owner] != nullptr) {
     std::byte* const to = operation.parts[owner].to + result.offset / bytes_of(shape.wire) * bytes_of(shape.dtype);
     convert(shape.wire, payload.data(), shape.dtype, to, payload.size() / bytes_of(shape.wire));
   }

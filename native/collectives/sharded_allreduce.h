@@ -24,12 +24,14 @@
 
 #include <deque>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
 #include "collectives/chunk_buffer.h"
 #include "collectives/congestion_window.h"
 #include "collectives/eager_results.h"
+#include "collectives/kept_results.h"
 #include "collectives/peer.h"
 #include "collectives/protocol.h"
 #include "collectives/work.h"
@@ -98,6 +100,29 @@ class ShardedAllreduce {
   void took_credit(uint32_t owner, const WireHeader& credit);
   void served(uint64_t operation);  // all ranks have what they get from this one's memory
 
+  // An owner that may be lost (takeover.h). Its results are kept, for ranks that lack them, and frames of them that are
+  // cut off leave the array as it is.
+  void keep_results(uint32_t owner, uint64_t window_bytes) {
+    kept_[owner] = std::make_unique<KeptResults>(window_bytes);
+  }
+  uint64_t position(uint32_t owner) const { return kept_[owner]->position(); }  // bytes of results that have come of it
+  void copy_kept(uint32_t owner, uint64_t from, std::byte* out) const { kept_[owner]->copy(from, out); }
+  // It has its share again in operations from `first` on, of which none was begun.
+  void regain(uint32_t owner, uint64_t first);
+  // It is lost: nothing more comes of it, nor is sent. Its share of each operation that is not done waits for others.
+  void lose(uint32_t owner);
+  // Results of it that another rank had, the next ones after those that came here; of operations from `first` on.
+  void restore(uint32_t owner, uint64_t first, std::span<const std::byte> results);
+  // What is not done of its share, of the first operation from `first` on where there is any.
+  struct Rest {
+    uint64_t operation;
+    Shape shape;
+    const std::byte* in;
+    std::byte* out;
+  };
+  std::optional<Rest> rest(uint32_t owner, uint64_t first) const;
+  void repaired(uint32_t owner, uint64_t operation);  // that was done
+
   // The part, 0 to 1, that has come of what this rank gets in an operation, from the owner furthest behind.
   double received(uint64_t operation) const;
   // Owners that have not returned all of an operation, for diagnosis.
@@ -106,6 +131,7 @@ class ShardedAllreduce {
   bool owes(uint32_t owner, uint64_t* operation, uint64_t* bytes, uint64_t* of) const;
   // How many operations are complete here, from the first one on without a gap; and on all ranks, as owners report.
   uint64_t completed() const { return operations_.empty() ? begun_ : operations_.front().number; }
+  uint64_t begun() const { return begun_; }
   uint32_t settled() const { return settled_; }
   CongestionWindow& window() { return window_; }
   void clear() { operations_.clear(); }
@@ -116,7 +142,7 @@ class ShardedAllreduce {
     std::byte* to = nullptr;
     uint64_t bytes = 0, back = 0;  // on the wire: to be sent, and of results
     uint64_t sent = 0, got = 0;    // of results, or else credits
-    bool used = false, opened = false, done = false, declined = false, exposed = false;
+    bool used = false, opened = false, done = false, declined = false, exposed = false, lost = false;
   };
   struct Operation {
     std::shared_ptr<Work> work;
@@ -130,6 +156,8 @@ class ShardedAllreduce {
 
   void divide(Operation* operation) const;
   void open(uint32_t owner, Operation& operation);
+  void detach(Operation& operation, uint32_t owner);
+  void end_empty(uint32_t owner);
   void ask_all();  // for what there may be for the owners
   bool early(uint32_t owner, const WireHeader& result) const;
   void adopt(uint32_t owner);
@@ -148,10 +176,12 @@ class ShardedAllreduce {
   const uint64_t chunk_;
   CongestionWindow window_;
   std::deque<Operation> operations_;
-  std::vector<uint32_t> others_;     // other members that own a share
-  std::vector<EagerResults> eager_;  // by owner
-  std::vector<size_t> unsent_;       // by owner: number of the first operation that may have something for it
-  uint64_t stream_ = 0;              // where the next operation begins
+  std::vector<uint32_t> others_;                    // other members that own a share
+  std::vector<EagerResults> eager_;                 // by owner
+  std::vector<std::unique_ptr<KeptResults>> kept_;  // by owner; null: it is not lost without the group
+  std::vector<uint64_t> lost_until_;                // by owner: the first operation of which it has its share
+  std::vector<size_t> unsent_;  // by owner: number of the first operation that may have something for it
+  uint64_t stream_ = 0;         // where the next operation begins
   uint64_t begun_ = 0;
   uint32_t settled_ = 0;
   uint64_t delivered_ = 0;   // bytes of results so far

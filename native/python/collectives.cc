@@ -101,6 +101,7 @@ std::unique_ptr<PythonGroup> make_group(const nb::dict& given) {
   options.reducers = item(given, "reducers", options.reducers);
   options.shares = item(given, "shares", options.shares);
   options.ring = item(given, "ring", options.ring);
+  options.outlives_reducers = item(given, "outlives_reducers", options.outlives_reducers);
   options.reducer_patience_s = item(given, "reducer_patience_s", options.reducer_patience_s);
   options.secret = secret_of(given);
   options.host = item(given, "host", options.host);
@@ -221,6 +222,8 @@ nb::dict group_counts(PythonGroup& group) {
   out["refused"] = found.refused;
   out["read_bytes"] = found.read_bytes;
   out["read_denied"] = found.read_denied;
+  out["lost_reducers"] = found.lost_reducers;
+  out["taken_over_bytes"] = found.taken_over_bytes;
   return out;
 }
 

@@ -104,10 +104,9 @@ class Group:
             window_bytes: how far a rank may run ahead of its results; adapts to the network when not given.
             spin_us: how long a wait busy-waits before it sleeps, where all ranks share memory: 50, unless others need
                 the cores, when not given; 1e6, say, for ranks that own their cores; 0: never.
-            on_reducer_loss: "raise", or "reform": continue without a reducer that died or does not answer. All ranks
-                bootstrap again, results that some ranks have are broadcast to those that lack them, and the other
-                operations are repeated from their arrays, which are not written before their result is complete.
-                With reducers this costs memory for the results in progress, and a copy of each.
+            on_reducer_loss: "raise"; or "continue": ranks finish all operations in place of a reducer that died or is
+                silent for 3 s, until it is back; each keeps its last results, 16 MB at most. Or "reform": they
+                bootstrap again without it and repeat operations, which keep their inputs and results until then.
             hierarchical: all-reduce within each host first, through its shared memory, and once across hosts: a host
                 sends what one rank would, whatever the number of its ranks. Elements are summed in rank order within
                 each host, and then in the order of the hosts, by their lowest rank. All other collectives are refused.
@@ -382,8 +381,9 @@ class Group:
         operations, elements, array_bytes; by_callers: operations that ended on the thread of who waits; bytes_sent and
         bytes_received by path ("tcp", "shm"), headers and all; reduced_bytes as an owner; read_bytes out of other
         ranks' memory, not sent; links by path; window_bytes and least_delay_us of the flow control; refused
-        connections; read_denied: links whose peer's memory could be read, until the kernel denied it. Of a ring also
-        `ring`: its hops from host to host (`crossings`), and the fewest of any order of the ranks (`least_crossings`).
+        connections; read_denied: links whose peer's memory could be read, until the kernel denied it; lost_reducers,
+        now, and taken_over_bytes, reduced in their place (on_reducer_loss="continue"). Of a ring also `ring`: its hops
+        from host to host (`crossings`), and the fewest of any order of the ranks (`least_crossings`).
         """
         self._check_process()
         try:
@@ -445,7 +445,7 @@ class Group:
         """Starts the next epoch without some reducers. Called by all ranks, at the same point of their order of calls.
 
         Operations in progress are completed in the new epoch. `Work.wait` does this by itself when a reducer is lost;
-        call it to take one out, or with on_reducer_loss="raise".
+        call it to take one out, or to begin again without those that are lost.
 
         Raises:
             WaitTimeoutError: ranks did not join in time.

@@ -58,7 +58,7 @@ def checked_config(
     check_text("a group's name", name)
     check_choice("algorithm", algorithm, ALGORITHMS)
     check_choice("transport", transport, TRANSPORTS)
-    check_choice("on_reducer_loss", on_reducer_loss, ("reform", "raise"))
+    check_choice("on_reducer_loss", on_reducer_loss, ("continue", "reform", "raise"))
     check_flag("hierarchical", hierarchical)
     secret = secret_of(secret)
     if host is not None:
@@ -86,12 +86,13 @@ def checked_config(
         raise ArgumentError(
             f"hosts is a name for each of {world_size} ranks of a hierarchical group, found {shown(hosts)}"
         )
-    if hierarchical and on_reducer_loss == "reform":
+    if hierarchical and on_reducer_loss != "raise":
         raise ArgumentError('a hierarchical group does not go on without a reducer: on_reducer_loss="raise"')
     options: dict[str, Any] = {
         "rank": rank,
         "world_size": world_size,
         "ring": algorithm == "ring",
+        "outlives_reducers": on_reducer_loss == "continue",
         "secret": secret,
         "shm": transport != "tcp",
         "cross_memory": cross_memory,

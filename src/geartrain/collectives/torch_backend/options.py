@@ -27,7 +27,8 @@ class BackendOptions:
         wire_dtype: "bfloat16" or "float16": what float32 tensors are sent as, or None.
         secret: shared by ranks and reducers, which authenticate each other with it.
         epoch: of connections; those of an earlier one are refused.
-        on_reducer_loss: "raise", or "reform": the group continues by itself without a reducer that died or is silent.
+        on_reducer_loss: "raise"; or "continue": ranks take over from a reducer that died or is silent; or "reform":
+            they bootstrap again without it.
         hierarchical: reduce within each host first, and once across hosts.
         spin_us: how long a wait busy-waits where ranks share memory; None: 50, unless others need the cores.
         cuda: who all-reduces tensors on a GPU: "staged", geartrain through pinned memory; or "nccl".
@@ -73,14 +74,15 @@ class BackendOptions:
         if wire not in (None, "bfloat16", "float16"):
             raise ValueError(f"GEARTRAIN_ALLREDUCE_WIRE_DTYPE is bfloat16 or float16, found {wire!r}")
         on_loss = env.get("GEARTRAIN_ALLREDUCE_ON_REDUCER_LOSS", "raise")
-        if on_loss not in ("raise", "reform"):
-            raise ValueError(f"GEARTRAIN_ALLREDUCE_ON_REDUCER_LOSS is raise or reform, found {on_loss!r}")
+        if on_loss not in ("raise", "continue", "reform"):
+            raise ValueError(f"GEARTRAIN_ALLREDUCE_ON_REDUCER_LOSS is raise or reform or continue, found {on_loss!r}")
         hierarchical = env.get("GEARTRAIN_ALLREDUCE_HIERARCHICAL", "0") or "0"
         if hierarchical not in ("0", "1"):
             raise ValueError(f"GEARTRAIN_ALLREDUCE_HIERARCHICAL is 0 or 1, found {hierarchical!r}")
-        if hierarchical == "1" and on_loss == "reform":
+        if hierarchical == "1" and on_loss != "raise":
             raise ValueError(
-                "GEARTRAIN_ALLREDUCE_HIERARCHICAL=1 goes with GEARTRAIN_ALLREDUCE_ON_REDUCER_LOSS=raise, found 'reform'"
+                "GEARTRAIN_ALLREDUCE_HIERARCHICAL=1 goes with GEARTRAIN_ALLREDUCE_ON_REDUCER_LOSS=raise, found "
+                f"{on_loss!r}"
             )
         spin = env.get("GEARTRAIN_ALLREDUCE_SPIN_US", "").strip()
         spin_us = _numbers("GEARTRAIN_ALLREDUCE_SPIN_US", spin, {"": 1.0}) if spin else ()
