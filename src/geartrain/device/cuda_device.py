@@ -25,7 +25,8 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 PORTABLE, MAPPED, READ_ONLY = 1, 2, 8  # cudaHostRegister's flags
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 20e-6, 200e-6  # between looks at an event; a copy of 4 MB takes about the latter
+POLLED_S = 100e-6  # that an event is looked at without a pause; a copy of 4 MB takes about that
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 20e-6, 200e-6  # between looks at an event
 
 
 _log = logging.getLogger("geartrain.device.cuda_device")
@@ -113,20 +114,18 @@ class CudaDevice:
         return found
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """torch.cuda.stream, and nothing where it is the thread's already."""
-        known = self._known
-        if known._cuda_getDevice() == self.index and known._cuda_getCurrentRawStream(self.index) == stream.cuda_stream:
-            return _NOTHING
-        return cast(AbstractContextManager[Any], self._torch.cuda.stream(stream))
-
-    def entered(self, stream: Any) -> AbstractContextManager[Any]:
-        """By two calls of torch, which `torch.cuda.stream` takes several times as long for."""
+        """Nothing where it is the thread's already, else two calls: `torch.cuda.stream` takes 13 us, these 3."""
         known = self._known
         if known._cuda_getDevice() != self.index:
             return cast(AbstractContextManager[Any], self._torch.cuda.stream(stream))
         if known._cuda_getCurrentRawStream(self.index) == stream.cuda_stream:
-            return _NOTHING  # the thread has entered it
-        return _Entered(self, stream)
+            return _NOTHING
+        return _On(self, stream)
+
+    def entered(self, stream: Any) -> AbstractContextManager[Any]:
+        """As `on`; where that changes anything, with the mode of graph capture that `enter` sets."""
+        found = self.on(stream)
+        return _Entered(self, stream) if isinstance(found, _On) and not self.hip else found
 
     def new_event(self) -> Any:
         """Without timing; cudaEventSynchronize spins where CUDA finds that worth it."""
@@ -151,10 +150,14 @@ class CudaDevice:
         if timeout_s is None:
             event.synchronize()
             return
-        until_s, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
+        began_s, pause_s = time.monotonic(), FIRST_PAUSE_S
         while not event.query():
-            if time.monotonic() > until_s:
+            waited_s = time.monotonic() - began_s
+            if waited_s > timeout_s:
                 raise WaitTimeoutError(f"{self.name} did not reach an event within {timeout_s:.3g} s")
+            if waited_s < POLLED_S:  # a pause of any length takes a thread 60 us or more
+                time.sleep(0)
+                continue
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -216,23 +219,34 @@ class CudaDevice:
         return kernels.why_not_viable()
 
 
-class _Entered:
-    """See `CudaDevice.entered`; on the device that is current."""
+class _On:
+    """See `CudaDevice.on`; a stream of the device that is current."""
 
-    __slots__ = ("_device", "_mode", "_stream")
+    __slots__ = ("_device", "_stream")
 
     def __init__(self, device: CudaDevice, stream: Any) -> None:
         self._device, self._stream = device, stream
 
     def __enter__(self) -> None:
-        device = self._device
-        before = device.current_stream()
-        self._mode = None if device.hip else _exchange_capture_mode(RELAXED)
-        device.set_stream(self._stream)
+        before = self._device.current_stream()
+        self._device.set_stream(self._stream)
         self._stream = before
 
     def __exit__(self, *exc: object) -> None:
         self._device.set_stream(self._stream)
+
+
+class _Entered(_On):
+    """See `CudaDevice.entered`."""
+
+    __slots__ = ("_mode",)
+
+    def __enter__(self) -> None:
+        self._mode = _exchange_capture_mode(RELAXED)
+        super().__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
         if self._mode is not None:
             _exchange_capture_mode(self._mode)
 
