@@ -319,8 +319,10 @@ class Group::Body final : public Peer::Side {
     if (leaving_ || members_.over() || operations_.lose(member)) return;
     uint64_t operation, bytes, of;
     if (members_.has_left(member)) {
-      // It sent its results before, unless it left in a hurry.
-      if (operations_.owes(member)) members_.end(members_.left_fault(member, operations_.works().front()->number));
+      // It sent its results before, unless it left in a hurry. A rank that has done all that it began lacks nothing,
+      // whatever a reducer's loss would have made the other tell.
+      const auto& works = operations_.works();
+      if (!works.empty() && operations_.owes(member)) members_.end(members_.left_fault(member, works.front()->number));
       return;
     }
     std::string when;
