@@ -152,6 +152,7 @@ def test_large_rows_are_copied_where_they_can_be_pinned_and_have_large_pieces(
             f"160000 bytes are larger than the crossover of {threshold.CROSSOVER_BYTES}"
             in chosen(SimulatedDevice(1))[1]
         )
+        monkeypatch.setattr(target, "SMALL_BATCH_BYTES", 1_280_000)  # a batch has as many
         assert chosen(SimulatedDevice(1), crossover_bytes=200_000)[0] == "gather"
         assert chosen(SimulatedDevice(1), path="copy", crossover_bytes=200_000) == ("copy", "it was asked for")
         with caplog.at_level(logging.WARNING, "geartrain.replay.device"):

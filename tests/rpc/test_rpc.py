@@ -274,7 +274,7 @@ def test_a_forked_child_makes_a_node_of_its_own(
             client.call("client", "add", 1, 2)
         own = "tcp" if client.connections()["server"].startswith("tcp") else "shm"
         shown = {name[4:]: value for name, value in server._options.items() if name.startswith("tls_")}
-        tls = TLS(**shown) if shown else None
+        tls = TLS(**{**shown, "threads": shown["threads"] or None}) if shown else None
         with rpc.Node("child", peers={"server": server.address}, transport=own, tls=tls) as mine:
             return 0 if own != server._options["transport"] or mine.call("server", "add", 1, 2) == 3 else 1
 

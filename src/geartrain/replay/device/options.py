@@ -60,9 +60,9 @@ class DeviceOptions:
         device: "cuda", "cuda:1", a torch.device, or a `geartrain.device.device.Device`.
         path: "gather": the GPU's kernel reads the rows out of the pinned segment. "copy": its copy engines take each
             row's windows from there. "staged": the CPU gathers into pinned memory. "auto": staged for batches of less
-            than 4 MB; for others, where the segment can be pinned, copy for rows beyond the crossover that have no
-            small fields, gather for the rest, and staged where it cannot. "gather" and "copy" raise where "auto" would
-            say in the log why it stages.
+            than 4 MB (1 MB of rows beyond the crossover); for others, where the segment can be pinned, copy for rows
+            beyond the crossover that have no small fields, gather for the rest, and staged where it cannot. "gather"
+            and "copy" raise where "auto" would say in the log why it stages.
         select: where rows are drawn. "device" draws with Triton kernels from a copy of the priorities in device
             memory; "auto" does so where the strategy allows it and the copy pays: the batch is large, or the store does
             not change.

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import geartrain._native as _native
 from geartrain.core.keys import Keys
-from geartrain.device.kernels.gather_layout import Arena
 from geartrain.replay.device.arena_batch import ArenaViews, arena_batch
 from geartrain.replay.device.layout import arrangement
 from geartrain.replay.device.target import DeviceTarget
@@ -46,6 +45,8 @@ class StagedBatches:
     MOST = 8  # batches in pinned memory; a copy of an earlier one is waited for where all of them are in flight
 
     def __init__(self, target: DeviceTarget, sampler: StoreSampler, n: int, mixed: bool) -> None:
+        from geartrain.device.kernels.gather_layout import Arena
+
         self._target = target
         self._first = sampler.empty_batch(n, mixed)
         fields, metadata, nbytes = self._first.places()

@@ -31,6 +31,8 @@ MOST_VIEWS = 64
 # Batches of less are staged by "auto": one after the other they take less time than a gather, of which launches and the
 # wait for the flags of torn rows are 0.5 ms (decision 086 has both up to 16 MB).
 SMALL_BATCH_BYTES = 4 << 20
+# The same of rows beyond the crossover, whose copies take no CPU time: an estimate.
+SMALL_COPIED_BATCH_BYTES = 1 << 20
 
 # Paths on which the device reads the segment itself.
 PINNED_PATHS = ("gather", "copy")
@@ -129,9 +131,10 @@ class DeviceTarget:
         if asked == "staged":
             return "staged", "it was asked for"
         batch_bytes = self.row_bytes * (SMALL_BATCH_BYTES if rows is None else rows)
-        if asked == "auto" and self.options.select != "device" and batch_bytes < SMALL_BATCH_BYTES:
-            return "staged", f"a batch has {batch_bytes} bytes, which the CPU copies before kernels are launched"
         most, says = crossover(self.options.crossover_bytes, self.device.model)
+        small_bytes = SMALL_BATCH_BYTES if self.row_bytes <= most else min(SMALL_COPIED_BATCH_BYTES, SMALL_BATCH_BYTES)
+        if asked == "auto" and self.options.select != "device" and batch_bytes < small_bytes:
+            return "staged", f"a batch has {batch_bytes} bytes, which the CPU copies before kernels are launched"
         path: Path = asked if asked != "auto" else "gather" if self.row_bytes <= most else "copy"
         larger = f"rows of {self.row_bytes} bytes are larger than the crossover of {most} ({says})"
         piece_bytes = self.row_bytes // max(1, len(self.plan.names))
