@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy as copy_module
 import ctypes
-import dataclasses
 import functools
 import gc
 import itertools
 import logging
-import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +22,7 @@ import geartrain as gt
 import geartrain.replay.device.gather_threshold as crossover
 import geartrain.replay.device.gather_threshold as gather_threshold
 import geartrain.replay.device.target as target
-from geartrain.errors import ArgumentError, FieldError, PinError, StoreClosedError
+from geartrain.errors import ArgumentError, PinError, StoreClosedError
 from geartrain.replay.device import Convert, DeviceOptions
 from geartrain.replay.device.priority_mirror import CopyRule
 from geartrain.selection import Fifo, GroupSampling, Lifo, Limits, Mixture, Prioritized, TopK, Uniform
@@ -191,63 +188,6 @@ def test_memory_is_used_again_only_when_the_consumers_stream_is_done(store: gt.S
         for copy, batch in zip(copies, slow, strict=True):
             np.testing.assert_array_equal(copy, batch["x"].numpy())
     assert len(addresses) < 20, "memory was not recycled"
-
-
-def test_pinned_batches_that_are_used_again_keep_no_importance_weights(store_name: Callable[[], str]) -> None:
-    """Of a mixture whose quotas change from batch to batch: one store's rows have weights and the other's none."""
-    device = SimulatedDevice(3)
-    shape = {"rows": 60, "capacity": 64, "max_length": 30}
-    with filled_store(store_name(), **shape) as one, filled_store(store_name(), **shape) as two:
-        mixture = Mixture([0.3, 0.7], [Prioritized(seed=1, beta=0.7), Uniform(seed=2)], seed=3)
-        kinds: dict[str, Any] = {"window": 5, "num_batches": 24, "prefetch": 0}
-        with (
-            gt.Replay([one, two], mixture, 7, **kinds) as slow,
-            gt.Replay([one, two], mixture, 7, **kinds, device=DeviceOptions(device, path="staged")) as fast,
-        ):
-            for host, landed in zip(slow, fast, strict=True):
-                device.finish()
-                check_same(host, landed, {}, False)
-            assert fast.describe()[0]["pinned_pool_bytes"] > 0
-
-
-def test_tensors_of_a_batch_on_a_device_are_made_when_they_are_asked_for(store: gt.Store) -> None:
-    device = SimulatedDevice(5)
-    for path in ("staged", "gather"):
-        with (
-            gt.Replay(store, Prioritized(seed=1, beta=0.5), 8, window=7) as slow,
-            gt.Replay(
-                store, Prioritized(seed=1, beta=0.5), 8, window=7, device=DeviceOptions(device, path=path)
-            ) as fast,  # type: ignore[arg-type]
-        ):
-            host, batch = slow.sample(), fast.sample()
-            device.finish()
-            assert list(batch) == list(host) == list(batch.fields)
-            assert "x" in batch and "y" not in batch and 3 not in batch and [] not in batch
-            assert len(batch) == batch.batch_size == 8 and batch.nbytes == host.nbytes
-            assert batch["x"] is batch["x"] is batch.fields["x"]
-            assert batch.draw is None and batch.cu_seqlens is None
-            for name in ("y", 3, [], None):
-                with pytest.raises(FieldError):
-                    batch[name]  # type: ignore[index]
-            with pytest.raises(AttributeError):
-                getattr(batch, "rows")  # noqa: B009
-            check_same(host, pickle.loads(pickle.dumps(batch)), {}, False)
-            check_same(host, dataclasses.replace(batch, step=batch.step), {}, False)
-            check_same(host, copy_module.copy(batch), {}, False)
-
-
-def test_small_batches_are_staged_on_the_thread_that_asks_for_them_at_once(store: gt.Store) -> None:
-    device = SimulatedDevice(5)
-    with gt.Replay(store, Uniform(seed=1), 8, window=7, device=DeviceOptions(device)) as replay:
-        for _ in range(200):
-            replay.sample()
-            device.finish()
-        assert replay._loader._placement is not None
-        if replay._loader._placement.here:  # a busy machine may have seen batches that took long
-            assert "geartrain-prefetch" not in {thread.name for thread in threading.enumerate()}
-    with gt.Replay(store, Uniform(seed=1), 8, window=7, device=DeviceOptions(device, path="gather")) as replay:
-        replay.sample()
-        assert replay._loader._placement is None
 
 
 def test_a_batch_that_is_kept_is_never_overwritten(store: gt.Store) -> None:
