@@ -304,7 +304,8 @@ bool Admission::challenge(Place place) {
   const bool lacks_tls = options_.options.tls != nullptr && !pending.local && pending.socket.tls() == nullptr;
   std::memcpy(pending.challenge.magic, kHelloMagic, sizeof kHelloMagic);
   pending.challenge.version = kProtocolVersion;
-  pending.challenge.needs = (options_.options.secret.empty() ? 0u : kNeedsSecret) | (lacks_tls ? kNeedsTls : 0u);
+  pending.challenge.needs =
+      (options_.options.secret.empty() ? 0u : kNeedsSecret) | (lacks_tls ? kNeedsTls : 0u) | kTakesLanesInAnyOrder;
   std::memcpy(pending.challenge.listener, id_.data(), id_.size());
   random_bytes(pending.challenge.nonce);
   reply(pending, pending.challenge);
@@ -353,7 +354,10 @@ bool Admission::judge(Place place) {
     std::memcpy(of.data(), pending.hello.session, of.size());
     const auto found = by_session_.find(session_key(of));
     if (found != by_session_.end()) owner = found->second;
-    if (found == by_session_.end() || pending.hello.lanes != owner->lanes.size()) answer = Answer::unknown_session;
+    const uint32_t number = pending.hello.lanes;
+    if (found == by_session_.end() || number >= owner->lanes.size() || owner->lanes[number]) {
+      answer = Answer::unknown_session;
+    }
   }
   if (answer == Answer::welcome && intent == Intent::stream) {
     if (pending.hello.lanes > kMaxLanes) fail(ErrorKind::frame, "too many lanes");
@@ -372,7 +376,10 @@ bool Admission::judge(Place place) {
   // Before the dialer can act on the verdict.
   const Deadline deadline = Deadline::after(options_.options.limits.handshake_timeout_s);
   if (answer == Answer::welcome && (intent == Intent::stream || intent == Intent::shm)) {
-    if (intent == Intent::stream) by_session_.emplace(session_key(pending.session.id), place);
+    if (intent == Intent::stream) {
+      pending.lanes.resize(size_t{pending.hello.lanes} + 1);
+      by_session_.emplace(session_key(pending.session.id), place);
+    }
     move(place, proved_);
     proved_sockets_ += sockets_of(pending.hello);
     pending.deadline = deadline;
@@ -398,10 +405,10 @@ bool Admission::judge(Place place) {
       return false;  // until its lanes have arrived nothing may follow
     case Intent::lane:
       unwatch(pending);
-      owner->lanes.push_back(std::move(pending.socket));
+      owner->lanes[pending.hello.lanes] = std::move(pending.socket);
       owner->deadline = deadline;
       forget(place);
-      if (owner->lanes.size() == owner->hello.lanes + 1) complete(owner);
+      if (++owner->come == owner->lanes.size()) complete(owner);
       return false;
     case Intent::raw: {
       if (options_.raw == nullptr) fail(ErrorKind::frame, "raw connections are not accepted here");

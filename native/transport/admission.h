@@ -81,7 +81,8 @@ class Admission {
     size_t filled = 0;  // of the structure that the state waits for
     std::vector<Descriptor> fds{};
     Session session{};
-    std::vector<Stream> lanes{};
+    std::vector<Stream> lanes{};  // by number, as they come
+    size_t come = 0;              // of them
   };
 
   void add(Descriptor socket, bool local);

@@ -6,44 +6,26 @@
 // (wait_briefly); waits, deadlines and the end of the peer are the caller's, between rounds. So a round needs no free
 // thread, and leaves none behind.
 //
-// How many threads. As few as are about as fast as more (kFaster), found by trying, on messages of like sizes, of which
-// the best of kSamples is one judgement. A thread at work on a lane never sleeps, so its processor time is as long as
-// the time that passes unless it waits for a core. Where it is shorter (kContended), half as many are used from then
-// on. Else half as many and, where it is not (kIdle), twice as many are tried in turns, up to a thread for each lane
-// and core; less and less often while that changes nothing. On one core, or on two that a sender and its receiver
-// share, that is one thread. A number that was asked for (TlsFiles::threads) is kept.
+// How many threads. As few as are about as fast as more, found by trying on messages of like sizes (tried_threads.h):
+// of each power of two of bytes by itself, beginning with what the messages before had. A thread at work on a lane
+// never sleeps, so its processor time is as long as the time that passes unless it waits for a core. On one core, or on
+// two that a sender and its receiver share, that is one thread. A number that was asked for (TlsFiles::threads) is
+// kept.
 //
 // Threads: run() and messages one at a time; counts are any thread's.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <type_traits>
 
+#include "transport/providers/tried_threads.h"
+
 namespace geartrain {
-
-// A number of threads, tried out.
-class TriedThreads {
- public:
-  TriedThreads(unsigned begin, unsigned most) : now_(begin), kept_(begin), most_(most) {}
-  // A message took so long; `share` of a core is what its threads had while they worked, 1 where that is not known.
-  void judge(uint64_t bytes, uint64_t took_ns, double share);
-  unsigned now() const { return now_; }
-
- private:
-  void wait_longer();
-
-  unsigned now_, kept_;  // another than kept_: on trial
-  const unsigned most_;
-  uint64_t bytes_ = 0;  // about, of the messages that are compared
-  unsigned samples_ = 0;
-  double rate_ = 0, share_ = 0;   // the best of the samples
-  double kept_rate_ = 0;          // of the last judgement of kept_
-  bool up_ = true;                // the direction of trials, until one is in vain
-  uint32_t vain_ = 0, wait_ = 1;  // judgements: the last pause before a trial, and what is left of it
-};
 
 class LaneThreads {
  public:
@@ -62,8 +44,8 @@ class LaneThreads {
   // Within a body: waits for its lane's socket while others of the round are at work, for a millisecond at most.
   // Whether it is worth to go on.
   bool wait_briefly(int socket, short events);
-  // Around the rounds of a message, which is judged at its end.
-  void begin_message();
+  // Around the rounds of a message of so many bytes, which is judged at its end.
+  void begin_message(uint64_t bytes);
   void end_message(uint64_t bytes);
 
   unsigned now() const { return now_.load(std::memory_order_relaxed); }
@@ -74,7 +56,7 @@ class LaneThreads {
  private:
   const unsigned most_;
   const bool adapts_;
-  TriedThreads tried_;
+  std::array<std::unique_ptr<TriedThreads>, 64> tried_;  // by powers of two of a message's bytes
   std::atomic<unsigned> now_;
   std::atomic<unsigned> working_{0}, seen_{0};
   std::atomic<uint64_t> wall_ns_{0}, cpu_ns_{0};  // of all threads in this message

@@ -166,7 +166,7 @@ class TcpConnection final : public Connection {
 
  private:
   void write_lanes(const Sequence<const std::byte>& bulk, Deadline deadline) {
-    out_threads_.begin_message();
+    out_threads_.begin_message(bulk.bytes());
     std::vector<LaneProgress> progress;
     for (size_t i = 0; i < lanes_.size(); ++i) progress.push_back({i, 0});
     for (;;) {
@@ -305,7 +305,7 @@ class TcpConnection final : public Connection {
     bulk_left_ = bulk_in_.bytes();
     progress_in_.clear();
     for (size_t i = 0; i < lanes_.size(); ++i) progress_in_.push_back({i, 0});
-    if (on_lanes_) in_threads_.begin_message();
+    if (on_lanes_) in_threads_.begin_message(bulk_in_.bytes());
     in_message_ = true;
   }
 

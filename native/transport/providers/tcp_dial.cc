@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "transport/providers/at_once.h"
 #include "transport/providers/lane_threads.h"
 #include "transport/providers/provider.h"
 #include "transport/security/handshake.h"
@@ -31,19 +32,24 @@ Stream connect_stream(const std::string& place, const Options& options, Deadline
   return stream;
 }
 
-// None: the listener does not know the session any more.
 Stream dial_lane(const std::string& place, const Address& address, const Options& options, Deadline deadline,
                  uint32_t number, const Session& session) {
-  Stream lane = connect_stream(place, options, deadline);
-  try {
-    greet(lane.wire(), Intent::lane, address, options, deadline, number, &session.id);
-  } catch (const SessionGone&) {
-    return {};
-  }
+  Stream lane = until_admitted(deadline, [&]() -> Stream {
+    Stream dialled = connect_stream(place, options, deadline);
+    try {
+      greet(dialled.wire(), Intent::lane, address, options, deadline, number, &session.id);
+    } catch (const SessionGone&) {
+      return {};
+    }
+    return dialled;
+  });
+  if (!lane) fail(ErrorKind::peer_lost, "the peer has given up the connection of this lane");
   return lane;
 }
 
-// All the streams of one connection. An attempt that fails half-way leaves nothing: the next one is another session.
+// All the streams of one connection: the first one, and then all others at once, each of which takes four times the
+// network's round trip and two signatures. An attempt that fails half-way leaves nothing: the next one is another
+// session.
 std::shared_ptr<Connection> dial_place(const std::string& place, const Address& address, const Options& options,
                                        Deadline deadline) {
   Stream socket = connect_stream(place, options, deadline);
@@ -51,11 +57,12 @@ std::shared_ptr<Connection> dial_place(const std::string& place, const Address& 
   const uint32_t lanes = options.lanes == kLanesByCores ? lanes_by_cores(tls, tls ? options.tls->threads() : 0)
                                                         : std::min(options.lanes, kMaxLanes);
   const Session session = greet(socket.wire(), Intent::stream, address, options, deadline, lanes);
-  std::vector<Stream> joined;
-  for (uint32_t i = 0; i <= lanes; ++i) {
-    joined.push_back(
-        until_admitted(deadline, [&] { return dial_lane(place, address, options, deadline, i, session); }));
-    if (!joined.back()) fail(ErrorKind::peer_lost, "the peer has given up the connection of this lane");
+  std::vector<Stream> joined(size_t{lanes} + 1);
+  const auto dial = [&](uint32_t i) { joined[i] = dial_lane(place, address, options, deadline, i, session); };
+  if (session.lanes_in_any_order) {
+    at_once(lanes + 1, dial);
+  } else {
+    for (uint32_t i = 0; i <= lanes; ++i) dial(i);
   }
   return take_tcp(std::move(socket), std::move(joined), session, options);
 }

@@ -228,6 +228,7 @@ Session greet(Wire wire, Intent intent, const Address& address, const Options& o
   std::memcpy(session.id.data(), verdict.session, session.id.size());
   std::memcpy(session.listener.data(), challenge.listener, session.listener.size());
   session.authenticated = !options.secret.empty();
+  session.lanes_in_any_order = (challenge.needs & kTakesLanesInAnyOrder) != 0;
   return session;
 }
 

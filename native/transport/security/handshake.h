@@ -55,6 +55,7 @@ enum Need : uint32_t {
   kNeedsSecret = 1,
   kNeedsTls = 2,       // to a dialer without TLS; nothing follows
   kNeedsPatience = 4,  // there is no place for it now; nothing follows
+  kTakesLanesInAnyOrder = 8,  // and at once; listeners of earlier builds take number 0 first, then 1, and so on
 };
 
 struct Challenge {
@@ -96,6 +97,7 @@ struct Session {
   SessionId id{};
   SessionId listener{};  // of the listener that was dialled
   bool authenticated = false;
+  bool lanes_in_any_order = false;  // kTakesLanesInAnyOrder
   std::string name() const;  // the id's first half, in hexadecimal
 };
 
