@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <thread>
@@ -25,12 +26,20 @@ constexpr size_t kInBytes = size_t{128} << 10;
 // Other libraries of the process may use the same OpenSSL and have it clean up at exit, while the sideband
 // thread still runs. From then on no thread of ours calls it.
 std::atomic<bool> leaving{false};
-std::atomic<int> inside{0};
+// A fork waits until no thread is within: a child would find OpenSSL's locks held for ever, and sessions half changed,
+// which it has to end. Meanwhile no other thread begins. None has a lock that a handler of a fork takes.
+std::atomic<int> inside{0}, forking{0};
+constexpr uint64_t kLongestNs = 1'000'000'000;  // of waits for those within
 
 class Inside {
  public:
   Inside() {
     inside.fetch_add(1);
+    while (forking.load() != 0) {
+      inside.fetch_sub(1);
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+      inside.fetch_add(1);
+    }
     allowed_ = !leaving.load();
   }
   ~Inside() { inside.fetch_sub(1); }
@@ -42,14 +51,27 @@ class Inside {
   bool allowed_;
 };
 
-void leave_at_exit() {
+void wait_until_none_is_inside() {
+  const uint64_t until_ns = monotonic_ns() + kLongestNs;
+  while (inside.load() != 0 && monotonic_ns() < until_ns) std::this_thread::yield();
+}
+
+void watch_exit_and_forks() {
   static const bool told = [] {
     return std::atexit([] {
              leaving.store(true);
-             const uint64_t until_ns = monotonic_ns() + 1'000'000'000;
-             while (inside.load() != 0 && monotonic_ns() < until_ns) std::this_thread::yield();
+             wait_until_none_is_inside();
            }) == 0 &&
-           ::pthread_atfork(nullptr, nullptr, [] { inside.store(0); }) == 0;  // a child has none of the threads
+           ::pthread_atfork(
+               [] {
+                 forking.fetch_add(1);
+                 wait_until_none_is_inside();
+               },
+               [] { forking.fetch_sub(1); },
+               [] {
+                 inside.store(0);  // a child has none of the threads
+                 forking.store(0);
+               }) == 0;
   }();
   static_cast<void>(told);
 }
@@ -133,12 +155,12 @@ std::shared_ptr<const TlsContext> TlsContext::load(const TlsFiles& files) {
 
 TlsContext::TlsContext(const TlsFiles& files)
     : name_(files.name), rekey_bytes_(files.rekey_bytes), threads_(files.threads) {
+  watch_exit_and_forks();
+  const Inside in;
   const OpenSsl& api = openssl();
-  leave_at_exit();
   check_readable(files.certificate, "certificate");
   check_readable(files.key, "key");
   check_readable(files.ca, "ca");
-  const Inside in;
   if (!in) fail(ErrorKind::not_viable, "the process ends");
   api.ERR_clear_error();
   std::unique_ptr<SslContext, void (*)(SslContext*)> made(api.SSL_CTX_new(api.TLS_method()), api.SSL_CTX_free);

@@ -9,7 +9,8 @@
 // The end. A stream that ends is a lost peer to its reader, whatever ended it, and messages count only when they
 // are whole (frame.h). So neither side sends close_notify, and a cut stream is no less safe than a whole one.
 //
-// Threads: any; one at a time is in the cipher. Reading and writing never block.
+// Threads: any; one at a time is in the cipher. Reading and writing never block. A fork waits until none is within
+// OpenSSL (some of them for milliseconds), so that a child may end what it has of its parent's and begin its own.
 #pragma once
 
 #include <sys/types.h>
