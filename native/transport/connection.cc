@@ -252,6 +252,9 @@ void Connection::start_sideband(Stream socket, int peer, const std::string& why)
   setup.peer_timeout_s = options_.peer_timeout_s;
   setup.regions = regions_;
   setup.lost = [this](const std::string& reason) { lose("the peer over " + describe() + " " + reason); };
+  setup.ended = [this] {
+    if (!lost()) wake_self();
+  };
   sideband_ = std::make_shared<Sideband>(std::move(setup));
   try {
     sideband_->start();

@@ -36,6 +36,7 @@
 #include "transport/providers/provider.h"
 #include "transport/providers/sequence.h"
 #include "transport/security/handshake.h"
+#include "transport/sideband/sideband.h"
 
 namespace geartrain {
 namespace {
@@ -44,7 +45,7 @@ constexpr uint64_t kLanesFrom = uint64_t{8} << 20;
 constexpr uint64_t kLanesFromUnderTls = uint64_t{2} << 20;
 constexpr uint64_t kPiece = uint64_t{1} << 20;
 constexpr int kWorthAThread = 128 << 10;
-constexpr double kLaneEndedS = 0.1;
+constexpr double kLaneEndedS = 0.1, kSidebandEndedS = 1;
 constexpr uint32_t kLookAtLanesEvery = 16;  // reads in vain
 constexpr size_t kBufferBytes = size_t{256} << 10;
 constexpr uint64_t kReadBudget = uint64_t{8} << 20;  // then other connections get their turn
@@ -347,8 +348,14 @@ class TcpConnection final : public Connection {
 
   // A lane that ends while nothing is expected on it is the end of the connection, when what may have been sent on the
   // first one before has had time to come. Looked for now and then: whoever waits is woken by such a lane again and
-  // again.
+  // again. So is the sideband, whose end wakes whoever waits at every heartbeat.
   void look_at_idle_lanes() {
+    if (sideband_ != nullptr && sideband_->ended_by_peer()) {
+      if (!sideband_ended_) sideband_ended_ = Deadline::after(kSidebandEndedS);
+      if (sideband_ended_->passed()) {
+        fail(ErrorKind::peer_lost, "the peer over ", describe(), " is gone: its sideband has ended");
+      }
+    }
     if (++empty_reads_ % kLookAtLanesEvery != 0 || lanes_.empty()) return;
     struct pollfd all[kMaxLanes];
     size_t n = 0;
@@ -452,7 +459,7 @@ class TcpConnection final : public Connection {
   Sequence<std::byte> first_in_, bulk_in_;  // received on the first connection, and on the lanes
   uint64_t first_done_ = 0, bulk_left_ = 0;
   uint32_t empty_reads_ = 0;
-  std::optional<Deadline> lane_ended_;
+  std::optional<Deadline> lane_ended_, sideband_ended_;
   std::vector<LaneProgress> progress_in_;
 };
 

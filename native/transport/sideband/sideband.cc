@@ -24,6 +24,7 @@ Sideband::Sideband(Setup setup)
       peer_timeout_s_(setup.peer_timeout_s),
       regions_(std::move(setup.regions)),
       lost_(std::move(setup.lost)),
+      on_ended_(std::move(setup.ended)),
       out_of_reach_(std::move(setup.out_of_reach)) {
   random_bytes(nonce_);
   if (peer_ == 0) {
@@ -51,6 +52,7 @@ void Sideband::stop() {
   {
     std::lock_guard lock(lost_mutex_);
     lost_ = nullptr;
+    on_ended_ = nullptr;
   }
   hang_up();
   SidebandThread::of_process().remove(this);
@@ -77,7 +79,7 @@ void Sideband::on_ready() {
       if (got < 0 && errno == EINTR) continue;
       if (got < 0 && errno == EAGAIN) break;
       if (got <= 0) {
-        end();
+        end_by_peer();
         break;
       }
       received_ = true;
@@ -121,7 +123,7 @@ bool Sideband::read_payload(uint64_t* budget) {
   if (got < 0 && error == EINTR) return true;
   if (got < 0 && error == EAGAIN) return false;
   if (got <= 0) {
-    end();
+    end_by_peer();
     return false;
   }
   received_ = true;
@@ -392,6 +394,10 @@ void Sideband::want_write(bool wanted) {
 
 void Sideband::tick() {
   std::lock_guard lock(mutex_);
+  if (ended_by_peer()) {
+    std::lock_guard one(lost_mutex_);
+    if (on_ended_) on_ended_();
+  }
   if (ended_) return;  // the connection itself reports that
   // Counted in heartbeats of this process: one that was stopped itself does not declare its peers lost.
   idle_s_ = received_ ? 0 : idle_s_ + kHeartbeatS;
@@ -405,10 +411,18 @@ void Sideband::tick() {
   flush();
 }
 
+// It stays with the thread, for its heartbeats: a connection whose sideband ended alone has no others.
+void Sideband::end_by_peer() noexcept {
+  if (ended_) return;
+  ended_by_peer_.store(true, std::memory_order_relaxed);
+  SidebandThread::of_process().unwatch(this);
+  end();
+}
+
 void Sideband::end() noexcept {
   if (ended_) return;
   ended_ = true;
-  SidebandThread::of_process().remove(this);
+  if (!ended_by_peer()) SidebandThread::of_process().remove(this);
   for (auto& [number, request] : requests_) request->changed.notify_one();
   greeting_.notify_all();
   puts_.clear();

@@ -46,12 +46,15 @@ class Sideband final : public SidebandLine, public std::enable_shared_from_this<
     std::string out_of_reach;  // why it is not
     std::shared_ptr<ExposedRegions> regions;
     std::function<void(const std::string&)> lost;  // heartbeats stopped, or malformed input; never after stop()
+    std::function<void()> ended;                   // at every heartbeat after the peer's end of it; never after stop()
   };
   explicit Sideband(Setup setup);
   // Registers it with the process's thread, until stop().
   void start();
   void stop();
   void hang_up() const;
+  // Whether the peer has ended it, or what is between. The connection may have something to be read still.
+  bool ended_by_peer() const { return ended_by_peer_.load(std::memory_order_relaxed); }
 
   // Copies from the peer's region, or to it, and returns the path. Throws region, timed_out, peer_lost, no_space.
   Path read(const RegionHandle& handle, std::span<std::byte> into, uint64_t offset, Deadline deadline);
@@ -124,6 +127,7 @@ class Sideband final : public SidebandLine, public std::enable_shared_from_this<
   bool again();
   void want_write(bool wanted);
   void end() noexcept;
+  void end_by_peer() noexcept;
   [[noreturn]] static void malformed(const char* what);
   void report_lost(const std::string& reason) noexcept;
 
@@ -135,6 +139,8 @@ class Sideband final : public SidebandLine, public std::enable_shared_from_this<
   ExposedId nonce_;
   std::mutex lost_mutex_;
   std::function<void(const std::string&)> lost_;
+  std::function<void()> on_ended_;
+  std::atomic<bool> ended_by_peer_{false};
   std::atomic<bool> has_work_{false}, unread_{false};
 
   mutable std::mutex mutex_;  // of all below; before a region's and lost_mutex_

@@ -96,6 +96,10 @@ void SidebandThread::watch(const SidebandLine* line, bool write) const {
   ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, line->socket(), &event);  // fails when it is closed
 }
 
+void SidebandThread::unwatch(const SidebandLine* line) const {
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, line->socket(), nullptr);
+}
+
 void SidebandThread::wake() const {
   const uint64_t one = 1;
   [[maybe_unused]] const ssize_t written = ::write(bell_.get(), &one, sizeof one);

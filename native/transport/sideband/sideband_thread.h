@@ -33,6 +33,7 @@ class SidebandThread {
   static SidebandThread& of_process();
   void add(const std::shared_ptr<SidebandLine>& line);
   void remove(const SidebandLine* line);
+  void unwatch(const SidebandLine* line) const;            // no lock; it has its heartbeats still
   void watch(const SidebandLine* line, bool write) const;  // no lock: from within the sideband's own
   void wake() const;                                       // a line has work
 
