@@ -10,6 +10,7 @@ that local writers use, out of the buffers of the transport: one copy on this si
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -113,6 +114,7 @@ class _Entry:
 
 
 _lock = threading.RLock()  # a signal's handler may come in between
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _served: weakref.WeakKeyDictionary[Node, dict[str, _Entry]] = weakref.WeakKeyDictionary()
 
 

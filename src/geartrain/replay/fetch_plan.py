@@ -19,6 +19,7 @@ from geartrain.core.arguments import default_threads
 from geartrain.core.dtypes import DTYPES, as_raw, as_tensor, from_dlpack, is_exchanged, numpy_dtype, torch_dtype
 from geartrain.core.extras import require_torch
 from geartrain.core.keys import Keys
+from geartrain.core.torch_operators import find_operators
 from geartrain.errors import ArgumentError
 from geartrain.replay.batch import Batch
 from geartrain.replay.windows import Windows, as_windows
@@ -88,6 +89,7 @@ class FetchPlan:
             raise ArgumentError(f"output is 'torch' or 'numpy', found {output!r}")
         if output == "torch":
             require_torch("a batch of tensors", "; output='numpy' makes arrays")
+            find_operators()
         for name in names:
             (torch_dtype if output == "torch" else numpy_dtype)(DTYPES[schema[name].dtype])
         return FetchPlan(store, names, windows, pad == "left", output, default_threads(threads))

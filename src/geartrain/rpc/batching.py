@@ -19,7 +19,7 @@ from geartrain.rpc.stats import BatchDone, BatchStats
 #: Timer threads of one function, which run batches that did not fill in time.
 _MAX_TIMERS = 64
 
-_LOCK = threading.Lock()  # of the moment in which a result meets its callback
+_LOCK = threading.RLock()  # of the moment in which a result meets its callback; a handler may complete another one
 
 
 class PendingReply:
@@ -257,6 +257,8 @@ _batchers: weakref.WeakSet[Batcher] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
+    global _LOCK
+    _LOCK = threading.RLock()  # another thread of the parent's may have had it
     for batcher in list(_batchers):
         batcher._after_fork()
 

@@ -1,0 +1,53 @@
+"""First uses of torch's operators, which a fork must not interrupt.
+
+    find_operators()  # before a thread of geartrain's makes tensors
+
+An operator that is used for the first time is looked up without the GIL, in tables whose readers are counted, behind a
+guard that other threads wait for. A child that was forked by another thread in that instant keeps the count and the
+guard for ever: it hangs in its own first use, or at its end, where torch's libraries leave the tables
+(`c10::Dispatcher::cleanup`). So what batches are made with is used once before, and a fork waits for that. Operators
+that only the program uses are the program's.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import numpy as np
+
+#: Held during first uses, less than a millisecond; a signal's handler may fork in between.
+_looking = threading.RLock()
+_found = False
+
+os.register_at_fork(before=_looking.acquire, after_in_parent=_looking.release, after_in_child=_looking.release)
+
+
+def find_operators() -> None:
+    """Uses what batches are made with, once in a process. Needs torch."""
+    global _found
+    if _found:
+        return
+    import torch
+
+    with _looking:
+        if _found:
+            return
+        array = torch.from_numpy(np.zeros(8, np.uint8))
+        tensor = torch.full((8,), 1, dtype=torch.uint8)
+        tensor.copy_(array)
+        tensor.numpy()
+        torch.as_tensor(array)
+        torch.empty(8, dtype=torch.uint8).fill_(0)
+        torch.zeros(8, dtype=torch.uint8)
+        torch.empty_like(tensor)
+        torch.utils.dlpack.from_dlpack(np.zeros(8, np.uint8))
+        words = tensor.view(torch.int32).view(2, 1)
+        words[0], words[0:1], words[:, 0], words.reshape(-1), words.narrow(0, 0, 1)
+        words[torch.zeros(1, dtype=torch.int64)]
+        words.as_strided((1,), (1,)), words.expand(2, 1), words.unsqueeze(0), words.squeeze(-1)
+        words.to(torch.float32), words.to("cpu"), words.clone(), words.detach(), words.contiguous()
+        _found = True
+
+
+__all__ = ["find_operators"]
