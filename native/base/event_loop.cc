@@ -222,6 +222,7 @@ void EventLoop::Turn::run_until(const std::atomic<bool>& done, Deadline until) {
 void EventLoop::drive(const std::atomic<bool>* done, Deadline until, bool soon) {
   sleeping_.store(false);
   driven_ = true;
+  stages_.turn_to(Stage::protocol);
   for (Pollable* const one : pollables_) {
     one->announce_wake();
     one->hold_wakes(true);
@@ -231,6 +232,7 @@ void EventLoop::drive(const std::atomic<bool>* done, Deadline until, bool soon) 
   hear_wakes();
   // Its own thread announces itself, and that it is awake.
   if (turn_->claims_.load() == 0) leave(waited, soon);
+  stages_.turn_to(Stage::outside);
   sleeping_.store(true);
   if (posted_.load()) wake();
 }
@@ -267,10 +269,12 @@ bool EventLoop::drive_until(const std::atomic<bool>* done, Deadline until) {
       due_ns = now + next_ns;
     }
     if (busy) {
+      stages_.turn_at(Stage::protocol, now);
       last_ns = now;
       sent = false;
       continue;
     }
+    stages_.turn_at(Stage::poll, now);
     if (now >= until_ns) return true;
     const uint64_t idle_ns = now - last_ns;
     if (idle_ns >= spin_ns) {
@@ -284,7 +288,10 @@ bool EventLoop::drive_until(const std::atomic<bool>* done, Deadline until) {
       sent = true;
     }
     if (many || idle_ns >= kYieldNs) {
-      ::sched_yield();
+      {
+        const StageClock::Scope scope(&stages_, Stage::yield);
+        ::sched_yield();
+      }
       if (const uint64_t back_ns = monotonic_ns(); spin_us_ < 0 && back_ns - now > kForeignNs) {
         polls_again_ns_ = back_ns + kSleepOnlyNs;
         spin_ns = 0;
@@ -307,6 +314,7 @@ bool EventLoop::sleep_here(uint64_t most_ns) {
     const struct timespec most{static_cast<time_t>(most_ns / 1'000'000'000),
                                static_cast<long>(most_ns % 1'000'000'000)};
     struct pollfd wakes{wake_.get(), POLLIN, 0};
+    const StageClock::Scope scope(&stages_, Stage::sleep);
     woken = ::ppoll(&wakes, 1, &most, nullptr);
     if (woken > 0) clear_wakes();
   }
@@ -359,6 +367,7 @@ bool EventLoop::poll() {
   if (spin_us_ == 0 || crowded() || monotonic_ns() < polls_again_ns_) return false;
   bool found = false;
   const uint64_t until_ns = monotonic_ns() + kPollNs;
+  const StageClock::Scope scope(&stages_, Stage::poll);
   while (!(found = look_at_all() || posted_.load()) && monotonic_ns() < until_ns) pause_briefly();
   return found;
 }
@@ -381,8 +390,8 @@ void EventLoop::run(const char* name) noexcept {
     });
     sleeping_.store(true);
     if (busy || posted_.load()) sleep_ns = 0;
+    bool waited = false;
     if (sleep_ns != 0) {
-      bool waited = false;
       guarded([&] { waited = wanted_ && wanted_(); });
       if (!announce_sleep(waited)) sleep_ns = 0;
     }
@@ -393,6 +402,7 @@ void EventLoop::run(const char* name) noexcept {
       ready = ::epoll_wait(epoll_.get(), events, 64, 0);
     } else {
       sleeps_until_ns_ = monotonic_ns() + static_cast<uint64_t>(sleep_ms) * 1'000'000;
+      stages_.turn_to(waited ? Stage::sleep : Stage::outside);
       turn.unlock();
       ready = ::epoll_wait(epoll_.get(), events, 64, sleep_ms);
       turn_->claims_.fetch_add(1);
@@ -402,6 +412,7 @@ void EventLoop::run(const char* name) noexcept {
       }
       turn_->claims_.fetch_sub(1);
     }
+    stages_.turn_to(Stage::protocol);
     sleeping_.store(false);
     for (Pollable* const one : pollables_) {
       one->announce_wake();

@@ -108,6 +108,7 @@ class RingLink final : public Link {
 
   size_t write(std::span<struct iovec> parts) override {
     const uint64_t free = kLinkRingBytes - in_ring(written_, out_->taken.load(std::memory_order_acquire));
+    const StageClock::Scope scope(stages_, Stage::copy_out);
     size_t done = 0;
     for (const struct iovec& part : parts) {
       const size_t n = std::min<uint64_t>(part.iov_len, free - done);
@@ -129,6 +130,8 @@ class RingLink final : public Link {
 
   size_t read(std::span<struct iovec> parts) override {
     const uint64_t there = in_ring(in_->written.load(std::memory_order_acquire), taken_);
+    if (stages_ != nullptr && there != 0) stages_->found();
+    const StageClock::Scope scope(there != 0 ? stages_ : nullptr, Stage::copy_in);
     size_t done = 0;
     for (const struct iovec& part : parts) {
       const size_t n = std::min<uint64_t>(part.iov_len, there - done);
@@ -201,6 +204,7 @@ class RingLink final : public Link {
     const auto at = [](uint64_t where) { return reinterpret_cast<void*>(static_cast<uintptr_t>(where)); };
     const struct iovec mine[2] = {{into.data(), into.size()}, {&found, sizeof found}};
     const struct iovec theirs[2] = {{at(address), into.size()}, {at(stamp_at_), sizeof found}};
+    const StageClock::Scope scope(stages_, Stage::read);
     const ssize_t got = ::process_vm_readv(peer_, mine, 2, theirs, 2, 0);
     if (got == static_cast<ssize_t>(into.size() + sizeof found) && found == their_stamp_) return ReadExposed::read;
     const int error = got == static_cast<ssize_t>(into.size() + sizeof found) ? 0 : got < 0 ? errno : EFAULT;
@@ -229,6 +233,7 @@ class RingLink final : public Link {
   }
 
   void wake(std::atomic<uint32_t>* sleeps) {
+    const StageClock::Scope scope(stages_, Stage::wake);
     sleeps->store(0, std::memory_order_relaxed);
     const uint64_t one = 1;
     [[maybe_unused]] const ssize_t written = ::write(wake_.get(), &one, sizeof one);

@@ -33,6 +33,7 @@
 #include <string>
 
 #include "base/event_loop.h"
+#include "base/stage_clock.h"
 #include "transport/memfd.h"
 #include "transport/transport.h"
 
@@ -81,10 +82,13 @@ class Link {
   // The socket of a polled link has reported the peer's end: read() reports it once all has been read.
   virtual void end() {}
   virtual const char* name() const = 0;
+  // Of the loop that looks at this link.
+  void time_by(StageClock* stages) { stages_ = stages; }
 
  protected:
   explicit Link(Descriptor socket) : socket_(std::move(socket)) {}
   const Descriptor socket_;
+  StageClock* stages_ = nullptr;
 };
 
 // A connected non-blocking TCP socket.

@@ -94,6 +94,7 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   bool sends_eagerly(uint32_t rank) override;
   void unreadable(uint32_t owner, uint64_t operation, uint64_t from) override;
   CongestionWindow* window() override { return &direct_; }
+  StageClock* stages() override { return &loop_.stages(); }
   double received(uint64_t operation) const override { return shares_.received(operation); }
   void served(uint64_t operation) override { shares_.served(operation); }
   void open_next(uint64_t operation, const Open& what) override { open(members_.next_rank(), operation, what); }

@@ -355,7 +355,10 @@ void ShardedAllreduce::deliver(uint64_t number, uint64_t offset, std::span<const
   Operation& operation = *find(number);
   const Shape& shape = operation.work->shape;
   std::byte* const to = operation.parts[self_].to + offset / bytes_of(shape.wire) * bytes_of(shape.dtype);
-  convert(shape.wire, result.data(), shape.dtype, to, result.size() / bytes_of(shape.wire));
+  {
+    const StageClock::Scope scope(host_.stages(), Stage::deliver);
+    convert(shape.wire, result.data(), shape.dtype, to, result.size() / bytes_of(shape.wire));
+  }
   gained(operation, self_, result.size());
 }
 

@@ -60,6 +60,7 @@ class ShardedAllreduce {
     virtual void unreadable([[maybe_unused]] uint32_t owner, [[maybe_unused]] uint64_t operation,
                             [[maybe_unused]] uint64_t from) {}
     virtual void adopt_soon() {}  // calls adopt_all(), and not from here
+    virtual StageClock* stages() { return nullptr; }
     virtual void completed(const std::shared_ptr<Work>& work) = 0;
   };
   ShardedAllreduce(ChunkBufferPool& blocks, Host& host, std::vector<double> shares, uint32_t self,

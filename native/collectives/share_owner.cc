@@ -294,7 +294,10 @@ bool ShareOwner::reduce_chunk(uint64_t number, OwnedShare& share, uint64_t bytes
     }
     if (share.exposed == nullptr) result = keeps && within != 0 ? share.results.back() : ChunkBufferRef(blocks_);
     into = share.exposed == nullptr ? result.data() + within : share.exposed + at;
-    reduce(shape.op, shape.wire, inputs, into, count, shape.whole ? shape.whole->world : 0);
+    {
+      const StageClock::Scope scope(host_.stages(), Stage::sum);
+      reduce(shape.op, shape.wire, inputs, into, count, shape.whole ? shape.whole->world : 0);
+    }
     for (uint32_t rank = 0; rank < world_; ++rank) {
       if (rank == self_ || share.addresses[rank] != 0) continue;
       if ((at + bytes) % chunk_ == 0 || at + bytes == share.bytes) share.inputs[rank].pop_front();

@@ -18,6 +18,7 @@ import numpy as np
 import geartrain._native as _native
 from geartrain.tools.plan.allreduce import Network
 from geartrain.tools.testing.cluster import Hosts
+from geartrain_bench.allreduce.profile import Profile, mean
 from geartrain_bench.allreduce.rounds import RoundBarrier
 from geartrain_bench.harness.fleet import Fleet
 
@@ -243,12 +244,24 @@ class Grouped:
             )
         )
 
+    def profile(self, nbytes: int, *, calls: int, rounds: int) -> Profile:
+        """Where the time of a call goes, of as many; of a group in C."""
+        return mean(
+            [
+                answer["profile"]
+                for answer in self._answers("profile", nbytes=nbytes, calls=calls, rounds=rounds, warm=0)
+            ]
+        )
+
     def _ask(self, what: str, **arguments: Any) -> list[float]:
+        answers = self._answers(what, **arguments)
+        return [float(lap) for lap in np.array([answer["seconds"] for answer in answers]).max(axis=0)]
+
+    def _answers(self, what: str, **arguments: Any) -> list[dict[str, Any]]:
         path = self.testbed.barrier_file(self.n)
         try:
-            answers = self.testbed.fleet.ask(
+            return self.testbed.fleet.ask(
                 range(self.n), ROUNDS_S, do=what, group=self.configuration.name, file=str(path), **arguments
             )
         finally:
             path.unlink()
-        return [float(lap) for lap in np.array([answer["seconds"] for answer in answers]).max(axis=0)]
