@@ -112,6 +112,7 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   Membership& members_;
   EventLoop& loop_;
   const uint64_t least_exposed_bytes_;
+  const bool shares_cores_;                   // more ranks than cores
   bool going_on_ = false, adopting_ = false;  // it was posted
   ChunkBufferPool blocks_;
   CongestionWindow direct_;  // of what is sent from the caller's memory

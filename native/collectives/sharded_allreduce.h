@@ -183,6 +183,7 @@ class ShardedAllreduce {
   std::vector<uint64_t> lost_until_;                // by owner: the first operation of which it has its share
   std::vector<size_t> unsent_;  // by owner: number of the first operation that may have something for it
   uint64_t stream_ = 0;         // where the next operation begins
+  uint64_t asked_until_ = 0;    // how far the window went when all were asked last
   uint64_t begun_ = 0;
   uint32_t settled_ = 0;
   uint64_t delivered_ = 0;   // bytes of results so far

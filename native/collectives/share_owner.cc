@@ -189,7 +189,7 @@ std::span<std::byte> ShareOwner::room(uint32_t rank, const WireHeader& part) {
          ", where ", at, " was next");
   }
   if (held_[rank] + part.bytes > window_bytes_ + 2 * kChunkBytes) fail(ErrorKind::frame, "it runs ahead of its window");
-  if (at % chunk_ == 0) share.inputs[rank].emplace_back(blocks_);
+  if (at % chunk_ == 0) share.inputs[rank].push_back(ChunkBufferRef(blocks_));
   return {share.inputs[rank].back().data() + at % chunk_, part.bytes};
 }
 

@@ -70,6 +70,57 @@ TEST(who_owns_its_core_does_its_operations_itself) {
   CHECK(most > 2000);
 }
 
+// A share that is read is worked on in pieces, which are tasks that the rank posts itself.
+TEST(numbers_that_are_read_are_worked_on_by_who_waits) {
+  if (kThreadSanitizer) return;
+  const uint64_t began_ns = monotonic_ns();
+  uint64_t most = 0;
+  while (most < 195 && testing::within(began_ns, 60)) {
+    std::atomic<uint64_t> by_callers{0};
+    Crew crew = spinning(2, kOwnCores);
+    crew.options = [](uint32_t, GroupOptions* options) {
+      options->spin_us = kOwnCores;
+      options->least_exposed_bytes = 1;
+    };
+    run_ranks(crew, [&](uint32_t, Group& group) {
+      Array array(1 << 20);
+      for (int i = 0; i < 100; ++i) CHECK(start(group, array)->wait(soon(60)));
+      CHECK(group.counts().read_bytes >= 100 * array.size());
+      by_callers += group.counts().by_callers;
+    });
+    most = std::max(most, by_callers.load());
+  }
+  CHECK(most >= 195);
+}
+
+// The time that others have a core for is theirs: no sign that nothing comes.
+TEST(ranks_that_share_cores_take_turns_without_sleeping) {
+  if (kThreadSanitizer) return;
+  constexpr uint32_t kWorld = 8;
+  constexpr int kCalls = 60;
+  const uint64_t began_ns = monotonic_ns();
+  uint64_t least = ~uint64_t{0};
+  while (least > kWorld * kCalls / 4 && testing::within(began_ns, 60)) {
+    std::atomic<uint64_t> sleeps{0};
+    run_ranks(spinning(kWorld, -1), [&](uint32_t, Group& group) {
+      Array array(1 << 20);
+      CHECK(start(group, array)->wait(soon(60)));
+      group.profile(true);
+      for (int i = 0; i < kCalls; ++i) CHECK(start(group, array)->wait(soon(60)));
+      const StageTimes found = group.counts().stages;
+      group.profile(false);
+      sleeps += found.entered[static_cast<size_t>(Stage::sleep)];
+      for (const Stage stage : {Stage::protocol, Stage::copy_out, Stage::copy_in, Stage::sum}) {
+        CHECK(found.ns[static_cast<size_t>(stage)] > 0);
+        CHECK(found.entered[static_cast<size_t>(stage)] >= kCalls);
+      }
+      CHECK_EQ(found.ns[static_cast<size_t>(Stage::read)], 0u);
+    });
+    least = std::min(least, sleeps.load());
+  }
+  CHECK(least <= kWorld * kCalls / 4);
+}
+
 TEST(operations_that_nobody_waits_for_go_on) {
   for (const double spin_us : {-1.0, kOwnCores}) {
     run_ranks(spinning(2, spin_us), [](uint32_t, Group& group) {
