@@ -25,9 +25,7 @@ constexpr uint64_t kPollNs = 50'000;  // a sleep and its end take as long
 constexpr uint64_t kHeldWakeNs = 20'000, kYieldNs = 10'000;
 // Who offers the core and gets it back after so long shares it with what is no peer, and computes: a thread that sleeps
 // is scheduled sooner than one that polls then. So nobody polls for a while, unless that was asked for.
-constexpr uint64_t kForeignNs = 1'000'000, kSleepOnlyNs = 1'000'000'000;
-constexpr int kForeignYields = 3;  // one after the other: a host may take a virtual machine's core for as long
-constexpr uint64_t kLongestTurnNs = 500'000;  // that one takes, without the time that others take from it
+constexpr uint64_t kSleepOnlyNs = 1'000'000'000;
 constexpr uint64_t kCoresNs = 1'000'000'000;  // how long their number is taken to be the same
 constexpr int kLastLooks = 4;
 
@@ -201,17 +199,6 @@ bool EventLoop::crowded() {
   return pollables_.size() >= cores_;
 }
 
-// How long the core may be away where each of several peers at it takes turns of as much work as this one, which
-// copies and sums the same arrays: beyond that others than these have it.
-uint64_t EventLoop::foreign_ns() const {
-  return std::max(kForeignNs, 2 * turn_ns_ * (pollables_.size() + 1) / std::max(1u, cores_));
-}
-
-// A turn of work, from when the core came back until it was offered again.
-void EventLoop::took_turn(uint64_t ns) {
-  turn_ns_ = std::max(std::min(ns, kLongestTurnNs), turn_ns_ - turn_ns_ / 8);
-}
-
 // For how long who runs the loop in its place polls.
 uint64_t EventLoop::spin_ns(uint64_t now_ns) const {
   if (spin_us_ >= 0) return static_cast<uint64_t>(spin_us_ * 1e3);
@@ -264,8 +251,8 @@ bool EventLoop::drive_until(const std::atomic<bool>* done, Deadline until) {
   uint64_t last_ns = monotonic_ns(), due_ns = 0;
   uint64_t spin_ns = this->spin_ns(last_ns);
   const uint64_t left_ns = until.left_ns(), until_ns = left_ns < ~last_ns ? last_ns + left_ns : ~uint64_t{0};
-  back_at_ns_ = 0;
-  for (bool sent = false, works = false;;) {
+  core_turns_.begin();
+  for (bool sent = false;;) {
     bool busy = false;
     guarded([&] { busy = look_at_all(); });
     if (done->load(std::memory_order_acquire)) return false;
@@ -285,7 +272,7 @@ bool EventLoop::drive_until(const std::atomic<bool>* done, Deadline until) {
     }
     if (busy) {
       stages_.turn_at(Stage::protocol, now);
-      works = true;
+      core_turns_.worked();
       last_ns = now;
       sent = false;
       continue;
@@ -304,23 +291,19 @@ bool EventLoop::drive_until(const std::atomic<bool>* done, Deadline until) {
       sent = true;
     }
     if (many || idle_ns >= kYieldNs) {
-      if (works && back_at_ns_ != 0) took_turn(now - back_at_ns_);
-      works = false;
       {
         const StageClock::Scope scope(&stages_, Stage::yield);
         ::sched_yield();
       }
       const uint64_t back_ns = monotonic_ns();
-      const bool away = back_ns - now > (many ? foreign_ns() : kForeignNs);
-      long_yields_ = away ? long_yields_ + 1 : 0;
-      if (spin_us_ < 0 && long_yields_ >= kForeignYields) {
-        long_yields_ = 0;
+      const double ranks_a_core = static_cast<double>(pollables_.size() + 1) / cores_;
+      const bool others = core_turns_.yielded(now, back_ns, many ? ranks_a_core : 0);
+      if (spin_us_ < 0 && others) {
         polls_again_ns_ = back_ns + kSleepOnlyNs;
         spin_ns = 0;
-      } else if (many) {
+      } else if (spin_us_ < 0 && many) {
         last_ns += back_ns - now;  // peers have worked meanwhile
       }
-      back_at_ns_ = back_ns;
     } else {
       pause_briefly();
     }

@@ -32,6 +32,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/core_turns.h"
 #include "base/deadline.h"
 #include "base/descriptor.h"
 #include "base/patience.h"
@@ -141,8 +142,6 @@ class EventLoop {
   bool look_at_all();
   bool announce_sleep(bool waited);
   bool crowded();
-  uint64_t foreign_ns() const;
-  void took_turn(uint64_t ns);
   uint64_t spin_ns(uint64_t now_ns) const;
   bool poll();
   void destroy_discarded();
@@ -165,9 +164,7 @@ class EventLoop {
   double spin_us_ = -1;
   unsigned cores_ = 0;
   uint64_t cores_at_ns_ = 0, sleeps_until_ns_ = 0, polls_again_ns_ = 0;
-  uint64_t turn_ns_ = 0,
-           back_at_ns_ = 0;  // the longest turn of work between two yields of late; when the last one ended
-  int long_yields_ = 0;      // one after the other
+  CoreTurns core_turns_;
   StageClock stages_;
   bool driven_ = false;
   bool deaf_ = false;  // `wake_` is not reported to the loop's thread, but to who runs it in its place

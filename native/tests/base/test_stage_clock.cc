@@ -25,8 +25,8 @@ TEST(a_stage_within_another_is_no_part_of_it) {
   uint64_t inner_ns = 0;
   {
     const StageClock::Scope copies(&clock, Stage::copy_out);
-    const uint64_t from_ns = monotonic_ns();
     const StageClock::Scope wakes(&clock, Stage::wake);
+    const uint64_t from_ns = monotonic_ns();
     while (monotonic_ns() - from_ns < 3'000'000) {
     }
     inner_ns = monotonic_ns() - from_ns;
