@@ -57,6 +57,8 @@ class Link {
   // The number of bytes sent or received; 0: none now. Throws peer_lost.
   virtual size_t write(std::span<struct iovec> parts) = 0;
   virtual size_t read(std::span<struct iovec> parts) = 0;
+  // What was read is free for the peer to write to: after the last of several reads.
+  virtual void free_read() {}
   // Before sleeping: wakes are wanted, for what comes only if it `reads`. False when there is something to read, or
   // room for a write that found none. `waited`: at once; else a peer that polls may hold them back for a moment.
   virtual bool announce_sleep([[maybe_unused]] bool reads, [[maybe_unused]] bool waited) { return true; }

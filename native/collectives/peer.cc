@@ -188,6 +188,10 @@ bool Peer::digest() {
 bool Peer::pump_in() {
   bool any = false;
   try {
+    struct Freeing {
+      Link& link;
+      ~Freeing() { link.free_read(); }
+    } const freeing{*link_};
     // While it waits for room, `header_` holds its header, and no more than that.
     if (closed_ || paused_ || !digest()) return false;
     for (size_t budget = kPeerReadBudget; budget > 0;) {
