@@ -184,6 +184,7 @@ def test_a_profile_says_where_the_time_of_a_call_goes(tmp_path: Path, capsys: py
     if "geartrain workers, C" in result.baselines_missing:
         pytest.skip(result.baselines_missing["geartrain workers, C"])
     assert not any(case["arm"].endswith(("tcp", "ring", "dedicated")) for case in result.cases)
+    assert any(case["arm"] == "geartrain workers, reading" for case in result.cases)
     profiled = [case["profile"] for case in result.cases if "profile" in case]
     assert len(profiled) == len([case for case in result.cases if ", C" in case["arm"]]) > 0
     for found in profiled:

@@ -8,7 +8,8 @@ K is the array's bytes, B a worker's rate, N the workers. Parts, each by itself 
     slow-link   one worker at 100 Mbit/s, three at 400
     delay       round trips of 10 and 40 ms, 4 KB and 1 MB
     loopback    one host, no limit, 2 and 4 ranks (--ranks 2,8: others), 4 KB to 64 MB, and a memcpy of the array; with
-                MPI. --profile: Gloo, the workers and MPI only, and where the time of the workers' calls in C goes
+                MPI. --profile: Gloo, the workers, these where they read each other's arrays, and MPI only, and where
+                the time of the workers' calls in C goes
     ddp         DistributedDataParallel and a model of 25 M parameters, N = 4 at 200 Mbit/s
     throughput  samples/s of 1, 2, 4, 8 workers, gradients all-reduced during backward and after it
 
@@ -53,6 +54,7 @@ from geartrain_bench.allreduce.testbed import (
     gloo,
     hybrid,
     in_c,
+    reading,
     ring,
     spinning,
     workers,
@@ -240,8 +242,8 @@ class _Bench:
         with AllReduceTestbed(None, max(plan.ranks), reducers=2) as testbed:
             for n in plan.ranks:
                 configurations = [gloo(), workers(), in_c()]
-                if not plan.profile:
-                    configurations += [workers(transport="tcp"), ring(), dedicated(n, 2)]
+                others = [workers(transport="tcp"), ring(), dedicated(n, 2)]
+                configurations += [reading()] if plan.profile else others
                 if n <= _native.available_cores():  # as MPI does; with more ranks than cores it is no option
                     configurations[3:3] = [spinning(), in_c(SPIN_US)]
                 for nbytes in plan.loopback_sizes:

@@ -27,6 +27,7 @@ SECRET = "bench"
 ROUNDS_S = 300.0
 #: Longer than any operation that is measured.
 SPIN_US = 1e6
+LEAST_READ_BYTES = 64 << 10
 ONE_WAY_PORT = 29513
 _jobs = itertools.count()
 
@@ -88,6 +89,12 @@ def spinning() -> Configuration:
     """Equal shares on workers that own their cores: waits poll and do not sleep."""
     options = {"shares": "equal", "spin_us": SPIN_US}
     return Configuration("geartrain workers, spinning", "geartrain", shares=(), options=options)
+
+
+def reading() -> Configuration:
+    """Equal shares on the workers, which read each other's arrays from 64 KB on instead of sending them."""
+    options = {"shares": "equal", "least_read_bytes": LEAST_READ_BYTES}
+    return Configuration("geartrain workers, reading", "geartrain", shares=(), options=options)
 
 
 def in_c(spin_us: float | None = None) -> Configuration:
