@@ -23,9 +23,6 @@ constexpr uint64_t kPollNs = 50'000;  // a sleep and its end take as long
 // Whoever runs the loop in its place: until a peer that waits for nothing is woken, and until the core is offered to
 // others. Two that poll on one core, which a scheduler may not mend for seconds, would take turns of milliseconds.
 constexpr uint64_t kHeldWakeNs = 20'000, kYieldNs = 10'000;
-// Who offers the core and gets it back after so long shares it with what is no peer, and computes: a thread that sleeps
-// is scheduled sooner than one that polls then. So nobody polls for a while, unless that was asked for.
-constexpr uint64_t kSleepOnlyNs = 1'000'000'000;
 constexpr uint64_t kCoresNs = 1'000'000'000;  // how long their number is taken to be the same
 constexpr int kLastLooks = 4;
 
@@ -297,9 +294,9 @@ bool EventLoop::drive_until(const std::atomic<bool>* done, Deadline until) {
       }
       const uint64_t back_ns = monotonic_ns();
       const double ranks_a_core = static_cast<double>(pollables_.size() + 1) / cores_;
-      const bool others = core_turns_.yielded(now, back_ns, many ? ranks_a_core : 0);
-      if (spin_us_ < 0 && others) {
-        polls_again_ns_ = back_ns + kSleepOnlyNs;
+      const uint64_t sleep_ns = core_turns_.yielded(now, back_ns, many ? ranks_a_core : 0);
+      if (spin_us_ < 0 && sleep_ns != 0) {
+        polls_again_ns_ = back_ns + sleep_ns;
         spin_ns = 0;
       } else if (spin_us_ < 0 && many) {
         last_ns += back_ns - now;  // peers have worked meanwhile
