@@ -31,7 +31,6 @@ TEST(who_keeps_the_core_longer_than_peers_would_is_somebody_else) {
   for (const uint64_t slice_ns : {1'400 * kUs, 3 * kMs}) {
     for (const double peers : {0.0, 1.0, 4.0}) CHECK_EQ(finds_others_at(20 * kUs, slice_ns, peers), 1);
   }
-  CHECK_EQ(finds_others_at(330 * kUs, 3 * kMs, 4), 2);
   // Whatever has taken this thread's core in the middle of its work does not count as its work.
   CHECK(finds_others_at(20 * kMs, 20 * kMs, 4) != 0);
 }
