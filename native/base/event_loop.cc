@@ -23,9 +23,6 @@ constexpr uint64_t kPollNs = 50'000;  // a sleep and its end take as long
 // Whoever runs the loop in its place: until a peer that waits for nothing is woken, and until the core is offered to
 // others. Two that poll on one core, which a scheduler may not mend for seconds, would take turns of milliseconds.
 constexpr uint64_t kHeldWakeNs = 20'000, kYieldNs = 10'000;
-// Who offers the core and gets it back after so long shares it with what is no peer, and computes: a thread that sleeps
-// is scheduled sooner than one that polls then. So nobody polls for a while, unless that was asked for.
-constexpr uint64_t kForeignNs = 1'000'000, kSleepOnlyNs = 1'000'000'000;
 constexpr uint64_t kCoresNs = 1'000'000'000;  // how long their number is taken to be the same
 constexpr int kLastLooks = 4;
 
@@ -222,6 +219,7 @@ void EventLoop::Turn::run_until(const std::atomic<bool>& done, Deadline until) {
 void EventLoop::drive(const std::atomic<bool>* done, Deadline until, bool soon) {
   sleeping_.store(false);
   driven_ = true;
+  stages_.turn_to(Stage::protocol);
   for (Pollable* const one : pollables_) {
     one->announce_wake();
     one->hold_wakes(true);
@@ -231,8 +229,10 @@ void EventLoop::drive(const std::atomic<bool>* done, Deadline until, bool soon) 
   hear_wakes();
   // Its own thread announces itself, and that it is awake.
   if (turn_->claims_.load() == 0) leave(waited, soon);
+  stages_.turn_to(Stage::outside);
   sleeping_.store(true);
-  if (posted_.load()) wake();
+  // What this thread has posted itself is its own, where it waits next.
+  if (posted_.load() && !soon) wake();
 }
 
 // Whether it ends before it is done.
@@ -248,6 +248,7 @@ bool EventLoop::drive_until(const std::atomic<bool>* done, Deadline until) {
   uint64_t last_ns = monotonic_ns(), due_ns = 0;
   uint64_t spin_ns = this->spin_ns(last_ns);
   const uint64_t left_ns = until.left_ns(), until_ns = left_ns < ~last_ns ? last_ns + left_ns : ~uint64_t{0};
+  core_turns_.begin();
   for (bool sent = false;;) {
     bool busy = false;
     guarded([&] { busy = look_at_all(); });
@@ -267,10 +268,13 @@ bool EventLoop::drive_until(const std::atomic<bool>* done, Deadline until) {
       due_ns = now + next_ns;
     }
     if (busy) {
+      stages_.turn_at(Stage::protocol, now);
+      core_turns_.worked();
       last_ns = now;
       sent = false;
       continue;
     }
+    stages_.turn_at(Stage::poll, now);
     if (now >= until_ns) return true;
     const uint64_t idle_ns = now - last_ns;
     if (idle_ns >= spin_ns) {
@@ -284,10 +288,18 @@ bool EventLoop::drive_until(const std::atomic<bool>* done, Deadline until) {
       sent = true;
     }
     if (many || idle_ns >= kYieldNs) {
-      ::sched_yield();
-      if (const uint64_t back_ns = monotonic_ns(); spin_us_ < 0 && back_ns - now > kForeignNs) {
-        polls_again_ns_ = back_ns + kSleepOnlyNs;
+      {
+        const StageClock::Scope scope(&stages_, Stage::yield);
+        ::sched_yield();
+      }
+      const uint64_t back_ns = monotonic_ns();
+      const double ranks_a_core = static_cast<double>(pollables_.size() + 1) / cores_;
+      const uint64_t sleep_ns = core_turns_.yielded(now, back_ns, many ? ranks_a_core : 0);
+      if (spin_us_ < 0 && sleep_ns != 0) {
+        polls_again_ns_ = back_ns + sleep_ns;
         spin_ns = 0;
+      } else if (spin_us_ < 0 && many) {
+        last_ns += back_ns - now;  // peers have worked meanwhile
       }
     } else {
       pause_briefly();
@@ -307,6 +319,7 @@ bool EventLoop::sleep_here(uint64_t most_ns) {
     const struct timespec most{static_cast<time_t>(most_ns / 1'000'000'000),
                                static_cast<long>(most_ns % 1'000'000'000)};
     struct pollfd wakes{wake_.get(), POLLIN, 0};
+    const StageClock::Scope scope(&stages_, Stage::sleep);
     woken = ::ppoll(&wakes, 1, &most, nullptr);
     if (woken > 0) clear_wakes();
   }
@@ -359,6 +372,7 @@ bool EventLoop::poll() {
   if (spin_us_ == 0 || crowded() || monotonic_ns() < polls_again_ns_) return false;
   bool found = false;
   const uint64_t until_ns = monotonic_ns() + kPollNs;
+  const StageClock::Scope scope(&stages_, Stage::poll);
   while (!(found = look_at_all() || posted_.load()) && monotonic_ns() < until_ns) pause_briefly();
   return found;
 }
@@ -381,8 +395,8 @@ void EventLoop::run(const char* name) noexcept {
     });
     sleeping_.store(true);
     if (busy || posted_.load()) sleep_ns = 0;
+    bool waited = false;
     if (sleep_ns != 0) {
-      bool waited = false;
       guarded([&] { waited = wanted_ && wanted_(); });
       if (!announce_sleep(waited)) sleep_ns = 0;
     }
@@ -393,6 +407,7 @@ void EventLoop::run(const char* name) noexcept {
       ready = ::epoll_wait(epoll_.get(), events, 64, 0);
     } else {
       sleeps_until_ns_ = monotonic_ns() + static_cast<uint64_t>(sleep_ms) * 1'000'000;
+      stages_.turn_to(waited ? Stage::sleep : Stage::outside);
       turn.unlock();
       ready = ::epoll_wait(epoll_.get(), events, 64, sleep_ms);
       turn_->claims_.fetch_add(1);
@@ -402,6 +417,7 @@ void EventLoop::run(const char* name) noexcept {
       }
       turn_->claims_.fetch_sub(1);
     }
+    stages_.turn_to(Stage::protocol);
     sleeping_.store(false);
     for (Pollable* const one : pollables_) {
       one->announce_wake();

@@ -32,9 +32,11 @@
 #include <thread>
 #include <vector>
 
+#include "base/core_turns.h"
 #include "base/deadline.h"
 #include "base/descriptor.h"
 #include "base/patience.h"
+#include "base/stage_clock.h"
 #include "base/threads.h"
 
 namespace geartrain {
@@ -123,6 +125,8 @@ class EventLoop {
   void spin(double spin_us);
   // Whether that is who runs it now.
   bool driven() const { return driven_; }
+  // Where the time goes of who has the turn, once it was started.
+  StageClock& stages() { return stages_; }
 
  private:
   void run(const char* name) noexcept;
@@ -160,6 +164,8 @@ class EventLoop {
   double spin_us_ = -1;
   unsigned cores_ = 0;
   uint64_t cores_at_ns_ = 0, sleeps_until_ns_ = 0, polls_again_ns_ = 0;
+  CoreTurns core_turns_;
+  StageClock stages_;
   bool driven_ = false;
   bool deaf_ = false;  // `wake_` is not reported to the loop's thread, but to who runs it in its place
   std::once_flag stopped_;

@@ -77,4 +77,25 @@ class ChunkBufferRef {
   ChunkBuffer* block_ = nullptr;
 };
 
+// Chunks in their order. Allocates nothing while it is empty, which most are: every share has one for each rank.
+class ChunkQueue {
+ public:
+  bool empty() const { return first_ == chunks_.size(); }
+  ChunkBufferRef& front() { return chunks_[first_]; }
+  ChunkBufferRef& back() { return chunks_.back(); }
+  ChunkBufferRef& operator[](size_t i) { return chunks_[first_ + i]; }
+  void push_back(ChunkBufferRef chunk) { chunks_.push_back(std::move(chunk)); }
+  void pop_front() {
+    chunks_[first_++] = {};
+    if (first_ < chunks_.size() && first_ < kMostGone) return;
+    chunks_.erase(chunks_.begin(), chunks_.begin() + static_cast<std::ptrdiff_t>(first_));
+    first_ = 0;
+  }
+
+ private:
+  static constexpr size_t kMostGone = 64;
+  std::vector<ChunkBufferRef> chunks_;
+  size_t first_ = 0;  // those before are gone
+};
+
 }  // namespace geartrain

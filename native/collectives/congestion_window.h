@@ -52,12 +52,22 @@ class CongestionWindow {
     least_ = std::min(least_, most_);
     bytes_ = std::min(bytes_, most_);
   }
+  // It is never smaller than that, but for limit() and fix().
+  void at_least(uint64_t bytes) {
+    if (fixed_) return;
+    least_ = std::min(std::max(least_, bytes), most_);
+    bytes_ = std::max(bytes_, least_);
+  }
   // For tests and experiments: a fixed window.
-  void fix(uint64_t bytes) { least_ = most_ = bytes_ = bytes; }
+  void fix(uint64_t bytes) {
+    least_ = most_ = bytes_ = bytes;
+    fixed_ = true;
+  }
 
  private:
   static constexpr uint64_t kMemoryNs = 5'000'000'000;
   uint64_t least_, most_, bytes_;
+  bool fixed_ = false;
   std::array<uint64_t, 2> delays_{~uint64_t{0}, ~uint64_t{0}};
   uint64_t turned_ns_ = 0;
   std::array<double, 8> rates_{};

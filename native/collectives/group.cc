@@ -182,11 +182,17 @@ class Group::Body final : public Peer::Side {
     if (!loop_.call([&] { loop_.spin(spin_us); })) fail(ErrorKind::hung_up, "the group was closed");
   }
 
+  void profile(bool on) {
+    const auto act = [&] { on ? loop_.stages().start() : loop_.stages().stop(); };
+    if (!loop_.call(act)) fail(ErrorKind::hung_up, "the group was closed");
+  }
+
   GroupCounts counts() {
     GroupCounts out;
     const bool open = loop_.call([&] {
       members_.count(&out);
       operations_.count(&out);
+      out.stages = loop_.stages().times();
     });
     if (!open) fail(ErrorKind::hung_up, "the group was closed");
     out.refused = members_.refused();
@@ -383,6 +389,10 @@ std::shared_ptr<Work> Group::run(const Shape& shape, std::vector<Segment> sends,
 
 void Group::spin(double spin_us) {
   body_->spin(spin_us);
+}
+
+void Group::profile(bool on) {
+  body_->profile(on);
 }
 
 GroupCounts Group::counts() {

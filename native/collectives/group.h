@@ -60,6 +60,8 @@ class Group {
 
   // Changes GroupOptions::spin_us. Throws hung_up after close().
   void spin(double spin_us);
+  // Measures where the time goes from now on (GroupCounts::stages), or stops. Throws hung_up after close().
+  void profile(bool on);
   GroupCounts counts();  // throws hung_up after close()
   // The fault that ended the group; kind none while it lives.
   Fault fault() const;

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "base/stage_clock.h"
+
 namespace geartrain {
 
 struct GroupOptions {
@@ -46,6 +48,7 @@ struct GroupCounts {
   uint64_t lost_reducers = 0, taken_over_bytes = 0;  // that the group goes on without, and of what ranks did for them
   uint64_t read_bytes = 0;                           // out of other processes' memory: inputs as an owner, and results
   uint64_t read_denied = 0;  // links whose peer's memory could be read, until the kernel did not allow it any more
+  StageTimes stages;         // since Group::profile(true)
 };
 
 }  // namespace geartrain

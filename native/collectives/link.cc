@@ -82,6 +82,7 @@ static_assert(offsetof(SharedRing, written) == 64 && offsetof(SharedRing, taken)
               offsetof(SharedRing, data) == 256);
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 
+constexpr uint64_t kFreedBytes = kLinkRingBytes / 8;  // that were read, at most, before the writer hears of it
 constexpr uint64_t kOneRing = sizeof(SharedRing) + kLinkRingBytes;
 
 class RingLink final : public Link {
@@ -107,7 +108,15 @@ class RingLink final : public Link {
   ~RingLink() override { take_back(); }
 
   size_t write(std::span<struct iovec> parts) override {
-    const uint64_t free = kLinkRingBytes - in_ring(written_, out_->taken.load(std::memory_order_acquire));
+    // What the reader has taken is looked at where it matters: it writes to that cache line all the time.
+    uint64_t free = kLinkRingBytes - in_ring(written_, their_taken_);
+    size_t wanted = 0;
+    for (const struct iovec& part : parts) wanted += part.iov_len;
+    if (free < wanted) {
+      their_taken_ = out_->taken.load(std::memory_order_acquire);
+      free = kLinkRingBytes - in_ring(written_, their_taken_);
+    }
+    const StageClock::Scope scope(stages_, Stage::copy_out);
     size_t done = 0;
     for (const struct iovec& part : parts) {
       const size_t n = std::min<uint64_t>(part.iov_len, free - done);
@@ -129,6 +138,8 @@ class RingLink final : public Link {
 
   size_t read(std::span<struct iovec> parts) override {
     const uint64_t there = in_ring(in_->written.load(std::memory_order_acquire), taken_);
+    if (stages_ != nullptr && there != 0) stages_->found();
+    const StageClock::Scope scope(there != 0 ? stages_ : nullptr, Stage::copy_in);
     size_t done = 0;
     for (const struct iovec& part : parts) {
       const size_t n = std::min<uint64_t>(part.iov_len, there - done);
@@ -143,9 +154,15 @@ class RingLink final : public Link {
       return 0;
     }
     taken_ += done;
+    if (taken_ - freed_ >= kFreedBytes) free_read();
+    return done;
+  }
+
+  void free_read() override {
+    if (freed_ == taken_) return;
+    freed_ = taken_;
     in_->taken.store(taken_, std::memory_order_seq_cst);
     if (in_->writer_sleeps.load(std::memory_order_seq_cst) != 0) wake(&in_->writer_sleeps);
-    return done;
   }
 
   bool announce_sleep(bool reads, bool waited) override {
@@ -201,6 +218,7 @@ class RingLink final : public Link {
     const auto at = [](uint64_t where) { return reinterpret_cast<void*>(static_cast<uintptr_t>(where)); };
     const struct iovec mine[2] = {{into.data(), into.size()}, {&found, sizeof found}};
     const struct iovec theirs[2] = {{at(address), into.size()}, {at(stamp_at_), sizeof found}};
+    const StageClock::Scope scope(stages_, Stage::read);
     const ssize_t got = ::process_vm_readv(peer_, mine, 2, theirs, 2, 0);
     if (got == static_cast<ssize_t>(into.size() + sizeof found) && found == their_stamp_) return ReadExposed::read;
     const int error = got == static_cast<ssize_t>(into.size() + sizeof found) ? 0 : got < 0 ? errno : EFAULT;
@@ -229,6 +247,7 @@ class RingLink final : public Link {
   }
 
   void wake(std::atomic<uint32_t>* sleeps) {
+    const StageClock::Scope scope(stages_, Stage::wake);
     sleeps->store(0, std::memory_order_relaxed);
     const uint64_t one = 1;
     [[maybe_unused]] const ssize_t written = ::write(wake_.get(), &one, sizeof one);
@@ -250,7 +269,8 @@ class RingLink final : public Link {
   bool allowed_ = false;
   enum class Readable : uint8_t { unknown, yes, no, lost } readable_ = Readable::unknown;
   SharedRing *out_, *in_;
-  uint64_t written_ = 0, taken_ = 0;  // never read back from memory that the peer can write
+  uint64_t written_ = 0, taken_ = 0, freed_ = 0;  // never read back from memory that the peer can write
+  uint64_t their_taken_ = 0;                      // as seen last
   bool blocked_ = false, ended_ = false;
   bool hold_ = false, held_ = false;  // wakes of the peer's reader
 };

@@ -33,6 +33,7 @@
 #include <string>
 
 #include "base/event_loop.h"
+#include "base/stage_clock.h"
 #include "transport/memfd.h"
 #include "transport/transport.h"
 
@@ -56,6 +57,8 @@ class Link {
   // The number of bytes sent or received; 0: none now. Throws peer_lost.
   virtual size_t write(std::span<struct iovec> parts) = 0;
   virtual size_t read(std::span<struct iovec> parts) = 0;
+  // What was read is free for the peer to write to: after the last of several reads.
+  virtual void free_read() {}
   // Before sleeping: wakes are wanted, for what comes only if it `reads`. False when there is something to read, or
   // room for a write that found none. `waited`: at once; else a peer that polls may hold them back for a moment.
   virtual bool announce_sleep([[maybe_unused]] bool reads, [[maybe_unused]] bool waited) { return true; }
@@ -81,10 +84,13 @@ class Link {
   // The socket of a polled link has reported the peer's end: read() reports it once all has been read.
   virtual void end() {}
   virtual const char* name() const = 0;
+  // Of the loop that looks at this link.
+  void time_by(StageClock* stages) { stages_ = stages; }
 
  protected:
   explicit Link(Descriptor socket) : socket_(std::move(socket)) {}
   const Descriptor socket_;
+  StageClock* stages_ = nullptr;
 };
 
 // A connected non-blocking TCP socket.

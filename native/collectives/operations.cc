@@ -12,13 +12,16 @@ namespace {
 
 constexpr uint64_t kLeastDirect = 256 << 10;
 // Of what is reduced by ranks of which so many share a core: through rings they would take turns for every window.
-constexpr uint32_t kCrowd = 4;
+constexpr double kCrowd = 4;
 constexpr uint64_t kLeastExposed = 4 << 20;
 
-// The same on all ranks of a host, whatever cores each of them may use.
-uint64_t least_exposed_by(uint32_t ranks) {
-  const long cores = std::max(1L, ::sysconf(_SC_NPROCESSORS_ONLN));
-  return ranks >= kCrowd * static_cast<uint64_t>(cores) ? kLeastExposed : ~uint64_t{0};
+// With more ranks than cores what a rank sends before it waits for results, since each wait is a change of ranks: as
+// much as its rings hold, and the cache.
+constexpr uint64_t kSharedCoreWindow = 1 << 20;
+
+// Whether so many ranks share each core. The same on all ranks of a host, whatever cores each of them may use.
+bool share_cores(uint32_t ranks, double on_each) {
+  return ranks >= on_each * static_cast<double>(std::max(1L, ::sysconf(_SC_NPROCESSORS_ONLN)));
 }
 
 // As the ranks' own operations are numbered.
@@ -33,7 +36,9 @@ Operations::Operations(const GroupOptions& options, Membership& members, EventLo
     : options_(options),
       members_(members),
       loop_(loop),
-      least_exposed_bytes_(options.least_exposed_bytes.value_or(least_exposed_by(options.world))),
+      least_exposed_bytes_(
+          options.least_exposed_bytes.value_or(share_cores(options.world, kCrowd) ? kLeastExposed : ~uint64_t{0})),
+      shares_cores_(share_cores(options.world, 1.01)),
       direct_(std::max(kLeastDirect, uint64_t{2} * chunk_bytes(members.owners()) * (options.world - 1)),
               options.max_window_bytes),
       owner_(blocks_, *this, options.world, options.rank, chunk_bytes(members.owners()), options.max_window_bytes),
@@ -68,6 +73,7 @@ void Operations::start(const std::shared_ptr<Work>& work) {
 }
 
 void Operations::start_now(const std::shared_ptr<Work>& work) {
+  if (shares_cores_ && members_.one_host()) shares_.window().at_least(kSharedCoreWindow);
   if (options_.ring) return ring_.begin(work);
   const bool exposed = exposes(work->shape);
   const ShardedAllreduce::Own own = shares_.begin(work, exposed);

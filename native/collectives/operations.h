@@ -94,6 +94,7 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   bool sends_eagerly(uint32_t rank) override;
   void unreadable(uint32_t owner, uint64_t operation, uint64_t from) override;
   CongestionWindow* window() override { return &direct_; }
+  StageClock* stages() override { return &loop_.stages(); }
   double received(uint64_t operation) const override { return shares_.received(operation); }
   void served(uint64_t operation) override { shares_.served(operation); }
   void open_next(uint64_t operation, const Open& what) override { open(members_.next_rank(), operation, what); }
@@ -111,6 +112,7 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   Membership& members_;
   EventLoop& loop_;
   const uint64_t least_exposed_bytes_;
+  const bool shares_cores_;                   // more ranks than cores
   bool going_on_ = false, adopting_ = false;  // it was posted
   ChunkBufferPool blocks_;
   CongestionWindow direct_;  // of what is sent from the caller's memory

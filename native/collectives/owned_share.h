@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <vector>
 
 #include "collectives/chunk_buffer.h"
@@ -21,9 +20,9 @@ struct OwnedShare {
   uint32_t self;             // the owner's rank, or that of none
   std::vector<bool> opened;  // by rank
   uint32_t open_count = 0;
-  std::vector<uint64_t> received;                  // by rank: bytes, from the start of the share; or those that it took
-  std::vector<std::deque<ChunkBufferRef>> inputs;  // by rank: chunks from `reduced` on
-  std::vector<uint64_t> addresses;                 // by rank: of its numbers, where they are not sent
+  std::vector<uint64_t> received;   // by rank: bytes, from the start of the share; or those that it took
+  std::vector<ChunkQueue> inputs;   // by rank: chunks from `reduced` on
+  std::vector<uint64_t> addresses;  // by rank: of its numbers, where they are not sent
   const std::byte* local = nullptr;
   std::byte* exposed = nullptr;  // where the results are, instead of `results`
   std::vector<Segment> sends;    // by rank, where the shape is direct
@@ -31,9 +30,9 @@ struct OwnedShare {
   std::vector<bool> reads;       // by rank: whether it reads them, or results, from here by itself
   std::vector<uint64_t> taken;   // by rank: bytes of exposed results that it has read
   uint64_t reduced = 0;
-  bool waits = false;                  // for ShareOwner::go_on()
-  bool empty_done = false;             // an empty share: every rank has opened it
-  std::deque<ChunkBufferRef> results;  // chunks from `results_from` on
+  bool waits = false;       // for ShareOwner::go_on()
+  bool empty_done = false;  // an empty share: every rank has opened it
+  ChunkQueue results;       // chunks from `results_from` on
   uint64_t results_from = 0;
   std::vector<uint64_t> sent;  // by rank: bytes of results taken by ShareOwner::next()
   std::vector<bool> ended;     // by rank: the last result was taken

@@ -22,6 +22,7 @@ bool is_data(const WireHeader& header) {
 Peer::Peer(EventLoop& loop, std::unique_ptr<Link> link, uint32_t member, Side& side)
     : loop_(loop), link_(std::move(link)), member_(member), side_(side) {
   parts_.reserve(5);
+  link_->time_by(&loop_.stages());
   if (link_->polled()) loop_.add(this);
   try {
     loop_.watch(link_->socket(), EPOLLIN | EPOLLRDHUP, this);
@@ -187,6 +188,10 @@ bool Peer::digest() {
 bool Peer::pump_in() {
   bool any = false;
   try {
+    struct Freeing {
+      Link& link;
+      ~Freeing() { link.free_read(); }
+    } const freeing{*link_};
     // While it waits for room, `header_` holds its header, and no more than that.
     if (closed_ || paused_ || !digest()) return false;
     for (size_t budget = kPeerReadBudget; budget > 0;) {

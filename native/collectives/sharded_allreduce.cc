@@ -173,6 +173,7 @@ uint64_t ShardedAllreduce::returned() const {
 // How much of a part may have been sent by now.
 uint64_t ShardedAllreduce::limit(const Operation& operation, const Part& part) const {
   if (part.bytes == 0) return 0;
+  if (stream_ - operations_.front().base <= window_.bytes()) return part.bytes;  // all that there is
   const uint64_t until = returned() + window_.bytes();
   if (until <= operation.base) return 0;
   if (until >= operation.base + operation.bytes) return part.bytes;
@@ -355,7 +356,10 @@ void ShardedAllreduce::deliver(uint64_t number, uint64_t offset, std::span<const
   Operation& operation = *find(number);
   const Shape& shape = operation.work->shape;
   std::byte* const to = operation.parts[self_].to + offset / bytes_of(shape.wire) * bytes_of(shape.dtype);
-  convert(shape.wire, result.data(), shape.dtype, to, result.size() / bytes_of(shape.wire));
+  {
+    const StageClock::Scope scope(host_.stages(), Stage::deliver);
+    convert(shape.wire, result.data(), shape.dtype, to, result.size() / bytes_of(shape.wire));
+  }
   gained(operation, self_, result.size());
 }
 
@@ -397,7 +401,11 @@ void ShardedAllreduce::gained(Operation& operation, uint32_t owner, uint64_t byt
   delivered_ += bytes;
   probe_.returned(operation.number, owner, part.got, delivered_, &window_);
   if (part.got == std::max(part.bytes, part.back)) done(operation, part);
-  ask_all();
+  // Only where the window has moved may there be something for the owners: it waits for the share furthest behind.
+  if (const uint64_t until = returned() + window_.bytes(); until != asked_until_) {
+    asked_until_ = until;
+    ask_all();
+  }
 }
 
 void ShardedAllreduce::done(Operation& operation, Part& part) {

@@ -60,6 +60,7 @@ class ShardedAllreduce {
     virtual void unreadable([[maybe_unused]] uint32_t owner, [[maybe_unused]] uint64_t operation,
                             [[maybe_unused]] uint64_t from) {}
     virtual void adopt_soon() {}  // calls adopt_all(), and not from here
+    virtual StageClock* stages() { return nullptr; }
     virtual void completed(const std::shared_ptr<Work>& work) = 0;
   };
   ShardedAllreduce(ChunkBufferPool& blocks, Host& host, std::vector<double> shares, uint32_t self,
@@ -182,6 +183,7 @@ class ShardedAllreduce {
   std::vector<uint64_t> lost_until_;                // by owner: the first operation of which it has its share
   std::vector<size_t> unsent_;  // by owner: number of the first operation that may have something for it
   uint64_t stream_ = 0;         // where the next operation begins
+  uint64_t asked_until_ = 0;    // how far the window went when all were asked last
   uint64_t begun_ = 0;
   uint32_t settled_ = 0;
   uint64_t delivered_ = 0;   // bytes of results so far

@@ -189,7 +189,7 @@ std::span<std::byte> ShareOwner::room(uint32_t rank, const WireHeader& part) {
          ", where ", at, " was next");
   }
   if (held_[rank] + part.bytes > window_bytes_ + 2 * kChunkBytes) fail(ErrorKind::frame, "it runs ahead of its window");
-  if (at % chunk_ == 0) share.inputs[rank].emplace_back(blocks_);
+  if (at % chunk_ == 0) share.inputs[rank].push_back(ChunkBufferRef(blocks_));
   return {share.inputs[rank].back().data() + at % chunk_, part.bytes};
 }
 
@@ -294,7 +294,10 @@ bool ShareOwner::reduce_chunk(uint64_t number, OwnedShare& share, uint64_t bytes
     }
     if (share.exposed == nullptr) result = keeps && within != 0 ? share.results.back() : ChunkBufferRef(blocks_);
     into = share.exposed == nullptr ? result.data() + within : share.exposed + at;
-    reduce(shape.op, shape.wire, inputs, into, count, shape.whole ? shape.whole->world : 0);
+    {
+      const StageClock::Scope scope(host_.stages(), Stage::sum);
+      reduce(shape.op, shape.wire, inputs, into, count, shape.whole ? shape.whole->world : 0);
+    }
     for (uint32_t rank = 0; rank < world_; ++rank) {
       if (rank == self_ || share.addresses[rank] != 0) continue;
       if ((at + bytes) % chunk_ == 0 || at + bytes == share.bytes) share.inputs[rank].pop_front();

@@ -54,6 +54,7 @@ class ShareOwner {
     virtual void served([[maybe_unused]] uint64_t operation) {}
     virtual void go_on() {}                                 // calls go_on() soon, and not from here
     virtual CongestionWindow* window() { return nullptr; }  // of a rank
+    virtual StageClock* stages() { return nullptr; }
     // Whether to send to a rank what it has not asked for yet (EagerResults).
     virtual bool sends_eagerly([[maybe_unused]] uint32_t rank) { return false; }
     // The part, 0 to 1, that has come of what this rank gets in an operation, from the rank furthest behind.

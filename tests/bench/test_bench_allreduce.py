@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from deadlines import patience
 
 pytest.importorskip("torch")
 
+import geartrain_bench.allreduce.arguments as allreduce_arguments
 import geartrain_bench.allreduce.bench as allreduce
 import geartrain_bench.allreduce.plot as allreduce_plot
+import geartrain_bench.allreduce.profile as allreduce_profile
 import geartrain_bench.allreduce.reducer_threads as reducer_threads
 import geartrain_bench.allreduce.report as allreduce_report
 import geartrain_bench.allreduce.slow_links as slow_links
@@ -133,12 +136,21 @@ def test_promises_are_met_or_not_as_they_are_written() -> None:
 
 
 def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:
-    assert allreduce.read([]) == (allreduce.PARTS, {})
-    assert allreduce.read(["--part", "delay,shaped", "--part", "delay"]) == (("delay", "shaped"), {})
+    assert allreduce_arguments.read([]) == allreduce_arguments.Asked(allreduce_arguments.PARTS)
+    assert allreduce_arguments.read(["--part", "delay,shaped", "--part", "delay"]) == allreduce_arguments.Asked(
+        ("delay", "shaped")
+    )
+    of_two = allreduce_arguments.read(["--part", "loopback", "--ranks", "2,8", "--profile"])
+    assert of_two == allreduce_arguments.Asked(("loopback",), ranks=(2, 8), profile=True)
+    for word in ("", "1", "2,", "-2", "two", "999", "2.0", "²", "nan"):
+        with pytest.raises(ArgumentError, match="--ranks takes numbers from 2 to 256"):
+            allreduce_arguments.read([f"--ranks={word}"])
+    with pytest.raises(ArgumentError, match="are for the part loopback"):
+        allreduce_arguments.read(["--part", "delay", "--profile"])
     with pytest.raises(ArgumentError, match="found 'wan'"):
-        allreduce.read(["--part", "wan"])
+        allreduce_arguments.read(["--part", "wan"])
     with pytest.raises(ArgumentError, match="--baidu takes MPI=LIBRARY"):
-        allreduce.read(["--baidu", f"mpich={tmp_path}/missing.so"])
+        allreduce_arguments.read(["--baidu", f"mpich={tmp_path}/missing.so"])
 
 
 def test_an_mpi_that_is_not_there_or_fails_says_so(tmp_path: Path) -> None:
@@ -164,6 +176,51 @@ def test_loopback_measures_every_arm_beside_a_memcpy(tmp_path: Path) -> None:
     assert drawn.startswith(b"\x89PNG")
     plot_saved(tmp_path / "bench.json", tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes() == drawn
+
+
+def test_a_profile_says_where_the_time_of_a_call_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = dataclasses.replace(TINY, profile=True, loopback_sizes=(1 << 18,))
+    result = allreduce.run(plan, ("loopback",), {}, {}, quick=True)
+    if "geartrain workers, C" in result.baselines_missing:
+        pytest.skip(result.baselines_missing["geartrain workers, C"])
+    assert not any(case["arm"].endswith(("tcp", "ring", "dedicated")) for case in result.cases)
+    assert any(case["arm"] == "geartrain workers, reading" for case in result.cases)
+    profiled = [case["profile"] for case in result.cases if "profile" in case]
+    assert len(profiled) == len([case for case in result.cases if ", C" in case["arm"]]) > 0
+    for found in profiled:
+        assert set(found["us"]) == {"call", *allreduce_profile.STAGES} - {"outside"}
+        assert sum(found["us"].values()) == pytest.approx(found["whole_us"])
+        for stage in ("copy out", "copy in", "sum", "frames"):
+            assert found["us"][stage] > 0 and found["times"][stage] >= 1, stage
+        # Half of the array there, half of the result back: through rings, in frames.
+        assert found["ring_bytes"] == pytest.approx(1 << 18, rel=0.05) and found["read_bytes"] == 0
+        assert 0 <= found["by_callers"] <= 1
+    allreduce_report.print_cases(result)
+    said = capsys.readouterr().out
+    assert "where the time of a call goes" in said and "2 ranks, 256 KB, C" in said
+    report.write_json(result, tmp_path / "bench.json")
+    assert "copy out" in (tmp_path / "bench.json").read_text()
+
+
+def test_a_rank_profiles_what_it_did_between_two_answers() -> None:
+    def answer(calls: int, us: float) -> dict[str, Any]:
+        stages = allreduce_profile.STAGES
+        counted = {
+            "operations": 7 + calls,
+            "by_callers": 7 + calls // 2,
+            "sent": 0,
+            "received": 0,
+            "read": 4096 * calls,
+        }
+        return {**counted, "ns": dict.fromkeys(stages, 1e3 * us), "entered": dict.fromkeys(stages, 2 * calls)}
+
+    found = allreduce_profile.of_calls(answer(0, 0), answer(10, 50), [100e-6, 140e-6])
+    assert found["whole_us"] == pytest.approx(120) and found["us"]["sum"] == pytest.approx(5)
+    assert found["us"]["call"] == pytest.approx(120 - 10 * 5) and found["times"]["sleep"] == 2
+    assert found["by_callers"] == 0.5 and found["read_bytes"] == 4096
+    other = allreduce_profile.of_calls(answer(0, 0), answer(10, 100), [80e-6])
+    both = allreduce_profile.mean([found, other])
+    assert both["whole_us"] == pytest.approx(100) and both["us"]["sum"] == pytest.approx(7.5)
 
 
 @needs_hosts

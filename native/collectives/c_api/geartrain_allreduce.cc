@@ -2,6 +2,7 @@
 
 #include "collectives/c_api/geartrain_allreduce.h"
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -27,6 +28,7 @@ struct gt_work {
 
 namespace {
 
+static_assert(geartrain::kStages == GT_STAGES && static_cast<int>(geartrain::Stage::sleep) == GT_STAGE_SLEEP);
 static_assert(static_cast<int>(Dtype::complex128) == GT_COMPLEX128 && static_cast<int>(geartrain::Op::bxor) == GT_BXOR);
 
 thread_local std::string last_error;
@@ -165,6 +167,33 @@ gt_status gt_group_spin(gt_group* group, double spin_us) {
   return guarded([&] {
     if (group == nullptr || !(spin_us < 1e12)) return failed(GT_INVALID, "no group, or no time");
     group->group.spin(spin_us);
+    return GT_OK;
+  });
+}
+
+gt_status gt_group_profile(gt_group* group, int on) {
+  return guarded([&] {
+    if (group == nullptr) return failed(GT_INVALID, "no group");
+    group->group.profile(on != 0);
+    return GT_OK;
+  });
+}
+
+gt_status gt_group_profiled(gt_group* group, gt_profile* profile) {
+  return guarded([&] {
+    if (group == nullptr || profile == nullptr || profile->bytes != sizeof *profile) {
+      return failed(GT_INVALID, "no group, or no gt_profile of this version");
+    }
+    const geartrain::GroupCounts found = group->group.counts();
+    *profile = {};
+    profile->bytes = sizeof *profile;
+    profile->operations = found.operations;
+    profile->by_callers = found.by_callers;
+    profile->sent = found.sent_shm + found.sent_tcp;
+    profile->received = found.received_shm + found.received_tcp;
+    profile->read = found.read_bytes;
+    std::copy(found.stages.ns.begin(), found.stages.ns.end(), profile->ns);
+    std::copy(found.stages.entered.begin(), found.stages.entered.end(), profile->entered);
     return GT_OK;
   });
 }

@@ -103,6 +103,34 @@ gt_status gt_group_connect(gt_group* group, const char* addresses, double timeou
  * say. */
 gt_status gt_group_spin(gt_group* group, double spin_us);
 
+/* Where the time of a rank's calls goes, in nanoseconds since gt_group_profile(group, 1), and how often each stage was
+ * entered. Time within no call, and of a call before and after it runs the group, is in no stage. */
+typedef enum gt_stage {
+  GT_STAGE_OUTSIDE = 0, /* nobody runs the group, and nothing is in progress */
+  GT_STAGE_FRAMES,      /* whatever is none of the others: frames, bookkeeping */
+  GT_STAGE_COPY_OUT,    /* into memory shared with another rank */
+  GT_STAGE_COPY_IN,     /* out of it */
+  GT_STAGE_READ,        /* out of another process's memory (process_vm_readv) */
+  GT_STAGE_SUM,
+  GT_STAGE_DELIVER, /* results into this rank's own array */
+  GT_STAGE_WAKE,    /* of a rank that sleeps */
+  GT_STAGE_POLL,    /* looks that found nothing */
+  GT_STAGE_YIELD,   /* the core was offered to others */
+  GT_STAGE_SLEEP,
+  GT_STAGES
+} gt_stage;
+typedef struct gt_profile {
+  uint32_t bytes; /* sizeof(gt_profile), by the caller */
+  uint32_t reserved;
+  uint64_t operations, by_callers; /* since the group began; by_callers: ended by a thread that waited */
+  uint64_t sent, received, read;   /* bytes through shared memory, and read; since the group began */
+  uint64_t ns[GT_STAGES], entered[GT_STAGES];
+} gt_profile;
+
+/* Measures from now on (1), or no more (0), at the cost of a look at the clock a stage. */
+gt_status gt_group_profile(gt_group* group, int on);
+gt_status gt_group_profiled(gt_group* group, gt_profile* profile);
+
 /* Reduces `count` elements over all ranks, in place. After a failure the array holds partly old, partly new numbers,
  * and the group is over: close it, and make another one of the ranks that are left. */
 gt_status gt_allreduce(gt_group* group, void* data, size_t count, gt_dtype dtype, gt_op op, double timeout_s);

@@ -39,6 +39,10 @@ static void rank_main(uint32_t rank, uint32_t world, int to_parent, int from_par
   if (gt_group_spin(group, rank == 0 ? -1.0 : 1000.0) != GT_OK) die("spin");
   if (gt_group_spin(NULL, 0.0) != GT_INVALID || gt_group_spin(group, 1e300) != GT_INVALID) exit(4);
 
+  gt_profile profile = {.bytes = sizeof profile};
+  if (gt_group_profile(NULL, 1) != GT_INVALID || gt_group_profiled(group, NULL) != GT_INVALID) exit(10);
+  if (gt_group_profile(group, 1) != GT_OK) die("profile");
+
   float* array = malloc(COUNT * sizeof(float));
   for (int step = 0; step < 10; ++step) {
     for (size_t i = 0; i < COUNT; ++i) array[i] = (float)(rank + (uint32_t)step);
@@ -56,6 +60,11 @@ static void rank_main(uint32_t rank, uint32_t world, int to_parent, int from_par
       }
     }
   }
+  if (gt_group_profiled(group, &profile) != GT_OK) die("profiled");
+  if (profile.operations != 10 || profile.sent == 0 || profile.ns[GT_STAGE_SUM] == 0) exit(11);
+  if (profile.entered[GT_STAGE_COPY_OUT] < 10 || profile.entered[GT_STAGE_COPY_IN] < 10) exit(12);
+  profile.bytes -= 1;
+  if (gt_group_profiled(group, &profile) != GT_INVALID || gt_group_profile(group, 0) != GT_OK) exit(13);
   int integers[4] = {1, 2, 3, 4};
   if (gt_allreduce(group, integers, 4, GT_INT32, GT_AVG, 30.0) != GT_INVALID) exit(4);
   if (strstr(gt_last_error(), "avg of int32") == NULL) exit(5);

@@ -70,6 +70,48 @@ TEST(who_owns_its_core_does_its_operations_itself) {
   CHECK(most > 2000);
 }
 
+// A share that is read is worked on in pieces, which are tasks that the rank posts itself.
+TEST(numbers_that_are_read_are_worked_on_by_who_waits) {
+  if (kThreadSanitizer) return;
+  const uint64_t began_ns = monotonic_ns();
+  uint64_t most = 0;
+  while (most < 195 && testing::within(began_ns, 60)) {
+    std::atomic<uint64_t> by_callers{0};
+    Crew crew = spinning(2, kOwnCores);
+    crew.options = [](uint32_t, GroupOptions* options) {
+      options->spin_us = kOwnCores;
+      options->least_exposed_bytes = 1;
+    };
+    run_ranks(crew, [&](uint32_t, Group& group) {
+      Array array(1 << 20);
+      for (int i = 0; i < 100; ++i) CHECK(start(group, array)->wait(soon(60)));
+      CHECK(group.counts().read_bytes >= 100 * array.size());
+      by_callers += group.counts().by_callers;
+    });
+    most = std::max(most, by_callers.load());
+  }
+  CHECK(most >= 195);
+}
+
+TEST(a_profile_has_the_stages_of_calls) {
+  constexpr int kCalls = 20;
+  run_ranks(spinning(4, -1), [&](uint32_t rank, Group& group) {
+    Array array = numbers(rank, Dtype::float32, 1 << 17);
+    group.profile(true);
+    for (int i = 0; i < kCalls; ++i) CHECK(start(group, array)->wait(soon(60)));
+    const StageTimes found = group.counts().stages;
+    group.profile(false);
+    for (const Stage stage : {Stage::protocol, Stage::copy_out, Stage::copy_in, Stage::sum, Stage::deliver}) {
+      CHECK(found.ns[static_cast<size_t>(stage)] > 0);
+      CHECK(found.entered[static_cast<size_t>(stage)] >= kCalls);
+    }
+    CHECK_EQ(found.ns[static_cast<size_t>(Stage::read)], 0u);
+    CHECK(start(group, array)->wait(soon(60)));
+    CHECK_EQ(group.counts().stages.entered[static_cast<size_t>(Stage::sum)],
+             found.entered[static_cast<size_t>(Stage::sum)]);  // not measured any more
+  });
+}
+
 TEST(operations_that_nobody_waits_for_go_on) {
   for (const double spin_us : {-1.0, kOwnCores}) {
     run_ranks(spinning(2, spin_us), [](uint32_t, Group& group) {

@@ -17,6 +17,7 @@ class Sender final : public ShardedAllreduce::Host {
       : shares(blocks_, *this, shares_of(owners, owns), 0, 16 << 20), sent(owners) {}
   void open(uint32_t, uint64_t, const Open&) override {}
   void parts_for(uint32_t owner) override {
+    ++asked;
     OutFrame frame;
     if (!shares.next(owner, &frame)) return;
     frames.push_back(frame.header.bytes);
@@ -39,6 +40,7 @@ class Sender final : public ShardedAllreduce::Host {
   std::vector<uint32_t> frames;
   std::vector<uint64_t> sent;
   uint64_t has = 0;  // reported
+  uint64_t asked = 0;
   bool adopts = false;
 };
 
@@ -133,6 +135,28 @@ TEST(what_came_early_and_is_more_than_expected_goes_nowhere) {
   late.rank.shares.adopt_all();
   CHECK_EQ(late.rank.has, uint64_t{0});
   CHECK(late.theirs == Array(100));
+}
+
+// The window waits for the share that is furthest behind: what comes of the others leaves it where it is.
+TEST(owners_are_asked_for_more_when_the_window_moves) {
+  constexpr uint32_t kOwners = 4;
+  const Shape shape = sum_of(1 << 20);
+  Array array(shape.wire_bytes());
+  Sender rank(kOwners);
+  const auto work = std::make_shared<Work>(shape, array.data(), array.data(), 60);
+  rank.shares.begin(work);
+  rank.shares.start();
+  for (uint32_t i = 0; i < 40; ++i) rank.parts_for(1 + i % kOwners);
+  const auto returns = [&](uint32_t owner) {
+    const WireHeader result = frame_of(FrameKind::result, work->number, 0, kFirstBytes);
+    const std::span<std::byte> into = rank.shares.room(owner, result);
+    rank.shares.took(owner, result, into);
+  };
+  const uint64_t before = rank.asked;
+  for (uint32_t owner = 1; owner < kOwners; ++owner) returns(owner);
+  CHECK_EQ(rank.asked, before + kOwners);  // once: nobody was asked at the place where the window is
+  returns(kOwners);
+  CHECK_EQ(rank.asked, before + 2 * kOwners);
 }
 
 }  // namespace

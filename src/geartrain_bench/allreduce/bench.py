@@ -7,7 +7,9 @@ K is the array's bytes, B a worker's rate, N the workers. Parts, each by itself 
                 counted
     slow-link   one worker at 100 Mbit/s, three at 400
     delay       round trips of 10 and 40 ms, 4 KB and 1 MB
-    loopback    one host, no limit, 2 and 4 ranks, 4 KB to 64 MB, and a memcpy of the array; with MPI
+    loopback    one host, no limit, 2 and 4 ranks (--ranks 2,8: others), 4 KB to 64 MB, and a memcpy of the array; with
+                MPI. --profile: Gloo, the workers, these where they read each other's arrays, and MPI only, and where
+                the time of the workers' calls in C goes
     ddp         DistributedDataParallel and a model of 25 M parameters, N = 4 at 200 Mbit/s
     throughput  samples/s of 1, 2, 4, 8 workers, gradients all-reduced during backward and after it
 
@@ -22,12 +24,11 @@ is a further baseline where it was built as a shared library against one of them
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,9 @@ import geartrain_bench.allreduce.report as allreduce_report
 import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
 from geartrain.core.progress import Progress
-from geartrain.errors import ArgumentError
 from geartrain.tools.plan.allreduce import Network
 from geartrain.tools.testing.cluster import Hosts
+from geartrain_bench.allreduce.arguments import ON_LOOPBACK, PARTS, QUICK_PARTS, read
 from geartrain_bench.allreduce.testbed import (
     SPIN_US,
     AllReduceTestbed,
@@ -53,6 +54,7 @@ from geartrain_bench.allreduce.testbed import (
     gloo,
     hybrid,
     in_c,
+    reading,
     ring,
     spinning,
     workers,
@@ -61,11 +63,6 @@ from geartrain_bench.harness.baselines import BaselineError
 from geartrain_bench.harness.timing import BenchResult, Row
 
 KB, MB = 1 << 10, 1 << 20
-PARTS = ("shaped", "slow-link", "delay", "loopback", "ddp", "throughput")
-#: Only these need no hosts.
-ON_LOOPBACK = ("loopback",)
-#: What `--quick` measures where no part is named: the others take minutes.
-QUICK_PARTS = ("shaped", "loopback")
 QUEUE_MS = 50.0
 
 
@@ -85,6 +82,7 @@ class Plan:
     delay_workers: tuple[int, ...] = (2, 4, 8)
     delay_sizes: tuple[int, ...] = (4 * KB, MB)
     ranks: tuple[int, ...] = (2, 4)
+    profile: bool = False
     loopback_sizes: tuple[int, ...] = (4 * KB, 64 * KB, MB, 16 * MB, 64 * MB)
     throughput_workers: tuple[int, ...] = (1, 2, 4, 8)
     layers: int = 8
@@ -133,44 +131,17 @@ def main(
     `plot_path` FILE.png makes a plot for each part: FILE.png of the first, FILE-PART.png of the others. `arguments` are
     `--part` and `--baidu` as in the module's docstring.
     """
-    parts, baidu = read(arguments, quick=quick)
+    asked = read(arguments, quick=quick)
+    parts, baidu = asked.parts, asked.baidu
     plan = FULL if full else QUICK if quick else DEFAULT
+    plan = replace(plan, ranks=asked.ranks or plan.ranks, profile=asked.profile)
     result = run(plan, parts, {**report.parse_baselines([]), **(baselines or {})}, baidu, quick=quick)
     said = "".join(f" --part {part}" for part in parts) * (parts != (QUICK_PARTS if quick else PARTS))
     result.command += " --full" * full + said
+    result.command += f" --ranks {','.join(map(str, asked.ranks))}" * bool(asked.ranks) + " --profile" * asked.profile
     result.command += "".join(f" --baidu {mpi}=/path/to/library" for mpi in baidu)
     report.report(result, json_path, plot_path, overview=allreduce_report.print_cases, draw=allreduce_plot.plot)
     return result
-
-
-def read(arguments: Sequence[str], *, quick: bool = False) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The parts, and libraries of baidu-allreduce by the MPI that they need. Raises `ArgumentError`."""
-    parser = argparse.ArgumentParser(
-        prog="geartrain bench allreduce",
-        description="All-reduce over shaped networks and loopback. Further options: --quick, --full, --json FILE, "
-        "--plot FILE, --baseline-python mpich=PYTHON, --baseline-python openmpi=PYTHON.",
-    )
-    parser.add_argument(
-        "--part",
-        action="append",
-        help=f"{', '.join(PARTS)} or all; repeat for several. By default all, with --quick {' and '.join(QUICK_PARTS)}",
-    )
-    parser.add_argument("--baidu", action="append", default=[], metavar="MPI=LIBRARY", help="mpich=/path/to/it.so")
-    given = parser.parse_args(list(arguments))
-    default = list(QUICK_PARTS) if quick else ["all"]
-    parts = tuple(dict.fromkeys(part for word in given.part or default for part in word.split(",")))
-    if "all" in parts:
-        parts = PARTS
-    for part in parts:
-        if part not in PARTS:
-            raise ArgumentError(f"--part takes {', '.join(PARTS)} or all, found {part!r}")
-    baidu = {}
-    for word in given.baidu:
-        mpi, equals, library = word.partition("=")
-        if not (mpi and equals and Path(library).is_file()):
-            raise ArgumentError(f"--baidu takes MPI=LIBRARY, such as mpich=/path/to/libbaidu.so, found {word!r}")
-        baidu[mpi] = str(Path(library).resolve())
-    return parts, baidu
 
 
 def run(
@@ -270,7 +241,9 @@ class _Bench:
         floors_s = {nbytes: _memcpy_s(nbytes) for nbytes in plan.loopback_sizes}
         with AllReduceTestbed(None, max(plan.ranks), reducers=2) as testbed:
             for n in plan.ranks:
-                configurations = [gloo(), workers(), in_c(), workers(transport="tcp"), ring(), dedicated(n, 2)]
+                configurations = [gloo(), workers(), in_c()]
+                others = [workers(transport="tcp"), ring(), dedicated(n, 2)]
+                configurations += [reading()] if plan.profile else others
                 if n <= _native.available_cores():  # as MPI does; with more ranks than cores it is no option
                     configurations[3:3] = [spinning(), in_c(SPIN_US)]
                 for nbytes in plan.loopback_sizes:
@@ -395,10 +368,14 @@ class _Bench:
             try:
                 with testbed.group(configuration, n) as group:
                     timed = group.rounds(nbytes, calls=calls, rounds=rounds, warm=1 if nbytes >= 16 * MB else 2)
+                    profiles = self.plan.profile and configuration.library == "geartrain in C"
+                    profile = group.profile(nbytes, calls=calls, rounds=rounds) if profiles else None
             except BaselineError as error:
                 self._missing(testbed, configuration, error)
                 continue
             self._add(part, configuration, n, nbytes, rates, rtt_ms, timed, floor_s)
+            if profile is not None:
+                self.result.cases[-1]["profile"] = profile
             self.progress.advance(n * nbytes * calls * rounds)
 
     def _missing(self, testbed: AllReduceTestbed, configuration: Configuration, error: BaselineError) -> None:

@@ -6,6 +6,7 @@ import ctypes
 from typing import Any
 
 from geartrain.collectives import library_path
+from geartrain_bench.allreduce.profile import COUNTS, STAGES
 from geartrain_bench.allreduce.rounds import Array
 
 _ADDRESS_BYTES = 512
@@ -26,6 +27,16 @@ class _Options(ctypes.Structure):
         ("shares", ctypes.POINTER(ctypes.c_double)),
         ("rates", ctypes.POINTER(ctypes.c_double)),
         ("tcp_only", ctypes.c_uint32),
+    )
+
+
+class _Profile(ctypes.Structure):
+    _fields_ = (
+        ("bytes", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        *((name, ctypes.c_uint64) for name in COUNTS),
+        ("ns", ctypes.c_uint64 * len(STAGES)),
+        ("entered", ctypes.c_uint64 * len(STAGES)),
     )
 
 
@@ -76,6 +87,21 @@ class GroupInC:
         """The array, which stays alive, its address and its size: as a program in C has them, which asks nobody."""
         self._known[id(array)] = known = (array, array.ctypes.data, array.size)
         return known
+
+    def profile(self, on: bool) -> None:
+        """Measures from now on where the time goes, or no more."""
+        self._check(self._library.gt_group_profile(self._group, int(on)))
+
+    def profiled(self) -> dict[str, Any]:
+        """Counts and bytes since the group began; nanoseconds and entries of each stage since `profile(True)`."""
+        found = _Profile(bytes=ctypes.sizeof(_Profile))
+        self._check(self._library.gt_group_profiled(self._group, ctypes.byref(found)))
+        counts = {name: getattr(found, name) for name in COUNTS}
+        return {
+            **counts,
+            "ns": dict(zip(STAGES, found.ns, strict=True)),
+            "entered": dict(zip(STAGES, found.entered, strict=True)),
+        }
 
     def close(self) -> None:
         """Leaves the group."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import geartrain_bench.harness.report as report
+from geartrain_bench.allreduce.profile import print_profiles
 
 Case = Mapping[str, Any]
 Cases = Sequence[Case]
@@ -205,6 +206,10 @@ def print_cases(result: Any) -> None:
             ["", *(f"N = {n}" for n in counts)],
             {key: [f"{found[n]:.2f}" if n in found else "-" for n in counts] for key, found in shares.items()},
         )
+    print_profiles(
+        result.cases,
+        lambda case: f"{case['workers']} ranks, {size_text(case['nbytes'])}, {short(case).removeprefix('workers, ')}",
+    )
     if result.targets:
         met = sum(one["met"] for one in result.targets)
         report.print_counts(

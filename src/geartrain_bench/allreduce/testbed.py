@@ -18,6 +18,7 @@ import numpy as np
 import geartrain._native as _native
 from geartrain.tools.plan.allreduce import Network
 from geartrain.tools.testing.cluster import Hosts
+from geartrain_bench.allreduce.profile import Profile, mean
 from geartrain_bench.allreduce.rounds import RoundBarrier
 from geartrain_bench.harness.fleet import Fleet
 
@@ -26,6 +27,7 @@ SECRET = "bench"
 ROUNDS_S = 300.0
 #: Longer than any operation that is measured.
 SPIN_US = 1e6
+LEAST_READ_BYTES = 64 << 10
 ONE_WAY_PORT = 29513
 _jobs = itertools.count()
 
@@ -87,6 +89,12 @@ def spinning() -> Configuration:
     """Equal shares on workers that own their cores: waits poll and do not sleep."""
     options = {"shares": "equal", "spin_us": SPIN_US}
     return Configuration("geartrain workers, spinning", "geartrain", shares=(), options=options)
+
+
+def reading() -> Configuration:
+    """Equal shares on the workers, which read each other's arrays from 64 KB on instead of sending them."""
+    options = {"shares": "equal", "least_read_bytes": LEAST_READ_BYTES}
+    return Configuration("geartrain workers, reading", "geartrain", shares=(), options=options)
 
 
 def in_c(spin_us: float | None = None) -> Configuration:
@@ -243,12 +251,24 @@ class Grouped:
             )
         )
 
+    def profile(self, nbytes: int, *, calls: int, rounds: int) -> Profile:
+        """Where the time of a call goes, of as many; of a group in C."""
+        return mean(
+            [
+                answer["profile"]
+                for answer in self._answers("profile", nbytes=nbytes, calls=calls, rounds=rounds, warm=0)
+            ]
+        )
+
     def _ask(self, what: str, **arguments: Any) -> list[float]:
+        answers = self._answers(what, **arguments)
+        return [float(lap) for lap in np.array([answer["seconds"] for answer in answers]).max(axis=0)]
+
+    def _answers(self, what: str, **arguments: Any) -> list[dict[str, Any]]:
         path = self.testbed.barrier_file(self.n)
         try:
-            answers = self.testbed.fleet.ask(
+            return self.testbed.fleet.ask(
                 range(self.n), ROUNDS_S, do=what, group=self.configuration.name, file=str(path), **arguments
             )
         finally:
             path.unlink()
-        return [float(lap) for lap in np.array([answer["seconds"] for answer in answers]).max(axis=0)]

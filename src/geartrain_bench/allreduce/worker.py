@@ -8,6 +8,7 @@ Reads one JSON object a line from stdin and answers each with one on stdout (cli
      "host": ..., "port": ..., "rank": 0, "size": 4, "options": {...}}   -> {}: a group, named `group`
     {"do": "rounds", "group": ..., "file": ..., "nbytes": ..., "calls": ..., "rounds": ..., "warm": ...}
                                                -> {"seconds": [...]} of a call, a number a round
+    {"do": "profile", ...}                       -> {"profile": {...}}: of as many calls, in C (profile.py)
     {"do": "steps", "group": ..., "file": ..., "layers": ..., "nbytes": ..., "compute_s": ..., "overlap": true, ...}
                                                -> {"seconds": [...]} of a training step with so many gradients
     {"do": "counters", "group": ...}             -> {"counters": {...}}: the group's own counters
@@ -30,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from geartrain_bench.allreduce.one_way import OneWayTransfer
+from geartrain_bench.allreduce.profile import of_calls
 from geartrain_bench.allreduce.rounds import Array, RoundBarrier, raise_priority, timed_rounds
 from geartrain_bench.distributed_replay.worker import answer_requests
 
@@ -93,6 +95,16 @@ class Process:
         seconds = timed_rounds(member.reduce, barrier=barrier, rank=member.rank, size=member.size, **what)
         return {"seconds": seconds}
 
+    def profile(self, group: str, file: str, **what: Any) -> dict[str, Any]:
+        """Where the time of so many calls goes."""
+        member = self._members[group]
+        before = member.group.profiled()
+        member.group.profile(True)
+        seconds = self.rounds(group, file, **what)["seconds"]
+        after = member.group.profiled()
+        member.group.profile(False)
+        return {"profile": of_calls(before, after, seconds)}
+
     def steps(
         self,
         group: str,
@@ -135,8 +147,7 @@ class Process:
 
     def counters(self, group: str) -> dict[str, Any]:
         """The group's own counters."""
-        counted = self._members[group].group
-        return {"counters": counted.counters() if counted is not None else {}}
+        return {"counters": getattr(self._members[group].group, "counters", dict)()}
 
     def connect(self, place: str, port: int, sends: bool) -> dict[str, Any]:
         """Connects one end of a one-way transfer."""
@@ -196,7 +207,7 @@ def _geartrain_in_c(store: Any, rank: int, size: int, options: dict[str, Any]) -
     from geartrain_bench.allreduce.c_interface import GroupInC
 
     group = GroupInC(store, rank, size, TIMEOUT_S, **options)
-    return Member(rank, size, group.all_reduce, group.all_reduce, group.close, None)
+    return Member(rank, size, group.all_reduce, group.all_reduce, group.close, group)
 
 
 def main() -> None:
