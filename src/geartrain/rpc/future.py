@@ -108,7 +108,7 @@ class Future:
             # As `held` does, in a tenth of the time. A handler would wait in vain for a reply that what it
             # interrupts has in hand.
             reading = self._reading
-            owned = reading._is_owned
+            owned: Callable[[], bool] = reading._is_owned  # type: ignore[attr-defined]
             if owned():
                 refuse_within(reading, "a wait for this call")
             try:
