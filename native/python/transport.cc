@@ -183,11 +183,16 @@ nb::object arrived_of(Message&& message) {
   return nb::cast(arrived.release(), nb::rv_policy::take_ownership);
 }
 
-// None at the deadline; else (id, how many other threads wait, kind, tag, bytes, value, message). The kind is -1 where
-// the connection was lost, and the value the reason; a message that cannot be decoded is there itself, else None.
+// For threads of a server's alone, which are never Python's main one: no signals are checked, for which threads of
+// every idle node would wake up four times a second. None at the deadline; else (id, how many other threads wait, kind,
+// tag, bytes, value, message). The kind is -1 where the connection was lost, and the value the reason; a message that
+// cannot be decoded is there itself, else None.
 nb::object next_event(Inbox& inbox, const Codec& codec, double timeout_s) {
   Inbox::Event event;
-  if (!patiently(timeout_s, [&](Deadline slice, Deadline) { return inbox.receive(&event, slice); })) return nb::none();
+  {
+    const Unlocked unlocked;
+    if (!inbox.receive(&event, Deadline::after(timeout_s))) return nb::none();
+  }
   if (event.lost) return nb::make_tuple(event.id, event.standing_by, -1, 0, 0, event.reason, nb::none());
   const uint32_t kind = event.message.kind;
   const uint64_t tag = event.message.tag, bytes = event.message.bytes();
@@ -330,6 +335,11 @@ void bind_transport(nb::module_& module) {
              patiently_or_throw(timeout_s, [&](Deadline slice) { connection = listener.accept(slice); });
              return connection;
            })
+      // As Inbox.receive: of a server's thread.
+      .def(
+          "accept_in_thread",
+          [](Listener& listener, double timeout_s) { return listener.accept(Deadline::after(timeout_s)); },
+          nb::call_guard<Unlocked>())
       .def_prop_ro("address", &Listener::address)
       .def_prop_ro("refused", &Listener::refused)
       .def_prop_ro("refusal", &Listener::refusal)
