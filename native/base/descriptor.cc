@@ -39,6 +39,10 @@ uint64_t forks() {
   return fork_count.load(std::memory_order_relaxed);
 }
 
+void count_forks() {
+  table();
+}
+
 Descriptor::Descriptor(int fd) : fd_(fd), forks_(forks()) {
   if (fd < 0) return;
   std::lock_guard lock(table().mutex);

@@ -10,8 +10,10 @@
 
 namespace geartrain {
 
-// The number of forks between this process and the one that loaded the library.
+// The number of forks between this process and the one that loaded the library. They are counted from the first
+// Descriptor on, or from count_forks().
 uint64_t forks();
+void count_forks();
 
 class Descriptor {
  public:

@@ -183,17 +183,27 @@ nb::object arrived_of(Message&& message) {
   return nb::cast(arrived.release(), nb::rv_policy::take_ownership);
 }
 
-// None at the deadline; else (id, how many other threads wait, kind, tag, bytes, value, message). The kind is -1 where
-// the connection was lost, and the value the reason; a message that cannot be decoded is there itself, else None.
+// For threads of a server's alone, which are never Python's main one: no signals are checked, for which threads of
+// every idle node would wake up four times a second. None at the deadline; else (id, how many other threads wait, kind,
+// tag, bytes, value, message). The kind is -1 where the connection was lost, and the value the reason; a message that
+// cannot be decoded is there itself, else None.
 nb::object next_event(Inbox& inbox, const Codec& codec, double timeout_s) {
   Inbox::Event event;
-  if (!patiently(timeout_s, [&](Deadline slice, Deadline) { return inbox.receive(&event, slice); })) return nb::none();
+  {
+    const Unlocked unlocked;
+    if (!inbox.receive(&event, Deadline::after(timeout_s))) return nb::none();
+  }
   if (event.lost) return nb::make_tuple(event.id, event.standing_by, -1, 0, 0, event.reason, nb::none());
   const uint32_t kind = event.message.kind;
   const uint64_t tag = event.message.tag, bytes = event.message.bytes();
   nb::object value = nb::none(), message = nb::none();
   if (!codec.try_decode(event.message, event.trusted, &value)) message = arrived_of(std::move(event.message));
   return nb::make_tuple(event.id, event.standing_by, kind, tag, bytes, value, message);
+}
+
+uint64_t start(PendingCalls& calls, uint32_t kind, const Payload& payload, bool detached, double timeout_s) {
+  const Unlocked unlocked;
+  return calls.start(kind, payload.header, payload.buffers(), detached, Deadline::after(timeout_s));
 }
 
 Arrived* wait_for_answer(PendingCalls& calls, uint64_t tag, double timeout_s) {
@@ -238,17 +248,35 @@ Arrived* call(PendingCalls& calls, uint32_t kind, const Payload& payload, double
   return arrived.release();
 }
 
-// The same of a value: None where it cannot be encoded, before anything is sent; else (kind, value, tag) of the answer,
-// or (-1, message, 0) of one that cannot be decoded.
+// (kind, value, tag) of an answer, or (-1, message, 0) of one that cannot be decoded.
+nb::object value_of(Message&& answer, const Codec& codec, bool pickle) {
+  nb::object value;
+  if (codec.try_decode(answer, pickle, &value)) return nb::make_tuple(answer.kind, value, answer.tag);
+  return nb::make_tuple(-1, arrived_of(std::move(answer)), 0);
+}
+
+// The same of a value: None where it cannot be encoded, before anything is sent; else its answer's value_of().
 nb::object call_with_value(PendingCalls& calls, const Codec& codec, uint32_t kind, nb::handle given, bool pickle,
                            double timeout_s, uint32_t cancel) {
   Payload payload;
   if (!codec.try_encode(given, pickle, &payload)) return nb::none();
   Message answer;
   call_for(calls, kind, payload, timeout_s, cancel, &answer);
-  nb::object value;
-  if (codec.try_decode(answer, pickle, &value)) return nb::make_tuple(answer.kind, value, answer.tag);
-  return nb::make_tuple(-1, arrived_of(std::move(answer)), 0);
+  return value_of(std::move(answer), codec, pickle);
+}
+
+// Its two halves: the request's tag, or None; and the answer.
+nb::object start_with_value(PendingCalls& calls, const Codec& codec, uint32_t kind, nb::handle given, bool pickle,
+                            double timeout_s) {
+  Payload payload;
+  if (!codec.try_encode(given, pickle, &payload)) return nb::none();
+  return nb::int_(start(calls, kind, payload, false, timeout_s));
+}
+
+nb::object wait_for_value(PendingCalls& calls, const Codec& codec, uint64_t tag, bool pickle, double timeout_s) {
+  Message answer;
+  patiently_or_throw(timeout_s, [&](Deadline slice) { calls.wait(tag, &answer, slice); });
+  return value_of(std::move(answer), codec, pickle);
 }
 
 }  // namespace
@@ -307,6 +335,11 @@ void bind_transport(nb::module_& module) {
              patiently_or_throw(timeout_s, [&](Deadline slice) { connection = listener.accept(slice); });
              return connection;
            })
+      // As Inbox.receive: of a server's thread.
+      .def(
+          "accept_in_thread",
+          [](Listener& listener, double timeout_s) { return listener.accept(Deadline::after(timeout_s)); },
+          nb::call_guard<Unlocked>())
       .def_prop_ro("address", &Listener::address)
       .def_prop_ro("refused", &Listener::refused)
       .def_prop_ro("refusal", &Listener::refusal)
@@ -325,12 +358,10 @@ void bind_transport(nb::module_& module) {
 
   nb::class_<PendingCalls>(module, "Calls")
       .def(nb::init<std::shared_ptr<Connection>, size_t>())
-      .def("start",
-           [](PendingCalls& calls, uint32_t kind, const Payload& payload, bool detached, double timeout_s) {
-             const Unlocked unlocked;
-             return calls.start(kind, payload.header, payload.buffers(), detached, Deadline::after(timeout_s));
-           })
+      .def("start", &start)
+      .def("start_with_value", &start_with_value)
       .def("wait", &wait_for_answer)
+      .def("wait_for_value", &wait_for_value)
       .def("call", &call)
       .def("call_with_value", &call_with_value)
       .def("ready", &PendingCalls::ready)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import random
 import socket
@@ -175,6 +176,41 @@ def test_a_forked_childs_copy_of_a_future_is_refused_while_the_parent_waits_for_
         thread.join(patience(10))
         assert called.is_set()
         assert node.call("server", "life-same", 1) == 1
+
+
+def test_a_child_that_c_code_has_forked_refuses_the_parents_calls() -> None:
+    with rpc.Node("server") as server, rpc.Node("one", peers={"server": server.address}) as node:
+        waiting = node.call_async("server", "life-hold", timeout_s=patience(60))
+        child = ctypes.PyDLL(None).fork()  # no handler of Python's runs
+        if child == 0:
+            code = 1
+            try:
+                with pytest.raises(ConnectionClosedError, match="forked"):
+                    waiting.result()
+                with pytest.raises(ConnectionClosedError, match="forked"):
+                    node.call("server", "life-same", 1)
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        _gate.set()
+        assert waiting.result() is True
+
+
+def test_calls_do_not_ask_the_system_for_the_process_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rpc.Node("server") as server, rpc.Node("one", peers={"server": server.address}) as node:
+        assert node.call("server", "life-same", 1) == 1
+        mine, asked, ask = threading.current_thread(), [], os.getpid
+
+        def getpid() -> int:
+            if threading.current_thread() is mine:
+                asked.append(True)
+            return ask()
+
+        monkeypatch.setattr(os, "getpid", getpid)
+        assert node.call("server", "life-same", 2) == 2
+        assert node.call_async("server", "life-same", 3).result() == 3
+        assert not asked
 
 
 @pytest.mark.parametrize("rounds", [5, pytest.param(1000, marks=[pytest.mark.long, pytest.mark.timeout(600)])])

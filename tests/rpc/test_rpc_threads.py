@@ -164,3 +164,15 @@ def test_the_threads_of_a_node_that_nobody_calls_sleep() -> None:
         after = _sleeps()
     woken = sum(after[one] - before[one] for one in before.keys() & after.keys() - others)
     assert woken < 60  # those that looked every millisecond, for a fifth of the time, woke 200 times a second
+
+
+def test_threads_that_wait_for_peers_of_an_idle_node_stay_asleep() -> None:
+    with rpc.Node("quiet") as node:
+        waiting = [t for t in threading.enumerate() if t.name.endswith((" accepts quiet", " serves quiet"))]
+        assert len(waiting) == 3
+        assert node.call("quiet", "add", 1, 2) == 3
+        time.sleep(0.3)  # threads that served look for a while whether more comes
+        before = _sleeps()
+        time.sleep(1.5)  # in which each looked for signals six times, which only Python's main thread can handle
+        after = _sleeps()
+        assert sum(after[number] - before[number] for number in (str(t.native_id) for t in waiting)) <= 3

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <span>
 #include <vector>
 
@@ -19,6 +20,16 @@ class Sequence {
     if (part.empty()) return;
     parts_.push_back(part);
     ends_.push_back(bytes() + part.size());
+  }
+  // The same bytes in one part, copied to `into`, which has room for them.
+  void gather(std::byte* into) {
+    const uint64_t all = bytes();
+    for (std::byte* at = into; const std::span<Byte> part : parts_) {
+      std::memcpy(at, part.data(), part.size());
+      at += part.size();
+    }
+    clear();
+    add({into, all});
   }
   uint64_t bytes() const { return ends_.empty() ? 0 : ends_.back(); }
   // Up to `most` vectors for the bytes from `at`, `length` of them at most.

@@ -26,6 +26,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
@@ -49,6 +50,7 @@ constexpr double kLaneEndedS = 0.1, kSidebandEndedS = 1;
 constexpr uint32_t kLookAtLanesEvery = 16;  // reads in vain
 constexpr size_t kBufferBytes = size_t{256} << 10;
 constexpr uint64_t kReadBudget = uint64_t{8} << 20;  // then other connections get their turn
+constexpr size_t kGatherUpTo = 1024;                 // a copy takes less than a vector of parts in the kernel
 constexpr size_t kMostParts = 64;                    // of one sendmsg or recvmsg
 
 // Progress of one lane with a payload.
@@ -143,6 +145,8 @@ class TcpConnection final : public Connection {
     Sequence<const std::byte>& bulk = on_lanes ? bulk_out_ : first;
     if (on_lanes) bulk.clear();
     for (const Bytes& buffer : message.buffers) bulk.add(buffer);
+    std::array<std::byte, kGatherUpTo> gathered;
+    if (!on_lanes && first.bytes() <= gathered.size()) first.gather(gathered.data());
 
     bool begun = false;
     try {

@@ -23,13 +23,16 @@ struct Wire {
   // short only when nothing more has arrived.
   ssize_t send(std::span<struct iovec> parts, int flags = 0) const {
     if (tls != nullptr) return tls->send(parts);
+    flags |= MSG_NOSIGNAL | MSG_DONTWAIT;
+    if (parts.size() == 1) return ::send(socket, parts[0].iov_base, parts[0].iov_len, flags);
     struct msghdr header{};
     header.msg_iov = parts.data();
     header.msg_iovlen = parts.size();
-    return ::sendmsg(socket, &header, MSG_NOSIGNAL | MSG_DONTWAIT | flags);
+    return ::sendmsg(socket, &header, flags);
   }
   ssize_t receive(std::span<struct iovec> parts) const {
     if (tls != nullptr) return tls->receive(parts);
+    if (parts.size() == 1) return ::recv(socket, parts[0].iov_base, parts[0].iov_len, MSG_DONTWAIT);
     struct msghdr header{};
     header.msg_iov = parts.data();
     header.msg_iovlen = parts.size();

@@ -22,7 +22,7 @@ from geartrain.errors import (
     UntrustedPeerError,
     WaitTimeoutError,
 )
-from geartrain.rpc.future import Future
+from geartrain.rpc.future import Future, Reply
 from geartrain.rpc.protocol import CALL, CALL_OBJECT, CANCEL, ERROR, OUT_OF_BAND, RESULT, with_timeout
 from geartrain.rpc.registry import name_of, names
 from geartrain.rpc.tensors.device_map import DeviceMap
@@ -63,6 +63,7 @@ class Client:
         self.caller = ""  # this node's name
         self.connection = connection
         self.calls = _native.Calls(connection, max_open)
+        self.forks = _native.forks()
         self.pickle = pickle and connection.authenticated
         self.tensors = TensorSender(devices, name, connection, self.ask, device_map)
         self._codec = native_codec()
@@ -97,10 +98,7 @@ class Client:
             if name is not None:
                 found = self._call_at_once((name, args, kwargs), timeout_s)
                 if found is not None:
-                    kind, value, tag = found
-                    if kind == RESULT:
-                        return value
-                    return self.value_of(value) if kind == -1 else self._value_in(kind, value, tag, False)
+                    return found[1] if found[0] == RESULT else self.value_of(found)
         began_s = time.perf_counter() if trace.on else 0.0
         kind, payload = self.encode_call(function, args, kwargs, timeout_s)
         try:
@@ -114,13 +112,36 @@ class Client:
     def _call_at_once(
         self, value: tuple[str, tuple[Any, ...], dict[str, Any]], timeout_s: float
     ) -> tuple[int, Any, int] | None:
-        """Encodes, sends, waits and decodes in one native call: the reply's kind, value and tag; -1 and the message
-        where that cannot be decoded. None where the call cannot be encoded so."""
+        """Encodes, sends, waits and decodes in one native call. None where the call cannot be encoded so."""
         word = with_timeout(CALL, timeout_s)
         try:
             return self.calls.call_with_value(self._codec, word, value, self.pickle, timeout_s, CANCEL)
         except (WaitTimeoutError, PeerLostError) as error:
             raise self._told(error, timeout_s) from None
+
+    def start(
+        self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
+    ) -> int:
+        """Sends a call: the tag of its reply."""
+        if not trace.on and not self.tensors.forced:
+            name = function if type(function) is str else _registered(function)
+            if name is not None:
+                word = with_timeout(CALL, timeout_s)
+                tag = self.calls.start_with_value(self._codec, word, (name, args, kwargs), self.pickle, timeout_s)
+                if tag is not None:
+                    return tag
+        began_s = time.perf_counter() if trace.on else 0.0
+        kind, payload = self.encode_call(function, args, kwargs, timeout_s)
+        tag = self.calls.start(with_timeout(kind, timeout_s), payload, False, timeout_s)
+        if trace.on:
+            self.record(f"send {name_of(function)}", tag, began_s)
+        return tag
+
+    def wait(self, tag: int, timeout_s: float) -> Reply:
+        """The reply to a call that was started, waited for by this thread."""
+        if trace.on:  # decoding is a slice of its own
+            return self.calls.wait(tag, timeout_s)
+        return self.calls.wait_for_value(self._codec, tag, self.pickle, timeout_s)
 
     def _told(self, error: GeartrainError, timeout_s: float) -> GeartrainError:
         """A call's error as its caller gets it."""
@@ -148,8 +169,16 @@ class Client:
         """Drops the reply when it comes; the call goes on."""
         self.calls.drop(tag)
 
-    def value_of(self, message: _native.Message, elsewhere: bool = False) -> Any:
+    def value_of(self, reply: Reply, elsewhere: bool = False) -> Any:
         """The result, or the peer's error, raised. `elsewhere`: another thread than this one will use it."""
+        if type(reply) is tuple:
+            kind, value, tag = reply
+            if kind == RESULT:
+                return value
+            if kind != -1:
+                return self._value_in(kind, value, tag, elsewhere)
+            reply = value
+        message: Any = reply
         began_s = time.perf_counter() if trace.on else 0.0
         value = self._codec.decode(message, self.pickle)
         if trace.on:

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import threading
 import time
 import traceback
+from _thread import RLock
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 import geartrain._native as _native
+from geartrain._native import forks
 from geartrain.core.arguments import check_function, timeout
 from geartrain.core.threads import ReentrantEvent, held, owns, refuse_within
 from geartrain.errors import CallCancelledError, ConnectionClosedError, GeartrainError, WaitTimeoutError
 from geartrain.rpc.running import about_to_wait
+
+#: A reply: its kind, value and tag; or its message, and -1 and the message, where it is still to be decoded.
+Reply = tuple[int, Any, int] | _native.Message
 
 
 class ReplySource(Protocol):
     """The client that a future waits for: `client.Client`."""
 
     name: str
-    calls: _native.Calls
+    forks: int  # of the process that it belongs to (`_native.forks`)
 
-    def value_of(self, message: _native.Message, elsewhere: bool = False) -> Any:
+    def wait(self, tag: int, timeout_s: float) -> Reply:
+        """The reply to a call that was started."""
+
+    def value_of(self, reply: Reply, elsewhere: bool = False) -> Any:
         """The result in a reply, or its error, raised."""
 
     def named(self, error: GeartrainError) -> GeartrainError:
@@ -54,7 +60,7 @@ class Future:
         self._source = source
         self._tag = tag
         self.until_s = until_s  # the call's deadline, in `time.monotonic()`
-        self._pid = os.getpid()
+        self._forks = source.forks
         self._make_locks()
         self._done: ReentrantEvent | None = None  # made when a thread of the client's is to complete it
         self._value: Any = None
@@ -64,9 +70,9 @@ class Future:
 
     def _make_locks(self) -> None:
         # Of the state, for moments only; a signal's handler may come in between, in the same thread.
-        self._lock = threading.RLock()
+        self._lock = RLock()
         # Held by the thread that waits for the reply; a signal's handler may wait in between.
-        self._reading = threading.RLock()
+        self._reading = RLock()
 
     def result(self, *, timeout_s: float | None = None) -> Any:
         """The function's result.
@@ -90,7 +96,8 @@ class Future:
         """What `result` would raise, or None; waits as it does."""
         if timeout_s is not None:
             timeout(timeout_s)
-        self._check_process()
+        if self._forks != forks():
+            self._forked()
         if self._finished:
             return self._error
         now = time.monotonic()
@@ -101,7 +108,9 @@ class Future:
             # As `held` does, in a tenth of the time. A handler would wait in vain for a reply that what it
             # interrupts has in hand.
             reading = self._reading
-            refuse_within(reading, "a wait for this call")
+            owned: Callable[[], bool] = reading._is_owned  # type: ignore[attr-defined]
+            if owned():
+                refuse_within(reading, "a wait for this call")
             try:
                 try:
                     if not reading.acquire(timeout=max(until_s - now, 0.0)):
@@ -110,32 +119,36 @@ class Future:
                     if event is None and not self._finished:
                         self._wait(max(until_s - time.monotonic(), 0.0), cancels=until_s == self.until_s)
                 finally:
-                    if owns(reading):
+                    if owned():
                         try:
-                            self._pass_on()  # before another thread waits for the reply
+                            if not self._finished:
+                                self._pass_on()  # before another thread waits for the reply
                         finally:
                             reading.release()
             finally:
-                if owns(reading):  # where a handler has raised
+                if owned():  # where a handler has raised
                     reading.release()
         if event is not None and not event.wait(max(until_s - time.monotonic(), 0.0)):
             raise WaitTimeoutError(f"no answer from {self._source.name!r} before the deadline")
         return self._error
 
     def _check_process(self) -> None:
-        if self._pid != os.getpid():
-            self._pid = os.getpid()
-            self._make_locks()  # another thread of the parent's may hold them, while it waits
-            if not self._finished:
-                self._error = ConnectionClosedError("the call belongs to the process that this one was forked from")
-                self._finished = True
-                self._done = None
-                self._callbacks = []
+        if self._forks != forks():
+            self._forked()
+
+    def _forked(self) -> None:
+        self._forks = forks()
+        self._make_locks()  # another thread of the parent's may hold them, while it waits
+        if not self._finished:
+            self._error = ConnectionClosedError("the call belongs to the process that this one was forked from")
+            self._finished = True
+            self._done = None
+            self._callbacks = []
 
     def _wait(self, wait_s: float, cancels: bool) -> None:
         """Waits for the reply in this thread, which holds `_reading`."""
         try:
-            message = self._source.calls.wait(self._tag, wait_s)
+            reply = self._source.wait(self._tag, wait_s)
         except WaitTimeoutError:
             if not cancels:
                 raise
@@ -146,7 +159,7 @@ class Future:
         except GeartrainError as error:
             self._settle(self._source.named(error), elsewhere=False)
         else:
-            self._settle(message, elsewhere=False)
+            self._settle(reply, elsewhere=False)
 
     def _pass_on(self) -> None:
         """After a wait that did not end with the reply: callbacks that were added meanwhile need a thread.
@@ -154,11 +167,11 @@ class Future:
         By the thread that has waited, which still holds `_reading`: no other one waits for the reply.
         """
         with self._lock:
-            if self._callbacks and not self._finished and self._done is None and self._pid == os.getpid():
+            if self._callbacks and not self._finished and self._done is None and self._forks == forks():
                 self._done = ReentrantEvent()
                 self._source.complete_in_background(self, self._tag)
 
-    def _settle(self, outcome: _native.Message | BaseException, elsewhere: bool) -> bool:
+    def _settle(self, outcome: Reply | BaseException, elsewhere: bool) -> bool:
         """The first outcome counts. Calls back. False when there was one before."""
         value, error = None, None
         if isinstance(outcome, BaseException):
@@ -215,12 +228,12 @@ class Future:
                 return
         _call_back(callback, self)
 
-    def finish(self, outcome: _native.Message | BaseException) -> None:
+    def finish(self, outcome: Reply | BaseException) -> None:
         """For the client: completes it with a reply or an error, from another thread than the one that waits."""
         self._settle(outcome, elsewhere=True)
 
     def __del__(self) -> None:
-        if not self._finished and self._pid == os.getpid():
+        if not self._finished and self._forks == forks():
             self._source.drop(self._tag)
 
     def __await__(self) -> Generator[Any, None, Any]:

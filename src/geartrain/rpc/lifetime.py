@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from geartrain._native import forks
 from geartrain.core.threads import DaemonThread, ReentrantEvent
 from geartrain.errors import ConnectionClosedError, WaitTimeoutError
 
@@ -24,12 +24,12 @@ class Lifetime:
         self.ended = False
         self._name = name
         self._waits: list[ReentrantEvent] = []
-        self._pid = os.getpid()
+        self._forks = forks()
 
     @property
     def forked(self) -> bool:
         """Whether the node belongs to the process that this one was forked from."""
-        return self._pid != os.getpid()
+        return self._forks != forks()
 
     def check(self) -> None:
         """Raises `ConnectionClosedError` unless the node is open, and of this process."""

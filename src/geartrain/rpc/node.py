@@ -41,9 +41,9 @@ from geartrain.errors import (
 from geartrain.rpc.client import Client
 from geartrain.rpc.future import Future
 from geartrain.rpc.lifetime import Lifetime
-from geartrain.rpc.protocol import CALL, HELLO, OUT_OF_BAND, TELL, with_timeout
+from geartrain.rpc.protocol import CALL, HELLO, OUT_OF_BAND, TELL
 from geartrain.rpc.pubsub import Topic, Topics
-from geartrain.rpc.registry import name_of, names
+from geartrain.rpc.registry import names
 from geartrain.rpc.remote_objects import MAKE, Remote
 from geartrain.rpc.running import about_to_wait
 from geartrain.rpc.server import Server
@@ -238,12 +238,7 @@ class Node:
         limit_s = self._limit(timeout_s)
         until_s = time.monotonic() + limit_s
         client = self._client(peer, limit_s)
-        began_s = time.perf_counter() if trace.on else 0.0
-        kind, payload = client.encode_call(function, args, kwargs, limit_s)
-        tag = client.calls.start(with_timeout(kind, limit_s), payload, False, limit_s)
-        if trace.on:
-            client.record(f"send {name_of(function)}", tag, began_s)
-        return Future(client, tag, until_s)
+        return Future(client, client.start(function, args, kwargs, limit_s), until_s)
 
     def tell(
         self, peer: str, function: str | Callable[..., Any], *args: Any, timeout_s: float | None = None, **kwargs: Any

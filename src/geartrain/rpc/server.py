@@ -155,7 +155,7 @@ class Server:
     def _accept(self) -> None:
         while True:
             try:
-                connection = self._listener.accept(timeout_s=3600.0).native
+                connection = self._listener.native.accept_in_thread(3600.0)
             except WaitTimeoutError:
                 continue
             except GeartrainError:
