@@ -263,6 +263,18 @@ class ReducerProcess:
         self.process.communicate()
 
 
+@pytest.mark.parametrize("reducers", [0, 1])
+def test_groups_that_are_destroyed_can_be_made_again_over_the_same_store(
+    launcher: Launcher, tmp_path: Path, reducers: int
+) -> None:
+    with ReducerProcess() as reducer:
+        env = {"GEARTRAIN_REDUCERS": reducer.address} if reducers else {}
+        with Job(launcher, "again", 2, tmp_path, **env) as job:
+            for rank in range(2):
+                (line,) = job.lines(rank)
+                assert line["sums"] == [2] * 6
+
+
 @pytest.mark.parametrize(
     "how",
     [

@@ -268,6 +268,21 @@ def forget() -> None:
     say(forgot=True)
 
 
+def again() -> None:
+    """Destroys its groups and makes them again, over the same store and by the same names."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.FileStore(os.environ["MEET"] + "-again", size)
+    sums = []
+    for _ in range(3):
+        dist.destroy_process_group()
+        limit = timedelta(seconds=patience(20))
+        dist.init_process_group("geartrain", store=store, rank=rank, world_size=size, timeout=limit)
+        for group in (dist.group.WORLD, dist.new_group()):
+            dist.all_reduce(t := torch.ones(10), group=group)
+            sums.append(t[0].item())
+    say(sums=sums)
+
+
 def reformed() -> None:
     """Trains, loses a reducer in the middle of a step, and ends where it would have."""
     rank, steps = dist.get_rank(), 8
@@ -362,6 +377,7 @@ SCENARIOS = (
     zero,
     victim,
     leave,
+    again,
     reformed,
     agree,
     restart,

@@ -74,15 +74,23 @@ class ProcessGroup(dist.ProcessGroup):
         nccl_options: Any = None,
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self._store = store
+        options = options or BackendOptions()
+        # A job that destroys its groups and makes them again has the same store and the same names. What ranks leave in
+        # it is told apart by how often each has made this group.
+        counts, made = store, f"made/{options.epoch}/{rank}"
+        self._store = store = dist.PrefixStore(f"{counts.add(made, 1)}/", counts)  # type: ignore[attr-defined]
         self._name = name
-        self._groups = DeviceGroups(store, rank, size, name, timeout.total_seconds(), options or BackendOptions())
+        self._groups = DeviceGroups(store, rank, size, name, timeout.total_seconds(), options)
         self._finisher = Finisher(f"geartrain-{name}")
         self._counts: Counter[str] = Counter()
         self._ours: Counter[str] = Counter()
         self._inner: Counter[str] = Counter()
         self._pid = os.getpid()
-        self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)  # type: ignore[attr-defined]
+        try:
+            self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)  # type: ignore[attr-defined]
+        except RuntimeError:
+            counts.add(made, -1)  # not made: who tries again meets those that were late
+            raise
         self._register_backend(torch.device("cpu"), BackendType.GLOO, self._gloo)
         self._set_default_backend(BackendType.GLOO)
         self._nccl: Any = None
