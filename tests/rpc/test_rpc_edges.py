@@ -314,3 +314,20 @@ def test_a_result_whose_unpickling_raises_is_no_timeout_of_the_call() -> None:
                     client.call_async("server", "edge-late").result()
     finally:
         del functions["edge-late"]
+
+
+def test_messages_around_the_size_that_leaves_in_one_buffer_arrive_whole() -> None:
+    rpc.function(name="edges-same")(lambda *values: values)
+    try:
+        with (
+            rpc.Node("server", transport="tcp") as server,
+            rpc.Node("client", transport="tcp", peers={"server": server.address}) as client,
+        ):
+            for size in range(820, 1100):  # with the frame and the call around it, 1,024 bytes are among them
+                bulk = np.arange(size, dtype=np.uint8)
+                assert client.call("server", "edges-same", bulk.tobytes()) == (bulk.tobytes(),)
+                text, array = client.call("server", "edges-same", "y" * (size // 3), bulk)
+                assert text == "y" * (size // 3)
+                np.testing.assert_array_equal(array, bulk)
+    finally:
+        del functions["edges-same"]
