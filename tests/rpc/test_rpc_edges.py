@@ -134,6 +134,21 @@ def test_of_many_that_come_at_once_one_has_the_name() -> None:
         made[0].close()
 
 
+@pytest.mark.parametrize(("rank", "world_size"), [(1, 1), (2, 1), (0, 0), (None, 0)])
+def test_a_rank_beyond_the_world_is_refused(rank: int | None, world_size: int) -> None:
+    with pytest.raises(ArgumentError, match=f"found rank={rank}, world_size={world_size}"):
+        try:
+            rpc.init("alone", rank=rank, world_size=world_size)
+        finally:
+            rpc.shutdown()
+
+
+def test_an_unknown_function_is_answered_by_the_callers_own_ones(pair: tuple[rpc.Node, rpc.Node]) -> None:
+    with pytest.raises(LookupError, match="has no function 'nowhere'; it has ") as caught:
+        pair[1].call(pair[0].name, "nowhere")
+    assert "geartrain." not in str(caught.value).split("\n")[0]
+
+
 def test_a_rank_is_one_living_nodes() -> None:
     distributed = pytest.importorskip("torch.distributed")
     store = distributed.HashStore()

@@ -313,10 +313,8 @@ class Replay:
         consumed.nbytes += batch.nbytes
         if trace.on:
             trace.slice_of("batch", "replay", asked_s, last_s, flow_in=built.flow, step=self.step - 1, rows=len(batch))
-        if built.transformed is not None:
-            made: Batch = built.transformed[0]
-            return made
-        return batch
+        made: Batch = batch if built.transformed is None else built.transformed[0]
+        return made
 
     def __len__(self) -> int:
         """Batches per iteration. Raises TypeError for an endless replay."""

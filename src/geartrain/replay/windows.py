@@ -98,7 +98,7 @@ class Windows:
 
     def __post_init__(self) -> None:
         if not 1 <= check_whole("window", self.length) < 2**31:
-            raise ArgumentError(f"a window has at least one step, found window={self.length}")
+            raise ArgumentError(f"a window has at least one step, and less than 2**31, found window={self.length}")
         if not 1 <= check_whole("stride", self.stride) < 2**31:
             raise ArgumentError(f"the stride of windows is at least 1, found {self.stride}")
         check_flag("whole", self.whole)

@@ -36,7 +36,7 @@ from typing import Any
 import geartrain.rpc.probe  # every node answers it
 import geartrain.rpc.tensors.calls  # noqa: F401  # and these
 from geartrain.core.arguments import check_store, timeout, whole_number
-from geartrain.errors import GeartrainError, PeerLostError
+from geartrain.errors import ArgumentError, GeartrainError, PeerLostError
 from geartrain.rpc.caller import Caller
 from geartrain.rpc.future import Future
 from geartrain.rpc.node import Node
@@ -87,6 +87,8 @@ def init(
     for what, number in (("rank", rank), ("world_size", world_size)):
         if number is not None:
             whole_number(what, number, 2**31 - 1)
+    if world_size is not None and not (0 if rank is None else rank) < world_size:
+        raise ArgumentError(f"ranks are from 0 to world_size - 1, found rank={rank}, world_size={world_size}")
     if store is None and init_method is not None:
         store, rank, world_size = store_of(init_method, rank, world_size, timeout_s)
     if secret is None:

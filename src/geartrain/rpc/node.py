@@ -11,7 +11,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, SupportsIndex
 
 import geartrain._native as _native
 import geartrain.core.trace as trace
@@ -20,6 +20,7 @@ from geartrain.core.arguments import (
     check_function,
     check_store,
     check_text,
+    refuse_copies,
     shown,
     timeout,
     whole_number,
@@ -359,6 +360,9 @@ class Node:
         self._threads.join(0.5)
         self.devices.close()
         _nodes.discard(self)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "make another one there, with peers={name: address}")
 
     def __enter__(self) -> Node:
         return self

@@ -259,9 +259,8 @@ class Server:
         if kind != CALL_OBJECT:
             function = functions.get(named)
             if function is None:
-                raise LookupError(
-                    f"{self.name!r} has no function {shown(named)}; it has {', '.join(sorted(functions))}"
-                )
+                there = sorted(one for one in functions if not one.startswith("geartrain.")) or ["none"]
+                raise LookupError(f"{self.name!r} has no function {shown(named)}; it has {', '.join(there)}")
             if function in with_caller_functions:
                 args = (session, *args)
             ordered = function not in concurrent_functions

@@ -7,12 +7,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import numpy as np
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_whole, timeout
+from geartrain.core.arguments import check_whole, refuse_copies, timeout
 from geartrain.core.shared_files import Trust, check_trust
 from geartrain.errors import ArgumentError
 from geartrain.weights.format import directory_of
@@ -120,6 +120,9 @@ class Publisher:
         if self._node is not None:
             stop_serving(self._node, self.name, self._writer)
         self._writer.close()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "weights have one publisher a host")
 
     def __enter__(self) -> Publisher:
         return self

@@ -12,12 +12,12 @@ import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import numpy as np
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_text, check_whole, timeout
+from geartrain.core.arguments import check_text, check_whole, refuse_copies, timeout
 from geartrain.core.process_report import register
 from geartrain.core.shared_files import Trust, check_trust
 from geartrain.errors import ArgumentError, CorruptStoreError, GeartrainError, StoreClosedError, WaitTimeoutError
@@ -175,6 +175,9 @@ class Reader:
             self._segment.wake_readers()  # threads that wait in `latest` find it closed
             self._segment.close()
             _readers.discard(self)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "make another one there, by the name of the weights")
 
     def __enter__(self) -> Reader:
         return self
