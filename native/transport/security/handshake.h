@@ -53,8 +53,8 @@ static_assert(sizeof(Hello) == 72);
 
 enum Need : uint32_t {
   kNeedsSecret = 1,
-  kNeedsTls = 2,       // to a dialer without TLS; nothing follows
-  kNeedsPatience = 4,  // there is no place for it now; nothing follows
+  kNeedsTls = 2,              // to a dialer without TLS; nothing follows
+  kNeedsPatience = 4,         // there is no place for it now; nothing follows
   kTakesLanesInAnyOrder = 8,  // and at once; listeners of earlier builds take number 0 first, then 1, and so on
 };
 
@@ -98,7 +98,7 @@ struct Session {
   SessionId listener{};  // of the listener that was dialled
   bool authenticated = false;
   bool lanes_in_any_order = false;  // kTakesLanesInAnyOrder
-  std::string name() const;  // the id's first half, in hexadecimal
+  std::string name() const;         // the id's first half, in hexadecimal
 };
 
 Proof prove(const std::string& secret, const Hello& hello, const Challenge& challenge);
