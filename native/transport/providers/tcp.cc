@@ -43,7 +43,7 @@ namespace geartrain {
 namespace {
 
 constexpr uint64_t kLanesFrom = uint64_t{8} << 20;
-constexpr uint64_t kLanesFromUnderTls = uint64_t{2} << 20;
+constexpr uint64_t kLanesFromUnderTls = uint64_t{5} << 18;
 constexpr uint64_t kPiece = uint64_t{1} << 20;
 constexpr int kWorthAThread = 128 << 10;
 constexpr double kLaneEndedS = 0.1, kSidebandEndedS = 1;

@@ -350,7 +350,7 @@ def connect(
         address: the listener's `address`; or "id=any;tcp=host:port" for any listener there.
         transport: one of `TRANSPORTS`, to force it.
         lanes: further TCP connections, 16 at most, used in parallel by messages of 8 MiB and more. None for 2; under
-            TLS, where they are used from 2 MiB on and each may be encrypted by a thread of its own, for as many as
+            TLS, where they are used from 1.25 MiB on and each may be encrypted by a thread of its own, for as many as
             there are cores, 2 to 8, or `TLS.threads`.
         timeout_s: for all of it.
         secret, limits, spin_us, views, peer_timeout_s: as for `listen`.

@@ -27,8 +27,8 @@ class TLS:
         ca: the authority that signs the certificates of peers.
         name: that peers' certificates must be for, in both directions. Without one, the connecting side checks for the
             host that it connected to, and the listening side accepts every certificate of `ca`. No wildcards.
-        threads: that encrypt, or decrypt, the lanes of a connection at once (messages of 2 MiB and more), 1 to 16. None
-            for as many as have a core to themselves, which is measured message by message.
+        threads: that encrypt, or decrypt, the lanes of a connection at once (messages of 1.25 MiB and more), 1 to 16.
+            None for as many as have a core to themselves, which is measured message by message.
     """
 
     certificate: str | os.PathLike[str]
