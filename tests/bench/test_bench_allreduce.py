@@ -198,6 +198,7 @@ def test_a_profile_says_where_the_time_of_a_call_goes(tmp_path: Path, capsys: py
     allreduce_report.print_cases(result)
     said = capsys.readouterr().out
     assert "where the time of a call goes" in said and "2 ranks, 256 KB, C" in said
+    assert "…" not in said and all(stage in said for stage in (*allreduce_profile.STAGES[1:], "by callers"))
     report.write_json(result, tmp_path / "bench.json")
     assert "copy out" in (tmp_path / "bench.json").read_text()
 

@@ -54,25 +54,31 @@ def mean(profiles: Sequence[Profile]) -> Profile:
 
 
 def print_profiles(cases: Sequence[Mapping[str, Any]], name_of: Any) -> None:
-    """Three tables: us in each stage, how often it was entered, bytes."""
+    """Tables: us in each stage, how often it was entered, bytes."""
     profiled = {name_of(case): case["profile"] for case in cases if "profile" in case}
     if not profiled:
         return
-    stages = ["call", *STAGES[1:]]
-    report.print_counts(
-        "where the time of a call goes: us, mean of all ranks and calls",
-        ["", "whole", *stages],
-        {
-            name: [f"{found['whole_us']:.1f}", *(f"{found['us'][stage]:.1f}" for stage in stages)]
+    stages = ("call", *STAGES[1:])
+    # In two tables each: a line that is cut off says nothing.
+    for title, columns in (("us, mean of all ranks and calls", stages[:6]), ("further us", stages[6:])):
+        rows = {
+            name: [f"{found['whole_us']:.1f}", *(f"{found['us'][stage]:.1f}" for stage in columns)]
             for name, found in profiled.items()
-        },
-    )
+        }
+        report.print_counts(f"where the time of a call goes: {title}", ["", "whole", *columns], rows)
+    half = STAGES[1:7]
     report.print_counts(
-        "how often a call enters a stage; bytes it sends through rings and reads; calls ended by who waits",
-        ["", *STAGES[1:], "ring KB", "read KB", "by callers"],
+        "how often a call enters a stage",
+        ["", *half],
+        {name: [f"{found['times'][stage]:.1f}" for stage in half] for name, found in profiled.items()},
+    )
+    rest = STAGES[7:]
+    report.print_counts(
+        "further times; bytes that it sends through rings, and reads; calls that end on who waits",
+        ["", *rest, "ring KB", "read KB", "by callers"],
         {
             name: [
-                *(f"{found['times'][stage]:.1f}" for stage in STAGES[1:]),
+                *(f"{found['times'][stage]:.1f}" for stage in rest),
                 f"{found['ring_bytes'] / 1024:.0f}",
                 f"{found['read_bytes'] / 1024:.0f}",
                 f"{found['by_callers']:.0%}",
