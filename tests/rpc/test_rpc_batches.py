@@ -130,3 +130,36 @@ def test_batches_that_never_return_hold_up_no_other() -> None:
     finally:
         stuck.set()
         del functions["moody"]
+
+
+def test_calls_of_another_shape_dtype_or_number_of_arguments_are_a_batch_of_their_own() -> None:
+    from geartrain.rpc.batching import Batcher
+
+    seen = []
+
+    def twice(observations: np.ndarray) -> np.ndarray:
+        seen.append((observations.shape, str(observations.dtype)))
+        return 2 * observations
+
+    batcher = Batcher(twice, max_size=7, max_wait_us=None, max_queued=7, stack=True)
+    given = [
+        (np.full(3, 1, np.float32),),
+        (np.full(4, 2, np.float32),),
+        (np.full(3, 3, np.float64),),
+        (np.full(3, 4, np.float32), "one too many"),
+        ([[1, 2], [3]],),  # ragged
+        (np.full(3, 5, np.float32),),
+        ([6, 7],),
+    ]
+    pending = [batcher.submit(args, {}) for args in given]
+    assert seen == [((2, 3), "float32"), ((1, 4), "float32"), ((1, 3), "float64"), ((1, 2), "int64")]
+    assert [type(one.error) for one in pending] == [type(None)] * 3 + [TypeError, ValueError] + [type(None)] * 2
+    for one, args in zip(pending, given, strict=True):
+        if one.error is None:
+            assert np.asarray(one.value).dtype == np.asarray(args[0]).dtype
+            np.testing.assert_array_equal(one.value, 2 * np.asarray(args[0]))
+    assert batcher.stats().calls == 7
+    unstacked = Batcher(lambda a, b: [a[0] + b[0]], max_size=2, max_wait_us=None, max_queued=2, stack=False)
+    wrong, right = unstacked.submit((1,), {}), unstacked.submit((1, 2), {})
+    assert isinstance(wrong.error, TypeError)
+    assert right.value == 3

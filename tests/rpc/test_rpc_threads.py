@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from deadlines import patience
@@ -176,3 +177,45 @@ def test_threads_that_wait_for_peers_of_an_idle_node_stay_asleep() -> None:
         time.sleep(1.5)  # in which each looked for signals six times, which only Python's main thread can handle
         after = _sleeps()
         assert sum(after[number] - before[number] for number in (str(t.native_id) for t in waiting)) <= 3
+
+
+def test_a_callback_that_is_added_as_a_wait_ends_without_the_reply_is_called(
+    pair: tuple[rpc.Node, rpc.Node],
+) -> None:
+    _, client = pair
+
+    class ReleasedLater:
+        """The lock of those who wait for a reply. Before its release another thread adds a callback."""
+
+        def __init__(self, lock: Any) -> None:
+            self.lock = lock
+            self.armed = True
+
+        def acquire(self, timeout: float = -1) -> bool:
+            return bool(self.lock.acquire(timeout=timeout))
+
+        def release(self) -> None:
+            if self.armed:
+                self.armed = False
+                adding = threading.Thread(target=future.add_done_callback, args=(called.append,))
+                adding.start()
+                adding.join()
+            self.lock.release()
+
+        def _is_owned(self) -> bool:
+            return bool(self.lock._is_owned())
+
+    called: list[Any] = []
+    gate.clear()
+    future = client.call_async("server", "pass_gate_beside", timeout_s=patience(20))
+    future._reading = ReleasedLater(future._reading)  # type: ignore[assignment]
+    with pytest.raises(WaitTimeoutError):
+        future.result(timeout_s=0.05)
+    assert not called
+    gate.set()
+    until_s = time.monotonic() + patience(10)
+    while not called:
+        assert time.monotonic() < until_s, "nobody waits for the reply"
+        time.sleep(0.001)
+    assert called == [future]
+    assert future.result() is True

@@ -193,6 +193,10 @@ class Batcher:
                 self._stats.cancelled += len(batch) - len(wanted)
         if not wanted:
             return
+        for alike in _alike(wanted, self._stack):
+            self._run_alike(alike, asked_s, full)
+
+    def _run_alike(self, wanted: list[tuple[PendingReply, tuple[Any, ...]]], asked_s: float, full: bool) -> None:
         error: BaseException | None = None
         results: Sequence[Any] = ()
         began_s = time.monotonic()
@@ -217,10 +221,7 @@ class Batcher:
                 traceback.print_exc()
 
     def _results(self, batch: list[tuple[PendingReply, tuple[Any, ...]]]) -> Sequence[Any]:
-        width = len(batch[0][1])
-        if any(len(args) != width for _, args in batch):
-            raise MessageError(f"calls of {self.__qualname__} that share a batch need as many arguments each")
-        columns: list[Any] = [[args[i] for _, args in batch] for i in range(width)]
+        columns: list[Any] = [[args[i] for _, args in batch] for i in range(len(batch[0][1]))]
         if self._stack:
             columns = [_stacked(column) for column in columns]
         results: Sequence[Any] = self._function(*columns)
@@ -241,6 +242,35 @@ class Batcher:
                 found = getattr(column, "shape", type(column).__name__)
                 raise ArgumentError(f"{self.__qualname__} got {n} calls and returned {name!r} as {found}, not {n} rows")
         return [{name: column[i] for name, column in columns.items()} for i in range(n)]
+
+
+def _alike(
+    batch: list[tuple[PendingReply, tuple[Any, ...]]], stack: bool
+) -> list[list[tuple[PendingReply, tuple[Any, ...]]]]:
+    """The calls that can be run together, in the order of the first of each: with as many arguments, and those of one
+    shape and dtype where they are stacked. One caller's mistake is no other's error, and no other's dtype."""
+    groups: dict[Any, list[tuple[PendingReply, tuple[Any, ...]]]] = {}
+    for entry in batch:
+        args = entry[1]
+        groups.setdefault(tuple(map(_form, args)) if stack else len(args), []).append(entry)
+    return list(groups.values())
+
+
+def _form(value: Any) -> Any:
+    """What is the same for values that are stacked. Raises nothing: calls that wait would not be answered."""
+    import numpy as np
+
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.shape, value.dtype
+    if type(value).__module__.startswith("torch") and hasattr(value, "device"):
+        return value.shape, value.dtype, value.device
+    if not isinstance(value, (list, tuple)):
+        return type(value)
+    try:
+        array = np.asarray(value)
+    except Exception:
+        return id(value)  # it is ragged, say: its own call's error
+    return list, array.shape, array.dtype
 
 
 def _stacked(values: Sequence[Any]) -> Any:

@@ -120,14 +120,12 @@ class Future:
                         self._wait(max(until_s - time.monotonic(), 0.0), cancels=until_s == self.until_s)
                 finally:
                     if owned():
-                        try:
-                            if not self._finished:
-                                self._pass_on()  # before another thread waits for the reply
-                        finally:
-                            reading.release()
+                        reading.release()
             finally:
                 if owned():  # where a handler has raised
                     reading.release()
+                if not self._finished and self._callbacks:
+                    self._serve_callbacks()
         if event is not None and not event.wait(max(until_s - time.monotonic(), 0.0)):
             raise WaitTimeoutError(f"no answer from {self._source.name!r} before the deadline")
         return self._error
@@ -161,15 +159,18 @@ class Future:
         else:
             self._settle(reply, elsewhere=False)
 
-    def _pass_on(self) -> None:
-        """After a wait that did not end with the reply: callbacks that were added meanwhile need a thread.
+    def _serve_callbacks(self) -> None:
+        """Has a thread of the client's wait for the reply where callbacks need one, and nobody waits.
 
-        By the thread that has waited, which still holds `_reading`: no other one waits for the reply.
+        After a wait that ended without the reply, too, when `_reading` is free: whoever adds a callback before that
+        leaves it to the one that waits.
         """
         with self._lock:
             if self._callbacks and not self._finished and self._done is None and self._forks == forks():
-                self._done = ReentrantEvent()
-                self._source.complete_in_background(self, self._tag)
+                with held(self._reading, 0.0) as mine:
+                    if mine:  # else the thread that waits calls back
+                        self._done = ReentrantEvent()
+                        self._source.complete_in_background(self, self._tag)
 
     def _settle(self, outcome: Reply | BaseException, elsewhere: bool) -> bool:
         """The first outcome counts. Calls back. False when there was one before."""
@@ -198,11 +199,10 @@ class Future:
         if not self._finished and self._done is None and not owns(self._reading):
             with held(self._reading, 0.0) as mine:
                 if mine and not self._finished and self._done is None:
-                    try:
-                        with contextlib.suppress(WaitTimeoutError):
-                            self._wait(0.0, cancels=self.until_s <= time.monotonic())
-                    finally:
-                        self._pass_on()
+                    with contextlib.suppress(WaitTimeoutError):
+                        self._wait(0.0, cancels=self.until_s <= time.monotonic())
+            if not self._finished and self._callbacks:
+                self._serve_callbacks()
         return self._finished
 
     def cancel(self) -> bool:
@@ -220,11 +220,8 @@ class Future:
         with self._lock:
             if not self._finished:
                 self._callbacks.append(callback)
-                if self._done is None and not owns(self._reading):
-                    with held(self._reading, 0.0) as mine:
-                        if mine:  # else the thread that waits calls back
-                            self._done = ReentrantEvent()
-                            self._source.complete_in_background(self, self._tag)
+                if not owns(self._reading):
+                    self._serve_callbacks()
                 return
         _call_back(callback, self)
 

@@ -76,7 +76,8 @@ def batched(
     than `max_queued` waiting calls are refused with `BusyError`.
 
     With `stack` the lists are stacked into one tensor or array each, and the function may also return arrays or tensors
-    by name, (n, ...) each: every call then gets a dict of its rows.
+    by name, (n, ...) each: every call then gets a dict of its rows. Calls whose arguments have other shapes or dtypes,
+    or are more or fewer, are run apart: as a further batch, with its own result or error.
 
     `on_batch` is called with a `BatchDone` after the replies of each batch were sent, by the thread that ran it.
     `rpc.batch_stats(function)` has counters and latencies of all batches.
