@@ -39,6 +39,8 @@ Takeover::Takeover(const GroupOptions& options, Membership& members, EventLoop& 
       positions_(options.world),
       back_(options.world),
       again_(options.world),
+      next_back_(options.world),
+      next_again_(options.world),
       begun_(options.world) {
   if (options.fixed_window_bytes != 0) inner_.window().fix(options.fixed_window_bytes);
   if (options.shares[reducer] > 0) shares_.keep_results(reducer, options.most_window_bytes());
@@ -76,6 +78,11 @@ void Takeover::lose(uint64_t position) {
 }
 
 void Takeover::took_lost(uint32_t rank, uint64_t position) {
+  if (begun_[rank] && next_back_[rank]) {
+    next_back_[rank] = false;
+    next_again_[rank] = true;
+    return;
+  }
   if (options_.shares[reducer_] <= 0 || (positions_[rank] && !back_[rank])) {
     fail(ErrorKind::frame, "it lost ", members_.name_of(reducer_), " again");
   }
@@ -179,6 +186,12 @@ void Takeover::reached(Dialled dialled) {
 }
 
 void Takeover::took_back(uint32_t rank) {
+  // It has heard all of them resume, has lost the reducer again, and reached it once more.
+  if (begun_[rank] && again_[rank] && !next_back_[rank]) {
+    next_back_[rank] = true;
+    next_again_[rank] = false;
+    return;
+  }
   if (!lost_ || !positions_[rank] || back_[rank]) {
     fail(ErrorKind::frame, "it is connected again with ", members_.name_of(reducer_), ", which is not lost");
   }
@@ -215,9 +228,10 @@ void Takeover::resume() {
   for (uint32_t rank = 0; rank < options_.world; ++rank) {
     positions_[rank].reset();
     begun_[rank].reset();
-    back_[rank] = again_[rank] = false;
     if (lost_again[rank]) positions_[rank] = 0;
   }
+  back_ = std::exchange(next_back_, std::vector<bool>(options_.world));
+  again_ = std::exchange(next_again_, std::vector<bool>(options_.world));
   if (lost_again[options_.rank]) {
     lose(0);  // as the others were told
   } else if (std::find(lost_again.begin(), lost_again.end(), true) != lost_again.end()) {

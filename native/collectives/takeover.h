@@ -120,7 +120,10 @@ class Takeover final : public ShardedAllreduce::Host, public ShareOwner::Host {
   std::vector<std::optional<uint64_t>> positions_;  // by rank
   std::vector<std::byte> passed_on_;                // results that some ranks lack, from `passed_from_` on
   uint64_t passed_from_ = 0;
-  std::vector<bool> back_, again_;              // by rank: it is connected again; it has lost that connection too
+  std::vector<bool> back_, again_;  // by rank: it is connected again; it has lost that connection too
+  // The same of the next loss, of ranks for which the reducer has been back already: a frame of another rank, which
+  // says so here, may come late.
+  std::vector<bool> next_back_, next_again_;
   std::vector<std::optional<uint64_t>> begun_;  // by rank: what it has said with `resume`
   uint64_t until_ = 0;                          // the first operation whose share the reducer had again
   uint64_t next_number_ = 0;                    // of the operations here
