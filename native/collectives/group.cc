@@ -12,7 +12,8 @@ namespace geartrain {
 namespace {
 
 constexpr uint64_t kSmallBytes = 64 << 10;  // begun on the caller's thread, even where it does not wait
-constexpr double kMomentS = 0.3;            // of close(), for operations in progress; and for the last frames
+constexpr double kLeastSilenceS = 0.05, kMostSilenceS = 1e6;
+constexpr double kMomentS = 0.3;  // of close(), for operations in progress; and for the last frames
 
 void check_options(GroupOptions* options) {
   const size_t members = options->world + options->reducers.size();
@@ -21,6 +22,10 @@ void check_options(GroupOptions* options) {
   }
   if (members > kMostMembers) fail(ErrorKind::schema, "a group has ", kMostMembers, " members at most");
   if (options->reducers.empty()) options->outlives_reducers = false;
+  if (!(options->reducer_silence_s >= kLeastSilenceS && options->reducer_silence_s <= kMostSilenceS)) {
+    fail(ErrorKind::schema, "a reducer is given up after ", kLeastSilenceS, " to ", kMostSilenceS,
+         " s of silence, found ", options->reducer_silence_s);
+  }
   if (options->ring && !options->reducers.empty()) fail(ErrorKind::schema, "a ring has no reducers");
   if (options->shares.empty()) {
     options->shares.assign(members, 0.0);
@@ -126,7 +131,8 @@ class Group::Body final {
   }
 
   Membership& members() { return members_; }
-  uint32_t settled() const { return operations_.settled(); }
+  uint32_t settled() const { return side_.settled(); }
+  ReducerEvents& reducer_events() { return side_.reducer_events(); }
 
   std::shared_ptr<Work> all_reduce(const Shape& shape, const void* in, void* out, double timeout_s, bool soon) {
     if (!reduces(shape.op, shape.dtype)) {
@@ -276,6 +282,10 @@ void Group::spin(double spin_us) {
 
 GroupCounts Group::counts() {
   return body_->counts();
+}
+
+std::vector<std::string> Group::reducer_events(size_t most) {
+  return body_->reducer_events().take(most);
 }
 
 Fault Group::fault() const {

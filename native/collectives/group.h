@@ -61,6 +61,9 @@ class Group {
   // Changes GroupOptions::spin_us. Throws hung_up after close().
   void spin(double spin_us);
   GroupCounts counts();  // throws hung_up after close()
+  // What has become of reducers since the last call, the oldest first (reducer_events.h); at most so many. Also after
+  // close().
+  std::vector<std::string> reducer_events(size_t most = ~size_t{0});
   // The fault that ended the group; kind none while it lives.
   Fault fault() const;
   std::string name_of(uint32_t member) const;  // "rank 2", "reducer host:port"

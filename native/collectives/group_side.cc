@@ -10,7 +10,7 @@ GroupSide::GroupSide(const GroupOptions& options, EventLoop& loop, std::function
                {.ended = [this] { operations_.finish_all(); },
                 .welcome = [this](uint64_t most) { operations_.limit_windows(most); },
                 .entered = [this](uint32_t member) { operations_.entered(member); }}),
-      operations_(options, members_, loop, std::move(lost)),
+      operations_(options, members_, loop, reducer_events_, std::move(lost)),
       deadlines_(options, members_, operations_) {}
 
 void GroupSide::begin(const std::shared_ptr<Work>& work) {
@@ -69,14 +69,14 @@ void GroupSide::took(Peer& peer, const WireHeader& header, std::span<std::byte> 
 // themselves, which are all connected where the group outlives reducers.
 void GroupSide::told(uint32_t member, Fault fault) {
   const bool lost = fault.kind == FaultKind::rank_lost || fault.kind == FaultKind::reducer_lost;
-  if (!members_.over() && lost && operations_.lose(member)) return;
+  if (!members_.over() && lost && operations_.lose(member, fault.text)) return;
   members_.end(std::move(fault));
 }
 
 void GroupSide::lost(Peer& peer, const std::string& why) {
   const uint32_t member = peer.member();
   members_.discard(member);
-  if (leaving_ || members_.over() || operations_.lose(member)) return;
+  if (leaving_ || members_.over() || operations_.lose(member, why)) return;
   uint64_t operation, bytes, of;
   if (members_.has_left(member)) {
     // It sent its results before, unless it left in a hurry. A rank that has done all that it began lacks nothing,

@@ -112,7 +112,8 @@ class ShardedAllreduce {
   // It is lost: nothing more comes of it, nor is sent. Its share of each operation that is not done waits for others.
   void lose(uint32_t owner);
   // Results of it that another rank had, the next ones after those that came here; of operations from `first` on.
-  void restore(uint32_t owner, uint64_t first, std::span<const std::byte> results);
+  // False: there are more than operations in progress lack.
+  bool restore(uint32_t owner, uint64_t first, std::span<const std::byte> results);
   // What is not done of its share, of the first operation from `first` on where there is any.
   struct Rest {
     uint64_t operation;

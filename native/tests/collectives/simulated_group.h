@@ -260,7 +260,10 @@ class SimulatedGroup {
       rank.checked[i] = true;
       const Fault& fault = work.fault();
       if (fault.kind == FaultKind::none) {
-        if (rank.arrays[i] != expected_[i]) say(rank, i, "has a wrong sum");
+        if (rank.arrays[i] != expected_[i]) {
+          const auto at = std::mismatch(rank.arrays[i].begin(), rank.arrays[i].end(), expected_[i].begin()).first;
+          say(rank, i, "has a wrong sum from byte " + std::to_string(at - rank.arrays[i].begin()) + " on");
+        }
         std::fill(rank.arrays[i].begin(), rank.arrays[i].end(), std::byte{0xff});
       } else if (!died_ || fault.kind != FaultKind::rank_lost || fault.members != std::vector{*died_}) {
         say(rank, i, "failed: " + fault.text);
@@ -272,6 +275,11 @@ class SimulatedGroup {
   void say(const Rank& rank, size_t i, const std::string& what) {
     wrong_ = "rank " + std::to_string(rank.rank) + ", operation " + std::to_string(i) + " (" + given_.all[i].text() +
              "), " + what;
+    for (const auto& one : ranks_) {
+      for (const std::string& event : one->side.reducer_events().take()) {
+        wrong_ += "\n  rank " + std::to_string(one->rank) + ": " + event;
+      }
+    }
   }
 
   void dial(Rank& rank) {
