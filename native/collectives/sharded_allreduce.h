@@ -181,13 +181,13 @@ class ShardedAllreduce {
   std::vector<EagerResults> eager_;                 // by owner
   std::vector<std::unique_ptr<KeptResults>> kept_;  // by owner; null: it is not lost without the group
   std::vector<uint64_t> lost_until_;                // by owner: the first operation of which it has its share
+  std::vector<ChunkBufferRef> staging_;             // by owner: where its results of another type arrive, in pieces
   std::vector<size_t> unsent_;  // by owner: number of the first operation that may have something for it
   uint64_t stream_ = 0;         // where the next operation begins
   uint64_t begun_ = 0;
   uint32_t settled_ = 0;
   uint64_t delivered_ = 0;   // bytes of results so far
   bool first_turn_ = false;  // of an operation, for ask_all()
-  ChunkBufferRef staging_;   // where a result of another type arrives
   DelayProbe probe_;
 };
 

@@ -72,6 +72,18 @@ TEST(reducers_that_are_lost_and_come_back_in_any_order_of_frames_cost_no_operati
   CHECK(total.back > kRounds / 20);
 }
 
+// Without any loss. Every owner's frames come in pieces, between those of the others.
+TEST(results_of_another_type_from_several_owners_at_once_are_kept_apart) {
+  run_all(kRounds / 2, [](Simulation* given) {
+    given->reducer_losses = 0;
+    for (Shape& shape : given->all) {
+      shape.dtype = Dtype::float32;
+      shape.wire = shape.count % 2 == 0 ? Dtype::bfloat16 : Dtype::float16;
+      if (!reduces(shape.op, shape.wire)) shape.op = Op::sum;
+    }
+  });
+}
+
 TEST(a_rank_that_dies_while_reducers_are_lost_is_named_by_all_others) {
   run_all(kRounds / 2, [](Simulation* given) { given->rank_dies = true; });
 }
