@@ -6,16 +6,14 @@
 #include <thread>
 
 #include "collectives/closing.h"
-#include "collectives/deadlines.h"
-#include "collectives/membership.h"
-#include "collectives/operations.h"
-#include "collectives/redial.h"
+#include "collectives/group_side.h"
 
 namespace geartrain {
 namespace {
 
 constexpr uint64_t kSmallBytes = 64 << 10;  // begun on the caller's thread, even where it does not wait
-constexpr double kMomentS = 0.3;            // of close(), for operations in progress; and for the last frames
+constexpr double kLeastSilenceS = 0.05, kMostSilenceS = 1e6;
+constexpr double kMomentS = 0.3;  // of close(), for operations in progress; and for the last frames
 
 void check_options(GroupOptions* options) {
   const size_t members = options->world + options->reducers.size();
@@ -24,6 +22,10 @@ void check_options(GroupOptions* options) {
   }
   if (members > kMostMembers) fail(ErrorKind::schema, "a group has ", kMostMembers, " members at most");
   if (options->reducers.empty()) options->outlives_reducers = false;
+  if (!(options->reducer_silence_s >= kLeastSilenceS && options->reducer_silence_s <= kMostSilenceS)) {
+    fail(ErrorKind::schema, "a reducer is given up after ", kLeastSilenceS, " to ", kMostSilenceS,
+         " s of silence, found ", options->reducer_silence_s);
+  }
   if (options->ring && !options->reducers.empty()) fail(ErrorKind::schema, "a ring has no reducers");
   if (options->shares.empty()) {
     options->shares.assign(members, 0.0);
@@ -99,30 +101,24 @@ Shape checked(const GroupOptions& options, Shape shape, const std::vector<Segmen
   return shape;
 }
 
-// Frames of all peers arrive here and are dispatched: to the members, the operations or their deadlines.
-class Group::Body final : public Peer::Side {
+class Group::Body final {
  public:
   explicit Body(GroupOptions options)
       : options_(std::move(options)),
-        members_(options_, loop_, *this,
-                 {.ended = [this] { operations_.finish_all(); },
-                  .welcome = [this](uint64_t most) { operations_.limit_windows(most); },
-                  .entered = [this](uint32_t member) { operations_.entered(member); }}),
-        operations_(options_, members_, loop_, [this] { redial_.start(); }),
+        side_(options_, loop_, [this] { redial_.start(); }),
         redial_(options_, loop_,
-                {.wanted = [this] { return wanted(); },
-                 .reached = [this](uint32_t member, Dialled dialled) { reached(member, std::move(dialled)); }}),
-        deadlines_(options_, members_, operations_),
+                {.wanted = [this] { return side_.wanted(); },
+                 .reached = [this](uint32_t member, Dialled dialled) { side_.reached(member, std::move(dialled)); }}),
         loop_("geartrain group", [this](const std::exception& error) { members_.failed(error); }) {
     members_.open();
     loop_.post([this] {
-      loop_.on_time([this] { return std::min(deadlines_.on_time(), operations_.on_time()); });
+      loop_.on_time([this] { return side_.on_time(); });
       loop_.poll_while([this] { return !operations_.works().empty() && members_.one_host(); });
       loop_.spin(options_.spin_us);
     });
   }
 
-  ~Body() override {
+  ~Body() {
     members_.close();
     if (!loop_.forked()) redial_.stop();
     loop_.stop();
@@ -135,7 +131,8 @@ class Group::Body final : public Peer::Side {
   }
 
   Membership& members() { return members_; }
-  uint32_t settled() const { return operations_.settled(); }
+  uint32_t settled() const { return side_.settled(); }
+  ReducerEvents& reducer_events() { return side_.reducer_events(); }
 
   std::shared_ptr<Work> all_reduce(const Shape& shape, const void* in, void* out, double timeout_s, bool soon) {
     if (!reduces(shape.op, shape.dtype)) {
@@ -173,7 +170,7 @@ class Group::Body final : public Peer::Side {
     const bool shared = members_.one_host() && options_.reducers.empty();
     if (shared) work->turn = loop_.turn();
     const bool here = shared && (soon || bytes <= kSmallBytes);
-    const auto task = [this, work] { begin(work); };
+    const auto task = [this, work] { side_.begin(work); };
     if (!(here ? loop_.post_here(task, soon) : loop_.post(task))) fail(ErrorKind::hung_up, "the group was closed");
     return work;
   }
@@ -244,16 +241,7 @@ class Group::Body final : public Peer::Side {
       if (operations_.works().empty()) operations_.tell_complete();
     });
     wait_while([&] { return !members_.over() && operations_.works().empty() && !operations_.all_complete(); });
-    loop_.call([&] {
-      const auto& works = operations_.works();
-      members_.for_each_open([&](Peer& peer) {
-        peer.send_control(FrameKind::bye, works.empty() ? operations_.next_number() : works.front()->number);
-        peer.kick();
-      });
-      leaving_ = true;
-      members_.end({FaultKind::closed, "the group was closed", {}}, false);
-      members_.refuse_waiting();
-    });
+    loop_.call([&] { side_.leave(); });
     const Deadline last = Deadline::after(kMomentS);
     wait_while([&] {
       bool waiting = false;
@@ -262,106 +250,13 @@ class Group::Body final : public Peer::Side {
     });
   }
 
-  // --- on the loop from here on -------------------------------------------------------------------------------------
-
-  void begin(const std::shared_ptr<Work>& work) {
-    if (members_.over()) return work->finish(members_.ending());
-    try {
-      operations_.add(work);
-      deadlines_.began(*work);
-      if (Fault missing = members_.missing_for(work->number); missing.kind != FaultKind::none) {
-        return members_.end(std::move(missing));
-      }
-      operations_.start(work);
-    } catch (const std::exception& error) {
-      members_.failed(error);
-      if (!work->done()) work->finish(members_.ending());  // it may not be among those in flight yet
-    }
-  }
-
-  std::vector<Redial::Wanted> wanted() const {
-    std::vector<Redial::Wanted> out;
-    if (members_.over()) return out;
-    for (const uint32_t member : operations_.wanted()) out.push_back({member, members_.join_to(member)});
-    return out;
-  }
-
-  void reached(uint32_t member, Dialled dialled) {
-    if (!members_.over() && !leaving_) operations_.reached(member, std::move(dialled));
-  }
-
-  std::span<std::byte> room(Peer& peer, const WireHeader& header) override {
-    if (members_.over()) return discard_;
-    return operations_.room(peer, header);
-  }
-
-  void took(Peer& peer, const WireHeader& header, std::span<std::byte> payload) override {
-    const auto kind = static_cast<FrameKind>(header.kind);
-    if (kind == FrameKind::fault) return failed(peer.member(), fault_from(payload));
-    if (kind == FrameKind::bye) return left(peer.member(), header.operation);
-    if (members_.over()) return;
-    if (kind == FrameKind::query) return deadlines_.took_query(peer, header.operation);
-    if (kind == FrameKind::status) return deadlines_.took_status(peer, header.operation, payload);
-    operations_.took(peer, header, payload);
-  }
-
-  // A reducer that has lost one rank's connection only tells all others that this rank is lost. Ranks find that out by
-  // themselves, which are all connected where the group outlives reducers.
-  void failed(uint32_t member, Fault fault) {
-    const bool lost = fault.kind == FaultKind::rank_lost || fault.kind == FaultKind::reducer_lost;
-    if (!members_.over() && lost && operations_.lose(member)) return;
-    members_.end(std::move(fault));
-  }
-
-  void failed(Peer&, const std::exception& error) noexcept override { members_.failed(error); }
-
-  std::span<std::byte> discard() noexcept override { return discard_; }
-
-  bool next(Peer& peer, OutFrame* frame) override { return !members_.over() && operations_.next(peer, frame); }
-
-  void lost(Peer& peer, const std::string& why) override {
-    const uint32_t member = peer.member();
-    members_.discard(member);
-    if (leaving_ || members_.over() || operations_.lose(member)) return;
-    uint64_t operation, bytes, of;
-    if (members_.has_left(member)) {
-      // It sent its results before, unless it left in a hurry. A rank that has done all that it began lacks nothing,
-      // whatever a reducer's loss would have made the other tell.
-      const auto& works = operations_.works();
-      if (!works.empty() && operations_.owes(member)) members_.end(members_.left_fault(member, works.front()->number));
-      return;
-    }
-    std::string when;
-    if (operations_.shares().owes(member, &operation, &bytes, &of)) {
-      when = message_of({"in operation ", operation, ", after ", bytes, " of ", of, " bytes of its share"});
-    } else if (member < options_.world && operations_.owner().involves(member, &operation, &bytes, &of)) {
-      when = message_of({"in operation ", operation, ", after sending ", bytes, " of ", of, " bytes"});
-    } else {
-      when = message_of({"between operations, after ", operations_.done()});
-    }
-    members_.end(
-        {member < options_.world ? FaultKind::rank_lost : FaultKind::reducer_lost,
-         message_of({members_.name_of(member), " went away (", why, ") ", when, " [seen by rank ", options_.rank, "]"}),
-         {member}});
-  }
-
-  void left(uint32_t member, uint64_t done) {
-    members_.left(member, done);
-    for (const auto& work : operations_.works()) {
-      if (work->number >= done) return members_.end(members_.left_fault(member, work->number));
-    }
-    operations_.left();
-  }
-
   const GroupOptions options_;
   Closing closing_;
   // The loop's.
-  std::vector<std::byte> discard_ = std::vector<std::byte>(kChunkBytes);  // for what arrives after the end
-  Membership members_;
-  Operations operations_;
+  GroupSide side_;
+  Membership& members_ = side_.members();
+  Operations& operations_ = side_.operations();
   Redial redial_;
-  OperationDeadlines deadlines_;
-  bool leaving_ = false;
 
   EventLoop loop_;  // the last: nothing of the above is used once it has stopped
 };
@@ -397,6 +292,10 @@ void Group::profile(bool on) {
 
 GroupCounts Group::counts() {
   return body_->counts();
+}
+
+std::vector<std::string> Group::reducer_events(size_t most) {
+  return body_->reducer_events().take(most);
 }
 
 Fault Group::fault() const {

@@ -63,6 +63,9 @@ class Group {
   // Measures where the time goes from now on (GroupCounts::stages), or stops. Throws hung_up after close().
   void profile(bool on);
   GroupCounts counts();  // throws hung_up after close()
+  // What has become of reducers since the last call, the oldest first (reducer_events.h); at most so many. Also after
+  // close().
+  std::vector<std::string> reducer_events(size_t most = ~size_t{0});
   // The fault that ended the group; kind none while it lives.
   Fault fault() const;
   std::string name_of(uint32_t member) const;  // "rank 2", "reducer host:port"

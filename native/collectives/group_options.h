@@ -23,8 +23,10 @@ struct GroupOptions {
   std::vector<std::string> advertise;
   double reducer_patience_s = 0;  // how long connect() tries a reducer again that does not answer; 0: to its deadline
   double redial_s = 1;            // how often a lost reducer is dialled again
-  bool shm = true;                // between members of one host
-  bool cross_memory = true;       // there: memory is read from the process that it belongs to, where that works
+  double reducer_silence_s =
+      3;                     // outlives_reducers: one that is waited for is given up when it has said nothing so long
+  bool shm = true;           // between members of one host
+  bool cross_memory = true;  // there: memory is read from the process that it belongs to, where that works
   // Of an array that is reduced whose numbers are read so, and not sent through rings. Not given: where many ranks
   // share each core, which change turns less often by that (Operations).
   std::optional<uint64_t> least_exposed_bytes;
@@ -35,7 +37,7 @@ struct GroupOptions {
   double spin_us = -1;
 
   // How far any rank may run ahead of its results: the same on all ranks of a group that outlives reducers.
-  uint64_t most_window_bytes() const { return std::max(max_window_bytes, fixed_window_bytes); }
+  uint64_t most_window_bytes() const { return fixed_window_bytes != 0 ? fixed_window_bytes : max_window_bytes; }
 };
 
 struct GroupCounts {
@@ -46,6 +48,7 @@ struct GroupCounts {
   uint64_t window_bytes = 0, least_delay_ns = 0;
   uint64_t links_tcp = 0, links_shm = 0, refused = 0;
   uint64_t lost_reducers = 0, taken_over_bytes = 0;  // that the group goes on without, and of what ranks did for them
+  uint64_t reducer_losses = 0, reducer_returns = 0;  // so far
   uint64_t read_bytes = 0;                           // out of other processes' memory: inputs as an owner, and results
   uint64_t read_denied = 0;  // links whose peer's memory could be read, until the kernel did not allow it any more
   StageTimes stages;         // since Group::profile(true)

@@ -8,6 +8,7 @@ namespace geartrain {
 void ShardedAllreduce::lose(uint32_t owner) {
   lost_until_[owner] = ~uint64_t{0};
   probe_.forget(owner);
+  eager_[owner] = EagerResults();  // one that was cut off
   for (Operation& operation : operations_) {
     if (operation.left != 0) detach(operation, owner);
   }
@@ -37,7 +38,7 @@ void ShardedAllreduce::end_empty(uint32_t owner) {
   }
 }
 
-void ShardedAllreduce::restore(uint32_t owner, uint64_t first, std::span<const std::byte> results) {
+bool ShardedAllreduce::restore(uint32_t owner, uint64_t first, std::span<const std::byte> results) {
   for (uint64_t number = std::max(first, completed()); number < begun_ && !results.empty(); ++number) {
     Operation* const operation = find(number);
     if (operation == nullptr || operation->left == 0) continue;
@@ -50,6 +51,7 @@ void ShardedAllreduce::restore(uint32_t owner, uint64_t first, std::span<const s
     results = results.subspan(bytes);
     gained(*operation, owner, bytes);
   }
+  return results.empty();
 }
 
 std::optional<ShardedAllreduce::Rest> ShardedAllreduce::rest(uint32_t owner, uint64_t first) const {

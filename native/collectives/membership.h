@@ -33,16 +33,18 @@ class Membership final : public Acceptor::Host {
   };
   Membership(const GroupOptions& options, EventLoop& loop, Peer::Side& side, Events events);
 
-  // Listens. The caller's thread, once the loop runs. Throws os, untrusted.
+  // Listens, but in simulations. The caller's thread, once the loop runs. Throws os, untrusted.
   void open();
   // Accepts no more members. Any thread but the loop's.
   void close() { acceptor_->close(); }
   // Once the group has ended: members that wait to be let in are refused, with the fault.
-  void refuse_waiting() { acceptor_->retry(); }
+  void refuse_waiting() {
+    if (acceptor_ != nullptr) acceptor_->retry();
+  }
   // After the loop has stopped. drop_peers() also hangs up on those who wait to be let in.
   void drop_peers() {
     peers_.clear();
-    acceptor_->hang_up();
+    if (acceptor_ != nullptr) acceptor_->hang_up();
   }
   void drop_acceptor() { acceptor_.reset(); }
 

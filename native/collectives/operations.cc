@@ -32,7 +32,8 @@ WireHeader untagged(WireHeader header) {
 
 }  // namespace
 
-Operations::Operations(const GroupOptions& options, Membership& members, EventLoop& loop, std::function<void()> lost)
+Operations::Operations(const GroupOptions& options, Membership& members, EventLoop& loop, ReducerEvents& events,
+                       std::function<void()> lost)
     : options_(options),
       members_(members),
       loop_(loop),
@@ -53,9 +54,10 @@ Operations::Operations(const GroupOptions& options, Membership& members, EventLo
   told_complete_.resize(options.world);
   for (uint32_t member = options.world; member < options.shares.size(); ++member) {
     const auto begun = [this] { return held_.empty() ? next_number_ : held_.front()->number; };
-    takeovers_.push_back(
-        std::make_unique<Takeover>(options, members, loop, blocks_, shares_, member,
-                                   Takeover::Events{.lost = lost, .begun = begun, .resumed = [this] { resumed(); }}));
+    const auto tell = [&events](std::string text) { events.add(std::move(text)); };
+    takeovers_.push_back(std::make_unique<Takeover>(
+        options, members, loop, blocks_, shares_, member,
+        Takeover::Events{.lost = lost, .begun = begun, .resumed = [this] { resumed(); }, .tell = tell}));
   }
 }
 
@@ -94,9 +96,9 @@ void Operations::start_now(const std::shared_ptr<Work>& work) {
 
 // --- lost reducers --------------------------------------------------------------------------------------------------
 
-bool Operations::lose(uint32_t member) {
+bool Operations::lose(uint32_t member, const std::string& why) {
   if (member < options_.world || takeovers_.empty()) return false;
-  takeovers_[member - options_.world]->lose();
+  takeovers_[member - options_.world]->lose(why);
   return true;
 }
 
@@ -425,6 +427,8 @@ void Operations::count(GroupCounts* out) {
   for (const auto& takeover : takeovers_) {
     out->lost_reducers += takeover->lost();
     out->taken_over_bytes += takeover->bytes();
+    out->reducer_losses += takeover->losses();
+    out->reducer_returns += takeover->returns();
   }
 }
 

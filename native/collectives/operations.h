@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "collectives/membership.h"
+#include "collectives/reducer_events.h"
 #include "collectives/ring_allreduce.h"
 #include "collectives/sharded_allreduce.h"
 #include "collectives/share_owner.h"
@@ -26,7 +27,8 @@ namespace geartrain {
 class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host, public RingAllreduce::Host {
  public:
   // `lost`: a reducer, which may be dialled again (wanted, reached).
-  Operations(const GroupOptions& options, Membership& members, EventLoop& loop, std::function<void()> lost);
+  Operations(const GroupOptions& options, Membership& members, EventLoop& loop, ReducerEvents& events,
+             std::function<void()> lost);
 
   // Gives it its number. Then start(), unless the group ended over it.
   void add(const std::shared_ptr<Work>& work);
@@ -35,7 +37,7 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   void finish_all() noexcept;
 
   // Whether a reducer is lost without the end of the group; then it is.
-  bool lose(uint32_t member);
+  bool lose(uint32_t member, const std::string& why);
   std::vector<uint32_t> wanted() const;
   void reached(uint32_t member, Dialled dialled);
   uint64_t on_time() const;  // Takeover::on_time

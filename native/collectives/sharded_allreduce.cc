@@ -57,6 +57,7 @@ ShardedAllreduce::ShardedAllreduce(ChunkBufferPool& blocks, Host& host, std::vec
       eager_(shares_.size()),
       kept_(shares_.size()),
       lost_until_(shares_.size()),
+      staging_(shares_.size()),
       unsent_(shares_.size()) {
   for (uint32_t owner = 0; owner < shares_.size(); ++owner) {
     if (shares_[owner] > 0 && owner != self_) others_.push_back(owner);
@@ -304,8 +305,9 @@ std::span<std::byte> ShardedAllreduce::room(uint32_t owner, const WireHeader& re
   }
   if (kept_[owner] != nullptr) return kept_[owner]->room(result.bytes);
   if (shape.wire != shape.dtype) {
-    if (!staging_) staging_ = ChunkBufferRef(blocks_);
-    return {staging_.data(), result.bytes};
+    ChunkBufferRef& staging = staging_[owner];
+    if (!staging) staging = ChunkBufferRef(blocks_);
+    return {staging.data(), result.bytes};
   }
   return {part.to + part.got, result.bytes};
 }

@@ -113,7 +113,8 @@ class ShardedAllreduce {
   // It is lost: nothing more comes of it, nor is sent. Its share of each operation that is not done waits for others.
   void lose(uint32_t owner);
   // Results of it that another rank had, the next ones after those that came here; of operations from `first` on.
-  void restore(uint32_t owner, uint64_t first, std::span<const std::byte> results);
+  // False: there are more than operations in progress lack.
+  bool restore(uint32_t owner, uint64_t first, std::span<const std::byte> results);
   // What is not done of its share, of the first operation from `first` on where there is any.
   struct Rest {
     uint64_t operation;
@@ -181,6 +182,7 @@ class ShardedAllreduce {
   std::vector<EagerResults> eager_;                 // by owner
   std::vector<std::unique_ptr<KeptResults>> kept_;  // by owner; null: it is not lost without the group
   std::vector<uint64_t> lost_until_;                // by owner: the first operation of which it has its share
+  std::vector<ChunkBufferRef> staging_;             // by owner: where its results of another type arrive, in pieces
   std::vector<size_t> unsent_;  // by owner: number of the first operation that may have something for it
   uint64_t stream_ = 0;         // where the next operation begins
   uint64_t asked_until_ = 0;    // how far the window went when all were asked last
@@ -188,7 +190,6 @@ class ShardedAllreduce {
   uint32_t settled_ = 0;
   uint64_t delivered_ = 0;   // bytes of results so far
   bool first_turn_ = false;  // of an operation, for ask_all()
-  ChunkBufferRef staging_;   // where a result of another type arrives
   DelayProbe probe_;
 };
 

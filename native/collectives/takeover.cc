@@ -7,7 +7,6 @@ namespace geartrain {
 namespace {
 
 constexpr double kNoDeadlineS = 1e9;  // it is that of the operation that this is for
-constexpr uint64_t kAskNs = 1'000'000'000, kSilentNs = 3'000'000'000;
 
 // Of the ranks alone, in the proportions that they have in the whole group.
 std::vector<double> shares_of_ranks(const GroupOptions& options) {
@@ -33,12 +32,16 @@ Takeover::Takeover(const GroupOptions& options, Membership& members, EventLoop& 
       reducer_(reducer),
       events_(std::move(events)),
       ranks_shares_(shares_of_ranks(options)),
+      silent_ns_(static_cast<uint64_t>(options.reducer_silence_s * 1e9)),
+      ask_ns_(silent_ns_ / 3),
       owner_(blocks, *this, options.world, options.rank, chunk_bytes(count_owners(ranks_shares_)),
              options.most_window_bytes()),
       inner_(blocks, *this, ranks_shares_, options.rank, options.max_window_bytes),
       positions_(options.world),
       back_(options.world),
       again_(options.world),
+      next_back_(options.world),
+      next_again_(options.world),
       begun_(options.world) {
   if (options.fixed_window_bytes != 0) inner_.window().fix(options.fixed_window_bytes);
   if (options.shares[reducer] > 0) shares_.keep_results(reducer, options.most_window_bytes());
@@ -50,7 +53,7 @@ uint64_t Takeover::tagged(uint64_t operation) const {
 
 // --- who has what ---------------------------------------------------------------------------------------------------
 
-void Takeover::lose() {
+void Takeover::lose(const std::string& why) {
   if (lost_ && !back_[options_.rank]) return;
   members_.drop(reducer_);
   if (options_.shares[reducer_] <= 0) {  // nobody is connected with it
@@ -58,7 +61,7 @@ void Takeover::lose() {
     return;
   }
   if (!lost_) {
-    lose(shares_.position(reducer_));
+    lose(shares_.position(reducer_), why);
     tell_all(FrameKind::lost, *positions_[options_.rank]);
     return decide();
   }
@@ -67,7 +70,15 @@ void Takeover::lose() {
   tell_all(FrameKind::lost, 0);
 }
 
-void Takeover::lose(uint64_t position) {
+void Takeover::lose(uint64_t position, const std::string& why) {
+  uint64_t operation, bytes, of;
+  const std::string when =
+      shares_.owes(reducer_, &operation, &bytes, &of)
+          ? message_of({"in operation ", operation, ", after ", bytes, " of ", of, " bytes of its share"})
+          : message_of({"between operations, after ", shares_.completed()});
+  ++losses_;
+  events_.tell(
+      message_of({members_.name_of(reducer_), " is lost (", why, ") ", when, " [seen by rank ", options_.rank, "]"}));
   lost_ = used_ = true;
   next_operation_ = std::min(next_operation_, until_);  // what was begun with the reducer since then has to be finished
   shares_.lose(reducer_);
@@ -76,6 +87,11 @@ void Takeover::lose(uint64_t position) {
 }
 
 void Takeover::took_lost(uint32_t rank, uint64_t position) {
+  if (begun_[rank] && next_back_[rank]) {
+    next_back_[rank] = false;
+    next_again_[rank] = true;
+    return;
+  }
   if (options_.shares[reducer_] <= 0 || (positions_[rank] && !back_[rank])) {
     fail(ErrorKind::frame, "it lost ", members_.name_of(reducer_), " again");
   }
@@ -85,7 +101,7 @@ void Takeover::took_lost(uint32_t rank, uint64_t position) {
     return;
   }
   positions_[rank] = position;
-  if (!lost_) lose();
+  if (!lost_) lose(message_of({"told by rank ", rank}));
   decide();
 }
 
@@ -106,7 +122,7 @@ uint64_t Takeover::on_time(uint64_t now_ns) {
     return ~uint64_t{0};
   }
   // It may be this process that did not run.
-  const bool away = now_ns - std::exchange(looked_ns_, now_ns) > 2 * kAskNs;
+  const bool away = now_ns - std::exchange(looked_ns_, now_ns) > 2 * ask_ns_;
   const uint64_t moved = peer->bytes_received() + peer->bytes_sent();
   if (moved_ns_ == 0 || away || moved > moved_ + (asked_ ? sizeof(WireHeader) : 0)) {
     moved_ = moved;
@@ -114,13 +130,13 @@ uint64_t Takeover::on_time(uint64_t now_ns) {
     asked_ = false;
   }
   const uint64_t silent_ns = now_ns - moved_ns_;
-  if (silent_ns < kAskNs) return kAskNs - silent_ns;
-  if (silent_ns >= kSilentNs) {
-    lose();
+  if (silent_ns < ask_ns_) return ask_ns_ - silent_ns;
+  if (silent_ns >= silent_ns_) {
+    lose(message_of({"silent for ", options_.reducer_silence_s, " s"}));
     return ~uint64_t{0};
   }
   if (!std::exchange(asked_, true)) members_.send_control(reducer_, FrameKind::query, operation);
-  return std::min(kAskNs, kSilentNs - silent_ns);
+  return std::min(ask_ns_, silent_ns_ - silent_ns);
 }
 
 void Takeover::tell(uint32_t rank) const {
@@ -144,9 +160,13 @@ void Takeover::decide() {
   }
   const auto [least, most] = std::minmax_element(positions_.begin(), positions_.end());
   const uint64_t bytes = **most - **least;
-  if (const auto rest = shares_.rest(reducer_, 0); left && (bytes != 0 || rest)) {
+  const auto rest = shares_.rest(reducer_, until_);
+  if (left && (bytes != 0 || shares_.rest(reducer_, 0))) {
     return members_.end(members_.left_fault(*left, rest ? rest->operation : shares_.completed()));
   }
+  events_.tell(message_of({"ranks do the work of ", members_.name_of(reducer_), " from operation ",
+                           rest ? rest->operation : std::max(shares_.begun(), until_), " on; ", bytes,
+                           " bytes of its results are passed on among them"}));
   if (bytes == 0) return began();
   if (bytes > KeptResults::reach(options_.most_window_bytes())) {
     return members_.end({FaultKind::protocol,
@@ -179,6 +199,12 @@ void Takeover::reached(Dialled dialled) {
 }
 
 void Takeover::took_back(uint32_t rank) {
+  // It has heard all of them resume, has lost the reducer again, and reached it once more.
+  if (begun_[rank] && again_[rank] && !next_back_[rank]) {
+    next_back_[rank] = true;
+    next_again_[rank] = false;
+    return;
+  }
   if (!lost_ || !positions_[rank] || back_[rank]) {
     fail(ErrorKind::frame, "it is connected again with ", members_.name_of(reducer_), ", which is not lost");
   }
@@ -210,18 +236,22 @@ void Takeover::resume() {
   if (std::any_of(begun_.begin(), begun_.end(), missing)) return;
   until_ = **std::max_element(begun_.begin(), begun_.end());
   shares_.regain(reducer_, until_);
+  ++returns_;
+  events_.tell(message_of({members_.name_of(reducer_), " is back, and has its share from operation ", until_, " on"}));
   const std::vector<bool> lost_again = again_;
   lost_ = decided_ = false;
   for (uint32_t rank = 0; rank < options_.world; ++rank) {
     positions_[rank].reset();
     begun_[rank].reset();
-    back_[rank] = again_[rank] = false;
     if (lost_again[rank]) positions_[rank] = 0;
   }
+  back_ = std::exchange(next_back_, std::vector<bool>(options_.world));
+  again_ = std::exchange(next_again_, std::vector<bool>(options_.world));
   if (lost_again[options_.rank]) {
-    lose(0);  // as the others were told
+    lose(0, "connection closed");  // as the others were told
   } else if (std::find(lost_again.begin(), lost_again.end(), true) != lost_again.end()) {
-    lose();
+    const auto who = std::find(lost_again.begin(), lost_again.end(), true) - lost_again.begin();
+    lose(message_of({"told by rank ", who}));
   }
   decide();
   events_.resumed();
@@ -268,7 +298,12 @@ void Takeover::completed(const std::shared_ptr<Work>& work) {
     const std::vector<std::byte> all = std::move(passed_on_);
     passed_on_.clear();
     const uint64_t here = *positions_[options_.rank] - passed_from_;
-    shares_.restore(reducer_, until_, std::span(all).subspan(here));
+    if (!shares_.restore(reducer_, until_, std::span(all).subspan(here))) {
+      return members_.end({FaultKind::protocol,
+                           message_of({"a rank has more results of ", members_.name_of(reducer_),
+                                       " than there are operations in progress on rank ", options_.rank}),
+                           {}});
+    }
     began();
   });
 }

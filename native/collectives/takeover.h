@@ -41,16 +41,17 @@ class Takeover final : public ShardedAllreduce::Host, public ShareOwner::Host {
  public:
   // `shares` are those of the whole group; `reducer` is a member.
   struct Events {
-    std::function<void()> lost;       // it may be dialled again from now on
-    std::function<uint64_t()> begun;  // how many operations of the whole group were; none more while any holds()
-    std::function<void()> resumed;    // this one does not any more
+    std::function<void()> lost;             // it may be dialled again from now on
+    std::function<uint64_t()> begun;        // how many operations of the whole group were; none more while any holds()
+    std::function<void()> resumed;          // this one does not any more
+    std::function<void(std::string)> tell;  // of a loss, of its takeover, and of a return
   };
   Takeover(const GroupOptions& options, Membership& members, EventLoop& loop, ChunkBufferPool& blocks,
            ShardedAllreduce& shares, uint32_t reducer, Events events);
 
   bool lost() const { return lost_; }
   // This rank has lost the reducer, or gives it up.
-  void lose();
+  void lose(const std::string& why);
   // A rank has lost it. Throws frame.
   void took_lost(uint32_t rank, uint64_t position);
   // Gives the reducer up where it neither sends nor takes anything, nor answers a query, for some seconds in which its
@@ -82,10 +83,12 @@ class Takeover final : public ShardedAllreduce::Host, public ShareOwner::Host {
   // Whether other ranks may still need this one.
   bool serves() const { return used_ && owner_.oldest() != ~uint64_t{0}; }
   uint64_t bytes() const { return bytes_; }  // reduced, or passed on, in place of the reducer
+  uint64_t losses() const { return losses_; }
+  uint64_t returns() const { return returns_; }
   void clear() { inner_.clear(); }
 
  private:
-  void lose(uint64_t position);
+  void lose(uint64_t position, const std::string& why);
   void tell_all(FrameKind kind, uint64_t offset) const;
   void resume();
   void resume_if_all();
@@ -114,19 +117,23 @@ class Takeover final : public ShardedAllreduce::Host, public ShareOwner::Host {
   const uint32_t reducer_;
   const Events events_;
   const std::vector<double> ranks_shares_;
+  const uint64_t silent_ns_, ask_ns_;  // GroupOptions::reducer_silence_s, and when the reducer is queried
   ShareOwner owner_;
   ShardedAllreduce inner_;
   bool lost_ = false, decided_ = false, used_ = false;
   std::vector<std::optional<uint64_t>> positions_;  // by rank
   std::vector<std::byte> passed_on_;                // results that some ranks lack, from `passed_from_` on
   uint64_t passed_from_ = 0;
-  std::vector<bool> back_, again_;              // by rank: it is connected again; it has lost that connection too
+  std::vector<bool> back_, again_;  // by rank: it is connected again; it has lost that connection too
+  // The same of the next loss, of ranks for which the reducer has been back already: a frame of another rank, which
+  // says so here, may come late.
+  std::vector<bool> next_back_, next_again_;
   std::vector<std::optional<uint64_t>> begun_;  // by rank: what it has said with `resume`
   uint64_t until_ = 0;                          // the first operation whose share the reducer had again
   uint64_t next_number_ = 0;                    // of the operations here
   uint64_t next_operation_ = 0;                 // of the whole group, whose rest was not begun here
   std::map<uint64_t, uint64_t> operations_;     // in progress here, and what they are for
-  uint64_t bytes_ = 0;
+  uint64_t bytes_ = 0, losses_ = 0, returns_ = 0;
 
   // What the connection to the reducer has moved, when that was, and when this was last looked at.
   uint64_t moved_ = 0, moved_ns_ = 0, looked_ns_ = 0;

@@ -103,6 +103,7 @@ std::unique_ptr<PythonGroup> make_group(const nb::dict& given) {
   options.ring = item(given, "ring", options.ring);
   options.outlives_reducers = item(given, "outlives_reducers", options.outlives_reducers);
   options.reducer_patience_s = item(given, "reducer_patience_s", options.reducer_patience_s);
+  options.reducer_silence_s = item(given, "reducer_silence_s", options.reducer_silence_s);
   options.secret = secret_of(given);
   options.host = item(given, "host", options.host);
   options.advertise = item(given, "advertise", options.advertise);
@@ -224,6 +225,8 @@ nb::dict group_counts(PythonGroup& group) {
   out["read_denied"] = found.read_denied;
   out["lost_reducers"] = found.lost_reducers;
   out["taken_over_bytes"] = found.taken_over_bytes;
+  out["reducer_losses"] = found.reducer_losses;
+  out["reducer_returns"] = found.reducer_returns;
   return out;
 }
 
@@ -267,6 +270,7 @@ void bind_collectives(nb::module_& module) {
       .def("run", &run, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
            nb::arg("keep").none(), nb::arg("whole") = nb::none(), nb::arg("soon") = false)
       .def("counts", &group_counts)
+      .def("reducer_events", [](PythonGroup& group) { return group.group().reducer_events(); })
       .def("fault", [](const PythonGroup& group) { return fault_tuple(group.group().fault()); })
       .def_prop_ro("settled", [](const PythonGroup& group) { return group.group().settled(); })
       .def("name_of", [](const PythonGroup& group, uint32_t member) { return group.group().name_of(member); })

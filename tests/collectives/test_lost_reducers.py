@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,8 +19,8 @@ from collectives_crew import run_ranks
 from deadlines import patience
 from test_collectives_processes import HERE, Process, reducer_process
 
-from geartrain.collectives import Group, Reducer
-from geartrain.errors import ArgumentError
+from geartrain.collectives import Group, Reducer, include_path, library_path
+from geartrain.errors import ArgumentError, MissingDependencyError
 
 
 @pytest.fixture
@@ -83,11 +86,12 @@ def test_a_reducer_that_is_started_again_gets_its_share_back(processes: list[Pro
         assert said["longest_s"] < patience(2.0), said
 
 
+@pytest.mark.parametrize("silence_s", [3.0, 0.3])
 def test_a_reducer_that_is_stopped_is_replaced_long_before_the_deadline(
-    processes: list[Process], tmp_path: Path
+    processes: list[Process], tmp_path: Path, silence_s: float
 ) -> None:
     stopped, address = reducer_process(processes)
-    ranks = start(processes, tmp_path, 2, reducers=[address], shares=[0, 0, 1])
+    ranks = start(processes, tmp_path, 2, reducers=[address], shares=[0, 0, 1], reducer_silence_s=silence_s)
     steps_until(ranks[0], lambda said: said["step"] > 5)
     stopped.child.send_signal(signal.SIGSTOP)
     steps_until(ranks[0], lambda said: said["lost"] == 1)
@@ -97,7 +101,101 @@ def test_a_reducer_that_is_stopped_is_replaced_long_before_the_deadline(
     for rank in ranks:
         said = rank.last()
         assert said.get("done"), said
-        assert 1.0 < said["longest_s"] < patience(6.0), said
+        assert 0.8 * silence_s < said["longest_s"] < patience(silence_s + 3.0), said
+
+
+def test_torch_jobs_train_on_while_a_reducer_is_killed_and_started_again(
+    processes: list[Process], tmp_path: Path
+) -> None:
+    pytest.importorskip("torch")
+    reducer, address = reducer_process(processes)
+    options = {
+        "GEARTRAIN_REDUCERS": address,
+        "GEARTRAIN_ALLREDUCE_SHARES": "0.1,0.1,0.8",
+        "GEARTRAIN_ALLREDUCE_ON_REDUCER_LOSS": "continue",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = (sys.executable, str(HERE / "lost_reducers_torch_worker.py"), str(tmp_path))
+    ranks = [Process(*command, str(rank), "2", **options) for rank in range(2)]
+    processes += ranks
+    steps_until(ranks[0], lambda said: said["step"] > 3 and said["lost"] == 0)
+    reducer.child.kill()
+    reducer.child.wait()
+    seen = steps_until(ranks[0], lambda said: said["lost"] == 1)
+    steps_until(ranks[0], lambda said: said["step"] > seen["step"] + 3)
+    reducer_process(processes, "--bind", address)
+    steps_until(ranks[0], lambda said: said["lost"] == 0)
+    (tmp_path / "end").touch()
+    for rank in ranks:
+        said = rank.last()
+        assert said.get("done") and said["same"], said
+        assert (said["lost_reducers"], said["reducer_losses"], said["reducer_returns"]) == (0, 1, 1)
+        assert said["taken_over_bytes"] > 0
+
+
+def test_a_program_in_c_goes_on_without_a_reducer_that_is_killed(processes: list[Process], tmp_path: Path) -> None:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    try:
+        library, include = library_path(), include_path()
+    except MissingDependencyError as error:
+        pytest.skip(str(error))
+    source = HERE.parents[1] / "native" / "tests" / "collectives" / "lost_reducer_in_c.c"
+    program = tmp_path / "program"
+    build = [compiler, "-std=c99", "-Wall", "-Werror", f"-I{include}", str(source), str(library)]
+    subprocess.run([*build, f"-Wl,-rpath,{library.parent}", "-o", str(program)], check=True)
+    reducer, address = reducer_process(processes)
+    with subprocess.Popen([str(program), address], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as ranks:
+        try:
+            assert ranks.stdout is not None and ranks.stdout.readline() == "ready\n"
+            reducer.child.kill()
+            said, errors = ranks.communicate(timeout=patience(60))
+        finally:
+            ranks.kill()
+    assert (ranks.returncode, said) == (0, "every sum was right\n"), errors
+
+
+def test_each_loss_takeover_and_return_is_logged_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "geartrain")
+    reducers = [Reducer()]
+    address = reducers[0].address
+
+    def body(rank: int, group: Group) -> dict[str, Any]:
+        array = np.ones(100_000, np.float32)
+        group.all_reduce(array)
+        if rank == 0:
+            reducers[0].close(0.0)
+        until_s = time.monotonic() + patience(30)
+        while group.counters()["reducer_returns"] == 0 and time.monotonic() < until_s:
+            if rank == 0 and len(reducers) == 1 and group.counters()["reducer_losses"] == 1:
+                reducers.append(Reducer(address))
+            group.all_reduce(np.ones(8, np.float32))
+        # Some ranks see the return an operation before the others.
+        returned = np.array([group.counters()["reducer_returns"]])
+        group.all_reduce(returned, op="max")
+        return group.counters()
+
+    options = {"reducers": [address], "shares": [0, 0, 1], "on_reducer_loss": "continue", "reducer_silence_s": 30.0}
+    try:
+        found = run_ranks(2, body, **options)
+    finally:
+        for reducer in reducers:
+            reducer.close(0.0)
+    for counters in found:
+        assert (counters["reducer_losses"], counters["lost_reducers"]) == (1, 0)
+    logged = [record.getMessage() for record in caplog.records if address in record.getMessage()]
+    for rank in range(2):
+        lost = [text for text in logged if "is lost (" in text and f"[seen by rank {rank}]" in text]
+        assert len(lost) == 1 and "after" in lost[0], logged
+    for event in ("ranks do the work of", "is back, and has its share from operation"):
+        assert sum(event in text for text in logged) == 2, logged  # one of each rank
+
+
+@pytest.mark.parametrize("silence_s", [0, 0.01, -1.0, float("nan"), float("inf")])
+def test_a_senseless_time_of_silence_is_refused(silence_s: float) -> None:
+    with pytest.raises(ArgumentError, match="reducer_silence_s"):
+        Group(0, 1, reducer_silence_s=silence_s)
 
 
 def test_a_reducer_that_only_waits_for_a_slow_rank_is_kept() -> None:

@@ -3,6 +3,7 @@
 #include "collectives/c_api/geartrain_allreduce.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -92,12 +93,27 @@ gt_status guarded(Body&& body) {
   }
 }
 
-geartrain::GroupOptions options_from(const gt_options& given) {
-  if (given.bytes != 0 && given.bytes != sizeof(gt_options)) {
+// The structure of the caller's version, which may have fewer fields.
+constexpr size_t kFirstOptions = offsetof(gt_options, outlives_reducers);
+static_assert(kFirstOptions == 76 && sizeof(gt_options) == 88);
+
+gt_options whole(const gt_options& given) {
+  // The first version had four bytes of padding behind its last field.
+  const size_t bytes = given.bytes == 0 || given.bytes == kFirstOptions + 4 ? kFirstOptions : given.bytes;
+  if (bytes != kFirstOptions && bytes != sizeof(gt_options)) {
     geartrain::fail(ErrorKind::schema, "gt_options has ", sizeof(gt_options), " bytes here, and ", given.bytes,
                     " for the caller");
   }
+  gt_options out{};
+  std::memcpy(&out, &given, bytes);
+  return out;
+}
+
+geartrain::GroupOptions options_from(const gt_options& callers) {
+  const gt_options given = whole(callers);
   geartrain::GroupOptions options;
+  options.outlives_reducers = given.outlives_reducers != 0;
+  if (given.reducer_silence_s != 0) options.reducer_silence_s = given.reducer_silence_s;
   options.rank = given.rank;
   options.world = given.world;
   if (given.name != nullptr) options.name = given.name;
@@ -226,6 +242,31 @@ gt_status gt_wait(gt_work* work, double timeout_s) {
     if (!work->work->wait(Deadline::after(timeout_s))) return failed(GT_TIMED_OUT, "the operation is not over yet");
     const std::unique_ptr<gt_work> owned(work);
     return outcome(*owned->work);
+  });
+}
+
+gt_status gt_group_counts(gt_group* group, gt_counts* counts) {
+  return guarded([&] {
+    if (group == nullptr || counts == nullptr || counts->bytes != sizeof(gt_counts)) {
+      return failed(GT_INVALID, "no group, or no gt_counts of this size");
+    }
+    const geartrain::GroupCounts found = group->group.counts();
+    counts->lost_reducers = static_cast<uint32_t>(found.lost_reducers);
+    counts->operations = found.operations;
+    counts->reducer_losses = found.reducer_losses;
+    counts->reducer_returns = found.reducer_returns;
+    counts->taken_over_bytes = found.taken_over_bytes;
+    return GT_OK;
+  });
+}
+
+gt_status gt_group_event(gt_group* group, char* text, size_t size) {
+  return guarded([&] {
+    if (group == nullptr || text == nullptr || size == 0) return failed(GT_INVALID, "no group, or no room");
+    std::memset(text, 0, size);
+    const std::vector<std::string> found = group->group.reducer_events(1);
+    if (!found.empty()) std::memcpy(text, found[0].data(), std::min(found[0].size(), size - 1));
+    return GT_OK;
   });
 }
 

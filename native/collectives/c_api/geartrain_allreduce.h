@@ -77,9 +77,9 @@ typedef enum gt_status {
   GT_SYSTEM        /* memory, descriptors, and the like */
 } gt_status;
 
-/* Set the whole to zero first. */
+/* Set the whole to zero first, and `bytes` to its size. */
 typedef struct gt_options {
-  uint32_t bytes; /* sizeof(gt_options), or 0 */
+  uint32_t bytes; /* sizeof(gt_options); 0: it ends with tcp_only */
   uint32_t rank, world;
   const char* name;            /* of the group; "default" when NULL */
   const char* host;            /* to listen on; "127.0.0.1" when NULL, "0.0.0.0" for every interface */
@@ -90,7 +90,15 @@ typedef struct gt_options {
   const double* shares; /* world + reducer_count of them, 1 in all; NULL: the best for `rates` */
   const double* rates;  /* bytes/s of every rank's and reducer's link; NULL: equal, one link an address */
   uint32_t tcp_only;    /* 1: no shared memory between ranks of one host */
+  /* From here on only where `bytes` says that they are there; before they came, structures had no more than the above. */
+  uint32_t outlives_reducers; /* 1: the group goes on without a reducer that is lost, with the same sums: see below */
+  double reducer_silence_s;   /* then: when one that is waited for and says nothing is given up; 0: after 3 seconds */
 } gt_options;
+
+/* Groups that outlive reducers. Where a reducer is lost the ranks finish the operations in progress, and all others, in
+ * its place, from what they hold: no call fails for it, and results have the same bits. Once it, or another process at
+ * its address, is back it has its share again. All ranks have to ask for it. It costs a copy of each result, memory for
+ * one window of them for each reducer, and connections between all ranks. gt_group_event tells what has happened. */
 
 /* Listens, and writes the address for the other ranks, padded with zeros. */
 gt_status gt_group_listen(const gt_options* options, gt_group** group, char address[GT_ADDRESS_BYTES]);
@@ -140,6 +148,22 @@ gt_status gt_allreduce(gt_group* group, void* data, size_t count, gt_dtype dtype
 gt_status gt_allreduce_start(gt_group* group, void* data, size_t count, gt_dtype dtype, gt_op op, double timeout_s,
                              gt_work** work);
 gt_status gt_wait(gt_work* work, double timeout_s);
+
+/* What a group has done, and what has become of its reducers. */
+typedef struct gt_counts {
+  uint32_t bytes;            /* sizeof(gt_counts): set by the caller */
+  uint32_t lost_reducers;    /* that it goes on without now */
+  uint64_t operations;       /* that are complete here */
+  uint64_t reducer_losses;   /* so far */
+  uint64_t reducer_returns;  /* so far */
+  uint64_t taken_over_bytes; /* of results that the ranks made, or passed on, in the place of reducers */
+} gt_counts;
+
+gt_status gt_group_counts(gt_group* group, gt_counts* counts);
+
+/* The oldest loss, takeover or return of a reducer that this was not called for yet, as text: reducer, operation and
+ * reason, cut off at `size` with its zero. Empty: there is none. */
+gt_status gt_group_event(gt_group* group, char* text, size_t size);
 
 /* Leaves and frees the group, after what other ranks still need of this one. NULL is ignored. */
 void gt_group_close(gt_group* group, double timeout_s);

@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 #include <future>
 
+#include "collectives/group_side.h"
 #include "collectives/reducer_session.h"
 #include "collectives/sharded_allreduce.h"
 #include "tests/support/fuzz.h"
@@ -204,6 +205,95 @@ class Rank final : public Peer::Side, public ShardedAllreduce::Host, public Shar
   std::unique_ptr<Peer> peer_;
 };
 
+// A link to a reducer that is back, and says nothing more.
+class SilentLink final : public Link {
+ public:
+  SilentLink(Descriptor socket, Descriptor other_end) : Link(std::move(socket)), other_end_(std::move(other_end)) {}
+  size_t write(std::span<struct iovec> parts) override {
+    size_t bytes = 0;
+    for (const struct iovec& part : parts) bytes += part.iov_len;
+    return bytes;
+  }
+  size_t read(std::span<struct iovec>) override { return 0; }
+  const char* name() const override { return "fuzz"; }
+
+ private:
+  const Descriptor other_end_;
+};
+
+// Rank 0 of two, of a group that outlives its reducer, with operations in progress; rank 1 and the reducer are the
+// fuzzer. What it does later is done on the loop between two rounds.
+class Outliving {
+ public:
+  static GroupOptions options_of() {
+    GroupOptions out;
+    out.world = 2;
+    out.reducers = {"127.0.0.1:1"};
+    out.shares = {0.25, 0.25, 0.5};
+    out.outlives_reducers = true;
+    out.shm = false;
+    out.fixed_window_bytes = 1 << 20;
+    return out;
+  }
+  static Shape shape(uint32_t operation) {
+    Shape out;
+    out.count = operation == 1 ? 100 : kCount;
+    out.wire = operation == 2 ? Dtype::bfloat16 : Dtype::float32;
+    return out;
+  }
+  static constexpr uint32_t kOperations = 4;
+
+  Outliving(std::span<const uint8_t> reducer, std::span<const uint8_t> rank, bool raw)
+      : options_(options_of()), side_(options_, quiet_loop(), [] {}) {
+    quiet_loop().call([&] {
+      enter(1, link_of(rank, raw));
+      enter(2, link_of(reducer, raw));
+      for (uint32_t i = 0; i < kOperations; ++i) {
+        const Shape asked = shape(i);
+        auto& array = arrays_.emplace_back(asked.count * bytes_of(asked.dtype));
+        side_.begin(std::make_shared<Work>(asked, array.data(), array.data(), 60));
+      }
+    });
+    for (bool any = true; any;) {
+      quiet_loop().call([&] { any = round(); });
+    }
+    quiet_loop().call([&] {
+      side_.members().end({FaultKind::closed, "over", {}}, false);
+      side_.members().drop_peers();
+    });
+  }
+
+ private:
+  void enter(uint32_t member, std::unique_ptr<Link> link) {
+    Join join{};
+    join.rank = member;
+    static_cast<Acceptor::Host&>(side_.members()).enter(join, std::move(link));
+  }
+  bool round() {
+    bool any = false;
+    for (const uint32_t member : {2u, 1u}) {
+      Peer* const peer = side_.members().peer(member);
+      if (peer == nullptr || peer->closed()) continue;
+      const uint64_t before = peer->bytes_received();
+      any |= peer->look() || peer->bytes_received() != before;
+    }
+    for (const Redial::Wanted& wanted : side_.wanted()) {
+      int pair[2];
+      if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair) != 0) std::abort();
+      Dialled dialled;
+      dialled.link = std::make_unique<SilentLink>(Descriptor(pair[0]), Descriptor(pair[1]));
+      dialled.welcome.max_window_bytes = 1 << 20;
+      side_.reached(wanted.member, std::move(dialled));
+      any = true;
+    }
+    return any && !side_.members().over();
+  }
+
+  const GroupOptions options_;
+  std::vector<std::vector<std::byte>> arrays_;
+  GroupSide side_;
+};
+
 void serve(Reader reader, bool raw) {
   ChunkBufferPool blocks;
   Join join{};
@@ -245,7 +335,47 @@ Input rank_input(uint64_t count) {
   return input;
 }
 
-constexpr uint8_t kRaw = 2;
+constexpr uint8_t kRaw = 2, kOutlives = 4;
+
+// What the reducer and rank 1 of an Outliving send: the reducer ends after so many results, rank 1 says that it has
+// lost it at `position`, does its part of the ranks' own operations, has it back, and leaves.
+Input outliving(uint64_t results, uint64_t position, int turns) {
+  Input reducer, rank;
+  for (uint64_t i = 0; i < results; ++i) frame(&reducer, FrameKind::result, 0, i * kFirstBytes, 0, kFirstBytes);
+  for (uint32_t i = 0; i < Outliving::kOperations; ++i) {
+    const Shape shape = Outliving::shape(i);
+    const std::vector<uint64_t> starts = divide_array(shape.count, shape.wire, std::vector{0.25, 0.25, 0.5}, i);
+    const uint64_t mine = (starts[1] - starts[0]) * bytes_of(shape.wire);
+    if (starts[2] == starts[0] && mine == 0) continue;
+    const Open open = open_of(shape, mine, 0);
+    frame(&rank, FrameKind::open, i, 0, open, sizeof open);
+    for (uint64_t at = 0; at < mine; at += kChunkBytes) {
+      const auto bytes = static_cast<uint32_t>(std::min<uint64_t>(kChunkBytes, mine - at));
+      frame(&rank, FrameKind::part, i, at, 0, bytes);
+      frame(&rank, FrameKind::result, i, at, 0, bytes);
+    }
+  }
+  for (int turn = 0; turn < turns; ++turn) {
+    frame(&rank, FrameKind::lost, takeover_operation(0, 0), turn == 0 ? position : 0, 0, 0);
+    for (uint64_t number = 0; number < 3; ++number) {
+      Shape shape = Outliving::shape(0);
+      shape.count = 4096;
+      const Open open = open_of(shape, shape.wire_bytes() / 2, 0);
+      frame(&rank, FrameKind::open, takeover_operation(0, number), 0, open, sizeof open);
+      frame(&rank, FrameKind::part, takeover_operation(0, number), 0, 0, static_cast<uint32_t>(open.share_bytes));
+      frame(&rank, FrameKind::result, takeover_operation(0, number), 0, 0, static_cast<uint32_t>(open.share_bytes));
+    }
+    frame(&rank, FrameKind::back, takeover_operation(0, 0), 0, 0, 0);
+    frame(&rank, FrameKind::resume, takeover_operation(0, 0), Outliving::kOperations + turn, 0, 0);
+  }
+  frame(&rank, FrameKind::complete, Outliving::kOperations, 0, 0, 0);
+  frame(&rank, FrameKind::bye, Outliving::kOperations, 0, 0, 0);
+  Input out = {kOutlives};
+  append(&out, static_cast<uint16_t>(reducer.size()));
+  out.insert(out.end(), reducer.begin(), reducer.end());
+  out.insert(out.end(), rank.begin(), rank.end());
+  return out;
+}
 
 }  // namespace
 
@@ -265,6 +395,9 @@ std::vector<Input> fuzz_seeds() {
     frame(&results, FrameKind::result, 0, at, 0, bytes);
   }
   seeds.push_back(results);
+  for (const uint64_t count : {0u, 1u, 2u}) {
+    for (const int turns : {1, 2}) seeds.push_back(outliving(count, (2 - count) * kFirstBytes, turns));
+  }
   // All that the other rank of a Rank sends, and more than it expects.
   Input member = {1};
   for (uint64_t kind = 0; kind < Rank::kKinds; ++kind) {
@@ -329,13 +462,19 @@ std::vector<Input> fuzz_seeds() {
 }  // namespace geartrain
 
 // u8 which side, and whether data is in the input (kRaw). A reducer's: u16 how much is rank 0's, the rest is rank 1's.
+// Of a rank that outlives its reducer (kOutlives): u16 how much is the reducer's, the rest is rank 1's.
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace geartrain;
   // On the loop's thread, which is the only one that may touch peers: it polls their sockets as well.
   std::promise<void> done;
+  Reader reader(data, size);
+  const auto mode = reader.take<uint8_t>();
+  if ((mode & kOutlives) != 0) {
+    const auto first = reader.take(reader.take<uint16_t>());
+    Outliving rank(first, reader.rest(), (mode & kRaw) != 0);
+    return 0;
+  }
   quiet_loop().post([&] {
-    Reader reader(data, size);
-    const auto mode = reader.take<uint8_t>();
     if (mode % 2 == 0) {
       serve(reader, (mode & kRaw) != 0);
     } else {

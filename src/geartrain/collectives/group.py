@@ -72,6 +72,7 @@ class Group:
         window_bytes: int | None = None,
         spin_us: float | None = None,
         on_reducer_loss: str = "raise",
+        reducer_silence_s: float = 3.0,
         hierarchical: bool = False,
         hosts: Sequence[Hashable] | None = None,
     ) -> None:
@@ -105,8 +106,10 @@ class Group:
             spin_us: how long a wait busy-waits before it sleeps, where all ranks share memory: 50, unless others need
                 the cores, when not given; 1e6, say, for ranks that own their cores; 0: never.
             on_reducer_loss: "raise"; or "continue": ranks finish all operations in place of a reducer that died or is
-                silent for 3 s, until it is back; each keeps its last results, 16 MB at most. Or "reform": they
+                silent, until it is back, and log that; each keeps its last results, 16 MB at most. Or "reform": they
                 bootstrap again without it and repeat operations, which keep their inputs and results until then.
+            reducer_silence_s: with "continue": when a reducer is given up that is waited for, was queried after a third
+                of this time, and neither sends nor takes a byte. Ranks may differ: the first that gives it up decides.
             hierarchical: all-reduce within each host first, through its shared memory, and once across hosts: a host
                 sends what one rank would, whatever the number of its ranks. Elements are summed in rank order within
                 each host, and then in the order of the hosts, by their lowest rank. All other collectives are refused.
@@ -136,6 +139,7 @@ class Group:
             window_bytes=window_bytes,
             spin_us=spin_us,
             on_reducer_loss=on_reducer_loss,
+            reducer_silence_s=reducer_silence_s,
             hierarchical=hierarchical,
             hosts=hosts,
         )
@@ -382,12 +386,13 @@ class Group:
         bytes_received by path ("tcp", "shm"), headers and all; reduced_bytes as an owner; read_bytes out of other
         ranks' memory, not sent; links by path; window_bytes and least_delay_us of the flow control; refused
         connections; read_denied: links whose peer's memory could be read, until the kernel denied it; lost_reducers,
-        now, and taken_over_bytes, reduced in their place (on_reducer_loss="continue"). Of a ring also `ring`: its hops
+        now, reducer_losses and reducer_returns so far, and taken_over_bytes, reduced in their place
+        (on_reducer_loss="continue"). Of a ring also `ring`: its hops
         from host to host (`crossings`), and the fewest of any order of the ranks (`least_crossings`).
         """
         self._check_process()
         try:
-            found: dict[str, Any] = self._session.native.counts()
+            found: dict[str, Any] = self._session.counts()
         except ConnectionClosedError as error:
             raise self._why_closed(error) from None
         order = self._ring_order()

@@ -23,6 +23,7 @@ from geartrain.errors import ArgumentError
 ALGORITHMS = ("shares", "ring")
 TRANSPORTS = ("auto", "tcp")
 MOST_SPIN_US = 1e9
+REDUCER_SILENCE_S = (0.05, 1e6)
 
 
 def checked_config(
@@ -43,6 +44,7 @@ def checked_config(
     window_bytes: int | None,
     spin_us: float | None,
     on_reducer_loss: str,
+    reducer_silence_s: float,
     hierarchical: bool,
     hosts: Sequence[Hashable] | None,
 ) -> GroupConfig:
@@ -59,6 +61,10 @@ def checked_config(
     check_choice("algorithm", algorithm, ALGORITHMS)
     check_choice("transport", transport, TRANSPORTS)
     check_choice("on_reducer_loss", on_reducer_loss, ("continue", "reform", "raise"))
+    least_s, most_s = REDUCER_SILENCE_S
+    reducer_silence_s = check_real("reducer_silence_s", reducer_silence_s)
+    if not least_s <= reducer_silence_s <= most_s:
+        raise ArgumentError(f"reducer_silence_s is from {least_s:g} to {most_s:g}, found {reducer_silence_s}")
     check_flag("hierarchical", hierarchical)
     secret = secret_of(secret)
     if host is not None:
@@ -93,6 +99,7 @@ def checked_config(
         "world_size": world_size,
         "ring": algorithm == "ring",
         "outlives_reducers": on_reducer_loss == "continue",
+        "reducer_silence_s": reducer_silence_s,
         "secret": secret,
         "shm": transport != "tcp",
         "cross_memory": cross_memory,

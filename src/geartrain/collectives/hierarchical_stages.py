@@ -380,6 +380,14 @@ class HostStages:
         across = next((counts for part, counts in each if part is self.across), None)
         for key in ("window_bytes", "least_delay_us"):
             found[key] = 0 if across is None else across[key]
-        for key in ("refused", "read_bytes", "read_denied", "lost_reducers", "taken_over_bytes"):
+        for key in (
+            "refused",
+            "read_bytes",
+            "read_denied",
+            "lost_reducers",
+            "taken_over_bytes",
+            "reducer_losses",
+            "reducer_returns",
+        ):
             found[key] = sum(counts[key] for _, counts in each)
         return found

@@ -10,6 +10,7 @@ order. Reducers that do not answer during this bootstrap are left out too, by al
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -32,6 +33,7 @@ from geartrain.errors import CollectiveTimeoutError, ConnectionClosedError, Gear
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+_log = logging.getLogger(__name__)
 _MOST_FREE = 64  # result buffers that are kept for reuse
 _BROADCAST_TIMEOUT_S = 60.0
 _REDUCER_PATIENCE_S = 5.0  # for a reducer that was there in the epoch before
@@ -94,6 +96,7 @@ class Session:
         self.bootstrap = bootstrap
         self.keeps_input = config.reissues and bool(owners.reducers)
         self.failure: GeartrainError | None = None
+        self._outlives = bool(config.native["outlives_reducers"] and owners.reducers)
         self._next = 0
         self._kept: deque[tuple[Issue, Work]] = deque()  # in progress, or still needed by another rank
         self._free: dict[int, list[NDArray[np.uint8]]] = {}
@@ -153,6 +156,7 @@ class Session:
     def issue(self, work: Work, soon: bool = False) -> None:
         """Begins an operation: in place, or into a buffer where its input has to stay. `soon`: its wait follows."""
         self._release_settled()
+        self.log_reducers()
         result = self._buffer(work.nbytes) if self.keeps_input else None
         if work.exchange is None:
             native = self.native.all_reduce(
@@ -202,9 +206,23 @@ class Session:
             return ()
         return tuple(self.owners.reducers[member - world_size] for member in members)
 
+    def log_reducers(self) -> None:
+        """Logs each loss, takeover and return of a reducer that was not logged yet."""
+        if not self._outlives:
+            return
+        for event in self.native.reducer_events():
+            _log.warning("group %r: %s", self.config.name, event)
+
+    def counts(self) -> dict[str, Any]:
+        """Counters of the native group."""
+        self.log_reducers()
+        found: dict[str, Any] = self.native.counts()
+        return found
+
     def close(self, timeout_s: float) -> None:
         """Leaves, after sending what other members still need, for up to `timeout_s`."""
         self.native.close(timeout_s)
+        self.log_reducers()
 
     def release(self) -> None:
         """Releases what was kept for other ranks, after `close`; by who may issue."""

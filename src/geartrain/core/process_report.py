@@ -54,7 +54,10 @@ _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, Over
 #: Numbers that each kind of object reports, and each peer of a node: what readers rely on.
 _NUMBERS_OF = {
     "replay": ("batch_size", "waiting_s", "batches", "rows", "bytes", "redrawn", "wait_s", "make_s"),
-    "group": ("rank", "world_size", "epoch", "issued", "operations", "array_bytes"),
+    "group": (
+        *("rank", "world_size", "epoch", "issued", "operations", "array_bytes"),
+        *("lost_reducers", "reducer_losses", "reducer_returns", "taken_over_bytes"),
+    ),
     "node": ("backlog",),
 }
 _NUMBERS_OF_PEER = ("open", "messages_sent", "messages_received", "bytes_sent", "bytes_received")

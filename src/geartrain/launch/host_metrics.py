@@ -95,6 +95,10 @@ def _metrics() -> Iterator[Metric]:
         array_bytes_total="Bytes of their arrays",
         pending="All-reduces begun and not done",
         failed="1 for a group that has ended by an error",
+        lost_reducers="Reducers that it goes on without now",
+        reducer_losses_total="Reducers lost",
+        reducer_returns_total="Lost reducers that have their share again",
+        taken_over_bytes_total="Bytes that ranks reduced in the place of lost reducers",
     )
     yield from some(
         "reducer",
@@ -207,6 +211,8 @@ def _of_object(process: str, kind: str, name: str, figures: Mapping[str, Any]) -
         yield "group_array_bytes", labels, figures["array_bytes"]
         yield "group_pending", labels, figures["issued"] - figures["operations"]
         yield "group_failed", labels, float(bool(figures["failed"]))
+        for column in ("lost_reducers", "reducer_losses", "reducer_returns", "taken_over_bytes"):
+            yield f"group_{column}", labels, figures[column]
     elif kind == "reducer":
         for column in ("operations", "bytes_received", "bytes_sent", "memory_bytes"):
             yield f"reducer_{column}", (name,), figures[column]

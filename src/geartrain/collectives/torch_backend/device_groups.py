@@ -134,6 +134,7 @@ class DeviceGroups:
                 epoch=o.epoch,
                 spin_us=o.spin_us,
                 on_reducer_loss=o.on_reducer_loss,
+                reducer_silence_s=o.reducer_silence_s,
                 hierarchical=o.hierarchical,
             )
         except GeartrainError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from geartrain.collectives.group_arguments import MOST_SPIN_US
+from geartrain.collectives.group_arguments import MOST_SPIN_US, REDUCER_SILENCE_S
 
 BITS = {"": 8.0, "bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
@@ -29,6 +29,7 @@ class BackendOptions:
         epoch: of connections; those of an earlier one are refused.
         on_reducer_loss: "raise"; or "continue": ranks take over from a reducer that died or is silent; or "reform":
             they bootstrap again without it.
+        reducer_silence_s: with "continue", when a reducer is given up that is waited for and says nothing.
         hierarchical: reduce within each host first, and once across hosts.
         spin_us: how long a wait busy-waits where ranks share memory; None: 50, unless others need the cores.
         cuda: who all-reduces tensors on a GPU: "staged", geartrain through pinned memory; or "nccl".
@@ -47,6 +48,7 @@ class BackendOptions:
     secret: bytes | None = None
     epoch: int = 0
     on_reducer_loss: str = "raise"
+    reducer_silence_s: float = 3.0
     hierarchical: bool = False
     spin_us: float | None = None
     cuda: str = "staged"
@@ -88,6 +90,13 @@ class BackendOptions:
         spin_us = _numbers("GEARTRAIN_ALLREDUCE_SPIN_US", spin, {"": 1.0}) if spin else ()
         if len(spin_us) > 1 or any(not 0 <= one <= MOST_SPIN_US for one in spin_us):
             raise ValueError(f"GEARTRAIN_ALLREDUCE_SPIN_US is from 0 to {MOST_SPIN_US:g}, found {spin!r}")
+        silence = env.get("GEARTRAIN_ALLREDUCE_REDUCER_SILENCE_S", "").strip() or "3"
+        silence_s = _numbers("GEARTRAIN_ALLREDUCE_REDUCER_SILENCE_S", silence, {"": 1.0})
+        least_s, most_s = REDUCER_SILENCE_S
+        if len(silence_s) > 1 or not least_s <= silence_s[0] <= most_s:
+            raise ValueError(
+                f"GEARTRAIN_ALLREDUCE_REDUCER_SILENCE_S is from {least_s:g} to {most_s:g}, found {silence!r}"
+            )
         cuda = env.get("GEARTRAIN_ALLREDUCE_CUDA", "") or "staged"
         if cuda not in ("staged", "nccl"):
             raise ValueError(f"GEARTRAIN_ALLREDUCE_CUDA is staged or nccl, found {cuda!r}")
@@ -96,6 +105,7 @@ class BackendOptions:
             hierarchical=hierarchical == "1",
             spin_us=spin_us[0] if spin_us else None,
             on_reducer_loss=on_loss,
+            reducer_silence_s=silence_s[0],
             reducers=reducers,
             shares=shares,
             rates=_numbers("GEARTRAIN_ALLREDUCE_RATES", rates, BITS, 8.0) if rates else None,

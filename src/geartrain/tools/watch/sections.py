@@ -352,6 +352,7 @@ _GROUPS = [
     Column("bytes/s", size),
     Column("issued", count),
     Column("epoch", text),
+    Column("lost", count),
     Column("process", text, right=False),
     Column("failed", text, right=False),
 ]
@@ -369,10 +370,11 @@ def _groups(view: HostView) -> Iterator[Line]:
                 rates.get("array_bytes"),
                 figures["issued"],
                 figures["epoch"],
+                figures["lost_reducers"] or None,
                 view.name(report["pid"]),
                 figures["failed"] or None,
             ],
-            "red" if figures["failed"] else "",
+            "red" if figures["failed"] else "yellow" if figures["lost_reducers"] else "",
             {**figures, "rates": rates},
         )
     for report, one in view.objects("reducer"):

@@ -1,0 +1,94 @@
+// Reducers that are lost, and come back, while frames between ranks, and to and from reducers, arrive in any order that
+// connections allow: every rank gets the sums that it would have got, to the bit, and none waits for ever.
+//
+// GEARTRAIN_SCHEDULES=100000 runs so many seeds of each test; a failure tells its seed, and GEARTRAIN_SEED runs it
+// alone.
+
+#include <cstdlib>
+
+#include "tests/collectives/simulated_group.h"
+
+namespace geartrain {
+namespace {
+
+uint64_t number_in(const char* variable, uint64_t otherwise) {
+  const char* const given = std::getenv(variable);
+  return given == nullptr ? otherwise : std::strtoull(given, nullptr, 10);
+}
+
+std::vector<Shape> some_shapes(std::mt19937_64& random, size_t n) {
+  constexpr uint64_t counts[] = {0, 1, 3, 15, 17, 300, 2049, 4097, 8200, 13'000};
+  std::vector<Shape> out = shapes(random(), n);
+  for (Shape& shape : out) shape.count = counts[random() % std::size(counts)];
+  return out;
+}
+
+Simulation simulation(uint64_t seed) {
+  std::mt19937_64 random(seed);
+  Simulation out{.seed = seed, .world = static_cast<uint32_t>(1 + random() % 4)};
+  const uint32_t reducers = 1 + random() % 3;
+  double sum = 0;
+  for (uint32_t i = 0; i < out.world + reducers; ++i) {
+    const bool owns = i == out.world || random() % 3 != 0;
+    out.shares.push_back(owns ? 1.0 + random() % 9 : 0.0);
+    sum += out.shares.back();
+  }
+  for (double& share : out.shares) share /= sum;
+  out.all = some_shapes(random, 2 + random() % 12);
+  out.at_once = 1 + random() % 6;
+  out.fixed_window = random() % 2 == 0 ? 48 << 10 : 1 << 20;
+  out.reducer_losses = 1 + static_cast<int>(random() % 6);
+  out.closes_early = random() % 2 == 0;
+  return out;
+}
+
+struct Total {
+  uint64_t lost = 0, back = 0, steps = 0;
+};
+
+Total run_all(uint64_t rounds, void (*change)(Simulation*)) {
+  const uint64_t only = number_in("GEARTRAIN_SEED", 0), first = only == 0 ? 1 : only;
+  rounds = only == 0 ? number_in("GEARTRAIN_SCHEDULES", rounds) : 1;
+  Total total;
+  for (uint64_t seed = first; seed < first + rounds; ++seed) {
+    Simulation given = simulation(seed);
+    change(&given);
+    SimulatedGroup group(given);
+    const SimulatedGroup::Outcome outcome = group.run();
+    if (!outcome.wrong.empty()) testing::failed(__FILE__, __LINE__, "seed ", seed, ": ", outcome.wrong);
+    total.lost += outcome.lost != 0;
+    total.back += outcome.lost != 0 && outcome.all_back;
+    total.steps += outcome.steps;
+  }
+  return total;
+}
+
+constexpr uint64_t kRounds = kThreadSanitizer ? 100 : kAddressSanitizer ? 300 : 1000;
+
+TEST(reducers_that_are_lost_and_come_back_in_any_order_of_frames_cost_no_operation) {
+  const Total total = run_all(kRounds, [](Simulation*) {});
+  if (std::getenv("GEARTRAIN_SEED") != nullptr) return;
+  CHECK(total.lost > kRounds / 2);
+  CHECK(total.back > kRounds / 20);
+}
+
+// Without any loss. Every owner's frames come in pieces, between those of the others.
+TEST(results_of_another_type_from_several_owners_at_once_are_kept_apart) {
+  run_all(kRounds / 2, [](Simulation* given) {
+    given->reducer_losses = 0;
+    for (Shape& shape : given->all) {
+      shape.dtype = Dtype::float32;
+      shape.wire = shape.count % 2 == 0 ? Dtype::bfloat16 : Dtype::float16;
+      if (!reduces(shape.op, shape.wire)) shape.op = Op::sum;
+    }
+  });
+}
+
+TEST(a_rank_that_dies_while_reducers_are_lost_is_named_by_all_others) {
+  run_all(kRounds / 2, [](Simulation* given) { given->rank_dies = true; });
+}
+
+}  // namespace
+}  // namespace geartrain
+
+RUN_TESTS()
