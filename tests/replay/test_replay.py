@@ -151,6 +151,14 @@ def test_priorities_of_any_finite_size_are_taken_without_a_warning(store, alpha)
                 replay.update_priorities(keys, np.array([largest, bad, -np.inf, 1.0], np.longdouble))
 
 
+def test_priorities_that_are_no_numbers_are_refused_with_their_dtype(store):
+    with gt.Replay(store, Prioritized(seed=2), 4, prefetch=0) as replay:
+        keys = store.keys()[:2]
+        for given, found in ((["a", "b"], "<U1"), (np.ones(2, complex), "complex128"), ([[1.0], [1.0, 2.0]], "list")):
+            with pytest.raises(ArgumentError, match=f"priorities are numbers, found {found}$"):
+                replay.update_priorities(keys, given)
+
+
 # --- iterating ------------------------------------------------------------------------------------------------------
 
 

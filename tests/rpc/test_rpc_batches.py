@@ -52,6 +52,25 @@ def test_a_stacked_batch_may_be_answered_by_arrays_by_name(pair: tuple[rpc.Node,
         client.call("server", "unstacked_dict", 1)
 
 
+@pytest.mark.parametrize(
+    "returned", [None, np.float64(3), np.array(3.0), iter([1])], ids=["None", "number", "0-d", "iterator"]
+)
+def test_a_batched_function_that_returns_no_sequence_is_told_so(
+    pair: tuple[rpc.Node, rpc.Node], returned: object
+) -> None:
+    _, client = pair
+
+    @rpc.batched(max_size=1)
+    def no_sequence(values: list[int]) -> object:
+        return returned
+
+    try:
+        with pytest.raises(ArgumentError, match=f"got 1 calls and returned a {type(returned).__name__}, not a seq"):
+            client.call("server", "no_sequence", 1)
+    finally:
+        functions.pop("no_sequence", None)
+
+
 def test_a_full_queue_refuses_more(pair: tuple[rpc.Node, rpc.Node]) -> None:
     from geartrain.rpc.batching import Batcher
 

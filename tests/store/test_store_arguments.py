@@ -76,11 +76,20 @@ def test_fields_that_make_no_schema_are_refused(name, fields, message):
         ((2,), "U5", False, "U5"),
         ((2,), object, False, "object"),
         ((2,), np.dtype(">f4"), False, "byte order"),
+        ((2,), ">f4", False, "byte order"),
+        ((2,), "f3", False, "'f3' cannot be stored"),
+        ((2,), "f16", False, "'f16' cannot be stored"),
     ],
 )
 def test_a_field_that_cannot_be_stored_is_refused(shape, dtype, per_row, message):
     with pytest.raises(ArgumentError, match=message):
         gt.Field(shape, dtype, per_row=per_row)
+
+
+@pytest.mark.parametrize("name", ["bool", "uint8", "int16", "int64", "float16", "float32", "float64", "complex64"])
+def test_a_field_takes_numpys_codes_of_dtypes(name):
+    code = np.dtype(name).str  # "<f4", "|u1"
+    assert gt.Field((2,), code) == gt.Field((2,), code[1:]) == gt.Field((2,), name)
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,8 @@ typedef struct gt_options {
   const double* shares; /* world + reducer_count of them, 1 in all; NULL: the best for `rates` */
   const double* rates;  /* bytes/s of every rank's and reducer's link; NULL: equal, one link an address */
   uint32_t tcp_only;    /* 1: no shared memory between ranks of one host */
-  /* From here on only where `bytes` says that they are there; before they came, structures had no more than the above. */
+  /* From here on only where `bytes` says that they are there; before they came, structures had no more than the above.
+   */
   uint32_t outlives_reducers; /* 1: the group goes on without a reducer that is lost, with the same sums: see below */
   double reducer_silence_s;   /* then: when one that is waited for and says nothing is given up; 0: after 3 seconds */
 } gt_options;

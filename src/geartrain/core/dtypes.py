@@ -5,6 +5,7 @@ Every other table of dtypes (of reductions, of messages, of GPU copies) derives 
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ _ALIASES = {"half": "float16", "float": "float32", "double": "float64", "int": "
 
 
 def as_dtype(dtype: object) -> Dtype:
-    """The `Dtype` for a name, a NumPy dtype or scalar type, or a torch dtype.
+    """The `Dtype` for a name, a NumPy dtype, its code or its scalar type, or a torch dtype.
 
     Raises:
         SchemaError: the type cannot be stored; lists those that can.
@@ -85,7 +86,7 @@ def as_dtype(dtype: object) -> Dtype:
     name: str
     if dtype is None:  # which NumPy takes for float64
         raise SchemaError(_unknown_dtype(dtype))
-    if isinstance(dtype, str):
+    if isinstance(dtype, str) and not _is_numpy_code(dtype):
         name = dtype
     elif type(dtype).__module__ == "torch":
         name = str(dtype)
@@ -102,6 +103,11 @@ def as_dtype(dtype: object) -> Dtype:
     if name not in DTYPES:
         raise SchemaError(_unknown_dtype(dtype))
     return DTYPES[name]
+
+
+def _is_numpy_code(text: str) -> bool:
+    """Whether it is a code of NumPy's for a number of some bytes, such as "f4" or "<i8" (`dtype.str` is one)."""
+    return re.fullmatch(r"[<>=|]?[biufc][0-9]{1,2}", text) is not None
 
 
 def _unknown_dtype(dtype: object) -> str:

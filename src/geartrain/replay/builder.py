@@ -55,7 +55,8 @@ def given_priorities(rows: Keys, priorities: ArrayLike) -> PriorityUpdate:
             raise TypeError
         values = np.array(given, np.float64) if given.dtype.itemsize <= 8 else _narrowed(given)
     except (TypeError, ValueError, OverflowError):
-        raise ArgumentError(f"priorities are numbers, found {type(given).__name__}") from None
+        found = getattr(given, "dtype", type(given).__name__)
+        raise ArgumentError(f"priorities are numbers, found {found}") from None
     if values.ndim == 0:
         values = np.full(len(rows), values)
     if values.shape != (len(rows),):

@@ -170,8 +170,7 @@ class Replay:
         view: Transitions | None = None,
         transform: Callable[[Batch], Any] | None = None,
     ) -> None:
-        stores = stores_of(store)
-        self.stores = stores
+        self.stores = stores = stores_of(store)
         self.selection = with_room_for(as_windows(window), seeded_selection(stores, selection, seed))
         self.batch_size = batch_size
         self.num_batches = num_batches

@@ -227,8 +227,15 @@ class Batcher:
         results: Sequence[Any] = self._function(*columns)
         if isinstance(results, Mapping):
             return self._rows_of(results, len(batch))
-        if len(results) != len(batch):
-            raise ArgumentError(f"{self.__qualname__} got {len(batch)} calls and returned {len(results)} results")
+        try:
+            count = len(results)
+        except TypeError:  # a number, None, an array without axes, an iterator
+            raise ArgumentError(
+                f"{self.__qualname__} got {len(batch)} calls and returned a {type(results).__name__}, not a sequence "
+                f"of as many results"
+            ) from None
+        if count != len(batch):
+            raise ArgumentError(f"{self.__qualname__} got {len(batch)} calls and returned {count} results")
         return results
 
     def _rows_of(self, columns: Mapping[str, Any], n: int) -> list[dict[str, Any]]:

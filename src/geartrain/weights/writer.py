@@ -75,7 +75,7 @@ class Writer:
         with held(self._lock, timeout_s) as mine:
             if not mine:
                 raise WaitTimeoutError(
-                    f"another thread has published to {self.name!r} for {timeout_s:.3g} s, and is not done"
+                    f"another thread has published to {self.name!r} for {timeout_s:g} s, and is not done"
                 )
             if self._in_turn:
                 self._check_open()
@@ -153,7 +153,7 @@ class Writer:
             if left_s <= 0:
                 raise BuffersHeldError(
                     f"readers have held {self._buffers - 1} of the {self._buffers} buffers of {self.name!r} for "
-                    f"{timeout_s:.3g} s, and the other is the newest version: release snapshots, or use more buffers"
+                    f"{timeout_s:g} s, and the other is the newest version: release snapshots, or use more buffers"
                 )
             self.on_wait()
             self._segment.wait_released(released, min(left_s, _CHECK_EVERY_S))
