@@ -152,7 +152,14 @@ def snapshot(**more: Any) -> dict[str, Any]:
     """A host of three ranks and an agent, where nothing waits."""
 
     def group(rank: int, issued: int, operations: int, rate: float) -> dict[str, Any]:
-        figures = {"rank": rank, "world_size": 3, "epoch": 0, "issued": issued, "operations": operations, "failed": ""}
+        figures: dict[str, Any] = {
+            "rank": rank,
+            "world_size": 3,
+            "epoch": 0,
+            "issued": issued,
+            "operations": operations,
+        }
+        figures |= {"failed": "", "lost_reducers": 0}
         return {"kind": "group", "name": "grads", "figures": figures, "rates": {"operations": rate, "array_bytes": 0.0}}
 
     def node(name: str, peers: dict[str, Any], received: float) -> dict[str, Any]:
