@@ -26,6 +26,7 @@ import logging
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from geartrain.collectives.bootstrap import Bootstrap
 from geartrain.collectives.faults import ABORTED, Fault, as_reason, error_of, from_reason
@@ -180,6 +181,10 @@ class HierarchicalSession:
     def error_of(self, fault: Fault) -> GeartrainError:
         """A fault as the error to raise."""
         return error_of(fault, self.config.name, self.config.world_size, self.owners.reducers)
+
+    def counts(self) -> dict[str, Any]:
+        """Counters of all parts together."""
+        return self.native.counts()
 
     def close(self, timeout_s: float) -> None:
         """Leaves, after sending what other members still need, for up to `timeout_s`."""
