@@ -95,6 +95,21 @@ TEST(a_sender_needs_no_receiver_for_a_message_in_parts) {
   }
 }
 
+TEST(a_segment_of_a_whole_message_makes_room_for_parts) {
+  Pair pair = connected("shm", copying(4 * kMiB));
+  const Payload whole(1, 300'000, {3 * kMiB + 700'000});  // so long a header lies in the segment, too
+  whole.send(*pair.one, 1, soon());
+  Message message;
+  pair.other->receive(&message, soon());
+  CHECK(whole.is(message));
+  CHECK_THROWS(timed_out, Payload(2, 10, {60 * kMiB}).send(*pair.one, 2, Deadline::after(0.1)));  // nobody takes them
+  const Payload parts(3, 10, {60 * kMiB});
+  std::thread sender([&] { parts.send(*pair.one, 3, soon()); });
+  pair.other->receive(&message, soon());
+  sender.join();
+  CHECK(parts.is(message));
+}
+
 TEST(a_message_whose_sender_times_out_in_its_middle_counts_as_never_sent) {
   const size_t in_use = pool_counts().bytes_in_use;
   Pair pair = connected("shm", copying(4 * kMiB));

@@ -52,8 +52,15 @@ uint32_t OwnSegments::try_take_part(uint64_t bytes, Deadline deadline) {
       return slot;  // the lowest: what was used last is in the caches
     }
   }
-  if (parts_ == kPartSegments || empty == kSlots || own_bytes_ + bytes > most_bytes_) return kSlots;
-  return make(empty, bytes, true, deadline);
+  if (parts_ == kPartSegments) return kSlots;
+  // Segments of whole messages that the peer has returned make room for a first part: a message of any size goes by it.
+  const auto fits = [&] { return empty != kSlots && (own_bytes_ + bytes <= most_bytes_ || own_bytes_ == 0); };
+  for (uint32_t slot = 0; slot < kSlots && parts_ == 0 && !fits(); ++slot) {
+    if (own_[slot].memory.data() == nullptr || is_leased(slot)) continue;
+    give_up(slot, deadline);
+    empty = std::min(empty, slot);
+  }
+  return fits() ? make(empty, bytes, true, deadline) : kSlots;
 }
 
 uint32_t OwnSegments::make(uint32_t slot, uint64_t bytes, bool for_parts, Deadline deadline) {
