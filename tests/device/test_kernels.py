@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -229,10 +230,14 @@ def compiled(*arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
+# A thread's registers. The compiler of Triton 3.9 needs 128 at most, that of 3.7, which torch 2.13 asks for, 160.
+MOST_REGISTERS = 128 if tuple(map(int, version("triton").split(".")[:2])) >= (3, 9) else 160
+
+
 def check_compiled(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert result["spilled"] == 0, result
-        assert result["registers"] <= (256 if result["target"].startswith("hip") else 128), result
+        assert result["registers"] <= (256 if result["target"].startswith("hip") else MOST_REGISTERS), result
         if result["kernel"] in ("tile_sums_kernel", "find_rows_kernel"):  # 16 bytes a load, or memory waits
             assert result["wide_loads"] > 0, result
         if result["kernel"] == "gather_rows_kernel":
