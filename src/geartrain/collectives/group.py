@@ -108,8 +108,7 @@ class Group:
             on_reducer_loss: "raise"; or "continue": ranks finish all operations in place of a reducer that died or is
                 silent, until it is back, and log that; each keeps its last results, 16 MB at most. Or "reform": they
                 bootstrap again without it and repeat operations, which keep their inputs and results until then.
-            reducer_silence_s: with "continue": when a reducer is given up that is waited for, was queried after a third
-                of this time, and neither sends nor takes a byte. Ranks may differ: the first that gives it up decides.
+            reducer_silence_s: with "continue": when a reducer is given up that is waited for and moves no byte.
             hierarchical: all-reduce within each host first, through its shared memory, and once across hosts: a host
                 sends what one rank would, whatever the number of its ranks. Elements are summed in rank order within
                 each host, and then in the order of the hosts, by their lowest rank. All other collectives are refused.
@@ -352,8 +351,7 @@ class Group:
         work = Work(
             self.name,
             self._recover,
-            0,
-            0,
+            *(0, 0),
             exchange.dtype,
             exchange.dtype,
             exchange.op,
@@ -364,7 +362,6 @@ class Group:
         return self._issue(work, soon)
 
     def _check_process(self) -> None:
-        # A lock may have been held by a thread that this process does not have.
         if os.getpid() != self._pid:
             raise CollectiveClosedError(_FORKED)
 
@@ -386,17 +383,15 @@ class Group:
         bytes_received by path ("tcp", "shm"), headers and all; reduced_bytes as an owner; read_bytes out of other
         ranks' memory, not sent; links by path; window_bytes and least_delay_us of the flow control; refused
         connections; read_denied: links whose peer's memory could be read, until the kernel denied it; lost_reducers,
-        now, reducer_losses and reducer_returns so far, and taken_over_bytes, reduced in their place
-        (on_reducer_loss="continue"). Of a ring also `ring`: its hops
-        from host to host (`crossings`), and the fewest of any order of the ranks (`least_crossings`).
+        now, reducer_losses and reducer_returns so far, and taken_over_bytes, reduced in their place. Of a ring also
+        `ring`: its hops from host to host (`crossings`), and the fewest of any order of the ranks (`least_crossings`).
         """
         self._check_process()
         try:
             found: dict[str, Any] = self._session.counts()
         except ConnectionClosedError as error:
             raise self._why_closed(error) from None
-        order = self._ring_order()
-        if order is not None:
+        if (order := self._ring_order()) is not None:
             found["ring"] = {"crossings": order.crossings, "least_crossings": order.least}
         return found
 
