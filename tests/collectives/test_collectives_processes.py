@@ -3,56 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import preloaded
 import pytest
 from deadlines import patience
+from speaking import HERE, Process, reducer_process
 
 from geartrain.collectives import include_path, library_path
 from geartrain.errors import MissingDependencyError
-
-HERE = Path(__file__).parents[1] / "support"
-
-
-class Process:
-    """A child, and the lines that it says."""
-
-    def __init__(self, *command: str, **environment: str) -> None:
-        self.child = preloaded.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **environment}
-        )
-
-    def line(self) -> str:
-        assert self.child.stdout is not None
-        line = self.child.stdout.readline()
-        assert line, self.child.stderr.read() if self.child.stderr else ""
-        return line.strip()
-
-    def say(self) -> dict[str, Any]:
-        return json.loads(self.line())
-
-    def last(self) -> dict[str, Any]:
-        """What it says last."""
-        assert self.child.stdout is not None and self.child.stderr is not None
-        ends = threading.Timer(patience(60), self.child.kill)
-        ends.start()
-        try:  # communicate() would miss what readline() has read ahead
-            out, err = self.child.stdout.read(), self.child.stderr.read()
-        finally:
-            ends.cancel()
-        assert out, err
-        return json.loads(out.strip().splitlines()[-1])
 
 
 def test_what_a_process_has_said_ahead_of_its_reader_is_not_lost() -> None:
@@ -62,13 +27,10 @@ def test_what_a_process_has_said_ahead_of_its_reader_is_not_lost() -> None:
     assert process.last() == {"done": True}
 
 
-@pytest.fixture
-def processes() -> Iterator[list[Process]]:
-    started: list[Process] = []
-    yield started
-    for process in started:
-        process.child.kill()
-        process.child.communicate()
+def test_a_process_whose_output_nobody_asks_for_goes_on(processes: list[Process]) -> None:
+    processes.append(Process(sys.executable, "-c", "for i in range(100_000): print('{\"step\": %d}' % i)"))
+    processes[0].child.wait(patience(60))  # 1.5 MB, of which a pipe holds 64 KiB
+    assert processes[0].last() == {"step": 99_999}
 
 
 def start(processes: list[Process], root: Path, size: int, **options: Any) -> list[Process]:
@@ -81,12 +43,6 @@ def start(processes: list[Process], root: Path, size: int, **options: Any) -> li
     ]
     processes += ranks
     return ranks
-
-
-def reducer_process(processes: list[Process], *arguments: str, **environment: str) -> tuple[Process, str]:
-    process = Process(sys.executable, "-m", "geartrain", "reducer", *arguments, **environment)
-    processes.append(process)
-    return process, process.line().split()[3].rstrip(",")
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
@@ -242,9 +198,9 @@ def test_the_reducer_command_wants_a_secret_beyond_loopback_and_stops_when_told(
         assert rank.last()["done"]
     assert "ranks" in process.line()
     process.child.send_signal(signal.SIGTERM)
-    out, err = process.child.communicate(timeout=patience(30))
-    assert process.child.returncode == 0, err
-    assert "reducer stops" in out
+    out = process.end(30)
+    assert process.child.returncode == 0, process.errors()
+    assert "reducer stops" in out[-1]
 
 
 def test_the_reducer_command_serves_metrics(processes: list[Process]) -> None:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,10 @@ import numpy as np
 import pytest
 from collectives_crew import run_ranks
 from deadlines import patience
-from test_collectives_processes import HERE, Process, reducer_process
+from speaking import HERE, Process, reducer_process
 
 from geartrain.collectives import Group, Reducer, include_path, library_path
 from geartrain.errors import ArgumentError, MissingDependencyError
-
-
-@pytest.fixture
-def processes() -> Iterator[list[Process]]:
-    started: list[Process] = []
-    yield started
-    for process in started:
-        process.child.kill()
-        process.child.communicate()
 
 
 def start(processes: list[Process], root: Path, size: int, **options: Any) -> list[Process]:
@@ -67,9 +57,6 @@ def test_reducers_that_are_killed_one_after_the_other_cost_no_step(processes: li
         assert said["longest_s"] < patience(2.0), said
 
 
-@pytest.mark.xfail(
-    reason="known fault: an operation may wait for its deadline after a reducer has come back", strict=False
-)
 def test_a_reducer_that_is_started_again_gets_its_share_back(processes: list[Process], tmp_path: Path) -> None:
     first, address = reducer_process(processes)
     ranks = start(processes, tmp_path, 2, reducers=[address], shares=[0, 0, 1])
