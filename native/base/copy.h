@@ -1,7 +1,7 @@
 // Block copies: plain for what the reader will find in its cache, streaming for what is too large for it.
 //
 // A streaming copy writes around the cache: the destination's lines are not first read from memory, a third of
-// the traffic. It pays once a batch outgrows the last-level cache and costs below that (docs/benchmarks.md).
+// the traffic. It pays once a batch outgrows the last-level cache and costs below that (docs/benchmarks/store.md).
 // The widest form the CPU has is chosen at run time. `stream_fence` must follow streaming copies, on the thread
 // that made them, before the data is published.
 #pragma once

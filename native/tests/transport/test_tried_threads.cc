@@ -135,8 +135,8 @@ TEST(machines_that_are_faster_with_threads_up_to_their_cores) {
   }
 }
 
-// GB/s of 10.5, 41.9 and 335 MB on 1, 2, 4 and 8 threads of a machine with 16 cores (docs/benchmarks.md), and straight
-// lines between.
+// GB/s of 10.5, 41.9 and 335 MB on 1, 2, 4 and 8 threads of a machine with 16 cores (docs/benchmarks/messages.md), and
+// straight lines between.
 TEST(what_was_measured_on_sixteen_cores) {
   for (const std::array<double, 4>& gb_s :
        {std::array{1.78, 2.08, 2.96, 2.28}, std::array{1.95, 3.10, 4.59, 5.61}, std::array{1.91, 2.83, 5.42, 6.65}}) {

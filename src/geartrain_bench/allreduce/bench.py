@@ -15,7 +15,7 @@ K is the array's bytes, B a worker's rate, N the workers. Parts, each by itself 
 
 Hosts are namespaces of this machine (`geartrain.tools.testing.cluster`). A round begins at the same instant on all
 ranks and its time is the slowest rank's; every element of every sum is checked. Threats to validity: see
-docs/benchmarks.md.
+docs/benchmarks/allreduce.md.
 
 MPI runs by mpi4py in environments of its own: --baseline-python mpich=PYTHON --baseline-python openmpi=PYTHON.
     baidu-allreduce

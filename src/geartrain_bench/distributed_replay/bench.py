@@ -12,7 +12,7 @@ batch (it sleeps: a GPU's step leaves the CPU alone). One host by itself, then a
 hosts' interfaces counted. The floor is the consumer alone: every batch is ready when requested.
 
 Hosts are namespaces of this machine (`geartrain.tools.testing.cluster`): they share its cores, so several hosts are
-slower here than as many machines. Threats to validity: see docs/benchmarks.md.
+slower here than as many machines. Threats to validity: see docs/benchmarks/ranks.md.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ priority ** 0.6 |
 A second check is the correctness of draws: with equal priorities, rows of the upper half must be equally likely. Sums
 in single precision cannot resolve single rows there from 2^24 rows on.
 
-Threats to validity: see docs/benchmarks.md.
+Threats to validity: see docs/benchmarks/selection.md.
 """
 
 from __future__ import annotations

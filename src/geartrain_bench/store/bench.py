@@ -10,7 +10,7 @@ median is best. So a floor's method is chosen with hindsight, unlike any system'
 every baseline does: compare baselines with it. NumPy and torch index the segment's own columns. Small batches of
 1 to 64 fields: small_batches.py.
 
-Threats to validity: see docs/benchmarks.md.
+Threats to validity: see docs/benchmarks/store.md.
 """
 
 from __future__ import annotations
