@@ -11,18 +11,27 @@
 #include <thread>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/condition_variable.h"
+#include "base/patience.h"
 
 namespace geartrain {
 namespace {
+
+// What a caller polls for until the last workers are done, before it sleeps: they are in their last pieces.
+constexpr uint64_t kLastPiecesNs = 50'000;
+// A worker polls for its next job for at most a quarter of what the last one took, and so long; only if the one before
+// came as soon. What is wasted is bounded so, and a loop that copies one batch after the other has its workers awake.
+constexpr uint64_t kPollShare = 4, kMostPollNs = 100'000;
+constexpr int kLooks = 16;  // between two looks at the clock
 
 struct Job {
   void (*body)(void*, size_t, size_t);
   void* context;
   size_t count, grain;
   std::atomic<size_t> next{0};
-  unsigned wanted;      // workers that may still join
-  unsigned active = 0;  // workers inside
+  unsigned wanted;                  // workers that may still join
+  std::atomic<unsigned> active{0};  // workers inside; the caller leaves, and the job with it, once there are none
 
   void work() {
     for (;;) {
@@ -33,10 +42,22 @@ struct Job {
   }
 };
 
+// look() until it is true, which this returns, or so much time has passed.
+template <typename Look>
+bool poll(uint64_t most_ns, Look&& look) {
+  for (const uint64_t until_ns = monotonic_ns() + most_ns; !look();) {
+    for (int i = 0; i < kLooks; ++i) pause_briefly();
+    if (monotonic_ns() >= until_ns) return look();
+  }
+  return true;
+}
+
 class ThreadPool {
  public:
   void run(Job& job) {
     const unsigned wanted = job.wanted;  // workers count it down once they can see the job
+    const uint64_t began_ns = monotonic_ns();
+    unsigned polling;
     {
       std::lock_guard lock(mutex_);
       try {
@@ -47,35 +68,73 @@ class ThreadPool {
       } catch (const std::system_error&) {
         // No more threads can be had: those that are there, and the caller, do it all.
       }
+      gap_ns_ = began_ns - std::min(began_ns, ended_ns_);
       jobs_.push_back(&job);
+      polling = std::min(polling_, wanted);
+      polling_ -= polling;
+      called_ += polling;
+      calls_.fetch_add(1, std::memory_order_release);
     }
-    for (unsigned i = 0; i < wanted; ++i) work_ready_.notify_one();
+    for (unsigned i = polling; i < wanted; ++i) work_ready_.notify_one();
     job.work();
-    std::unique_lock lock(mutex_);
-    const auto at = std::find(jobs_.begin(), jobs_.end(), &job);
-    if (at != jobs_.end()) jobs_.erase(at);
-    done_.wait(lock, [&] { return job.active == 0; });
+    {
+      std::lock_guard lock(mutex_);
+      const auto at = std::find(jobs_.begin(), jobs_.end(), &job);
+      if (at != jobs_.end()) jobs_.erase(at);
+    }
+    // Nobody joins from here on.
+    if (!poll(kLastPiecesNs, [&] { return job.active.load(std::memory_order_acquire) == 0; })) {
+      std::unique_lock lock(mutex_);
+      done_.wait(lock, [&] { return job.active.load(std::memory_order_acquire) == 0; });
+    }
   }
 
  private:
   void serve() {
     std::unique_lock lock(mutex_);
-    for (;;) {
-      work_ready_.wait(lock, [&] { return !jobs_.empty(); });
+    for (uint64_t took_ns = 0;;) {
+      if (jobs_.empty() && !await_soon(lock, took_ns)) {
+        work_ready_.wait(lock, [&] { return !jobs_.empty(); });
+      }
       Job& job = *jobs_.front();
-      ++job.active;
+      job.active.fetch_add(1, std::memory_order_relaxed);
       if (--job.wanted == 0) jobs_.pop_front();
       lock.unlock();
+      const uint64_t began_ns = monotonic_ns();
       job.work();
+      const uint64_t ended_ns = monotonic_ns();
+      took_ns = ended_ns - began_ns;
       lock.lock();
-      if (--job.active == 0) done_.notify_all();
+      ended_ns_ = ended_ns;
+      if (job.active.fetch_sub(1, std::memory_order_release) == 1) done_.notify_all();
     }
+  }
+
+  // Whether there is a job, for which this polled if the last one came soon after the one before it.
+  bool await_soon(std::unique_lock<std::mutex>& lock, uint64_t took_ns) {
+    const uint64_t most_ns = std::min(took_ns / kPollShare, kMostPollNs);
+    if (most_ns == 0 || gap_ns_ > most_ns) return false;
+    ++polling_;
+    const uint64_t calls = calls_.load(std::memory_order_relaxed);
+    lock.unlock();
+    poll(most_ns, [&] { return calls_.load(std::memory_order_acquire) != calls; });
+    lock.lock();
+    // Whoever posted a job counts on as many as it took from those that polled, and wakes no others for them.
+    if (called_ != 0) {
+      --called_;
+    } else {
+      --polling_;
+    }
+    return !jobs_.empty();
   }
 
   std::mutex mutex_;
   ConditionVariable work_ready_, done_;
   std::deque<Job*> jobs_;
   unsigned workers_ = 0;
+  unsigned polling_ = 0, called_ = 0;   // workers that poll; that poll, and have been given a job
+  uint64_t ended_ns_ = 0, gap_ns_ = 0;  // when the last job ended; how long after that the next one came
+  std::atomic<uint64_t> calls_{0};      // jobs posted
 };
 
 // Never destroyed: its threads may outlive main. A forked child has none of the threads, so it starts afresh.
@@ -99,7 +158,7 @@ void parallel_for(size_t count, size_t grain, unsigned threads, void (*body)(voi
   grain = std::max<size_t>(grain, 1);
   const size_t pieces = (count + grain - 1) / grain;
   const auto workers = static_cast<unsigned>(std::min<size_t>(threads, pieces));
-  Job job{body, context, count, grain, {0}, workers > 0 ? workers - 1 : 0};
+  Job job{body, context, count, grain, {0}, workers > 0 ? workers - 1 : 0, {0}};
   if (job.wanted == 0) {
     job.work();
   } else {

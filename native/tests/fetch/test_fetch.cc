@@ -124,6 +124,37 @@ TEST(several_threads_may_share_the_pool_of_copying_threads) {
   CHECK_EQ(wrong.load(), uint64_t{0});
 }
 
+// Workers poll for the next job after one that took a while, if the one before came soon, and sleep else: every order
+// of their polls' and sleeps' ends, and of jobs of several callers.
+TEST(jobs_are_done_at_whatever_distance_they_follow_each_other) {
+  std::vector<std::thread> callers;
+  std::atomic<uint64_t> wrong{0};
+  for (unsigned c = 0; c < 3; ++c) {
+    callers.emplace_back([&, c] {
+      const auto burn = [](uint64_t ns) {
+        for (const uint64_t until_ns = monotonic_ns() + ns; monotonic_ns() < until_ns;) {
+        }
+      };
+      for (uint64_t round = 0; round < 400; ++round) {
+        std::vector<int> visits(12);  // not atomic: a piece is one thread's, and the caller's once it returns
+        parallel_for(visits.size(), 1, 3, [&](size_t first, size_t last) {
+          for (size_t i = first; i < last; ++i) ++visits[i];
+          burn(3'000 + 1'000 * (round % 5));
+        });
+        for (int visit : visits) wrong += visit != 1;
+        const uint64_t gap = (round * 7 + c * 3) % 16;
+        if (gap == 15) {
+          ::usleep(200);
+        } else {
+          burn(gap * 1'000);
+        }
+      }
+    });
+  }
+  for (auto& caller : callers) caller.join();
+  CHECK_EQ(wrong.load(), uint64_t{0});
+}
+
 TEST(a_buffer_is_reused_once_it_came_back_and_never_before) {
   constexpr size_t kBytes = 5'000'000;
   void* first = take_buffer(kBytes);
