@@ -78,6 +78,7 @@ NB_MODULE(_native, module) {
   bind_store(module);
   bind_fetch(module);
   bind_batch(module);
+  bind_row_fetcher(module);
   bind_inserter(module);
   bind_step_writer(module);
   bind_selection(module);

@@ -73,7 +73,9 @@ def test_a_pickle_that_outlives_its_store_says_why_it_is_gone():
         pickle.loads(late)
 
 
-def test_what_killed_processes_left_without_a_name_goes_with_the_next_such_store(store):
+def test_what_killed_processes_left_without_a_name_goes_with_the_next_such_store(tmp_path, monkeypatch):
+    monkeypatch.setenv("GEARTRAIN_DIR", str(tmp_path))  # where no other test's store without a name is the next one
+    store = gt.Store.create(FIELDS, max_length=4, capacity=10)
     put(store, 1)
     code = (
         "import os, signal, geartrain as gt\n"
@@ -88,6 +90,7 @@ def test_what_killed_processes_left_without_a_name_goes_with_the_next_such_store
     with gt.Store.create(FIELDS, max_length=4, capacity=1):
         assert not os.path.exists(left)
     assert store.path.exists() and ids(store) == [1], "that of a living process stays"
+    store.close()
 
 
 def test_named_stores_of_killed_processes_are_not_taken_for_nameless_ones(store_name):

@@ -20,6 +20,8 @@ from geartrain.errors import ArgumentError, StaleKeyError, StoreClosedError
 from geartrain.replay.batch import Batch
 from geartrain.replay.device.options import Path
 from geartrain.replay.fetch_plan import As, FetchedRows, FetchPlan, Pad, check_same_schema, fetch_rows
+from geartrain.replay.fetchers import fetcher_of
+from geartrain.replay.native_batch import fetched_batch
 from geartrain.replay.windows import Windows, as_windows
 from geartrain.store.store import Store
 
@@ -106,6 +108,10 @@ def fetch(
         if here or starts is not None or isinstance(window, Windows):
             raise ArgumentError(f"{store!r} serves rows of fields, window (a number), ends, pad, output and on_stale")
         return store.fetch(keys, fields=fields, window=window, ends=ends, pad=pad, output=output, on_stale=on_stale)
+    if isinstance(store, Store) and out is None and ends is None and starts is None and path == "auto":
+        found = _fetch_plainly(store, keys, fields, window, pad, output, threads)
+        if found is not None:
+            return found
     stores = [store] if isinstance(store, Store) else list(store) if isinstance(store, Sequence) else []
     if not stores or not all(isinstance(each, Store) for each in stores):
         raise ArgumentError(f"rows are fetched from a Store, or from several, found {store!r}")
@@ -161,6 +167,26 @@ def fetch(
         batch = plans[0].batch(raw, keys)
         return Batch(dict(out), batch.keys, batch.mask, batch.start, batch.length, batch.version)
     return plans[0].batch(raw, keys)
+
+
+def _fetch_plainly(
+    store: Store,
+    keys: Keys,
+    fields: Sequence[str] | None,
+    window: int | Windows | None,
+    pad: Pad,
+    output: As,
+    threads: int | None,
+) -> Batch | None:
+    """Whole rows, or windows up to their last steps, in one native call; None where that is not all there is to it."""
+    if store.closed or not len(keys) or isinstance(window, Windows) or (window is not None and keys.step is not None):
+        return None
+    if fields is not None and not isinstance(fields, (list, tuple)):
+        return None
+    fetcher = fetcher_of(store, fields, window, pad, output, threads)
+    keys.check_store(store.id, store.name)
+    rows, torn = fetcher.native.fetch(keys.row, keys.generation)
+    return None if torn else fetched_batch(rows, fetcher.fields, keys)
 
 
 def _device_of(out: Mapping[str, Any], output: As) -> Device | None:

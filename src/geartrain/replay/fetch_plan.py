@@ -29,7 +29,52 @@ Pad = Literal["left", "right"]
 As = Literal["torch", "numpy"]
 
 
-class FetchPlan:
+class BatchFields:
+    """Names and dtypes of a batch's fields, and the kind of its arrays; holds no store.
+
+    Attributes:
+        names: of the fields.
+        places: of each in the batch.
+        output: "torch" or "numpy".
+        per_step: whether keys name steps.
+    """
+
+    per_step = False
+
+    def __init__(self, names: Sequence[str], dtypes: Mapping[str, str], output: As) -> None:
+        self.names = list(names)
+        self.places = {name: place for place, name in enumerate(names)}
+        self.output = output
+        self._dtypes = {name: DTYPES[dtypes[name]] for name in names}
+
+    @functools.cached_property
+    def from_dlpack(self) -> Callable[[Any], Any] | None:
+        """What makes a tensor of a DLPack capsule; None where arrays are wanted."""
+        return from_dlpack() if self.output == "torch" else None
+
+    @functools.cached_property
+    def exchanged(self) -> Mapping[str, int]:
+        """Places of the fields that are exchanged as what they are."""
+        return {name: place for name, place in self.places.items() if is_exchanged(self._dtypes[name])}
+
+    def as_output(self, array: NDArray[Any]) -> Any:
+        """An array as users get it: a tensor, or itself."""
+        if self.output == "torch":
+            import torch
+
+            return torch.from_numpy(array)
+        return array
+
+    def as_field(self, name: str, array: NDArray[Any]) -> Any:
+        """A field's array as users get it: of its own dtype, a tensor or an array."""
+        dtype = self._dtypes[name]
+        if self.output == "torch":
+            return as_tensor(array, dtype)
+        shown = numpy_dtype(dtype)
+        return array if array.dtype == shown else array.view(shown)
+
+
+class FetchPlan(BatchFields):
     """What to fetch, checked once and used for every batch."""
 
     def __init__(
@@ -42,27 +87,14 @@ class FetchPlan:
         threads: int,
     ) -> None:
         window = 0 if windows is None else windows.length
+        super().__init__(names, {name: field.dtype for name, field in store.fields.items()}, output)
         self.store = store
-        self.names = names
-        self.places = {name: place for place, name in enumerate(names)}
         self.numbers = [store.field_number(name) for name in names]
         self.per_step = store.per_step and window != 0  # whole rows were placed by no step
         self.windows = windows
         self.window = window  # its length; 0 for whole rows
         self.pad_left = pad_left
-        self.output = output
         self.threads = threads
-
-    @functools.cached_property
-    def from_dlpack(self) -> Callable[[Any], Any] | None:
-        """What makes a tensor of a DLPack capsule; None where arrays are wanted."""
-        return from_dlpack() if self.output == "torch" else None
-
-    @functools.cached_property
-    def exchanged(self) -> Mapping[str, int]:
-        """Places of the fields that are exchanged as what they are."""
-        fields = self.store.fields
-        return {name: place for name, place in self.places.items() if is_exchanged(DTYPES[fields[name].dtype])}
 
     @staticmethod
     def make(
@@ -122,22 +154,6 @@ class FetchPlan:
         """The steps that windows from `starts` on are told by, which hold `counts` real ones."""
         from_first = self.windows is not None and self.windows.from_first
         return (starts if from_first else starts + np.maximum(counts - 1, 0)).astype(np.uint32)
-
-    def as_output(self, array: NDArray[Any]) -> Any:
-        """An array as users get it: a tensor, or itself."""
-        if self.output == "torch":
-            import torch
-
-            return torch.from_numpy(array)
-        return array
-
-    def as_field(self, name: str, array: NDArray[Any]) -> Any:
-        """A field's array as users get it: of its own dtype, a tensor or an array."""
-        dtype = DTYPES[self.store.fields[name].dtype]
-        if self.output == "torch":
-            return as_tensor(array, dtype)
-        shown = numpy_dtype(dtype)
-        return array if array.dtype == shown else array.view(shown)
 
     def empty(self, n: int) -> list[NDArray[Any]]:
         """Recycled memory for the fields of a batch of n rows, of raw dtypes."""
@@ -314,4 +330,4 @@ def check_same_schema(plans: Sequence[FetchPlan]) -> None:
             )
 
 
-__all__ = ["As", "FetchPlan", "FetchedRows", "Pad", "check_names_of", "check_same_schema", "fetch_rows"]
+__all__ = ["As", "BatchFields", "FetchPlan", "FetchedRows", "Pad", "check_names_of", "check_same_schema", "fetch_rows"]

@@ -128,6 +128,12 @@ class NativeBatch(Batch):
         return Batch, (self.fields, self.keys, *metadata, self.step)
 
 
+class FetchedBatch(NativeBatch):
+    """A native batch of rows by key, without draws; made by `fetched_batch`."""
+
+    __slots__ = ()
+
+
 class GlobalNativeBatch(NativeBatch):
     """A native batch that is a global one, of a group of one rank: with the numbers of its rows in it."""
 
@@ -176,8 +182,9 @@ class RankNativeBatch(NativeBatch):
         return made, (*values, self.draw)
 
 
-_put_rows, _put_plan, _put_shown, _put_store_ids, _put_step = (
-    getattr(NativeBatch, name).__set__ for name in ("_rows", "_plan", "_shown", "_store_ids", "step")
+_put_rows, _put_plan, _put_shown, _put_store_ids, _put_step, _put_keys, _put_probability = (
+    getattr(NativeBatch, name).__set__
+    for name in ("_rows", "_plan", "_shown", "_store_ids", "step", "keys", "probability")
 )
 
 
@@ -200,6 +207,14 @@ def native_batch(rows: _native.SampledBatch, plan: BatchPlan, step: int, store_i
     """
     made: NativeBatch = object.__new__(NativeBatch)
     return _filled(made, rows, plan, step, store_ids)
+
+
+def fetched_batch(rows: _native.SampledBatch, fields: BatchPlan, keys: Keys) -> FetchedBatch:
+    """A batch over native memory of the rows behind `keys`, all of them whole."""
+    made: FetchedBatch = object.__new__(FetchedBatch)
+    _put_keys(made, keys)
+    _put_probability(made, None)
+    return _filled(made, rows, fields, None, ())
 
 
 def global_batch(rows: _native.SampledBatch, plan: BatchPlan, step: int, store_ids: Sequence[int]) -> GlobalNativeBatch:
@@ -227,7 +242,7 @@ def rank_batch(
     return _filled(made, rows, plan, step, shard_ids)
 
 
-def _filled(made: Made, rows: _native.SampledBatch, plan: BatchPlan, step: int, store_ids: Any) -> Made:
+def _filled(made: Made, rows: _native.SampledBatch, plan: BatchPlan, step: int | None, store_ids: Any) -> Made:
     # The dataclass is frozen, so by the slots themselves; other attributes are set when they are first asked for.
     _put_rows(made, rows)
     _put_plan(made, plan)
@@ -253,9 +268,11 @@ def keys_of(
 
 __all__ = [
     "BatchPlan",
+    "FetchedBatch",
     "GlobalNativeBatch",
     "NativeBatch",
     "RankNativeBatch",
+    "fetched_batch",
     "global_batch",
     "keys_of",
     "native_batch",

@@ -31,8 +31,8 @@ from geartrain.selection.strategy import Redraw, Strategy, seed_of, traits_of
 
 _log = logging.getLogger("geartrain.replay.device")
 
-# When the CPU chooses faster. Nanoseconds of a draw on the CPU: docs/benchmarks/selection.md. The link is a PCIe 4.0 x16 one (an
-# H100's carries 55 GB/s); launches of a rebuild and a draw took 70 and 105 us of an H100's host.
+# When the CPU chooses faster. Nanoseconds of a draw on the CPU: docs/benchmarks/selection.md. The link is a PCIe 4.0
+# x16 one (an H100's carries 55 GB/s); launches of a rebuild and a draw took 70 and 105 us of an H100's host.
 CPU_DRAW_NS = 60.0
 LINK_GB_PER_S = 25.0
 LAUNCHES_US = 175.0

@@ -1,0 +1,61 @@
+"""Fetchers: what a store's fetches of one kind have in common, made once and kept with the store's handle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import geartrain._native as _native
+from geartrain.replay.fetch_plan import As, BatchFields, FetchPlan, Pad
+from geartrain.store.store import Store
+
+#: Of a handle; all are made again after that. A program has a few kinds of fetches.
+MAX_KEPT = 32
+
+
+class Fetcher(NamedTuple):
+    """A native fetcher, and the fields of its batches."""
+
+    native: _native.RowFetcher
+    fields: BatchFields
+
+
+class _Fetchers(dict[object, Fetcher]):
+    """The fetchers of a handle, by what was asked for. They hold the native store and not the handle."""
+
+    def close(self) -> None:
+        """At the end of the handle's own `close`."""
+        self.clear()
+
+
+def fetcher_of(
+    store: Store, fields: Sequence[str] | None, window: int | None, pad: Pad, output: As, threads: int | None
+) -> Fetcher:
+    """The fetcher of whole rows, or of windows up to the rows' last steps; arguments and errors as of `FetchPlan.make`.
+
+    Cost: a look into a dict where one of this kind has been made.
+    """
+    kept: _Fetchers | None = store.kept.get(_Fetchers)
+    if kept is None:
+        kept = store.kept.setdefault(_Fetchers, _Fetchers())
+    # By type as well: True is 1, and is refused where 1 is not.
+    asked = (None if fields is None else tuple(fields), window, type(window), pad, output, threads, type(threads))
+    known: Fetcher | None
+    try:
+        known = kept.get(asked)
+    except TypeError:  # something that has no hash, which is refused below
+        known = None
+    if known is None:
+        plan = FetchPlan.make(store, fields, window, pad, output, threads)
+        native = _native.RowFetcher(
+            store.native, plan.numbers, plan.window, plan.pad_left, 0 if threads is None else plan.threads, False
+        )
+        dtypes = {name: store.fields[name].dtype for name in plan.names}
+        known = Fetcher(native, BatchFields(plan.names, dtypes, output))
+        if len(kept) >= MAX_KEPT:
+            kept.clear()
+        kept[asked] = known
+    return known
+
+
+__all__ = ["Fetcher", "fetcher_of"]
