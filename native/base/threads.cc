@@ -32,6 +32,8 @@ struct Job {
   std::atomic<size_t> next{0};
   unsigned wanted;                  // workers that may still join
   std::atomic<unsigned> active{0};  // workers inside; the caller leaves, and the job with it, once there are none
+  uint64_t began_ns;                // by the caller: a worker that woke up late has not worked for long
+  int caller_core;
 
   void work() {
     for (;;) {
@@ -41,6 +43,18 @@ struct Job {
     }
   }
 };
+
+// A scheduler may wake a worker at its caller's core though others are idle (one that takes a halted core of a virtual
+// machine for a busy one), where neither helps the other. So it goes elsewhere, once, with the mask that it has.
+void leave_core(int core) {
+  cpu_set_t mine, others;
+  if (core < 0 || core >= CPU_SETSIZE || ::sched_getcpu() != core) return;
+  if (::sched_getaffinity(0, sizeof mine, &mine) != 0) return;
+  others = mine;
+  CPU_CLR(core, &others);
+  if (CPU_COUNT(&others) == 0 || ::sched_setaffinity(0, sizeof others, &others) != 0) return;
+  ::sched_setaffinity(0, sizeof mine, &mine);
+}
 
 // look() until it is true, which this returns, or so much time has passed.
 template <typename Look>
@@ -56,7 +70,6 @@ class ThreadPool {
  public:
   void run(Job& job) {
     const unsigned wanted = job.wanted;  // workers count it down once they can see the job
-    const uint64_t began_ns = monotonic_ns();
     unsigned polling;
     {
       std::lock_guard lock(mutex_);
@@ -68,7 +81,7 @@ class ThreadPool {
       } catch (const std::system_error&) {
         // No more threads can be had: those that are there, and the caller, do it all.
       }
-      gap_ns_ = began_ns - std::min(began_ns, ended_ns_);
+      gap_ns_ = job.began_ns - std::min(job.began_ns, ended_ns_);
       jobs_.push_back(&job);
       polling = std::min(polling_, wanted);
       polling_ -= polling;
@@ -81,6 +94,8 @@ class ThreadPool {
       std::lock_guard lock(mutex_);
       const auto at = std::find(jobs_.begin(), jobs_.end(), &job);
       if (at != jobs_.end()) jobs_.erase(at);
+      ended_ns_ = monotonic_ns();
+      took_ns_ = ended_ns_ - job.began_ns;
     }
     // Nobody joins from here on.
     if (!poll(kLastPiecesNs, [&] { return job.active.load(std::memory_order_acquire) == 0; })) {
@@ -92,28 +107,29 @@ class ThreadPool {
  private:
   void serve() {
     std::unique_lock lock(mutex_);
-    for (uint64_t took_ns = 0;;) {
-      if (jobs_.empty() && !await_soon(lock, took_ns)) {
-        work_ready_.wait(lock, [&] { return !jobs_.empty(); });
+    for (bool late = false;;) {
+      if (jobs_.empty() && !await_soon(lock, late)) {
+        work_ready_.wait(lock);
+        late = jobs_.empty();
+        if (late) continue;
       }
+      late = false;
       Job& job = *jobs_.front();
       job.active.fetch_add(1, std::memory_order_relaxed);
       if (--job.wanted == 0) jobs_.pop_front();
       lock.unlock();
-      const uint64_t began_ns = monotonic_ns();
+      leave_core(job.caller_core);
       job.work();
-      const uint64_t ended_ns = monotonic_ns();
-      took_ns = ended_ns - began_ns;
       lock.lock();
-      ended_ns_ = ended_ns;
       if (job.active.fetch_sub(1, std::memory_order_release) == 1) done_.notify_all();
     }
   }
 
-  // Whether there is a job, for which this polled if the last one came soon after the one before it.
-  bool await_soon(std::unique_lock<std::mutex>& lock, uint64_t took_ns) {
-    const uint64_t most_ns = std::min(took_ns / kPollShare, kMostPollNs);
-    if (most_ns == 0 || gap_ns_ > most_ns) return false;
+  // Whether there is a job, for which this polled if the last one came soon after the one before it, or this was woken
+  // for it too late.
+  bool await_soon(std::unique_lock<std::mutex>& lock, bool late) {
+    const uint64_t most_ns = std::min(took_ns_ / kPollShare, kMostPollNs);
+    if (!late && gap_ns_ > most_ns) return false;
     ++polling_;
     const uint64_t calls = calls_.load(std::memory_order_relaxed);
     lock.unlock();
@@ -132,9 +148,10 @@ class ThreadPool {
   ConditionVariable work_ready_, done_;
   std::deque<Job*> jobs_;
   unsigned workers_ = 0;
-  unsigned polling_ = 0, called_ = 0;   // workers that poll; that poll, and have been given a job
-  uint64_t ended_ns_ = 0, gap_ns_ = 0;  // when the last job ended; how long after that the next one came
-  std::atomic<uint64_t> calls_{0};      // jobs posted
+  unsigned polling_ = 0, called_ = 0;  // workers that poll; that poll, and have been given a job
+  // When a job ended last, and how long it took; how long after the one before it the last one came.
+  uint64_t ended_ns_ = 0, took_ns_ = 0, gap_ns_ = 0;
+  std::atomic<uint64_t> calls_{0};  // jobs posted
 };
 
 // Never destroyed: its threads may outlive main. A forked child has none of the threads, so it starts afresh.
@@ -158,10 +175,12 @@ void parallel_for(size_t count, size_t grain, unsigned threads, void (*body)(voi
   grain = std::max<size_t>(grain, 1);
   const size_t pieces = (count + grain - 1) / grain;
   const auto workers = static_cast<unsigned>(std::min<size_t>(threads, pieces));
-  Job job{body, context, count, grain, {0}, workers > 0 ? workers - 1 : 0, {0}};
+  Job job{body, context, count, grain, {0}, workers > 0 ? workers - 1 : 0, {0}, 0, -1};
   if (job.wanted == 0) {
     job.work();
   } else {
+    job.began_ns = monotonic_ns();
+    job.caller_core = ::sched_getcpu();
     the_threads().run(job);
   }
 }
