@@ -113,6 +113,19 @@ def test_big_arrays_are_not_copied_on_either_side() -> None:
     assert (decoded == array).all()
 
 
+@pytest.mark.parametrize("shape", [(), (0, 4), (3,), (3, 4), (2000,), (20, 100), (1,) * 32])
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "float16", "float32", "int64", "complex128"])
+def test_an_array_comes_back_laid_out_as_a_new_one(shape: tuple[int, ...], dtype: str) -> None:
+    array = np.ones(shape, dtype)
+    for sent in (array, np.array(array, order="F"), np.repeat(array[None], 3, axis=0)[1, ...]):
+        came = decode(pack(encode((b"not aligned" * 500, sent))))[1]
+        np.testing.assert_array_equal(came, array, strict=True)
+        assert came.strides == array.strides or array.size == 0
+        assert came.flags.aligned == (came.ctypes.data % came.dtype.alignment == 0)
+        for flag in ("c_contiguous", "f_contiguous", "writeable"):
+            assert getattr(came.flags, flag) == getattr(array.flags, flag), flag
+
+
 def test_tensors_come_back_with_dtype_shape_and_bits() -> None:
     torch = pytest.importorskip("torch")
     for spec in DTYPES.values():
