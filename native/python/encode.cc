@@ -233,9 +233,8 @@ struct Writer {
 
   void pickled(nb::handle object) {
     if (!pickle) {
-      fail(ErrorKind::frame, "a ", nb::cast<std::string>(nb::str(object.type())),
-           " is sent by pickle only, and that is for peers that proved they know the cluster's secret, where "
-           "pickle is allowed");
+      const nb::object said = nb::module_::import_("geartrain.transport.codec").attr("by_pickle_only")(object);
+      fail(ErrorKind::frame, nb::cast<std::string>(said));
     }
     uint32_t buffers = 0;
     const nb::object add = nb::cpp_function([&](nb::handle exported) {

@@ -183,6 +183,41 @@ def test_what_the_format_does_not_know_is_refused_with_its_type(value: Any) -> N
         encode([value])
 
 
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (np.array(["ab"]), "NumPy array of dtype <U2"),
+        (np.array([b"ab"]), r"NumPy array of dtype \|S2"),
+        (np.array([None, 1]), r"NumPy array of dtype \|O"),
+        (np.arange(3, dtype=">f4"), "NumPy array of dtype >f4, whose byte order is not this machine's,"),
+        (np.arange(300, dtype=">u8"), "NumPy array of dtype >u8, whose byte order"),
+        (np.array(["2026-01-01"], "datetime64[D]"), r"NumPy array of dtype <M8\[D\]"),
+        (np.zeros(2, [("x", "f4"), ("y", "i8")]), r"NumPy array of dtype \|V12"),
+        (np.arange(3, dtype=np.longdouble), "NumPy array of dtype <f16"),
+        (np.ma.masked_array([1, 2]), "NumPy array of dtype <i8 and type MaskedArray"),
+    ],
+)
+def test_an_array_that_only_pickle_sends_is_named_with_what_to_send_instead(value: Any, what: str) -> None:
+    with pytest.raises(MessageError, match=f"a {what}.*pickle.*; send ") as refused:
+        encode({"observation": value})
+    instead = eval(str(refused.value).rpartition("; send ")[2], {"np": np, "value": value})  # ours, of this test
+    assert there_and_back(instead) is not None
+
+
+def test_a_tensor_that_only_pickle_sends_is_named_with_what_to_send_instead() -> None:
+    torch = pytest.importorskip("torch")
+    values = {
+        "Tensor of dtype torch.float32 and layout torch.sparse_coo": torch.eye(3).to_sparse(),
+        "Tensor of dtype torch.float32 and layout torch.sparse_csr": torch.eye(3).to_sparse_csr(),
+        "Tensor of dtype torch.quint8": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+    }
+    for what, value in values.items():
+        with pytest.raises(MessageError, match=f"a {what}.*pickle.*; send ") as refused:
+            encode((value,))
+        instead = eval(str(refused.value).rpartition("; send ")[2], {"torch": torch, "value": value})
+        assert torch.allclose(there_and_back(instead), value.dequantize() if value.is_quantized else value.to_dense())
+
+
 def test_pickle_is_used_and_taken_only_where_it_is_allowed() -> None:
     thing = Thing(np.arange(1000.0))
     payload = encode({"thing": thing, "colour": Colour.RED, "point": Point(1, 2)}, pickle=True)
