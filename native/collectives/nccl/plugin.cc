@@ -4,6 +4,7 @@
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -22,7 +23,16 @@ struct Device {
   int speed_mbps = 10'000;  // where the interface does not say
 };
 
-std::mutex mutex;
+std::mutex& the_mutex() {
+  static auto* made = [] {
+    static auto* of_process = new std::mutex;
+    // NCCL's processes fork: a child must not have a lock whose holder does not exist there.
+    ::pthread_atfork([] { of_process->lock(); }, [] { of_process->unlock(); }, [] { of_process->unlock(); });
+    return of_process;
+  }();
+  return *made;
+}
+
 NcclLogger logger = nullptr;
 NcclSettings begun;
 // NCCL keeps the names that it was given: no device is ever freed.
@@ -119,7 +129,7 @@ Device device_with(const std::string& host) {
 }  // namespace
 
 void begin(NcclLogger log) {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(the_mutex());
   logger = log;
   begun = settings_from_environment();
   // NOLINTNEXTLINE: see device_of_host
@@ -127,12 +137,12 @@ void begin(NcclLogger log) {
 }
 
 NcclSettings settings() {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(the_mutex());
   return begun;
 }
 
 void describe_device(int device, NcclProperties* properties) {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(the_mutex());
   if (device != 0 || device_of_host == nullptr || properties == nullptr) {
     fail(ErrorKind::argument, "there is device 0, once init has succeeded, found ", device);
   }
@@ -150,7 +160,7 @@ void say(int level, const std::string& line) {
   NcclLogger log = nullptr;
   {
     // begin() fails under the mutex's guard, but says so after it.
-    std::lock_guard lock(mutex);
+    std::lock_guard lock(the_mutex());
     log = logger;
   }
   if (log != nullptr) log(level, kNcclInit | kNcclNet, "geartrain", 0, "%s", line.c_str());
