@@ -31,6 +31,7 @@ enum class ErrorKind {
   untrusted_store,
   os,
   // between processes
+  argument,
   peer_lost,
   timed_out,
   not_viable,

@@ -7,10 +7,9 @@ namespace {
 
 constexpr uint64_t kSleepNs = 50'000;  // what a sleep and its end take on both sides, beside what is waited for
 constexpr uint64_t kOthersNs = 1'000;  // an offered core that comes back later had another thread
-constexpr uint64_t kRest = 30;         // times as long nobody polls after a core came back late
 constexpr uint32_t kMostMisses = 4, kTries = 2, kMostNeeded = 16;
 
-std::atomic<uint64_t> polls_again_ns{0};  // of this process
+thread_local LateCores late_cores;
 
 }  // namespace
 
@@ -27,7 +26,7 @@ uint64_t Patience::begin(Deadline deadline) {
     began_ns_ = now;
     polled_ = false;
   }
-  if (misses_left_ == 0 || now < polls_again_ns.load(std::memory_order_relaxed)) return 0;
+  if (misses_left_ == 0 || !late_cores.polls(now)) return 0;
   const uint64_t left_ns = deadline.left_ns();
   if (left_ns == 0) return 0;
   polled_ = true;
@@ -41,7 +40,7 @@ uint64_t Patience::offer_core() {
   ::sched_yield();
   const uint64_t now = monotonic_ns();
   const uint64_t away_ns = now - from_ns;
-  if (away_ns >= kForeignNs) polls_again_ns.store(now + kRest * away_ns, std::memory_order_relaxed);
+  if (away_ns >= LateCores::kLateNs) late_cores.late(now, away_ns);
   return away_ns;
 }
 
@@ -49,7 +48,7 @@ void Patience::found(uint64_t away_ns) {
   yields_at_once_ = away_ns >= kOthersNs;
   misses_left_ = std::min(misses_left_ + 1, kMostMisses);
   needed_ = 1;
-  began_ns_ = 0;
+  if (!late_cores.counts()) began_ns_ = 0;
 }
 
 void Patience::missed() {
@@ -59,8 +58,12 @@ void Patience::missed() {
 }
 
 void Patience::ended() {
-  if (began_ns_ == 0) return;
+  if (began_ns_ == 0) {
+    if (late_cores.counts()) late_cores.waited(0);
+    return;
+  }
   const uint64_t waited_ns = monotonic_ns() - began_ns_;
+  if (late_cores.counts()) late_cores.waited(waited_ns);
   began_ns_ = 0;
   if (polled_ || misses_left_ != 0) return;
   if (waited_ns > most_ns_ + kSleepNs) {

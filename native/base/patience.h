@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "base/deadline.h"
+#include "base/late_cores.h"
 
 namespace geartrain {
 
@@ -29,9 +30,8 @@ inline void pause_briefly() {
 // sleeps. Polls in vain make it sleep, and for longer each time before it tries again.
 //
 // A poll that lasts offers its core to other threads, as what is waited for may come from one that has no other core;
-// where that was so, the next one does it at once. Where it gets the core back after a millisecond, somebody computes
-// there: a thread that sleeps is scheduled sooner than one that polls then, so nobody in this process polls for for
-// thirty times as long.
+// where that was so, the next one does it at once. Where it gets the core back after a millisecond, others compute
+// there, or the peer does: this thread tries polls and sleeps in turn (late_cores.h).
 class Patience {
  public:
   // Between two looks at the clock, where a look is no system call.
@@ -55,7 +55,6 @@ class Patience {
   void missed();
 
   static constexpr uint64_t kYieldNs = 5'000;
-  static constexpr uint64_t kForeignNs = 1'000'000;
 
   const uint64_t most_ns_;
   const bool adapts_;
@@ -87,7 +86,7 @@ bool Patience::poll(int looks, Deadline deadline, Look&& look) {
     yields = yields || now - poll_from_ns_ >= kYieldNs;
     if (!yields) continue;
     away_ns = offer_core();
-    if (away_ns >= kForeignNs) break;
+    if (away_ns >= LateCores::kLateNs) break;
   }
   if (look()) {
     found(away_ns);

@@ -240,7 +240,7 @@ Dialled introduce(Descriptor socket, Join join, const EventLoop& loop, bool ring
   }
   if (out.welcome.magic != kCollectiveMagic) fail(ErrorKind::frame, "what answers there is not a member of a group");
   if (const std::string refusal = text_from(out.welcome.refusal); !refusal.empty()) {
-    fail(ErrorKind::schema, "it refuses: ", refusal);
+    fail(ErrorKind::argument, "it refuses: ", refusal);
   }
   if (rings && fds.size() != 1) fail(ErrorKind::frame, "its answer came without its eventfd");
   out.link = rings ? ring_link(std::move(socket), memory.memory, std::move(fds[0]), true) : tcp_link(std::move(socket));
@@ -292,7 +292,7 @@ Dialled dial(const std::string& place, const std::string& secret, Join join, con
       }
       return introduce(std::move(socket), join, loop, false, deadline, check);
     } catch (const Error& error) {
-      if (last || error.kind == ErrorKind::untrusted || error.kind == ErrorKind::schema) throw;
+      if (last || error.kind == ErrorKind::untrusted || error.kind == ErrorKind::argument) throw;
       why = error.what();
     }
   }

@@ -18,29 +18,29 @@ constexpr double kMomentS = 0.3;  // of close(), for operations in progress; and
 void check_options(GroupOptions* options) {
   const size_t members = options->world + options->reducers.size();
   if (options->world == 0 || options->rank >= options->world) {
-    fail(ErrorKind::schema, "rank ", options->rank, " is not one of ", options->world);
+    fail(ErrorKind::argument, "rank ", options->rank, " is not one of ", options->world);
   }
-  if (members > kMostMembers) fail(ErrorKind::schema, "a group has ", kMostMembers, " members at most");
+  if (members > kMostMembers) fail(ErrorKind::argument, "a group has ", kMostMembers, " members at most");
   if (options->reducers.empty()) options->outlives_reducers = false;
   if (!(options->reducer_silence_s >= kLeastSilenceS && options->reducer_silence_s <= kMostSilenceS)) {
-    fail(ErrorKind::schema, "a reducer is given up after ", kLeastSilenceS, " to ", kMostSilenceS,
+    fail(ErrorKind::argument, "a reducer is given up after ", kLeastSilenceS, " to ", kMostSilenceS,
          " s of silence, found ", options->reducer_silence_s);
   }
-  if (options->ring && !options->reducers.empty()) fail(ErrorKind::schema, "a ring has no reducers");
+  if (options->ring && !options->reducers.empty()) fail(ErrorKind::argument, "a ring has no reducers");
   if (options->shares.empty()) {
     options->shares.assign(members, 0.0);
     std::fill_n(options->shares.begin(), options->world, 1.0 / options->world);
   }
   double sum = 0;
   for (const double share : options->shares) {
-    if (!(share >= 0) || share > 1) fail(ErrorKind::schema, "a share is a number from 0 to 1, found ", share);
+    if (!(share >= 0) || share > 1) fail(ErrorKind::argument, "a share is a number from 0 to 1, found ", share);
     sum += share;
   }
   if (options->shares.size() != members) {
-    fail(ErrorKind::schema, "there are ", options->world, " ranks and ", options->reducers.size(), " reducers, but ",
+    fail(ErrorKind::argument, "there are ", options->world, " ranks and ", options->reducers.size(), " reducers, but ",
          options->shares.size(), " shares");
   }
-  if (std::abs(sum - 1) > 1e-6) fail(ErrorKind::schema, "shares add up to 1, found ", sum);
+  if (std::abs(sum - 1) > 1e-6) fail(ErrorKind::argument, "shares add up to 1, found ", sum);
 }
 
 GroupOptions checked(GroupOptions options) {
@@ -53,7 +53,7 @@ GroupOptions checked(GroupOptions options) {
 uint64_t elements_of(const std::vector<Segment>& segments) {
   uint64_t count = 0;
   for (const Segment& segment : segments) {
-    if (segment.count > (uint64_t{1} << 44)) fail(ErrorKind::schema, "an array of ", segment.count, " elements");
+    if (segment.count > (uint64_t{1} << 44)) fail(ErrorKind::argument, "an array of ", segment.count, " elements");
     count += segment.count;
   }
   return count;
@@ -66,23 +66,23 @@ Shape checked(const GroupOptions& options, Shape shape, const std::vector<Segmen
   const auto no_share = [](double share) { return share <= 0; };
   if (options.ring || !options.reducers.empty() ||
       std::any_of(options.shares.begin(), options.shares.end(), no_share)) {
-    fail(ErrorKind::schema, "only all-reduce is for rings, reducers and ranks without a share");
+    fail(ErrorKind::argument, "only all-reduce is for rings, reducers and ranks without a share");
   }
   const Collective kind = shape.collective;
   const bool many_out = kind == Collective::reduce_scatter || kind == Collective::all_to_all;
   const bool many_in = shape.direct();
   if (kind == Collective::all_reduce || kind == Collective::one_host_broadcast || shape.wire != shape.dtype ||
       shape.root >= world || sends.size() != (many_out ? world : 1) || receives.size() != (many_in ? world : 1)) {
-    fail(ErrorKind::schema, "these are not the arrays of a collective of ", world, " ranks");
+    fail(ErrorKind::argument, "these are not the arrays of a collective of ", world, " ranks");
   }
   if (sends[many_out ? rank : 0].count != receives[many_in ? rank : 0].count) {
-    fail(ErrorKind::schema, "rank ", rank, " sends ", sends[many_out ? rank : 0].count, " elements to itself and gets ",
+    fail(ErrorKind::argument, "rank ", rank, " sends ", sends[many_out ? rank : 0].count, " elements to itself and gets ",
          receives[many_in ? rank : 0].count);
   }
   const uint64_t out = elements_of(sends), in = elements_of(receives);
   shape.count = kind == Collective::all_to_all ? 0 : std::max(out, in);
   if (kind == Collective::broadcast) {
-    if (sends[0].at != receives[0].at) fail(ErrorKind::schema, "an array is broadcast in place");
+    if (sends[0].at != receives[0].at) fail(ErrorKind::argument, "an array is broadcast in place");
     return shape;
   }
   const uint64_t size = bytes_of(shape.dtype);
@@ -94,7 +94,7 @@ Shape checked(const GroupOptions& options, Shape shape, const std::vector<Segmen
     for (size_t j = 0; j < receives.size(); ++j) {
       const bool own = (!many_out || i == rank) && (!many_in || j == rank) && sends[i].at == receives[j].at;
       if (!own && !apart(sends[i], receives[j])) {
-        fail(ErrorKind::schema, "a result would be written over numbers that are still to be sent");
+        fail(ErrorKind::argument, "a result would be written over numbers that are still to be sent");
       }
     }
   }
@@ -136,10 +136,10 @@ class Group::Body final {
 
   std::shared_ptr<Work> all_reduce(const Shape& shape, const void* in, void* out, double timeout_s, bool soon) {
     if (!reduces(shape.op, shape.dtype)) {
-      fail(ErrorKind::schema, "there is no ", geartrain::name_of(shape.op), " of ", geartrain::name_of(shape.dtype));
+      fail(ErrorKind::argument, "there is no ", geartrain::name_of(shape.op), " of ", geartrain::name_of(shape.dtype));
     }
     if (shape.wire != shape.dtype && (shape.dtype != Dtype::float32 || !convertible(shape.dtype, shape.wire))) {
-      fail(ErrorKind::schema, geartrain::name_of(shape.dtype), " cannot be sent as ", geartrain::name_of(shape.wire));
+      fail(ErrorKind::argument, geartrain::name_of(shape.dtype), " cannot be sent as ", geartrain::name_of(shape.wire));
     }
     Shape asked = shape;
     asked.algorithm = options_.ring;
@@ -151,7 +151,7 @@ class Group::Body final {
   std::shared_ptr<Work> run(const Shape& shape, std::vector<Segment> sends, std::vector<Segment> receives,
                             double timeout_s, bool soon) {
     if (!reduces(shape.op, shape.dtype)) {
-      fail(ErrorKind::schema, "there is no ", geartrain::name_of(shape.op), " of ", geartrain::name_of(shape.dtype));
+      fail(ErrorKind::argument, "there is no ", geartrain::name_of(shape.op), " of ", geartrain::name_of(shape.dtype));
     }
     Shape asked = checked(options_, shape, sends, receives);
     if (asked.collective == Collective::broadcast && members_.one_host()) {

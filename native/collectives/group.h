@@ -38,7 +38,7 @@ namespace geartrain {
 
 class Group {
  public:
-  explicit Group(const GroupOptions& options);  // throws schema, os, untrusted
+  explicit Group(const GroupOptions& options);  // throws argument, os, untrusted
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -47,7 +47,7 @@ class Group {
   // Throws timed_out, not_viable, untrusted, with the members that are missing and why; hung_up after close().
   void connect(const std::vector<std::string>& addresses, Deadline deadline);
 
-  // Never blocks. Throws schema for invalid shapes, hung_up after close().
+  // Never blocks. Throws argument for invalid shapes, hung_up after close().
   // `soon`: this thread waits for it next.
   std::shared_ptr<Work> all_reduce(const Shape& shape, const void* in, void* out, double timeout_s, bool soon = false);
 

@@ -94,7 +94,7 @@ void Membership::open() {
 
 void Membership::connect(const std::vector<std::string>& addresses, Deadline deadline) {
   if (addresses.size() != options_.world) {
-    fail(ErrorKind::schema, "there are ", options_.world, " ranks, but ", addresses.size(), " addresses");
+    fail(ErrorKind::argument, "there are ", options_.world, " ranks, but ", addresses.size(), " addresses");
   }
   const std::string host = marked(addresses[0], kHostMark);
   one_host_ = !host.empty() && std::all_of(addresses.begin(), addresses.end(), [&](const std::string& address) {

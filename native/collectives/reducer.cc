@@ -18,7 +18,7 @@ class Reducer::Body {
  public:
   explicit Body(const ReducerOptions& options) : shared_(options) {
     if (options.threads == 0 || options.threads > kMostReducerThreads) {
-      fail(ErrorKind::schema, "a reducer has 1 to ", kMostReducerThreads, " threads, found ", options.threads);
+      fail(ErrorKind::argument, "a reducer has 1 to ", kMostReducerThreads, " threads, found ", options.threads);
     }
     for (uint32_t i = 0; i < options.threads; ++i) threads().push_back(std::make_unique<ReducerThread>(shared_));
     // The one that listens comes last: it passes connections on to all others.

@@ -22,7 +22,7 @@ namespace geartrain {
 
 class Reducer {
  public:
-  explicit Reducer(const ReducerOptions& options);  // throws os, schema, untrusted
+  explicit Reducer(const ReducerOptions& options);  // throws os, argument, untrusted
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;

@@ -22,16 +22,16 @@ double sum(std::span<const double> values) {
 void check_rates(std::span<const double> rates, const char* whose) {
   for (size_t i = 0; i < rates.size(); ++i) {
     if (!std::isfinite(rates[i]) || rates[i] <= 0) {
-      fail(ErrorKind::schema, "rates are bytes a second, finite and above zero; that of ", whose, " ", i, " is ",
+      fail(ErrorKind::argument, "rates are bytes a second, finite and above zero; that of ", whose, " ", i, " is ",
            rates[i]);
     }
   }
 }
 
 void check(const Links& links, double bytes) {
-  if (links.workers.empty()) fail(ErrorKind::schema, "a group has at least one worker, found none");
+  if (links.workers.empty()) fail(ErrorKind::argument, "a group has at least one worker, found none");
   if (!std::isfinite(bytes) || bytes < 0) {
-    fail(ErrorKind::schema, "an array has a finite number of bytes, not below zero; found ", bytes);
+    fail(ErrorKind::argument, "an array has a finite number of bytes, not below zero; found ", bytes);
   }
   check_rates(links.workers, "worker");
   check_rates(links.reducers, "reducer");
@@ -98,16 +98,16 @@ SharesPlan plan_shares(const Links& links, double bytes) {
 
 std::vector<double> moved_bytes(size_t workers, size_t reducers, std::span<const double> shares, double bytes) {
   if (shares.size() != workers + reducers) {
-    fail(ErrorKind::schema, workers, " workers and ", reducers, " reducers own ", workers + reducers, " shares, found ",
+    fail(ErrorKind::argument, workers, " workers and ", reducers, " reducers own ", workers + reducers, " shares, found ",
          shares.size());
   }
   for (size_t i = 0; i < shares.size(); ++i) {
     if (!(shares[i] >= 0 && shares[i] <= 1 + kRounding)) {
-      fail(ErrorKind::schema, "shares are from 0 to 1; number ", i, " is ", shares[i]);
+      fail(ErrorKind::argument, "shares are from 0 to 1; number ", i, " is ", shares[i]);
     }
   }
   const double all = sum(shares);
-  if (std::abs(all - 1) > kRounding) fail(ErrorKind::schema, "shares add up to 1, found ", all);
+  if (std::abs(all - 1) > kRounding) fail(ErrorKind::argument, "shares add up to 1, found ", all);
   const auto n = static_cast<double>(workers);
   std::vector<double> moved(shares.size());
   for (size_t i = 0; i < shares.size(); ++i) {
@@ -135,7 +135,7 @@ SharesPlan plan_dedicated(const Links& links, double bytes) {
     plan.shares[0] = 1.0;
     return plan;
   }
-  if (links.reducers.empty()) fail(ErrorKind::schema, "dedicated shares need a reducer, found none");
+  if (links.reducers.empty()) fail(ErrorKind::argument, "dedicated shares need a reducer, found none");
   split(1.0, links.reducers, std::span<double>(plan.shares).subspan(links.workers.size()));
   plan.seconds = shares_seconds(links, plan.shares, bytes);
   return plan;

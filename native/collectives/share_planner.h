@@ -17,7 +17,7 @@
 // the ring's bytes. tests/collectives/test_share_planner.py holds this against a linear program.
 //
 // Only bytes are counted here: latency is hops times a one-way delay, for the caller to add (kDirectHops, *_hops).
-// Pure functions; errors of kind `schema` for invalid clusters. Any thread.
+// Pure functions; errors of kind `argument` for invalid clusters. Any thread.
 #pragma once
 
 #include <cstddef>

@@ -4,6 +4,7 @@
 #include "base/errors.h"
 #include "python/bind.h"
 #include "python/messages.h"
+#include "python/numpy_arrays.h"
 #include "transport/value_reader.h"
 
 namespace geartrain {
@@ -20,6 +21,7 @@ struct Names {
 // Settings of a Codec (codec.cc). Under the GIL.
 struct CodecTypes {
   mutable Names names;
+  NumpyArrays arrays;
   ValueReader::ItemSizes itemsizes{};
   nb::object torch_part, dumps, loads;
   uint32_t max_depth = 0;

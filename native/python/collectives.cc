@@ -133,12 +133,12 @@ std::unique_ptr<Reducer> make_reducer(const nb::dict& given) {
 }
 
 Dtype dtype_from(uint32_t code) {
-  if (code >= kDtypes) fail(ErrorKind::schema, "no dtype has the number ", code);
+  if (code >= kDtypes) fail(ErrorKind::argument, "no dtype has the number ", code);
   return static_cast<Dtype>(code);
 }
 
 Op op_from(uint32_t code) {
-  if (code >= kOps) fail(ErrorKind::schema, "no operation has the number ", code);
+  if (code >= kOps) fail(ErrorKind::argument, "no operation has the number ", code);
   return static_cast<Op>(code);
 }
 
@@ -148,7 +148,7 @@ using GivenWhole = std::optional<std::tuple<uint64_t, uint32_t, uint32_t, uint32
 std::optional<Whole> whole_from(const GivenWhole& given) {
   if (!given) return std::nullopt;
   const auto [count, op, wire, world] = *given;
-  if (world == 0 || world > kMostMembers) fail(ErrorKind::schema, "no operation is one of ", world, " ranks");
+  if (world == 0 || world > kMostMembers) fail(ErrorKind::argument, "no operation is one of ", world, " ranks");
   return Whole{count, op_from(op), dtype_from(wire), world};
 }
 
@@ -171,7 +171,7 @@ std::vector<Segment> segments_from(const Segments& given) {
 std::shared_ptr<Work> run(PythonGroup& group, uint32_t collective, const Segments& sends, const Segments& receives,
                           uint32_t dtype, uint32_t op, uint32_t root, double timeout_s, nb::object keep,
                           const GivenWhole& whole, bool soon) {
-  if (collective >= kCollectives) fail(ErrorKind::schema, "no collective has the number ", collective);
+  if (collective >= kCollectives) fail(ErrorKind::argument, "no collective has the number ", collective);
   const Dtype type = dtype_from(dtype);
   Shape shape{0, type, type, op_from(op), 0, static_cast<Collective>(collective), root};
   shape.whole = whole_from(whole);
@@ -303,7 +303,7 @@ void bind_collectives(nb::module_& module) {
   module.def("divide_memory", [](uint64_t at, uint64_t count, uint32_t dtype, uint32_t divisor) {
     const Dtype type = dtype_from(dtype);
     if (divisor == 0 || !reduces(Op::avg, type)) {
-      fail(ErrorKind::schema, name_of(type), " is not divided by ", divisor);
+      fail(ErrorKind::argument, name_of(type), " is not divided by ", divisor);
     }
     const Unlocked unlocked;
     divide(type, reinterpret_cast<std::byte*>(at), count, divisor);

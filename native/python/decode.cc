@@ -238,21 +238,18 @@ struct MessageReader {
     } else {
       owner = message.owner;
     }
-    const nb::capsule keep(new std::shared_ptr<void>(std::move(owner)),
-                           [](void* p) noexcept { delete static_cast<std::shared_ptr<void>*>(p); });
     nb::dlpack::dtype dtype = array_dtype(code, found.itemsize);
     if (which != 'A') {
       if (dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::UInt) && !is_unsigned(code)) {
         ValueReader::refuse("an array has a dtype that NumPy does not know");
       }
-      nb::object made = nb::cast(nb::ndarray<nb::numpy>(elements, shape.size(), shape.data(), keep, nullptr, dtype));
+      nb::object made = codec.arrays.make(elements, shape, dtype, std::move(owner));
       return which == 'g' ? nb::object(made[nb::tuple()]) : made;
     }
     // By way of NumPy: several times as fast as torch's own DLPack import.
     codec.need_torch();
     if (code == kUint64) dtype.code = static_cast<uint8_t>(nb::dlpack::dtype_code::Int);  // it knows one name of two
-    const nb::object plain =
-        nb::cast(nb::ndarray<nb::numpy>(elements, shape.size(), shape.data(), keep, nullptr, dtype));
+    const nb::object plain = codec.arrays.make(elements, shape, dtype, std::move(owner));
     nb::object made = codec.names.from_numpy(plain);
     const bool as_raw =
         code == kUint64 || (dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::UInt) && !is_unsigned(code));

@@ -184,27 +184,27 @@ struct Writer {
   bool stands_inline(size_t bytes) const { return bytes <= kInlineMost || payload.buffers().size() >= kMostBuffers; }
 
   void numpy(nb::handle object, char which) {
-    const nb::object dtype = object.attr("dtype");
-    PyObject* code = PyDict_GetItemWithError(codec.names.numpy_codes.ptr(), dtype.ptr());
+    const NumpyArrays::Fields& array = NumpyArrays::fields(object);
+    PyObject* code = PyDict_GetItemWithError(codec.names.numpy_codes.ptr(), array.dtype);
     if (code == nullptr) {
       if (PyErr_Occurred() != nullptr) throw nb::python_error();
       return pickled(object);  // objects, strings, dates, structures, another byte order
     }
-    Py_buffer view;
-    if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_C_CONTIGUOUS) != 0) {
-      PyErr_Clear();
+    if (!array.contiguous()) {
       const nb::object plain = codec.names.as_contiguous(object);
       return numpy(plain, which);
     }
-    std::vector<uint64_t> shape(view.shape, view.shape + view.ndim);
-    const bool in_line = stands_inline(static_cast<size_t>(view.len));
-    array_head(which, static_cast<uint8_t>(PyLong_AsLong(code)), in_line, shape);
+    const std::vector<uint64_t> shape(array.shape, array.shape + array.axes);
+    const auto known = static_cast<uint8_t>(PyLong_AsLong(code));
+    size_t bytes = codec.itemsizes.at(known);
+    for (const uint64_t axis : shape) bytes *= axis;
+    const bool in_line = stands_inline(bytes);
+    array_head(which, known, in_line, shape);
     if (in_line) {
-      raw(view.buf, static_cast<size_t>(view.len));
+      if (bytes != 0) raw(array.data, bytes);
     } else {
-      payload.add(view.buf, static_cast<size_t>(view.len), nb::borrow(object));
+      payload.add(array.data, bytes, nb::borrow(object));
     }
-    PyBuffer_Release(&view);
   }
 
   void tensor(nb::handle object, uint32_t depth) {
@@ -233,9 +233,8 @@ struct Writer {
 
   void pickled(nb::handle object) {
     if (!pickle) {
-      fail(ErrorKind::frame, "a ", nb::cast<std::string>(nb::str(object.type())),
-           " is sent by pickle only, and that is for peers that proved they know the cluster's secret, where "
-           "pickle is allowed");
+      const nb::object said = nb::module_::import_("geartrain.transport.codec").attr("by_pickle_only")(object);
+      fail(ErrorKind::frame, nb::cast<std::string>(said));
     }
     uint32_t buffers = 0;
     const nb::object add = nb::cpp_function([&](nb::handle exported) {

@@ -42,6 +42,8 @@ const char* error_class(ErrorKind kind) {
       return "UntrustedStoreError";
     case ErrorKind::os:
       return "GeartrainError";
+    case ErrorKind::argument:
+      return "ArgumentError";
     case ErrorKind::peer_lost:
       return "PeerLostError";
     case ErrorKind::timed_out:

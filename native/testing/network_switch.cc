@@ -249,16 +249,16 @@ class Switch {
 void run_switch(const SwitchOptions& options) {
   const size_t hosts = options.ports.size();
   if (hosts == 0 || hosts > 65'536 || options.rates.size() != hosts || options.sites.size() != hosts) {
-    fail(ErrorKind::schema, "a switch has from 1 to 65536 ports, a rate and a site for each; found ", hosts, ", ",
+    fail(ErrorKind::argument, "a switch has from 1 to 65536 ports, a rate and a site for each; found ", hosts, ", ",
          options.rates.size(), " and ", options.sites.size());
   }
   if (!(options.delay_s >= 0 && options.delay_s <= 60) || !(options.queue_s > 0 && options.queue_s <= 60) ||
       !(options.loss >= 0 && options.loss <= 1)) {
-    fail(ErrorKind::schema, "a switch delays by 0 to 60 s, queues for up to 60 s and loses 0 to 1; found ",
+    fail(ErrorKind::argument, "a switch delays by 0 to 60 s, queues for up to 60 s and loses 0 to 1; found ",
          options.delay_s, ", ", options.queue_s, " and ", options.loss);
   }
   for (const double rate : options.rates) {
-    if (!(rate >= 0) || std::isinf(rate)) fail(ErrorKind::schema, "a rate is not below zero, found ", rate);
+    if (!(rate >= 0) || std::isinf(rate)) fail(ErrorKind::argument, "a rate is not below zero, found ", rate);
   }
   ::prctl(PR_SET_TIMERSLACK, 1000UL);  // the default lets every wait end 50 us late
   Switch(options).run();

@@ -29,17 +29,17 @@ std::string Address::text() const {
 
 Address Address::parse(const std::string& text) {
   Address address;
-  if (text.size() > 4096) fail(ErrorKind::schema, "an address has 4096 characters at most, found ", text.size());
+  if (text.size() > 4096) fail(ErrorKind::argument, "an address has 4096 characters at most, found ", text.size());
   for (const std::string& part : split(text, ';')) {
     const size_t equals = part.find('=');
     const std::string key = part.substr(0, equals), value = equals == std::string::npos ? "" : part.substr(equals + 1);
-    if (value.empty()) fail(ErrorKind::schema, "not an address of a listener: '", text, "'");
+    if (value.empty()) fail(ErrorKind::argument, "not an address of a listener: '", text, "'");
     if (key == "id") address.id = value;
     if (key == "shm") address.shm = value;
     if (key == "tcp") address.tcp.push_back(value);
   }
   if (address.id.size() != 32 && address.id != Address::kAnyId) {
-    fail(ErrorKind::schema, "not an address of a listener: '", text, "'");
+    fail(ErrorKind::argument, "not an address of a listener: '", text, "'");
   }
   return address;
 }

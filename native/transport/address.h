@@ -16,7 +16,7 @@ struct Address {
   std::vector<std::string> tcp;  // host:port, in the order to try them
 
   std::string text() const;
-  static Address parse(const std::string& text);  // throws schema
+  static Address parse(const std::string& text);  // throws argument
 };
 
 }  // namespace geartrain

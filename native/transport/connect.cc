@@ -17,19 +17,19 @@ constexpr uint32_t kMostBuffers = 16384;
 void check_options(const Options& options) {
   const MessageLimits& limits = options.limits;
   if (limits.max_buffers > kMostBuffers) {
-    fail(ErrorKind::schema, "a message has ", kMostBuffers, " buffers at most, found max_buffers=", limits.max_buffers);
+    fail(ErrorKind::argument, "a message has ", kMostBuffers, " buffers at most, found max_buffers=", limits.max_buffers);
   }
   if (options.lanes > kMaxLanes && options.lanes != kLanesByCores)
-    fail(ErrorKind::schema, "there are ", kMaxLanes, " lanes at most, found ", options.lanes);
+    fail(ErrorKind::argument, "there are ", kMaxLanes, " lanes at most, found ", options.lanes);
   if (options.peer_timeout_s != 0 && options.peer_timeout_s < kLeastPeerTimeoutS) {
-    fail(ErrorKind::schema, "peers send heartbeats every ", kHeartbeatS, " s: peer_timeout_s is 0, for none, or ",
+    fail(ErrorKind::argument, "peers send heartbeats every ", kHeartbeatS, " s: peer_timeout_s is 0, for none, or ",
          kLeastPeerTimeoutS, " and more, found ", options.peer_timeout_s);
   }
   if (options.transport.empty()) return;
   for (const Provider& provider : kProviders) {
     if (options.transport == provider.name) return;
   }
-  fail(ErrorKind::schema, "there is no transport '", options.transport, "'; there are inproc, shm and tcp");
+  fail(ErrorKind::argument, "there is no transport '", options.transport, "'; there are inproc, shm and tcp");
 }
 
 const std::array<Provider, 3> kProviders = {{

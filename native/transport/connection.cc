@@ -83,13 +83,15 @@ void Connection::receive(Message* message, Deadline deadline) {
   Turn::Hold turn(receive_turn_, deadline, "receiving");
   for (;;) {
     check_usable();
-    const Poll found = poll_now(message);
-    if (found != Poll::nothing) patience_.ended();
-    if (found == Poll::message) return;
-    if (found == Poll::more) continue;
-    const Poll spun = spin(message, deadline);
-    if (spun == Poll::message) return;
-    if (spun == Poll::nothing) sleep(deadline);
+    Poll found = poll_now(message);
+    if (found == Poll::nothing) {
+      found = spin(message, deadline);
+      if (found == Poll::nothing) sleep(deadline);
+    }
+    if (found == Poll::message) {
+      patience_.ended();
+      return;
+    }
   }
 }
 

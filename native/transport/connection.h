@@ -74,7 +74,7 @@ class Connection {
   // connection's peer.
   std::shared_ptr<ExposedRegion> expose(std::span<std::byte> memory, bool writable);
   // Reads the peer's memory that the handle names, from `offset` on. The peer's program need not take part. Throws
-  // region (closed, too small, read-only), schema (no handle), timed_out, peer_lost, hung_up. When it throws, what is
+  // region (closed, too small, read-only), argument (no handle), timed_out, peer_lost, hung_up. When it throws, what is
   // in the destination is arbitrary.
   void read(Bytes handle, std::span<std::byte> into, uint64_t offset, Deadline deadline);
   void write(Bytes handle, Bytes from, uint64_t offset, Deadline deadline);

@@ -194,7 +194,8 @@ class Listener::Body {
     struct addrinfo* found = nullptr;
     const std::string port = std::to_string(options_.tcp_port);
     if (const int error = ::getaddrinfo(options_.tcp_host.c_str(), port.c_str(), &hints, &found); error != 0) {
-      fail(ErrorKind::schema, "cannot listen on '", options_.tcp_host, "': ", ::gai_strerror(error));
+      fail(ErrorKind::argument, "host is a name or address of this machine, to listen on, found '", options_.tcp_host,
+           "': ", ::gai_strerror(error));
     }
     const std::unique_ptr<struct addrinfo, void (*)(struct addrinfo*)> addresses(found, ::freeaddrinfo);
     if (!is_loopback(found->ai_addr) && options_.options.secret.empty()) {

@@ -14,7 +14,7 @@ namespace geartrain {
 // Accepts connections. One thread of its own answers all handshakes, none of which can block another.
 class Listener {
  public:
-  explicit Listener(const ListenerOptions& options);  // throws os, schema
+  explicit Listener(const ListenerOptions& options);  // throws os, argument
   ~Listener();
   Listener(const Listener&) = delete;
   Listener& operator=(const Listener&) = delete;

@@ -12,12 +12,12 @@ constexpr double kGlanceS = 0.25;
 
 RankRounds::RankRounds(uint32_t rank, uint32_t ranks, size_t inline_bytes)
     : rank_(rank), inline_bytes_(inline_bytes), connections_(ranks), received_(ranks), missing_(ranks - 1) {
-  if (rank >= ranks) fail(ErrorKind::schema, "rank ", rank, " is none of ", ranks);
+  if (rank >= ranks) fail(ErrorKind::argument, "rank ", rank, " is none of ", ranks);
 }
 
 void RankRounds::add(uint32_t peer, std::shared_ptr<Connection> connection) {
   if (peer >= ranks() || peer == rank_ || connections_[peer] != nullptr || connection == nullptr) {
-    fail(ErrorKind::schema, "rank ", peer, " is no other rank of ", ranks(), " or is connected already");
+    fail(ErrorKind::argument, "rank ", peer, " is no other rank of ", ranks(), " or is connected already");
   }
   connections_[peer] = std::move(connection);
   --missing_;
@@ -29,7 +29,7 @@ Bytes RankRounds::content_of(const Message& message) {
 }
 
 Connection& RankRounds::connection_of(uint32_t peer) const {
-  if (peer >= ranks() || connections_[peer] == nullptr) fail(ErrorKind::schema, "rank ", peer, " is not connected");
+  if (peer >= ranks() || connections_[peer] == nullptr) fail(ErrorKind::argument, "rank ", peer, " is not connected");
   return *connections_[peer];
 }
 
@@ -37,7 +37,7 @@ void RankRounds::all_to_all(uint64_t number, std::span<const Bytes> parts, std::
                             Deadline deadline) {
   failure_.reset();
   if (parts.size() != ranks() || received.size() != ranks() || missing_ != 0) {
-    fail(ErrorKind::schema, "a round of ", ranks(), " connected ranks has as many parts");
+    fail(ErrorKind::argument, "a round of ", ranks(), " connected ranks has as many parts");
   }
   for (uint32_t distance = 1; distance < ranks(); ++distance) {
     const uint32_t peer = (rank_ + distance) % ranks();

@@ -19,7 +19,7 @@ import pytest
 from deadlines import patience, stop
 
 from geartrain import rpc
-from geartrain.errors import GeartrainError, PeerLostError, WaitTimeoutError
+from geartrain.errors import ArgumentError, GeartrainError, PeerLostError, TransportError, WaitTimeoutError
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -208,3 +208,22 @@ def test_joining_says_who_is_missing(tmp_path: Path) -> None:
         rpc.init("first", rank=0, world_size=3, init_method=f"file://{tmp_path}/store", timeout_s=0.5)
     with pytest.raises(GeartrainError, match="has not joined"):
         rpc.call("first", "add", 1, 2)
+
+
+def test_a_rendezvous_that_nobody_serves_is_an_error_in_time(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        free = silent.getsockname()[1]
+        for listens in (False, True):
+            if listens:  # and says nothing
+                silent.listen()
+            for timeout_s in (0.2, 1.0):
+                began_s = time.monotonic()
+                with pytest.raises(WaitTimeoutError, match=f"no rendezvous at 127.0.0.1:{free} within {timeout_s} s"):
+                    rpc.init("late", rank=1, world_size=2, init_method=f"tcp://127.0.0.1:{free}", timeout_s=timeout_s)
+                assert time.monotonic() - began_s < timeout_s + patience(1)
+        with pytest.raises(TransportError, match=f"cannot serve the rendezvous at 127.0.0.1:{free}"):
+            rpc.init("first", rank=0, world_size=2, init_method=f"tcp://127.0.0.1:{free}", timeout_s=1.0)
+    with pytest.raises(ArgumentError, match="a folder that is there"):
+        rpc.init("late", rank=1, world_size=2, init_method=f"file://{tmp_path}/no/store", timeout_s=1.0)

@@ -113,6 +113,19 @@ def test_big_arrays_are_not_copied_on_either_side() -> None:
     assert (decoded == array).all()
 
 
+@pytest.mark.parametrize("shape", [(), (0, 4), (3,), (3, 4), (2000,), (20, 100), (1,) * 32])
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "float16", "float32", "int64", "complex128"])
+def test_an_array_comes_back_laid_out_as_a_new_one(shape: tuple[int, ...], dtype: str) -> None:
+    array = np.ones(shape, dtype)
+    for sent in (array, np.array(array, order="F"), np.repeat(array[None], 3, axis=0)[1, ...]):
+        came = decode(pack(encode((b"not aligned" * 500, sent))))[1]
+        np.testing.assert_array_equal(came, array, strict=True)
+        assert came.strides == array.strides or array.size == 0
+        assert came.flags.aligned == (came.ctypes.data % came.dtype.alignment == 0)
+        for flag in ("c_contiguous", "f_contiguous", "writeable"):
+            assert getattr(came.flags, flag) == getattr(array.flags, flag), flag
+
+
 def test_tensors_come_back_with_dtype_shape_and_bits() -> None:
     torch = pytest.importorskip("torch")
     for spec in DTYPES.values():
@@ -168,6 +181,41 @@ class Thing:
 def test_what_the_format_does_not_know_is_refused_with_its_type(value: Any) -> None:
     with pytest.raises(MessageError, match=r"pickle"):
         encode([value])
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (np.array(["ab"]), "NumPy array of dtype <U2"),
+        (np.array([b"ab"]), r"NumPy array of dtype \|S2"),
+        (np.array([None, 1]), r"NumPy array of dtype \|O"),
+        (np.arange(3, dtype=">f4"), "NumPy array of dtype >f4, whose byte order is not this machine's,"),
+        (np.arange(300, dtype=">u8"), "NumPy array of dtype >u8, whose byte order"),
+        (np.array(["2026-01-01"], "datetime64[D]"), r"NumPy array of dtype <M8\[D\]"),
+        (np.zeros(2, [("x", "f4"), ("y", "i8")]), r"NumPy array of dtype \|V12"),
+        (np.arange(3, dtype=np.longdouble), "NumPy array of dtype <f16"),
+        (np.ma.masked_array([1, 2]), "NumPy array of dtype <i8 and type MaskedArray"),
+    ],
+)
+def test_an_array_that_only_pickle_sends_is_named_with_what_to_send_instead(value: Any, what: str) -> None:
+    with pytest.raises(MessageError, match=f"a {what}.*pickle.*; send ") as refused:
+        encode({"observation": value})
+    instead = eval(str(refused.value).rpartition("; send ")[2], {"np": np, "value": value})  # ours, of this test
+    assert there_and_back(instead) is not None
+
+
+def test_a_tensor_that_only_pickle_sends_is_named_with_what_to_send_instead() -> None:
+    torch = pytest.importorskip("torch")
+    values = {
+        "Tensor of dtype torch.float32 and layout torch.sparse_coo": torch.eye(3).to_sparse(),
+        "Tensor of dtype torch.float32 and layout torch.sparse_csr": torch.eye(3).to_sparse_csr(),
+        "Tensor of dtype torch.quint8": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+    }
+    for what, value in values.items():
+        with pytest.raises(MessageError, match=f"a {what}.*pickle.*; send ") as refused:
+            encode((value,))
+        instead = eval(str(refused.value).rpartition("; send ")[2], {"torch": torch, "value": value})
+        assert torch.allclose(there_and_back(instead), value.dequantize() if value.is_quantized else value.to_dense())
 
 
 def test_pickle_is_used_and_taken_only_where_it_is_allowed() -> None:

@@ -15,7 +15,7 @@ from deadlines import patience
 
 import geartrain.transport.codec as codec
 import geartrain.transport.connection as transport
-from geartrain.errors import ArgumentError, ListenerGoneError, TransportError, WaitTimeoutError
+from geartrain.errors import ArgumentError, ListenerGoneError, StoreError, TransportError, WaitTimeoutError
 from geartrain.transport.connection import Connection, Listener, MessageLimits
 
 NONE = [float("nan"), float("inf"), -1.0, "1", None, np.array([1.0])]
@@ -206,3 +206,17 @@ def test_what_is_not_geartrain_is_told_at_once_however_little_it_says(answer: by
         with pytest.raises(TransportError, match="what answers there is not geartrain"):
             transport.connect(address, transport="tcp", timeout_s=patience(30))
         thread.join()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: transport.listen(host="no such host"), "host is a name or address"),
+        (lambda: transport.listen(host="256.1.1.1"), "host is a name or address"),
+        (lambda: transport.connect("nowhere"), "not an address of a listener"),
+    ],
+)
+def test_an_address_that_is_none_is_an_argument_not_a_schema(make: Callable[[], Any], said: str) -> None:
+    with pytest.raises(ArgumentError, match=said) as refused:
+        make()
+    assert not isinstance(refused.value, StoreError)

@@ -37,6 +37,7 @@ thread_local std::string last_error;
 gt_status status_of(ErrorKind kind) {
   switch (kind) {
     case ErrorKind::schema:
+    case ErrorKind::argument:
       return GT_INVALID;
     case ErrorKind::timed_out:
       return GT_TIMED_OUT;
@@ -101,7 +102,7 @@ gt_options whole(const gt_options& given) {
   // The first version had four bytes of padding behind its last field.
   const size_t bytes = given.bytes == 0 || given.bytes == kFirstOptions + 4 ? kFirstOptions : given.bytes;
   if (bytes != kFirstOptions && bytes != sizeof(gt_options)) {
-    geartrain::fail(ErrorKind::schema, "gt_options has ", sizeof(gt_options), " bytes here, and ", given.bytes,
+    geartrain::fail(ErrorKind::argument, "gt_options has ", sizeof(gt_options), " bytes here, and ", given.bytes,
                     " for the caller");
   }
   gt_options out{};

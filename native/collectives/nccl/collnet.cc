@@ -126,7 +126,7 @@ GroupHandle handle_at(const void* bytes) {
   GroupHandle handle;
   std::memcpy(&handle, bytes, sizeof handle);
   if (handle.magic != kMagic || handle.address[sizeof handle.address - 1] != 0) {
-    fail(ErrorKind::schema, "not a handle of this plugin: every rank needs the same one");
+    fail(ErrorKind::argument, "not a handle of this plugin: every rank needs the same one");
   }
   return handle;
 }
@@ -191,7 +191,7 @@ NcclResult result_of(FaultKind kind) {
 
 NcclResult listen(int device, void* handle, void** listener) {
   return guarded("listen", [&] {
-    if (device != 0) fail(ErrorKind::schema, "there is device 0, found ", device);
+    if (device != 0) fail(ErrorKind::argument, "there is device 0, found ", device);
     auto made = std::make_unique<CollectiveListener>();
     made->handle.magic = kMagic;
     random_bytes(made->handle.key);
@@ -201,7 +201,7 @@ NcclResult listen(int device, void* handle, void** listener) {
     options.shm = false;  // its name would not fit, and nothing is won by it
     made->listener = std::make_unique<Listener>(options);
     const std::string& address = made->listener->address();
-    if (address.size() >= sizeof made->handle.address) fail(ErrorKind::schema, "too long for a handle: ", address);
+    if (address.size() >= sizeof made->handle.address) fail(ErrorKind::argument, "too long for a handle: ", address);
     std::memcpy(made->handle.address, address.data(), address.size());
     std::memcpy(handle, &made->handle, sizeof made->handle);
     *listener = made.release();
@@ -213,7 +213,7 @@ NcclResult connect(void* handles[], int ranks, int rank, void* listener, void** 
   *group = nullptr;
   return guarded("connect", [&] {
     if (ranks < 1 || rank < 0 || rank >= ranks || listener == nullptr) {
-      fail(ErrorKind::schema, "rank ", rank, " of ", ranks, " cannot connect");
+      fail(ErrorKind::argument, "rank ", rank, " of ", ranks, " cannot connect");
     }
     const Deadline deadline = Deadline::after(kConnectS);
     const NcclSettings settings = nccl::settings();
@@ -254,10 +254,10 @@ NcclResult iallreduce(void* group, void* in, void* out, int count, NcclDtype dty
     const auto type = dtype_of(dtype);
     const auto how = op_of(op);
     if (!type || !how || count < 0) {
-      fail(ErrorKind::schema, "cannot reduce ", count, " numbers of type ", dtype, " by operation ", op);
+      fail(ErrorKind::argument, "cannot reduce ", count, " numbers of type ", dtype, " by operation ", op);
     }
     const size_t bytes = static_cast<size_t>(count) * geartrain::bytes_of(*type);
-    if (bytes > INT32_MAX) fail(ErrorKind::schema, "an all-reduce of ", bytes, " bytes");
+    if (bytes > INT32_MAX) fail(ErrorKind::argument, "an all-reduce of ", bytes, " bytes");
     check_region(in_region, in, bytes, "an input");
     check_region(out_region, out, bytes, "a result");
     auto& own = *static_cast<RankGroup*>(group);
@@ -283,7 +283,7 @@ NcclResult test(void* request, int* done, int* bytes) {
   return guarded("test", [&] {
     auto& asked = *static_cast<RankGroup::Request*>(request);
     std::lock_guard lock(asked.of->mutex);
-    if (asked.work == nullptr) fail(ErrorKind::schema, "a request that is over already");
+    if (asked.work == nullptr) fail(ErrorKind::argument, "a request that is over already");
     if (!asked.work->done()) return kNcclSuccess;
     const std::shared_ptr<Work> work = std::move(asked.work);
     asked.work = nullptr;

@@ -201,7 +201,7 @@ class PairListener {
 
 NcclResult listen(int device, void* handle, void** listener) {
   return guarded("listen", [&] {
-    if (device != 0) fail(ErrorKind::schema, "there is device 0, found ", device);
+    if (device != 0) fail(ErrorKind::argument, "there is device 0, found ", device);
     auto made = std::make_unique<PairListener>(settings().host);
     std::memcpy(handle, &made->handle(), sizeof(PairHandle));
     *listener = made.release();
@@ -214,7 +214,7 @@ NcclResult connect(int /*device*/, void* bytes, void** connection, void** /*offl
   return guarded("connect", [&] {
     PairHandle handle;
     std::memcpy(&handle, bytes, sizeof handle);
-    if (handle.magic != kMagic) fail(ErrorKind::schema, "not a handle of this plugin: every rank needs the same one");
+    if (handle.magic != kMagic) fail(ErrorKind::argument, "not a handle of this plugin: every rank needs the same one");
     std::unique_ptr<PairConnection> begun(std::exchange(handle.begun, nullptr));
     // Whatever happens, the handle does not keep what is closed.
     std::memcpy(bytes, &handle, sizeof handle);
@@ -254,7 +254,7 @@ NcclResult accept(void* listener, void** connection, void** /*offload*/) {
 
 void begin_request(void* connection, bool sends, void* data, int bytes, void* region, void** request) {
   auto& own = *static_cast<PairConnection*>(connection);
-  if (own.sends() != sends || bytes < 0) fail(ErrorKind::schema, "not a message for this side of a connection");
+  if (own.sends() != sends || bytes < 0) fail(ErrorKind::argument, "not a message for this side of a connection");
   const auto size = static_cast<uint64_t>(bytes);
   if (size != 0) check_region(region, data, size, "a message");
   *request = own.begin(static_cast<std::byte*>(data), size);
@@ -271,7 +271,7 @@ NcclResult isend(void* connection, void* data, int bytes, int /*tag*/, void* reg
 NcclResult irecv(void* connection, int count, void** data, int* bytes, int* /*tags*/, void** regions, void** request) {
   *request = nullptr;
   return guarded("irecv", [&] {
-    if (count != 1) fail(ErrorKind::schema, "one message at a time, asked for ", count);
+    if (count != 1) fail(ErrorKind::argument, "one message at a time, asked for ", count);
     begin_request(connection, false, data[0], bytes[0], regions[0], request);
     return kNcclSuccess;
   });
@@ -286,7 +286,7 @@ NcclResult test(void* request, int* done, int* bytes) {
   *done = 0;
   return guarded("test", [&] {
     auto& asked = *static_cast<PairConnection::Request*>(request);
-    if (!asked.used) fail(ErrorKind::schema, "a request that is over already");
+    if (!asked.used) fail(ErrorKind::argument, "a request that is over already");
     if (!asked.done) asked.of->progress();
     if (!asked.done) return kNcclSuccess;
     asked.used = false;

@@ -4,6 +4,7 @@
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -22,7 +23,16 @@ struct Device {
   int speed_mbps = 10'000;  // where the interface does not say
 };
 
-std::mutex mutex;
+std::mutex& the_mutex() {
+  static auto* made = [] {
+    static auto* of_process = new std::mutex;
+    // NCCL's processes fork: a child must not have a lock whose holder does not exist there.
+    ::pthread_atfork([] { of_process->lock(); }, [] { of_process->unlock(); }, [] { of_process->unlock(); });
+    return of_process;
+  }();
+  return *made;
+}
+
 NcclLogger logger = nullptr;
 NcclSettings begun;
 // NCCL keeps the names that it was given: no device is ever freed.
@@ -51,7 +61,7 @@ std::string secret_from_environment() {
   std::ifstream file(path, std::ios::binary);
   const std::string text{std::istreambuf_iterator<char>(file), {}};
   if (!file || stripped(text).empty()) {
-    fail(ErrorKind::schema, "GEARTRAIN_SECRET_FILE: cannot read a secret from '", path, "'");
+    fail(ErrorKind::argument, "GEARTRAIN_SECRET_FILE: cannot read a secret from '", path, "'");
   }
   return stripped(text);
 }
@@ -60,13 +70,13 @@ NcclSettings settings_from_environment() {
   NcclSettings out;
   out.host = variable("GEARTRAIN_NCCL_HOST");
   if (out.host.empty()) {
-    fail(ErrorKind::schema, "GEARTRAIN_NCCL_HOST is not set: an address of this host that all others reach");
+    fail(ErrorKind::argument, "GEARTRAIN_NCCL_HOST is not set: an address of this host that all others reach");
   }
   if (const std::string given = variable("GEARTRAIN_NCCL_TIMEOUT_S"); !given.empty()) {
     char* end = nullptr;
     out.timeout_s = std::strtod(given.c_str(), &end);
     if (*end != 0 || !(out.timeout_s > 0) || out.timeout_s > 1e6) {
-      fail(ErrorKind::schema, "GEARTRAIN_NCCL_TIMEOUT_S is a number of seconds above 0, found '", given, "'");
+      fail(ErrorKind::argument, "GEARTRAIN_NCCL_TIMEOUT_S is a number of seconds above 0, found '", given, "'");
     }
   }
   const std::string reducers = variable("GEARTRAIN_REDUCERS");
@@ -77,7 +87,7 @@ NcclSettings settings_from_environment() {
   }
   out.secret = secret_from_environment();
   if (!out.reducers.empty() && out.secret.empty()) {
-    fail(ErrorKind::schema, "GEARTRAIN_REDUCERS needs GEARTRAIN_SECRET_FILE, or GEARTRAIN_SECRET");
+    fail(ErrorKind::argument, "GEARTRAIN_REDUCERS needs GEARTRAIN_SECRET_FILE, or GEARTRAIN_SECRET");
   }
   return out;
 }
@@ -93,7 +103,7 @@ Device device_with(const std::string& host) {
   Device out;
   in_addr wanted{};
   if (::inet_pton(AF_INET, host.c_str(), &wanted) != 1 || wanted.s_addr == INADDR_ANY) {
-    fail(ErrorKind::schema, "GEARTRAIN_NCCL_HOST is one IPv4 address of this host, found '", host, "'");
+    fail(ErrorKind::argument, "GEARTRAIN_NCCL_HOST is one IPv4 address of this host, found '", host, "'");
   }
   ifaddrs* all = nullptr;
   if (::getifaddrs(&all) != 0) fail(ErrorKind::os, "cannot list this host's addresses");
@@ -105,7 +115,7 @@ Device device_with(const std::string& host) {
     if (found) out.interface = one->ifa_name;
   }
   if (!found && (ntohl(wanted.s_addr) >> 24) != 127) {
-    fail(ErrorKind::schema, "GEARTRAIN_NCCL_HOST: no interface of this host has the address ", host);
+    fail(ErrorKind::argument, "GEARTRAIN_NCCL_HOST: no interface of this host has the address ", host);
   }
   const std::string place = "/sys/class/net/" + out.interface;
   int speed = 0;
@@ -119,7 +129,7 @@ Device device_with(const std::string& host) {
 }  // namespace
 
 void begin(NcclLogger log) {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(the_mutex());
   logger = log;
   begun = settings_from_environment();
   // NOLINTNEXTLINE: see device_of_host
@@ -127,14 +137,14 @@ void begin(NcclLogger log) {
 }
 
 NcclSettings settings() {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(the_mutex());
   return begun;
 }
 
 void describe_device(int device, NcclProperties* properties) {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(the_mutex());
   if (device != 0 || device_of_host == nullptr || properties == nullptr) {
-    fail(ErrorKind::schema, "there is device 0, once init has succeeded, found ", device);
+    fail(ErrorKind::argument, "there is device 0, once init has succeeded, found ", device);
   }
   *properties = {};
   properties->name = const_cast<char*>(device_of_host->interface.c_str());
@@ -150,14 +160,14 @@ void say(int level, const std::string& line) {
   NcclLogger log = nullptr;
   {
     // begin() fails under the mutex's guard, but says so after it.
-    std::lock_guard lock(mutex);
+    std::lock_guard lock(the_mutex());
     log = logger;
   }
   if (log != nullptr) log(level, kNcclInit | kNcclNet, "geartrain", 0, "%s", line.c_str());
 }
 
 void* register_memory(const void* data, size_t bytes, int memory) {
-  if (memory != kNcclHostMemory) fail(ErrorKind::schema, "only host memory can be registered, found kind ", memory);
+  if (memory != kNcclHostMemory) fail(ErrorKind::argument, "only host memory can be registered, found kind ", memory);
   return new Region{static_cast<const std::byte*>(data), bytes};
 }
 
@@ -170,13 +180,14 @@ void check_region(const void* region, const void* data, size_t bytes, const char
   const auto* const at = static_cast<const std::byte*>(data);
   if (known == nullptr || at < known->at || bytes > known->bytes ||
       static_cast<size_t>(at - known->at) > known->bytes - bytes) {
-    fail(ErrorKind::schema, what, " of ", bytes, " bytes is not within the memory that was registered for it");
+    fail(ErrorKind::argument, what, " of ", bytes, " bytes is not within the memory that was registered for it");
   }
 }
 
 NcclResult result_of(ErrorKind kind) {
   switch (kind) {
     case ErrorKind::schema:
+    case ErrorKind::argument:
       return kNcclInvalidArgument;
     case ErrorKind::peer_lost:
     case ErrorKind::timed_out:
@@ -216,7 +227,7 @@ NcclResult get_properties(int device, NcclProperties* properties) {
 
 NcclResult reg_mr(void* /*owner*/, void* data, int bytes, int memory, void** region) {
   return guarded("regMr", [&] {
-    if (bytes < 0) fail(ErrorKind::schema, "memory of ", bytes, " bytes");
+    if (bytes < 0) fail(ErrorKind::argument, "memory of ", bytes, " bytes");
     *region = register_memory(data, static_cast<size_t>(bytes), memory);
     return kNcclSuccess;
   });

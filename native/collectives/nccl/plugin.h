@@ -23,18 +23,18 @@ struct NcclSettings {
 
 namespace nccl {
 
-// By either table's init, any number of times. Throws schema for settings that are missing or wrong.
+// By either table's init, any number of times. Throws argument for settings that are missing or wrong.
 void begin(NcclLogger log);
 // Those of the last begin().
 NcclSettings settings();
 
-void describe_device(int device, NcclProperties* properties);  // throws schema, unless it is device 0
+void describe_device(int device, NcclProperties* properties);  // throws argument, unless it is device 0
 void say(int level, const std::string& line);
 
 // Memory that NCCL has registered; `what` is sent from or received into it. Only host memory is taken.
-void* register_memory(const void* data, size_t bytes, int memory);  // throws schema
+void* register_memory(const void* data, size_t bytes, int memory);  // throws argument
 void forget_memory(void* region);
-void check_region(const void* region, const void* data, size_t bytes, const char* what);  // throws schema
+void check_region(const void* region, const void* data, size_t bytes, const char* what);  // throws argument
 
 NcclResult result_of(ErrorKind kind);
 

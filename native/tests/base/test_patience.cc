@@ -107,7 +107,7 @@ TEST(nobody_polls_on_a_core_where_another_thread_computes) {
       Patience patience(1e6);
       slept(patience, 0);  // ends when the core comes back late, long before a second has passed
       Patience another(1e6);
-      rested = slept(another, 0) == 0;  // of the same process
+      rested = slept(another, 0) == 0;  // of the same thread
     }
     CHECK(rested);
     over = true;

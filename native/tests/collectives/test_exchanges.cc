@@ -150,7 +150,7 @@ TEST(a_part_that_is_in_place_stays_right) {
     try {
       group.run(scatter, parts, {{parts[(rank + 1) % 3].at, kCount}}, 60);
     } catch (const Error& error) {
-      refused = error.kind == ErrorKind::schema;
+      refused = error.kind == ErrorKind::argument;
     }
     CHECK(refused);
   });
@@ -165,7 +165,7 @@ TEST(rings_reducers_and_ranks_without_a_share_refuse_them) {
       try {
         Running(group, given, rank);
       } catch (const Error& error) {
-        refused = error.kind == ErrorKind::schema;
+        refused = error.kind == ErrorKind::argument;
       }
       CHECK(refused);
     });

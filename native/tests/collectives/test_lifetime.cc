@@ -198,7 +198,7 @@ TEST(a_connect_beside_a_close_ends) {
         } catch (const Error& error) {
           // Of kind frame: another program has the port of a rank that has closed.
           if (error.kind != ErrorKind::hung_up && error.kind != ErrorKind::peer_lost &&
-              error.kind != ErrorKind::schema && error.kind != ErrorKind::frame) {
+              error.kind != ErrorKind::argument && error.kind != ErrorKind::frame) {
             testing::failed(__FILE__, __LINE__, error.what());
           }
         }

@@ -5,6 +5,10 @@
 #include <spawn.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <thread>
 
 #include "tests/collectives/simulated_nccl.h"
 
@@ -76,6 +80,31 @@ TEST(one_device_takes_host_memory_and_both_tables_describe_it_alike) {
   void* region = nullptr;
   int memory = 0;
   CHECK_EQ(table.reg_mr(nullptr, &memory, sizeof memory, kNcclCudaMemory, &region), kNcclInvalidArgument);
+}
+
+TEST(a_child_forked_beside_a_thread_within_the_plugin_uses_it) {
+  ::setenv("GEARTRAIN_NCCL_HOST", "127.0.0.1", 1);
+  CHECK_EQ(plugin().net->init(NcclLog::line), kNcclSuccess);
+  std::atomic<bool> over{false};
+  std::thread asks([&] {
+    NcclProperties properties{};
+    while (!over) CHECK_EQ(plugin().net->get_properties(0, &properties), kNcclSuccess);
+  });
+  int hung = 0;
+  for (int i = 0; i < 40 && hung == 0; ++i) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::alarm(5);
+      NcclProperties properties{};
+      ::_exit(plugin().net->get_properties(0, &properties) == kNcclSuccess ? 0 : 1);
+    }
+    int status = 0;
+    CHECK_EQ(::waitpid(child, &status, 0), child);
+    hung += !WIFEXITED(status) || WEXITSTATUS(status) != 0;
+  }
+  over = true;
+  asks.join();
+  CHECK_EQ(hung, 0);
 }
 
 TEST(sums_products_and_extremes_of_ten_types_are_supported_and_no_others) {

@@ -201,12 +201,12 @@ void as_text(std::span<const uint8_t> input) {
     const Address address = Address::parse(std::string(reinterpret_cast<const char*>(input.data()), input.size()));
     if (Address::parse(address.text()).text() != address.text()) std::abort();
   } catch (const Error& error) {
-    if (error.kind != ErrorKind::schema) throw;
+    if (error.kind != ErrorKind::argument) throw;
   }
   try {
     RegionHandle::parse(std::as_bytes(input));
   } catch (const Error& error) {
-    if (error.kind != ErrorKind::schema) throw;
+    if (error.kind != ErrorKind::argument) throw;
   }
 }
 

@@ -114,7 +114,7 @@ TEST(files_that_cannot_be_used_are_errors_where_they_are_given) {
       TlsContext::load(files);
       CHECK(false);
     } catch (const Error& error) {
-      CHECK(error.kind == ErrorKind::schema);
+      CHECK(error.kind == ErrorKind::argument);
       CHECK(has(error.what(), because));
     }
   };

@@ -20,7 +20,7 @@ std::string inproc_not_viable();
 std::string shm_not_viable();
 std::string tcp_not_viable();
 
-// Validates the options; throws schema.
+// Validates the options; throws argument.
 void check_options(const Options& options);
 
 // --- the listener's side ------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ Descriptor connect_unix(const std::string& name, Deadline deadline) {
   if (!socket) fail(ErrorKind::os, "cannot make a Unix socket: ", std::strerror(errno));
   struct sockaddr_un to{};
   to.sun_family = AF_UNIX;
-  if (name.size() + 1 > sizeof to.sun_path) fail(ErrorKind::schema, "the name of a socket is too long");
+  if (name.size() + 1 > sizeof to.sun_path) fail(ErrorKind::argument, "the name of a socket is too long");
   std::memcpy(to.sun_path + 1, name.data(), name.size());
   const auto size = static_cast<socklen_t>(offsetof(struct sockaddr_un, sun_path) + 1 + name.size());
   while (::connect(socket.get(), reinterpret_cast<const struct sockaddr*>(&to), size) != 0) {

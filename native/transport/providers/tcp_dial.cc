@@ -81,7 +81,7 @@ void prepare_tcp(int socket) {
 
 Descriptor connect_tcp(const std::string& host_and_port, Deadline deadline) {
   const size_t colon = host_and_port.rfind(':');
-  if (colon == std::string::npos) fail(ErrorKind::schema, "an address is host:port, found '", host_and_port, "'");
+  if (colon == std::string::npos) fail(ErrorKind::argument, "an address is host:port, found '", host_and_port, "'");
   const std::string host = host_and_port.substr(0, colon), port = host_and_port.substr(colon + 1);
   struct addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;

@@ -42,7 +42,7 @@ void Inbox::insert(uint64_t id, std::shared_ptr<Connection> connection, bool wat
   if (forks_ != forks()) fail(ErrorKind::hung_up, "this inbox belongs to the process that this one was forked from");
   std::lock_guard lock(mutex_);
   if (id == kBell || !entries_.try_emplace(id, Entry{connection, watched_only, trusted, false, false}).second) {
-    fail(ErrorKind::schema, "the inbox has a connection number ", id, " already");
+    fail(ErrorKind::argument, "the inbox has a connection number ", id, " already");
   }
   std::vector<Connection::Wake> wakes = {{connection->end_descriptor(), false}};
   if (!watched_only) wakes = connection->wakes();

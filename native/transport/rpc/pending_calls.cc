@@ -50,7 +50,7 @@ void PendingCalls::wait(uint64_t tag, Message* answer, Deadline deadline) {
   std::unique_lock lock(mutex_);
   auto found = questions_.find(tag);
   if (found == questions_.end() || found->second.detached || found->second.dropped || found->second.waiter != nullptr) {
-    fail(ErrorKind::schema, "no pending call has the number ", tag, ", or another thread waits for it");
+    fail(ErrorKind::argument, "no pending call has the number ", tag, ", or another thread waits for it");
   }
   Question& question = found->second;  // stays where it is: the map is of nodes
   ConditionVariable mine;
@@ -175,7 +175,7 @@ void PendingCalls::detach(uint64_t tag) {
   std::lock_guard lock(mutex_);
   const auto found = questions_.find(tag);
   if (found == questions_.end() || found->second.dropped || found->second.waiter != nullptr) {
-    fail(ErrorKind::schema, "no pending call has the number ", tag, ", or a thread waits for it");
+    fail(ErrorKind::argument, "no pending call has the number ", tag, ", or a thread waits for it");
   }
   if (found->second.detached) return;
   found->second.detached = true;

@@ -23,7 +23,7 @@ class PendingCalls {
   // Sends the request, once there is room for it, and returns its tag. The answer to a `detached` one is returned by
   // next_detached().
   uint64_t start(uint32_t kind, Bytes header, std::span<const Bytes> buffers, bool detached, Deadline deadline);
-  // The answer. Throws timed_out (it may be waited for again), peer_lost, hung_up, schema (no such request).
+  // The answer. Throws timed_out (it may be waited for again), peer_lost, hung_up, argument (no such request).
   void wait(uint64_t tag, Message* answer, Deadline deadline);
   // Whether wait() would return at once.
   bool ready(uint64_t tag) const;

@@ -139,9 +139,9 @@ bool is_ip(const std::string& host) {
 }
 
 void check_readable(const std::string& file, const char* what) {
-  if (file.empty()) fail(ErrorKind::schema, "TLS needs a certificate, its key and the peers' authority; no ", what);
+  if (file.empty()) fail(ErrorKind::argument, "TLS needs a certificate, its key and the peers' authority; no ", what);
   if (::access(file.c_str(), R_OK) != 0) {
-    fail(ErrorKind::schema, "cannot read the ", what, " '", file, "': ", std::strerror(errno));
+    fail(ErrorKind::argument, "cannot read the ", what, " '", file, "': ", std::strerror(errno));
   }
 }
 
@@ -166,7 +166,7 @@ TlsContext::TlsContext(const TlsFiles& files)
   std::unique_ptr<SslContext, void (*)(SslContext*)> made(api.SSL_CTX_new(api.TLS_method()), api.SSL_CTX_free);
   SslContext* context = made.get();
   const auto check = [&](bool good, const char* what, const std::string& file) {
-    if (!good) fail(ErrorKind::schema, "cannot use the ", what, " '", file, "': ", in_words(take_error()));
+    if (!good) fail(ErrorKind::argument, "cannot use the ", what, " '", file, "': ", in_words(take_error()));
   };
   if (context == nullptr || api.SSL_CTX_ctrl(context, OpenSsl::kMinProtocol, OpenSsl::kTls13, nullptr) != 1 ||
       api.SSL_CTX_set_ciphersuites(context,
@@ -273,7 +273,7 @@ Tls::Tls(std::shared_ptr<const TlsContext> context, int socket, const std::strin
     if (is_ip(peer_) ? api.X509_VERIFY_PARAM_set1_ip_asc(api.SSL_get0_param(ssl_), peer_.c_str()) != 1
                      : api.SSL_set1_host(ssl_, peer_.c_str()) != 1) {
       api.SSL_free(ssl_);
-      fail(ErrorKind::schema, "no certificate can be for '", peer_, "'");
+      fail(ErrorKind::argument, "no certificate can be for '", peer_, "'");
     }
   }
   host != nullptr ? api.SSL_set_connect_state(ssl_) : api.SSL_set_accept_state(ssl_);

@@ -46,7 +46,7 @@ struct TlsFiles {
 // Certificate and trusted authority of a process: read once. Any thread.
 class TlsContext {
  public:
-  // Throws not_viable (no OpenSSL), schema (a file that cannot be used).
+  // Throws not_viable (no OpenSSL), argument (a file that cannot be used).
   static std::shared_ptr<const TlsContext> load(const TlsFiles& files);
   ~TlsContext();
   TlsContext(const TlsContext&) = delete;

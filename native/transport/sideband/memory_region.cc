@@ -35,7 +35,7 @@ RegionHandle RegionHandle::parse(std::span<const std::byte> bytes) {
   RegionHandle handle{};
   if (bytes.size() == sizeof handle) std::memcpy(&handle, bytes.data(), sizeof handle);
   if (std::memcmp(handle.magic, kRegionMagic, sizeof handle.magic) != 0 || handle.reserved != 0) {
-    fail(ErrorKind::schema, "not a region's handle: ", bytes.size(), " bytes");
+    fail(ErrorKind::argument, "not a region's handle: ", bytes.size(), " bytes");
   }
   return handle;
 }

@@ -42,7 +42,7 @@ struct RegionHandle {
   uint32_t writable;
   uint32_t reserved;  // zero
 
-  // From untrusted bytes. Throws schema.
+  // From untrusted bytes. Throws argument.
   static RegionHandle parse(std::span<const std::byte> bytes);
 };
 static_assert(sizeof(RegionHandle) == 56);

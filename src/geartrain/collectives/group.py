@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Hashable, Sequence
@@ -12,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 import geartrain.core.trace as trace
+from geartrain._native import forks
 from geartrain.collectives.bootstrap import Bootstrap
 from geartrain.collectives.buffers import buffer_of, check_reduction
 from geartrain.collectives.exchange import Exchange, exchange_of
@@ -152,7 +152,7 @@ class Group:
         owners = Owners(tuple(reducers), picked, None if rates is None else tuple(rates))
         self._lock = threading.RLock()  # of the order of calls; held while a session is replaced by the next
         self._stopped = ReentrantEvent()
-        self._pid = os.getpid()
+        self._forks = forks()
         until_s = time.monotonic() + timeout_s
         bootstrap = Bootstrap(config.store, name, epoch, rank, world_size, until_s, self._stopped)
         session: Session | HierarchicalSession | None = None
@@ -362,7 +362,7 @@ class Group:
         return self._issue(work, soon)
 
     def _check_process(self) -> None:
-        if os.getpid() != self._pid:
+        if forks() != self._forks:
             raise CollectiveClosedError(_FORKED)
 
     def _why_closed(self, error: ConnectionClosedError) -> GeartrainError:
@@ -403,7 +403,7 @@ class Group:
 
     def error(self) -> GeartrainError | None:
         """The error that ended the group; None while it is usable."""
-        if os.getpid() != self._pid:
+        if forks() != self._forks:
             return CollectiveClosedError(_FORKED)
         session = self._session
         fault = session.native.fault()
@@ -476,7 +476,7 @@ class Group:
         second.
         """
         timeout(timeout_s)
-        if os.getpid() != self._pid:
+        if forks() != self._forks:
             return
         first = not self._stopped.is_set()
         self._stopped.set()

@@ -28,7 +28,13 @@ from geartrain.collectives.probe import unreachable
 from geartrain.collectives.shares import Owners
 from geartrain.collectives.work import Issue, Work
 from geartrain.core.threads import ReentrantEvent
-from geartrain.errors import CollectiveTimeoutError, ConnectionClosedError, GeartrainError, PeerLostError, SchemaError
+from geartrain.errors import (
+    ArgumentError,
+    CollectiveTimeoutError,
+    ConnectionClosedError,
+    GeartrainError,
+    PeerLostError,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -137,7 +143,7 @@ class Session:
         other = None if fault is None or elsewhere is None else elsewhere(fault)
         if other is not None:
             return bootstrap.whole.fail(other)
-        if isinstance(error, PeerLostError | SchemaError | ConnectionClosedError):
+        if isinstance(error, PeerLostError | ArgumentError | ConnectionClosedError):
             # Another member went away, ended the group or refused this one: it knows why, and may say so in a moment.
             until_s = time.monotonic() + _CAUSE_TIMEOUT_S
             while (told := bootstrap.failure()) is None and time.monotonic() < until_s:

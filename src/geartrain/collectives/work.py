@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import geartrain.core.trace as trace
+from geartrain._native import forks
 from geartrain.collectives.buffers import ITEM_SIZES
 from geartrain.collectives.exchange import Exchange
 from geartrain.collectives.faults import Fault
@@ -77,8 +77,8 @@ class Work:
 
     __slots__ = (
         "_complete",
+        "_forks",
         "_lock",
-        "_pid",
         "_recover",
         "address",
         "array",
@@ -119,7 +119,7 @@ class Work:
         self.trace_arrow: str | None = None  # of a trace, which ends where the result is waited for
         self._recover = recover
         self._lock = threading.RLock()  # a signal's handler may ask in between
-        self._pid = os.getpid()
+        self._forks = forks()
         self._complete = False
 
     @property
@@ -136,7 +136,7 @@ class Work:
     def done(self) -> bool:
         """Whether it has ended, with a result or an error. Never waits."""
         issue = self.issue
-        if self._complete or issue is None or os.getpid() != self._pid:
+        if self._complete or issue is None or forks() != self._forks:
             return self._complete
         if not issue.native.done():
             return False
@@ -160,7 +160,7 @@ class Work:
         limit_s = self.timeout_s + 5.0 if timeout_s is None else timeout(timeout_s)
         began_s = 0.0 if self.trace_arrow is None else time.perf_counter()
         while not self._complete:
-            if os.getpid() != self._pid:
+            if forks() != self._forks:
                 raise CollectiveClosedError("this operation belongs to the process that this one was forked from")
             issue = self.issue
             assert issue is not None
@@ -187,7 +187,7 @@ class Work:
     def error(self) -> GeartrainError | None:
         """Why it failed; None when it succeeded, or has not ended."""
         issue = self.issue
-        if self._complete or issue is None or os.getpid() != self._pid or not issue.native.done():
+        if self._complete or issue is None or forks() != self._forks or not issue.native.done():
             return None
         fault = issue.native.fault()
         return None if fault is None else issue.session.error_of(fault)

@@ -26,6 +26,7 @@ reports that.
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 from typing import Any
@@ -293,6 +294,7 @@ class _Opened:
 # was recorded again only takes longer. By runtime, which lives as long as its events, and device.
 _spare: dict[tuple[DeviceRuntime, int], list[Any]] = {}
 _spare_lock = threading.Lock()
+os.register_at_fork(before=_spare_lock.acquire, after_in_parent=_spare_lock.release, after_in_child=_spare_lock.release)
 
 
 def _spare_event(key: tuple[DeviceRuntime, int], device: IpcDevice) -> Any:

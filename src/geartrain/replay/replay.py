@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, overload
 from numpy.typing import ArrayLike
 
 import geartrain.core.trace as trace
+from geartrain._native import forks
 from geartrain.core.arguments import refuse_copies
 from geartrain.core.keys import Keys
 from geartrain.core.process_report import register
@@ -198,7 +199,7 @@ class Replay:
         self._loader = BatchLoader(self._builder, config, self.stores)
         if release is not None:  # one that is dropped unpins its memory, leaves its group; its thread ends before that
             weakref.finalize(self._loader, close_here, os.getpid(), release)
-        self._pid = os.getpid()
+        self._forks = forks()
         self._one_process = self._builder.collective or config.device is not None  # not shared by a fork
         self._make_locks()
         self._iteration = 0
@@ -227,7 +228,7 @@ class Replay:
     def _check_open(self) -> None:
         if self._closed:
             raise StoreClosedError("this replay was closed")
-        if self._one_process and self._pid != os.getpid():  # `_foreign`, which this is too often called to call
+        if self._one_process and self._forks != forks():  # `_foreign`, which this is too often called to call
             raise ReplayError(
                 "this replay belongs to the process that this one was forked from: one over several ranks, or with a "
                 "device, is not shared by a fork; make one here"
@@ -235,7 +236,7 @@ class Replay:
 
     @property
     def _foreign(self) -> bool:
-        return self._one_process and self._pid != os.getpid()
+        return self._one_process and self._forks != forks()
 
     # --- batches --------------------------------------------------------------------------------------------
 

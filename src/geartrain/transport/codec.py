@@ -83,6 +83,40 @@ def native_codec() -> _native.Codec:
     return _made
 
 
+def by_pickle_only(value: Any) -> str:
+    """Why a value is not sent without pickle, and what is sent in its place."""
+    what, instead = f"a {type(value)}", ""
+    if isinstance(value, np.ndarray | np.generic):
+        dtype = value.dtype
+        what = f"a NumPy {'array' if isinstance(value, np.ndarray) else 'scalar'} of dtype {dtype.str}"
+        if type(value) is not np.ndarray and isinstance(value, np.ndarray):
+            what, instead = f"{what} and type {type(value).__name__}", "np.asarray(value)"
+        elif dtype.newbyteorder("=") != dtype and dtype.kind in "biufc":
+            instead = f"value.astype({dtype.newbyteorder('=').name!r})"
+            what += ", whose byte order is not this machine's,"
+        elif dtype.kind in "UO" or dtype.char == "S":
+            instead = "value.tolist()"
+        elif dtype.kind in "mM":
+            instead = "value.view('int64')"
+        elif dtype.names is not None:
+            instead = "{name: value[name] for name in value.dtype.names}"
+        elif dtype.kind in "fc":
+            instead = f"value.astype({'float64' if dtype.kind == 'f' else 'complex128'!r})"
+    elif (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Tensor):
+        what = f"a {type(value).__name__} of dtype {value.dtype} and layout {value.layout}"
+        if value.is_quantized:
+            instead = "value.dequantize()"
+        elif value.layout is not torch.strided:
+            instead = "value.to_dense()"
+        elif type(value) is not torch.Tensor:
+            instead = "value.as_subclass(torch.Tensor)"
+    advice = f"; send {instead}" if instead else ""
+    return (
+        f"{what} is sent by pickle only, and that is for peers that proved they know the cluster's secret, where "
+        f"pickle is allowed{advice}"
+    )
+
+
 # --- torch ----------------------------------------------------------------------------------------------------------
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
@@ -17,12 +20,15 @@ from geartrain.errors import (
     ConnectionClosedError,
     NameTakenError,
     PeerLostError,
+    TransportError,
     UnknownPeerError,
     WaitTimeoutError,
 )
 
 #: Longest single wait for a name: the store's own threads print a line about each that times out.
 _SLICE_S = 10.0
+#: How often a rendezvous is tried that nobody serves yet.
+_TRY_EVERY_S = 0.1
 _FORMS = "tcp://host:port, env:// (MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE) or file:///path"
 
 
@@ -169,8 +175,13 @@ class Directory:
 def store_of(
     init_method: str, rank: int | None, world_size: int | None, timeout_s: float
 ) -> tuple[Any, int | None, int | None]:
-    """The store of an init_method, with rank and world size."""
-    from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
+    """The store of an init_method, with rank and world size.
+
+    Raises:
+        WaitTimeoutError: nobody serves it in time. TransportError: rank 0 cannot.
+        ArgumentError: no init_method.
+    """
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     try:
         url = urlparse(check_text("init_method", init_method))
@@ -178,17 +189,73 @@ def store_of(
     except ValueError as error:  # a port, or an IPv6 address, that is none
         raise ArgumentError(f"init_method is {_FORMS}, found {shown(init_method)}: {error}") from None
     if url.scheme == "file":
-        return FileStore(url.path, world_size or -1), rank, world_size
+        if not Path(url.path).parent.is_dir():
+            raise ArgumentError(f"init_method names a file in a folder that is there, found {shown(init_method)}")
+        store = FileStore(url.path, world_size or -1)
+        store.set_timeout(timedelta(seconds=timeout_s))
+        return store, rank, world_size
     if url.scheme == "env":
         host, port = os.environ.get("MASTER_ADDR", ""), _number_of("MASTER_PORT")
         rank = _number_of("RANK") if rank is None else rank
         world_size = _number_of("WORLD_SIZE") if world_size is None else world_size
     if url.scheme not in ("tcp", "env") or not host or port is None:
         raise ArgumentError(f"init_method is {_FORMS}, found {shown(init_method)}")
-    store = TCPStore(
-        host, port, is_master=rank == 0, timeout=timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=True
-    )
-    return store, rank, world_size
+    if rank == 0:
+        try:
+            serving = _tcp_store(host, port, timeout_s, serves=True)
+        except RuntimeError as error:
+            raise TransportError(f"rank 0 cannot serve the rendezvous at {host}:{port}: {_line(error)}") from None
+        return serving, rank, world_size
+    return _reached_store(host, port, timeout_s), rank, world_size
+
+
+def _tcp_store(host: str, port: int, timeout_s: float, serves: bool) -> Any:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    timeout = timedelta(seconds=max(timeout_s, 0.001))
+    return TCPStore(host, port, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+
+
+def _reached_store(host: str, port: int, timeout_s: float) -> Any:
+    """A client of a tcp store. Raises `WaitTimeoutError`."""
+    until_s = time.monotonic() + timeout_s
+    _wait_for_listener(host, port, timeout_s)
+    made: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def make() -> None:
+        try:
+            store = _tcp_store(host, port, until_s - time.monotonic(), serves=False)
+            store.set_timeout(timedelta(seconds=timeout_s))
+        except BaseException as error:
+            made.put(error)
+        else:
+            made.put(store)
+
+    # In a thread, as its handshake has no deadline: it is left to whoever listens there and is no store.
+    threading.Thread(target=make, name="geartrain-rendezvous", daemon=True).start()
+    try:
+        found = made.get(timeout=max(until_s - time.monotonic(), _TRY_EVERY_S))
+    except queue.Empty:
+        found = RuntimeError("who listens there does not answer as a store")
+    if isinstance(found, RuntimeError):
+        raise WaitTimeoutError(f"no rendezvous at {host}:{port} within {timeout_s} s: {_line(found)}") from None
+    if isinstance(found, BaseException):
+        raise found
+    return found
+
+
+def _wait_for_listener(host: str, port: int, timeout_s: float) -> None:
+    """Until somebody listens there: TCPStore's own tries take up to three times as long as they are told to."""
+    until_s = time.monotonic() + timeout_s
+    while True:
+        left_s = until_s - time.monotonic()
+        try:
+            socket.create_connection((host, port), timeout=min(max(left_s, 0.01), 10.0)).close()
+            return
+        except OSError as error:
+            if time.monotonic() + _TRY_EVERY_S >= until_s:
+                raise WaitTimeoutError(f"no rendezvous at {host}:{port} within {timeout_s} s: {error}") from None
+        time.sleep(_TRY_EVERY_S)
 
 
 def _number_of(variable: str) -> int:
@@ -212,8 +279,12 @@ def _store_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        line = str(error).partition("\n")[0]
-        raise PeerLostError(f"the rendezvous store does not answer: {line}") from None
+        raise PeerLostError(f"the rendezvous store does not answer: {_line(error)}") from None
+
+
+def _line(error: RuntimeError) -> str:
+    """What torch's error says, without the stack that follows."""
+    return str(error).partition("\n")[0]
 
 
 def _is_timeout(error: RuntimeError) -> bool:
