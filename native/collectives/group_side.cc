@@ -4,13 +4,13 @@
 
 namespace geartrain {
 
-GroupSide::GroupSide(const GroupOptions& options, EventLoop& loop, std::function<void()> lost)
+GroupSide::GroupSide(const GroupOptions& options, EventLoop& loop, std::function<void()> lost, Operations::Clock now_ns)
     : options_(options),
       members_(options, loop, *this,
                {.ended = [this] { operations_.finish_all(); },
                 .welcome = [this](uint64_t most) { operations_.limit_windows(most); },
                 .entered = [this](uint32_t member) { operations_.entered(member); }}),
-      operations_(options, members_, loop, reducer_events_, std::move(lost)),
+      operations_(options, members_, loop, reducer_events_, std::move(lost), std::move(now_ns)),
       deadlines_(options, members_, operations_) {}
 
 void GroupSide::begin(const std::shared_ptr<Work>& work) {

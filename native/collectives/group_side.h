@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "base/clock.h"
 #include "collectives/deadlines.h"
 #include "collectives/membership.h"
 #include "collectives/operations.h"
@@ -20,7 +21,8 @@ namespace geartrain {
 class GroupSide final : public Peer::Side {
  public:
   // `lost`: a reducer, which may be dialled again (wanted, reached).
-  GroupSide(const GroupOptions& options, EventLoop& loop, std::function<void()> lost);
+  GroupSide(const GroupOptions& options, EventLoop& loop, std::function<void()> lost,
+            Operations::Clock now_ns = monotonic_ns);
 
   Membership& members() { return members_; }
   Operations& operations() { return operations_; }

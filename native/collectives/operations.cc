@@ -5,8 +5,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "base/clock.h"
-
 namespace geartrain {
 namespace {
 
@@ -33,7 +31,7 @@ WireHeader untagged(WireHeader header) {
 }  // namespace
 
 Operations::Operations(const GroupOptions& options, Membership& members, EventLoop& loop, ReducerEvents& events,
-                       std::function<void()> lost)
+                       std::function<void()> lost, Clock now_ns)
     : options_(options),
       members_(members),
       loop_(loop),
@@ -57,7 +55,8 @@ Operations::Operations(const GroupOptions& options, Membership& members, EventLo
     const auto tell = [&events](std::string text) { events.add(std::move(text)); };
     takeovers_.push_back(std::make_unique<Takeover>(
         options, members, loop, blocks_, shares_, member,
-        Takeover::Events{.lost = lost, .begun = begun, .resumed = [this] { resumed(); }, .tell = tell}));
+        Takeover::Events{
+            .lost = lost, .begun = begun, .resumed = [this] { resumed(); }, .tell = tell, .now_ns = now_ns}));
   }
 }
 
@@ -138,7 +137,7 @@ void Operations::left() const {
 uint64_t Operations::on_time() const {
   uint64_t sleep = ~uint64_t{0};
   for (const auto& takeover : takeovers_) {
-    if (!members_.over()) sleep = std::min(sleep, takeover->on_time(monotonic_ns()));
+    if (!members_.over()) sleep = std::min(sleep, takeover->on_time());
   }
   return sleep;
 }

@@ -26,9 +26,10 @@ namespace geartrain {
 
 class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host, public RingAllreduce::Host {
  public:
-  // `lost`: a reducer, which may be dialled again (wanted, reached).
+  // `lost`: a reducer, which may be dialled again (wanted, reached). `now_ns` is for takeovers.
+  using Clock = std::function<uint64_t()>;
   Operations(const GroupOptions& options, Membership& members, EventLoop& loop, ReducerEvents& events,
-             std::function<void()> lost);
+             std::function<void()> lost, Clock now_ns);
 
   // Gives it its number. Then start(), unless the group ended over it.
   void add(const std::shared_ptr<Work>& work);

@@ -16,7 +16,8 @@ void Redial::start() {
   try {
     own_ = std::make_unique<EventLoop>("geartr. redial", [](const std::exception&) {});
   } catch (const std::exception&) {
-    return;  // no more threads: the group goes on without it
+    started_ = false;  // no more threads: with the next loss
+    return;
   }
   own_->post([this] {
     const auto every_ns = static_cast<uint64_t>(options_.redial_s * 1e9);

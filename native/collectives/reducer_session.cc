@@ -11,6 +11,7 @@ ReducerSession::ReducerSession(EventLoop& loop, ChunkBufferPool& blocks, const J
       where_(std::move(where)),
       loop_(loop),
       peers_(join.world),
+      met_(join.world),
       left_at_(join.world, ~uint64_t{0}),
       discard_(kChunkBytes),
       owner_(blocks, *this, join.world, ShareOwner::kNoRank, chunk_bytes(join.owners), window_bytes),
@@ -26,8 +27,27 @@ bool ReducerSession::drained() const {
 
 void ReducerSession::add(uint32_t rank, std::unique_ptr<Link> link) {
   peers_[rank] = std::make_unique<Peer>(loop_, std::move(link), rank, *this);
+  met_[rank] = true;
   if (over()) return notify(*peers_[rank]);
   peers_[rank]->kick();
+}
+
+bool ReducerSession::begins_again(uint32_t rank) {
+  if (over() || owner_.operations() != 0 || owner_.newest() != 0 || left_at_[rank] != ~uint64_t{0}) return false;
+  hang_up(rank);
+  return true;
+}
+
+void ReducerSession::hang_up() {
+  for (uint32_t rank = 0; rank < peers_.size(); ++rank) hang_up(rank);
+}
+
+void ReducerSession::hang_up(uint32_t rank) {
+  if (peers_[rank] == nullptr) return;
+  received_ += peers_[rank]->bytes_received();
+  sent_ += peers_[rank]->bytes_sent();
+  peers_[rank]->close();
+  loop_.discard(std::move(peers_[rank]));
 }
 
 uint64_t ReducerSession::bytes_received() const {

@@ -22,6 +22,12 @@ class ReducerSession final : public Peer::Side, public ShareOwner::Host {
   bool has(uint32_t rank) const { return peers_[rank] != nullptr; }
   uint32_t ranks() const;
   bool over() const { return fault_.kind != FaultKind::none; }
+  // Whether this rank has been here: it has lost that connection, and comes for another session. It is the same one
+  // where this session lives and no operation has begun in it.
+  bool met(uint32_t rank) const { return rank < met_.size() && met_[rank]; }
+  bool begins_again(uint32_t rank);
+  // On all ranks, whatever they were not sent yet.
+  void hang_up();
   bool drained() const;
   void add(uint32_t rank, std::unique_ptr<Link> link);
   void stop(const Fault& fault) noexcept { end(fault); }
@@ -46,6 +52,7 @@ class ReducerSession final : public Peer::Side, public ShareOwner::Host {
   const Join first;
 
  private:
+  void hang_up(uint32_t rank);
   static Fault left_fault(uint32_t rank, uint64_t operation);
   void notify(Peer& peer) noexcept;
   void end(const Fault& fault) noexcept;
@@ -53,6 +60,7 @@ class ReducerSession final : public Peer::Side, public ShareOwner::Host {
   const std::string where_;
   EventLoop& loop_;
   std::vector<std::unique_ptr<Peer>> peers_;  // by rank
+  std::vector<bool> met_;                     // by rank: it has been here
   std::vector<uint64_t> left_at_;             // by rank: the first operation that it does not take part in
   std::vector<std::byte> discard_;            // for what arrives after the end
   ShareOwner owner_;

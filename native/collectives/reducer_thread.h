@@ -6,42 +6,15 @@
 // another one, as far as there are threads. One thread listens for all, and passes connections on.
 #pragma once
 
-#include <array>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "collectives/acceptor.h"
 #include "collectives/reducer_options.h"
-#include "collectives/reducer_session.h"
+#include "collectives/reducer_sessions.h"
 
 namespace geartrain {
-
-using GroupId = std::array<uint8_t, 16>;
-
-// Groups that have a session on any thread. Any thread.
-class ReducerGroups {
- public:
-  explicit ReducerGroups(uint32_t most) : most_(most) {}
-  // Whether a session of this group may begin. Two threads that are asked at once may both have room for the last one.
-  bool has_room(const GroupId& id) const;
-  void begin(const GroupId& id);
-  void end(const GroupId& id, bool failed);
-  void count(ReducerCounts* out) const;
-
- private:
-  struct Sessions {
-    uint32_t open = 0;
-    bool failed = false;
-  };
-  const uint32_t most_;
-  mutable std::mutex mutex_;
-  std::map<GroupId, Sessions> groups_;
-  uint64_t served_ = 0, failed_ = 0;
-};
 
 class ReducerThread final : public Acceptor::Host {
  public:
@@ -74,21 +47,14 @@ class ReducerThread final : public Acceptor::Host {
   bool has_told(bool* all);   // what the ranks of its sessions were to be told
 
  private:
-  using SessionId = std::pair<GroupId, uint32_t>;  // and the channel
-
-  static GroupId group_of(const Join& join);
-  static SessionId session_of(const Join& join) { return {group_of(join), join.channel}; }
-  static void add_counts(const ReducerSession& session, ReducerCounts* out);
-  Verdict judge(const Join& join, std::string* refusal) override;
-  void enter(const Join& join, std::unique_ptr<Link> link) override;
+  Verdict judge(const Join& join, std::string* refusal) override { return sessions_.judge(join, refusal); }
+  void enter(const Join& join, std::unique_ptr<Link> link) override { sessions_.enter(blocks_, join, std::move(link)); }
   Acceptor* acceptor_for(const Join& join) override;
   uint64_t on_time();
 
   Shared& shared_;
   ChunkBufferPool blocks_;
-  std::map<SessionId, std::unique_ptr<ReducerSession>> sessions_;
-  ReducerCounts past_;
-  bool leaving_ = false;
+  ReducerSessions sessions_;
   EventLoop loop_;
   std::unique_ptr<Acceptor> acceptor_;
 };

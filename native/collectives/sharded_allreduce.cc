@@ -449,7 +449,7 @@ std::vector<uint32_t> ShardedAllreduce::incomplete(uint64_t number) const {
 bool ShardedAllreduce::owes(uint32_t owner, uint64_t* number, uint64_t* bytes, uint64_t* of) const {
   for (const Operation& operation : operations_) {
     const Part& part = operation.parts[owner];
-    if (!part.used || part.done || operation.left == 0) continue;
+    if (!part.used || part.done || part.lost || operation.left == 0) continue;
     *number = operation.number;
     *bytes = part.got;
     *of = std::max(part.bytes, part.back);

@@ -129,7 +129,7 @@ class ShardedAllreduce {
   double received(uint64_t operation) const;
   // Owners that have not returned all of an operation, for diagnosis.
   std::vector<uint32_t> incomplete(uint64_t operation) const;
-  // What an owner has returned of the first operation that it has not finished.
+  // What an owner has returned of the first operation that it has not finished, and has a share of.
   bool owes(uint32_t owner, uint64_t* operation, uint64_t* bytes, uint64_t* of) const;
   // How many operations are complete here, from the first one on without a gap; and on all ranks, as owners report.
   uint64_t completed() const { return operations_.empty() ? begun_ : operations_.front().number; }

@@ -7,6 +7,7 @@ namespace geartrain {
 namespace {
 
 constexpr double kNoDeadlineS = 1e9;  // it is that of the operation that this is for
+constexpr double kLatePeriods = 10;   // of dialling, after which ranks are named that have not reached a reducer
 
 // Of the ranks alone, in the proportions that they have in the whole group.
 std::vector<double> shares_of_ranks(const GroupOptions& options) {
@@ -42,7 +43,8 @@ Takeover::Takeover(const GroupOptions& options, Membership& members, EventLoop& 
       again_(options.world),
       next_back_(options.world),
       next_again_(options.world),
-      begun_(options.world) {
+      begun_(options.world),
+      pause_(options.redial_s) {
   if (options.fixed_window_bytes != 0) inner_.window().fix(options.fixed_window_bytes);
   if (options.shares[reducer] > 0) shares_.keep_results(reducer, options.most_window_bytes());
 }
@@ -67,6 +69,7 @@ void Takeover::lose(const std::string& why) {
   }
   back_[options_.rank] = false;
   again_[options_.rank] = true;
+  pause_.lost(events_.now_ns(), false);
   tell_all(FrameKind::lost, 0);
 }
 
@@ -77,8 +80,19 @@ void Takeover::lose(uint64_t position, const std::string& why) {
           ? message_of({"in operation ", operation, ", after ", bytes, " of ", of, " bytes of its share"})
           : message_of({"between operations, after ", shares_.completed()});
   ++losses_;
-  events_.tell(
-      message_of({members_.name_of(reducer_), " is lost (", why, ") ", when, " [seen by rank ", options_.rank, "]"}));
+  told_late_ = false;
+  pause_.lost(events_.now_ns(), true);
+  std::string text =
+      message_of({members_.name_of(reducer_), " is lost (", why, ") ", when, " [seen by rank ", options_.rank, "]"});
+  if (pause_.in_a_row() == RedialPause::kMany) {
+    text += message_of({". It has not stayed for ", static_cast<double>(pause_.lasting_ns()) / 1e9, " s after any of ",
+                        RedialPause::kMany, " returns: ranks dial it again after ", pause_.pause_s(),
+                        " s, and twice as long each time up to ", RedialPause::kMost * options_.redial_s,
+                        " s. Its losses and returns are told again once it stays"});
+    events_.tell(std::move(text));
+  } else {
+    log(std::move(text));
+  }
   lost_ = used_ = true;
   next_operation_ = std::min(next_operation_, until_);  // what was begun with the reducer since then has to be finished
   shares_.lose(reducer_);
@@ -114,7 +128,9 @@ void Takeover::tell_all(FrameKind kind, uint64_t offset) const {
   }
 }
 
-uint64_t Takeover::on_time(uint64_t now_ns) {
+// Gives the reducer up where it neither sends nor takes anything, nor answers a query, for some seconds in which its
+// results are waited for.
+uint64_t Takeover::watch(uint64_t now_ns) {
   const Peer* const peer = members_.peer(reducer_);
   uint64_t operation, bytes, of;
   if (lost_ || peer == nullptr || !shares_.owes(reducer_, &operation, &bytes, &of)) {
@@ -137,6 +153,33 @@ uint64_t Takeover::on_time(uint64_t now_ns) {
   }
   if (!std::exchange(asked_, true)) members_.send_control(reducer_, FrameKind::query, operation);
   return std::min(ask_ns_, silent_ns_ - silent_ns);
+}
+
+// Of what took several tries, unless it goes wrong again.
+void Takeover::log(std::string text) const {
+  if (pause_.in_a_row() < RedialPause::kMany) events_.tell(std::move(text));
+}
+
+uint64_t Takeover::tell_late(uint64_t now_ns) {
+  const uint64_t for_ns = now_ns - pause_.reached_ns();
+  if (!lost_ && pause_.in_a_row() >= RedialPause::kMany) {
+    if (!pause_.lasts(now_ns)) return pause_.lasting_ns() - for_ns;
+    pause_.settle();
+    events_.tell(message_of({members_.name_of(reducer_), " is back, and has stayed for ",
+                             static_cast<double>(for_ns) / 1e9, " s, with its share from operation ", until_, " on"}));
+  }
+  if (!lost_ || !back_[options_.rank] || holds() || told_late_) return ~uint64_t{0};
+  const auto late_ns = static_cast<uint64_t>(kLatePeriods * options_.redial_s * 1e9);
+  if (for_ns < late_ns) return late_ns - for_ns;
+  told_late_ = true;
+  std::vector<uint32_t> missing;
+  for (uint32_t rank = 0; rank < options_.world; ++rank) {
+    if (!back_[rank]) missing.push_back(rank);
+  }
+  log(message_of({members_.name_of(reducer_), " was reached by rank ", options_.rank, ", and in ",
+                  kLatePeriods * options_.redial_s, " s since then not by rank(s) ", ranks_text(missing),
+                  ": it has its share again once all ranks have reached it"}));
+  return ~uint64_t{0};
 }
 
 void Takeover::tell(uint32_t rank) const {
@@ -164,9 +207,9 @@ void Takeover::decide() {
   if (left && (bytes != 0 || shares_.rest(reducer_, 0))) {
     return members_.end(members_.left_fault(*left, rest ? rest->operation : shares_.completed()));
   }
-  events_.tell(message_of({"ranks do the work of ", members_.name_of(reducer_), " from operation ",
-                           rest ? rest->operation : std::max(shares_.begun(), until_), " on; ", bytes,
-                           " bytes of its results are passed on among them"}));
+  log(message_of({"ranks do the work of ", members_.name_of(reducer_), " from operation ",
+                  rest ? rest->operation : std::max(shares_.begun(), until_), " on; ", bytes,
+                  " bytes of its results are passed on among them"}));
   if (bytes == 0) return began();
   if (bytes > KeptResults::reach(options_.most_window_bytes())) {
     return members_.end({FaultKind::protocol,
@@ -193,6 +236,7 @@ void Takeover::reached(Dialled dialled) {
   if (!wants()) return;
   again_[options_.rank] = false;
   back_[options_.rank] = true;
+  pause_.reached(events_.now_ns());
   members_.readmit(reducer_, std::move(dialled));
   tell_all(FrameKind::back, 0);
   resume_if_all();
@@ -237,7 +281,8 @@ void Takeover::resume() {
   until_ = **std::max_element(begun_.begin(), begun_.end());
   shares_.regain(reducer_, until_);
   ++returns_;
-  events_.tell(message_of({members_.name_of(reducer_), " is back, and has its share from operation ", until_, " on"}));
+  pause_.reached(events_.now_ns());
+  log(message_of({members_.name_of(reducer_), " is back, and has its share from operation ", until_, " on"}));
   const std::vector<bool> lost_again = again_;
   lost_ = decided_ = false;
   for (uint32_t rank = 0; rank < options_.world; ++rank) {

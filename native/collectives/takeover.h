@@ -17,11 +17,12 @@
 // (redial.h) and tell each other (back). Once all are connected each begins no more operations, for as long as a
 // message takes, and tells how many it has begun (resume): from the largest such number on, the share is the reducer's.
 // A rank that loses it meanwhile tells that too (lost); where a rank has said `resume` by then all do, and it is lost
-// again.
+// again. One that does not stay is dialled less and less often (redial_pause.h), and told of no more.
 //
 // One for each reducer. One thread, the loop's.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -32,6 +33,7 @@
 #include <vector>
 
 #include "collectives/membership.h"
+#include "collectives/redial_pause.h"
 #include "collectives/sharded_allreduce.h"
 #include "collectives/share_owner.h"
 
@@ -45,6 +47,7 @@ class Takeover final : public ShardedAllreduce::Host, public ShareOwner::Host {
     std::function<uint64_t()> begun;        // how many operations of the whole group were; none more while any holds()
     std::function<void()> resumed;          // this one does not any more
     std::function<void(std::string)> tell;  // of a loss, of its takeover, and of a return
+    std::function<uint64_t()> now_ns;
   };
   Takeover(const GroupOptions& options, Membership& members, EventLoop& loop, ChunkBufferPool& blocks,
            ShardedAllreduce& shares, uint32_t reducer, Events events);
@@ -54,13 +57,19 @@ class Takeover final : public ShardedAllreduce::Host, public ShareOwner::Host {
   void lose(const std::string& why);
   // A rank has lost it. Throws frame.
   void took_lost(uint32_t rank, uint64_t position);
-  // Gives the reducer up where it neither sends nor takes anything, nor answers a query, for some seconds in which its
-  // results are waited for. Returns the nanoseconds after which to be called again.
-  uint64_t on_time(uint64_t now_ns);
+  // Gives the reducer up where it is silent, and tells what takes time. Returns the nanoseconds after which to be
+  // called again.
+  uint64_t on_time() {
+    const uint64_t now_ns = events_.now_ns();
+    return std::min(watch(now_ns), tell_late(now_ns));
+  }
   // A rank has left.
   void left() { decide(); }
   // Whether to dial the reducer; it was reached.
-  bool wants() const { return lost_ && decided_ && passed_on_.empty() && !back_[options_.rank] && !holds(); }
+  bool wants() const {
+    return lost_ && decided_ && passed_on_.empty() && !back_[options_.rank] && !holds() &&
+           pause_.over(events_.now_ns());
+  }
   void reached(Dialled dialled);
   void took_back(uint32_t rank);                    // throws frame
   void took_resume(uint32_t rank, uint64_t begun);  // throws frame
@@ -90,6 +99,9 @@ class Takeover final : public ShardedAllreduce::Host, public ShareOwner::Host {
  private:
   void lose(uint64_t position, const std::string& why);
   void tell_all(FrameKind kind, uint64_t offset) const;
+  uint64_t watch(uint64_t now_ns);
+  uint64_t tell_late(uint64_t now_ns);
+  void log(std::string text) const;
   void resume();
   void resume_if_all();
   void decide();
@@ -134,6 +146,9 @@ class Takeover final : public ShardedAllreduce::Host, public ShareOwner::Host {
   uint64_t next_operation_ = 0;                 // of the whole group, whose rest was not begun here
   std::map<uint64_t, uint64_t> operations_;     // in progress here, and what they are for
   uint64_t bytes_ = 0, losses_ = 0, returns_ = 0;
+
+  RedialPause pause_;
+  bool told_late_ = false;  // that this rank has reached it, and others have not
 
   // What the connection to the reducer has moved, when that was, and when this was last looked at.
   uint64_t moved_ = 0, moved_ns_ = 0, looked_ns_ = 0;

@@ -94,6 +94,38 @@ def test_a_reducer_that_is_stopped_is_replaced_long_before_the_deadline(
         assert 0.8 * silence_s < said["longest_s"] < patience(silence_s + 3.0), said
 
 
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_reducers_that_die_and_stop_at_random_for_minutes_cost_no_step(
+    processes: list[Process], tmp_path: Path
+) -> None:
+    lasts_s, random = 300.0, np.random.default_rng(11)
+    reducers = [reducer_process(processes) for _ in range(3)]
+    places, counts = [address for _, address in reducers], {"killed": 0, "stopped": 0}
+    ranks = start(processes, tmp_path, 3, reducers=places, shares=[0.1 / 3] * 3 + [0.3] * 3, lasts_s=lasts_s)
+    (tmp_path / "end").touch()
+    until_s = time.monotonic() + lasts_s - 10
+    while time.monotonic() < until_s:
+        time.sleep(float(random.uniform(0.5, 6)))
+        i = int(random.integers(3))
+        process, address = reducers[i]
+        if random.random() < 0.3:
+            process.child.send_signal(signal.SIGSTOP)
+            time.sleep(float(random.uniform(0, 6)))
+            process.child.send_signal(signal.SIGCONT)
+            counts["stopped"] += 1
+            continue
+        process.kill()
+        counts["killed"] += 1
+        time.sleep(float(random.uniform(0, 2)))
+        reducers[i] = reducer_process(processes, "--bind", address)
+    for rank in ranks:
+        lines = rank.end(patience(120))
+        said = json.loads(lines[-1])
+        assert said.get("done"), said
+        print(counts, said)
+
+
 def test_torch_jobs_train_on_while_a_reducer_is_killed_and_started_again(
     processes: list[Process], tmp_path: Path
 ) -> None:

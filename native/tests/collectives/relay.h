@@ -1,4 +1,5 @@
-// A relay in front of a reducer that ends connections after so many bytes, of what follows Join and Welcome.
+// A relay in front of a reducer that ends connections after so many bytes, of what follows Join and Welcome. Or lets
+// nothing through any more, nor the end of either side, as a network that has forgotten them.
 #pragma once
 
 #include <arpa/inet.h>
@@ -25,6 +26,7 @@ class Relay {
   static constexpr uint64_t kNever = ~uint64_t{0};
   struct Limit {
     uint64_t up = kNever, down = kNever;  // bytes from the rank, and to it
+    bool silent = false;
   };
   // `limits` of each rank's first connection, of its second, and so on; by rank.
   Relay(const std::string& reducer, std::vector<std::vector<Limit>> limits) : limits_(std::move(limits)) {
@@ -65,7 +67,7 @@ class Relay {
     Way up, down;
     uint32_t rank = ~0u;
     Limit limit;
-    bool open = true;
+    bool open = true, silent = false;
   };
 
   static void end(Pair& pair) {
@@ -116,7 +118,8 @@ class Relay {
     record = std::max<uint64_t>(record, way.bytes);
     if (plain + most < bytes) {
       ++cut_;
-      end(pair);
+      pair.silent = pair.limit.silent;
+      if (!pair.silent) end(pair);
     }
   }
 
@@ -124,13 +127,13 @@ class Relay {
     while (!stop_) {
       std::vector<pollfd> polled{{listener_, POLLIN, 0}};
       for (const Pair& pair : pairs_) {
-        polled.push_back({pair.open ? pair.up.from : -1, POLLIN, 0});
-        polled.push_back({pair.open ? pair.down.from : -1, POLLIN, 0});
+        polled.push_back({pair.open && !pair.silent ? pair.up.from : -1, POLLIN, 0});
+        polled.push_back({pair.open && !pair.silent ? pair.down.from : -1, POLLIN, 0});
       }
       if (::poll(polled.data(), polled.size(), 1000) <= 0) continue;
       for (size_t i = 0; i < pairs_.size(); ++i) {
-        if (pairs_[i].open && polled[1 + 2 * i].revents != 0) move(pairs_[i], pairs_[i].up);
-        if (pairs_[i].open && polled[2 + 2 * i].revents != 0) move(pairs_[i], pairs_[i].down);
+        if (pairs_[i].open && !pairs_[i].silent && polled[1 + 2 * i].revents != 0) move(pairs_[i], pairs_[i].up);
+        if (pairs_[i].open && !pairs_[i].silent && polled[2 + 2 * i].revents != 0) move(pairs_[i], pairs_[i].down);
       }
       if (polled[0].revents == 0 || stop_) continue;
       const int rank = ::accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);

@@ -1,9 +1,10 @@
-// A group in one thread: ranks and reducers over links in memory, whose bytes arrive in the order that a seed says. The
-// same seed has the same schedule, deaths and all. No clock is used: windows are fixed, and nothing has a deadline.
+// Groups in one thread: ranks over links in memory to each other and to reducers, whose bytes arrive in the order that
+// a seed says. The same seed has the same schedule, deaths and all. Windows are fixed, nothing has a deadline, and
+// silence and pauses go by a clock that counts steps.
+//
+// Reducers die, and are there again; stop, and go on; and a connection ends, or becomes silent for good: what is sent
+// is lost, and no end is seen by either side.
 #pragma once
-
-#include <fcntl.h>
-#include <unistd.h>
 
 #include <deque>
 #include <memory>
@@ -12,54 +13,10 @@
 #include <vector>
 
 #include "collectives/group_side.h"
-#include "collectives/reducer_session.h"
 #include "tests/collectives/ranks.h"
+#include "tests/collectives/simulated_reducers.h"
 
 namespace geartrain {
-
-// One direction of a connection.
-struct SimulatedPipe {
-  std::deque<std::byte> bytes;
-  size_t granted = 0;              // of them, that have arrived
-  bool closed = false;             // by who writes: an end behind the bytes
-  bool cut = false, over = false;  // by neither; and once that was noticed
-  uint32_t from = 0, to = 0;
-};
-
-class SimulatedLink final : public Link {
- public:
-  SimulatedLink(Descriptor idle, std::shared_ptr<SimulatedPipe> in, std::shared_ptr<SimulatedPipe> out)
-      : Link(std::move(idle)), in_(std::move(in)), out_(std::move(out)) {}
-  ~SimulatedLink() override { out_->closed = in_->over = true; }
-  size_t write(std::span<struct iovec> parts) override {
-    size_t done = 0;
-    for (const struct iovec& part : parts) {
-      const auto* const from = static_cast<const std::byte*>(part.iov_base);
-      if (!out_->cut && !out_->over) out_->bytes.insert(out_->bytes.end(), from, from + part.iov_len);
-      done += part.iov_len;
-    }
-    return done;
-  }
-  size_t read(std::span<struct iovec> parts) override {
-    size_t done = 0;
-    for (const struct iovec& part : parts) {
-      auto* const to = static_cast<std::byte*>(part.iov_base);
-      const size_t n = std::min({part.iov_len, in_->granted, in_->bytes.size()});
-      std::copy_n(in_->bytes.begin(), n, to);
-      in_->bytes.erase(in_->bytes.begin(), in_->bytes.begin() + static_cast<ptrdiff_t>(n));
-      in_->granted -= n;
-      done += n;
-    }
-    if (done == 0 && in_->granted != 0 && in_->bytes.empty() && (in_->closed || in_->cut)) {
-      fail(ErrorKind::peer_lost, "connection closed");
-    }
-    return done;
-  }
-  const char* name() const override { return "tcp"; }
-
- private:
-  const std::shared_ptr<SimulatedPipe> in_, out_;
-};
 
 struct Simulation {
   uint64_t seed = 0;
@@ -69,59 +26,80 @@ struct Simulation {
   size_t at_once = 4;
   uint64_t fixed_window = 64 << 10;
   int reducer_losses = 2;  // kills of processes, and of connections
+  int silences = 0;        // processes that stop for a while, and connections from which nothing comes any more
+  double silence_s = 0.4, redial_s = 0;
+  size_t pipe_bytes = ~size_t{0};  // that a connection holds
+  bool same_process = false;       // the first two reducers are channels to one process
+  bool waits_for_return = false;   // ranks leave once every reducer is back
   bool rank_dies = false;
   bool closes_early = true;  // ranks that have done all leave while others go on
 };
 
 class SimulatedGroup {
  public:
-  explicit SimulatedGroup(const Simulation& given)
+  // `group` is a number of its own at these reducers.
+  SimulatedGroup(const Simulation& given, SimulatedReducers& processes, uint8_t group = 1)
       : given_(given),
-        random_(given.seed),
+        processes_(processes),
+        random_(processes.random),
         reducers_(static_cast<uint32_t>(given.shares.size()) - given.world),
-        loop_("simulation", [](const std::exception&) {}) {
-    CHECK(::pipe2(idle_, O_CLOEXEC) == 0);
+        group_(group),
+        loop_(processes.loop) {
     for (size_t i = 0; i < given.all.size(); ++i) {
       const uint64_t base = 900 + 100 * i;
       expected_.push_back(reference(base, given.world, given.all[i]));
     }
     for (uint32_t rank = 0; rank < given.world; ++rank) ranks_.push_back(std::make_unique<Rank>(*this, rank));
-    sessions_.resize(reducers_);
     loop_.call([&] { connect(); });
     for (const auto& [one, other] : pairs()) slow_[{one, other}] = random_() % 4 == 0 ? 40 : 1;
   }
   ~SimulatedGroup() {
     loop_.call([&] {
       for (const auto& rank : ranks_) end(*rank);
-      for (auto& session : sessions_) session.reset();
       dialled_.clear();
     });
-    loop_.stop();
-    ::close(idle_[0]);
-    ::close(idle_[1]);
+    loop_.call([] {});  // what they have posted
   }
 
   struct Outcome {
     std::string wrong;  // empty: nothing
     uint64_t lost = 0, steps = 0;
     bool all_back = false;
+    bool overlapped = false;  // a reducer was back while another one was lost
+    bool silent = false;      // one was given up for its silence
   };
-  // Until all operations are done, and all ranks have left.
-  Outcome run() {
-    constexpr uint64_t kMost = 400'000;
-    while (steps_ < kMost && wrong_.empty() && !done()) {
-      loop_.call([&] {
-        for (uint64_t n = 1 + random_() % 24; n != 0 && wrong_.empty(); --n) step();
+  // Until all operations of all groups are done, and all ranks have left.
+  static void run(const std::vector<SimulatedGroup*>& groups) {
+    SimulatedReducers& all = groups.front()->processes_;
+    for (SimulatedGroup* const one : groups) one->together_ = groups;
+    const auto wrong = [](const SimulatedGroup* one) { return !one->wrong_.empty(); };
+    const auto done = [](const SimulatedGroup* one) { return one->done(); };
+    const auto over = [&] {
+      return std::any_of(groups.begin(), groups.end(), wrong) || std::all_of(groups.begin(), groups.end(), done);
+    };
+    const uint64_t most = 600'000 * groups.size();
+    while (all.steps < most && !over()) {
+      all.loop.call([&] {
+        for (uint64_t n = 1 + all.random() % 100; n != 0 && !over(); --n) {
+          ++all.steps;
+          groups[all.random() % groups.size()]->step();
+        }
       });
     }
-    if (wrong_.empty() && !done()) wrong_ = "it hangs: " + state();
-    return {wrong_, lost_, steps_, all_back_};
+    if (over()) return;
+    for (SimulatedGroup* const one : groups) {
+      if (!one->done()) one->wrong_ = "it hangs: " + one->state();
+    }
   }
+  Outcome outcome() const { return {wrong_, lost_, steps_, all_back_, overlapped_, silent_}; }
 
  private:
   struct Rank {
     Rank(SimulatedGroup& group, uint32_t rank)
-        : options(options_of(group, rank)), side(options, group.loop_, [] {}), rank(rank) {}
+        : options(options_of(group, rank)),
+          side(
+              options, group.loop_, [] {}, [&group] { return group.processes_.now_ns(); }),
+          rank(rank) {}
     static GroupOptions options_of(const SimulatedGroup& group, uint32_t rank) {
       GroupOptions out;
       out.rank = rank;
@@ -130,6 +108,8 @@ class SimulatedGroup {
       for (uint32_t i = 0; i < group.reducers_; ++i) out.reducers.push_back("10.0.0.1:" + std::to_string(i));
       out.outlives_reducers = true;
       out.fixed_window_bytes = group.given_.fixed_window;
+      out.reducer_silence_s = group.given_.silence_s;
+      out.redial_s = group.given_.redial_s;
       out.shm = false;
       return out;
     }
@@ -140,6 +120,7 @@ class SimulatedGroup {
     std::vector<std::shared_ptr<Work>> works;
     std::vector<bool> checked;
     size_t done = 0;
+    uint64_t returns = 0;
     bool told = false, left = false, dead = false;
   };
   struct Dialling {
@@ -156,14 +137,13 @@ class SimulatedGroup {
     return out;
   }
 
-  std::pair<std::unique_ptr<Link>, std::unique_ptr<Link>> link(uint32_t one, uint32_t other) {
-    auto there = std::make_shared<SimulatedPipe>(), back = std::make_shared<SimulatedPipe>();
-    there->from = back->to = one;
-    there->to = back->from = other;
-    pipes_.push_back(there);
-    pipes_.push_back(back);
-    return {std::make_unique<SimulatedLink>(Descriptor(::dup(idle_[0])), back, there),
-            std::make_unique<SimulatedLink>(Descriptor(::dup(idle_[0])), there, back)};
+  std::shared_ptr<SimulatedPipe> pipe(uint32_t from, uint32_t to) {
+    auto made = std::make_shared<SimulatedPipe>();
+    made->from = from;
+    made->to = to;
+    made->most = given_.pipe_bytes;
+    pipes_.push_back(made);
+    return made;
   }
 
   void connect() {
@@ -174,9 +154,9 @@ class SimulatedGroup {
     };
     for (uint32_t one = 0; one < given_.world; ++one) {
       for (uint32_t other = one + 1; other < given_.world; ++other) {
-        auto [here, there] = link(one, other);
-        enter(*ranks_[one], other, std::move(here));
-        enter(*ranks_[other], one, std::move(there));
+        const auto there = pipe(one, other), back = pipe(other, one);
+        enter(*ranks_[one], other, processes_.link(back, there));
+        enter(*ranks_[other], one, processes_.link(there, back));
       }
       for (uint32_t i = 0; i < reducers_; ++i) {
         if (given_.shares[given_.world + i] <= 0) continue;
@@ -185,22 +165,24 @@ class SimulatedGroup {
     }
   }
 
+  uint32_t process_of(uint32_t reducer) const { return given_.same_process && reducer == 1 ? 0 : reducer; }
+
+  Join join_of(uint32_t rank, uint32_t reducer) const {
+    Join join{};
+    join.group[0] = group_;
+    join.rank = rank;
+    join.world = given_.world;
+    join.owners = static_cast<uint32_t>(
+        std::count_if(given_.shares.begin(), given_.shares.end(), [](double share) { return share > 0; }));
+    join.member = given_.world + reducer;
+    join.channel = process_of(reducer) == reducer ? 0 : 1;
+    return join;
+  }
+
   // A rank joins a reducer; null: it is refused, or the reducer is down.
   std::unique_ptr<Link> join_reducer(uint32_t rank, uint32_t reducer) {
-    std::unique_ptr<ReducerSession>& session = sessions_[reducer];
-    if (session != nullptr && session->ranks() == 0) session.reset();
-    if (session != nullptr && session->has(rank)) return nullptr;
-    if (session == nullptr) {
-      Join join{};
-      join.world = given_.world;
-      join.owners = static_cast<uint32_t>(
-          std::count_if(given_.shares.begin(), given_.shares.end(), [](double share) { return share > 0; }));
-      join.member = given_.world + reducer;
-      session = std::make_unique<ReducerSession>(loop_, blocks_, join, 16 << 20, "10.0.0.1");
-    }
-    auto [here, there] = link(rank, given_.world + reducer);
-    session->add(rank, std::move(there));
-    return std::move(here);
+    const uint32_t member = given_.world + reducer;
+    return processes_.join(process_of(reducer), join_of(rank, reducer), pipe(rank, member), pipe(member, rank));
   }
 
   // --- what happens -------------------------------------------------------------------------------------------------
@@ -212,6 +194,7 @@ class SimulatedGroup {
   void step() {
     ++steps_;
     const uint64_t what = random_() % 100;
+    if (what < 3) return tick(some_rank());
     if (what < 70) return deliver();
     if (what < 85) return post(some_rank());
     if (what < 90) return dial(some_rank());
@@ -222,11 +205,18 @@ class SimulatedGroup {
 
   Rank& some_rank() { return *ranks_[random_() % ranks_.size()]; }
 
+  void tick(Rank& rank) {
+    if (rank.dead || rank.left) return;
+    rank.side.operations().on_time();
+    check(rank);
+  }
+
   void deliver() {
-    std::erase_if(pipes_, [](const auto& pipe) { return pipe->over; });
+    std::erase_if(pipes_, [](const auto& pipe) { return pipe->over || pipe.use_count() == 1; });
     if (pipes_.empty()) return;
     const std::shared_ptr<SimulatedPipe> pipe = pipes_[random_() % pipes_.size()];
-    if (random_() % slow_[{pipe->from, pipe->to}] != 0) return;
+    if (random_() % slow_[{pipe->from, pipe->to}] != 0 || pipe->silent) return;
+    if (pipe->to >= given_.world && processes_.stopped(process_of(pipe->to - given_.world))) return;
     // Pieces of any size, and now and then all.
     pipe->granted = random_() % 3 == 0 ? 1 + random_() % 100 : random_() % 2 == 0 ? 40'000 : 1 << 24;
     if (Peer* const peer = peer_of(pipe->to, pipe->from)) peer->look();
@@ -236,8 +226,8 @@ class SimulatedGroup {
 
   Peer* peer_of(uint32_t member, uint32_t other) {
     if (member < given_.world) return ranks_[member]->dead ? nullptr : ranks_[member]->side.members().peer(other);
-    ReducerSession* const session = sessions_[member - given_.world].get();
-    return session == nullptr ? nullptr : session->peer(other);
+    const uint32_t reducer = member - given_.world;
+    return processes_.peer(process_of(reducer), join_of(other, reducer), other);
   }
 
   void post(Rank& rank) {
@@ -254,6 +244,14 @@ class SimulatedGroup {
 
   void check(Rank& rank) {
     if (rank.dead) return;
+    GroupCounts counts;
+    rank.side.operations().count(&counts);
+    overlapped_ |= counts.reducer_returns > rank.returns && counts.lost_reducers != 0;
+    rank.returns = counts.reducer_returns;
+    for (const std::string& event : rank.side.reducer_events().take()) {
+      events_.push_back("rank " + std::to_string(rank.rank) + ": " + event);
+      look_at(rank, event);
+    }
     for (size_t i = rank.done; i < rank.works.size(); ++i) {
       Work& work = *rank.works[i];
       if (rank.checked[i] || !work.done()) continue;
@@ -272,14 +270,25 @@ class SimulatedGroup {
     while (rank.done < rank.works.size() && rank.checked[rank.done]) ++rank.done;
   }
 
+  // Nobody is silent who owes nothing.
+  void look_at(const Rank& rank, const std::string& event) {
+    const std::string name = event.substr(0, event.find(" is "));
+    if (const size_t at = event.find("its share from operation "); at != std::string::npos) {
+      returned_at_[{rank.rank, name}] = std::stoull(event.substr(at + 25));
+    }
+    if (event.find("silent for") == std::string::npos) return;
+    silent_ = true;
+    const size_t at = event.find("in operation ");
+    const uint64_t operation = at == std::string::npos ? 0 : std::stoull(event.substr(at + 13));
+    if (at == std::string::npos || operation < returned_at_[{rank.rank, name}]) {
+      say(rank, operation, "is not what this reducer is waited for: " + event);
+    }
+  }
+
   void say(const Rank& rank, size_t i, const std::string& what) {
     wrong_ = "rank " + std::to_string(rank.rank) + ", operation " + std::to_string(i) + " (" + given_.all[i].text() +
              "), " + what;
-    for (const auto& one : ranks_) {
-      for (const std::string& event : one->side.reducer_events().take()) {
-        wrong_ += "\n  rank " + std::to_string(one->rank) + ": " + event;
-      }
-    }
+    for (const std::string& event : events_) wrong_ += "\n  " + event;
   }
 
   void dial(Rank& rank) {
@@ -300,7 +309,9 @@ class SimulatedGroup {
     const size_t i = random_() % dialled_.size();
     Dialling one = std::move(dialled_[i]);
     dialled_.erase(dialled_.begin() + static_cast<ptrdiff_t>(i));
-    if (!ranks_[one.rank]->dead) ranks_[one.rank]->side.reached(one.member, std::move(one.dialled));
+    if (ranks_[one.rank]->dead) return;
+    ranks_[one.rank]->side.reached(one.member, std::move(one.dialled));
+    check(*ranks_[one.rank]);
   }
 
   // Anything of what is under way may be lost with it.
@@ -312,20 +323,33 @@ class SimulatedGroup {
   void lose_some() {
     if (reducers_ == 0 || random_() % 4 != 0) return;
     if (given_.rank_dies && !died_ && random_() % 6 == 0) return kill(some_rank());
-    if (losses_ >= given_.reducer_losses) return;
-    ++losses_;
     const uint32_t reducer = static_cast<uint32_t>(random_() % reducers_), member = given_.world + reducer;
-    if (random_() % 2 == 0) {  // its process
+    if (silences_ < given_.silences && random_() % 2 == 0) {
+      ++silences_;
+      if (random_() % 2 == 0) return processes_.stop(process_of(reducer), random_() % 6000);
+      const uint32_t rank = some_rank().rank;
       for (const auto& pipe : pipes_) {
-        if (pipe->from == member || pipe->to == member) cut(*pipe);
+        pipe->silent |= (pipe->from == member && pipe->to == rank) || (pipe->to == member && pipe->from == rank);
       }
-      sessions_[reducer].reset();
       return;
     }
+    if (losses_ >= given_.reducer_losses) return;
+    ++losses_;
+    if (random_() % 2 == 0) return kill_process(process_of(reducer));
     const uint32_t rank = some_rank().rank;
     for (const auto& pipe : pipes_) {
       if ((pipe->from == member && pipe->to == rank) || (pipe->to == member && pipe->from == rank)) cut(*pipe);
     }
+  }
+
+  void kill_process(uint32_t process) {
+    for (SimulatedGroup* const group : together_) {
+      for (const auto& pipe : group->pipes_) {
+        const uint32_t member = std::max(pipe->from, pipe->to), world = group->given_.world;
+        if (member >= world && group->process_of(member - world) == process) group->cut(*pipe);
+      }
+    }
+    processes_.kill(process);
   }
 
   void kill(Rank& rank) {
@@ -363,6 +387,8 @@ class SimulatedGroup {
       rank.left = true;
       return;
     }
+    returned_ = returned_ || all_returned();
+    if (given_.waits_for_return && !returned_) return;
     if (!rank.told) {
       bool waiting = operations.serves();
       rank.side.members().for_each_open([&](const Peer& peer) { waiting |= !peer.drained(); });
@@ -376,6 +402,16 @@ class SimulatedGroup {
     rank.left = true;
   }
 
+  // And this group loses none of its own doing any more.
+  bool all_returned() {
+    if (losses_ < given_.reducer_losses || silences_ < given_.silences) return false;
+    return std::all_of(ranks_.begin(), ranks_.end(), [&](const auto& rank) {
+      GroupCounts counts;
+      rank->side.operations().count(&counts);
+      return rank->left || (rank->done == given_.all.size() && counts.lost_reducers == 0);
+    });
+  }
+
   std::string state() const {
     std::string out;
     for (const auto& rank : ranks_) {
@@ -387,26 +423,29 @@ class SimulatedGroup {
       }
       out += ";";
     }
+    for (const std::string& event : events_) out += "\n  " + event;
     return out;
   }
 
   const Simulation given_;
-  std::mt19937_64 random_;
+  SimulatedReducers& processes_;
+  std::mt19937_64& random_;
   const uint32_t reducers_;
-  int idle_[2];
+  const uint8_t group_;
   std::vector<Array> expected_;
   std::vector<std::unique_ptr<Rank>> ranks_;
   std::vector<std::shared_ptr<SimulatedPipe>> pipes_;
   std::map<std::pair<uint32_t, uint32_t>, uint64_t> slow_;
   std::vector<Dialling> dialled_;
-  ChunkBufferPool blocks_;
-  std::vector<std::unique_ptr<ReducerSession>> sessions_;
+  std::vector<SimulatedGroup*> together_{this};  // groups of the same reducers
   std::optional<uint32_t> died_;
-  int losses_ = 0;
+  int losses_ = 0, silences_ = 0;
   uint64_t steps_ = 0, lost_ = 0;
-  bool all_back_ = false;
+  bool returned_ = false, all_back_ = false, overlapped_ = false, silent_ = false;
+  std::vector<std::string> events_;
+  std::map<std::pair<uint32_t, std::string>, uint64_t> returned_at_;  // by rank and reducer: the first operation
   std::string wrong_;
-  EventLoop loop_;
+  EventLoop& loop_;
 };
 
 }  // namespace geartrain

@@ -3,6 +3,7 @@
 
 #include <deque>
 
+#include "collectives/redial_pause.h"
 #include "tests/collectives/ranks.h"
 #include "tests/collectives/relay.h"
 
@@ -208,6 +209,7 @@ bool comes_back(Reducer& reducer, uint32_t world, std::vector<std::vector<Relay:
     options->reducers = {relay.address()};
     options->outlives_reducers = true;
     options->redial_s = 0.003;
+    options->reducer_silence_s = 0.3;
   };
   run_ranks(crew, [&](uint32_t rank, Group& group) {
     Shape flag = shape_of(1, Dtype::int32, Op::max);
@@ -271,6 +273,61 @@ TEST(a_reducer_that_comes_back_gets_its_share_again) {
     }
   }
   CHECK(used > rounds / 2);  // in the others it was lost once more meanwhile
+}
+
+// Neither side of a connection is told that it is over: the reducer has it still when the rank comes again.
+TEST(a_rank_whose_connection_has_become_silent_is_let_in_again) {
+  const std::vector<Shape> all = {shape_of(5000, Dtype::float32), shape_of(33, Dtype::float32)};
+  for (const uint32_t world : {1u, 2u, 3u}) {
+    const Numbers given(world, all);
+    Reducer reducer({.shm = false});
+    std::vector<std::vector<Relay::Limit>> limits(2, std::vector<Relay::Limit>(world));
+    for (uint32_t rank = 0; rank < world; rank += 2) limits[0][rank] = {.up = 9000, .silent = true};
+    // On a busy machine it may be silent for so long once more; that it is back at all is what fails there.
+    comes_back(reducer, world, limits, given, all, std::to_string(world) + " ranks, one silent");
+  }
+}
+
+// A path that lets a handshake through, and no more. Each return costs a loss; there are fewer and fewer.
+TEST(a_reducer_that_never_stays_is_dialled_less_and_less_and_told_of_as_one) {
+  constexpr double kRedialS = 0.02;
+  constexpr size_t kBroken = 7;  // after which the path is as it should be
+  Reducer reducer({.shm = false});
+  std::vector<std::vector<Relay::Limit>> limits(kBroken, std::vector<Relay::Limit>(3));
+  for (auto& of_ranks : limits) of_ranks[1].up = 40;
+  Relay relay(reducer.address(), limits);
+  Crew crew{.world = 3, .shares = {0, 0, 0, 1}};
+  crew.options = [&](uint32_t, GroupOptions* options) {
+    options->reducers = {relay.address()};
+    options->outlives_reducers = true;
+    options->redial_s = kRedialS;
+  };
+  std::atomic<uint64_t> stayed_ns{0};
+  const uint64_t began_ns = monotonic_ns();
+  run_ranks(crew, [&](uint32_t, Group& group) {
+    std::vector<std::string> events;
+    for (int32_t stayed = 0; stayed == 0 && testing::within(began_ns, 60);) {
+      std::vector<float> array(5000, 1.0F);
+      finish(*group.all_reduce(shape_of(array.size(), Dtype::float32), array.data(), array.data(), 30));
+      CHECK(array == std::vector<float>(5000, 3.0F));
+      for (std::string& event : group.reducer_events()) events.push_back(std::move(event));
+      stayed = !events.empty() && events.back().find("has stayed for") != std::string::npos;
+      finish(*group.all_reduce(shape_of(1, Dtype::int32, Op::min), &stayed, &stayed, 30));
+      if (stayed != 0) stayed_ns = monotonic_ns();
+    }
+    const auto having = [&](const char* text) {
+      return std::count_if(events.begin(), events.end(),
+                           [&](const auto& one) { return one.find(text) != std::string::npos; });
+    };
+    const GroupCounts counts = group.counts();
+    CHECK_EQ(counts.lost_reducers, 0u);
+    CHECK(counts.reducer_losses > RedialPause::kMany + 1);
+    CHECK_EQ(having(" is lost ("), static_cast<ptrdiff_t>(RedialPause::kMany + 1));
+    CHECK_EQ(having("has not stayed for"), 1);
+    CHECK_EQ(having("has stayed for"), 1);
+  });
+  // 2 + 4 + 8 + 16 + 32 + 32 periods before the path was whole.
+  CHECK(static_cast<double>(stayed_ns - began_ns) > 60 * kRedialS * 1e9);
 }
 
 }  // namespace
