@@ -296,6 +296,15 @@ std::span<std::byte> Operations::room(const Peer& peer, const WireHeader& header
   }
 }
 
+bool Operations::used_in_place(const Peer& peer, const WireHeader& header, std::span<const std::byte> payload) {
+  // What is not expected here room() refuses.
+  if ((header.operation & kTakeover) != 0 || options_.ring || peer.member() >= options_.world ||
+      options_.shares[options_.rank] <= 0) {
+    return false;
+  }
+  return owner_.took_in_place(peer.member(), header, payload.data());
+}
+
 void Operations::took(const Peer& peer, const WireHeader& header, std::span<std::byte> payload) {
   if ((header.operation & kTakeover) != 0) {
     Takeover& takeover = takeover_of(peer, header);

@@ -56,6 +56,7 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
 
   // Peer::Side for frames of these kinds: open, ring, part, result.
   std::span<std::byte> room(const Peer& peer, const WireHeader& header);
+  bool used_in_place(const Peer& peer, const WireHeader& header, std::span<const std::byte> payload);
   void took(const Peer& peer, const WireHeader& header, std::span<std::byte> payload);
   bool next(const Peer& peer, OutFrame* frame);
 
