@@ -151,7 +151,7 @@ void Peer::resume() {
   pump_in();
 }
 
-// Hands over a part that waits in a ring, and was not copied out of it.
+// Delivers a part that waits in a ring, and was not copied out of it.
 bool Peer::use_in_place() {
   if (ahead_at_ != ahead_end_ || header_.kind != static_cast<uint16_t>(FrameKind::part) || header_.bytes == 0)
     return false;
