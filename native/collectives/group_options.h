@@ -28,7 +28,8 @@ struct GroupOptions {
   bool shm = true;           // between members of one host
   bool cross_memory = true;  // there: memory is read from the process that it belongs to, where that works
   // Of an array that is reduced whose numbers are read so, and not sent through rings. Not given: where many ranks
-  // share each core, which change turns less often by that (Operations).
+  // share each core, which change turns less often by that (Operations); and what is faster where each has a core
+  // (tried_ways.h).
   std::optional<uint64_t> least_exposed_bytes;
   uint64_t max_window_bytes = uint64_t{16} << 20;
   uint64_t fixed_window_bytes = 0;  // 0: it adapts
@@ -50,6 +51,7 @@ struct GroupCounts {
   uint64_t lost_reducers = 0, taken_over_bytes = 0;  // that the group goes on without, and of what ranks did for them
   uint64_t reducer_losses = 0, reducer_returns = 0;  // so far
   uint64_t read_bytes = 0;                           // out of other processes' memory: inputs as an owner, and results
+  uint64_t read_operations = 0;                      // reductions whose inputs are read
   uint64_t read_denied = 0;  // links whose peer's memory could be read, until the kernel did not allow it any more
   StageTimes stages;         // since Group::profile(true)
 };

@@ -38,6 +38,9 @@ class GroupSide final : public Peer::Side {
   void leave();
 
   std::span<std::byte> room(Peer& peer, const WireHeader& header) override;
+  bool used_in_place(Peer& peer, const WireHeader& header, std::span<const std::byte> payload) override {
+    return !members_.over() && operations_.used_in_place(peer, header, payload);
+  }
   void took(Peer& peer, const WireHeader& header, std::span<std::byte> payload) override;
   bool next(Peer& peer, OutFrame* frame) override { return !members_.over() && operations_.next(peer, frame); }
   void lost(Peer& peer, const std::string& why) override;

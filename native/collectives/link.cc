@@ -153,9 +153,20 @@ class RingLink final : public Link {
       if (ended_) fail(ErrorKind::peer_lost, "connection closed");
       return 0;
     }
-    taken_ += done;
-    if (taken_ - freed_ >= kFreedBytes) free_read();
+    skip(done);
     return done;
+  }
+
+  std::span<const std::byte> in_place(size_t bytes) const override {
+    const size_t at = taken_ % kLinkRingBytes;
+    if (bytes > kLinkRingBytes - at) return {};
+    if (in_ring(in_->written.load(std::memory_order_acquire), taken_) < bytes) return {};
+    return {in_->data + at, bytes};
+  }
+
+  void skip(size_t bytes) override {
+    taken_ += bytes;
+    if (taken_ - freed_ >= kFreedBytes) free_read();
   }
 
   void free_read() override {

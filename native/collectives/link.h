@@ -57,6 +57,10 @@ class Link {
   // The number of bytes sent or received; 0: none now. Throws peer_lost.
   virtual size_t write(std::span<struct iovec> parts) = 0;
   virtual size_t read(std::span<struct iovec> parts) = 0;
+  // The next bytes where they are, which the peer may change meanwhile. None: they are not all there, or not in one
+  // piece. Then skip() instead of a read.
+  virtual std::span<const std::byte> in_place([[maybe_unused]] size_t bytes) const { return {}; }
+  virtual void skip([[maybe_unused]] size_t bytes) {}
   // What was read is free for the peer to write to: after the last of several reads.
   virtual void free_read() {}
   // Before sleeping: wakes are wanted, for what comes only if it `reads`. False when there is something to read, or

@@ -38,6 +38,8 @@ Operations::Operations(const GroupOptions& options, Membership& members, EventLo
       least_exposed_bytes_(
           options.least_exposed_bytes.value_or(share_cores(options.world, kCrowd) ? kLeastExposed : ~uint64_t{0})),
       shares_cores_(share_cores(options.world, 1.01)),
+      tries_ways_(!options.least_exposed_bytes && !shares_cores_ &&
+                  std::all_of(options.shares.begin(), options.shares.end(), [](double share) { return share > 0; })),
       direct_(std::max(kLeastDirect, uint64_t{2} * chunk_bytes(members.owners()) * (options.world - 1)),
               options.max_window_bytes),
       owner_(blocks_, *this, options.world, options.rank, chunk_bytes(members.owners()), options.max_window_bytes),
@@ -76,7 +78,8 @@ void Operations::start(const std::shared_ptr<Work>& work) {
 void Operations::start_now(const std::shared_ptr<Work>& work) {
   if (shares_cores_ && members_.one_host()) shares_.window().at_least(kSharedCoreWindow);
   if (options_.ring) return ring_.begin(work);
-  const bool exposed = exposes(work->shape);
+  const bool exposed = exposes(*work);
+  read_operations_ += exposed;
   const ShardedAllreduce::Own own = shares_.begin(work, exposed);
   if (!own.used) {
     if (options_.shares[options_.rank] > 0) owner_.owns_none(work->number, work->shape);
@@ -202,10 +205,28 @@ Takeover& Operations::takeover_of(const Peer& peer, const WireHeader& header) co
 }
 
 // Where all links are rings, so that nobody has to wait for a result that is in the caller's memory and on a slow link.
-bool Operations::exposes(const Shape& shape) const {
-  return members_.one_host() && options_.world > 1 && options_.reducers.empty() && options_.cross_memory &&
-         (shape.collective == Collective::all_reduce || shape.collective == Collective::reduce_scatter) &&
-         shape.wire == shape.dtype && shape.wire_bytes() >= least_exposed_bytes_;
+bool Operations::exposes(const Work& work) {
+  timed_ = {};
+  const Shape& shape = work.shape;
+  if (!members_.one_host() || options_.world == 1 || !options_.reducers.empty() || !options_.cross_memory ||
+      (shape.collective != Collective::all_reduce && shape.collective != Collective::reduce_scatter) ||
+      shape.wire != shape.dtype) {
+    return false;
+  }
+  if (!tries_ways_) return shape.wire_bytes() >= least_exposed_bytes_;
+  if (options_.rank != 0) return ways_.follow(shape, work.number) == Way::reading;
+  const Way way = ways_.begin(shape, readable());
+  // Others that are in progress would take a part of the time.
+  if (works_.size() == 1) timed_ = {work.number, monotonic_ns(), way};
+  return way == Way::reading;
+}
+
+bool Operations::readable() const {
+  for (uint32_t rank = 1; rank < options_.world; ++rank) {
+    const Peer* const peer = members_.peer(rank);
+    if (peer == nullptr || !peer->reads_peer()) return false;
+  }
+  return true;
 }
 
 bool Operations::exposes_to(uint32_t owner) {
@@ -262,6 +283,10 @@ void Operations::finish_all() noexcept {
 
 void Operations::completed(const std::shared_ptr<Work>& work) {
   std::erase(works_, work);
+  if (work->number == timed_.number) {
+    ways_.judge(work->shape, timed_.way, monotonic_ns() - timed_.from_ns);
+    timed_ = {};
+  }
   settled_.store(std::max(shares_.settled(), options_.shares[options_.rank] > 0 ? owner_.settled() : 0u),
                  std::memory_order_relaxed);
   ++done_;
@@ -295,6 +320,24 @@ std::span<std::byte> Operations::room(const Peer& peer, const WireHeader& header
   }
 }
 
+void Operations::opened(uint32_t rank, uint64_t operation, const Open& open) {
+  if (tries_ways_) {
+    // A rank that is late makes neither way slower.
+    if (operation == timed_.number) timed_.from_ns = monotonic_ns();
+    if (rank == 0) ways_.heard(shape_from(open), operation, open.next_way);
+  }
+  owner_.open(rank, operation, open);
+}
+
+bool Operations::used_in_place(const Peer& peer, const WireHeader& header, std::span<const std::byte> payload) {
+  // What is not expected here room() refuses.
+  if ((header.operation & kTakeover) != 0 || options_.ring || peer.member() >= options_.world ||
+      options_.shares[options_.rank] <= 0) {
+    return false;
+  }
+  return owner_.took_in_place(peer.member(), header, payload.data());
+}
+
 void Operations::took(const Peer& peer, const WireHeader& header, std::span<std::byte> payload) {
   if ((header.operation & kTakeover) != 0) {
     Takeover& takeover = takeover_of(peer, header);
@@ -310,7 +353,7 @@ void Operations::took(const Peer& peer, const WireHeader& header, std::span<std:
         fail(ErrorKind::frame, "it sent a malformed open");
       Open open;
       std::memcpy(&open, payload.data(), sizeof open);
-      if (!options_.ring) return owner_.open(peer.member(), header.operation, open);
+      if (!options_.ring) return opened(peer.member(), header.operation, open);
       check_ring(peer);
       return ring_.open(header.operation, open);
     }
@@ -387,6 +430,7 @@ void Operations::open(uint32_t owner, uint64_t operation, const Open& open) {
   Open asked = open;
   Peer& peer = *members_.peer(owner);
   asked.reads = open.reads != 0 && peer.reads_peer();
+  if (tries_ways_ && options_.rank == 0) asked.next_way = ways_.word(shape_from(open));
   peer.send_control(FrameKind::open, operation, 0, std::as_bytes(std::span(&asked, 1)));
 }
 
@@ -421,6 +465,7 @@ void Operations::count(GroupCounts* out) {
   out->array_bytes = array_bytes_;
   out->reduced_bytes = owner_.reduced_bytes();
   out->read_bytes = read_bytes_;
+  out->read_operations = read_operations_;
   out->window_bytes = shares_.window().bytes();
   out->least_delay_ns = shares_.window().least_delay_ns();
   for (const auto& takeover : takeovers_) {

@@ -20,6 +20,7 @@
 #include "collectives/sharded_allreduce.h"
 #include "collectives/share_owner.h"
 #include "collectives/takeover.h"
+#include "collectives/tried_ways.h"
 #include "collectives/work.h"
 
 namespace geartrain {
@@ -57,6 +58,7 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
 
   // Peer::Side for frames of these kinds: open, ring, part, result.
   std::span<std::byte> room(const Peer& peer, const WireHeader& header);
+  bool used_in_place(const Peer& peer, const WireHeader& header, std::span<const std::byte> payload);
   void took(const Peer& peer, const WireHeader& header, std::span<std::byte> payload);
   bool next(const Peer& peer, OutFrame* frame);
 
@@ -78,7 +80,9 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   void start_now(const std::shared_ptr<Work>& work);
   bool holds() const;
   void resumed();
-  bool exposes(const Shape& shape) const;
+  bool exposes(const Work& work);
+  bool readable() const;
+  void opened(uint32_t rank, uint64_t operation, const Open& open);
   void took_complete(uint32_t rank, uint64_t operations);
   void tell_complete(uint32_t rank);
   Takeover& takeover_of(const Peer& peer, const WireHeader& header) const;
@@ -115,7 +119,14 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   Membership& members_;
   EventLoop& loop_;
   const uint64_t least_exposed_bytes_;
-  const bool shares_cores_;                   // more ranks than cores
+  const bool shares_cores_;  // more ranks than cores
+  const bool tries_ways_;    // the way of an array is chosen by what was faster
+  AgreedWays ways_;
+  // Of rank 0: an operation that began while no other was in progress, and when the last rank had begun it.
+  struct Timed {
+    uint64_t number = ~uint64_t{0}, from_ns = 0;
+    Way way = Way::rings;
+  } timed_;
   bool going_on_ = false, adopting_ = false;  // it was posted
   ChunkBufferPool blocks_;
   CongestionWindow direct_;  // of what is sent from the caller's memory
@@ -129,7 +140,7 @@ class Operations final : public ShareOwner::Host, public ShardedAllreduce::Host,
   std::deque<std::shared_ptr<Work>> held_;  // not begun yet (Takeover::holds)
   std::vector<std::shared_ptr<Work>> works_;
   uint64_t next_number_ = 0;
-  uint64_t done_ = 0, by_callers_ = 0, elements_ = 0, array_bytes_ = 0, read_bytes_ = 0;
+  uint64_t done_ = 0, by_callers_ = 0, elements_ = 0, array_bytes_ = 0, read_bytes_ = 0, read_operations_ = 0;
   std::atomic<uint32_t> settled_{0};
 };
 

@@ -151,6 +151,18 @@ void Peer::resume() {
   pump_in();
 }
 
+// Delivers a part that waits in a ring, and was not copied out of it.
+bool Peer::use_in_place() {
+  if (ahead_at_ != ahead_end_ || header_.kind != static_cast<uint16_t>(FrameKind::part) || header_.bytes == 0)
+    return false;
+  const std::span<const std::byte> there = link_->in_place(header_.bytes);
+  if (there.empty() || !side_.used_in_place(*this, header_, there)) return false;
+  link_->skip(there.size());
+  bytes_received_ += there.size();
+  header_filled_ = 0;
+  return true;
+}
+
 // Parses `ahead_`, frame by frame. False when the peer is closed, or waits for room.
 bool Peer::digest() {
   for (;;) {
@@ -161,6 +173,10 @@ bool Peer::digest() {
       ahead_at_ += n;
       if (header_filled_ < sizeof header_) return true;
       check(header_);
+      if (use_in_place()) {
+        if (closed_) return false;
+        continue;
+      }
       payload_ = is_data(header_) ? side_.room(*this, header_) : std::span(small_).first(header_.bytes);
       if (closed_) return false;
       if (payload_.size() < header_.bytes) {
@@ -196,8 +212,10 @@ bool Peer::pump_in() {
     if (closed_ || paused_ || !digest()) return false;
     for (size_t budget = kPeerReadBudget; budget > 0;) {
       const size_t wanted = in_payload_ ? payload_.size() - payload_filled_ : 0;
-      // Behind a large payload only the next header is read ahead, so that numbers are not copied twice.
-      const size_t beyond = wanted >= kMostControlBytes / 2 ? sizeof header_ : ahead_.size();
+      // Only the next header is read ahead where that costs no system call, and behind a large payload: so that numbers
+      // are not copied twice.
+      const bool header_only = link_->polled() || wanted >= kMostControlBytes / 2;
+      const size_t beyond = header_only ? sizeof header_ : ahead_.size();
       struct iovec parts[2] = {{payload_.data() + payload_filled_, wanted}, {ahead_.data(), beyond}};
       const size_t got = link_->read(wanted != 0 ? std::span(parts) : std::span(parts).last(1));
       if (got == 0) break;

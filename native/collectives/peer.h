@@ -38,6 +38,12 @@ class Peer final : public EventLoop::Handler, public EventLoop::Pollable {
     // The destination of a data frame's payload: header.bytes of memory, or none to be called again after resume().
     // Throws frame when it is not expected.
     virtual std::span<std::byte> room(Peer& peer, const WireHeader& header) = 0;
+    // The same for a payload that is there already, in memory that the peer may change meanwhile: it is used at once,
+    // and took() not called. False: it is needed longer.
+    virtual bool used_in_place([[maybe_unused]] Peer& peer, [[maybe_unused]] const WireHeader& header,
+                               [[maybe_unused]] std::span<const std::byte> payload) {
+      return false;
+    }
     // The frame is complete. Throws frame.
     virtual void took(Peer& peer, const WireHeader& header, std::span<std::byte> payload) = 0;
     // The next data to send. False when there is none: kick() then.
@@ -95,6 +101,7 @@ class Peer final : public EventLoop::Handler, public EventLoop::Pollable {
   bool pump_in();
   bool fill();
   bool digest();
+  bool use_in_place();
   void arm(bool writable);
   void lose(const std::string& why);
 

@@ -195,8 +195,8 @@ struct Open {
   uint32_t root;
   uint64_t whole_count;
   uint32_t whole_world;  // 0: not a stage of another operation
-  uint32_t reserved;
-  uint64_t address;  // of the sender's numbers of this share, in its memory; 0: they come in parts
+  uint32_t next_way;     // of rank 0: how the next operation of that size is done (AgreedWays); 0: nothing is said
+  uint64_t address;      // of the sender's numbers of this share, in its memory; 0: they come in parts
 };
 static_assert(sizeof(Open) == 56 && offsetof(Open, address) == 48);
 

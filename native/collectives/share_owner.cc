@@ -173,12 +173,13 @@ bool ShareOwner::agrees(uint64_t number, const OwnedShare& share, uint32_t rank)
   return false;
 }
 
-std::span<std::byte> ShareOwner::room(uint32_t rank, const WireHeader& part) {
+// The share that a part is of. Throws frame when it is not what may come next.
+ShareOwner::Place ShareOwner::expected(uint32_t rank, const WireHeader& part) {
   const auto place = operations_.find(part.operation);
   if (place == operations_.end() || !place->second.opened[rank]) {
     fail(ErrorKind::frame, "it sent a part of operation ", part.operation, ", which it has not opened");
   }
-  OwnedShare& share = place->second;
+  const OwnedShare& share = place->second;
   if (share.shape.direct() || (share.relayed() && rank != share.shape.root)) {
     fail(ErrorKind::frame, "it sent a part of operation ", part.operation, ", to which it does not contribute");
   }
@@ -189,7 +190,14 @@ std::span<std::byte> ShareOwner::room(uint32_t rank, const WireHeader& part) {
          ", where ", at, " was next");
   }
   if (held_[rank] + part.bytes > window_bytes_ + 2 * kChunkBytes) fail(ErrorKind::frame, "it runs ahead of its window");
-  if (at % chunk_ == 0) share.inputs[rank].push_back(ChunkBufferRef(blocks_));
+  return place;
+}
+
+std::span<std::byte> ShareOwner::room(uint32_t rank, const WireHeader& part) {
+  OwnedShare& share = expected(rank, part)->second;
+  const uint64_t at = part.offset;
+  // What came before of a chunk may have been reduced in place.
+  if (at % chunk_ == 0 || share.inputs[rank].empty()) share.inputs[rank].push_back(ChunkBufferRef(blocks_));
   return {share.inputs[rank].back().data() + at % chunk_, part.bytes};
 }
 
@@ -200,6 +208,24 @@ void ShareOwner::took(uint32_t rank, const WireHeader& part) {
   held_[rank] += part.bytes;
   const uint64_t at = share.received[rank];
   if (at % chunk_ == 0 || at == share.bytes || (at < chunk_ && at % kFirstBytes == 0)) advance(place);
+}
+
+bool ShareOwner::took_in_place(uint32_t rank, const WireHeader& part, const std::byte* numbers) {
+  const Place place = expected(rank, part);
+  OwnedShare& share = place->second;
+  const uint64_t until = part.offset + part.bytes;
+  if (share.relayed() || share.exposed != nullptr || share.open_count < world_ || part.offset != share.reduced ||
+      next_piece(share, until) != part.bytes) {
+    return false;
+  }
+  for (uint32_t other = 0; other < world_; ++other) {
+    if (other != rank && share.received[other] < until) return false;
+  }
+  share.received[rank] = until;
+  held_[rank] += part.bytes;
+  reduce_chunk(place->first, share, part.bytes, rank, numbers);
+  tell(place);
+  return true;
 }
 
 // --- reducing -------------------------------------------------------------------------------------------------------
@@ -243,7 +269,13 @@ void ShareOwner::advance(Place place) {
     }
     return;
   }
-  const bool over = share.reduced == size;
+  tell(place);
+}
+
+// Results are there for all ranks.
+void ShareOwner::tell(Place place) {
+  const uint64_t number = place->first;
+  const bool over = place->second.reduced == place->second.bytes;
   for (uint32_t rank = 0; rank < world_; ++rank) {
     if (rank != self_) host_.results_for(rank);
   }
@@ -264,7 +296,8 @@ uint64_t ShareOwner::next_piece(const OwnedShare& share, uint64_t there) const {
   return (there - share.reduced) / kFirstBytes * kFirstBytes;
 }
 
-bool ShareOwner::reduce_chunk(uint64_t number, OwnedShare& share, uint64_t bytes) {
+bool ShareOwner::reduce_chunk(uint64_t number, OwnedShare& share, uint64_t bytes, uint32_t there,
+                              const std::byte* numbers) {
   const Shape& shape = share.shape;
   const uint64_t at = share.reduced, count = bytes / bytes_of(shape.wire);
   const uint64_t within = share.exposed == nullptr ? at % chunk_ : 0;
@@ -282,6 +315,10 @@ bool ShareOwner::reduce_chunk(uint64_t number, OwnedShare& share, uint64_t bytes
     if (!exposure_.read(number, share, bytes, &inputs)) return false;
     for (uint32_t rank = 0; rank < world_; ++rank) {
       if (inputs[rank] != nullptr) continue;
+      if (rank == there) {
+        inputs[rank] = numbers;
+        continue;
+      }
       if (rank != self_) {
         inputs[rank] = share.inputs[rank].front().data() + within;
         continue;
@@ -300,7 +337,8 @@ bool ShareOwner::reduce_chunk(uint64_t number, OwnedShare& share, uint64_t bytes
     }
     for (uint32_t rank = 0; rank < world_; ++rank) {
       if (rank == self_ || share.addresses[rank] != 0) continue;
-      if ((at + bytes) % chunk_ == 0 || at + bytes == share.bytes) share.inputs[rank].pop_front();
+      const bool ends = (at + bytes) % chunk_ == 0 || at + bytes == share.bytes;
+      if (ends && !share.inputs[rank].empty()) share.inputs[rank].pop_front();
       held_[rank] -= bytes;
     }
     reduced_bytes_ += bytes * world_;
@@ -469,44 +507,6 @@ void ShareOwner::end(Place place, uint32_t rank) {
   const uint64_t number = place->first;
   operations_.erase(place);
   if (served) host_.served(number);
-}
-
-// --- diagnosis ------------------------------------------------------------------------------------------------------
-
-std::vector<uint32_t> ShareOwner::least_advanced(uint64_t number, uint64_t* bytes, uint64_t* of) const {
-  *bytes = *of = 0;
-  // Ranks take one operation after the other: who is behind in an earlier one holds up this one too.
-  for (const auto& [at, share] : operations_) {
-    if (at > number) break;
-    uint64_t most = 0;
-    for (uint32_t rank = 0; rank < world_; ++rank) most = std::max(most, share.missing(rank));
-    if (most == 0) continue;  // all is there
-    std::vector<uint32_t> ranks;
-    for (uint32_t rank = 0; rank < world_; ++rank) {
-      if (share.missing(rank) == most) ranks.push_back(rank);
-    }
-    *bytes = share.bytes - std::min(most, share.bytes);
-    *of = share.bytes;
-    return ranks;
-  }
-  std::vector<uint32_t> ranks;
-  if (operations_.contains(number)) return ranks;
-  // No rank has opened it here, or it is over: a rank that queries it can only wait for what is in flight.
-  for (uint32_t rank = 0; rank < world_; ++rank) {
-    if (rank != self_ && next_open_[rank] <= number) ranks.push_back(rank);
-  }
-  return ranks;
-}
-
-bool ShareOwner::involves(uint32_t rank, uint64_t* number, uint64_t* bytes, uint64_t* of) const {
-  for (const auto& [at, share] : operations_) {
-    if (share.ended[rank] || (!share.opened[rank] && share.open_count == 0)) continue;
-    *number = at;
-    *bytes = share.shape.direct() ? share.sent[rank] : share.received[rank];
-    *of = share.bytes;
-    return true;
-  }
-  return false;
 }
 
 }  // namespace geartrain

@@ -69,6 +69,8 @@ class ShareOwner {
   void open(uint32_t rank, uint64_t operation, const Open& open);
   std::span<std::byte> room(uint32_t rank, const WireHeader& part);
   void took(uint32_t rank, const WireHeader& part);
+  // Instead of both, where that is the last that a piece waits for: it is reduced right from there. Else false.
+  bool took_in_place(uint32_t rank, const WireHeader& part, const std::byte* numbers);
   // This rank's own numbers, of type shape.dtype, which stay unchanged until the last result was delivered. Results
   // are made in `exposed` where that is not null, which may be `numbers`: they stay there until they were served.
   void open_local(uint64_t operation, const Shape& shape, uint64_t share_bytes, const std::byte* numbers,
@@ -105,10 +107,14 @@ class ShareOwner {
  private:
   using Place = std::map<uint64_t, OwnedShare>::iterator;
 
+  Place expected(uint32_t rank, const WireHeader& part);
   Place find_or_make(uint32_t rank, uint64_t operation, const Shape& shape, uint64_t share_bytes);
   void advance(Place place);
   uint64_t next_piece(const OwnedShare& share, uint64_t there) const;
-  bool reduce_chunk(uint64_t number, OwnedShare& share, uint64_t bytes);
+  // `numbers`: of rank `there`, in none of its chunks.
+  bool reduce_chunk(uint64_t number, OwnedShare& share, uint64_t bytes, uint32_t there = kNoRank,
+                    const std::byte* numbers = nullptr);
+  void tell(Place place);
   void end(Place place, uint32_t rank);
   bool forget_sent(OwnedShare& share);
   bool may_send(uint64_t operation, const OwnedShare& share, uint32_t rank) const;

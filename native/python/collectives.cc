@@ -222,6 +222,7 @@ nb::dict group_counts(PythonGroup& group) {
   out["least_delay_us"] = found.least_delay_ns == ~uint64_t{0} ? 0.0 : static_cast<double>(found.least_delay_ns) / 1e3;
   out["refused"] = found.refused;
   out["read_bytes"] = found.read_bytes;
+  out["read_operations"] = found.read_operations;
   out["read_denied"] = found.read_denied;
   out["lost_reducers"] = found.lost_reducers;
   out["taken_over_bytes"] = found.taken_over_bytes;

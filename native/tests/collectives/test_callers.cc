@@ -2,6 +2,8 @@
 // and ends as without it. As it is by default, never, and for ranks that own their cores.
 
 #include <algorithm>
+#include <filesystem>
+#include <fstream>
 #include <latch>
 
 #include "tests/collectives/ranks.h"
@@ -68,6 +70,60 @@ TEST(who_owns_its_core_does_its_operations_itself) {
     most = std::max(most, by_callers.load());
   }
   CHECK(most > 2000);
+}
+
+// Until the threads of all groups' loops sleep.
+void let_loops_sleep() {
+  const uint64_t began_ns = monotonic_ns();
+  for (int quiet = 0; quiet < 3 && testing::within(began_ns, 20);) {
+    bool all = true;
+    for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+      std::string name, line;
+      std::getline(std::ifstream(task.path() / "comm"), name);
+      std::getline(std::ifstream(task.path() / "stat"), line);
+      if (name == "geartrain group") all &= line.find(") S ") != std::string::npos;
+    }
+    quiet = all ? quiet + 1 : 0;
+    ::usleep(1000);
+  }
+}
+
+// Who begins an operation and waits for it at once does all of it, of any size, and with more ranks than cores too:
+// nothing in between wakes its loop's thread. That looks by itself once a second, which is all that depends on time.
+TEST(large_operations_are_done_by_who_begins_and_waits) {
+  if (kThreadSanitizer) return;
+  constexpr uint64_t kOperations = 20;
+  for (const auto& [world, spin_us] : {std::pair{2u, kOwnCores}, {2u, -1.0}, {available_cores() + 1, -1.0}}) {
+    std::vector<std::unique_ptr<Group>> groups;
+    std::vector<std::string> addresses;
+    const Crew crew = spinning(world, spin_us);
+    for (uint32_t rank = 0; rank < world; ++rank) {
+      groups.push_back(std::make_unique<Group>(options_of(crew, rank, {})));
+      addresses.push_back(groups.back()->address());
+    }
+    const auto all_at_once = [&](const std::function<void(uint32_t)>& act) {
+      std::vector<std::thread> threads;
+      for (uint32_t rank = 0; rank < world; ++rank) threads.emplace_back(act, rank);
+      for (std::thread& thread : threads) thread.join();
+    };
+    all_at_once([&](uint32_t rank) { groups[rank]->connect(addresses, soon(60)); });
+    std::vector<Array> arrays(world, Array(4 << 20));
+    const uint64_t began_ns = monotonic_ns();
+    for (uint64_t i = 0; i < kOperations; ++i) {
+      std::vector<std::shared_ptr<Work>> works;
+      for (uint32_t rank = 0; rank < world; ++rank) {
+        let_loops_sleep();  // what the ranks before have sent has been taken
+        works.push_back(start(*groups[rank], arrays[rank]));
+      }
+      all_at_once([&](uint32_t rank) { CHECK(works[rank]->wait(soon(60))); });
+    }
+    const uint64_t looks = 1 + (monotonic_ns() - began_ns) / 1'000'000'000;
+    for (const auto& group : groups) {
+      CHECK_EQ(group->counts().operations, kOperations);
+      CHECK(group->counts().by_callers + looks >= kOperations);
+    }
+    all_at_once([&](uint32_t rank) { groups[rank]->close(soon(20)); });
+  }
 }
 
 // A share that is read is worked on in pieces, which are tasks that the rank posts itself.

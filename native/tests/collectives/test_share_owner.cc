@@ -2,6 +2,8 @@
 
 #include "collectives/share_owner.h"
 
+#include <random>
+
 #include "tests/collectives/ranks.h"
 #include "tests/collectives/readers.h"
 
@@ -53,6 +55,54 @@ Open exposing(const Shape& shape, uint64_t bytes, const Array& array) {
   open.reads = 1;
   open.address = reinterpret_cast<uintptr_t>(array.data());
   return open;
+}
+
+// Parts that are the last of their piece are reduced where they are, by turns with parts that are copied first, in the
+// order of the ranks whichever of them comes last.
+TEST(parts_that_a_piece_waits_for_are_reduced_in_place) {
+  constexpr uint32_t kWorld = 3;
+  constexpr uint64_t kBytes = 5 * kChunkBytes + 4000;
+  const Shape shape = sum_of(kWorld * kBytes / 4);
+  const Array expected = reference(0, kWorld, sum_of(kBytes / 4));
+  std::mt19937 random(3);
+  uint64_t in_place = 0, copied = 0, of_a_chunk = 0;
+  for (int round = 0; round < 300; ++round) {
+    Alone rank(kWorld, 1);
+    std::vector<Array> all;
+    for (uint32_t one = 0; one < kWorld; ++one) all.push_back(numbers(one, Dtype::float32, kBytes / 4));
+    for (const uint32_t other : {0u, 2u}) rank.owner.open(other, 0, open_of(shape, kBytes, 0));
+    rank.owner.open_local(0, shape, kBytes, all[1].data(), 0);
+    uint64_t at[kWorld] = {}, got = 0;
+    OutFrame frame;
+    while (at[0] < kBytes || at[2] < kBytes) {
+      const uint32_t from = at[2] == kBytes || (at[0] != kBytes && random() % 2 == 0) ? 0 : 2;
+      // The first chunk may come in two parts (ShardedAllreduce::next).
+      const bool first = at[from] == 0 && random() % 2 == 0;
+      const uint64_t most = first ? kFirstBytes : kChunkBytes - at[from] % kChunkBytes;
+      const WireHeader part = frame_of(FrameKind::part, 0, at[from], std::min(most, kBytes - at[from]));
+      WireHeader wrong = part;
+      wrong.offset += 4;
+      CHECK_THROWS(frame, rank.owner.took_in_place(from, wrong, all[from].data()));
+      const uint64_t before = rank.owner.reduced_bytes();
+      if (random() % 3 != 0 && rank.owner.took_in_place(from, part, all[from].data() + at[from])) {
+        ++in_place;
+        of_a_chunk += part.offset != 0 && part.offset < kChunkBytes;
+        CHECK_EQ(rank.owner.reduced_bytes() - before, uint64_t{kWorld} * part.bytes);
+      } else {
+        std::memcpy(rank.owner.room(from, part).data(), all[from].data() + at[from], part.bytes);
+        rank.owner.took(from, part);
+        ++copied;
+      }
+      at[from] += part.bytes;
+      while (rank.owner.next(0, &frame)) {
+        CHECK(std::memcmp(frame.data, expected.data() + got, frame.header.bytes) == 0);
+        got += frame.header.bytes;
+      }
+    }
+    CHECK_EQ(got, kBytes);
+    CHECK(rank.delivered == expected);
+  }
+  CHECK(in_place > 900 && copied > 900 && of_a_chunk > 30);
 }
 
 TEST(an_owner_that_cannot_read_on_asks_for_parts_from_there) {

@@ -97,10 +97,11 @@ class Group:
             cross_memory: whether ranks of one host read arrays out of each other's memory, where the kernel allows it;
                 False copies everything through rings. Ranks may differ.
             least_read_bytes: all-reduces and reduce-scatters of so many bytes or more are read from the ranks' memory
-                too. Not given: 4 MB with four ranks or more for each core, else never. Given it needs
-                algorithm="shares", transport="auto", cross_memory. No effect with reducers, ranks of several hosts or a
-                `wire_dtype`, nor where the kernel allows no reading (docs/decisions/065, 083). Results are the same; an
-                array whose operation failed has undefined contents. Ranks may differ: one without it is sent all.
+                too. Not given: with a core for each rank, from 64 KB on what is faster, which is tried now and then;
+                4 MB with four ranks or more for each core; else never. Given it needs algorithm="shares",
+                transport="auto", cross_memory. No effect with reducers, ranks of several hosts or a `wire_dtype`, nor
+                where the kernel allows no reading (docs/decisions/065, 083, 089). Results are the same; an array whose
+                operation failed has undefined contents. Ranks may differ: one without it is sent all.
             host: to listen on; every interface when not given, or loopback for a group of one.
             window_bytes: how far a rank may run ahead of its results; adapts to the network when not given.
             spin_us: how long a wait busy-waits before it sleeps, where all ranks share memory: 50, unless others need
@@ -381,10 +382,11 @@ class Group:
 
         operations, elements, array_bytes; by_callers: operations that ended on the thread of who waits; bytes_sent and
         bytes_received by path ("tcp", "shm"), headers and all; reduced_bytes as an owner; read_bytes out of other
-        ranks' memory, not sent; links by path; window_bytes and least_delay_us of the flow control; refused
-        connections; read_denied: links whose peer's memory could be read, until the kernel denied it; lost_reducers,
-        now, reducer_losses and reducer_returns so far, and taken_over_bytes, reduced in their place. Of a ring also
-        `ring`: its hops from host to host (`crossings`), and the fewest of any order of the ranks (`least_crossings`).
+        ranks' memory, not sent; read_operations, reductions that were to be read so; links by path; window_bytes and
+        least_delay_us of the flow control; refused connections; read_denied: links whose peer's memory could be read,
+        until the kernel denied it; lost_reducers, now, reducer_losses and reducer_returns so far, and taken_over_bytes,
+        reduced in their place. Of a ring also `ring`: its hops from host to host (`crossings`), and the fewest of any
+        order of the ranks (`least_crossings`).
         """
         self._check_process()
         try:

@@ -383,6 +383,7 @@ class HostStages:
         for key in (
             "refused",
             "read_bytes",
+            "read_operations",
             "read_denied",
             "lost_reducers",
             "taken_over_bytes",
