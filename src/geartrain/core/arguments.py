@@ -57,7 +57,8 @@ def capacity_of(
         if capacity == 0:
             raise ArgumentError(f"capacity_steps is {capacity_steps}, and one row alone takes max_length={max_length}")
     elif capacity_bytes is not None:
-        capacity = rows_within(whole_number("capacity_bytes", capacity_bytes, 2**63 - 1, least=1))
+        nbytes = check_whole("capacity_bytes", capacity_bytes)  # of 0 it is told how many one row takes
+        capacity = rows_within(whole_number("capacity_bytes", nbytes, 2**63 - 1, least=1) if nbytes else 0)
     rows = check_whole("capacity", capacity)
     if rows < 1:
         raise ArgumentError(f"a store needs room for at least one row, capacity is {shown(capacity)}")
