@@ -196,6 +196,16 @@ def test_a_data_loader_takes_a_replay_as_it_is_and_needs_no_workers(store, prefe
             next(iter(gt.ReplayDataset(replay)))
 
 
+def test_too_few_rows_are_told_with_why_nothing_is_waited_for(store):
+    with gt.Replay(store, Uniform(), 4, min_rows=10_000, timeout_s=0.2) as replay:
+        with pytest.raises(
+            NotEnoughRowsError, match=r"no other process has it open, so nothing is waited for .*limiter"
+        ):
+            replay.sample()
+        with gt.Store.open(store.name), pytest.raises(WaitTimeoutError, match=r"too few rows within 0\.2 s"):
+            replay.sample()
+
+
 @pytest.mark.parametrize("batch_size", [None, 4])
 @pytest.mark.parametrize("num_batches", [None, 3])
 @pytest.mark.parametrize("shuffle", [False, True])
