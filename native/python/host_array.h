@@ -19,10 +19,11 @@ class HostArray {
   HostArray(const HostArray&) = delete;
   HostArray& operator=(const HostArray&) = delete;
 
-  // False, and no Python error set, for what is no C-contiguous array of a dtype that a store can hold by itself.
+  // False, and no Python error set, for what is no C-contiguous array of a dtype that a store can hold by itself, and for
+  // masked arrays, whose buffer is what they hide.
   bool open(PyObject* object) {
     release();
-    if (PyObject_CheckBuffer(object) == 0) return false;
+    if (PyObject_CheckBuffer(object) == 0 || is_masked(object)) return false;
     if (PyObject_GetBuffer(object, &view_, PyBUF_STRIDES | PyBUF_FORMAT) != 0) {
       view_.obj = nullptr;
       PyErr_Clear();
@@ -42,6 +43,20 @@ class HostArray {
   std::span<const Py_ssize_t> shape() const { return {view_.shape, static_cast<size_t>(view_.ndim)}; }
 
  private:
+  // Whether it is one of numpy.ma's, which alone can be filled. The first type that is none is kept, and is ndarray in
+  // general: one look-up of an attribute takes longer than all else here.
+  static bool is_masked(PyObject* object) {
+    static PyTypeObject* plain = nullptr;
+    PyTypeObject* type = Py_TYPE(object);
+    if (type == plain) return false;
+    if (PyObject_HasAttrString(reinterpret_cast<PyObject*>(type), "filled") != 0) return true;
+    if (plain == nullptr) {
+      Py_INCREF(reinterpret_cast<PyObject*>(type));
+      plain = type;
+    }
+    return false;
+  }
+
   void release() {
     if (view_.obj != nullptr) PyBuffer_Release(&view_);  // which clears it
   }

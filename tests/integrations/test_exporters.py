@@ -170,7 +170,7 @@ def test_a_row_that_is_being_extended_is_written_as_far_as_it_is(tmp_path: Path)
             row["x"][:4] = np.arange(4)
             row.publish(length=2)
             report = export_store(store, tmp_path / "rows.npz", progress=False)
-            row.length = 4
+            row.extend(4)
     assert (report.rows, report.steps, report.still_open) == (1, 2, 1)
     assert "1 were being extended" in str(report)
     assert np.load(tmp_path / "rows.npz")["x"].tolist() == [0, 1]

@@ -196,6 +196,37 @@ def test_a_data_loader_takes_a_replay_as_it_is_and_needs_no_workers(store, prefe
             next(iter(gt.ReplayDataset(replay)))
 
 
+def test_too_few_rows_are_told_with_why_nothing_is_waited_for(store):
+    with gt.Replay(store, Uniform(), 4, min_rows=10_000, timeout_s=0.2) as replay:
+        with pytest.raises(
+            NotEnoughRowsError, match=r"no other process has it open, so nothing is waited for .*limiter"
+        ):
+            replay.sample()
+        with gt.Store.open(store.name), pytest.raises(WaitTimeoutError, match=r"too few rows within 0\.2 s"):
+            replay.sample()
+
+
+@pytest.mark.parametrize("batch_size", [None, 4])
+@pytest.mark.parametrize("num_batches", [None, 3])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_data_loader_of_a_bare_replay_says_what_to_give_it(store, batch_size, num_batches, shuffle):
+    with gt.Replay(store, Uniform(), 4, num_batches=num_batches) as replay:
+        with pytest.raises(TypeError, match=r"DataLoader\(geartrain.ReplayDataset\(replay\), batch_size=None\)"):
+            next(iter(DataLoader(replay, batch_size=batch_size, shuffle=shuffle)))
+
+
+@pytest.mark.parametrize("fetched", [False, True])
+def test_a_batch_has_the_items_of_a_dict_and_says_how_to_make_one(store, fetched):
+    with gt.Replay(store, Uniform(), 4) as replay:
+        batch = gt.fetch(store, store.keys()[:4]) if fetched else replay.sample()
+    assert dict(batch.items()).keys() == dict(batch.fields).keys() == set(batch)
+    assert all(array is batch[name] for name, array in batch.items())
+    assert [id(array) for array in batch.values()] == [id(array) for array in batch.fields.values()]
+    for make in (lambda: dict(batch), lambda: {**batch}, lambda: dict(**batch)):
+        with pytest.raises(TypeError, match=r"dict\(batch.fields\) or batch.items\(\)"):
+            make()
+
+
 def test_the_figures_add_up(store):
     with gt.Replay(store, Uniform(), 10, window=4, prefetch=2, num_batches=5) as replay:
         size = sum(batch.nbytes for batch in replay)

@@ -32,6 +32,14 @@ from geartrain.errors import ArgumentError, FieldError, IncompatibleStoreError, 
         ({"capacity": 4, "remover": "oldest"}, "fifo, lifo, lowest_priority, .*, found 'oldest'"),
         ({"capacity": 4, "timeout_s": -1}, "timeout_s must be from 0 .* found -1"),
         ({"capacity": 4, "timeout_s": float("inf")}, "timeout_s must be .* found inf"),
+        ({"capacity": 2**70}, "at most 4294967280 rows, capacity is 1180591620717411303424"),
+        ({"capacity": np.uint64(2**64 - 1)}, "at most 4294967280 rows, capacity is 18446744073709551615"),
+        ({"capacity_bytes": -1}, "capacity_bytes must be from 1 to 9223372036854775807, found -1"),
+        ({"capacity_steps": 2**70}, "capacity_steps must be from 1 to 9223372036854775807, found 118"),
+        ({"capacity": 4, "max_rows": 2**32}, "max_rows must be from 1 to 4294967295, found 4294967296"),
+        ({"capacity": 4, "max_times_sampled": 2**70}, "max_times_sampled must be from 1 to 4294967295, found 118"),
+        ({"capacity": 4, "max_times_sampled": True}, "max_times_sampled must be a whole number, found True"),
+        ({"capacity": 4, "max_rows": "3"}, "max_rows must be a whole number, found '3'"),
     ],
 )
 def test_limits_that_make_no_store_are_refused_with_what_was_found(names, what, message):
@@ -79,6 +87,8 @@ def test_fields_that_make_no_schema_are_refused(name, fields, message):
         ((2,), ">f4", False, "byte order"),
         ((2,), "f3", False, "'f3' cannot be stored"),
         ((2,), "f16", False, "'f16' cannot be stored"),
+        ((2,), "float", False, "'float' is float64 in NumPy and float32 in torch: write 'float32' or 'float64'"),
+        ((2,), "int", False, "'int' is int64 in NumPy and int32 in torch: write 'int32' or 'int64'"),
     ],
 )
 def test_a_field_that_cannot_be_stored_is_refused(shape, dtype, per_row, message):

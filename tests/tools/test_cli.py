@@ -138,6 +138,37 @@ def test_inspect_shows_a_checkpoint(store_name: Any, tmp_path: Path) -> None:
     assert "5 rows" in geartrain("inspect", str(tmp_path / "ckpt")).stdout
 
 
+def test_import_takes_the_ends_of_flat_arrays_by_their_name_and_tells_options_as_they_are_written(
+    tmp_path: Path,
+) -> None:
+    ends = np.isin(np.arange(12), (3, 11))
+    np.savez(tmp_path / "flat.npz", x=np.zeros((12, 3)), reward=np.zeros((12, 1)), terminals=ends)
+    flat, into = str(tmp_path / "flat.npz"), str(tmp_path / "flat.gt")
+    refused = geartrain("import", flat, "--into", into)
+    assert refused.returncode == 1 and "--option untimed=, or give --option ends= if" in " ".join(
+        refused.stderr.split()
+    )
+    refused = geartrain("import", flat, "--into", into, "--option", "ends=dones")
+    assert refused.returncode == 1 and "ends names no array: dones; there are x, reward, terminals" in refused.stderr
+    done = geartrain("import", flat, "--into", into, "--option", "ends=terminals")
+    assert done.returncode == 0 and "2 rows, 12 steps" in done.stdout, done.stderr
+    with gt.Store.open(into) as store:
+        assert set(store.fields) == {"x", "reward", "terminals"}
+
+
+def test_import_says_that_a_table_with_a_record_a_step_has_episodes_of_one_step(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    records = {"flat": {"episode": [0, 0, 1], "x": [1.0, 2.0, 3.0]}, "lists": {"x": [[1.0, 2.0], [3.0]]}}
+    for name, columns in records.items():
+        parquet.write_table(arrow.table(columns), tmp_path / f"{name}.parquet")
+        done = geartrain("import", str(tmp_path / f"{name}.parquet"), "--into", str(tmp_path / f"{name}.gt"))
+        told = " ".join(done.stdout.split())
+        assert done.returncode == 0 and ("every record became an episode of one step" in told) == (name == "flat"), told
+    parquet.write_table(arrow.table({"name": ["a"], "x": [1.0]}), tmp_path / "text.parquet")
+    refused = geartrain("import", str(tmp_path / "text.parquet"), "--into", str(tmp_path / "text.gt"))
+    assert refused.returncode == 1 and "Leave these out with --skip-unsupported" in " ".join(refused.stderr.split())
+
+
 def test_import_makes_a_store_from_a_file_of_arrays(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "data.npz", obs=rng.normal(size=(6, 12, 3)), reward=np.ones((6, 12)))

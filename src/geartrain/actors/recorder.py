@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geartrain.actors.remote_store import RemoteStore
-from geartrain.core.arguments import shown
+from geartrain.core.arguments import check_unmasked, shown
 from geartrain.core.dtypes import DTYPES
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, FieldError, SchemaError
@@ -149,6 +149,8 @@ class EpisodeRecorder:
                 raise SchemaError(
                     f"{name!r} is to be an array of several environments, and has no {shown(index)}"
                 ) from None
+            if value.__class__ is not np.ndarray:
+                check_unmasked(f"{name!r}", value)
             field, found = self.store.fields.get(name), getattr(value, "dtype", None)
             if field is not None and DTYPES[field.dtype].numpy_name is not None and not hasattr(value, "detach"):
                 try:

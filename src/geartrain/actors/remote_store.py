@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from geartrain.actors.store_server import pack, unpack
-from geartrain.core.arguments import check_choice, check_text, check_whole, refuse_copies, timeout
+from geartrain.core.arguments import check_choice, check_text, check_unmasked, check_whole, refuse_copies, timeout
 from geartrain.core.dtypes import DTYPES, as_tensor
 from geartrain.core.keys import Keys, check_keys
 from geartrain.core.schema import Field
@@ -125,6 +125,8 @@ class RemoteStore(ServedRows):
         given = {what: np.asarray(value) for what, value in given.items() if value is not None}
         if check_choice("casting", casting, ("no", "safe", "same_kind")) != "no":
             given["casting"] = casting
+        for each, value in fields.items():
+            check_unmasked(f"field {each!r}", value)
         arrays = {each: value if hasattr(value, "dtype") else np.asarray(value) for each, value in fields.items()}
         return unpack(self._call("insert", arrays, given))
 

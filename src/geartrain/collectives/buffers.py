@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_choice, shown
+from geartrain.core.arguments import check_choice, is_masked, shown
 from geartrain.core.dtypes import DTYPES
 from geartrain.errors import ArgumentError
 
@@ -84,6 +84,8 @@ def buffer_of(array: Any) -> HostBuffer:
     """
     if hasattr(array, "data_ptr") and hasattr(array, "is_contiguous"):
         return _buffer_of_tensor(array)
+    if is_masked(array):
+        raise ArgumentError("a masked array is not reduced, for what its mask hides would be: give its .data")
     dtype = getattr(array, "dtype", None)
     name = getattr(dtype, "name", None)
     flags = getattr(array, "flags", None)
@@ -114,6 +116,10 @@ def buffer_of(array: Any) -> HostBuffer:
 def _buffer_of_tensor(tensor: Any) -> HostBuffer:
     if tensor.device.type != "cpu":
         raise ArgumentError(f"a tensor to reduce is on the CPU, found one on {tensor.device}")
+    if tensor.is_conj() or tensor.is_neg():
+        raise ArgumentError(
+            "a tensor to reduce is no lazy conjugate or negative: give its resolve_conj().resolve_neg()"
+        )
     if not tensor.is_contiguous():
         raise ArgumentError(
             f"a tensor to reduce is contiguous, found strides {tensor.stride()} of shape {tuple(tensor.shape)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,10 +12,12 @@ from typing import Any, NoReturn
 import numpy as np
 
 import geartrain._native as _native
-from geartrain.errors import ArgumentError
+from geartrain.errors import ArgumentError, SchemaError
 
 # More threads than any machine has use for: a mistake.
 MAX_THREADS = 4096
+#: Rows of a store: places have 32 bits, and the last few of them stand for none.
+MAX_CAPACITY = 2**32 - 16
 
 
 def default_threads(threads: int | None) -> int:
@@ -50,21 +53,25 @@ def capacity_of(
             f"give the store's size once: capacity (rows), capacity_steps or capacity_bytes; found {found}"
         )
     if capacity_steps is not None:
-        capacity = whole_number("capacity_steps", capacity_steps, 2**63) // max_length
+        capacity = whole_number("capacity_steps", capacity_steps, 2**63 - 1, least=1) // max_length
         if capacity == 0:
             raise ArgumentError(f"capacity_steps is {capacity_steps}, and one row alone takes max_length={max_length}")
     elif capacity_bytes is not None:
-        capacity = rows_within(whole_number("capacity_bytes", capacity_bytes, 2**63 - 1))
-    if check_whole("capacity", capacity) < 1:
-        raise ArgumentError(f"a store needs room for at least one row, capacity is {capacity}")
-    return whole_number("capacity", capacity, 2**63)
+        nbytes = check_whole("capacity_bytes", capacity_bytes)  # of 0 it is told how many one row takes
+        capacity = rows_within(whole_number("capacity_bytes", nbytes, 2**63 - 1, least=1) if nbytes else 0)
+    rows = check_whole("capacity", capacity)
+    if rows < 1:
+        raise ArgumentError(f"a store needs room for at least one row, capacity is {shown(capacity)}")
+    if rows > MAX_CAPACITY:
+        raise ArgumentError(f"a shard has at most {MAX_CAPACITY} rows, capacity is {shown(rows)}")
+    return rows
 
 
-def whole_number(what: str, value: Any, most: int) -> int:
-    """The value as an int from 0 to `most`; fractions and infinities are refused, not cut."""
+def whole_number(what: str, value: Any, most: int, *, least: int = 0) -> int:
+    """The value as an int from `least` to `most`; fractions and infinities are refused, not cut."""
     number = check_whole(what, value)
-    if not 0 <= number <= most:
-        raise ArgumentError(f"{what} must be from 0 to {most}, found {shown(number)}")
+    if not least <= number <= most:
+        raise ArgumentError(f"{what} must be from {least} to {most}, found {shown(number)}")
     return number
 
 
@@ -101,6 +108,21 @@ def check_real(what: str, value: Any, wanted: str = "a finite number") -> float:
     if not -float("inf") < number < float("inf"):
         raise ArgumentError(f"{what} is {wanted}, found {shown(value)}")
     return number
+
+
+def is_masked(value: Any) -> bool:
+    """Whether it is a masked array of NumPy's, whose module is imported only where somebody uses it."""
+    masked = sys.modules.get("numpy.ma")
+    return masked is not None and isinstance(value, masked.MaskedArray)
+
+
+def check_unmasked(what: str, values: Any) -> None:
+    """Raises `SchemaError` for masked arrays, in a list too: what they hide would be stored as if it were there."""
+    if any(map(is_masked, values)) if isinstance(values, list | tuple) else is_masked(values):
+        raise SchemaError(
+            f"{what} is a masked array, whose mask would be lost: give its .filled(value), or .data and the mask as "
+            f"a field of its own"
+        )
 
 
 def check_flag(what: str, value: Any) -> bool:

@@ -66,7 +66,9 @@ DTYPES: dict[str, Dtype] = {
 _BY_CODE = {d.code: d for d in DTYPES.values()}
 # NumPy builds a dtype's name each time it is asked for, which takes longer than copying a row.
 _BY_NUMPY: dict[np.dtype[Any], Dtype] = {np.dtype(d.numpy_name): d for d in DTYPES.values() if d.numpy_name is not None}
-_ALIASES = {"half": "float16", "float": "float32", "double": "float64", "int": "int32", "long": "int64"}
+# Names that mean the same in NumPy and torch, and those that do not.
+_ALIASES = {"half": "float16", "double": "float64", "long": "int64", "torch.float": "float32", "torch.int": "int32"}
+_AMBIGUOUS = {"float": ("float64", "float32"), "int": ("int64", "int32")}
 
 
 def as_dtype(dtype: object) -> Dtype:
@@ -98,7 +100,12 @@ def as_dtype(dtype: object) -> Dtype:
         if not as_numpy.isnative:
             raise SchemaError(f"dtype {as_numpy!r} is not in this machine's byte order")
         name = as_numpy.name
-    name = name.removeprefix("torch.")
+    if name in _AMBIGUOUS:
+        in_numpy, in_torch = _AMBIGUOUS[name]
+        raise SchemaError(
+            f"dtype {name!r} is {in_numpy} in NumPy and {in_torch} in torch: write {in_torch!r} or {in_numpy!r}"
+        )
+    name = _ALIASES.get(name, name).removeprefix("torch.")
     name = _ALIASES.get(name, name)
     if name not in DTYPES:
         raise SchemaError(_unknown_dtype(dtype))
@@ -195,6 +202,12 @@ def from_dlpack() -> Callable[[Any], torch.Tensor]:
     # What that one calls in the end, without the frame of Python in between: 0.5 us a tensor instead of 0.7.
     made: Callable[[Any], torch.Tensor] = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
     return made
+
+
+def plain_tensor(tensor: Any) -> Any:
+    """A tensor's values without its gradient, and without the bits by which torch conjugates and negates when asked."""
+    tensor = tensor.detach()
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
 def writable_tensor(array: NDArray[Any]) -> torch.Tensor:

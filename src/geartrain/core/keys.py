@@ -100,6 +100,13 @@ class Keys:
     def __len__(self) -> int:
         return len(self.row)
 
+    def __call__(self) -> NoReturn:
+        """Raises `TypeError`: who calls the keys of a batch, as `dict(batch)` does, takes it for a mapping."""
+        raise TypeError(
+            "these are keys of rows, and no method: a batch's fields are dict(batch.fields) or batch.items(), their "
+            "names list(batch), and batch.as_dict() has the metadata too"
+        )
+
     def __getitem__(self, index: Any) -> Keys:
         try:
             row = np.atleast_1d(self.row[index])

@@ -38,7 +38,8 @@ class Field:
     Args:
         shape: shape of one step; `()` for a scalar. How many steps a row holds at most is the store's
             `max_length`. At most 7 axes, or 8 with `per_row=True`.
-        dtype: a name ("float32", "bfloat16", ...), a NumPy dtype or its code ("f4", "<i8"), or a torch dtype.
+        dtype: a name ("float32", "bfloat16", ...), a NumPy dtype or its code ("f4", "<i8"), or a torch dtype. "float"
+            and "int" are refused: NumPy and torch mean different ones.
         per_row: the field has no time: a row has one value of this shape, however many steps it has.
 
     Raises:

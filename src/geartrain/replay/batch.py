@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import ItemsView, Iterable, Iterator, ValuesView
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
@@ -34,7 +34,8 @@ class Batch(_WeaklyReferable):
     batch that is kept is never overwritten; it only costs memory. All of them support DLPack.
 
     Attributes:
-        fields: the arrays by name; `batch[name]` is one of them, and `for name in batch` goes through the names.
+        fields: the arrays by name; `batch[name]` is one of them, `for name in batch` goes through the names, and
+            `batch.items()` and `batch.values()` through the arrays, as a dict's do. `dict(batch.fields)` is that dict.
         keys: of the rows, for `update_priorities`.
         probability: (B,) float64, of the row in one draw; None for a fetch by key.
         importance_weights: (B,) float64; None unless the strategy makes them (`Prioritized(beta=...)`).
@@ -74,6 +75,14 @@ class Batch(_WeaklyReferable):
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def items(self) -> ItemsView[str, Array]:
+        """Names and arrays of the fields."""
+        return self.fields.items()
+
+    def values(self) -> ValuesView[Array]:
+        """Arrays of the fields."""
+        return self.fields.values()
 
     @property
     def batch_size(self) -> int:

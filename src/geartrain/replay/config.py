@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 MAX_PREFETCH = 1024
 MAX_UPDATE_LAG = 2 * MAX_PREFETCH
 
+#: What torch's `DataLoader` takes in a replay's place.
+DATASET = "For torch's DataLoader: DataLoader(geartrain.ReplayDataset(replay), batch_size=None)"
+
 
 class ReplayOptions(TypedDict, total=False):
     """The options of `Replay`, which documents them, for type checkers."""

@@ -26,7 +26,7 @@ from geartrain.replay.batch import Batch
 from geartrain.replay.batch_loader import LEAVE_S, BatchLoader, close_here
 from geartrain.replay.builder import given_priorities
 from geartrain.replay.builder_choice import open_builder
-from geartrain.replay.config import ReplayConfig, ReplayOptions, seeded_selection, stores_of
+from geartrain.replay.config import DATASET, ReplayConfig, ReplayOptions, seeded_selection, stores_of
 from geartrain.replay.device import DeviceOptions
 from geartrain.replay.distributed.assignment import Assignment
 from geartrain.replay.distributed.rank_group import RankGroup
@@ -319,8 +319,11 @@ class Replay:
     def __len__(self) -> int:
         """Batches per iteration. Raises TypeError for an endless replay."""
         if self.num_batches is None:
-            raise TypeError("this replay is endless and has no length; give it num_batches=...")
+            raise TypeError(f"this replay is endless and has no length; give it num_batches=... {DATASET}")
         return self.num_batches
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise TypeError(f"batches of a replay have no index: iterate over it, or call sample(). {DATASET}")
 
     def update_priorities(self, rows: Keys, priorities: ArrayLike) -> int:
         """Sets the priorities of rows of earlier batches to |priority| ** alpha; returns how many were gone.
@@ -337,8 +340,7 @@ class Replay:
         of the job's shards, that is: keys of batches, and those that `Store.insert` and `Store.keys` returned.
 
         Raises:
-            ArgumentError: a priority that is not finite, or keys of a store that is not in this replay. None of the
-                priorities is set.
+            ArgumentError: a priority that is not finite, or keys of a store not in this replay; none is set.
         """
         self._check_open()
         return self._loader.submit_updates(given_priorities(rows, priorities))

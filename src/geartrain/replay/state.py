@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from geartrain.core.arguments import check_whole
+from geartrain.core.arguments import check_whole, whole_number
 from geartrain.errors import ArgumentError
 from geartrain.selection.arguments import check_number
 from geartrain.selection.strategy import check_seed
@@ -28,8 +28,7 @@ def checked_state(state: object, seed: int | None, identities: Mapping[str, list
     if missing := [name for name in ("seed", "step", "state", "exponents") if name not in found]:
         raise ArgumentError(f"this is no state of a replay: it has no {', '.join(missing)}")
     check_seed(found["seed"])
-    if not 0 <= check_whole("the state's step", found["step"]) < 2**63:
-        raise ArgumentError(f"the state's step is at least 0, found {found['step']}")
+    whole_number("the state's step", found["step"], 2**63 - 1)
     for name in ("state", "exponents", "stores", "names"):
         if not isinstance(found.get(name, []), (list, tuple)):
             raise ArgumentError(f"the state's {name!r} has an entry for each store, found {found[name]!r}")

@@ -12,6 +12,10 @@ from geartrain.store.store import Store
 
 # How often a wait for rows looks at the store.
 LOOK_EVERY_S = 0.01
+_ALONE = (
+    "; no other process has it open, so nothing is waited for (where a thread of this one inserts: "
+    "store.limiter.set(min_size_to_sample=...))"
+)
 
 
 class StoreWaits:
@@ -100,8 +104,10 @@ class StoreWaits:
     def check_count(self, count: int) -> None:
         """Raises `NotEnoughRowsError` when so many selectable rows are too few."""
         if count < self.min_rows:
+            alone = self.waits and self._store.native.live_clients() < 2
             raise NotEnoughRowsError(
                 f"{self.min_rows} selectable rows are asked for, the store {self._store.name!r} has {count}"
+                f"{_ALONE if alone else ''}"
             )
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.core.arguments import refuse_copies
+from geartrain.core.arguments import check_unmasked, refuse_copies
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, CallCancelledError, FieldError, SchemaError, WaitTimeoutError
 from geartrain.store.recorder import RecorderPriority, StepRecorder
@@ -254,6 +254,8 @@ def _stack(name: str, values: ByAgent, lanes: Mapping[Hashable, int], n: int) ->
                 of_part[agent] = value[key]
             parts[str(key)] = _stack(f"{name}.{key}", of_part, lanes, n)
         return parts
+    for agent, value in values.items():
+        check_unmasked(f"{name!r} of agent {agent!r}", value)
     try:
         arrays = {agent: np.asarray(value) for agent, value in values.items()}
     except (TypeError, ValueError) as error:

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_whole, real_number, shown
-from geartrain.core.dtypes import DTYPES, as_tensor, numpy_dtype
+from geartrain.core.arguments import check_unmasked, check_whole, real_number, shown
+from geartrain.core.dtypes import DTYPES, as_tensor, numpy_dtype, plain_tensor
 from geartrain.core.schema import Field
 from geartrain.errors import FieldError, SchemaError
 from geartrain.store.rate_limiter import RateLimiter
@@ -108,8 +108,9 @@ def as_column(values: Any, n: int, dtype: Any, what: str) -> NDArray[Any] | None
     """Per-row values as a contiguous array (n,), or None. A single number stands for all rows."""
     if values is None:
         return None
+    check_unmasked(f"`{what}`", values)
     try:
-        array = np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
+        array = np.asarray(plain_tensor(values).cpu() if hasattr(values, "detach") else values)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor without values, as on meta
         raise SchemaError(f"`{what}` must be one number or an array ({n},), found {type(values).__name__}") from None
     if array.ndim == 0:

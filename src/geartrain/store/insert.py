@@ -12,8 +12,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from geartrain.core.arguments import check_choice
-from geartrain.core.dtypes import DTYPES, Dtype, as_dtype, as_raw, torch_dtype
+from geartrain.core.arguments import check_choice, check_unmasked
+from geartrain.core.dtypes import DTYPES, Dtype, as_dtype, as_raw, plain_tensor, torch_dtype
 from geartrain.core.keys import Keys
 from geartrain.errors import FieldError, SchemaError
 from geartrain.store.columns import Columns, as_column
@@ -75,6 +75,12 @@ def insert_rows(
 def checked_source(columns: Columns, name: str, data: Any, casting: Casting) -> tuple[Any, int, int]:
     """The data as a C-contiguous array of the field's bytes, its rows and its steps."""
     field = columns.fields[name]
+    check_unmasked(f"field {name!r}", data)
+    if getattr(data, "is_nested", False):
+        raise SchemaError(
+            f"field {name!r} is a nested tensor: give its to_padded_tensor(0) and lengths=, or insert its unbind() one "
+            f"by one"
+        )
     if not hasattr(data, "dtype"):
         try:
             data = np.asarray(data)
@@ -106,7 +112,7 @@ def checked_source(columns: Columns, name: str, data: Any, casting: Casting) -> 
             raise SchemaError(f"field {name!r} is on {data.device}; the store takes host memory")
         if "strided" not in str(data.layout):
             raise SchemaError(f"field {name!r} is a tensor of the layout {data.layout}: give its to_dense()")
-        data = (data.detach() if data.requires_grad else data).contiguous()
+        data = plain_tensor(data).contiguous()
     else:
         data = np.ascontiguousarray(data)
     if DTYPES[field.dtype].numpy_name is None:

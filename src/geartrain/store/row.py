@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_whole, refuse_copies, shown, whole_number
+from geartrain.core.arguments import check_unmasked, check_whole, refuse_copies, shown, whole_number
 from geartrain.core.keys import Keys
 from geartrain.errors import SchemaError, StaleKeyError, StoreClosedError
 from geartrain.store.columns import Columns, as_column, check_entry, check_priority
@@ -30,6 +30,7 @@ class _Uncommitted(ABC):
 
     _columns: Columns
     _done: bool
+    _what = "this row was"
 
     @abstractmethod
     def commit(self) -> Keys:
@@ -51,8 +52,14 @@ class _Uncommitted(ABC):
                 self._release(native)
 
     def _check_open(self) -> None:
+        """Raises unless its blocks may be written: `SchemaError` after the commit, `StoreClosedError` after a close."""
         if self._done:
-            raise SchemaError("already committed or abandoned")
+            raise SchemaError(
+                f"{self._what} already committed or abandoned; rows that are committed are changed by the store's "
+                f"write(keys, ...) and update_priorities(keys, ...)"
+            )
+        if self._columns.native.closed:
+            self._columns.native.column(0)  # which refuses, and says why
 
     def __enter__(self) -> Self:
         return self
@@ -102,25 +109,72 @@ class Row(_Uncommitted):
         >>> store.close()
     """
 
-    __slots__ = ("_index", "_open", "key", "length", "priority", "version")
+    __slots__ = ("_index", "_key", "_length", "_open", "_priority", "_version")
 
     def __init__(self, columns: Columns, index: int, priority: float, version: int) -> None:
         self._columns = columns
         self._done = False
         self._index = index
         self._open = False  # published, and still extended
-        self.length: int = columns.max_length
-        self.priority = priority
-        self.version = version
-        self.key: Keys | None = None
+        self._length = columns.max_length
+        self._priority = priority
+        self._version = version
+        self._key: Keys | None = None
+
+    @property
+    def key(self) -> Keys | None:
+        """The row's key; None before it is published or committed."""
+        return self._key
+
+    @property
+    def length(self) -> int:
+        """Steps that the row holds, to be set before it is published or committed. At first the block's."""
+        return self._length
+
+    @length.setter
+    def length(self, length: int) -> None:
+        if self._done or self._open:
+            self._check_unpublished("length", "extend(length) adds steps to it")
+        self._length = length
+
+    @property
+    def priority(self) -> float:
+        """The row's priority, to be set before it is committed. In an open row it is that of steps still to come."""
+        return self._priority
+
+    @priority.setter
+    def priority(self, priority: float) -> None:
+        if self._done:
+            self._check_open()
+        self._priority = priority
+
+    @property
+    def version(self) -> int:
+        """Version of the model that acted, to be set before the row is published or committed."""
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        if self._done or self._open:
+            self._check_unpublished("version", "it keeps the one that it was published with")
+        self._version = version
+
+    def _check_unpublished(self, what: str, instead: str) -> None:
+        self._check_open()
+        if self._open:
+            raise SchemaError(f"the {what} of a row cannot be set any more once it is published: {instead}")
 
     def __getitem__(self, field: str) -> NDArray[Any]:
-        self._check_open()
+        if self._done or self._columns.native.closed:
+            self._check_open()
         view: NDArray[Any] = self._columns.numpy(field)[self._index, ...]
         return view
 
     def __setitem__(self, field: str, value: Any) -> None:
-        _put(field, self[field], value)
+        columns = self._columns
+        if self._done or columns.native.closed:
+            self._check_open()
+        _put(field, columns.numpy(field)[self._index, ...], value)
 
     def torch(self, field: str) -> torch.Tensor:
         """A tensor over the block's memory."""
@@ -144,9 +198,9 @@ class Row(_Uncommitted):
         if self._open:
             self._done = True
             native.seal_one(self._index)
-            assert self.key is not None
-            return self.key
-        key = self._enter(native.commit_one, self.length)
+            assert self._key is not None
+            return self._key
+        key = self._enter(native.commit_one, self._length)
         self._done = True
         return key
 
@@ -164,7 +218,7 @@ class Row(_Uncommitted):
             raise SchemaError("this row was already published; add steps with extend()")
         key = self._enter(self._columns.native.publish_one, length)
         self._open = True
-        self.length = length
+        self._length = length
         return key
 
     def extend(self, length: int) -> None:
@@ -175,12 +229,12 @@ class Row(_Uncommitted):
         self._check_open()
         if not self._open:
             raise SchemaError("this row was not published yet: publish(length=...) comes first")
-        priority = self.priority
+        priority = self._priority
         if length.__class__ is not int or priority.__class__ is not float or not 0 <= length < 2**32:
             length = whole_number("the row's length", length, 2**32 - 1)
             priority = check_priority(priority)
         self._columns.native.extend(self._index, length, priority)
-        self.length = length
+        self._length = length
 
     def _enter(self, call: Callable[[int, int, float, int], int], length: int) -> Keys:
         limiter = self._columns.limiter
@@ -193,15 +247,15 @@ class Row(_Uncommitted):
             if self._columns.native.limited:
                 limiter.admit_inserts(1)
                 admitted = True
-            priority, version = check_entry(self.priority, self.version)
+            priority, version = check_entry(self._priority, self._version)
             generation = call(self._index, length, priority, version)
         except BaseException:
             if admitted:
                 limiter.give_back(inserts=1)
             self.abandon()
             raise
-        self.key = Keys.packed((self._index, generation), self._columns.store_id)
-        return self.key
+        self._key = Keys.packed((self._index, generation), self._columns.store_id)
+        return self._key
 
     def _release(self, native: _native.Store) -> None:
         (native.seal_one if self._open else native.abandon_one)(self._index)
@@ -213,15 +267,53 @@ class Rows(_Uncommitted):
     Set `lengths`, `priorities` and `versions` (arrays (n,)) before the commit.
     """
 
+    __slots__ = ("_index", "_keys", "_lengths", "_priorities", "_versions")
+    _what = "these rows were"
+
     def __init__(self, columns: Columns, index: NDArray[np.uint32], priority: float, version: int) -> None:
         self._columns = columns
         self._done = False
         self._index = index
         n = len(index)
-        self.lengths: ArrayLike = np.full(n, columns.max_length, np.uint32)
-        self.priorities: ArrayLike = np.full(n, priority, np.float64)
-        self.versions: ArrayLike = np.full(n, version, np.int64)
-        self.keys: Keys | None = None
+        self._lengths: ArrayLike = np.full(n, columns.max_length, np.uint32)
+        self._priorities: ArrayLike = np.full(n, priority, np.float64)
+        self._versions: ArrayLike = np.full(n, version, np.int64)
+        self._keys: Keys | None = None
+
+    @property
+    def keys(self) -> Keys | None:
+        """The rows' keys; None before they are committed."""
+        return self._keys
+
+    @property
+    def lengths(self) -> ArrayLike:
+        """Steps of each row, to be set before the commit; one number stands for all."""
+        return self._lengths
+
+    @lengths.setter
+    def lengths(self, lengths: ArrayLike) -> None:
+        self._check_open()
+        self._lengths = lengths
+
+    @property
+    def priorities(self) -> ArrayLike:
+        """Priorities of the rows, to be set before the commit; one number stands for all."""
+        return self._priorities
+
+    @priorities.setter
+    def priorities(self, priorities: ArrayLike) -> None:
+        self._check_open()
+        self._priorities = priorities
+
+    @property
+    def versions(self) -> ArrayLike:
+        """Versions of the model that acted, to be set before the commit; one number stands for all."""
+        return self._versions
+
+    @versions.setter
+    def versions(self, versions: ArrayLike) -> None:
+        self._check_open()
+        self._versions = versions
 
     def __len__(self) -> int:
         return len(self._index)
@@ -230,7 +322,7 @@ class Rows(_Uncommitted):
         """Row i of them. Raises `IndexError` where there is none."""
         self._check_open()
         try:
-            return RowView(self._columns, int(self._index[i]))
+            return RowView(self, int(self._index[i]))
         except (IndexError, TypeError, OverflowError):
             raise IndexError(f"these are {len(self)} rows, found {shown(i)}") from None
 
@@ -244,9 +336,9 @@ class Rows(_Uncommitted):
         limiter = self._columns.limiter
         admitted = 0
         try:
-            lengths = as_column(self.lengths, n, np.uint32, "lengths")
-            priorities = as_column(self.priorities, n, np.float64, "priorities")
-            versions = as_column(self.versions, n, np.int64, "versions")
+            lengths = as_column(self._lengths, n, np.uint32, "lengths")
+            priorities = as_column(self._priorities, n, np.float64, "priorities")
+            versions = as_column(self._versions, n, np.int64, "versions")
             limiter.admit_inserts(n)
             admitted = n
             generations = self._columns.native.commit(self._index, lengths, priorities, versions)
@@ -255,24 +347,25 @@ class Rows(_Uncommitted):
             self.abandon()
             raise
         self._done = True
-        self.keys = Keys.of_rows(self._index, generations, self._columns.store_id)
-        return self.keys
+        self._keys = Keys.of_rows(self._index, generations, self._columns.store_id)
+        return self._keys
 
     def _release(self, native: _native.Store) -> None:
         native.abandon(self._index)
 
 
 class RowView:
-    """One of several rows being written: its blocks as NumPy views, or as tensors with `torch`."""
+    """One of several rows being written: its blocks as NumPy views, or as tensors with `torch`, until the commit."""
 
-    __slots__ = ("_columns", "_index")
+    __slots__ = ("_index", "_rows")
 
-    def __init__(self, columns: Columns, index: int) -> None:
-        self._columns = columns
+    def __init__(self, rows: Rows, index: int) -> None:
+        self._rows = rows  # which would give the blocks back if it were dropped
         self._index = index
 
     def __getitem__(self, field: str) -> NDArray[Any]:
-        view: NDArray[Any] = self._columns.numpy(field)[self._index, ...]
+        self._rows._check_open()
+        view: NDArray[Any] = self._rows._columns.numpy(field)[self._index, ...]
         return view
 
     def __setitem__(self, field: str, value: Any) -> None:
@@ -280,11 +373,12 @@ class RowView:
 
     def torch(self, field: str) -> torch.Tensor:
         """A tensor over the block's memory."""
-        return self._columns.torch(field)[self._index, ...]
+        self._rows._check_open()
+        return self._rows._columns.torch(field)[self._index, ...]
 
 
 def _put(field: str, block: NDArray[Any], value: Any) -> None:
-    """Writes a value into a block as NumPy does, but for what NumPy would read as a number: text, None, times."""
+    """Writes a value into a block as NumPy does, but for what NumPy would read as a number: text, times, masks."""
     try:
         if value.__class__ is np.ndarray:
             if value.dtype is not block.dtype and value.dtype.kind not in "biuf":
@@ -292,12 +386,19 @@ def _put(field: str, block: NDArray[Any], value: Any) -> None:
         elif value.__class__ is not float and value.__class__ is not int:
             value = _numbers(value, block.dtype)
         block[...] = value
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: a tensor with a gradient
+    except (
+        SchemaError,
+        TypeError,
+        ValueError,
+        OverflowError,
+        RuntimeError,
+    ) as error:  # the last: of a tensor's gradient
         raise SchemaError(f"field {field!r} takes {block.dtype} {block.shape}, found {shown(value)}: {error}") from None
 
 
 def _numbers(value: Any, dtype: np.dtype[Any]) -> Any:
     """The value, once it holds nothing but numbers that a block of the dtype may take. Raises `TypeError`."""
+    check_unmasked("it", value)
     array = np.asarray(value)
     kind = array.dtype.kind
     if kind in "biuf":

@@ -158,22 +158,22 @@ def create_segment(
             f"priority_per='step' has room for {MAX_STEPS} steps, so that the sum of their 32-bit priorities is exact "
             f"in 64; {rows} rows of {max_length} are {rows * max_length}"
         )
-    for what, limit in (
-        ("max_times_sampled", max_times_sampled),
-        ("max_age_s", max_age_s),
-        ("max_rows", max_rows),
-    ):
-        if limit is not None and not real_number(limit) > 0:
+    for what, limit in (("max_times_sampled", max_times_sampled), ("max_rows", max_rows)):
+        if limit is not None and check_whole(what, limit) < 1:
             raise ArgumentError(f"{what} must be above zero, found {shown(limit)} (leave it out for no limit)")
+    if max_age_s is not None and not real_number(max_age_s) > 0:
+        raise ArgumentError(f"max_age_s must be above zero, found {shown(max_age_s)} (leave it out for no limit)")
     age_ns = 0 if max_age_s is None else nanoseconds("max_age_s", real_number(max_age_s))
     try:
         return _native.Store.create(
             name,
             specs,
             rows,
-            whole_number("max_rows", max_rows or 0, 2**32 - 1),
+            0 if max_rows is None else whole_number("max_rows", max_rows, 2**32 - 1, least=1),
             number,
-            whole_number("max_times_sampled", max_times_sampled or 0, 2**32 - 1),
+            0
+            if max_times_sampled is None
+            else whole_number("max_times_sampled", max_times_sampled, 2**32 - 1, least=1),
             age_ns,
             whole_number("priority_fraction_bits", priority_fraction_bits, 32),
             "/" in name if persist is None else check_flag("persist", persist),

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.core.arguments import shown
-from geartrain.core.dtypes import DTYPES, as_dtype, as_raw, torch_dtype
+from geartrain.core.arguments import check_unmasked, shown
+from geartrain.core.dtypes import DTYPES, as_dtype, as_raw, plain_tensor, torch_dtype
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, FieldError, SchemaError
 
@@ -152,7 +152,7 @@ class StepArguments:
 def _fetched(name: str, tensor: Any) -> Any:
     """A tensor in host memory. Raises `SchemaError` where it has no values, as on the meta device."""
     try:
-        return tensor.detach().cpu()
+        return plain_tensor(tensor).cpu()
     except (RuntimeError, NotImplementedError) as error:
         raise SchemaError(f"{name!r} is a tensor on {tensor.device} that cannot be read: {error}") from None
 
@@ -166,6 +166,7 @@ def _on_host(name: str, value: Any) -> Any:
 
 
 def _as_array(name: str, value: Any) -> NDArray[Any]:
+    check_unmasked(f"{name!r}", value)
     try:
         return np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of another device, or sparse

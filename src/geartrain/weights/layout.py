@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from geartrain.core.arguments import shown
+from geartrain.core.arguments import is_masked, shown
 from geartrain.core.json_values import parse_json
 from geartrain.core.schema import round_up
 from geartrain.errors import ArgumentError, IncompatibleStoreError
@@ -182,6 +182,8 @@ def _dtype_of(path: tuple[str, ...], leaf: Any) -> tuple[str, int]:
             what = "quantized" if leaf.is_quantized else "without memory (meta)" if leaf.is_meta else str(leaf.layout)
             raise ArgumentError(f"{name} is {what}; weights are dense tensors")
         return str(leaf.dtype), leaf.element_size()
+    if is_masked(leaf):
+        raise ArgumentError(f"{name} is a masked array, whose mask would be lost: give its .filled(value) or its .data")
     if isinstance(leaf, (np.ndarray, np.generic)):
         if leaf.dtype.hasobject or leaf.dtype.names is not None or leaf.dtype.itemsize == 0:
             raise ArgumentError(f"{name} has dtype {leaf.dtype}; weights are plain numbers")

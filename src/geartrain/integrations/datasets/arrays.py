@@ -46,8 +46,9 @@ class ArraySource(Source):
 
     Args:
         arrays: name -> array, possibly nested, or the path of an `.npz` file or a folder of `.npy`.
-        lengths: steps of each episode, for padded arrays; the whole second axis by default.
-        ends: where the episodes of flat arrays end.
+        lengths: steps of each episode, for padded arrays; the whole second axis by default. Or the name of the array
+            that they are.
+        ends: where the episodes of flat arrays end; or the name of the array that says so, such as "terminals".
         untimed: fields that have no time axis: in the padded layout those of more than one axis, in the flat one all
             that have a value an episode.
 
@@ -61,8 +62,8 @@ class ArraySource(Source):
         *,
         fields: FieldChoice = None,
         skip_unsupported: bool = False,
-        lengths: Array | None = None,
-        ends: Array | None = None,
+        lengths: Array | str | None = None,
+        ends: Array | str | None = None,
         untimed: Collection[str] = (),
     ) -> None:
         if isinstance(untimed, str):
@@ -80,6 +81,7 @@ class ArraySource(Source):
             lengths, ends = found.pop("lengths", None), found.pop("ends", None)
         if lengths is not None and ends is not None:
             raise SourceError(f"{self.name}: lengths are for padded arrays, ends for flat ones")
+        lengths, ends = self._named("lengths", lengths, found), self._named("ends", ends, found)
         named = found.pop("untimed").tolist() if "untimed" in found and found["untimed"].dtype.kind == "U" else []
         if not found:
             raise SourceError(f"{self.name}: holds no array")
@@ -122,6 +124,14 @@ class ArraySource(Source):
     def extent(self) -> Extent:
         """From the lengths; reads no data."""
         return Extent(len(self._lengths), int(self._lengths.max(initial=0)))
+
+    def _named(self, what: str, given: Array | str | None, found: Mapping[str, Array]) -> Array | None:
+        """The array of a name; it stays a field as well."""
+        if isinstance(given, str):
+            if given not in found:
+                raise SourceError(f"{self.name}: {what} names no array: {given}; there are {', '.join(found)}")
+            return found[given]
+        return given
 
     def _one_size(self, sizes: Mapping[str, int]) -> int:
         if len(set(sizes.values())) != 1:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -273,6 +274,8 @@ def _recognise(source: object) -> str:
     if not isinstance(source, str | Path):
         return "torch"
     path = Path(source)
+    if not os.path.lexists(path):
+        raise SourceError(f"{path} does not exist")
     looked_for = []
     for name, (module_name, _) in FORMATS.items():
         module = importlib.import_module(module_name)
@@ -281,8 +284,7 @@ def _recognise(source: object) -> str:
                 return name
         if module.LOOKS_FOR:
             looked_for.append(f"{module.LOOKS_FOR} ({name})")
-    state = "does not exist" if not path.exists() else "has no known format"
-    raise SourceError(f"{path} {state}; looked for {'; '.join(looked_for)}")
+    raise SourceError(f"{path} has no known format; looked for {'; '.join(looked_for)}")
 
 
 def _check(where: str, episode: Episode, schema: Mapping[str, Field], limit: int, casts: Mapping[str, str]) -> None:

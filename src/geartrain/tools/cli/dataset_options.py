@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
 
-from geartrain.errors import ArgumentError
+from geartrain.errors import ArgumentError, SourceError
 
 Casts = Annotated[list[str] | None, typer.Option(help="Convert dtypes, e.g. float64=float32. Repeatable.")]
 FormatOptions = Annotated[
@@ -15,6 +17,19 @@ FormatOptions = Annotated[
     typer.Option(help="An option of the format as key=value, e.g. split=train or fps=30. Repeatable."),
 ]
 Quiet = Annotated[bool, typer.Option(help="No progress bar.")]
+
+
+@contextlib.contextmanager
+def as_options() -> Iterator[None]:
+    """Errors that name arguments of Python's name those of the command line."""
+    try:
+        yield
+    except (ArgumentError, SourceError) as error:
+        told = re.sub(r"\bskip_unsupported=True", "--skip-unsupported", str(error))
+        told = re.sub(r"(?<![\w'\"-])(untimed|ends|lengths)=", r"--option \1=", told)
+        if told == str(error):
+            raise
+        raise type(error)(told) from None
 
 
 def key_values(pairs: list[str]) -> dict[str, Any]:

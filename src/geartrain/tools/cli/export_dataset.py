@@ -12,7 +12,7 @@ import typer
 
 from geartrain.core.shared_files import check_trust
 from geartrain.tools.cli.app import app, die, escape, out
-from geartrain.tools.cli.dataset_options import Casts, FormatOptions, Quiet, key_values
+from geartrain.tools.cli.dataset_options import Casts, FormatOptions, Quiet, as_options, key_values
 from geartrain.tools.cli.inspect_remove import TRUST_HELP
 
 
@@ -74,7 +74,7 @@ def export(
     """
     from geartrain.integrations import export_store
 
-    with _cleaned_up_on_sigterm():
+    with _cleaned_up_on_sigterm(), as_options():
         report = export_store(
             store,
             path,

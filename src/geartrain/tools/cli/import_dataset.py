@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,8 +10,12 @@ import typer
 from geartrain.integrations.datasets.importer import FORMATS
 from geartrain.store.store import Store
 from geartrain.tools.cli.app import app, escape, out
-from geartrain.tools.cli.dataset_options import Casts, FormatOptions, Quiet, key_values
+from geartrain.tools.cli.dataset_options import Casts, FormatOptions, Quiet, as_options, key_values
 
+_FLAT = (
+    "note: every record became an episode of one step: no column holds lists, one a record, over the steps of an "
+    "episode. A table with a record a step is to be grouped by its episode first (docs/importers.md)."
+)
 _FORMATS = [name for name in FORMATS if name != "torch"]  # of files
 
 
@@ -51,21 +56,24 @@ def import_(
     """
     from geartrain.integrations import import_dataset
 
-    store = import_dataset(
-        source,
-        into,
-        format=format,
-        fields=field,
-        cast=cast or (),
-        capacity=capacity,
-        max_length=max_length,
-        on_too_long=on_too_long,  # type: ignore[arg-type]  # checked by import_dataset, with a message
-        skip_unsupported=skip_unsupported,
-        persist=True,
-        progress=not quiet,
-        **key_values(option or []),
-    )
+    with as_options():
+        store = import_dataset(
+            source,
+            into,
+            format=format,
+            fields=field,
+            cast=cast or (),
+            capacity=capacity,
+            max_length=max_length,
+            on_too_long=on_too_long,  # type: ignore[arg-type]  # checked by import_dataset, with a message
+            skip_unsupported=skip_unsupported,
+            persist=True,
+            progress=not quiet,
+            **key_values(option or []),
+        )
     out.print(_summary(store))
+    if Path(source).suffix == ".parquet" and store.max_length == 1 and len(store) > 1:
+        out.print(_FLAT)
     store.close()
 
 
