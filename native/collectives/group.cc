@@ -76,8 +76,8 @@ Shape checked(const GroupOptions& options, Shape shape, const std::vector<Segmen
     fail(ErrorKind::argument, "these are not the arrays of a collective of ", world, " ranks");
   }
   if (sends[many_out ? rank : 0].count != receives[many_in ? rank : 0].count) {
-    fail(ErrorKind::argument, "rank ", rank, " sends ", sends[many_out ? rank : 0].count, " elements to itself and gets ",
-         receives[many_in ? rank : 0].count);
+    fail(ErrorKind::argument, "rank ", rank, " sends ", sends[many_out ? rank : 0].count,
+         " elements to itself and gets ", receives[many_in ? rank : 0].count);
   }
   const uint64_t out = elements_of(sends), in = elements_of(receives);
   shape.count = kind == Collective::all_to_all ? 0 : std::max(out, in);
