@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -116,3 +119,23 @@ def test_a_call_does_not_wait_beyond_its_deadline_for_another_one_that_dials(sil
         assert time.monotonic() - began_s < long_s / 2
         client.close()
         other.join()
+
+
+@pytest.mark.timeout(60)
+def test_ctrl_c_ends_a_wait_for_ranks_that_do_not_join() -> None:
+    pytest.importorskip("torch")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    program = (
+        "import torch.distributed; from geartrain import rpc\n"
+        f"print('joins', flush=True); rpc.init('a', rank=0, world_size=2, init_method='tcp://127.0.0.1:{port}')"
+    )
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None and child.stdout.readline() == "joins\n"
+        time.sleep(1.0)  # it waits by now, or is about to
+        child.send_signal(signal.SIGINT)
+        _, told = child.communicate(timeout=7)  # the store's own waits are of 10 s
+    finally:
+        child.kill()
+    assert child.returncode == -signal.SIGINT and told.rstrip().endswith("KeyboardInterrupt"), told

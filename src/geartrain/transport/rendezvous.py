@@ -29,6 +29,8 @@ from geartrain.errors import (
 _SLICE_S = 10.0
 #: How often a rendezvous is tried that nobody serves yet.
 _TRY_EVERY_S = 0.1
+#: Longest pause between two looks of the main thread for a name: handlers of signals (Ctrl-C) run in between.
+_LOOK_S = 0.25
 _FORMS = "tcp://host:port, env:// (MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE) or file:///path"
 
 
@@ -100,6 +102,9 @@ class Directory:
 
     def _wait(self, name: str, timeout_s: float) -> None:
         """Until the name is there, or for so long: with a copy of the store, since a waiting one serves no one else."""
+        if threading.current_thread() is threading.main_thread():
+            self._look(name, timeout_s)
+            return
         try:
             waiter = self._waiters.pop() if self._waiters else self.store.clone()
         except (AttributeError, NotImplementedError, RuntimeError):  # not torch's own, or one that cannot
@@ -112,6 +117,16 @@ class Directory:
         else:
             if waiter is not self.store:
                 self._waiters.append(waiter)  # one whose wait failed is not used again
+
+    def _look(self, name: str, timeout_s: float) -> None:
+        """The same of the main thread, which a wait of the store's would keep from signals to its end."""
+        until_s, pause_s = time.monotonic() + timeout_s, 0.001
+        while not self._closed and not self.store.check([self._key(name)]):
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                return
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(1.5 * pause_s, _LOOK_S)
 
     def _get(self, name: str) -> str:
         value: bytes | str = self.store.get(self._key(name))
