@@ -380,13 +380,12 @@ class Group:
     def counters(self) -> dict[str, Any]:
         """Counters of this session.
 
-        operations, elements, array_bytes; by_callers: operations that ended on the thread of who waits; bytes_sent and
-        bytes_received by path ("tcp", "shm"), headers and all; reduced_bytes as an owner; read_bytes out of other
-        ranks' memory, not sent; read_operations, reductions that were to be read so; links by path; window_bytes and
-        least_delay_us of the flow control; refused connections; read_denied: links whose peer's memory could be read,
-        until the kernel denied it; lost_reducers, now, reducer_losses and reducer_returns so far, and taken_over_bytes,
-        reduced in their place. Of a ring also `ring`: its hops from host to host (`crossings`), and the fewest of any
-        order of the ranks (`least_crossings`).
+        operations, elements, array_bytes; by_callers: ended on who waits's thread; bytes_sent and bytes_received by
+        path ("tcp", "shm"), headers and all; reduced_bytes as an owner; read_bytes out of other ranks' memory, not
+        sent; read_operations, reductions that were to be read so; links by path; window_bytes and least_delay_us of the
+        flow control; refused connections; read_denied: links whose peer's memory could be read, until the kernel denied
+        it; lost_reducers, now, reducer_losses and reducer_returns so far, and taken_over_bytes, reduced in their place.
+        Of a ring also `ring`: its hops between hosts (`crossings`), and the fewest of any order (`least_crossings`).
         """
         self._check_process()
         try:
@@ -407,8 +406,7 @@ class Group:
         """The error that ended the group; None while it is usable."""
         if forks() != self._forks:
             return CollectiveClosedError(_FORKED)
-        session = self._session
-        fault = session.native.fault()
+        fault = (session := self._session).native.fault()
         return None if fault is None else session.error_of(fault)
 
     def _recover(self, session: FaultNaming, fault: Fault) -> bool:

@@ -82,8 +82,7 @@ class Replay:
             `max_times_sampled` the batch size, lest half a batch use up rows that nobody gets to see.
         threads: threads that copy; up to 4 of the process's cores by default.
         timeout_s: longest wait for a batch, and for another rank. A batch that is built on the consumer's own thread
-            waits so long for the rows and rate limiters of all its stores; a strategy's own code, or a transform, is
-            not cut short there.
+            waits so long for rows and rate limiters of all stores; a strategy's own code or a transform is not cut short.
         update_lag: after how many batches priority updates take effect, the same on one rank and on many: batch t is
             drawn with those that were given before batch `t - update_lag` was asked for, and no others. At least
             `prefetch`, which it is over several ranks by default; without a group the default is at once. With more
@@ -107,8 +106,8 @@ class Replay:
         view: `geartrain.Transitions`, for batches of transitions instead of windows; in host memory. Over several ranks
             they are gathered where the rows are, and only transitions travel.
         transform: called with each batch where it is built, on the prefetch thread while there is one; the replay gives
-            what it returns. What it raises is raised by `sample`, which draws the same batch again when it is called
-            the next time. It counts to the time that decides on the thread. In host memory, of this process's stores.
+            what it returns. What it raises is raised by `sample`, which draws the same batch again the next time. It
+            counts to what decides on the thread. In host memory, of this process's stores.
 
     Raises:
         FieldError, ArgumentError: what was asked for does not fit the store.
