@@ -137,8 +137,9 @@ Fault ReducerSession::left_fault(uint32_t rank, uint64_t operation) {
           {rank}};
 }
 
+// Behind the rest of a result that is being sent, as it is: a rank that outlives this reducer takes it for one
+// (takeover.h). All that is in flight is in blocks of this session, and none of it in a caller's memory.
 void ReducerSession::notify(Peer& peer) noexcept {
-  peer.blank();
   try {
     peer.send_control(FrameKind::fault, 0, 0, bytes_of(fault_));
     peer.kick();
