@@ -82,7 +82,7 @@ class Replay:
             `max_times_sampled` the batch size, lest half a batch use up rows that nobody gets to see.
         threads: threads that copy; up to 4 of the process's cores by default.
         timeout_s: longest wait for a batch, and for another rank. A batch that is built on the consumer's own thread
-            waits so long for rows and rate limiters of all stores; a strategy's own code or a transform is not cut short.
+            waits so long for rows and rate limiters of all stores; a strategy's own code or transform is not cut short.
         update_lag: after how many batches priority updates take effect, the same on one rank and on many: batch t is
             drawn with those that were given before batch `t - update_lag` was asked for, and no others. At least
             `prefetch`, which it is over several ranks by default; without a group the default is at once. With more
