@@ -39,12 +39,20 @@ def fetcher_of(
     if kept is None:
         kept = store.kept.setdefault(_Fetchers, _Fetchers())
     # By type as well: True is 1, and is refused where 1 is not.
-    asked = (None if fields is None else tuple(fields), window, type(window), pad, output, threads, type(threads))
-    known: Fetcher | None
+    asked: tuple[object, ...] | None = (
+        None if fields is None else tuple(fields),
+        window,
+        type(window),
+        pad,
+        output,
+        threads,
+        type(threads),
+    )
     try:
-        known = kept.get(asked)
-    except TypeError:  # something that has no hash, which is refused below
-        known = None
+        hash(asked)
+    except TypeError:  # arrays for numbers, or what is refused below
+        asked = None
+    known = None if asked is None else kept.get(asked)
     if known is None:
         plan = FetchPlan.make(store, fields, window, pad, output, threads)
         native = _native.RowFetcher(
@@ -52,9 +60,10 @@ def fetcher_of(
         )
         dtypes = {name: store.fields[name].dtype for name in plan.names}
         known = Fetcher(native, BatchFields(plan.names, dtypes, output))
-        if len(kept) >= MAX_KEPT:
-            kept.clear()
-        kept[asked] = known
+        if asked is not None:
+            if len(kept) >= MAX_KEPT:
+                kept.clear()
+            kept[asked] = known
     return known
 
 

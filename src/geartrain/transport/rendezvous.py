@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from geartrain.core.arguments import check_text, shown
+from geartrain.core.threads import DaemonThread
 from geartrain.errors import (
     ArgumentError,
     ConnectionClosedError,
@@ -247,7 +248,7 @@ def _reached_store(host: str, port: int, timeout_s: float) -> Any:
             made.put(store)
 
     # In a thread, as its handshake has no deadline: it is left to whoever listens there and is no store.
-    threading.Thread(target=make, name="geartrain-rendezvous", daemon=True).start()
+    DaemonThread(make, "geartrain-rendezvous").start()
     try:
         found = made.get(timeout=max(until_s - time.monotonic(), _TRY_EVERY_S))
     except queue.Empty:
