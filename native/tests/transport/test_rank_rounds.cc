@@ -281,13 +281,13 @@ TEST(a_rank_is_connected_once_with_every_other) {
   RankRounds rounds(1, kRanks, kInline);
   const Pair pair = connected("inproc");
   rounds.add(0, pair.one);
-  CHECK_THROWS(schema, rounds.add(0, pair.other));
-  CHECK_THROWS(schema, rounds.add(1, pair.other));
-  CHECK_THROWS(schema, rounds.add(kRanks, pair.other));
-  CHECK_THROWS(schema, rounds.add(2, nullptr));
+  CHECK_THROWS(argument, rounds.add(0, pair.other));
+  CHECK_THROWS(argument, rounds.add(1, pair.other));
+  CHECK_THROWS(argument, rounds.add(kRanks, pair.other));
+  CHECK_THROWS(argument, rounds.add(2, nullptr));
   std::vector<Message> received(kRanks);
-  CHECK_THROWS(schema, rounds.all_to_all(1, nothing(), received, soon()));
-  CHECK_THROWS(schema, RankRounds(kRanks, kRanks, kInline));
+  CHECK_THROWS(argument, rounds.all_to_all(1, nothing(), received, soon()));
+  CHECK_THROWS(argument, RankRounds(kRanks, kRanks, kInline));
 }
 
 }  // namespace

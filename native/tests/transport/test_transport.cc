@@ -294,9 +294,9 @@ TEST(the_fastest_provider_that_works_is_chosen_and_the_others_are_explained) {
   for (const Provider& provider : kProviders) CHECK_EQ(provider.not_viable(), "");
   Options unknown;
   unknown.transport = "pigeon";
-  CHECK_THROWS(schema, connect(address, unknown, soon()));
+  CHECK_THROWS(argument, connect(address, unknown, soon()));
   for (const char* malformed : {"", "id=", "tcp=1:2", "id=12;tcp=1:2", "hello"}) {
-    CHECK_THROWS(schema, Address::parse(malformed));
+    CHECK_THROWS(argument, Address::parse(malformed));
   }
   // An address without an id, for places that are known before their listeners are.
   const std::string place = Address::parse(address).tcp.at(0);

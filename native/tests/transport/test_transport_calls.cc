@@ -17,7 +17,7 @@ TEST(an_inbox_serves_many_peers_in_their_order_and_reports_their_end) {
   for (uint64_t i = 0; i < kPeers; ++i) {
     pairs.push_back(connected(transports()[i % transports().size()]));
     inbox.add(i, pairs.back().other);
-    CHECK_THROWS(schema, inbox.add(i, pairs.back().other));
+    CHECK_THROWS(argument, inbox.add(i, pairs.back().other));
   }
   std::vector<std::thread> senders;
   for (uint64_t i = 0; i < kPeers; ++i) {
@@ -188,7 +188,7 @@ TEST(many_threads_ask_over_one_connection_and_each_gets_its_own_answer) {
     CHECK_THROWS(timed_out, calls.wait(unanswered, &answer, Deadline::after(0.01)));
     CHECK(!calls.ready(unanswered));
     calls.forget(unanswered);
-    CHECK_THROWS(schema, calls.wait(unanswered, &answer, soon()));
+    CHECK_THROWS(argument, calls.wait(unanswered, &answer, soon()));
     const uint64_t lost = calls.start(0, {}, {}, false, soon());
     pair.other->close();
     CHECK_THROWS(peer_lost, calls.wait(lost, &answer, soon()));
@@ -231,8 +231,8 @@ TEST(a_call_that_was_dropped_cannot_be_waited_for) {
     Message answer;
     const uint64_t dropped = calls.start(0, {}, {}, false, soon());
     calls.drop(dropped);
-    CHECK_THROWS(schema, calls.wait(dropped, &answer, soon()));
-    CHECK_THROWS(schema, calls.detach(dropped));
+    CHECK_THROWS(argument, calls.wait(dropped, &answer, soon()));
+    CHECK_THROWS(argument, calls.detach(dropped));
   }
 }
 

@@ -86,8 +86,8 @@ TEST(a_handle_allows_what_it_says_over_its_connection_and_nothing_else) {
     CHECK_THROWS(region, pair.one->read(handle, into, 1, soon()));
     CHECK_THROWS(region, pair.one->read(handle, into, ~uint64_t{0}, soon()));
     CHECK_THROWS(region, pair.one->write(handle, into, 0, soon()));
-    CHECK_THROWS(schema, pair.one->read(Bytes(handle).first(20), into, 0, soon()));
-    CHECK_THROWS(schema, pair.one->read({}, into, 0, soon()));
+    CHECK_THROWS(argument, pair.one->read(Bytes(handle).first(20), into, 0, soon()));
+    CHECK_THROWS(argument, pair.one->read({}, into, 0, soon()));
     // A tampered handle differs from what its owner exposed.
     RegionHandle forged = region->handle();
     forged.writable = 1;
@@ -307,7 +307,7 @@ TEST(malformed_sideband_input_ends_the_connection) {
   CHECK_THROWS(peer_lost, liar.victim->receive(&message, soon(1)));
   Options options;
   options.peer_timeout_s = 0.5;
-  CHECK_THROWS(schema, connected("tcp", options));
+  CHECK_THROWS(argument, connected("tcp", options));
 }
 
 }  // namespace
