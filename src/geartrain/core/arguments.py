@@ -113,7 +113,9 @@ def check_real(what: str, value: Any, wanted: str = "a finite number") -> float:
 def is_masked(value: Any) -> bool:
     """Whether it is a masked array of NumPy's, whose module is imported only where somebody uses it."""
     masked = sys.modules.get("numpy.ma")
-    return masked is not None and isinstance(value, masked.MaskedArray)
+    # Absent while another thread, or a thread of a forked child's parent, is in the midst of the import.
+    kind = getattr(masked, "MaskedArray", None)
+    return kind is not None and isinstance(value, kind)
 
 
 def check_unmasked(what: str, values: Any) -> None:

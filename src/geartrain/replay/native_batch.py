@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
+from geartrain.core.arguments import shown
 from geartrain.core.keys import Keys
+from geartrain.errors import FieldError
 from geartrain.replay.batch import Array, Batch
 
 Made = TypeVar("Made", bound="NativeBatch")
@@ -95,9 +97,14 @@ class NativeBatch(Batch):
         return value
 
     def __getitem__(self, name: str) -> Array:
-        found = self._shown.get(name)
+        try:
+            found = self._shown.get(name)
+        except TypeError:  # no name, and nothing that can be looked up
+            found = None
         if found is None:
             plan = self._plan
+            if name not in self:
+                raise FieldError(f"the batch has no field {shown(name)}; it has {', '.join(plan.names)}")
             place = plan.exchanged.get(name)
             make = plan.from_dlpack
             if place is None:
@@ -113,7 +120,7 @@ class NativeBatch(Batch):
         return iter(self._plan.names)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._plan.places
+        return isinstance(name, str) and name in self._plan.places
 
     def __len__(self) -> int:
         return len(self._rows)
