@@ -119,6 +119,7 @@ def _list_segments(as_json: bool, trust: Trust) -> None:
                     "capacity": store.capacity,
                     "bytes": store.nbytes,
                     "processes": store.native.live_clients(),
+                    "closed_in_order": store.native.closed_in_order(),
                 }
             )
         except GeartrainError as error:
@@ -140,7 +141,8 @@ def _list_segments(as_json: bool, trust: Trust) -> None:
         if "error" in entry:
             table.add_row(escape(entry["name"]), "[red]" + escape(entry["error"]) + "[/]", "", "", "")
         else:
-            attached = str(entry["processes"]) if entry["processes"] else "[yellow]none (left behind)[/]"
+            unused = "none (kept)" if entry["closed_in_order"] else "[yellow]none (left behind)[/]"
+            attached = str(entry["processes"]) if entry["processes"] else unused
             table.add_row(
                 escape(entry["name"]),
                 f"{entry['rows']:,}",
@@ -243,6 +245,7 @@ def _describe(store: Store) -> dict[str, Any]:
         "bytes": store.nbytes,
         "row_bytes": sum(f.nbytes for f in store.fields.values()),
         "processes": store.native.live_clients(),
+        "closed_in_order": store.native.closed_in_order(),
         "options": store.options,
         "counters": store.stats(),
         "versions": [int(status["version"].min()), int(status["version"].max())] if len(priorities) else None,
@@ -278,10 +281,13 @@ def _inspect_store(name: str, as_json: bool, audit: bool, trust: Trust) -> None:
 
 
 def _print_store(about: dict[str, Any]) -> None:
+    unused = "no process attached"
+    if not about["closed_in_order"]:
+        unused = "[yellow]no process attached; those that were have been killed, or the host was[/]"
     out.print(f"[bold]{escape(about['name'])}[/]  {escape(about['path'])}", soft_wrap=True)
     out.print(
         f"{about['rows']:,} of {about['capacity']:,} rows, {about['steps']:,} steps, {about['bytes'] / 1e6:,.1f} MB, "
-        + (f"{about['processes']} processes attached" if about["processes"] else "[yellow]no process attached[/]")
+        + (f"{about['processes']} processes attached" if about["processes"] else unused)
     )
     table = make_table("field", "shape of a step", "dtype", "once a row", "bytes a row", title_justify="left")
     for field in about["fields"]:
