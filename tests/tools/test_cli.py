@@ -18,6 +18,7 @@ import numpy as np
 import preloaded
 import pytest
 from deadlines import patience
+from mounts import file_system
 
 import geartrain as gt
 from geartrain import weights
@@ -207,6 +208,29 @@ def test_a_killed_import_is_told_from_a_store_that_is_kept(tmp_path: Path, store
     finally:
         for name in (whole, half):
             assert geartrain("remove", name).returncode == 0
+
+
+def test_a_store_on_a_read_only_file_system_is_not_said_to_be_removed(tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
+    with file_system(tmp_path / "small", "4m") as small:
+        make(str(small / "kept.gt")).close()
+        subprocess.run(["mount", "-o", "remount,ro", small], check=True)
+        done = geartrain("remove", str(small / "kept.gt"))
+        assert done.returncode == 1 and "cannot be removed" in done.stderr and not done.stdout, done
+        assert (small / "kept.gt").exists()
+
+
+def test_inspect_of_a_directory_shows_its_latest_checkpoint_or_says_what_it_lacks(
+    store_name: Any, tmp_path: Path
+) -> None:
+    with make(store_name()) as store:
+        assert geartrain("checkpoint", store.name, str(tmp_path / "series")).returncode == 0
+    assert "5 rows" in geartrain("inspect", str(tmp_path / "series")).stdout
+    (tmp_path / "empty").mkdir()
+    done = geartrain("inspect", str(tmp_path / "empty"))
+    assert done.returncode == 1 and "is a directory without a checkpoint" in " ".join(done.stderr.split())
+    done = geartrain("inspect", GEARTRAIN_DIR=str(tmp_path / "absent"))
+    assert "absent, which is no directory" in " ".join(done.stdout.split())
 
 
 def test_sigterm_ends_an_import_without_a_trace(tmp_path: Path) -> None:

@@ -71,6 +71,8 @@ def inspect(
         die(f"{'--audit' if audit else '--rows'} is for stores; {name!r} names {kind}")
     if kind == "a checkpoint":
         _inspect_checkpoint(Path(name), as_json)
+    elif kind == "checkpoints":
+        _inspect_checkpoint(Path(name) / "latest", as_json)
     elif kind == "a journal":
         _inspect_journal(Path(name), as_json)
     elif kind == "steps of a job":
@@ -92,6 +94,10 @@ def _kind_of(name: str) -> str:
         return "a journal"
     if any(Path(name).glob("step-*")):
         return "steps of a job"
+    if (Path(name) / "latest" / "manifest.json").is_file():
+        return "checkpoints"
+    if "/" in name and Path(name).is_dir():
+        die(f"{name} is a directory without a checkpoint, checkpoints with their `latest`, steps of a job or a journal")
     return "weights" if _is_weights(name) else "counters" if _is_counters(name) else "store"
 
 
@@ -134,7 +140,8 @@ def _list_segments(as_json: bool, trust: Trust) -> None:
     if found_counters:
         _print_counters(found_counters)
     if not found:
-        out.print(f"no stores in {escape(str(directory))}")
+        missing = "" if directory.is_dir() else ", which is no directory"
+        out.print(f"no stores in {escape(str(directory))}{missing}")
         return
     table = make_table("name", "rows", "capacity", "MB", "processes")
     for entry in found:
@@ -472,7 +479,8 @@ def remove(
     if users and not force:
         die(f"{users} living processes use {name!r}; --force removes its name regardless")
     rows = len(store)
-    store.unlink()
+    if not store.unlink() and store.path.exists():
+        die(f"{store.path} cannot be removed: its directory is read-only, or only another user may")
     out.print(f"removed {escape(name)} ({rows:,} rows, {store.nbytes / 1e6:,.1f} MB)")
 
 
