@@ -305,6 +305,7 @@ void bind_store(nb::module_& module) {
       .def("advance_sequence",
            [](Store& s, uint64_t next) { return released(s, [&] { return s.advance_sequence(next); }); })
       .def("live_clients", [](const Store& s) { return released(s, [&] { return s.live_clients(); }); })
+      .def("closed_in_order", [](const Store& s) { return released(s, [&] { return s.closed_in_order(); }); })
       .def("clients", &clients)
       .def("lock_holder", &lock_holder)
       .def("committed_count", [](const Store& s) { return entered(s, [&] { return s.committed_count(); }); })

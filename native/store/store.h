@@ -240,6 +240,9 @@ class Store final : public OpenStore {
   StoreCounts counts() const;
   // Processes attached and alive. Works read-only.
   uint32_t live_clients() const;
+
+  // Whether the last process that had it open has closed it, and none has opened it since. False where all were killed.
+  bool closed_in_order() const { return control().clean != 0; }
   uint64_t committed_count() const { return control().committed_count.load(std::memory_order_acquire); }
   // The next commit's; changed by the lock's holder, read by any thread.
   uint64_t next_sequence() const { return std::atomic_ref(control().next_sequence).load(kRelaxed); }

@@ -246,7 +246,7 @@ class CorruptStoreError(StoreError):
 
 
 class CheckpointError(StoreError):
-    """A checkpoint that is absent, incomplete, of another version, or damaged."""
+    """A checkpoint that is absent, incomplete, of another version, or damaged; or one that cannot be written."""
 
 
 class JournalError(StoreError):

@@ -183,6 +183,23 @@ def test_the_store_bench_leaves_no_segment_behind(tiny: BenchResult) -> None:
     assert not Path(f"/dev/shm/geartrain_bench-{os.getpid()}").exists()
 
 
+def test_ticks_of_lines_are_decades_where_values_span_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    pyplot = report.import_pyplot()
+    monkeypatch.setattr(pyplot, "close", lambda _: None)
+    result = harness.BenchResult("tiny", command="geartrain bench tiny", machine={"cpu": "x", "cores": 2}, versions={})
+    found = []
+    for values in ((1.0, 2e3, 5e6), (20.0, 50.0, 400.0)):
+        lines = {"a": {"geartrain": list(zip((1e5, 1e6, 1e7), values, strict=True))}}
+        report.plot_lines(result, tmp_path / "lines.png", lines, "rows", "ns", 1)
+        axis = pyplot.gcf().axes[0]
+        found.append({label.get_text() for one in (axis.xaxis, axis.yaxis) for label in one.get_ticklabels()})
+    pyplot.close("all")
+    many, few = found
+    assert {"1", "10", "1e4", "1e6", "1e5", "1e7"} <= many and not {"2", "20", "200", "5e+06", "1e+06"} & many, many
+    assert {"20", "50", "200"} <= few, few
+
+
 def test_a_result_becomes_a_table_and_a_plot(
     tiny: BenchResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

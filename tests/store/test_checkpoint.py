@@ -120,6 +120,13 @@ def test_saving_through_a_symbolic_link_keeps_the_link(store_name: Any, tmp_path
         assert not (tmp_path / "nowhere").exists()
 
 
+def test_a_directory_that_cannot_be_written_is_an_error_that_names_the_checkpoint(store_name: Any) -> None:
+    with gt.Store.create(store_name(), {"x": gt.Field((), "int64", per_row=True)}, capacity=4) as store:
+        store.insert({"x": np.arange(3)})
+        with pytest.raises(CheckpointError, match="cannot save the checkpoint /proc/nothing: "):
+            store.save("/proc/nothing")  # nobody makes directories in /proc
+
+
 def test_a_full_disk_is_named(store_name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 import preloaded
 import pytest
 from deadlines import patience
+from mounts import file_system
 
 import geartrain as gt
 from geartrain import weights
@@ -180,6 +182,108 @@ def test_import_makes_a_store_from_a_file_of_arrays(tmp_path: Path) -> None:
         assert len(store) == 6 and store.fields["obs"] == gt.Field((3,), "float32")
     again = geartrain("import", str(tmp_path / "data.npz"), "--into", str(tmp_path / "data.gt"))
     assert again.returncode == 1 and "exists already" in again.stderr
+
+
+def test_a_killed_import_is_told_from_a_store_that_is_kept(tmp_path: Path, store_name: Any) -> None:
+    np.savez(tmp_path / "data.npz", obs=np.ones((6, 12, 3)))
+    whole, half = store_name(), store_name()
+    assert geartrain("import", str(tmp_path / "data.npz"), "--into", whole).returncode == 0
+    pid = os.fork()
+    if pid == 0:  # as an import is killed: with some rows in a store that is to be kept
+        _kept = make(half, persist=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    try:
+        lines = geartrain("inspect").stdout.splitlines()
+        told = {name: next(line for line in lines if name in line) for name in (whole, half)}
+        assert "none (kept)" in told[whole] and "none (left behind)" in told[half], told
+        assert "no process attached; those that were have been killed" in geartrain("inspect", half).stdout
+        assert "killed" not in geartrain("inspect", whole).stdout
+        for name, killed in ((whole, False), (half, True)):
+            assert json.loads(geartrain("inspect", name, "--json").stdout)["closed_in_order"] == (not killed)
+            again = geartrain("import", str(tmp_path / "data.npz"), "--into", name)
+            said = " ".join(again.stderr.split())
+            assert again.returncode == 1 and f"geartrain remove {name}" in said, said
+            assert ("an import that was not finished" in said) == killed, said
+    finally:
+        for name in (whole, half):
+            assert geartrain("remove", name).returncode == 0
+
+
+def test_a_store_on_a_read_only_file_system_is_not_said_to_be_removed(tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
+    with file_system(tmp_path / "small", "4m") as small:
+        make(str(small / "kept.gt")).close()
+        subprocess.run(["mount", "-o", "remount,ro", small], check=True)
+        done = geartrain("remove", str(small / "kept.gt"))
+        assert done.returncode == 1 and "cannot be removed" in done.stderr and not done.stdout, done
+        assert (small / "kept.gt").exists()
+
+
+def test_inspect_of_a_directory_shows_its_latest_checkpoint_or_says_what_it_lacks(
+    store_name: Any, tmp_path: Path
+) -> None:
+    with make(store_name()) as store:
+        assert geartrain("checkpoint", store.name, str(tmp_path / "series")).returncode == 0
+    assert "5 rows" in geartrain("inspect", str(tmp_path / "series")).stdout
+    (tmp_path / "empty").mkdir()
+    done = geartrain("inspect", str(tmp_path / "empty"))
+    assert done.returncode == 1 and "is a directory without a checkpoint" in " ".join(done.stderr.split())
+    done = geartrain("inspect", GEARTRAIN_DIR=str(tmp_path / "absent"))
+    assert "absent, which is no directory" in " ".join(done.stdout.split())
+
+
+def test_sigterm_ends_an_import_without_a_trace(tmp_path: Path) -> None:
+    """Schedulers and `timeout` end commands with SIGTERM."""
+    np.savez(tmp_path / "data.npz", obs=np.zeros((200, 1000, 100), "float32"))
+    into = tmp_path / "data.gt"
+    importing = preloaded.Popen(
+        [sys.executable, "-m", "geartrain", "import", str(tmp_path / "data.npz"), "--into", str(into)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    ends = time.monotonic() + patience(60)
+    while not into.exists():
+        assert importing.poll() is None and time.monotonic() < ends
+        time.sleep(0.001)
+    importing.terminate()
+    _, told = importing.communicate(timeout=patience(60))
+    assert importing.returncode == 143 and "stopped by SIGTERM" in told, told
+    assert not into.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("choose split= from train, or 'all'", "choose --option split= from train, or 'all'"),
+        (
+            "with max_length=12, or with on_too_long='truncate' or 'skip'",
+            "with --max-length 12, or with --on-too-long truncate or skip",
+        ),
+        ("on_too_long is one of 'error', found 'foo'", "--on-too-long is one of 'error', found 'foo'"),
+        ("write it with fields='other=name'", "write it with --field other=name"),
+        ("the fields you want in fields=", "the fields you want in --field"),
+        ("cast='bfloat16=float32' converts it", "--cast bfloat16=float32 converts it"),
+        ("give format=, one of npz, npy", "give --format, one of npz, npy"),
+        ("exists already; overwrite=True (--overwrite) replaces", "exists already; --overwrite replaces"),
+        ("'format=x' is no file", "'format=x' is no file"),
+    ],
+)
+def test_errors_of_imports_and_exports_name_the_options_of_the_command_line(text: str, told: str) -> None:
+    from geartrain.tools.cli.dataset_options import in_words_of_options
+
+    assert in_words_of_options(text) == told
+
+
+def test_an_episode_that_is_too_long_is_refused_in_the_words_of_the_command_line(tmp_path: Path) -> None:
+    np.savez(tmp_path / "data.npz", obs=np.ones((6, 12, 3)))
+    source, into = str(tmp_path / "data.npz"), str(tmp_path / "data.gt")
+    done = geartrain("import", source, "--into", into, "--max-length", "5")
+    assert done.returncode == 1 and "--max-length 12, or with --on-too-long truncate or skip" in " ".join(
+        done.stderr.split()
+    )
+    done = geartrain("import", source, "--into", into, "--on-too-long", "foo")
+    assert done.returncode == 2 and "--on-too-long is one of" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def save_next(store: Store, directory: Path, keep: int) -> Saved:
     Files of the one before are linked, where it is whole and of this store; `not_linked` says why not.
 
     Raises:
-        CheckpointError, NoSpaceError, OSError: as `Store.save`; the series is as it was.
+        CheckpointError, NoSpaceError: as `Store.save`; the series is as it was.
     """
     older = saved_in(directory)
     base, why = _base(older)

@@ -56,6 +56,7 @@ DEAD_SHARE = 0.5
 # A chunk of less than a quarter of the usual size is small; more of them than this are written anew as larger ones.
 SMALL_SHARE = 0.25
 MAX_SMALL = 16
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def save(
     if incremental:
         found, not_linked = _find_base(store, base, directory, origin)
     try:
-        with _sibling(directory) as fresh, _naming_full_disk(directory):
+        with _naming_errors(directory), _sibling(directory) as fresh, _naming_errors(directory):
             saved = _Saving(store, fields, max_length, options, fresh, found, progress, locks).run(
                 directory, not_linked
             )
@@ -471,19 +472,17 @@ def _sibling(directory: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _naming_full_disk(directory: Path) -> Iterator[None]:
-    """Turns the kernel's bare error of a full file system, quota or limit into one with the path and the bytes left."""
+def _naming_errors(directory: Path) -> Iterator[None]:
+    """Turns the kernel's bare errors into ones that name the checkpoint; of a full file system, with the bytes left."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
+        what = f"cannot save the checkpoint {directory}: {error.strerror or error}"
+        if error.errno not in _FULL:
+            raise CheckpointError(what) from error
         about = os.statvfs(directory.parent)
         free = about.f_bavail * about.f_frsize
-        raise NoSpaceError(
-            f"cannot save the checkpoint {directory}: {error.strerror}; {free:,} bytes are free beside the unfinished "
-            "one, which is removed"
-        ) from error
+        raise NoSpaceError(f"{what}; {free:,} bytes are free beside the unfinished one, which is removed") from error
 
 
 def _check_replaceable(directory: Path) -> None:

@@ -132,7 +132,8 @@ def shared_memory() -> Finding:
     if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
         return Finding(what, False, f"{text}; this user may not write there: {elsewhere}")
     if usage.total <= SMALL_BYTES:
-        text += f"; that is what containers get by default: docker run --shm-size=16g, or --ipc=host, or {elsewhere}"
+        text += "; no more than the 64 MiB that containers get by default: docker run --shm-size=16g, or --ipc=host, "
+        text += f"or {elsewhere}"
         return Finding(what, False, text)
     if usage.free <= usage.total // 10:
         text += f"; nearly full: remove what dead runs left (`geartrain inspect` lists it), enlarge it, or {elsewhere}"

@@ -137,24 +137,30 @@ def _plot_batches(result: BenchResult, scaling: Sequence[Case], path: Path) -> N
         if case["strategy"] == "prioritized":
             lines.setdefault("floor", []).append((case["batch"], case["floor_gb_per_s"]))
     places = list(dict.fromkeys(case["where"] for case in scaling))
-    ordered = {f"{place}, all ranks": panels[place] for place in places}
-    report.plot_lines(result, path, ordered, "rows of the global batch", "GB/s", 3)
+    ordered = {_ranks_of(place): panels[place] for place in places}
+    report.plot_lines(result, path, ordered, "rows of the global batch", "GB/s of all ranks, mean", 3)
+
+
+def _ranks_of(place: str) -> str:
+    """ "2 on 1 host" as "2 ranks on 1 host", "1 on 1 host" as "1 rank on 1 host"; other places as they are."""
+    size, on, rest = place.partition(" on ")
+    return f"{size} rank{'s' * (size != '1')}{on}{rest}" if on else place
 
 
 def _plot_stages(pyplot: Any, result: BenchResult, scaling: Sequence[Case], path: Path) -> None:
     """Milliseconds of a batch, a bar for each place and batch size."""
     cases = [case for case in scaling if case["strategy"] == "prioritized"]
     figure, axis = pyplot.subplots(figsize=(11, 0.34 * len(cases) + 1.8), layout="constrained")
-    names = [f"{case['where']} x {case['batch']}" for case in cases]
+    names = [f"{_ranks_of(case['where'])} x {case['batch']}" for case in cases]
     left = [0.0] * len(cases)
     for stage in ("select", "fetch", "exchange"):
         width = [case[f"{stage}_ms"] for case in cases]
         axis.barh(range(len(cases)), width, left=left, label=stage)
         left = [a + b for a, b in zip(left, width, strict=True)]
-    axis.plot([case["batch_ms"] for case in cases], range(len(cases)), "k|", markersize=12, label="a batch takes")
+    axis.plot([case["batch_ms"] for case in cases], range(len(cases)), "k|", markersize=12, label="whole batch")
     axis.set_yticks(range(len(cases)), names, fontsize=8)
     axis.invert_yaxis()
-    axis.set_xlabel("ms of the mean rank, prioritized", fontsize=9)
+    axis.set_xlabel("ms a batch, mean over the ranks, prioritized", fontsize=9)
     axis.grid(alpha=0.25, axis="x", linewidth=0.4)
     axis.legend(fontsize=8)
     _title(figure, result)

@@ -157,6 +157,11 @@ _MOST_TICKS = 6
 Lines = Mapping[str, Sequence[tuple[float, float]]]
 
 
+def _tick(value: float) -> str:
+    """A tick's label: 200, 1e4, 1e8."""
+    return f"{value:g}" if abs(value) < 1e4 else f"{value:.0e}".replace("e+0", "e")
+
+
 def plot_lines(
     result: BenchResult, path: Path, panels: Mapping[str, Lines], x_label: str, y_label: str, columns: int
 ) -> None:
@@ -177,6 +182,7 @@ def plot_lines(
         layout="constrained",
     )
     found_at = sorted({x for lines in panels.values() for points in lines.values() for x, _ in points})
+    heights = [y for lines in panels.values() for points in lines.values() for _, y in points]
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     shown: dict[str, Any] = {}
@@ -194,9 +200,10 @@ def plot_lines(
             )
         axis.set_xscale("log")
         axis.set_yscale("log")
-        for one in (axis.xaxis, axis.yaxis):
-            one.set_major_locator(pyplot.matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
-            one.set_major_formatter(pyplot.matplotlib.ticker.FormatStrFormatter("%g"))
+        for one, values in ((axis.xaxis, found_at), (axis.yaxis, heights)):
+            subs = (1,) if min(values) <= 0 or max(values) / min(values) > 1e3 else (1, 2, 5)
+            one.set_major_locator(pyplot.matplotlib.ticker.LogLocator(subs=subs))
+            one.set_major_formatter(pyplot.matplotlib.ticker.FuncFormatter(lambda value, _: _tick(value)))
             one.set_minor_formatter(pyplot.matplotlib.ticker.NullFormatter())
         if len(found_at) <= _MOST_TICKS:
             axis.set_xticks(found_at)

@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import logging
 import os
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -338,9 +339,12 @@ def _check_absent(name: str) -> None:
     except StoreMissingError:
         return
     rows, path = len(found), found.path
+    killed = found.native.live_clients() == 0 and not found.native.closed_in_order()
     found.close()
+    of_killed = " of processes that were killed: an import that was not finished, for example" if killed else ""
     raise StoreExistsError(
-        f"a store named {name!r} exists already ({path}, {rows:,} rows); import under another name, or remove it first"
+        f"a store named {name!r} exists already ({path}, {rows:,} rows{of_killed}); import under another name, or "
+        f"remove it first: geartrain remove {shlex.quote(name)}"
     )
 
 

@@ -1,15 +1,18 @@
-"""Options that `geartrain import` and `geartrain export` share: dtypes to convert, options of a format."""
+"""What `geartrain import` and `geartrain export` share: options, errors in the command line's words, SIGTERM."""
 
 from __future__ import annotations
 
 import contextlib
 import re
+import signal
+import threading
 from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
 
-from geartrain.errors import ArgumentError, SourceError
+from geartrain.errors import ArgumentError, DatasetExistsError, SourceError
+from geartrain.tools.cli.app import die
 
 Casts = Annotated[list[str] | None, typer.Option(help="Convert dtypes, e.g. float64=float32. Repeatable.")]
 FormatOptions = Annotated[
@@ -19,17 +22,62 @@ FormatOptions = Annotated[
 Quiet = Annotated[bool, typer.Option(help="No progress bar.")]
 
 
+#: Options of formats that errors name as arguments.
+_OF_FORMATS = re.compile(r"(?<![\w'\"-])(untimed|ends|lengths|split)=")
+#: Arguments that are options of their own; the value, where one is given, without its quotes.
+_OWN = re.compile(
+    r"(?<![\w'\"-])(fields|cast|format|capacity|max_length|on_too_long)(?:=('[^']*'|\w+)?| (?=is one of))"
+)
+_FLAGS = re.compile(r"(?<![\w'\"-])(skip_unsupported|overwrite|metadata)=True(?: \(--\w+\))?")
+
+
+def in_words_of_options(text: str) -> str:
+    """An error's text with the options of the command line in the place of Python's arguments."""
+
+    def own(found: re.Match[str]) -> str:
+        option = "--field" if found[1] == "fields" else "--" + found[1].replace("_", "-")
+        value = (found[2] or "").strip("'")
+        return f"{option} {value}" if value or found[0].endswith(" ") else option
+
+    text = text.replace("='truncate' or 'skip'", "='truncate or skip'")
+    text = _FLAGS.sub(lambda found: "--" + found[1].replace("_", "-"), text)
+    return _OF_FORMATS.sub(r"--option \1=", _OWN.sub(own, text))
+
+
 @contextlib.contextmanager
 def as_options() -> Iterator[None]:
     """Errors that name arguments of Python's name those of the command line."""
     try:
         yield
-    except (ArgumentError, SourceError) as error:
-        told = re.sub(r"\bskip_unsupported=True", "--skip-unsupported", str(error))
-        told = re.sub(r"(?<![\w'\"-])(untimed|ends|lengths)=", r"--option \1=", told)
+    except (ArgumentError, SourceError, DatasetExistsError) as error:
+        told = in_words_of_options(str(error))
         if told == str(error):
             raise
         raise type(error)(told) from None
+
+
+class _Terminated(BaseException):
+    """SIGTERM came."""
+
+
+@contextlib.contextmanager
+def cleaned_up_on_sigterm() -> Iterator[None]:
+    """Has SIGTERM end the command as Ctrl-C does, with what was begun removed, and the exit code 143."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminated(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would interrupt the removal
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, terminated)
+    try:
+        yield
+    except _Terminated:
+        die("stopped by SIGTERM", 128 + signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def key_values(pairs: list[str]) -> dict[str, Any]:

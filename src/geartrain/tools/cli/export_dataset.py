@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import threading
-from collections.abc import Iterator
+import sys
 from typing import Annotated
 
 import typer
 
 from geartrain.core.shared_files import check_trust
-from geartrain.tools.cli.app import app, die, escape, out
-from geartrain.tools.cli.dataset_options import Casts, FormatOptions, Quiet, as_options, key_values
+from geartrain.tools.cli.app import app, escape, out
+from geartrain.tools.cli.dataset_options import (
+    Casts,
+    FormatOptions,
+    Quiet,
+    as_options,
+    cleaned_up_on_sigterm,
+    key_values,
+)
 from geartrain.tools.cli.inspect_remove import TRUST_HELP
-
-
-class _Terminated(BaseException):
-    """SIGTERM came."""
-
-
-@contextlib.contextmanager
-def _cleaned_up_on_sigterm() -> Iterator[None]:
-    """Has SIGTERM end the command as Ctrl-C does, with what was begun removed, and the exit code 143."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def terminated(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would interrupt the removal
-        raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, terminated)
-    try:
-        yield
-    except _Terminated:
-        die("stopped by SIGTERM", 128 + signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @app.command("export")
@@ -74,7 +54,7 @@ def export(
     """
     from geartrain.integrations import export_store
 
-    with _cleaned_up_on_sigterm(), as_options():
+    with cleaned_up_on_sigterm(), as_options():
         report = export_store(
             store,
             path,
@@ -88,4 +68,5 @@ def export(
             trust=check_trust(trust),
             **key_values(option or []),
         )
-    out.print(escape(f"{path}: {report}"), soft_wrap=True)
+    if quiet or not (sys.stdout.isatty() and sys.stderr.isatty()):  # on a terminal the progress ends with this line
+        out.print(escape(f"{path}: {report}"), soft_wrap=True)

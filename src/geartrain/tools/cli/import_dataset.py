@@ -10,7 +10,14 @@ import typer
 from geartrain.integrations.datasets.importer import FORMATS
 from geartrain.store.store import Store
 from geartrain.tools.cli.app import app, escape, out
-from geartrain.tools.cli.dataset_options import Casts, FormatOptions, Quiet, as_options, key_values
+from geartrain.tools.cli.dataset_options import (
+    Casts,
+    FormatOptions,
+    Quiet,
+    as_options,
+    cleaned_up_on_sigterm,
+    key_values,
+)
 
 _FLAT = (
     "note: every record became an episode of one step: no column holds lists, one a record, over the steps of an "
@@ -56,7 +63,7 @@ def import_(
     """
     from geartrain.integrations import import_dataset
 
-    with as_options():
+    with cleaned_up_on_sigterm(), as_options():
         store = import_dataset(
             source,
             into,

@@ -71,6 +71,8 @@ def inspect(
         die(f"{'--audit' if audit else '--rows'} is for stores; {name!r} names {kind}")
     if kind == "a checkpoint":
         _inspect_checkpoint(Path(name), as_json)
+    elif kind == "checkpoints":
+        _inspect_checkpoint(Path(name) / "latest", as_json)
     elif kind == "a journal":
         _inspect_journal(Path(name), as_json)
     elif kind == "steps of a job":
@@ -92,6 +94,10 @@ def _kind_of(name: str) -> str:
         return "a journal"
     if any(Path(name).glob("step-*")):
         return "steps of a job"
+    if (Path(name) / "latest" / "manifest.json").is_file():
+        return "checkpoints"
+    if "/" in name and Path(name).is_dir():
+        die(f"{name} is a directory without a checkpoint, checkpoints with their `latest`, steps of a job or a journal")
     return "weights" if _is_weights(name) else "counters" if _is_counters(name) else "store"
 
 
@@ -119,6 +125,7 @@ def _list_segments(as_json: bool, trust: Trust) -> None:
                     "capacity": store.capacity,
                     "bytes": store.nbytes,
                     "processes": store.native.live_clients(),
+                    "closed_in_order": store.native.closed_in_order(),
                 }
             )
         except GeartrainError as error:
@@ -133,14 +140,16 @@ def _list_segments(as_json: bool, trust: Trust) -> None:
     if found_counters:
         _print_counters(found_counters)
     if not found:
-        out.print(f"no stores in {escape(str(directory))}")
+        missing = "" if directory.is_dir() else ", which is no directory"
+        out.print(f"no stores in {escape(str(directory))}{missing}")
         return
     table = make_table("name", "rows", "capacity", "MB", "processes")
     for entry in found:
         if "error" in entry:
             table.add_row(escape(entry["name"]), "[red]" + escape(entry["error"]) + "[/]", "", "", "")
         else:
-            attached = str(entry["processes"]) if entry["processes"] else "[yellow]none (left behind)[/]"
+            unused = "none (kept)" if entry["closed_in_order"] else "[yellow]none (left behind)[/]"
+            attached = str(entry["processes"]) if entry["processes"] else unused
             table.add_row(
                 escape(entry["name"]),
                 f"{entry['rows']:,}",
@@ -243,6 +252,7 @@ def _describe(store: Store) -> dict[str, Any]:
         "bytes": store.nbytes,
         "row_bytes": sum(f.nbytes for f in store.fields.values()),
         "processes": store.native.live_clients(),
+        "closed_in_order": store.native.closed_in_order(),
         "options": store.options,
         "counters": store.stats(),
         "versions": [int(status["version"].min()), int(status["version"].max())] if len(priorities) else None,
@@ -278,10 +288,13 @@ def _inspect_store(name: str, as_json: bool, audit: bool, trust: Trust) -> None:
 
 
 def _print_store(about: dict[str, Any]) -> None:
+    unused = "no process attached"
+    if not about["closed_in_order"]:
+        unused = "[yellow]no process attached; those that were have been killed, or the host was[/]"
     out.print(f"[bold]{escape(about['name'])}[/]  {escape(about['path'])}", soft_wrap=True)
     out.print(
         f"{about['rows']:,} of {about['capacity']:,} rows, {about['steps']:,} steps, {about['bytes'] / 1e6:,.1f} MB, "
-        + (f"{about['processes']} processes attached" if about["processes"] else "[yellow]no process attached[/]")
+        + (f"{about['processes']} processes attached" if about["processes"] else unused)
     )
     table = make_table("field", "shape of a step", "dtype", "once a row", "bytes a row", title_justify="left")
     for field in about["fields"]:
@@ -466,7 +479,8 @@ def remove(
     if users and not force:
         die(f"{users} living processes use {name!r}; --force removes its name regardless")
     rows = len(store)
-    store.unlink()
+    if not store.unlink() and store.path.exists():
+        die(f"{store.path} cannot be removed: its directory is read-only, or only another user may")
     out.print(f"removed {escape(name)} ({rows:,} rows, {store.nbytes / 1e6:,.1f} MB)")
 
 
