@@ -9,6 +9,8 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 namespace geartrain {
 
@@ -53,11 +55,12 @@ class NobodyListens final : public Error {
   explicit NobodyListens(const std::string& message) : Error(ErrorKind::not_viable, message) {}
 };
 
-// A member of a group that cannot be reached: a rank, or world + index for a reducer.
-class MemberUnreached final : public Error {
+// Members of a group that cannot be reached, in their order: a rank, or world + index for a reducer.
+class MembersUnreached final : public Error {
  public:
-  MemberUnreached(ErrorKind kind, const std::string& message, uint32_t number) : Error(kind, message), member(number) {}
-  const uint32_t member;
+  MembersUnreached(ErrorKind kind, const std::string& message, std::vector<uint32_t> numbers)
+      : Error(kind, message), members(std::move(numbers)) {}
+  const std::vector<uint32_t> members;
 };
 
 // One part of a message: text, a number or a character, seen and not copied. Without a stream, whose code would stand

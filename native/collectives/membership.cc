@@ -6,10 +6,12 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <map>
 #include <thread>
 
 #include "base/interruption.h"
 #include "base/sha256.h"
+#include "transport/providers/at_once.h"
 #include "transport/security/handshake.h"
 
 namespace geartrain {
@@ -19,6 +21,7 @@ constexpr char kHostMark[] = ";host=";
 constexpr char kKeyMark[] = ";key=";
 constexpr uint64_t kNever = ~uint64_t{0};
 constexpr double kDialPauseS = 0.05;
+constexpr uint32_t kMostDials = 32;  // at once
 
 void add_counts(const Peer& peer, GroupCounts* out) {
   const bool tcp = std::strcmp(peer.transport(), "tcp") == 0;
@@ -52,6 +55,41 @@ std::string marked(const std::string& address, const char* mark) {
 [[noreturn]] void fail_by(const Fault& ended) {
   fail(ended.kind == FaultKind::closed ? ErrorKind::hung_up : ErrorKind::peer_lost, ended.text);
 }
+
+// Of dials at once: which members were not reached, and why.
+class Unreached {
+ public:
+  // Trying again does not help, and nor does waiting for the others.
+  static bool is_final(ErrorKind kind) {
+    return kind != ErrorKind::not_viable && kind != ErrorKind::peer_lost && kind != ErrorKind::timed_out;
+  }
+  void note(uint32_t member, const Error& error) {
+    std::lock_guard lock(mutex_);
+    errors_.emplace(member, error);
+  }
+  bool any() const {
+    std::lock_guard lock(mutex_);
+    return !errors_.empty();
+  }
+  // Throws MembersUnreached where there is one, with the kind of one that says more than that nobody answers.
+  void check() const {
+    std::lock_guard lock(mutex_);
+    if (errors_.empty()) return;
+    ErrorKind kind = errors_.begin()->second.kind;
+    std::string text;
+    std::vector<uint32_t> members;
+    for (const auto& [member, error] : errors_) {
+      if (is_final(error.kind)) kind = error.kind;
+      text += (text.empty() ? "" : "; ") + std::string(error.what());
+      members.push_back(member);
+    }
+    throw MembersUnreached(kind, text, members);
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<uint32_t, Error> errors_;  // by member
+};
 
 }  // namespace
 
@@ -114,22 +152,44 @@ void Membership::connect(const std::vector<std::string>& addresses, Deadline dea
     acceptor_->retry();
   });
   if (!posted) fail(ErrorKind::hung_up, "the group was closed");
-  for (uint32_t member = 0; member < members_; ++member) {
-    if (!linked(member) || (member > options_.rank && member < options_.world)) continue;
-    Join to = join;
-    to.member = member;
-    to.channel = channel_of(member);
-    try {
-      dial_member(member, to, addresses, deadline);
-    } catch (const Error& error) {
-      // Members that were reached are told at once; they would wait for this one until their deadlines.
-      const FaultKind kind = member < options_.world ? FaultKind::rank_lost : FaultKind::reducer_lost;
-      const std::string text = "rank " + std::to_string(options_.rank) + " " + error.what();
-      loop_.post([this, kind, text, member] { end({kind, text, {member}}); });
-      throw;
-    }
+  try {
+    dial_members(join, addresses, deadline);
+  } catch (const MembersUnreached& error) {
+    // Members that were reached are told at once; they would wait for this one until their deadlines.
+    const FaultKind kind = error.members[0] < options_.world ? FaultKind::rank_lost : FaultKind::reducer_lost;
+    const std::string text = "rank " + std::to_string(options_.rank) + " " + error.what();
+    loop_.post([this, kind, text, members = error.members] { end({kind, text, members}); });
+    throw;
   }
   wait_for_all(deadline);
+}
+
+// A member that does not answer keeps this rank from no other, and all that it cannot reach are named.
+void Membership::dial_members(const Join& join, const std::vector<std::string>& addresses, Deadline deadline) {
+  std::vector<uint32_t> members;
+  for (uint32_t member = 0; member < members_; ++member) {
+    if (linked(member) && (member < options_.rank || member >= options_.world)) members.push_back(member);
+  }
+  Unreached unreached;
+  const auto dial_one = [&](uint32_t i) {
+    if (deadline.passed() && unreached.any()) return;  // it had no turn, which is not its fault
+    Join to = join;
+    to.member = members[i];
+    to.channel = channel_of(members[i]);
+    try {
+      dial_member(members[i], to, addresses, deadline);
+    } catch (const MembersUnreached& error) {
+      unreached.note(members[i], error);
+      if (Unreached::is_final(error.kind)) throw;
+    }
+  };
+  try {
+    at_once(static_cast<uint32_t>(members.size()), kMostDials, dial_one);
+  } catch (const Error&) {
+    unreached.check();
+    throw;
+  }
+  unreached.check();
 }
 
 uint32_t Membership::owners() const {
@@ -192,7 +252,7 @@ void Membership::dial_member(uint32_t member, const Join& join, const std::vecto
       const bool again = error.kind == ErrorKind::not_viable || error.kind == ErrorKind::peer_lost;
       if (!again || deadline.passed()) {
         // Named by the error itself: the fault that follows may come too late for who asks, or after another one.
-        throw MemberUnreached(error.kind, "cannot reach " + name_of(member) + ": " + error.what(), member);
+        throw MembersUnreached(error.kind, "cannot reach " + name_of(member) + ": " + error.what(), {member});
       }
       check();
       Interruption::check();

@@ -53,8 +53,9 @@ class Membership final : public Acceptor::Host {
   uint64_t refused() const { return acceptor_->refused(); }
   std::string name_of(uint32_t member) const;
   Fault fault() const;
-  // Links to all members that this rank exchanges data with. The caller's thread. Throws timed_out, not_viable,
-  // untrusted, peer_lost, hung_up; but for the last two, the group has ended on all members that were reached.
+  // Links to all members that this rank exchanges data with, which are dialled at once. The caller's thread. Throws
+  // timed_out, not_viable, untrusted, peer_lost, hung_up; but for the last two, the group has ended on all members that
+  // were reached. MembersUnreached names all that were not.
   void connect(const std::vector<std::string>& addresses, Deadline deadline);
 
   // Whether all ranks are on this host and share memory, as their addresses say: the same on all of them. Once
@@ -108,6 +109,7 @@ class Membership final : public Acceptor::Host {
   bool linked(uint32_t member) const;
   uint32_t channel_of(uint32_t member) const;
   void identify(const std::vector<std::string>& addresses, Join* join) const;
+  void dial_members(const Join& join, const std::vector<std::string>& addresses, Deadline deadline);
   void dial_member(uint32_t member, const Join& join, const std::vector<std::string>& addresses, Deadline deadline);
   void wait_for_all(Deadline deadline);
   void end_by(std::shared_ptr<const Fault> fault, bool notify);

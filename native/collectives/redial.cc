@@ -1,11 +1,13 @@
 #include "collectives/redial.h"
 
 #include "base/clock.h"
+#include "transport/providers/at_once.h"
 
 namespace geartrain {
 namespace {
 
 constexpr double kDialS = 1;
+constexpr uint32_t kMostRedials = 32;  // at once
 
 }  // namespace
 
@@ -42,17 +44,17 @@ void Redial::dial_all() {
   const auto check = [this] {
     if (stopped_) fail(ErrorKind::hung_up, "the group was closed");
   };
-  for (const Wanted& one : wanted) {
+  at_once(static_cast<uint32_t>(wanted.size()), kMostRedials, [&](uint32_t i) {
     if (stopped_) return;
     try {
-      const std::string& place = options_.reducers[one.member - options_.world];
+      const std::string& place = options_.reducers[wanted[i].member - options_.world];
       auto dialled = std::make_shared<Dialled>(
-          dial(place, options_.secret, one.join, loop_, options_.shm, Deadline::after(kDialS), check));
-      loop_.post([this, member = one.member, dialled] { events_.reached(member, std::move(*dialled)); });
+          dial(place, options_.secret, wanted[i].join, loop_, options_.shm, Deadline::after(kDialS), check));
+      loop_.post([this, member = wanted[i].member, dialled] { events_.reached(member, std::move(*dialled)); });
     } catch (const Error&) {
       // It is not there, or not yet.
     }
-  }
+  });
 }
 
 }  // namespace geartrain

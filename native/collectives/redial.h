@@ -1,5 +1,5 @@
-// Redial: a thread that dials reducers again that a group has lost, one after the other, once a second. It is there
-// from the first loss on.
+// Redial: a thread that dials reducers again that a group has lost, once a second, all at once: one that does not
+// answer takes a second, and keeps no other waiting. It is there from the first loss on.
 //
 // Any thread, unless stated otherwise.
 #pragma once

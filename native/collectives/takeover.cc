@@ -55,7 +55,7 @@ uint64_t Takeover::tagged(uint64_t operation) const {
 
 // --- who has what ---------------------------------------------------------------------------------------------------
 
-void Takeover::lose(const std::string& why) {
+void Takeover::lose(const std::string& why, uint64_t cost_ns) {
   if (lost_ && !back_[options_.rank]) return;
   members_.drop(reducer_);
   if (options_.shares[reducer_] <= 0) {  // nobody is connected with it
@@ -63,7 +63,7 @@ void Takeover::lose(const std::string& why) {
     return;
   }
   if (!lost_) {
-    lose(shares_.position(reducer_), why);
+    lose(shares_.position(reducer_), why, cost_ns);
     tell_all(FrameKind::lost, *positions_[options_.rank]);
     return decide();
   }
@@ -73,7 +73,7 @@ void Takeover::lose(const std::string& why) {
   tell_all(FrameKind::lost, 0);
 }
 
-void Takeover::lose(uint64_t position, const std::string& why) {
+void Takeover::lose(uint64_t position, const std::string& why, uint64_t cost_ns) {
   uint64_t operation, bytes, of;
   const std::string when =
       shares_.owes(reducer_, &operation, &bytes, &of)
@@ -81,14 +81,17 @@ void Takeover::lose(uint64_t position, const std::string& why) {
           : message_of({"between operations, after ", shares_.completed()});
   ++losses_;
   told_late_ = false;
-  pause_.lost(events_.now_ns(), true);
+  pause_.lost(events_.now_ns(), true, position != 0, cost_ns);
   std::string text =
       message_of({members_.name_of(reducer_), " is lost (", why, ") ", when, " [seen by rank ", options_.rank, "]"});
   if (pause_.in_a_row() == RedialPause::kMany) {
     text += message_of({". It has not stayed for ", static_cast<double>(pause_.lasting_ns()) / 1e9, " s after any of ",
-                        RedialPause::kMany, " returns: ranks dial it again after ", pause_.pause_s(),
-                        " s, and twice as long each time up to ", RedialPause::kMost * options_.redial_s,
-                        " s. Its losses and returns are told again once it stays"});
+                        RedialPause::kMany, " returns"});
+    if (pause_.pause_s() > 0) {
+      text += message_of({": ranks dial it again after ", pause_.pause_s(), " s, and twice as long each time up to ",
+                          RedialPause::kMost * options_.redial_s, " s"});
+    }
+    text += ". Its losses and returns are told again once it stays";
     events_.tell(std::move(text));
   } else {
     log(std::move(text));
@@ -148,7 +151,7 @@ uint64_t Takeover::watch(uint64_t now_ns) {
   const uint64_t silent_ns = now_ns - moved_ns_;
   if (silent_ns < ask_ns_) return ask_ns_ - silent_ns;
   if (silent_ns >= silent_ns_) {
-    lose(message_of({"silent for ", options_.reducer_silence_s, " s"}));
+    lose(message_of({"silent for ", options_.reducer_silence_s, " s"}), silent_ns);
     return ~uint64_t{0};
   }
   if (!std::exchange(asked_, true)) members_.send_control(reducer_, FrameKind::query, operation);
@@ -293,7 +296,7 @@ void Takeover::resume() {
   back_ = std::exchange(next_back_, std::vector<bool>(options_.world));
   again_ = std::exchange(next_again_, std::vector<bool>(options_.world));
   if (lost_again[options_.rank]) {
-    lose(0, "connection closed");  // as the others were told
+    lose(0, "connection closed", 0);  // as the others were told
   } else if (std::find(lost_again.begin(), lost_again.end(), true) != lost_again.end()) {
     const auto who = std::find(lost_again.begin(), lost_again.end(), true) - lost_again.begin();
     lose(message_of({"told by rank ", who}));

@@ -53,8 +53,8 @@ class Takeover final : public ShardedAllreduce::Host, public ShareOwner::Host {
            ShardedAllreduce& shares, uint32_t reducer, Events events);
 
   bool lost() const { return lost_; }
-  // This rank has lost the reducer, or gives it up.
-  void lose(const std::string& why);
+  // This rank has lost the reducer, or gives it up after so long a silence.
+  void lose(const std::string& why, uint64_t cost_ns = 0);
   // A rank has lost it. Throws frame.
   void took_lost(uint32_t rank, uint64_t position);
   // Gives the reducer up where it is silent, and tells what takes time. Returns the nanoseconds after which to be
@@ -97,7 +97,7 @@ class Takeover final : public ShardedAllreduce::Host, public ShareOwner::Host {
   void clear() { inner_.clear(); }
 
  private:
-  void lose(uint64_t position, const std::string& why);
+  void lose(uint64_t position, const std::string& why, uint64_t cost_ns);
   void tell_all(FrameKind kind, uint64_t offset) const;
   uint64_t watch(uint64_t now_ns);
   uint64_t tell_late(uint64_t now_ns);

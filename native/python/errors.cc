@@ -71,8 +71,10 @@ void translate(const std::exception_ptr& pointer, void*) {
     const char* const name = nobody ? "ListenerGoneError" : error_class(error.kind);
     const nb::object type = nb::module_::import_("geartrain.errors").attr(name);
     const nb::object raised = type(error.what());
-    if (const auto* unreached = dynamic_cast<const MemberUnreached*>(&error)) {
-      raised.attr("members") = nb::make_tuple(unreached->member);
+    if (const auto* unreached = dynamic_cast<const MembersUnreached*>(&error)) {
+      nb::list members;
+      for (const uint32_t member : unreached->members) members.append(member);
+      raised.attr("members") = nb::tuple(members);
     }
     PyErr_SetObject(type.ptr(), raised.ptr());
   }

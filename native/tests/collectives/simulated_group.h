@@ -32,6 +32,9 @@ struct Simulation {
   bool same_process = false;       // the first two reducers are channels to one process
   bool waits_for_return = false;   // ranks leave once every reducer is back
   bool rank_dies = false;
+  // Of the first reducer's process, each when all ranks have had it for so long, and its results. It is there at once.
+  int kills = 0;
+  uint64_t kill_after_steps = 0;
   bool closes_early = true;  // ranks that have done all leave while others go on
 };
 
@@ -67,6 +70,8 @@ class SimulatedGroup {
     bool all_back = false;
     bool overlapped = false;  // a reducer was back while another one was lost
     bool silent = false;      // one was given up for its silence
+    int kills = 0;
+    uint64_t longest_away_steps = 0;  // from a kill until all ranks had the reducer back
   };
   // Until all operations of all groups are done, and all ranks have left.
   static void run(const std::vector<SimulatedGroup*>& groups) {
@@ -91,7 +96,7 @@ class SimulatedGroup {
       if (!one->done()) one->wrong_ = "it hangs: " + one->state();
     }
   }
-  Outcome outcome() const { return {wrong_, lost_, steps_, all_back_, overlapped_, silent_}; }
+  Outcome outcome() const { return {wrong_, lost_, steps_, all_back_, overlapped_, silent_, kills_, longest_away_}; }
 
  private:
   struct Rank {
@@ -188,11 +193,13 @@ class SimulatedGroup {
   // --- what happens -------------------------------------------------------------------------------------------------
 
   bool done() const {
+    if (given_.kills != 0 && kills_ == given_.kills && !away_since_) return true;
     return std::all_of(ranks_.begin(), ranks_.end(), [](const auto& rank) { return rank->left || rank->dead; });
   }
 
   void step() {
     ++steps_;
+    if (given_.kills != 0) kill_again();
     const uint64_t what = random_() % 100;
     if (what < 3) return tick(some_rank());
     if (what < 70) return deliver();
@@ -352,6 +359,25 @@ class SimulatedGroup {
     processes_.kill(process);
   }
 
+  void kill_again() {
+    const bool there = std::all_of(ranks_.begin(), ranks_.end(),
+                                   [&](const auto& rank) { return rank->returns >= static_cast<uint64_t>(kills_); });
+    if (!there) return;
+    if (away_since_) {
+      longest_away_ = std::max(longest_away_, steps_ - *away_since_);
+      away_since_.reset();
+      there_since_ = steps_;
+      done_then_ = 0;
+      for (const auto& rank : ranks_) done_then_ = std::max(done_then_, rank->works.size());
+    }
+    const bool used =
+        std::all_of(ranks_.begin(), ranks_.end(), [&](const auto& rank) { return rank->done > done_then_; });
+    if (kills_ == given_.kills || !used || steps_ - there_since_ < given_.kill_after_steps) return;
+    ++kills_;
+    away_since_ = steps_;
+    kill_process(0);
+  }
+
   void kill(Rank& rank) {
     if (rank.left || rank.told) return;
     died_ = rank.rank;
@@ -439,6 +465,10 @@ class SimulatedGroup {
   std::vector<Dialling> dialled_;
   std::vector<SimulatedGroup*> together_{this};  // groups of the same reducers
   std::optional<uint32_t> died_;
+  int kills_ = 0;
+  std::optional<uint64_t> away_since_;
+  uint64_t there_since_ = 0, longest_away_ = 0;
+  size_t done_then_ = 0;  // as many operations had been begun when it was there again
   int losses_ = 0, silences_ = 0;
   uint64_t steps_ = 0, lost_ = 0;
   bool returned_ = false, all_back_ = false, overlapped_ = false, silent_ = false;

@@ -288,6 +288,27 @@ TEST(a_rank_whose_connection_has_become_silent_is_let_in_again) {
   }
 }
 
+TEST(a_return_that_was_worth_its_loss_is_dialled_at_once) {
+  constexpr uint64_t kPeriodNs = 1'000'000'000;
+  const auto after_returns = [](int returns, uint64_t stays_ns, bool carried, uint64_t cost_ns) {
+    RedialPause pause(1);
+    uint64_t now_ns = 1000 * kPeriodNs;
+    pause.lost(now_ns, true);
+    for (int i = 0; i < returns; ++i) {
+      pause.reached(now_ns += 40 * kPeriodNs);
+      pause.lost(now_ns += stays_ns, true, carried, cost_ns);
+    }
+    return pause.pause_s();
+  };
+  CHECK_EQ(after_returns(1, 3 * kPeriodNs, true, 0), 0.0);
+  CHECK_EQ(after_returns(9, 3 * kPeriodNs, true, 0), 0.0);
+  CHECK_EQ(after_returns(1, 2 * kPeriodNs, true, 0), 2.0);  // too short a while
+  CHECK_EQ(after_returns(9, 2 * kPeriodNs, true, 0), 32.0);
+  CHECK_EQ(after_returns(3, 20 * kPeriodNs, false, 0), 8.0);  // nothing came of it
+  CHECK_EQ(after_returns(3, 20 * kPeriodNs, true, 3 * kPeriodNs), 8.0);
+  CHECK_EQ(after_returns(3, 33 * kPeriodNs, true, 3 * kPeriodNs), 0.0);
+}
+
 // A path that lets a handshake through, and no more. Each return costs a loss; there are fewer and fewer.
 TEST(a_reducer_that_never_stays_is_dialled_less_and_less_and_told_of_as_one) {
   constexpr double kRedialS = 0.02;

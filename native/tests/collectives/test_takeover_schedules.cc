@@ -135,6 +135,37 @@ TEST(results_of_another_type_from_several_owners_at_once_are_kept_apart) {
   });
 }
 
+// A process that is killed after a while of operations, again and again, and is there at once: no reason to keep away
+// from it. 4 and more periods of dialling with it, and at most as many without; ranks that are slow to hear of each
+// other take up to 3,000 steps.
+TEST(a_healthy_reducer_that_is_killed_after_every_return_is_soon_back) {
+  constexpr uint64_t kPeriod = 2000;
+  for (uint64_t seed = 1; seed <= 10; ++seed) {
+    Simulation given{.seed = seed, .world = 2, .shares = {0, 0, 1}};
+    given.all.resize(6000);
+    for (Shape& shape : given.all) {
+      shape.count = 300;
+      shape.dtype = shape.wire = Dtype::float32;
+    }
+    given.fixed_window = 1 << 20;
+    given.reducer_losses = 0;
+    given.silence_s = 1000;
+    given.redial_s = static_cast<double>(kPeriod) / 1000;
+    given.kills = 6;
+    given.kill_after_steps = 4 * kPeriod;
+    SimulatedReducers reducers(seed, 1);
+    SimulatedGroup group(given, reducers);
+    SimulatedGroup::run({&group});
+    const SimulatedGroup::Outcome outcome = group.outcome();
+    if (!outcome.wrong.empty()) testing::failed(__FILE__, __LINE__, "seed ", seed, ": ", outcome.wrong);
+    CHECK_EQ(outcome.kills, given.kills);
+    if (outcome.longest_away_steps > 4 * kPeriod) {
+      testing::failed(__FILE__, __LINE__, "seed ", seed, ": the reducer was away for ", outcome.longest_away_steps,
+                      " steps");
+    }
+  }
+}
+
 TEST(a_rank_that_dies_while_reducers_are_lost_is_named_by_all_others) {
   run_all(kRounds / 2, [](Simulation* given) { given->rank_dies = true; });
 }

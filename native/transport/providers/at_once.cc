@@ -1,5 +1,6 @@
 #include "transport/providers/at_once.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -117,6 +118,17 @@ void at_once(uint32_t count, const std::function<void(uint32_t)>& body) {
   for (; i < count && !calls->over.load(std::memory_order_relaxed); ++i) body(i);
   calls->wait();
   calls->failure.check();
+}
+
+void at_once(uint32_t count, uint32_t most_threads, const std::function<void(uint32_t)>& body) {
+  if (count == 1) return body(0);
+  std::atomic<uint32_t> next{0};
+  at_once(std::min(count, most_threads), [&](uint32_t) {
+    for (uint32_t i = next++; i < count; i = next++) {
+      Interruption::check();
+      body(i);
+    }
+  });
 }
 
 }  // namespace geartrain

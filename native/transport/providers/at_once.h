@@ -1,5 +1,6 @@
-// Threads for what waits for the network several times at once: the handshakes of a connection's lanes (tcp_dial.cc).
-// Work of the processor is for the pool (base/threads.h), whose threads must not wait.
+// Threads for what waits for the network several times at once: the handshakes of a connection's lanes (tcp_dial.cc),
+// and a group's dials (collectives/membership.cc, redial.cc). Work of the processor is for the pool (base/threads.h),
+// whose threads must not wait.
 #pragma once
 
 #include <cstdint>
@@ -32,5 +33,7 @@ class FirstFailure {
 // throws meanwhile, interrupts the waits of the others (base/interruption.h) and is thrown when all have ended.
 // A signal's handler that forks within has its child's call end with hung_up: the threads are the parent's.
 void at_once(uint32_t count, const std::function<void(uint32_t)>& body);
+// The same on so many threads at most, each of which takes the next i. One call alone is the caller's.
+void at_once(uint32_t count, uint32_t most_threads, const std::function<void(uint32_t)>& body);
 
 }  // namespace geartrain
