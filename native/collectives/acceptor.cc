@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/interruption.h"
 #include "transport/providers/provider.h"
 #include "transport/security/handshake.h"
 
@@ -231,6 +232,7 @@ Dialled introduce(Descriptor socket, Join join, const EventLoop& loop, bool ring
     if (!wait_for(socket.get(), POLLIN, deadline.sooner(kCheckEveryS))) {
       if (deadline.passed()) fail(ErrorKind::timed_out, "it did not answer in time");
       check();
+      Interruption::check();
       continue;
     }
     const ssize_t got = receive_with_fds(socket.get(), rest, &fds);

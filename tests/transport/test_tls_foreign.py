@@ -114,6 +114,19 @@ def test_a_stream_that_ends_between_messages_is_a_lost_peer_to_who_waits(loopbac
         assert time.monotonic() - began_s < patience(20)
 
 
+@pytest.mark.parametrize("end", ENDS)
+def test_a_read_of_memory_whose_stream_ends_is_a_lost_peer(loopback: TLS, end: str) -> None:
+    memory = np.ones(40_000_000, np.uint8)
+    with (
+        transport.listen(tls=loopback) as listener,
+        ForeignTls(loopback, listener.address, end=end, after_bytes=3_000_000) as relay,
+    ):
+        mine, theirs = through(relay, listener, loopback)
+        with mine.expose(memory) as region, pytest.raises(PeerLostError):
+            theirs.read(region.handle, np.empty_like(memory), timeout_s=patience(30))
+        assert relay.ended
+
+
 @rpc.function
 def echo_to_foreign(value: Any) -> Any:
     return value

@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "base/interruption.h"
 #include "tests/collectives/ranks.h"
 
 namespace geartrain {
@@ -80,6 +81,38 @@ TEST(a_reducer_that_refuses_is_told_of_at_once_and_not_behind_one_that_is_silent
   CHECK(testing::within(began_ns, 10));
   CHECK(kind == ErrorKind::untrusted);
   CHECK(names(text, stranger.address()));
+}
+
+// By Ctrl-C, say: of one dial, which is the caller's own, and of several at once.
+TEST(a_caller_may_interrupt_the_wait_for_ranks_that_have_not_begun) {
+  struct Interrupted {};
+  for (const uint32_t world : {2u, 4u}) {
+    std::vector<std::unique_ptr<Group>> groups;
+    std::vector<std::string> addresses;
+    for (uint32_t rank = 0; rank < world; ++rank) {
+      GroupOptions options;
+      options.rank = rank;
+      options.world = world;
+      options.shares.assign(world, 1.0 / world);
+      options.shm = false;
+      groups.push_back(std::make_unique<Group>(options));
+      addresses.push_back(groups.back()->address());
+    }
+    const uint64_t began_ns = monotonic_ns();
+    const Interruption interruption([&] {
+      if (monotonic_ns() - began_ns > 300'000'000) throw Interrupted{};
+    });
+    bool interrupted = false;
+    try {
+      groups.back()->connect(addresses, soon(20));
+    } catch (const Interrupted&) {
+      interrupted = true;
+    } catch (const Error& error) {
+      testing::failed(__FILE__, __LINE__, error.what());
+    }
+    CHECK(interrupted);
+    CHECK(testing::within(began_ns, 5));
+  }
 }
 
 TEST(a_lost_reducer_is_reached_beside_others_whose_hosts_do_not_answer) {
