@@ -98,8 +98,8 @@ SharesPlan plan_shares(const Links& links, double bytes) {
 
 std::vector<double> moved_bytes(size_t workers, size_t reducers, std::span<const double> shares, double bytes) {
   if (shares.size() != workers + reducers) {
-    fail(ErrorKind::argument, workers, " workers and ", reducers, " reducers own ", workers + reducers, " shares, found ",
-         shares.size());
+    fail(ErrorKind::argument, workers, " workers and ", reducers, " reducers own ", workers + reducers,
+         " shares, found ", shares.size());
   }
   for (size_t i = 0; i < shares.size(); ++i) {
     if (!(shares[i] >= 0 && shares[i] <= 1 + kRounding)) {

@@ -19,8 +19,8 @@ class HostArray {
   HostArray(const HostArray&) = delete;
   HostArray& operator=(const HostArray&) = delete;
 
-  // False, and no Python error set, for what is no C-contiguous array of a dtype that a store can hold by itself, and for
-  // masked arrays, whose buffer is what they hide.
+  // False, and no Python error set, for what is no C-contiguous array of a dtype that a store can hold by itself, and
+  // for masked arrays, whose buffer is what they hide.
   bool open(PyObject* object) {
     release();
     if (PyObject_CheckBuffer(object) == 0 || is_masked(object)) return false;

@@ -17,7 +17,8 @@ constexpr uint32_t kMostBuffers = 16384;
 void check_options(const Options& options) {
   const MessageLimits& limits = options.limits;
   if (limits.max_buffers > kMostBuffers) {
-    fail(ErrorKind::argument, "a message has ", kMostBuffers, " buffers at most, found max_buffers=", limits.max_buffers);
+    fail(ErrorKind::argument, "a message has ", kMostBuffers,
+         " buffers at most, found max_buffers=", limits.max_buffers);
   }
   if (options.lanes > kMaxLanes && options.lanes != kLanesByCores)
     fail(ErrorKind::argument, "there are ", kMaxLanes, " lanes at most, found ", options.lanes);
