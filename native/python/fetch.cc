@@ -7,6 +7,10 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <span>
+#include <vector>
+
 #include "base/buffer_pool.h"
 #include "base/errors.h"
 #include "fetch/row_pieces.h"
@@ -62,7 +66,7 @@ nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint
   if (out && out->size() != fields.size()) {
     fail(ErrorKind::schema, fields.size(), " fields were asked for with ", out->size(), " output arrays");
   }
-  bytes += 2 * PooledMemory::padded(n * 4) + PooledMemory::padded(n * 8) + PooledMemory::padded(n) +
+  bytes += 3 * PooledMemory::padded(n * 4) + PooledMemory::padded(n * 8) + PooledMemory::padded(n) +
            PooledMemory::padded(bytes_of({n, steps}, 1));
 
   PooledMemory memory(bytes);
@@ -88,8 +92,11 @@ nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint
   const auto part = [&]<typename T>(size_t count, T*) {
     return std::span<T>(reinterpret_cast<T*>(memory.take(count * sizeof(T))), count);
   };
+  // Bounded and then used as places: another thread may write to the caller's array in between.
+  const std::span<uint32_t> own_rows = part(n, static_cast<uint32_t*>(nullptr));
+  std::copy_n(rows.data(), n, own_rows.begin());
   FetchRequest request;
-  request.rows = view(rows);
+  request.rows = own_rows;
   request.generations = view(generations);
   request.fields = targets;
   request.window = window;
@@ -126,6 +133,7 @@ nb::tuple row_pieces(const Store& store, const In<uint32_t>& rows, const In<uint
     return std::span<T>(reinterpret_cast<T*>(memory.take(count * sizeof(T))), count);
   };
   auto* const word = static_cast<uint64_t*>(nullptr);
+  const std::vector<uint32_t> own_rows = copied(rows);
   PieceRequest request;
   request.to = part(pieces, word);
   request.from = part(pieces, word);
@@ -137,7 +145,7 @@ nb::tuple row_pieces(const Store& store, const In<uint32_t>& rows, const In<uint
   std::vector<FetchField> wanted;
   for (uint32_t field : fields) wanted.push_back({field, nullptr});
   FetchRequest& asked = request.rows;
-  asked.rows = view(rows);
+  asked.rows = own_rows;
   asked.generations = view(generations);
   asked.fields = wanted;
   asked.window = window;
@@ -168,7 +176,8 @@ uint64_t changed_rows(const Store& store, const In<uint32_t>& rows, const In<uin
   store.check_open();
   if (torn.itemsize() != 1) fail(ErrorKind::schema, "torn rows are told by bytes");
   const std::span<uint8_t> to(static_cast<uint8_t*>(torn.data()), torn.nbytes());
-  return released(store, [&] { return find_changed(store, view(rows), view(generations), view(contents), to); });
+  const std::vector<uint32_t> own_rows = copied(rows);
+  return released(store, [&] { return find_changed(store, own_rows, view(generations), view(contents), to); });
 }
 
 // Recycled bytes, for messages.
