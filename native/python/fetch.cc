@@ -40,6 +40,25 @@ nb::list empty_batch(const Store& store, size_t n, const std::vector<uint32_t>& 
   return arrays;
 }
 
+// Threads fill them at once, so that no two of the caller's arrays may share memory.
+void check_apart(const Store& store, const std::vector<FetchField>& targets, const std::vector<AnyArray>& out) {
+  struct Extent {
+    const std::byte *begin, *end;
+    uint32_t field;
+  };
+  std::vector<Extent> extents;
+  for (size_t i = 0; i < targets.size(); ++i) {
+    extents.push_back({targets[i].out, targets[i].out + out[i].nbytes(), targets[i].field});
+  }
+  std::ranges::sort(extents, {}, &Extent::begin);
+  for (size_t i = 1; i < extents.size(); ++i) {
+    if (extents[i].begin < extents[i - 1].end) {
+      fail(ErrorKind::schema, "the output arrays of fields '", store.fields()[extents[i - 1].field].name, "' and '",
+           store.fields()[extents[i].field].name, "' share memory");
+    }
+  }
+}
+
 // Returns (arrays of the fields, torn, mask, starts, lengths, versions, number torn).
 nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
                      const std::vector<uint32_t>& fields, uint32_t window, bool pad_left,
@@ -89,6 +108,7 @@ nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint
       arrays.append(memory.array(at, shapes[i], array_dtype(record.dtype, record.itemsize)));
     }
   }
+  if (out) check_apart(store, targets, *out);
   const auto part = [&]<typename T>(size_t count, T*) {
     return std::span<T>(reinterpret_cast<T*>(memory.take(count * sizeof(T))), count);
   };

@@ -121,6 +121,25 @@ def test_tensors_that_cannot_be_filled_are_refused_each_time(
     assert gt.fetch(store, store.keys(), out=outputs(torch))["x"].sum() == 36
 
 
+def test_arrays_that_share_memory_and_masked_ones_are_refused() -> None:
+    fields = {"a": gt.Field((3,), "float32"), "b": gt.Field((3,), "float32")}
+    with gt.Store.create(fields, max_length=2, capacity=4) as store:
+        keys = store.insert({"a": np.ones((4, 2, 3), np.float32), "b": np.full((4, 2, 3), 2, np.float32)})
+        memory = np.zeros((9, 2, 3), np.float32)
+        for a, b in ((memory[:4], memory[:4]), (memory[:4], memory[3:7]), (memory[3:7], memory[:4])):
+            with pytest.raises(ArgumentError, match=r"'a' and 'b'|'b' and 'a'") as raised:
+                gt.fetch(store, keys, output="numpy", out={"a": a, "b": b})
+            assert "share memory" in str(raised.value)
+        assert not memory.any()
+        gt.fetch(store, keys, output="numpy", out={"a": memory[4:8], "b": memory[:4]})
+        assert memory[4:8].tolist() == np.ones((4, 2, 3)).tolist() and (memory[:4] == 2).all()
+        masked = np.ma.masked_all((4, 2, 3), np.float32)
+        with pytest.raises(ArgumentError, match="masked"):
+            gt.fetch(store, keys, output="numpy", out={"a": masked, "b": memory[:4]})
+        gt.fetch(store, keys, output="numpy", out={"a": masked.data, "b": memory[:4]})
+        assert (masked.data == 1).all()
+
+
 def test_autograd_knows_that_a_tensor_was_filled(store: gt.Store) -> None:
     torch = pytest.importorskip("torch")
     leaf = torch.ones(4, 2, 3, requires_grad=True)

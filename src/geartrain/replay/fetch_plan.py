@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import default_threads
+from geartrain.core.arguments import default_threads, is_masked
 from geartrain.core.dtypes import (
     DTYPES,
     as_raw,
@@ -237,6 +237,8 @@ class FetchPlan(BatchFields):
             contiguous = array.is_contiguous() if hasattr(array, "is_contiguous") else array.flags.c_contiguous
             if not contiguous:
                 raise ArgumentError(f"out[{name!r}] must be C-contiguous")
+            if is_masked(array):
+                raise ArgumentError(f"out[{name!r}] is a masked array, whose mask would hide rows: give its .data")
             if hasattr(array, "untyped_storage"):
                 if array.is_conj() or array.is_neg():
                     raise ArgumentError(f"out[{name!r}] is no lazy conjugate or negative: give its resolve_neg()")
