@@ -214,3 +214,26 @@ def test_copying_threads_leave_signals_to_the_program() -> None:
     )
     assert ran.returncode == 0, (ran.returncode, ran.stderr[-2000:])
     assert int(ran.stdout) >= 4  # there were some
+
+
+# Calls hung there. From Python 3.12 on the module that makes interpreters has another name.
+INTERPRETER = """
+import sys
+import _xxsubinterpreters as interpreters
+code = f"import sys; sys.path[:0] = {[each for each in sys.path if each]!r}" + '''
+try:
+    import geartrain._native
+except ImportError as error:
+    print(error.__cause__, flush=True)
+'''
+interpreters.run_string(interpreters.create(), code)
+"""
+
+
+@pytest.mark.skipif(
+    sys.version_info >= (3, 12), reason="extension modules say themselves which interpreters they run in"
+)
+def test_another_interpreter_of_the_process_is_refused_at_the_import() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", INTERPRETER]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.stdout == "geartrain runs in the main interpreter of a process, and in no other\n", ran.stderr
