@@ -218,10 +218,14 @@ def plain_tensor(tensor: Any) -> Any:
 
 def has_memory(tensor: Any) -> bool:
     """Whether the storage still holds all elements of a tensor in host memory: it may be cut or freed beneath it."""
-    if tensor.device.type != "cpu" or tensor.numel() == 0 or "strided" not in str(tensor.layout):
+    import torch
+
+    elements: int = tensor.numel()
+    if not tensor.is_cpu or tensor.layout is not torch.strided or elements == 0:
         return True
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    end: int = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    if not tensor.is_contiguous():
+        elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (tensor.storage_offset() + elements) * tensor.element_size()
     return bool(end <= tensor.untyped_storage().nbytes() and tensor.data_ptr() != 0)
 
 
