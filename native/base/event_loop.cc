@@ -11,6 +11,7 @@
 #include <cstring>
 #include <system_error>
 
+#include "base/blocked_signals.h"
 #include "base/clock.h"
 #include "base/condition_variable.h"
 #include "base/errors.h"
@@ -36,6 +37,7 @@ EventLoop::EventLoop(const char* name, Failed failed)
   wake_ = Descriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!epoll_ || !wake_) fail(ErrorKind::os, "cannot make an epoll or an eventfd: ", std::strerror(errno));
   watch(wake_.get(), EPOLLIN, nullptr);
+  const BlockedSignals blocked;
   try {
     thread_ = std::make_unique<std::thread>([this, name] { run(name); });
   } catch (const std::system_error& error) {

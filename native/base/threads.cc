@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/blocked_signals.h"
 #include "base/clock.h"
 #include "base/condition_variable.h"
 #include "base/patience.h"
@@ -74,10 +75,7 @@ class ThreadPool {
     {
       std::lock_guard lock(mutex_);
       try {
-        while (workers_ < wanted) {
-          std::thread([this] { serve(); }).detach();
-          ++workers_;
-        }
+        if (workers_ < wanted) add_workers(wanted);
       } catch (const std::system_error&) {
         // No more threads can be had: those that are there, and the caller, do it all.
       }
@@ -105,6 +103,11 @@ class ThreadPool {
   }
 
  private:
+  void add_workers(unsigned wanted) {
+    const BlockedSignals blocked;
+    for (; workers_ < wanted; ++workers_) std::thread([this] { serve(); }).detach();
+  }
+
   void serve() {
     std::unique_lock lock(mutex_);
     for (bool late = false;;) {

@@ -234,7 +234,8 @@ nb::tuple gathered_transitions(const Store& store, const TransitionView& view_of
   std::vector<uint8_t> torn(room), mask(bytes_of({room, view_of.frame_stack}, 1));
   std::vector<int32_t> starts(room), lengths(room);
   std::vector<int64_t> versions(room);
-  request.rows = view(rows);
+  const std::vector<uint32_t> own_rows = copied(rows);
+  request.rows = own_rows;
   request.generations = view(generations);
   request.places = view(places);
   request.numbers = view(numbers);

@@ -40,6 +40,17 @@ std::span<const T> view(const std::optional<In<T>>& array) {
   return array ? std::span<const T>{array->data(), array->size()} : std::span<const T>{};
 }
 
+// The same of numbers that are bounded and then used as places: a copy, as another thread may write to the caller's
+// array in between.
+template <typename T>
+std::vector<T> copied(const In<T>& array) {
+  return {array.data(), array.data() + array.size()};
+}
+template <typename T>
+std::vector<T> copied(const std::optional<In<T>>& array) {
+  return array ? copied(*array) : std::vector<T>();
+}
+
 // A NumPy array that owns a copy-free vector.
 template <typename T>
 nb::object to_numpy(std::vector<T>&& values) {

@@ -7,6 +7,10 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <span>
+#include <vector>
+
 #include "base/buffer_pool.h"
 #include "base/errors.h"
 #include "fetch/row_pieces.h"
@@ -36,6 +40,25 @@ nb::list empty_batch(const Store& store, size_t n, const std::vector<uint32_t>& 
   return arrays;
 }
 
+// Threads fill them at once, so that no two of the caller's arrays may share memory.
+void check_apart(const Store& store, const std::vector<FetchField>& targets, const std::vector<AnyArray>& out) {
+  struct Extent {
+    const std::byte *begin, *end;
+    uint32_t field;
+  };
+  std::vector<Extent> extents;
+  for (size_t i = 0; i < targets.size(); ++i) {
+    extents.push_back({targets[i].out, targets[i].out + out[i].nbytes(), targets[i].field});
+  }
+  std::ranges::sort(extents, {}, &Extent::begin);
+  for (size_t i = 1; i < extents.size(); ++i) {
+    if (extents[i].begin < extents[i - 1].end) {
+      fail(ErrorKind::schema, "the output arrays of fields '", store.fields()[extents[i - 1].field].name, "' and '",
+           store.fields()[extents[i].field].name, "' share memory");
+    }
+  }
+}
+
 // Returns (arrays of the fields, torn, mask, starts, lengths, versions, number torn).
 nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
                      const std::vector<uint32_t>& fields, uint32_t window, bool pad_left,
@@ -62,7 +85,7 @@ nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint
   if (out && out->size() != fields.size()) {
     fail(ErrorKind::schema, fields.size(), " fields were asked for with ", out->size(), " output arrays");
   }
-  bytes += 2 * PooledMemory::padded(n * 4) + PooledMemory::padded(n * 8) + PooledMemory::padded(n) +
+  bytes += 3 * PooledMemory::padded(n * 4) + PooledMemory::padded(n * 8) + PooledMemory::padded(n) +
            PooledMemory::padded(bytes_of({n, steps}, 1));
 
   PooledMemory memory(bytes);
@@ -85,11 +108,15 @@ nb::tuple fetch_rows(const Store& store, const In<uint32_t>& rows, const In<uint
       arrays.append(memory.array(at, shapes[i], array_dtype(record.dtype, record.itemsize)));
     }
   }
+  if (out) check_apart(store, targets, *out);
   const auto part = [&]<typename T>(size_t count, T*) {
     return std::span<T>(reinterpret_cast<T*>(memory.take(count * sizeof(T))), count);
   };
+  // Bounded and then used as places: another thread may write to the caller's array in between.
+  const std::span<uint32_t> own_rows = part(n, static_cast<uint32_t*>(nullptr));
+  std::copy_n(rows.data(), n, own_rows.begin());
   FetchRequest request;
-  request.rows = view(rows);
+  request.rows = own_rows;
   request.generations = view(generations);
   request.fields = targets;
   request.window = window;
@@ -126,6 +153,7 @@ nb::tuple row_pieces(const Store& store, const In<uint32_t>& rows, const In<uint
     return std::span<T>(reinterpret_cast<T*>(memory.take(count * sizeof(T))), count);
   };
   auto* const word = static_cast<uint64_t*>(nullptr);
+  const std::vector<uint32_t> own_rows = copied(rows);
   PieceRequest request;
   request.to = part(pieces, word);
   request.from = part(pieces, word);
@@ -137,7 +165,7 @@ nb::tuple row_pieces(const Store& store, const In<uint32_t>& rows, const In<uint
   std::vector<FetchField> wanted;
   for (uint32_t field : fields) wanted.push_back({field, nullptr});
   FetchRequest& asked = request.rows;
-  asked.rows = view(rows);
+  asked.rows = own_rows;
   asked.generations = view(generations);
   asked.fields = wanted;
   asked.window = window;
@@ -168,7 +196,8 @@ uint64_t changed_rows(const Store& store, const In<uint32_t>& rows, const In<uin
   store.check_open();
   if (torn.itemsize() != 1) fail(ErrorKind::schema, "torn rows are told by bytes");
   const std::span<uint8_t> to(static_cast<uint8_t*>(torn.data()), torn.nbytes());
-  return released(store, [&] { return find_changed(store, view(rows), view(generations), view(contents), to); });
+  const std::vector<uint32_t> own_rows = copied(rows);
+  return released(store, [&] { return find_changed(store, own_rows, view(generations), view(contents), to); });
 }
 
 // Recycled bytes, for messages.

@@ -46,6 +46,12 @@ nb::capsule keep_alive(std::shared_ptr<Mapping> mapping) {
 }
 
 NB_MODULE(_native, module) {
+  // Calls without the GIL take it again in the main interpreter (nanobind, and PyGILState): another would wait for
+  // ever.
+  if (PyInterpreterState_GetID(PyInterpreterState_Get()) != 0) {
+    PyErr_SetString(PyExc_ImportError, "geartrain runs in the main interpreter of a process, and in no other");
+    throw nb::python_error();
+  }
   module.doc() = "The native layer of geartrain: use the classes of the geartrain package instead.";
   nb::set_leak_warnings(false);
   register_errors();

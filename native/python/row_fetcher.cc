@@ -2,6 +2,7 @@
 
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -34,8 +35,10 @@ class RowFetcher {
     }
     SampledBatch batch(layout_);
     const BatchArrays& arrays = batch.arrays();
+    // Bounded and then used as places: another thread may write to the caller's array in between.
+    std::copy_n(rows.data(), rows.size(), arrays.rows.begin());
     FetchRequest request;
-    request.rows = view(rows);
+    request.rows = arrays.rows;
     request.generations = view(generations);
     request.fields = arrays.fields;
     request.window = window_;

@@ -40,8 +40,9 @@ uint32_t commit_one(Store& store, uint32_t row, uint32_t length, double priority
 
 nb::object commit(Store& store, const In<uint32_t>& rows, const std::optional<In<uint32_t>>& lengths,
                   const std::optional<In<double>>& priorities, const std::optional<In<int64_t>>& versions) {
+  const std::vector<uint32_t> own_rows = copied(rows), own_lengths = copied(lengths);
   std::vector<uint32_t> generations(rows.size());
-  released(store, [&] { store.commit(view(rows), {view(lengths), view(priorities), view(versions)}, generations); });
+  released(store, [&] { store.commit(own_rows, {own_lengths, view(priorities), view(versions)}, generations); });
   return to_numpy(std::move(generations));
 }
 
@@ -59,10 +60,10 @@ nb::tuple insert_sources(Store& store, size_t n, const std::vector<std::pair<uin
   for (const auto& [field, array] : sources) {
     fields.push_back({field, static_cast<const std::byte*>(array.data()), n == 0 ? 0 : array.nbytes() / n});
   }
+  const std::vector<uint32_t> own_lengths = copied(lengths);
   std::vector<uint32_t> rows(n), generations(n);
-  released(store, [&] {
-    insert(store, fields, {view(lengths), view(priorities), view(versions)}, threads, rows, generations);
-  });
+  released(store,
+           [&] { insert(store, fields, {own_lengths, view(priorities), view(versions)}, threads, rows, generations); });
   return nb::make_tuple(to_numpy(std::move(rows)), to_numpy(std::move(generations)));
 }
 
@@ -76,8 +77,8 @@ uint64_t rewrite(Store& store, const In<uint32_t>& rows, const In<uint32_t>& gen
     fields.push_back({field, static_cast<const std::byte*>(array.data()), n == 0 ? 0 : array.nbytes() / n});
   }
   if (n == 0) return 0;
-  return released(store,
-                  [&] { return store.rewrite(view(rows), view(generations), fields, view(starts), view(lengths)); });
+  const std::vector<uint32_t> own_rows = copied(rows), own_starts = copied(starts), own_lengths = copied(lengths);
+  return released(store, [&] { return store.rewrite(own_rows, view(generations), fields, own_starts, own_lengths); });
 }
 
 void check_pairs(const In<uint32_t>& rows, const In<uint32_t>& generations) {
@@ -88,18 +89,19 @@ void check_pairs(const In<uint32_t>& rows, const In<uint32_t>& generations) {
 
 uint64_t update_priorities(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
                            const In<double>& priorities) {
-  return released(store, [&] { return store.update_priorities(view(rows), view(generations), view(priorities)); });
+  const std::vector<uint32_t> own_rows = copied(rows);
+  return released(store, [&] { return store.update_priorities(own_rows, view(generations), view(priorities)); });
 }
 
 uint64_t update_step_priorities(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
                                 const In<uint32_t>& steps, const In<double>& priorities) {
-  return released(store, [&] {
-    return store.update_step_priorities(view(rows), view(generations), view(steps), view(priorities));
-  });
+  const std::vector<uint32_t> own_rows = copied(rows), own_steps = copied(steps);
+  return released(
+      store, [&] { return store.update_step_priorities(own_rows, view(generations), own_steps, view(priorities)); });
 }
 
-void check_rows(const Store& store, const In<uint32_t>& rows) {
-  for (uint32_t row : view(rows)) {
+void check_rows(const Store& store, std::span<const uint32_t> rows) {
+  for (uint32_t row : rows) {
     if (row >= store.header().capacity) {
       fail(ErrorKind::schema, "row ", row, " is beyond the store's capacity of ", store.header().capacity);
     }
@@ -109,7 +111,7 @@ void check_rows(const Store& store, const In<uint32_t>& rows) {
 // The fixed-point priorities of steps, 0 for stale keys; and the sums of rows'.
 nb::object step_priorities(const Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
                            const In<uint32_t>& steps) {
-  check_rows(store, rows);
+  check_rows(store, view(rows));
   if (generations.size() != rows.size() || steps.size() != rows.size()) {
     fail(ErrorKind::schema, "as many generations and steps as rows are needed");
   }
@@ -123,10 +125,11 @@ nb::object step_priorities(const Store& store, const In<uint32_t>& rows, const I
 }
 
 nb::object sums_of_steps(const Store& store, const In<uint32_t>& rows) {
-  check_rows(store, rows);
+  const std::vector<uint32_t> own_rows = copied(rows);
+  check_rows(store, own_rows);
   std::vector<uint64_t> out(rows.size());
   released(store, [&] {
-    for (size_t i = 0; i < out.size(); ++i) out[i] = store.sum_of_steps(rows.data()[i]);
+    for (size_t i = 0; i < out.size(); ++i) out[i] = store.sum_of_steps(own_rows[i]);
   });
   return to_numpy(std::move(out));
 }
@@ -134,19 +137,20 @@ nb::object sums_of_steps(const Store& store, const In<uint32_t>& rows) {
 // The fixed-point priorities of rows' first `lengths` steps, one row after the other, and whether each row has them.
 nb::tuple copy_step_priorities(const Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
                                const In<uint32_t>& lengths) {
-  check_rows(store, rows);
+  const std::vector<uint32_t> own_rows = copied(rows), own_lengths = copied(lengths);
+  check_rows(store, own_rows);
   if (generations.size() != rows.size() || lengths.size() != rows.size()) {
     fail(ErrorKind::schema, "as many generations and lengths as rows are needed");
   }
   size_t total = 0;
-  for (uint32_t length : view(lengths)) total += std::min(length, store.header().max_length);
+  for (uint32_t length : own_lengths) total += std::min(length, store.header().max_length);
   std::vector<uint32_t> out(total);
   std::vector<uint8_t> whole(rows.size());
   released(store, [&] {
     std::span<uint32_t> rest(out);
     for (size_t i = 0; i < whole.size(); ++i) {
-      const uint32_t length = std::min(lengths.data()[i], store.header().max_length);
-      whole[i] = store.copy_step_priorities(rows.data()[i], generations.data()[i], rest.first(length));
+      const uint32_t length = std::min(own_lengths[i], store.header().max_length);
+      whole[i] = store.copy_step_priorities(own_rows[i], generations.data()[i], rest.first(length));
       rest = rest.subspan(length);
     }
   });
@@ -155,19 +159,22 @@ nb::tuple copy_step_priorities(const Store& store, const In<uint32_t>& rows, con
 
 uint64_t remove(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations) {
   check_pairs(rows, generations);
-  return released(store, [&] { return store.remove(view(rows), view(generations)); });
+  const std::vector<uint32_t> own_rows = copied(rows);
+  return released(store, [&] { return store.remove(own_rows, view(generations)); });
 }
 
 nb::object count_samples(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations) {
   check_pairs(rows, generations);
   std::vector<uint8_t> taken(rows.size());
-  released(store, [&] { store.count_samples(view(rows), view(generations), taken); });
+  const std::vector<uint32_t> own_rows = copied(rows);
+  released(store, [&] { store.count_samples(own_rows, view(generations), taken); });
   return to_numpy(std::move(taken));
 }
 
 void release_exhausted(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations) {
   check_pairs(rows, generations);
-  released(store, [&] { store.release_exhausted(view(rows), view(generations)); });
+  const std::vector<uint32_t> own_rows = copied(rows);
+  released(store, [&] { store.release_exhausted(own_rows, view(generations)); });
 }
 
 nb::tuple keys(Store& store) {
@@ -296,7 +303,10 @@ void bind_store_rows(nb::class_<Store>& store) {
           nb::arg("row"), nb::arg("length"), nb::arg("priority") = 1.0)
       .def("seal_one", [](Store& s, uint32_t row) { return released(s, [&] { return s.seal({&row, 1}); }); })
       .def("abandon",
-           [](Store& s, const In<uint32_t>& rows) { return released(s, [&] { return s.abandon(view(rows)); }); })
+           [](Store& s, const In<uint32_t>& rows) {
+             const std::vector<uint32_t> own_rows = copied(rows);
+             return released(s, [&] { return s.abandon(own_rows); });
+           })
       .def("abandon_one", [](Store& s, uint32_t row) { return released(s, [&] { return s.abandon({&row, 1}); }); })
       .def("insert", &insert_sources, nb::arg("n"), nb::arg("sources"), nb::arg("lengths").none(),
            nb::arg("priorities").none(), nb::arg("versions").none(), nb::arg("threads"))
@@ -311,7 +321,8 @@ void bind_store_rows(nb::class_<Store>& store) {
            [](Store& s, double power) { return released(s, [&] { return s.raise_priorities(power); }); })
       .def("set_times_sampled",
            [](Store& s, const In<uint32_t>& rows, const In<uint32_t>& generations, const In<uint32_t>& counts) {
-             return released(s, [&] { return s.set_times_sampled(view(rows), view(generations), view(counts)); });
+             const std::vector<uint32_t> own_rows = copied(rows);
+             return released(s, [&] { return s.set_times_sampled(own_rows, view(generations), view(counts)); });
            })
       .def("remove", &remove)
       .def("count_samples", &count_samples)

@@ -23,6 +23,7 @@
 #include <system_error>
 #include <thread>
 
+#include "base/blocked_signals.h"
 #include "base/condition_variable.h"
 #include "base/interruption.h"
 #include "transport/admission.h"
@@ -89,6 +90,7 @@ class Listener::Body {
     watch(stop_.get(), kStopEvent);
     if (options_.shm) listen_unix();
     if (!options_.tcp_host.empty()) listen_tcp();
+    const BlockedSignals blocked;
     try {
       thread_ = std::make_unique<std::thread>([this] { serve(); });
     } catch (const std::system_error& error) {

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -201,3 +203,21 @@ def test_a_wait_has_a_deadline_and_a_closed_stage_takes_nothing() -> None:
         job.wait(patience(5))
     with pytest.raises(ConnectionClosedError):
         one.submit(torch.ones(4), network.reduce)
+
+
+def test_a_child_forked_beside_a_thread_that_submits_closes_at_once() -> None:
+    with staging(SimulatedDevice(chance=0)) as one, one._lock:  # as a thread that submits holds it
+        done = threading.Event()
+        fork = threading.Thread(target=lambda: done.set() if ended_child(lambda: one.close(5)) == 0 else None)
+        fork.start()
+        fork.join(20)
+        assert done.is_set()
+
+
+def ended_child(act: Callable[[], Any]) -> int:
+    child = os.fork()
+    if child == 0:
+        signal.alarm(5)
+        act()
+        os._exit(0)
+    return os.waitpid(child, 0)[1]

@@ -20,6 +20,7 @@ from imports import imported, rows, store_name
 
 from geartrain.errors import ArgumentError, SourceError
 from geartrain.integrations import import_dataset
+from geartrain.integrations.datasets.arrays import ArraySource
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -367,3 +368,18 @@ def test_arguments_that_cannot_be_meant_are_argument_errors(options: dict[str, A
     file = make_d4rl(tmp_path)
     with pytest.raises(ArgumentError):
         import_dataset(file, store_name(), progress=False, **options)
+
+
+@pytest.mark.parametrize("begin", [b"", b"P", b"hello, no arrays", b"\x80\x04K\x01.", b"\x93NUMPY\x01\x00"], ids=repr)
+@pytest.mark.parametrize("suffix", ["npz", "npy"])
+def test_a_file_that_begins_as_no_other_is_named_and_nobody_told_to_unpickle_it(
+    tmp_path: Path, suffix: str, begin: bytes
+) -> None:
+    if suffix == "npy" and begin.startswith(b"\x93NUMPY"):
+        begin = begin[:4]
+    (tmp_path / f"data.{suffix}").write_bytes(begin)
+    with pytest.raises(
+        SourceError, match=rf"data\.{suffix}: is damaged, or no \.{suffix} file: it (begins|is empty)"
+    ) as raised:
+        ArraySource(tmp_path / "data.npz" if suffix == "npz" else tmp_path)
+    assert "pickle" not in str(raised.value)

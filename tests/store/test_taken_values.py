@@ -59,15 +59,32 @@ def test_a_block_takes_all_that_is_a_number(store, value, found):
     row.abandon()
 
 
-def test_a_block_takes_tensors_and_refuses_those_with_a_gradient(store):
+def test_a_block_takes_tensors_as_an_insert_does(store):
     torch = pytest.importorskip("torch")
     row = store.row()
     row["x"] = torch.tensor([1.0, 2.0])
     row["n"] = [torch.tensor(1), torch.tensor(2)]
     assert row["x"].tolist() == row["n"].tolist() == [1, 2]
-    with pytest.raises(SchemaError, match="requires grad"):
-        row["x"] = torch.ones(2, requires_grad=True)
+    row["x"] = torch.tensor([3.0, 4.0], requires_grad=True)
+    row["n"] = torch._neg_view(torch.tensor([5, 6]))
+    assert row["x"].tolist() == [3, 4] and row["n"].tolist() == [-5, -6]
+    row["x"] = torch.tensor([7.0, 8.0], dtype=torch.bfloat16, requires_grad=True)
+    assert row["x"].tolist() == [7, 8]
+    for made, why in (
+        (lambda *shape: torch.ones(*shape, device="meta"), "on meta"),
+        (lambda *shape: torch.ones(*shape).to_sparse(), "layout"),
+        (lambda *shape: freed(torch.ones(*shape)), "without memory"),
+    ):
+        with pytest.raises(SchemaError, match=why):
+            row["x"] = made(2)
+        with pytest.raises(SchemaError, match=why):
+            store.insert({"x": made(1, 2), "n": np.zeros((1, 2), np.int64)})
     row.abandon()
+
+
+def freed(tensor):
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 
 def scalars(value):

@@ -12,6 +12,7 @@
 #include <mutex>
 #include <optional>
 
+#include "base/descriptor.h"
 #include "base/sha256.h"
 #include "collectives/group.h"
 #include "collectives/nccl/plugin.h"
@@ -51,8 +52,15 @@ struct RankGroup {
     std::shared_ptr<Work> work;  // null: free
     int bytes = 0;
   };
+  // Of the requests. A forked child has no connections, and perhaps a lock that is held for ever: it is refused.
+  std::unique_lock<std::mutex> lock() {
+    if (forks != geartrain::forks()) fail(ErrorKind::hung_up, "a forked process asks for what its parent reduces");
+    return std::unique_lock(mutex);
+  }
+
   Group group;
   double timeout_s = 0;
+  const uint64_t forks = geartrain::forks();
   std::mutex mutex;
   std::array<Request, kNcclMostRequests> requests;
 };
@@ -261,7 +269,7 @@ NcclResult iallreduce(void* group, void* in, void* out, int count, NcclDtype dty
     check_region(in_region, in, bytes, "an input");
     check_region(out_region, out, bytes, "a result");
     auto& own = *static_cast<RankGroup*>(group);
-    std::lock_guard lock(own.mutex);
+    const auto lock = own.lock();
     const auto free = std::ranges::find_if(own.requests, [](const auto& one) { return one.work == nullptr; });
     if (free == own.requests.end()) return kNcclSuccess;  // it is asked for again
     const Shape shape{static_cast<uint64_t>(count), *type, *type, *how, 0};
@@ -282,7 +290,7 @@ NcclResult test(void* request, int* done, int* bytes) {
   *done = 0;
   return guarded("test", [&] {
     auto& asked = *static_cast<RankGroup::Request*>(request);
-    std::lock_guard lock(asked.of->mutex);
+    const auto lock = asked.of->lock();
     if (asked.work == nullptr) fail(ErrorKind::argument, "a request that is over already");
     if (!asked.work->done()) return kNcclSuccess;
     const std::shared_ptr<Work> work = std::move(asked.work);

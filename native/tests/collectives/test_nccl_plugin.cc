@@ -107,6 +107,42 @@ TEST(a_child_forked_beside_a_thread_within_the_plugin_uses_it) {
   CHECK_EQ(hung, 0);
 }
 
+// Whatever of its parent's locks is held by a thread that it does not have: its requests are refused at once.
+TEST(a_child_forked_beside_a_thread_that_tests_a_request_is_refused_at_once) {
+  const NcclCollNet& table = begun();
+  run_nccl(table, 1, 4096, [&](int, SimulatedRank& own) {
+    const auto post = [&](void** request) {
+      return table.iallreduce(own.group(), own.sent(0), own.received(0), 16, kNcclInt32, kNcclSum, own.region(),
+                              own.region(), request);
+    };
+    std::atomic<bool> end{false};
+    std::thread asks([&] {
+      while (!end) {
+        void* request = nullptr;
+        CHECK_EQ(post(&request), kNcclSuccess);
+        int bytes = 0;
+        for (int done = 0; done == 0;) CHECK_EQ(table.test(request, &done, &bytes), kNcclSuccess);
+      }
+    });
+    int wrong = 0;
+    for (int i = 0; i < 200 && wrong == 0; ++i) {
+      const pid_t child = ::fork();
+      if (child == 0) {
+        ::alarm(5);
+        void* request = nullptr;
+        ::_exit(post(&request) != kNcclSuccess && request == nullptr ? 0 : 1);
+      }
+      int status = 0;
+      CHECK_EQ(::waitpid(child, &status, 0), child);
+      wrong += !WIFEXITED(status) || WEXITSTATUS(status) != 0;
+    }
+    end = true;
+    asks.join();
+    CHECK_EQ(wrong, 0);
+    own.close();
+  });
+}
+
 TEST(sums_products_and_extremes_of_ten_types_are_supported_and_no_others) {
   const NcclCollNet& table = begun();
   int supported = 0, all = 0;

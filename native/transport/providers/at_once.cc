@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/blocked_signals.h"
 #include "base/condition_variable.h"
 #include "base/descriptor.h"
 #include "base/interruption.h"
@@ -55,6 +56,7 @@ struct Calls {
       std::lock_guard lock(mutex);
       ++at_work;
     }
+    const BlockedSignals blocked;
     try {
       threads.emplace_back([this, i] { serve(i); });
       return true;

@@ -1,7 +1,6 @@
 #include "transport/sideband/sideband_thread.h"
 
 #include <pthread.h>
-#include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -13,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/blocked_signals.h"
 #include "base/clock.h"
 #include "base/errors.h"
 
@@ -50,17 +50,12 @@ SidebandThread::SidebandThread()
   if (!epoll_ || !bell_ || ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, bell_.get(), &event) != 0) {
     fail(ErrorKind::os, "cannot make an epoll: ", std::strerror(errno));
   }
-  sigset_t all, before;
-  ::sigfillset(&all);
-  ::pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the program's threads
-  std::string why;
+  const BlockedSignals blocked;
   try {
     std::thread([this] { serve(); }).detach();
   } catch (const std::system_error& error) {
-    why = error.what();
+    fail(ErrorKind::os, "cannot start the sideband thread: ", error.what());
   }
-  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  if (!why.empty()) fail(ErrorKind::os, "cannot start the sideband thread: ", why);
 }
 
 void SidebandThread::add(const std::shared_ptr<SidebandLine>& line) {

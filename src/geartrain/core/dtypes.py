@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -205,9 +205,37 @@ def from_dlpack() -> Callable[[Any], torch.Tensor]:
 
 
 def plain_tensor(tensor: Any) -> Any:
-    """A tensor's values without its gradient, and without the bits by which torch conjugates and negates when asked."""
+    """A tensor's values without its gradient, and without the bits by which torch conjugates and negates when asked.
+
+    Raises:
+        SchemaError: its storage holds them no more.
+    """
     tensor = tensor.detach()
+    if not has_memory(tensor):
+        raise SchemaError(f"a tensor {tuple(tensor.shape)} without memory: its storage was freed or made smaller")
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+
+
+def has_memory(tensor: Any) -> bool:
+    """Whether the storage still holds all elements of a tensor in host memory: it may be cut or freed beneath it."""
+    import torch
+
+    elements: int = tensor.numel()
+    if not tensor.is_cpu or tensor.layout is not torch.strided or elements == 0:
+        return True
+    if not tensor.is_contiguous():
+        elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (tensor.storage_offset() + elements) * tensor.element_size()
+    return bool(end <= tensor.untyped_storage().nbytes() and tensor.data_ptr() != 0)
+
+
+def count_write(arrays: Iterable[Any]) -> None:
+    """Tells torch's autograd that those of the arrays that are tensors are written in place."""
+    for array in arrays:
+        if hasattr(array, "requires_grad"):
+            import torch
+
+            torch.autograd.graph.increment_version(array)
 
 
 def writable_tensor(array: NDArray[Any]) -> torch.Tensor:

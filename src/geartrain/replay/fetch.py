@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from geartrain.core.arguments import check_choice
+from geartrain.core.dtypes import count_write
 from geartrain.core.keys import Keys, check_keys
 from geartrain.errors import ArgumentError, StaleKeyError, StoreClosedError
 from geartrain.replay.batch import Batch
@@ -126,6 +127,8 @@ def fetch(
     steps = None if told is None else _checked_ends(len(keys), told, "ends" if starts is None else "starts")
     outputs = None if out is None else plans[0].check_out(out, len(keys))
     device = None if out is None else _device_of(out, output)
+    if out is not None:
+        count_write(out.values())
     if device is None and path != "auto":
         raise ArgumentError(f"path={path!r} is how rows get to tensors on a device: give these as out=")
     if len(stores) > 1:

@@ -15,8 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import default_threads
-from geartrain.core.dtypes import DTYPES, as_raw, as_tensor, from_dlpack, is_exchanged, numpy_dtype, torch_dtype
+from geartrain.core.arguments import default_threads, is_masked
+from geartrain.core.dtypes import (
+    DTYPES,
+    as_raw,
+    as_tensor,
+    from_dlpack,
+    has_memory,
+    is_exchanged,
+    numpy_dtype,
+    torch_dtype,
+)
 from geartrain.core.extras import require_torch
 from geartrain.core.keys import Keys
 from geartrain.core.torch_operators import find_operators
@@ -228,6 +237,13 @@ class FetchPlan(BatchFields):
             contiguous = array.is_contiguous() if hasattr(array, "is_contiguous") else array.flags.c_contiguous
             if not contiguous:
                 raise ArgumentError(f"out[{name!r}] must be C-contiguous")
+            if is_masked(array):
+                raise ArgumentError(f"out[{name!r}] is a masked array, whose mask would hide rows: give its .data")
+            if hasattr(array, "untyped_storage"):
+                if array.is_conj() or array.is_neg():
+                    raise ArgumentError(f"out[{name!r}] is no lazy conjugate or negative: give its resolve_neg()")
+                if not has_memory(array):
+                    raise ArgumentError(f"out[{name!r}] has no memory: its storage was freed or made smaller")
             if isinstance(array, np.ndarray) and not array.flags.writeable:
                 raise ArgumentError(f"out[{name!r}] is read-only")
             if dtype.numpy_name is None:

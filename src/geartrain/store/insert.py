@@ -96,7 +96,10 @@ def checked_source(columns: Columns, name: str, data: Any, casting: Casting) -> 
             castable = _castable(found, DTYPES[field.dtype], "same_kind")
             hint = '; casting="same_kind" converts it' if castable else ", of another kind: convert it first"
             raise SchemaError(f"field {name!r} holds {field.dtype}, found {found.name}{allowed or hint}")
-        data = data.to(torch_dtype(DTYPES[field.dtype])) if hasattr(data, "detach") else data.astype(field.numpy_dtype)
+        if hasattr(data, "detach"):
+            data = plain_tensor(data).to(torch_dtype(DTYPES[field.dtype]))
+        else:
+            data = data.astype(field.numpy_dtype)
     shape = tuple(data.shape)
     block = field.block_shape(columns.max_length)
     fits = len(shape) == len(block) + 1

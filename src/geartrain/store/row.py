@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 import geartrain._native as _native
 from geartrain.core.arguments import check_unmasked, check_whole, refuse_copies, shown, whole_number
+from geartrain.core.dtypes import as_dtype, as_raw, numpy_dtype, plain_tensor
 from geartrain.core.keys import Keys
 from geartrain.errors import SchemaError, StaleKeyError, StoreClosedError
 from geartrain.store.columns import Columns, as_column, check_entry, check_priority
@@ -392,14 +393,16 @@ def _put(field: str, block: NDArray[Any], value: Any) -> None:
         ValueError,
         OverflowError,
         RuntimeError,
-    ) as error:  # the last: of a tensor's gradient
-        raise SchemaError(f"field {field!r} takes {block.dtype} {block.shape}, found {shown(value)}: {error}") from None
+    ) as error:  # the last: of a tensor that has no array
+        # torch's own text of a tensor without memory ends the process.
+        found = f"{value.dtype} {tuple(value.shape)}" if hasattr(value, "detach") else shown(value)
+        raise SchemaError(f"field {field!r} takes {block.dtype} {block.shape}, found {found}: {error}") from None
 
 
 def _numbers(value: Any, dtype: np.dtype[Any]) -> Any:
     """The value, once it holds nothing but numbers that a block of the dtype may take. Raises `TypeError`."""
     check_unmasked("it", value)
-    array = np.asarray(value)
+    array = _of_tensor(value) if hasattr(value, "detach") else np.asarray(value)
     kind = array.dtype.kind
     if kind in "biuf":
         return array
@@ -407,6 +410,19 @@ def _numbers(value: Any, dtype: np.dtype[Any]) -> Any:
         raise TypeError(f"{array.dtype} is no number")
     if kind == "c" and dtype.kind != "c":
         raise TypeError("its imaginary part would be lost")
+    return array
+
+
+def _of_tensor(tensor: Any) -> NDArray[Any]:
+    """A tensor's values as `insert` takes them: without a gradient or lazy negative, of any dtype of a store's."""
+    if tensor.device.type != "cpu":
+        raise TypeError(f"it is on {tensor.device}; the store takes host memory")
+    if "strided" not in str(tensor.layout):
+        raise TypeError(f"it is a tensor of the layout {tensor.layout}: give its to_dense()")
+    tensor, dtype = plain_tensor(tensor).contiguous(), as_dtype(tensor.dtype)
+    if dtype.numpy_name is not None:
+        return np.asarray(tensor)
+    array: NDArray[Any] = as_raw(tensor, dtype).numpy().view(numpy_dtype(dtype))
     return array
 
 

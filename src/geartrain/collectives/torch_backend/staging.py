@@ -178,8 +178,10 @@ class Staging:
 
     def close(self, timeout_s: float) -> None:
         """Ends the thread after the jobs it has; close the group first to make these fail."""
+        if os.getpid() != self._pid:  # a fork has no such thread, and perhaps a lock that is held for ever
+            return
         with self._lock:
-            if self._closed or os.getpid() != self._pid:
+            if self._closed:
                 return
             self._closed = True
             self._jobs.put(None)

@@ -188,9 +188,13 @@ def _load(path: Path) -> dict[str, Array]:
         arrays = {}
         for file in sorted(path.glob("*.npy")):
             with reading(str(file), "an .npy file without objects"):
+                _check_beginning(file, b"\x93NUMPY")
                 arrays[file.stem] = np.load(file, mmap_mode="r", allow_pickle=False)
         return arrays
-    with reading(str(path), "an .npz file without objects"), np.load(path, allow_pickle=False) as archive:
+    with reading(str(path), "an .npz file without objects"):
+        _check_beginning(path, b"PK\x03\x04", b"PK\x05\x06")  # the second: of an archive without a file
+        archive = np.load(path, allow_pickle=False)
+    with reading(str(path), "an .npz file without objects"), archive:
         names = list(archive.files)
         if len(set(names)) != len(names):
             raise SourceError(f"{path}: holds two arrays of one name: {', '.join(sorted(names))}")
@@ -199,6 +203,15 @@ def _load(path: Path) -> dict[str, Array]:
             with reading(f"{path}: array {name!r}", "an array without objects"):
                 arrays[name] = np.asarray(archive[name])
         return arrays
+
+
+def _check_beginning(path: Path, *known: bytes) -> None:
+    """Raises `SourceError` for a file that NumPy would take for a pickle, as it does with all that it does not know."""
+    with path.open("rb") as file:
+        found = file.read(max(map(len, known)))
+    if not found.startswith(known):
+        begins = f"begins with {found!r}" if found else "is empty"
+        raise SourceError(f"{path}: is damaged, or no {path.suffix} file: it {begins}")
 
 
 def _why_not(array: Array) -> str | None:
