@@ -49,10 +49,15 @@ constexpr uint64_t kSmallDirectory = uint64_t{64} << 20;
   const bool known = ::statvfs(directory.c_str(), &fs) == 0;
   const uint64_t block = known ? fs.f_frsize : 0;
   const bool small = known && fs.f_blocks * block <= kSmallDirectory;
+  if (known && bytes <= fs.f_bavail * block) {
+    fail(ErrorKind::no_space, "the segment needs ", mebibytes(bytes), ", which ", directory,
+         " has free, but this process may not have: its limit of a file's size (ulimit -f) or a quota is less");
+  }
   fail(ErrorKind::no_space, "the segment needs ", mebibytes(bytes), ", but ", directory, " has ",
        mebibytes(fs.f_bavail * block), " free of ", mebibytes(fs.f_blocks * block),
        small
-           ? ", no more than the 64 MiB that containers get by default. Enlarge it (docker run --shm-size=16g, or --ipc=host; "
+           ? ", no more than the 64 MiB that containers get by default. Enlarge it (docker run --shm-size=16g, or "
+             "--ipc=host; "
              "mount -o remount,size=...), set GEARTRAIN_DIR to a directory of a larger file system for all "
              "processes, give the store a path, or ask for less capacity"
            : ". Ask for less capacity, remove segments that dead runs left (geartrain inspect lists them), enlarge it "

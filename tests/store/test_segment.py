@@ -8,10 +8,14 @@ import platform
 import shutil
 import signal
 import struct
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import preloaded
 import pytest
+from deadlines import patience
 from mounts import file_system
 
 import geartrain as gt
@@ -248,3 +252,16 @@ def test_signals_that_arrive_while_memory_is_reserved_do_not_fail_the_store(name
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert ticks > 0, errno.errorcode[errno.EINTR] + " could not have happened"
+
+
+def test_a_limit_of_a_files_size_is_named_as_one(store_name: Any) -> None:
+    code = f"""
+import resource, geartrain as gt
+resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+try:
+    gt.Store.create({store_name()!r}, {{"x": gt.Field((100_000,), "uint8", per_row=True)}}, capacity=100)
+except gt.errors.NoSpaceError as error:
+    print(error)
+"""
+    done = preloaded.run([sys.executable, "-c", code], timeout=patience(60))
+    assert "limit of a file's size (ulimit -f) or a quota" in done.stdout, done

@@ -286,6 +286,20 @@ def test_stores_that_nobody_uses_are_named_with_their_bytes(names: list[str], wh
     assert f"no process uses {what}: `geartrain remove NAME` frees the memory" in texts
 
 
+def test_a_consumer_in_the_middle_of_a_long_wait_waits_all_of_the_time() -> None:
+    def line(waiting_s: float) -> Any:
+        figures = {"waiting_s": waiting_s, "selection": "Uniform"}
+        replay = {"kind": "replay", "name": "live", "figures": figures, "rates": {"wait_s": 0.02}}
+        report = {"pid": 7, "command": "train.py", "age_s": 0.0, "objects": [replay]}
+        snapshot = {"host": "a", "stores": [], "weights": [], "jobs": [], "processes": [report], "pids": {}}
+        snapshot["unreadable"] = {}
+        section = next(one for one in sections_of([snapshot]) if one.title == "replays")
+        waits = [column.name for column in section.columns].index("waits")
+        return section.lines[0].values[waits]
+
+    assert line(0.0) == 0.02 and line(0.3) == 0.02 and line(14.0) == 1.0
+
+
 def test_silence_is_told_from_standing_still() -> None:
     quiet = snapshot()
     quiet["processes"][0]["age_s"] = 60.0

@@ -297,7 +297,8 @@ def _replays(view: HostView) -> Iterator[Line]:
             [
                 one["name"],
                 rates.get("batches"),
-                rates.get("wait_s"),
+                # A wait is counted when it ends: one that has lasted for seconds is all of the time.
+                1.0 if waiting_s and waiting_s > WAITING_S else rates.get("wait_s"),
                 rates.get("rows"),
                 rates.get("bytes"),
                 waiting_s,
