@@ -79,6 +79,7 @@ NATIVE_CALLS: dict[str, tuple[Any, ...]] = {
     "request_journal_priorities": (),
     "sync_journal": (0.0,),
     "live_clients": (),
+    "closed_in_order": (),
     "clients": (),
     "lock_holder": (),
     "committed_count": (),
@@ -96,7 +97,7 @@ ALLOWED = {"create", "attach", "describe", "close", "closed"}
 #: What a store that was opened read-only may do.
 READS = {
     "counters", "column", "segment", "layout", "limiter", "limited", "keys", "infos", "lengths", "live_clients",
-    "clients", "lock_holder",
+    "closed_in_order", "clients", "lock_holder",
     "committed_count", "total_priority", "next_sequence", "unlink", "keep_segment", "journal_state",
 }  # fmt: skip
 
