@@ -192,7 +192,7 @@ def test_a_profile_says_where_the_time_of_a_call_goes(tmp_path: Path, capsys: py
         assert sum(found["us"].values()) == pytest.approx(found["whole_us"])
         for stage in ("copy out", "copy in", "sum", "frames"):
             assert found["us"][stage] > 0 and found["times"][stage] >= 1, stage
-        # Half of the array there, half of the result back: in frames through rings, or read (ranks with a core each try).
+        # Half of the array there, half of the result back: through rings, or read (ranks with a core each try).
         assert found["ring_bytes"] + found["read_bytes"] == pytest.approx(1 << 18, rel=0.05)
         assert found["ring_bytes"] > 0
         assert 0 <= found["by_callers"] <= 1

@@ -85,6 +85,7 @@ def test_a_description_that_is_wrong_says_where(tmp_path, lines, complaint):
 def test_targets_that_nobody_finds_are_refused(tmp_path):
     for wrong, complaint in (
         ("nowhere.toml", "no file"),
+        ("/no/such/path", "is a TOML file, module:name or file.py:name"),
         ("nowhere_at_all:job", "no module 'nowhere_at_all'"),
         ("launched:nothing", "has no nothing"),
         ("launched:FIELDS", "and not a geartrain.launch.Job"),

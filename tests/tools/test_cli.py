@@ -72,7 +72,7 @@ def test_version_is_told_without_a_command() -> None:
 def test_inspect_shows_schema_rows_bytes_and_weights(store_name: Any) -> None:
     with make(store_name()) as store:
         shown = geartrain("inspect", store.name).stdout
-        assert "5 of 8 rows" in shown and "50 steps" in shown and "1 processes attached" in shown
+        assert "5 of 8 rows" in shown and "50 steps" in shown and "1 process attached" in shown
         assert "obs" in shown and "(2,)" in shown and "float32" in shown
         assert "1 rows have priority 0" in shown and "█" in shown
         about = json.loads(geartrain("inspect", store.name, "--json").stdout)
@@ -115,7 +115,7 @@ def test_what_a_killed_run_left_can_be_looked_at_audited_and_removed(store_name:
 def test_a_store_in_use_is_not_removed_unless_forced(store_name: Any) -> None:
     with make(store_name()) as store:
         refused = geartrain("remove", store.name)
-        assert refused.returncode == 1 and "1 living processes" in refused.stderr
+        assert refused.returncode == 1 and "1 living process uses" in refused.stderr
         assert store.path.exists()
         assert geartrain("remove", store.name, "--force").returncode == 0
         assert not store.path.exists()

@@ -310,7 +310,7 @@ def load(description: str) -> Job:
     if description.endswith(".toml"):
         return _from_toml(Path(description))
     where, _, name = description.partition(":")
-    if not where.strip() or where.startswith("."):
+    if not where.strip() or where.startswith(".") or ("/" in where and not where.endswith(".py")):
         raise ArgumentError(f"a job is a TOML file, module:name or file.py:name, found {description!r}")
     try:
         found = find(f"{where}:{name or 'job'}", str(Path(where).parent) if where.endswith(".py") else ".")

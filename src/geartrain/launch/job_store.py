@@ -35,7 +35,8 @@ class JobStore:
             left = Store.peek(name, trust=self._job.trust)
             users = left.native.live_clients()
             if fresh and users:
-                raise StoreExistsError(f"{users} living processes use the store {name!r}; --fresh cannot remove it")
+                who = f"{users} living process{'es use' if users > 1 else ' uses'}"
+                raise StoreExistsError(f"{who} the store {name!r}; --fresh cannot remove it")
             if fresh:
                 left.unlink()
             elif not users:

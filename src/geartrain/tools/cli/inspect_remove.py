@@ -294,7 +294,7 @@ def _print_store(about: dict[str, Any]) -> None:
     out.print(f"[bold]{escape(about['name'])}[/]  {escape(about['path'])}", soft_wrap=True)
     out.print(
         f"{about['rows']:,} of {about['capacity']:,} rows, {about['steps']:,} steps, {about['bytes'] / 1e6:,.1f} MB, "
-        + (f"{about['processes']} processes attached" if about["processes"] else unused)
+        + (f"{about['processes']} process{'es' * (about['processes'] > 1)} attached" if about["processes"] else unused)
     )
     table = make_table("field", "shape of a step", "dtype", "once a row", "bytes a row", title_justify="left")
     for field in about["fields"]:
@@ -477,7 +477,7 @@ def remove(
         return
     users = store.native.live_clients()
     if users and not force:
-        die(f"{users} living processes use {name!r}; --force removes its name regardless")
+        die(f"{users} living process{'es use' if users > 1 else ' uses'} {name!r}; --force removes its name regardless")
     rows = len(store)
     if not store.unlink() and store.path.exists():
         die(f"{store.path} cannot be removed: its directory is read-only, or only another user may")
