@@ -33,7 +33,7 @@ def test_the_code_on_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) 
     script.write_text("\n".join(blocks(page)))
     # Stores on pages have plain names, which others on this host may use.
     with tempfile.TemporaryDirectory(prefix="geartrain-docs-", dir="/dev/shm") as segments:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GEARTRAIN_DIR": segments}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GEARTRAIN_DIR": segments, "TMPDIR": str(tmp_path)}
         done = preloaded.run([sys.executable, str(script)], cwd=tmp_path, env=environment, timeout=patience(100))
     assert done.returncode == 0, done.stderr
 

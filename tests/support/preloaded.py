@@ -32,6 +32,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -348,6 +349,7 @@ def execute(order: dict[str, Any], files: list[int]) -> int:
     os.chdir(order["cwd"])
     os.environ.clear()
     os.environ.update(order["env"])
+    tempfile.tempdir = None  # it may be that of this process's own environment
     generations = int(os.environ.pop(NESTED, "0")) - order["adopted"]
     if generations > 0:
         os.environ[NESTED] = str(generations)
