@@ -22,18 +22,9 @@ import geartrain.transport.connection as transport
 from geartrain import rpc
 from geartrain.errors import PeerLostError
 from geartrain.transport.connection import Connection, Listener
-from geartrain.transport.tls import THREADS_VARIABLE, TLS, VARIABLES
+from geartrain.transport.tls import THREADS_VARIABLE, TLS
 
-
-@pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in (*VARIABLES, THREADS_VARIABLE):
-        monkeypatch.delenv(variable, raising=False)
-
-
-@pytest.fixture
-def four(loopback: TLS) -> TLS:
-    return replace(loopback, threads=4)
+pytestmark = pytest.mark.usefixtures("without_tls_variables")
 
 
 def through(relay: ForeignTls, listener: Listener, tls: TLS) -> tuple[Connection, Connection]:

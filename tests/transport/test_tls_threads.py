@@ -26,22 +26,14 @@ from geartrain import rpc
 from geartrain.errors import ArgumentError, ConnectionClosedError, MessageError, PeerLostError, WaitTimeoutError
 from geartrain.tools.doctor import examine
 from geartrain.transport.connection import Connection, Listener
-from geartrain.transport.tls import THREADS_VARIABLE, TLS, VARIABLES
+from geartrain.transport.tls import THREADS_VARIABLE, TLS
 
 THREADS = re.compile(
     r"encrypted by (\d+) threads? \(at once so far (\d+)\) and decrypted by (\d+) threads? .* of (\d+)$"
 )
 
 
-@pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in (*VARIABLES, THREADS_VARIABLE):
-        monkeypatch.delenv(variable, raising=False)
-
-
-@pytest.fixture
-def four(loopback: TLS) -> TLS:
-    return replace(loopback, threads=4)
+pytestmark = pytest.mark.usefixtures("without_tls_variables")
 
 
 def pair(listener: Listener, tls: TLS, **options: Any) -> tuple[Connection, Connection]:
@@ -274,7 +266,7 @@ FORKS = """
 import os, sys, threading
 import numpy as np
 import geartrain.transport.connection as transport
-from geartrain.errors import ConnectionClosedError
+from geartrain.errors import ConnectionClosedError, PeerLostError
 array = np.ones(20_000_000, np.uint8)
 listener = transport.listen()
 mine = transport.connect(listener.address, transport="tcp")
@@ -284,8 +276,11 @@ def send():
     while not stop.is_set():
         mine.send(b"", [array], timeout_s=60)
 def receive():
-    while not stop.is_set():
-        theirs.receive(timeout_s=60)
+    while True:
+        try:
+            theirs.receive(timeout_s=60)
+        except PeerLostError:
+            return
 threads = [threading.Thread(target=send), threading.Thread(target=receive)]
 for thread in threads: thread.start()
 for _ in range(5):
@@ -308,6 +303,7 @@ for _ in range(5):
 stop.set()
 threads[0].join()
 mine.close()
+threads[1].join()
 print("done", flush=True)
 os._exit(0)
 """

@@ -17,6 +17,7 @@ import geartrain.transport.codec as codec
 import geartrain.transport.connection as transport
 from geartrain.errors import ArgumentError, ListenerGoneError, StoreError, TransportError, WaitTimeoutError
 from geartrain.transport.connection import Connection, Listener, MessageLimits
+from geartrain.transport.tls import TLS
 
 NONE = [float("nan"), float("inf"), -1.0, "1", None, np.array([1.0])]
 
@@ -220,3 +221,22 @@ def test_an_address_that_is_none_is_an_argument_not_a_schema(make: Callable[[], 
     with pytest.raises(ArgumentError, match=said) as refused:
         make()
     assert not isinstance(refused.value, StoreError)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encrypted", [False, True], ids=["tcp", "tls"])
+def test_a_peer_that_is_busy_for_longer_than_lost_ones_are_waited_for_gets_its_message(
+    loopback: TLS, encrypted: bool
+) -> None:
+    tls = loopback if encrypted else None
+    array = np.ones(100_000_000, np.uint8)  # more than a socket's buffers hold
+    with transport.listen(tls=tls) as listener:
+        mine = transport.connect(listener.address, transport="tcp", tls=tls, timeout_s=patience(10))
+        with mine, listener.accept() as theirs:
+            sender = threading.Thread(target=mine.send, args=(b"", [array]), kwargs={"timeout_s": patience(90)})
+            sender.start()
+            time.sleep(36)
+            assert sender.is_alive(), "it waits for the peer"
+            received = theirs.receive(timeout_s=patience(30))
+            sender.join(patience(30))
+            assert not sender.is_alive() and np.array_equal(received.buffers[0], array)

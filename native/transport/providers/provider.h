@@ -65,8 +65,10 @@ std::shared_ptr<Connection> take_tcp(Stream socket, std::vector<Stream> lanes, c
 // A connected non-blocking socket. Throws not_viable, timed_out.
 Descriptor connect_tcp(const std::string& host_and_port, Deadline deadline);
 
-// Options of a socket that carries a connection: no delays, and probes that find a host that disappeared.
-void prepare_tcp(int socket);
+// Options of a socket that carries a connection: no delays, and probes that find a host that disappeared. With
+// heartbeats elsewhere that find it, data may wait for as long as the peer does not receive: to TCP's own limit of what
+// is not acknowledged, a peer that is busy looks like one that is gone.
+void prepare_tcp(int socket, bool heartbeats = false);
 // The same, by a name in the abstract namespace.
 Descriptor connect_unix(const std::string& name, Deadline deadline);
 

@@ -91,9 +91,10 @@ class TcpConnection final : public Connection {
         out_threads_(lanes_.size(), socket_.tls() != nullptr, options.tls == nullptr ? 0 : options.tls->threads()),
         in_threads_(lanes_.size(), socket_.tls() != nullptr, options.tls == nullptr ? 0 : options.tls->threads()),
         buffer_(std::make_unique_for_overwrite<std::byte[]>(kBufferBytes)) {
-    prepare_tcp(socket_.get());
-    if (sideband_socket_) prepare_tcp(sideband_socket_.get());
-    for (const Stream& lane : lanes_) prepare_tcp(lane.get());
+    const bool heartbeats = static_cast<bool>(sideband_socket_);
+    prepare_tcp(socket_.get(), heartbeats);
+    if (heartbeats) prepare_tcp(sideband_socket_.get());
+    for (const Stream& lane : lanes_) prepare_tcp(lane.get(), heartbeats);
     ends_ = end_name(socket_.get(), false) + " - " + end_name(socket_.get(), true);
     if (sideband_socket_) start_sideband(std::move(sideband_socket_), 0, "the peer is reached over TCP");
   }

@@ -69,8 +69,9 @@ std::shared_ptr<Connection> dial_place(const std::string& place, const Address& 
 
 }  // namespace
 
-void prepare_tcp(int socket) {
-  const int on = 1, idle_s = 10, interval_s = 3, probes = 3, unacknowledged_ms = 30'000;
+void prepare_tcp(int socket, bool heartbeats) {
+  const int on = 1, idle_s = 10, interval_s = 3, probes = 3,
+            unacknowledged_ms = heartbeats ? 0 : 30'000;  // 0: no limit
   ::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
   ::setsockopt(socket, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
   ::setsockopt(socket, IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof idle_s);
