@@ -5,6 +5,7 @@
 
 #include "base/errors.h"
 #include "fetch/episodes.h"
+#include "fetch/redraw.h"
 
 namespace geartrain {
 namespace {
@@ -105,22 +106,23 @@ BatchSampler::Result BatchSampler::draw_and_gather(const BatchArrays& out, const
   const auto drawn = [&](std::span<const uint32_t> steps) {
     return draws_steps() ? steps : std::span<const uint32_t>{};
   };
-  uint64_t torn = gather(out, {numbers, out.rows, out.generations, out.probability, drawn(out.steps)}, step.step, 0);
-  for (uint32_t round = 1; torn != 0; ++round) {
-    if (round == kMaxRounds) {
-      fail(ErrorKind::turnover, torn, " rows were overwritten before they could be copied, ", kMaxRounds,
-           " times in a row; the store of ", store_.header().capacity, " rows is too small for the rate of inserts");
-    }
-    const Lost lost(out);
-    const size_t count = lost.numbers.size();
-    result.redrawn += count;
-    std::vector<uint32_t> rows(count), generations(count), steps(count);
-    std::vector<double> probability(count);
-    Step again = step;
-    again.cursor = result.cursor;
-    result.cursor = draw_round(out, again, round, lost.numbers, {rows, generations, probability, steps});
-    torn = gather(out, {lost.numbers, rows, generations, probability, drawn(steps)}, step.step, round);
-  }
+  std::vector<uint32_t> rows, generations, steps;
+  std::vector<double> probability;
+  DrawnRows from{numbers, out.rows, out.generations, out.probability, drawn(out.steps)};
+  const auto copy = [&](const std::vector<uint32_t>&, uint32_t round) {
+    return gather(out, from, step.step, round) == 0 ? std::vector<uint32_t>{} : Lost(out).numbers;
+  };
+  const auto again = [&](const std::vector<uint32_t>& lost, uint32_t round) {
+    const size_t count = lost.size();
+    rows.resize(count), generations.resize(count), probability.resize(count), steps.resize(count);
+    numbers = lost;
+    Step next = step;
+    next.cursor = result.cursor;
+    result.cursor = draw_round(out, next, round, numbers, {rows, generations, probability, steps});
+    from = {numbers, rows, generations, probability, drawn(steps)};
+    return true;
+  };
+  result.redrawn = copy_until_whole(store_.header().capacity, numbers, 0, copy, again).rows;
   return result;
 }
 

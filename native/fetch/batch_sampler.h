@@ -82,9 +82,6 @@ class BatchSampler {
     uint64_t redrawn = 0;  // rows lost on the way
   };
 
-  // Lost this often in a row, rows are drawn from a store that turns over faster than it can be read.
-  static constexpr uint32_t kMaxRounds = 64;
-
   BatchSampler(Store& store, const Settings& settings);
 
   // Whether steps are drawn and not rows: windows then end at them, or are placed around them.

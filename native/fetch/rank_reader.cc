@@ -7,6 +7,7 @@
 
 #include "base/errors.h"
 #include "fetch/episodes.h"
+#include "fetch/redraw.h"
 
 namespace geartrain {
 namespace {
@@ -303,10 +304,10 @@ void RankReader::read_shard(size_t number, const Draws& draws, std::span<const R
     }
   };
 
-  for (uint32_t attempt = 0;; ++attempt) {
+  const auto copy = [&](const std::vector<uint32_t>& which, uint32_t attempt) {
     std::vector<std::vector<uint32_t>> of(messages.size() + 1);
-    std::vector<uint32_t> rows, generations;
-    for (const uint32_t i : pending) {
+    std::vector<uint32_t> rows, generations, lost;
+    for (const uint32_t i : which) {
       torn[i] = 1;
       if (mine.rows[i] == kNoRow) continue;
       of[target[i]].push_back(i);
@@ -318,26 +319,22 @@ void RankReader::read_shard(size_t number, const Draws& draws, std::span<const R
       store.count_samples(rows, generations, taken);
     }
     for (uint32_t to = 0; to < of.size(); ++to) copy_to(to, attempt, of[to]);
-    std::vector<uint32_t> lost;
-    for (const uint32_t i : pending) {
+    for (const uint32_t i : which) {
       if (torn[i] != 0) lost.push_back(i);
     }
-    if (lost.empty()) break;
-    if (attempt + 1 == BatchSampler::kMaxRounds) {
-      fail(ErrorKind::turnover, lost.size(), " rows were overwritten before they could be copied, ",
-           BatchSampler::kMaxRounds, " times in a row; the store of ", store.header().capacity,
-           " rows is too small for the rate of inserts");
-    }
-    result.redrawn += lost.size();
+    return lost;
+  };
+  const auto again = [&](const std::vector<uint32_t>& lost, uint32_t attempt) {
     try {
-      draw_again(number, draws, attempt + 1, mine, lost);
+      draw_again(number, draws, attempt, mine, lost);
+      return true;
     } catch (const Error& error) {
       if (error.kind != ErrorKind::empty) throw;
       result.failed = error.what();
-      break;
+      return false;
     }
-    pending = std::move(lost);
-  }
+  };
+  result.redrawn += copy_until_whole(store.header().capacity, std::move(pending), 0, copy, again).rows;
   for (const double each : mine.probability) result.lowest = std::min(result.lowest, each);
   result.local += static_cast<uint64_t>(std::ranges::count(target, own));
 }
