@@ -102,7 +102,7 @@ BatchSampler::Result BatchSampler::draw_and_gather(const BatchArrays& out, const
   Result result{.done = true, .count = store_.committed_count(), .cursor = step.cursor, .redrawn = 0};
   std::vector<uint32_t> numbers(n);
   std::iota(numbers.begin(), numbers.end(), 0);
-  result.cursor = draw_round(out, step, 0, numbers, {out.rows, out.generations, out.probability, out.steps});
+  result.cursor = draw(step, n, 0, numbers, {}, {out.rows, out.generations, out.probability, out.steps});
   const auto drawn = [&](std::span<const uint32_t> steps) {
     return draws_steps() ? steps : std::span<const uint32_t>{};
   };
@@ -112,13 +112,15 @@ BatchSampler::Result BatchSampler::draw_and_gather(const BatchArrays& out, const
   const auto copy = [&](const std::vector<uint32_t>&, uint32_t round) {
     return gather(out, from, step.step, round) == 0 ? std::vector<uint32_t>{} : Lost(out).numbers;
   };
+  const bool needs_kept = settings_.form == Form::ordered || !settings_.replacement;
   const auto again = [&](const std::vector<uint32_t>& lost, uint32_t round) {
     const size_t count = lost.size();
     rows.resize(count), generations.resize(count), probability.resize(count), steps.resize(count);
     numbers = lost;
+    const std::vector<uint32_t> kept = needs_kept ? Lost(out).kept : std::vector<uint32_t>{};
     Step next = step;
     next.cursor = result.cursor;
-    result.cursor = draw_round(out, next, round, numbers, {rows, generations, probability, steps});
+    result.cursor = draw(next, n, round, numbers, kept, {rows, generations, probability, steps});
     from = {numbers, rows, generations, probability, drawn(steps)};
     return true;
   };
@@ -141,38 +143,37 @@ DrawPlan BatchSampler::plan(const Step& step, uint32_t round, size_t rows) const
   return plan;
 }
 
-// Returns the cursor after the round.
-uint64_t BatchSampler::draw_round(const BatchArrays& out, const Step& step, uint32_t round,
-                                  std::span<const uint32_t> numbers, const Draws& draws) const {
-  std::vector<uint32_t> kept;
-  if (round != 0 && (settings_.form == Form::ordered || !settings_.replacement)) kept = Lost(out).kept;
+uint64_t BatchSampler::draw(const Step& step, size_t n, uint32_t round, std::span<const uint32_t> numbers,
+                            std::span<const uint32_t> kept, const Draws& draws) const {
   if (settings_.form == Form::ordered) {
     std::vector<uint64_t> sequences(numbers.size());
     const uint64_t after = settings_.cursor ? step.cursor : 0;
     const size_t found = first_rows(from_, settings_.order, after, step.limits, kept, draws, sequences);
     if (found < numbers.size()) {
-      fail(ErrorKind::not_enough, out.rows.size(), " rows were asked for, ", found + kept.size(), " can be chosen");
+      fail(ErrorKind::not_enough, n, " rows were asked for, ", found + kept.size(), " can be chosen");
     }
     // The sequence that a row was chosen by: by now another may stand in its place.
     return settings_.cursor ? std::max(step.cursor, *std::max_element(sequences.begin(), sequences.end())) : 0;
   }
-  DrawPlan plan = this->plan(step, round, out.rows.size());
+  DrawPlan plan = this->plan(step, round, n);
   if (!settings_.replacement) {
     plan.key.stream = kDistinctStream;
     draw_distinct(from_, plan, kept, draws);
     return 0;
   }
-  uint64_t failed = draw(from_, plan, numbers, draws);
+  const auto make = [&] { return geartrain::draw(from_, plan, numbers, draws); };
+  uint64_t failed = make();
+  if (failed != 0 && store_.read_only()) return 0;
   if (failed != 0) {
     store_.reap();  // sums at odds with their leaves: somebody died in the middle of an update
-    failed = draw(from_, plan, numbers, draws);
+    failed = make();
   }
   if (failed != 0) {
     store_.rebuild();  // or somebody living is in the middle of one: this waits for them
-    failed = draw(from_, plan, numbers, draws);
+    failed = make();
   }
   if (plan.finds_steps(from_) && !settings_.transitions && !settings_.window.from_first) {
-    for (uint32_t& step : draws.steps.first(numbers.size())) step += plan.need;  // the last step of what was drawn
+    for (uint32_t& each : draws.steps.first(numbers.size())) each += plan.need;  // the last step of what was drawn
   }
   if (failed != 0) fail(ErrorKind::corrupt, failed, " draws found no row; store.audit() tells what is wrong");
   return 0;

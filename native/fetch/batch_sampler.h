@@ -94,6 +94,12 @@ class BatchSampler {
   // rows after a repair. Where it throws, rows that the rate limiter admitted in here are given back to it.
   Result sample(const BatchArrays& out, const Step& step) const;
 
+  // Draws `numbers` of a batch of n rows under a round, none of `kept` (where no row comes twice), with steps where
+  // these are drawn. Returns the cursor after it. Throws what draws throw; of a store that this process only reads,
+  // rows that are not found because its sums are being changed are kNoRow.
+  uint64_t draw(const Step& step, size_t n, uint32_t round, std::span<const uint32_t> numbers,
+                std::span<const uint32_t> kept, const Draws& draws) const;
+
   // Counts, places and copies rows that were drawn by other means. out.torn is 1 for those that were lost. Returns how
   // many were.
   uint64_t gather(const BatchArrays& out, const DrawnRows& drawn, uint64_t step, uint32_t round) const;
@@ -103,8 +109,6 @@ class BatchSampler {
  private:
   uint64_t gather_transitions(const BatchArrays& out, const DrawnRows& drawn, uint64_t step, uint32_t round) const;
   Result draw_and_gather(const BatchArrays& out, const Step& step) const;
-  uint64_t draw_round(const BatchArrays& out, const Step& step, uint32_t round, std::span<const uint32_t> numbers,
-                      const Draws& draws) const;
 
   Store& store_;
   Settings settings_;

@@ -8,6 +8,7 @@
 #include "base/errors.h"
 #include "fetch/episodes.h"
 #include "fetch/redraw.h"
+#include "fetch/transitions.h"
 
 namespace geartrain {
 namespace {
@@ -17,57 +18,145 @@ size_t aligned(size_t bytes) {
 }
 
 template <typename T>
-std::vector<T> picked(const std::vector<T>& from, const std::vector<uint32_t>& which) {
+std::vector<T> picked(const std::vector<T>& from, std::span<const uint32_t> which) {
   std::vector<T> made;
   made.reserve(which.size());
   for (const uint32_t each : which) made.push_back(from[each]);
   return made;
 }
 
-}  // namespace
+// The fields of transitions that have arrays of their own, and those of the outputs behind them, in the order of a
+// row's arrays (geartrain/replay/transitions.py, TransitionPlan.arrays).
+struct TransitionTargets {
+  std::vector<TransitionField> fields;
+  std::span<float> discount;
+  std::span<uint8_t> terminated, truncated, relabelled;
 
-// A draw that this rank reads, and where its row goes: which of the messages, one more for this rank's own batch, and
-// the place there.
-struct RankReader::Read {
-  uint32_t draw, to, at;
+  TransitionTargets(const TransitionView& view, const Store& store, const std::vector<uint32_t>& numbers,
+                    const std::vector<std::byte*>& arrays, size_t room) {
+    size_t next = 0, reward = 0;
+    for (size_t i = 0; i < numbers.size(); ++i) {
+      TransitionField to{numbers[i]};
+      const uint64_t bytes = view.row_bytes(store.fields()[numbers[i]], view.roles[i]);
+      if (view.roles[i] == TransitionRole::observation) {
+        to.out = arrays[next++];
+        to.next = view.shares_window() ? to.out + bytes / view.window_frames() : arrays[next++];
+      } else if (view.roles[i] == TransitionRole::step) {
+        to.out = arrays[next++];
+      } else if (view.roles[i] == TransitionRole::reward) {
+        reward = i;
+      }
+      fields.push_back(to);
+    }
+    fields[reward].out = arrays[next++];
+    const auto flags = [&] { return std::span(reinterpret_cast<uint8_t*>(arrays[next++]), room); };
+    discount = {reinterpret_cast<float*>(arrays[next++]), room};
+    terminated = flags();
+    truncated = flags();
+    if (view.goals.strategy != GoalStrategy::none) relabelled = flags();
+  }
 };
 
+std::vector<uint64_t> transition_bytes(const TransitionView& view, const std::vector<uint64_t>& field_bytes) {
+  std::vector<uint64_t> made;
+  uint64_t reward = 0;
+  for (size_t i = 0; i < field_bytes.size(); ++i) {
+    const TransitionRole role = view.roles[i];
+    if (role == TransitionRole::reward) reward = field_bytes[i];
+    if (role != TransitionRole::observation && role != TransitionRole::step) continue;
+    made.push_back(field_bytes[i]);
+    if (role == TransitionRole::observation && !view.shares_window()) made.push_back(field_bytes[i]);
+  }
+  made.push_back(reward);
+  made.push_back(sizeof(float));
+  made.push_back(1), made.push_back(1);
+  if (view.goals.strategy != GoalStrategy::none) made.push_back(1);
+  return made;
+}
+
+}  // namespace
+
 // The draws of one shard that this rank reads.
-struct RankReader::Rows {
-  std::vector<uint32_t> draws, rows, generations;
-  std::vector<double> probability;
+struct RankReader::Reads {
+  std::vector<uint32_t> draws;  // their numbers among all
+  // A target that gets some of them: which of the draws above, and the places in it.
+  struct To {
+    uint32_t target;
+    std::vector<uint32_t> which, places;
+  };
+  std::vector<To> to;
 };
 
 RankReader::RankReader(Settings settings, std::vector<ShardView> shards, const Assigner& assigner)
-    : settings_(std::move(settings)), shards_(std::move(shards)), assigner_(assigner) {
+    : settings_(std::move(settings)), shards_(std::move(shards)), samplers_(shards_.size()), assigner_(assigner) {
   check(settings_.window);
-  for (const ShardView& shard : shards_) {
+  const std::optional<TransitionView>& view = settings_.view;
+  for (size_t number = 0; number < shards_.size(); ++number) {
+    const ShardView& shard = shards_[number];
+    if (shard.of >= settings_.stores.size()) fail(ErrorKind::schema, "shard ", number, " is of no store");
     if (shard.store == nullptr) continue;
-    const Store& store = *shard.store;
-    if (store.per_step()) fail(ErrorKind::schema, "the store has priorities of steps, and rows are read");
+    Store& store = *shard.store;
+    if (const auto& draws = settings_.stores[shard.of].draws) samplers_[number].emplace(store, *draws);
+    if (view) view->check(store, shard.fields);
     std::vector<uint64_t> bytes;
-    for (const uint32_t field : shard.fields) {
-      if (field >= store.header().field_count) fail(ErrorKind::schema, "no field number ", field);
-      bytes.push_back(fetched_row_bytes(store, field, settings_.window.length));
+    for (size_t i = 0; i < shard.fields.size(); ++i) {
+      if (shard.fields[i] >= store.header().field_count) fail(ErrorKind::schema, "no field number ", shard.fields[i]);
+      bytes.push_back(view ? view->row_bytes(store.fields()[shard.fields[i]], view->roles[i])
+                           : fetched_row_bytes(store, shard.fields[i], settings_.window.length));
     }
-    const size_t steps = settings_.window.length != 0 ? settings_.window.length : store.header().max_length;
+    const size_t steps = view                           ? view->frame_stack
+                         : settings_.window.length != 0 ? settings_.window.length
+                                                        : store.header().max_length;
     if (steps_ == 0) {
-      row_bytes_ = bytes;
+      field_bytes_ = bytes;
       steps_ = steps;
-    } else if (row_bytes_ != bytes || steps_ != steps) {
+    } else if (field_bytes_ != bytes || steps_ != steps) {
       fail(ErrorKind::schema, "the shards of a batch have rows of the same fields and lengths");
     }
   }
   if (steps_ == 0) fail(ErrorKind::schema, "a rank has one shard at least");
+  array_bytes_ = view ? transition_bytes(*view, field_bytes_) : field_bytes_;
+  for (uint32_t i = 0; i < settings_.consumers.size(); ++i) {
+    const Consumer& consumer = settings_.consumers[i];
+    for (const uint32_t array : consumer.arrays) {
+      if (array >= array_bytes_.size()) fail(ErrorKind::schema, "a row has no array number ", array);
+    }
+    if (view && !consumer.arrays.empty() && consumer.arrays.size() != array_bytes_.size()) {
+      fail(ErrorKind::schema, "transitions are handed out as a whole");
+    }
+    if (consumer.replica >= of_replica_.size()) of_replica_.resize(consumer.replica + size_t{1});
+    if (!consumer.arrays.empty()) of_replica_[consumer.replica].push_back(i);
+  }
 }
+
+const RankReader::Consumer* RankReader::consumer_of(uint32_t rank) const {
+  const auto found = std::ranges::find(settings_.consumers, rank, &Consumer::rank);
+  return found == settings_.consumers.end() || found->arrays.empty() ? nullptr : &*found;
+}
+
+std::vector<uint64_t> RankReader::row_bytes(uint32_t rank) const {
+  const Consumer* const consumer = consumer_of(rank);
+  return consumer == nullptr ? std::vector<uint64_t>{} : picked(array_bytes_, consumer->arrays);
+}
+
+std::vector<uint64_t> RankReader::field_bytes() const {
+  const Consumer* const consumer = consumer_of(settings_.rank);
+  if (consumer == nullptr || settings_.view) return field_bytes_;
+  return picked(field_bytes_, consumer->arrays);
+}
+
+// --- draws ----------------------------------------------------------------------------------------------------------
 
 RankReader::Draws RankReader::draw(uint64_t step, size_t n, std::span<const uint64_t> totals) const {
   if (totals.size() != shards_.size()) {
     fail(ErrorKind::schema, totals.size(), " totals were given, there are ", shards_.size(), " shards");
   }
+  if (settings_.stores.size() != 1 || !settings_.stores[0].draws) {
+    fail(ErrorKind::schema, "draws by totals are of one store, by a strategy that draws natively");
+  }
+  const BatchSampler::Settings& by = *settings_.stores[0].draws;
   Draws made;
   made.step = step;
-  made.totals.assign(totals.begin(), totals.end());
   std::vector<uint64_t> ends;
   for (const uint64_t total : totals) {
     if (__builtin_add_overflow(made.whole, total, &made.whole)) {
@@ -79,32 +168,62 @@ RankReader::Draws RankReader::draw(uint64_t step, size_t n, std::span<const uint
   std::vector<uint32_t> numbers(n);
   std::iota(numbers.begin(), numbers.end(), 0);
   made.targets.resize(n);
-  const uint32_t strata = settings_.stratified ? static_cast<uint32_t>(n) : 0;
-  draw_targets({settings_.seed, step, kRowStream}, 0, strata, made.whole, numbers, made.targets);
+  const uint32_t strata = by.stratified ? static_cast<uint32_t>(n) : 0;
+  draw_targets({by.seed, step, kRowStream}, 0, strata, made.whole, numbers, made.targets);
   made.shard.reserve(n);
   for (uint64_t& target : made.targets) {
     const auto owner = std::upper_bound(ends.begin(), ends.end(), target) - ends.begin();
     made.shard.push_back(owner);
     target -= ends[static_cast<size_t>(owner)] - totals[static_cast<size_t>(owner)];
   }
-  made.assigned = assigner_.assign(made.shard, {}, settings_.in_order);
-  for (const int64_t replica : made.assigned.replica) {
-    if (static_cast<size_t>(replica) >= settings_.consumers.size()) {
+  made.first = {0, n};
+  made.rows.assign(n, kNoRow);
+  made.generations.resize(n);
+  made.probability.resize(n);
+  made.placed = {0};
+  made.limits.resize(1);
+  made.cursors = {0};
+  for (const uint64_t total : totals) {
+    made.share.push_back(static_cast<double>(total) / static_cast<double>(made.whole));
+  }
+  assign(made);
+  return made;
+}
+
+void RankReader::assign(Draws& draws) const {
+  std::vector<int64_t> sizes;
+  const auto is_atom = [](const StorePlan& store) { return store.atom > 1; };
+  if (std::ranges::any_of(settings_.stores, is_atom)) {
+    for (size_t store = 0; store < settings_.stores.size(); ++store) {
+      const uint32_t atom = settings_.stores[store].atom;
+      sizes.insert(sizes.end(), (draws.first[store + 1] - draws.first[store]) / atom, atom);
+    }
+  }
+  draws.assigned = assigner_.assign(draws.shard, sizes, settings_.in_order);
+  for (const int64_t replica : draws.assigned.replica) {
+    if (static_cast<size_t>(replica) >= of_replica_.size() || of_replica_[static_cast<size_t>(replica)].empty()) {
       fail(ErrorKind::schema, "there is no rank for replica ", replica);
     }
   }
-  return made;
+}
+
+void RankReader::share_of(uint32_t store, double share, Draws& draws) const {
+  for (size_t number = 0; number < shards_.size(); ++number) {
+    if (shards_[number].of == store) draws.share[number] = share;
+  }
 }
 
 std::vector<RankReader::Traffic> RankReader::outgoing(const Draws& draws) const {
   std::vector<Traffic> made;
   for (size_t i = 0; i < draws.shard.size(); ++i) {
     if (draws.assigned.reader[i] != settings_.rank) continue;
-    const uint32_t consumer = settings_.consumers[static_cast<size_t>(draws.assigned.replica[i])];
-    if (consumer == settings_.rank) continue;
-    auto to = std::ranges::find(made, consumer, &Traffic::rank);
-    if (to == made.end()) to = made.insert(made.end(), {consumer, {}});
-    to->places.push_back(static_cast<uint32_t>(draws.assigned.place[i]));
+    for (const uint32_t number : of_replica_[static_cast<size_t>(draws.assigned.replica[i])]) {
+      const uint32_t consumer = settings_.consumers[number].rank;
+      if (consumer == settings_.rank) continue;
+      auto to = std::ranges::find(made, consumer, &Traffic::rank);
+      if (to == made.end()) to = made.insert(made.end(), {consumer, {}});
+      to->places.push_back(static_cast<uint32_t>(draws.assigned.place[i]));
+    }
   }
   std::ranges::sort(made, {}, &Traffic::rank);
   return made;
@@ -112,10 +231,11 @@ std::vector<RankReader::Traffic> RankReader::outgoing(const Draws& draws) const 
 
 std::vector<RankReader::Traffic> RankReader::incoming(const Draws& draws) const {
   std::vector<Traffic> made;
+  const Consumer* const me = consumer_of(settings_.rank);
+  if (me == nullptr) return made;
   for (size_t i = 0; i < draws.shard.size(); ++i) {
     const auto reader = static_cast<uint32_t>(draws.assigned.reader[i]);
-    const uint32_t consumer = settings_.consumers[static_cast<size_t>(draws.assigned.replica[i])];
-    if (consumer != settings_.rank || reader == settings_.rank) continue;
+    if (draws.assigned.replica[i] != me->replica || reader == settings_.rank) continue;
     auto from = std::ranges::find(made, reader, &Traffic::rank);
     if (from == made.end()) from = made.insert(made.end(), {reader, {}});
     from->places.push_back(static_cast<uint32_t>(draws.assigned.place[i]));
@@ -124,42 +244,116 @@ std::vector<RankReader::Traffic> RankReader::incoming(const Draws& draws) const 
   return made;
 }
 
-RankReader::Layout RankReader::layout(size_t rows) const {
+bool RankReader::moves(const Draws& draws) const {
+  for (size_t i = 0; i < draws.shard.size(); ++i) {
+    for (const uint32_t number : of_replica_[static_cast<size_t>(draws.assigned.replica[i])]) {
+      if (settings_.consumers[number].rank != draws.assigned.reader[i]) return true;
+    }
+  }
+  return false;
+}
+
+std::vector<int64_t> RankReader::own(const Draws& draws) const {
+  std::vector<int64_t> made;
+  for (size_t i = 0; settings_.replica && i < draws.shard.size(); ++i) {
+    if (draws.assigned.replica[i] == int64_t{*settings_.replica}) made.push_back(static_cast<int64_t>(i));
+  }
+  return made;
+}
+
+// --- targets --------------------------------------------------------------------------------------------------------
+
+RankReader::Layout RankReader::layout(uint32_t rank, size_t rows) const {
   Layout made{{}, 0, 0};
-  for (const uint64_t bytes : row_bytes_) {
-    made.fields.push_back(made.headers);
+  for (const uint64_t bytes : row_bytes(rank)) {
+    made.arrays.push_back(made.headers);
     made.headers += aligned(bytes * rows);
   }
   made.bytes = made.headers + rows * sizeof(RowHeader);
   return made;
 }
 
-RankReader::Found RankReader::read(const Draws& draws, const Batch& batch, std::span<const Message> messages) const {
+RankReader::Target RankReader::message(uint32_t rank, std::byte* memory, size_t rows) const {
+  const Layout made = layout(rank, rows);
+  Target target{.rank = rank, .arrays = {}, .headers = {}};
+  for (const size_t at : made.arrays) target.arrays.push_back(memory + at);
+  target.headers = {reinterpret_cast<RowHeader*>(memory + made.headers), rows};
+  return target;
+}
+
+std::vector<std::byte*> RankReader::arrays_of(const BatchArrays& batch) const {
+  std::vector<std::byte*> made;
+  if (!settings_.view) {
+    for (const FetchField& field : batch.fields) made.push_back(field.out);
+    return made;
+  }
+  const TransitionView& view = *settings_.view;
+  std::byte* reward = nullptr;
+  for (size_t i = 0; i < batch.transitions.size(); ++i) {
+    const TransitionField& field = batch.transitions[i];
+    const TransitionRole role = view.roles[i];
+    if (role == TransitionRole::reward) reward = field.out;
+    if (role != TransitionRole::observation && role != TransitionRole::step) continue;
+    made.push_back(field.out);
+    if (role == TransitionRole::observation && !view.shares_window()) made.push_back(field.next);
+  }
+  made.push_back(reward);
+  made.push_back(reinterpret_cast<std::byte*>(batch.discount.data()));
+  made.push_back(reinterpret_cast<std::byte*>(batch.terminated.data()));
+  made.push_back(reinterpret_cast<std::byte*>(batch.truncated.data()));
+  if (view.goals.strategy != GoalStrategy::none) {
+    made.push_back(reinterpret_cast<std::byte*>(batch.relabelled.data()));
+  }
+  return made;
+}
+
+// --- reading --------------------------------------------------------------------------------------------------------
+
+RankReader::Found RankReader::read(Draws& draws, std::span<const Target> targets, const Hooks& hooks) const {
   // A job may have a thousand shards, and this rank reads few of them: all draws are walked once, not once a shard.
-  const auto own = static_cast<uint32_t>(messages.size());
-  std::vector<std::vector<Read>> reads(shards_.size());
+  std::vector<Reads> reads(shards_.size());
   std::vector<uint8_t> has_draws(shards_.size(), 0);
-  std::vector<uint32_t> sent(messages.size(), 0);
+  std::vector<uint32_t> filled(targets.size(), 0);
+  std::vector<uint32_t> target_of(settings_.consumers.size());
+  for (size_t i = 0; i < settings_.consumers.size(); ++i) {
+    target_of[i] =
+        static_cast<uint32_t>(std::ranges::find(targets, settings_.consumers[i].rank, &Target::rank) - targets.begin());
+  }
   for (size_t i = 0; i < draws.shard.size(); ++i) {
     const auto number = static_cast<size_t>(draws.shard[i]);
+    if (number >= shards_.size()) fail(ErrorKind::schema, "a draw is of shard ", number);
     has_draws[number] = 1;
     if (draws.assigned.reader[i] != settings_.rank) continue;
     if (shards_[number].store == nullptr) {
       fail(ErrorKind::schema, "shard ", number, " is read by a rank that does not have it");
     }
-    const uint32_t consumer = settings_.consumers[static_cast<size_t>(draws.assigned.replica[i])];
-    uint32_t to = own, at = static_cast<uint32_t>(draws.assigned.place[i]);
-    if (consumer != settings_.rank) {  // a message holds its rows in the order of draws, whatever their shard
-      to = static_cast<uint32_t>(std::ranges::find(messages, consumer, &Message::rank) - messages.begin());
-      if (to == own) fail(ErrorKind::schema, "no message was given for rank ", consumer, ", which gets rows");
-      at = sent[to]++;
+    Reads& mine = reads[number];
+    const auto which = static_cast<uint32_t>(mine.draws.size());
+    mine.draws.push_back(static_cast<uint32_t>(i));
+    for (const uint32_t consumer : of_replica_[static_cast<size_t>(draws.assigned.replica[i])]) {
+      const uint32_t target = target_of[consumer];
+      if (target == targets.size()) {
+        fail(ErrorKind::schema, "no message was given for rank ", settings_.consumers[consumer].rank,
+             ", which gets rows");
+      }
+      auto to = std::ranges::find(mine.to, target, &Reads::To::target);
+      if (to == mine.to.end()) to = mine.to.insert(mine.to.end(), {target, {}, {}});
+      to->which.push_back(which);
+      // A message holds its rows in the order of draws, whatever their shard.
+      const bool own = targets[target].rank == settings_.rank;
+      const auto at = own ? static_cast<uint32_t>(draws.assigned.place[i]) : filled[target]++;
+      if (at >= targets[target].headers.size()) fail(ErrorKind::schema, "row ", at, " has no place in its batch");
+      to->places.push_back(at);
     }
-    reads[number].push_back({static_cast<uint32_t>(i), to, at});
   }
-  Found found{.lowest = std::numeric_limits<double>::infinity(), .failed = {}};
+  const size_t stores = settings_.stores.size();
+  Found found{.lowest = std::vector<double>(stores, std::numeric_limits<double>::infinity()),
+              .redrawn = std::vector<uint64_t>(stores),
+              .cursors = std::vector<uint64_t>(stores),
+              .failed = {}};
   for (size_t number = 0; number < shards_.size(); ++number) {
     if (shards_[number].counts && has_draws[number] != 0) count_for_others(number, draws);
-    if (!reads[number].empty()) read_shard(number, draws, reads[number], batch, messages, sent, found);
+    if (!reads[number].draws.empty()) read_shard(number, draws, reads[number], targets, hooks, found);
   }
   return found;
 }
@@ -176,7 +370,8 @@ void RankReader::count_for_others(size_t number, const Draws& draws) const {
   }
   if (targets.empty()) return;
   std::vector<uint32_t> rows(targets.size()), generations(targets.size()), priorities(targets.size());
-  find_rows(population_of(*shard.store, false), settings_.by, targets, rows, generations, priorities);
+  const By by = settings_.stores[shard.of].draws->by;
+  find_rows(population_of(*shard.store, false), by, targets, rows, generations, priorities);
   std::vector<uint32_t> there, there_generations;
   for (size_t i = 0; i < rows.size(); ++i) {
     if (rows[i] == kNoRow) continue;
@@ -187,181 +382,320 @@ void RankReader::count_for_others(size_t number, const Draws& draws) const {
   shard.store->count_samples(there, there_generations, taken);
 }
 
-void RankReader::draw_again(size_t number, const Draws& draws, uint32_t attempt, Rows& rows,
-                            const std::vector<uint32_t>& lost) const {
+// The rows of draws by totals.
+void RankReader::find(size_t number, Draws& draws, const std::vector<uint32_t>& which) const {
   const ShardView& shard = shards_[number];
-  Store& store = *shard.store;
-  const size_t n = lost.size();
-  std::vector<uint32_t> found(n), generations(n);
-  std::vector<double> probability(n);
-  // Ranks that share a shard draw again under different attempts, so that they do not find the same rows.
-  DrawPlan plan{.key = {settings_.seed, draws.step, kRowStream}, .by = settings_.by, .limits = {}};
-  plan.round = (attempt - 1) * shard.turns + shard.turn + 1;
-  if (settings_.stratified) plan.strata = static_cast<uint32_t>(draws.shard.size());
-  const std::vector<uint32_t> numbers = picked(rows.draws, lost);
-  const auto make = [&] {
-    return geartrain::draw(population_of(store, false), plan, numbers, {found, generations, probability});
-  };
-  uint64_t failed = make();
-  if (failed != 0 && !store.read_only()) {
-    store.reap();  // sums at odds with their leaves: somebody died in the middle of an update
-    failed = make();
-    if (failed != 0) {
-      store.rebuild();  // or somebody living is in the middle of one: this waits for them
-      failed = make();
-    }
-    if (failed != 0) fail(ErrorKind::corrupt, failed, " draws found no row; store.audit() tells what is wrong");
-  }
-  const double share = static_cast<double>(draws.totals[number]) / static_cast<double>(draws.whole);
+  const size_t n = which.size();
+  std::vector<uint32_t> rows(n), generations(n), priorities(n);
+  const By by = settings_.stores[shard.of].draws->by;
+  find_rows(population_of(*shard.store, false), by, picked(draws.targets, which), rows, generations, priorities);
   for (size_t i = 0; i < n; ++i) {
-    rows.rows[lost[i]] = found[i];
-    rows.generations[lost[i]] = generations[i];
-    rows.probability[lost[i]] = probability[i] * share;
+    draws.rows[which[i]] = rows[i];
+    draws.generations[which[i]] = generations[i];
+    draws.probability[which[i]] = static_cast<double>(priorities[i]) / static_cast<double>(draws.whole);
   }
 }
 
-void RankReader::read_shard(size_t number, const Draws& draws, std::span<const Read> reads, const Batch& batch,
-                            std::span<const Message> messages, std::span<const uint32_t> sent, Found& result) const {
+void RankReader::read_shard(size_t number, Draws& draws, const Reads& reads, std::span<const Target> targets,
+                            const Hooks& hooks, Found& result) const {
   const ShardView& shard = shards_[number];
-  const auto own = static_cast<uint32_t>(messages.size());
-  const size_t n = reads.size();
-  Rows mine;
-  std::vector<uint32_t> target, place;
-  std::vector<uint64_t> targets;
-  for (const Read& each : reads) {
-    mine.draws.push_back(each.draw);
-    targets.push_back(draws.targets[each.draw]);
-    target.push_back(each.to);
-    place.push_back(each.at);
-  }
-  Store& store = *shard.store;
-  std::vector<uint32_t> priorities(n);
-  mine.rows.resize(n), mine.generations.resize(n), mine.probability.resize(n);
-  find_rows(population_of(store, false), settings_.by, targets, mine.rows, mine.generations, priorities);
-  for (size_t i = 0; i < n; ++i) {
-    mine.probability[i] = static_cast<double>(priorities[i]) / static_cast<double>(draws.whole);
-  }
-
-  std::vector<uint32_t> pending(n);
-  std::iota(pending.begin(), pending.end(), 0);
+  const StorePlan& plan = settings_.stores[shard.of];
+  const size_t n = reads.draws.size();
+  if (!draws.targets.empty()) find(number, draws, reads.draws);
   std::vector<uint8_t> torn(n);
-  const auto copy_to = [&](uint32_t to, uint32_t attempt, const std::vector<uint32_t>& which) {
-    const size_t k = which.size();
-    if (k == 0) return;
-    const std::vector<uint32_t> rows = picked(mine.rows, which), generations = picked(mine.generations, which);
-    std::vector<int32_t> ends;
-    RowMetadata found(k, steps_);
-    if (settings_.window.length != 0) {
-      const std::vector<uint32_t> numbers = picked(mine.draws, which);
-      for (const uint32_t row : rows) {
-        ends.push_back(static_cast<int32_t>(
-            std::min(store.status()[row].length.load(std::memory_order_relaxed), store.header().max_length)));
+  const auto copy_these = [&](const std::vector<uint32_t>& which, uint32_t attempt) {
+    if (attempt != 0 || draws.rounds.empty()) {
+      copy(number, draws, reads, targets, hooks, which, attempt, plan.limited && attempt == 0, torn);
+    } else {  // rows whose last sample was taken before they were counted were drawn in later rounds
+      std::vector<uint32_t> rounds = picked(draws.rounds, reads.draws);
+      std::ranges::sort(rounds);
+      rounds.erase(std::ranges::unique(rounds).begin(), rounds.end());
+      for (const uint32_t round : rounds) {
+        std::vector<uint32_t> of_round;
+        for (const uint32_t i : which) {
+          if (draws.rounds[reads.draws[i]] == round) of_round.push_back(i);
+        }
+        copy(number, draws, reads, targets, hooks, of_round, round, plan.limited, torn);
       }
-      place_windows(settings_.window, {settings_.seed, draws.step, kWindowStream}, attempt, numbers, ends, ends);
     }
-    const std::vector<uint32_t> places = picked(place, which);
-    const Layout made = to == own ? Layout{} : layout(sent[to]);
-    std::vector<FetchField> fields;
-    for (size_t f = 0; f < shard.fields.size(); ++f) {
-      fields.push_back(
-          {shard.fields[f], to == own ? batch.arrays.fields[f].out : messages[to].memory + made.fields[f]});
-    }
-    FetchRequest request;
-    request.rows = rows;
-    request.generations = generations;
-    request.fields = fields;
-    request.windows_of(settings_.window, settings_.pad_left);
-    request.ends = ends;
-    request.places = places;
-    request.threads = settings_.threads;
-    found.take(&request);
-    fetch(store, request);
-    for (size_t i = 0; i < k; ++i) {
-      torn[which[i]] = found.torn[i];
-      const auto row_mask = found.mask.begin() + static_cast<ptrdiff_t>(i * steps_);
-      const auto in_row_mask = row_mask + static_cast<ptrdiff_t>(steps_);
-      if (to != own) {
-        const RowHeader header{rows[i],
-                               generations[i],
-                               static_cast<uint32_t>(number),
-                               found.lengths[i],
-                               found.starts[i],
-                               static_cast<int32_t>(std::count(row_mask, in_row_mask, uint8_t{1})),
-                               found.versions[i],
-                               mine.probability[which[i]]};
-        std::memcpy(messages[to].memory + made.headers + places[i] * sizeof(RowHeader), &header, sizeof header);
-        continue;
-      }
-      const size_t at = places[i];
-      batch.arrays.rows[at] = rows[i];
-      batch.arrays.generations[at] = generations[i];
-      batch.arrays.probability[at] = mine.probability[which[i]];
-      batch.arrays.starts[at] = found.starts[i];
-      batch.arrays.lengths[at] = found.lengths[i];
-      batch.arrays.versions[at] = found.versions[i];
-      batch.shards[at] = static_cast<uint16_t>(number);
-      std::copy(row_mask, in_row_mask, batch.arrays.mask.begin() + static_cast<ptrdiff_t>(at * steps_));
-    }
-  };
-
-  const auto copy = [&](const std::vector<uint32_t>& which, uint32_t attempt) {
-    std::vector<std::vector<uint32_t>> of(messages.size() + 1);
-    std::vector<uint32_t> rows, generations, lost;
-    for (const uint32_t i : which) {
-      torn[i] = 1;
-      if (mine.rows[i] == kNoRow) continue;
-      of[target[i]].push_back(i);
-      rows.push_back(mine.rows[i]);
-      generations.push_back(mine.generations[i]);
-    }
-    if (!store.read_only()) {
-      std::vector<uint8_t> taken(rows.size());
-      store.count_samples(rows, generations, taken);
-    }
-    for (uint32_t to = 0; to < of.size(); ++to) copy_to(to, attempt, of[to]);
-    for (const uint32_t i : which) {
-      if (torn[i] != 0) lost.push_back(i);
+    std::vector<uint32_t> lost;
+    for (uint32_t i = 0; i < n; i += plan.atom) {  // this rank reads atoms as a whole
+      const auto begin = torn.begin() + i;
+      if (std::find(begin, begin + plan.atom, uint8_t{1}) == begin + plan.atom) continue;
+      for (uint32_t k = 0; k < plan.atom; ++k) lost.push_back(i + k);
     }
     return lost;
   };
   const auto again = [&](const std::vector<uint32_t>& lost, uint32_t attempt) {
-    try {
-      draw_again(number, draws, attempt, mine, lost);
-      return true;
-    } catch (const Error& error) {
-      if (error.kind != ErrorKind::empty) throw;
-      result.failed = error.what();
-      return false;
-    }
+    return draw_again(number, draws, reads, hooks, attempt, lost, result);
   };
-  result.redrawn += copy_until_whole(store.header().capacity, std::move(pending), 0, copy, again).rows;
-  for (const double each : mine.probability) result.lowest = std::min(result.lowest, each);
-  result.local += static_cast<uint64_t>(std::ranges::count(target, own));
+  if (n % plan.atom != 0) fail(ErrorKind::schema, n, " draws are no whole atoms of ", plan.atom);
+  std::vector<uint32_t> pending(n);
+  std::iota(pending.begin(), pending.end(), 0);
+  const Redrawn made = copy_until_whole(shard.store->header().capacity, std::move(pending), 0, copy_these, again);
+  result.redrawn[shard.of] += made.rows;
+  double& lowest = result.lowest[shard.of];
+  for (const uint32_t draw : reads.draws) lowest = std::min(lowest, draws.probability[draw]);
+  for (const Reads::To& to : reads.to) {
+    if (targets[to.target].rank == settings_.rank) result.local += to.which.size();
+  }
 }
 
-void RankReader::place(const Batch& batch, std::span<const uint32_t> places, const std::byte* message) const {
-  const Layout made = layout(places.size());
-  for (size_t f = 0; f < row_bytes_.size(); ++f) {
-    const uint64_t bytes = row_bytes_[f];
-    for (size_t i = 0; i < places.size(); ++i) {
-      std::memcpy(batch.arrays.fields[f].out + places[i] * bytes, message + made.fields[f] + i * bytes, bytes);
+// Copies some of a shard's reads to all that get them.
+void RankReader::copy(size_t number, const Draws& draws, const Reads& reads, std::span<const Target> targets,
+                      const Hooks& hooks, const std::vector<uint32_t>& which, uint32_t round, bool counted,
+                      std::vector<uint8_t>& torn) const {
+  const ShardView& shard = shards_[number];
+  const StorePlan& plan = settings_.stores[shard.of];
+  Store& store = *shard.store;
+  const auto first = static_cast<uint32_t>(draws.first[shard.of]);
+  std::vector<uint32_t> found, rows, generations, numbers;
+  std::vector<uint32_t> at(reads.draws.size(), kNoRow);  // of each read, its place among those found
+  for (const uint32_t i : which) {
+    torn[i] = 1;
+    const uint32_t draw = reads.draws[i];
+    if (draws.rows[draw] == kNoRow) continue;
+    torn[i] = 0;
+    at[i] = static_cast<uint32_t>(found.size());
+    found.push_back(i);
+    rows.push_back(draws.rows[draw]);
+    generations.push_back(draws.generations[draw]);
+    numbers.push_back(draw - first);
+  }
+  if (found.empty()) return;
+  std::vector<uint8_t> taken(found.size(), 1);
+  if (!counted && !store.read_only()) store.count_samples(rows, generations, taken);
+
+  RowsToCopy all{shard.of, rows, generations, {}, {}, numbers, round};
+  std::vector<int32_t> ends;
+  if (draws.placed[shard.of] != 0) {
+    for (const uint32_t i : found) ends.push_back(static_cast<int32_t>(draws.anchors[reads.draws[i]]));
+  } else if (settings_.window.length != 0 && !settings_.view) {
+    if (hooks.place) {
+      ends = hooks.place(all);
+      if (ends.size() != found.size()) fail(ErrorKind::schema, "a window is placed for every row");
+    } else {
+      for (const uint32_t row : rows) {
+        ends.push_back(static_cast<int32_t>(
+            std::min(store.status()[row].length.load(std::memory_order_relaxed), store.header().max_length)));
+      }
+      place_windows(settings_.window, {plan.seed, draws.step, kWindowStream}, round, numbers, ends, ends);
     }
   }
-  const bool left = settings_.window.length != 0 && settings_.pad_left;
+
+  struct Part {
+    const Target* target;
+    std::vector<uint32_t> of, rows, generations, places, numbers;
+    std::vector<int32_t> ends;
+    RowsToCopy asked;
+    CopiedRows copied;
+  };
+  std::vector<Part> parts;
+  for (const Reads::To& to : reads.to) {
+    Part part{.target = &targets[to.target],
+              .of = {},
+              .rows = {},
+              .generations = {},
+              .places = {},
+              .numbers = {},
+              .ends = {},
+              .asked = {},
+              .copied = {}};
+    for (size_t i = 0; i < to.which.size(); ++i) {
+      const uint32_t place = at[to.which[i]];
+      if (place == kNoRow) continue;
+      part.of.push_back(place);
+      part.places.push_back(to.places[i]);
+    }
+    if (part.of.empty()) continue;
+    part.rows = picked(rows, part.of);
+    part.generations = picked(generations, part.of);
+    part.numbers = picked(numbers, part.of);
+    if (!ends.empty()) part.ends = picked(ends, part.of);
+    parts.push_back(std::move(part));
+  }
+  for (Part& part : parts) {
+    part.asked = {shard.of, part.rows, part.generations, part.ends, part.places, part.numbers, round};
+    if (part.target->copier != nullptr) part.target->copier->launch(part.asked);
+  }
+  for (Part& part : parts) {
+    if (part.target->copier == nullptr) copy_on_host(shard, *part.target, part.asked, draws.step, part.copied);
+  }
+  for (Part& part : parts) {
+    if (part.target->copier != nullptr) part.copied = part.target->copier->resolve();
+    const CopiedRows& copied = part.copied;
+    for (size_t i = 0; i < part.of.size(); ++i) {
+      const uint32_t read = found[part.of[i]];
+      if (copied.torn[i] != 0) torn[read] = 1;
+      part.target->headers[part.places[i]] = {.row = part.rows[i],
+                                              .generation = part.generations[i],
+                                              .shard = static_cast<uint32_t>(number),
+                                              .length = copied.lengths[i],
+                                              .start = copied.starts[i],
+                                              .steps = copied.steps[i],
+                                              .version = copied.versions[i],
+                                              .probability = draws.probability[reads.draws[read]]};
+    }
+  }
+  if (store.header().max_times_sampled == 0) return;
+  if (!counted) store.release_exhausted(rows, generations);
+  for (size_t i = 0; i < found.size(); ++i) {
+    if (taken[i] == 0) torn[found[i]] = 1;  // somebody else drew the row's last allowed sample first
+  }
+}
+
+void RankReader::copy_on_host(const ShardView& shard, const Target& target, const RowsToCopy& rows, uint64_t step,
+                              CopiedRows& copied) const {
+  const Store& store = *shard.store;
+  const size_t n = rows.rows.size();
+  const Consumer& consumer = *consumer_of(target.rank);
+  std::vector<uint8_t> mask;
+  copied.steps.resize(n);
+  if (settings_.view) {
+    // What it tells of its rows goes to their places, as the rows do.
+    const TransitionView& view = *settings_.view;
+    const size_t room = target.headers.size();
+    const TransitionTargets to(view, store, shard.fields, target.arrays, room);
+    RowMetadata found(room, steps_);
+    TransitionRequest request;
+    request.rows = rows.rows;
+    request.generations = rows.generations;
+    request.places = rows.places;
+    request.numbers = rows.numbers;
+    std::vector<uint32_t> steps(rows.ends.begin(), rows.ends.end());
+    request.steps = steps;
+    request.key = {settings_.stores[shard.of].seed, step, kWindowStream};
+    request.round = rows.round;
+    request.threads = settings_.threads;
+    request.fields = to.fields;
+    request.discount = to.discount;
+    request.terminated = to.terminated;
+    request.truncated = to.truncated;
+    request.relabelled = to.relabelled;
+    request.torn = found.torn;
+    request.mask = found.mask;
+    request.starts = found.starts;
+    request.lengths = found.lengths;
+    request.versions = found.versions;
+    gather_transitions(store, view, request);
+    copied.torn = picked(found.torn, rows.places);
+    copied.lengths = picked(found.lengths, rows.places);
+    copied.starts = picked(found.starts, rows.places);
+    copied.versions = picked(found.versions, rows.places);
+    for (size_t i = 0; i < n; ++i) {
+      const auto begin = found.mask.begin() + static_cast<ptrdiff_t>(rows.places[i] * steps_);
+      copied.steps[i] = static_cast<int32_t>(std::count(begin, begin + static_cast<ptrdiff_t>(steps_), uint8_t{1}));
+    }
+    return;
+  }
+  std::vector<FetchField> fields;
+  for (size_t i = 0; i < consumer.arrays.size(); ++i) {
+    fields.push_back({shard.fields[consumer.arrays[i]], target.arrays[i]});
+  }
+  RowMetadata found(n, steps_);
+  FetchRequest request;
+  request.rows = rows.rows;
+  request.generations = rows.generations;
+  request.fields = fields;
+  request.windows_of(settings_.window, settings_.pad_left);
+  request.within_episodes = true;
+  request.ends = rows.ends;
+  request.places = rows.places;
+  request.threads = settings_.threads;
+  found.take(&request);
+  fetch(store, request);
+  for (size_t i = 0; i < n; ++i) {
+    const auto begin = found.mask.begin() + static_cast<ptrdiff_t>(i * steps_);
+    copied.steps[i] = static_cast<int32_t>(std::count(begin, begin + static_cast<ptrdiff_t>(steps_), uint8_t{1}));
+  }
+  copied.torn = std::move(found.torn);
+  copied.lengths = std::move(found.lengths);
+  copied.starts = std::move(found.starts);
+  copied.versions = std::move(found.versions);
+}
+
+bool RankReader::draw_again(size_t number, Draws& draws, const Reads& reads, const Hooks& hooks, uint32_t attempt,
+                            const std::vector<uint32_t>& lost, Found& result) const {
+  const ShardView& shard = shards_[number];
+  const size_t first = draws.first[shard.of], last = draws.first[shard.of + 1], n = lost.size();
+  const std::vector<uint32_t> again = picked(reads.draws, lost);
+  std::vector<uint32_t> numbers, kept;
+  for (const uint32_t draw : again) {
+    numbers.push_back(draw - static_cast<uint32_t>(first));
+    draws.rows[draw] = kNoRow;
+  }
+  // The shard's other rows in this batch, those that other ranks read included, as far as this one knows them.
+  for (size_t i = first; i < last; ++i) {
+    if (draws.shard[i] == static_cast<int64_t>(number) && draws.rows[i] != kNoRow) kept.push_back(draws.rows[i]);
+  }
+  // Ranks that share a shard draw again under different rounds, so that they do not find the same rows.
+  const uint32_t round = (attempt - 1) * shard.turns + shard.turn + 1;
+  std::vector<uint32_t> rows(n), generations(n), steps(n);
+  std::vector<double> probability(n);
+  const std::optional<BatchSampler>& sampler = samplers_[number];
+  try {
+    if (sampler) {
+      const BatchSampler::Step step{
+          .step = draws.step, .limits = draws.limits[shard.of], .cursor = draws.cursors[shard.of], .admitted = true};
+      const uint64_t cursor =
+          sampler->draw(step, last - first, round, numbers, kept, {rows, generations, probability, steps});
+      result.cursors[shard.of] = std::max(result.cursors[shard.of], cursor);
+    } else if (!hooks.again ||
+               !hooks.again({shard.of, last - first, round, numbers, kept}, rows, generations, probability)) {
+      result.failed = "a shard has no other row for one that was lost";
+      return false;
+    }
+  } catch (const Error& error) {
+    if (error.kind != ErrorKind::empty && error.kind != ErrorKind::not_enough) throw;
+    result.failed = error.what();
+    return false;
+  }
+  const bool placed = sampler && sampler->draws_steps();
+  for (size_t i = 0; i < n; ++i) {
+    draws.rows[again[i]] = rows[i];
+    draws.generations[again[i]] = generations[i];
+    draws.probability[again[i]] = probability[i] * draws.share[number];
+    if (placed) draws.anchors[again[i]] = steps[i];
+  }
+  return true;
+}
+
+// --- a batch --------------------------------------------------------------------------------------------------------
+
+void RankReader::place(const Target& own, std::span<const uint32_t> places, const std::byte* message) const {
+  const Layout made = layout(settings_.rank, places.size());
+  const std::vector<uint64_t> bytes = row_bytes(settings_.rank);
+  for (size_t array = 0; array < bytes.size(); ++array) {
+    for (size_t i = 0; i < places.size(); ++i) {
+      std::memcpy(own.arrays[array] + places[i] * bytes[array], message + made.arrays[array] + i * bytes[array],
+                  bytes[array]);
+    }
+  }
   for (size_t i = 0; i < places.size(); ++i) {
-    RowHeader header;
+    RowHeader& header = own.headers[places[i]];
     std::memcpy(&header, message + made.headers + i * sizeof header, sizeof header);
     if (header.shard >= shards_.size()) fail(ErrorKind::frame, "a message has a row of shard ", header.shard);
-    const size_t at = places[i];
-    batch.arrays.rows[at] = header.row;
-    batch.arrays.generations[at] = header.generation;
-    batch.arrays.probability[at] = header.probability;
-    batch.arrays.starts[at] = header.start;
-    batch.arrays.lengths[at] = header.length;
-    batch.arrays.versions[at] = header.version;
-    batch.shards[at] = static_cast<uint16_t>(header.shard);
+  }
+}
+
+void RankReader::settle(std::span<const RowHeader> headers, const BatchArrays& batch,
+                        std::span<uint16_t> shards) const {
+  const bool left = settings_.view || (settings_.window.length != 0 && settings_.pad_left);
+  const bool from_first = settings_.view || settings_.window.from_first;
+  for (size_t i = 0; i < headers.size(); ++i) {
+    const RowHeader& header = headers[i];
+    batch.rows[i] = header.row;
+    batch.generations[i] = header.generation;
+    batch.probability[i] = header.probability;
+    batch.starts[i] = header.start;
+    batch.lengths[i] = header.length;
+    batch.versions[i] = header.version;
+    if (!batch.steps.empty()) {
+      batch.steps[i] = static_cast<uint32_t>(header.start + (from_first ? 0 : std::max(header.steps - 1, 0)));
+    }
+    shards[i] = static_cast<uint16_t>(header.shard);
     const size_t count = std::clamp<int64_t>(header.steps, 0, static_cast<int64_t>(steps_));
-    uint8_t* const mask = batch.arrays.mask.data() + at * steps_;
+    uint8_t* const mask = batch.mask.data() + i * steps_;
     std::memset(mask, 0, steps_);
     std::memset(mask + (left ? steps_ - count : 0), 1, count);
   }

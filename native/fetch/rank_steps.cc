@@ -20,100 +20,130 @@ void append_record(std::vector<std::byte>& to, const T& record) {
 
 }  // namespace
 
-RankSteps::RankSteps(Settings settings, Store& store) : settings_(std::move(settings)), store_(store) {
-  if (store.per_step()) fail(ErrorKind::schema, "the store has priorities of steps, and rows are updated");
+RankSteps::RankSteps(Settings settings) : settings_(std::move(settings)) {
   if (settings_.rank >= settings_.ranks) fail(ErrorKind::schema, "rank ", settings_.rank, " is none of the group");
-  for (const uint32_t leader : settings_.leaders) {
-    if (leader >= settings_.ranks) fail(ErrorKind::schema, "rank ", leader, " leads a shard and is none of the group");
+  if (settings_.stores.empty()) fail(ErrorKind::schema, "ranks draw from one store at least");
+  for (uint32_t number = 0; number < settings_.stores.size(); ++number) {
+    for (const uint32_t leader : settings_.stores[number].leaders) {
+      if (leader >= settings_.ranks) {
+        fail(ErrorKind::schema, "rank ", leader, " leads a shard and is none of the group");
+      }
+      leader_of_.emplace_back(number, leader);
+    }
   }
 }
 
-bool RankSteps::leads() const {
-  return std::ranges::find(settings_.leaders, settings_.rank) != settings_.leaders.end();
+bool RankSteps::leads(size_t store) const {
+  return std::ranges::find(settings_.stores[store].leaders, settings_.rank) != settings_.stores[store].leaders.end();
 }
 
-uint64_t RankSteps::total() const {
-  return settings_.by == By::priority ? store_.priority_tree().total() : store_.bit_tree().total();
+uint64_t RankSteps::total(size_t store) const {
+  const StoreView& of = settings_.stores[store];
+  if (!of.by_totals) return 0;
+  if (of.by == By::row) return of.store->bit_tree().total();
+  return population_of(*of.store, of.store->per_step()).priorities.total();
 }
 
-RankSteps::Parts RankSteps::parts(const RankStatus& mine, std::span<const GivenPriorities> given) const {
-  Parts made(settings_.ranks);
-  for (auto& each : made) append_record(each, mine);
+void RankSteps::add_updates(std::span<const GivenPriorities> given, Parts& parts) const {
   for (size_t call = 0; call < given.size(); ++call) {
     const GivenPriorities& from = given[call];
     const size_t n = from.rows.size();
     if (from.generations.size() != n || from.shards.size() != n || from.priorities.size() != n ||
-        (!from.draws.empty() && from.draws.size() != n)) {
-      fail(ErrorKind::schema, "an update has as many rows, generations, shards, draws and priorities");
+        (!from.draws.empty() && from.draws.size() != n) || (!from.steps.empty() && from.steps.size() != n)) {
+      fail(ErrorKind::schema, "an update has as many rows, generations, shards, draws, steps and priorities");
     }
     for (size_t i = 0; i < n; ++i) {
       const int64_t shard = from.shards[i];
-      if (shard < 0 || static_cast<size_t>(shard) >= settings_.leaders.size()) {
-        fail(ErrorKind::schema, "an update is of shard ", shard, ", there are ", settings_.leaders.size());
+      if (shard < 0 || static_cast<size_t>(shard) >= leader_of_.size()) {
+        fail(ErrorKind::schema, "an update is of shard ", shard, ", there are ", leader_of_.size());
       }
+      const auto [store, leader] = leader_of_[static_cast<size_t>(shard)];
       const int64_t draw = from.draws.empty() ? 0 : from.draws[i];  // keys made by hand may have any number
       const int64_t most = std::numeric_limits<uint32_t>::max();
-      append_record(made[settings_.leaders[static_cast<size_t>(shard)]],
-                    PriorityRecord{0, from.rows[i], from.generations[i], 0, static_cast<uint32_t>(call),
+      append_record(parts[leader],
+                    PriorityRecord{store, from.rows[i], from.generations[i], from.steps.empty() ? 0 : from.steps[i],
+                                   static_cast<uint32_t>(call),
                                    static_cast<uint32_t>(std::clamp<int64_t>(draw, 0, most)), from.priorities[i]});
     }
   }
-  return made;
 }
 
 // In the order of calls and draws, whichever rank they are of: of a row that was drawn twice the later draw's holds.
-void RankSteps::apply(std::vector<PriorityRecord> updates, const Change& change) const {
+void RankSteps::apply(std::vector<PriorityRecord> updates, const Hooks& hooks) const {
   std::ranges::stable_sort(updates, {}, [](const PriorityRecord& each) { return std::pair(each.call, each.draw); });
-  const size_t n = updates.size();
-  std::vector<uint32_t> rows(n), generations(n);
-  std::vector<double> priorities(n);
-  for (size_t i = 0; i < n; ++i) {
-    const bool there = updates[i].row < store_.header().capacity;  // else it counts as stale
-    rows[i] = there ? updates[i].row : 0;
-    generations[i] = there ? updates[i].generation : 0;
-    priorities[i] = change ? updates[i].priority : std::fabs(updates[i].priority);
+  for (uint32_t number = 0; number < settings_.stores.size(); ++number) {
+    Store& store = *settings_.stores[number].store;
+    const bool per_step = store.per_step();
+    std::vector<uint32_t> rows, generations, steps;
+    std::vector<double> priorities;
+    for (const PriorityRecord& each : updates) {
+      if (each.store != number) continue;
+      // The key of a row or step that the store cannot have counts as stale.
+      const bool there = each.row < store.header().capacity && (!per_step || each.step < store.header().max_length);
+      rows.push_back(there ? each.row : 0);
+      generations.push_back(there ? each.generation : 0);
+      steps.push_back(there ? each.step : 0);
+      priorities.push_back(hooks.change ? each.priority : std::fabs(each.priority));
+    }
+    if (hooks.change) hooks.change(number, priorities);
+    if (rows.empty()) continue;
+    if (!per_step && hooks.set && hooks.set(number, rows, generations, priorities)) continue;
+    const Store::Call call(store);
+    if (per_step) {
+      store.update_step_priorities(rows, generations, steps, priorities);
+    } else {
+      store.update_priorities(rows, generations, priorities);
+    }
   }
-  if (change) change(priorities);
-  if (n == 0) return;
-  const Store::Call call(store_);
-  store_.update_priorities(rows, generations, priorities);
 }
 
-RankSteps::Parts RankSteps::begin(uint64_t step, std::span<const GivenPriorities> given) const {
-  RankStatus mine{.fingerprint = settings_.fingerprint,
-                  .step = static_cast<int64_t>(step),
-                  .updates = 0,
-                  .rows = 0,
-                  .next_sequence = 0,
-                  .cursor = 0,
-                  .total = 0};
+RankSteps::Parts RankSteps::begin(uint64_t step, std::span<const GivenPriorities> given,
+                                  std::span<const Told> told) const {
+  RankStatus mine{.fingerprint = settings_.fingerprint, .step = static_cast<int64_t>(step), .updates = 0};
   // One of no rows counts, too: as without a group, alpha follows its schedule with it.
   for (const GivenPriorities& each : given)
     mine.updates += std::max<int64_t>(1, static_cast<int64_t>(each.rows.size()));
-  {
-    const Store::Call call(store_);
-    mine.total = total();
-    mine.rows = static_cast<int64_t>(store_.committed_count());
-    mine.next_sequence = static_cast<int64_t>(store_.next_sequence());
+  std::vector<std::byte> head;
+  append_record(head, mine);
+  for (size_t number = 0; number < settings_.stores.size(); ++number) {
+    const Store& store = *settings_.stores[number].store;
+    const Store::Call call(store);
+    ShardStatus shard{.rows = 0, .next_sequence = 0, .cursor = 0, .total = total(number)};
+    shard.rows = static_cast<int64_t>(store.committed_count());
+    shard.next_sequence = static_cast<int64_t>(store.next_sequence());
+    if (!told.empty()) {
+      shard.cursor = static_cast<int64_t>(told[number].cursor);
+      if (told[number].total) shard.total = *told[number].total;
+    }
+    append_record(head, shard);
   }
-  return parts(mine, given);
+  for (size_t number = 0; number < told.size(); ++number) {
+    const Told& each = told[number];
+    if (each.offer_bytes == 0 || !leads(number)) continue;
+    if (each.offer.size() != each.offer_bytes) fail(ErrorKind::schema, "an offer has as many bytes as all others");
+    head.insert(head.end(), each.offer.begin(), each.offer.end());
+  }
+  Parts made(settings_.ranks, head);
+  add_updates(given, made);
+  return made;
 }
 
-RankSteps::Heard RankSteps::hear(uint64_t step, std::span<const std::span<const std::byte>> received) const {
+RankSteps::Heard RankSteps::hear(uint64_t step, std::span<const std::span<const std::byte>> received,
+                                 std::span<const Told> told) const {
   if (received.size() != settings_.ranks)
     fail(ErrorKind::frame, "a round of ", settings_.ranks, " ranks has as many parts");
+  const size_t stores = settings_.stores.size(), head = sizeof(RankStatus) + stores * sizeof(ShardStatus);
   Heard heard;
   Agreed& made = heard.agreed;
-  int64_t next_sequence = 0;
+  made.shards.resize(settings_.ranks * stores);
   for (uint32_t rank = 0; rank < settings_.ranks; ++rank) {
     const std::span<const std::byte> part = received[rank];
     RankStatus status;
-    if (part.size() < sizeof status)
-      fail(ErrorKind::frame, "rank ", rank, " sent ", part.size(), " bytes as its status");
+    if (part.size() < head) fail(ErrorKind::frame, "rank ", rank, " sent ", part.size(), " bytes as its status");
     std::memcpy(&status, part.data(), sizeof status);
+    std::memcpy(&made.shards[rank * stores], part.data() + sizeof status, stores * sizeof(ShardStatus));
     made.status.push_back(status);
     made.changed = made.changed || status.updates != 0;
-    next_sequence = std::max(next_sequence, status.next_sequence);
     const bool differs = status.fingerprint != settings_.fingerprint || status.step != static_cast<int64_t>(step);
     if (made.refusal == Refusal::none && differs) {
       made.refusal = Refusal::disagree;
@@ -121,9 +151,22 @@ RankSteps::Heard RankSteps::hear(uint64_t step, std::span<const std::span<const 
     }
   }
   if (made.refusal != Refusal::none) return heard;
+  std::vector<size_t> at(settings_.ranks, head);
+  made.offers.resize(stores);
+  for (size_t number = 0; number < told.size(); ++number) {
+    const size_t bytes = told[number].offer_bytes;
+    if (bytes == 0) continue;
+    for (const uint32_t leader : settings_.stores[number].leaders) {
+      const std::span<const std::byte> part = received[leader];
+      if (part.size() - at[leader] < bytes) fail(ErrorKind::frame, "rank ", leader, " sent no offer");
+      const auto offer = part.subspan(at[leader], bytes);
+      made.offers[number].insert(made.offers[number].end(), offer.begin(), offer.end());
+      at[leader] += bytes;
+    }
+  }
   std::vector<PriorityRecord>& updates = heard.updates;
   for (uint32_t rank = 0; rank < settings_.ranks; ++rank) {
-    const std::span<const std::byte> rest = received[rank].subspan(sizeof(RankStatus));
+    const std::span<const std::byte> rest = received[rank].subspan(at[rank]);
     if (rest.size() % sizeof(PriorityRecord) != 0) {
       fail(ErrorKind::frame, "rank ", rank, " sent ", rest.size(), " bytes of priority updates");
     }
@@ -131,47 +174,56 @@ RankSteps::Heard RankSteps::hear(uint64_t step, std::span<const std::span<const 
     updates.resize(before + rest.size() / sizeof(PriorityRecord));
     if (!rest.empty()) std::memcpy(&updates[before], rest.data(), rest.size());
   }
-  if (leads()) {
-    const Store::Call call(store_);
-    store_.advance_sequence(static_cast<uint64_t>(next_sequence));
+  for (size_t number = 0; number < stores; ++number) {
+    if (!leads(number)) continue;
+    int64_t next_sequence = 0;
+    for (size_t rank = 0; rank < settings_.ranks; ++rank) {
+      next_sequence = std::max(next_sequence, made.shards[rank * stores + number].next_sequence);
+    }
+    Store& store = *settings_.stores[number].store;
+    const Store::Call call(store);
+    store.advance_sequence(static_cast<uint64_t>(next_sequence));
   }
-  for (const uint32_t leader : settings_.leaders) {
-    made.rows += static_cast<uint64_t>(made.status[leader].rows);
-    made.totals.push_back(made.status[leader].total);
+  for (const uint32_t leader : settings_.stores[0].leaders) {
+    made.rows += static_cast<uint64_t>(made.shards[leader * stores].rows);
+    made.totals.push_back(made.shards[leader * stores].total);
   }
   made.refusal = refusal_of(made);
   return heard;
 }
 
+// Of one store whose draws begin with totals; others are refused by those that draw.
 RankSteps::Refusal RankSteps::refusal_of(const Agreed& agreed) const {
-  if (agreed.rows < settings_.min_rows) return Refusal::few_rows;
+  if (settings_.stores.size() != 1 || !settings_.stores[0].by_totals) return Refusal::none;
+  if (agreed.rows < settings_.stores[0].min_rows) return Refusal::few_rows;
   const bool empty = std::ranges::count(agreed.totals, uint64_t{0}) == std::ssize(agreed.totals);
   return empty ? Refusal::nothing_to_draw : Refusal::none;
 }
 
-RankSteps::Agreed RankSteps::agree(uint64_t step, std::span<const GivenPriorities> given, const Change& change,
-                                   RankExchange& exchange) const {
-  Parts sent = begin(step, given);
+RankSteps::Agreed RankSteps::agree(uint64_t step, std::span<const GivenPriorities> given, std::span<const Told> told,
+                                   const Hooks& hooks, RankExchange& exchange) const {
+  Parts sent = begin(step, given, told);
   size_t sent_bytes = 0;
   for (uint32_t rank = 0; rank < settings_.ranks; ++rank) {
     if (rank != settings_.rank) sent_bytes += sent[rank].size();
   }
   const Parts received = exchange.all_to_all(std::move(sent));
   const std::vector<std::span<const std::byte>> views(received.begin(), received.end());
-  Heard heard = hear(step, views);
+  Heard heard = hear(step, views, told);
   Agreed& made = heard.agreed;
   made.sent_bytes = sent_bytes;
   if (made.refusal == Refusal::disagree || !made.changed) return std::move(made);
-  apply(std::move(heard.updates), change);
-  if (made.refusal == Refusal::few_rows) return std::move(made);
+  apply(std::move(heard.updates), hooks);
+  const bool by_totals = settings_.stores.size() == 1 && settings_.stores[0].by_totals;
+  if (!by_totals || !told.empty() || made.refusal == Refusal::few_rows) return std::move(made);
   uint64_t mine = 0;
   {
-    const Store::Call call(store_);
-    mine = total();
+    const Store::Call call(*settings_.stores[0].store);
+    mine = total(0);
   }
   made.totals = exchange.totals(mine);
-  if (made.totals.size() != settings_.leaders.size()) fail(ErrorKind::frame, "every shard has a total");
-  if (leads()) made.sent_bytes += (settings_.ranks - 1) * sizeof mine;
+  if (made.totals.size() != settings_.stores[0].leaders.size()) fail(ErrorKind::frame, "every shard has a total");
+  if (leads(0)) made.sent_bytes += (settings_.ranks - 1) * sizeof mine;
   made.refusal = refusal_of(made);
   return std::move(made);
 }

@@ -10,10 +10,12 @@
 // and `hear` are the halves of that round, between which other messages may be on their way, and `apply` is the
 // caller's.
 //
-// Messages are laid out as in geartrain/replay/distributed/messages.py, so that a rank that takes the same steps one by
-// one in Python is understood. What ranks find to be wrong all of them find, from the same data.
+// A job may draw from several stores, each with a shard or more; statuses tell of all of them. What a strategy needs to
+// know of every shard before it draws, such as the first rows in an order, travels with the status as its offer.
 //
-// Threads: one at a time. The store is used within calls of its own (Store::Call), and not during waits for ranks.
+// What ranks find to be wrong all of them find, from the same data.
+//
+// Threads: one at a time. The stores are used within calls of their own (Store::Call), and not during waits for ranks.
 #pragma once
 
 #include <cstddef>
@@ -28,25 +30,32 @@
 
 namespace geartrain {
 
-// A rank's part of the round that begins a batch (rank_status of one store).
+// The records of the round that begins a batch. Python reads them by `_native.wire_records()`.
+//
+// A rank's status, and of each store its shard's.
 struct RankStatus {
   int64_t fingerprint, step, updates;
-  int64_t rows, next_sequence, cursor;
-  uint64_t total;
 };
-static_assert(sizeof(RankStatus) == 56);
+static_assert(sizeof(RankStatus) == 24);
+struct ShardStatus {
+  int64_t rows, next_sequence;
+  int64_t cursor;  // the last sequence number that a redraw has used
+  uint64_t total;  // what draws are below, where they need no more than the totals of all shards
+};
+static_assert(sizeof(ShardStatus) == 32);
 
-// A priority given to a row (PRIORITY_UPDATE).
+// A priority given to a row, or to a step of it. Where one was drawn twice the later draw's holds, as on one rank.
 struct PriorityRecord {
   uint32_t store, row, generation, step, call, draw;
   double priority;
 };
 static_assert(sizeof(PriorityRecord) == 32);
 
-// Priorities that a consumer has given in one call: n of each, `draws` none or n.
+// Priorities that a consumer has given in one call: n of each, `draws` and `steps` none or n.
 struct GivenPriorities {
   std::span<const uint32_t> rows, generations;
-  std::span<const int64_t> draws, shards;
+  std::span<const int64_t> draws, shards;  // shards: among those of all stores
+  std::span<const uint32_t> steps;
   std::span<const double> priorities;
 };
 
@@ -65,45 +74,68 @@ class RankExchange {
 
 class RankSteps {
  public:
+  // A store of the job, and this rank's shard of it.
+  struct StoreView {
+    Store* store = nullptr;
+    By by = By::priority;
+    bool by_totals = true;          // draws begin with the shards' totals
+    std::vector<uint32_t> leaders;  // of each of its shards
+    uint64_t min_rows = 1;          // of all its shards together
+  };
   struct Settings {
     uint32_t rank = 0, ranks = 1;
     int64_t fingerprint = 0;
-    By by = By::priority;
-    std::vector<uint32_t> leaders;  // of each shard
-    uint64_t min_rows = 1;          // of all shards together
-    bool with_lowest = false;       // outcomes tell the lowest probabilities
+    std::vector<StoreView> stores;
+    bool with_lowest = false;  // outcomes tell the lowest probabilities
   };
-  // The store outlives it.
-  RankSteps(Settings settings, Store& store);
+  // The stores outlive it.
+  explicit RankSteps(Settings settings);
+
+  // What this rank tells of its shard of a store besides what it finds there.
+  struct Told {
+    uint64_t cursor = 0;
+    std::optional<uint64_t> total;     // of a copy of the priorities that draws are made from
+    std::span<const std::byte> offer;  // from those that lead a shard
+    size_t offer_bytes = 0;            // of every shard's
+  };
 
   // What ranks found wrong before any of them draws, or nothing.
   enum class Refusal : uint8_t { none, disagree, few_rows, nothing_to_draw };
   struct Agreed {
     Refusal refusal = Refusal::none;
-    uint32_t rank = 0;               // disagree: who differs
-    std::vector<RankStatus> status;  // of every rank
-    bool changed = false;            // there were updates, which are applied
-    uint64_t rows = 0;               // selectable, of all shards
-    std::vector<uint64_t> totals;    // of every shard
-    size_t sent_bytes = 0;           // by this rank, to the others
+    uint32_t rank = 0;                           // disagree: who differs
+    std::vector<RankStatus> status;              // of every rank
+    std::vector<ShardStatus> shards;             // of every rank, of each store
+    std::vector<std::vector<std::byte>> offers;  // of each store, those of all its shards
+    bool changed = false;                        // there were updates, which are applied
+    uint64_t rows = 0;                           // selectable, of all shards of the first store
+    std::vector<uint64_t> totals;                // of every shard of the first store
+    size_t sent_bytes = 0;                       // by this rank, to the others
   };
-  // `change`, where it is given, is called once where any rank has updates, and may change the priorities of those that
-  // this rank applies; without it they are taken as they are, but positive.
-  using Change = std::function<void(std::span<double>)>;
-  Agreed agree(uint64_t step, std::span<const GivenPriorities> given, const Change& change,
+  // How priorities are stored. `change` is called once for each store where any rank has updates, and may change the
+  // priorities of those that this rank applies; without it they are taken as they are, but positive. `set`, where it
+  // is given, stores those of rows, and returns false for the stores of which it does not.
+  struct Hooks {
+    std::function<void(uint32_t store, std::span<double>)> change;
+    std::function<bool(uint32_t store, const std::vector<uint32_t>& rows, const std::vector<uint32_t>& generations,
+                       const std::vector<double>& priorities)>
+        set;
+  };
+  // Steps 1 and 2, with the totals of after the updates where there is one store. `told`: of each store, or none.
+  Agreed agree(uint64_t step, std::span<const GivenPriorities> given, std::span<const Told> told, const Hooks& hooks,
                RankExchange& exchange) const;
 
   // Step 1 in halves: what this rank tells each rank, and what all of them have told this one. `changed` says that
   // there are updates, of which `updates` are for this rank; none is applied.
   using Parts = std::vector<std::vector<std::byte>>;
-  Parts begin(uint64_t step, std::span<const GivenPriorities> given) const;
+  Parts begin(uint64_t step, std::span<const GivenPriorities> given, std::span<const Told> told) const;
   struct Heard {
     Agreed agreed;
     std::vector<PriorityRecord> updates;
   };
-  Heard hear(uint64_t step, std::span<const std::span<const std::byte>> received) const;
-  // Updates of one round, in the order of calls and draws. `change`: see agree.
-  void apply(std::vector<PriorityRecord> updates, const Change& change) const;
+  Heard hear(uint64_t step, std::span<const std::span<const std::byte>> received, std::span<const Told> told) const;
+  // Updates of one round, in the order of calls and draws.
+  void apply(std::vector<PriorityRecord> updates, const Hooks& hooks) const;
 
   // Of all ranks' reads: whether each has lost rows for good, and the lowest probability of all (with_lowest).
   struct Outcome {
@@ -112,14 +144,16 @@ class RankSteps {
   };
   std::optional<Outcome> tell(bool failed, double lowest, RankExchange& exchange) const;
 
+  const Settings& settings() const { return settings_; }
+
  private:
-  bool leads() const;
-  uint64_t total() const;
+  bool leads(size_t store) const;
+  uint64_t total(size_t store) const;
   Refusal refusal_of(const Agreed& agreed) const;  // of a batch of these rows and totals
-  Parts parts(const RankStatus& mine, std::span<const GivenPriorities> given) const;
+  void add_updates(std::span<const GivenPriorities> given, Parts& parts) const;
 
   Settings settings_;
-  Store& store_;
+  std::vector<std::pair<uint32_t, uint32_t>> leader_of_;  // of each shard of all stores: its store, and its leader
 };
 
 }  // namespace geartrain

@@ -25,9 +25,10 @@ BatchMemory memory_of(nb::handle batch) {
   return {made.arrays(), made.shards()};
 }
 
-void check_made_for(nb::handle batch, uint32_t window, size_t steps, const std::vector<uint64_t>& row_bytes) {
-  if (!nb::cast<const SampledBatch&>(batch).layout().fits(window, steps, row_bytes, nullptr)) {
-    fail(ErrorKind::schema, "the batch was made for other fields or windows");
+void check_made_for(nb::handle batch, uint32_t window, size_t steps, const std::vector<uint64_t>& row_bytes,
+                    const TransitionView* view) {
+  if (!nb::cast<const SampledBatch&>(batch).layout().fits(window, steps, row_bytes, view)) {
+    fail(ErrorKind::schema, "the batch was made for other fields, windows or transitions");
   }
 }
 
@@ -179,90 +180,6 @@ nb::object placed_windows(uint32_t length, const WindowTuple& windows, uint64_t 
   return to_numpy(std::move(anchors));
 }
 
-// Transitions of a store's rows, to their places in arrays of the caller's for `room` rows: of each field what it gives
-// (an observation two, or one of the frames that both share), then reward, discount, terminated, truncated, and with
-// goals relabelled. `steps` are the transitions' own, `numbers` those of the draws, which goals are drawn by. Returns
-// (torn, starts, lengths, versions) of the rows.
-nb::tuple gathered_transitions(const Store& store, const TransitionView& view_of, const std::vector<uint32_t>& fields,
-                               const In<uint32_t>& rows, const In<uint32_t>& generations, const In<uint32_t>& steps,
-                               const In<uint32_t>& places, const In<uint32_t>& numbers, uint64_t seed, uint64_t step,
-                               uint32_t round, unsigned threads, size_t room, const std::vector<AnyArray>& out) {
-  store.check_open();
-  view_of.check(store, fields);
-  const size_t n = rows.size();
-  if (steps.size() != n || numbers.size() != n) {  // of none of them, the rest would be taken for not given
-    fail(ErrorKind::schema, n, " rows were given with ", steps.size(), " steps and ", numbers.size(), " numbers");
-  }
-  size_t next = 0;
-  const auto take = [&](uint64_t row_bytes, std::string_view what) {
-    if (next == out.size()) fail(ErrorKind::schema, "there is no array for the '", what, "' of transitions");
-    const AnyArray& given = out[next++];
-    if (given.nbytes() != bytes_of({room}, row_bytes)) {
-      fail(ErrorKind::schema, "the array of '", what, "' has ", given.nbytes(), " bytes, ", room, " rows need ",
-           row_bytes * room);
-    }
-    return static_cast<std::byte*>(given.data());
-  };
-  std::vector<TransitionField> targets;
-  size_t reward = 0;
-  for (size_t i = 0; i < fields.size(); ++i) {
-    const FieldRecord& record = store.fields()[fields[i]];
-    const TransitionRole role = view_of.roles[i];
-    const uint64_t row_bytes = view_of.row_bytes(record, role);
-    TransitionField to{fields[i]};
-    if (role == TransitionRole::observation) {
-      to.out = take(row_bytes, record.name);
-      to.next = view_of.shares_window() ? to.out + row_bytes / view_of.window_frames() : take(row_bytes, record.name);
-    } else if (role == TransitionRole::step) {
-      to.out = take(row_bytes, record.name);
-    } else if (role == TransitionRole::reward) {
-      reward = i;
-    }
-    targets.push_back(to);
-  }
-  const FieldRecord& rewards = store.fields()[fields[reward]];
-  targets[reward].out = take(view_of.row_bytes(rewards, TransitionRole::reward), "reward");
-  const auto flags = [&](std::string_view what) {
-    return std::span<uint8_t>(reinterpret_cast<uint8_t*>(take(1, what)), room);
-  };
-  TransitionRequest request;
-  request.discount = {reinterpret_cast<float*>(take(sizeof(float), "discount")), room};
-  request.terminated = flags("terminated");
-  request.truncated = flags("truncated");
-  if (view_of.goals.strategy != GoalStrategy::none) request.relabelled = flags("relabelled");
-  if (next != out.size()) fail(ErrorKind::schema, out.size(), " arrays were given, transitions fill ", next);
-  std::vector<uint8_t> torn(room), mask(bytes_of({room, view_of.frame_stack}, 1));
-  std::vector<int32_t> starts(room), lengths(room);
-  std::vector<int64_t> versions(room);
-  const std::vector<uint32_t> own_rows = copied(rows);
-  request.rows = own_rows;
-  request.generations = view(generations);
-  request.places = view(places);
-  request.numbers = view(numbers);
-  request.steps = view(steps);
-  request.key = {seed, step, kWindowStream};
-  request.round = round;
-  request.threads = threads;
-  request.fields = targets;
-  request.torn = torn;
-  request.mask = mask;
-  request.starts = starts;
-  request.lengths = lengths;
-  request.versions = versions;
-  if (n != 0) released(store, [&] { gather_transitions(store, view_of, request); });
-  const auto picked = [&]<typename T>(const std::vector<T>& from) {
-    std::vector<T> made(n);
-    for (size_t i = 0; i < n; ++i) made[i] = from[request.places[i]];
-    return to_numpy(std::move(made));
-  };
-  std::vector<int32_t> frames(room);  // an episode may begin behind its row's first step
-  for (size_t i = 0; i < n; ++i) {
-    const auto first = mask.begin() + static_cast<std::ptrdiff_t>(size_t{request.places[i]} * view_of.frame_stack);
-    frames[request.places[i]] = static_cast<int32_t>(std::count(first, first + view_of.frame_stack, uint8_t{1}));
-  }
-  return nb::make_tuple(picked(torn), picked(starts), picked(lengths), picked(frames), picked(versions));
-}
-
 nb::object weights_of(const In<double>& probability, uint64_t count, double beta, double lowest) {
   std::vector<double> weights(probability.size());
   importance_weights(view(probability), count, beta, lowest, weights);
@@ -320,6 +237,7 @@ void bind_batch(nb::module_& module) {
       .def("probability", [](const SampledBatch& b) { return b.array(b.arrays().probability); })
       .def("torn", [](const SampledBatch& b) { return b.array(b.arrays().torn); })
       .def("mask", &SampledBatch::mask)
+      .def("buffer", &SampledBatch::buffer)
       .def("start", [](const SampledBatch& b) { return b.array(b.arrays().starts); })
       .def("length", [](const SampledBatch& b) { return b.array(b.arrays().lengths); })
       .def("version", [](const SampledBatch& b) { return b.array(b.arrays().versions); })
@@ -366,9 +284,6 @@ void bind_batch(nb::module_& module) {
            nb::arg("steps").none() = nb::none());
   module.def("importance_weights", &weights_of);
   module.def("place_windows", &placed_windows);
-  module.def("gather_transitions", &gathered_transitions, nb::arg("store"), nb::arg("view"), nb::arg("fields"),
-             nb::arg("rows"), nb::arg("generations"), nb::arg("steps"), nb::arg("places"), nb::arg("numbers"),
-             nb::arg("seed"), nb::arg("step"), nb::arg("round"), nb::arg("threads"), nb::arg("room"), nb::arg("out"));
 }
 
 }  // namespace geartrain

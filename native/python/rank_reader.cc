@@ -19,14 +19,31 @@
 #include "python/batch_memory.h"
 #include "python/bind.h"
 #include "python/rank_exchange.h"
+#include "python/sampled_batch.h"
 #include "selection/importance_weights.h"
 
 namespace geartrain {
 namespace {
 
 using PlacedWindowTuple = std::tuple<uint32_t, bool, bool, uint8_t>;  // stride, whole, from_first, at
-// store (None: of another host), fields, whether this rank counts for others, turn, turns, ranks that may write
-using ShardTuple = std::tuple<nb::object, std::vector<uint32_t>, bool, uint32_t, uint32_t, std::vector<uint32_t>>;
+using LimitTuple = std::tuple<int64_t, uint64_t, uint32_t>;           // min_version, inserted_from_ns, min_length
+// rank, replica, which of a row's arrays it gets
+using ConsumerTuple = std::tuple<uint32_t, uint32_t, std::vector<uint32_t>>;
+// by priority, with replacement, stratified, order (none), with a cursor, over steps
+using DrawsTuple = std::tuple<bool, bool, bool, std::optional<int>, bool, bool>;
+// how rows are drawn (none: by code of the strategy's own), seed, atom, whether samples are limited
+using StoreTuple = std::tuple<std::optional<DrawsTuple>, uint64_t, uint32_t, bool>;
+// store (None: of another host), which store of the job it is of, fields, whether this rank counts for others, turn,
+// turns, ranks that may write
+using ShardTuple =
+    std::tuple<nb::object, uint32_t, std::vector<uint32_t>, bool, uint32_t, uint32_t, std::vector<uint32_t>>;
+// shards (among those of all stores), rows, generations, probability, anchors (none), rounds (none), share, limits
+// (none), cursor
+using DrawnTuple = std::tuple<In<int64_t>, In<uint32_t>, In<uint32_t>, In<double>, std::optional<In<uint32_t>>,
+                              std::optional<In<uint32_t>>, double, std::optional<LimitTuple>, uint64_t>;
+using Writable = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+// rank, arrays, headers as bytes, and what copies its rows in the place of the CPU (none)
+using TargetTuple = std::tuple<uint32_t, std::vector<AnyArray>, Writable, nb::object>;
 
 // A message of rows on its way: the peer's rank, its places in the consumer's batch, and its memory.
 struct RowsOfPeer {
@@ -45,8 +62,13 @@ struct RowsOfPeer {
   }
 };
 
-// rows, generations, draws (none), shards, priorities
-using GivenTuple = std::tuple<In<uint32_t>, In<uint32_t>, std::optional<In<int64_t>>, In<int64_t>, In<double>>;
+// rows, generations, draws (none), shards, steps (none), priorities
+using GivenTuple = std::tuple<In<uint32_t>, In<uint32_t>, std::optional<In<int64_t>>, In<int64_t>,
+                              std::optional<In<uint32_t>>, In<double>>;
+// store, by priority, whether draws begin with totals, the leaders of its shards, least rows
+using StoreViewTuple = std::tuple<nb::object, bool, bool, std::vector<uint32_t>, uint64_t>;
+// cursor, total of a copy (none), offer (none) of a rank that leads a shard, bytes of an offer
+using ToldTuple = std::tuple<uint64_t, std::optional<uint64_t>, std::optional<In<uint8_t>>, size_t>;
 
 constexpr const char* kRefusalNames[] = {"", "disagree", "few rows", "nothing to draw"};
 
@@ -61,38 +83,200 @@ struct RankRead {
   double agreed_s = 0, read_s = 0;            // (CLOCK_MONOTONIC) when ranks had agreed, and when rows were read
   RankReader::Found found;
   std::vector<RowsOfPeer> outgoing, incoming;
-  std::vector<int64_t> draws;  // of this rank's batch: their numbers in the global one
+  std::vector<RankReader::Traffic> expected;  // incoming rows whose memory is the caller's
+  std::vector<RowHeader> headers;             // of this rank's batch, in host memory
+  std::vector<int64_t> draws;                 // of this rank's batch: their numbers in the global one
+  std::vector<size_t> parts;  // of each store the first row of the batch; and one more, how many there are
+  bool moves = false;         // some row goes from one rank to another
 };
+
+// Calls of all stores of a reader, which those that close them wait for. Left where Python is called: it may take long,
+// and whoever forks or closes a store holds what it waits for.
+class StoreCalls {
+ public:
+  explicit StoreCalls(const std::vector<Store*>& stores) : stores_(stores) { enter(); }
+  void enter() {
+    for (const Store* store : stores_) calls_.push_back(std::make_unique<Store::Call>(*store));
+  }
+  void leave() { calls_.clear(); }
+
+ private:
+  const std::vector<Store*>& stores_;
+  std::vector<std::unique_ptr<Store::Call>> calls_;
+};
+
+// Python, called by a thread that works on stores without the GIL.
+class Outside {
+ public:
+  Outside(const Unlocked& unlocked, StoreCalls& calls) : unlocked_(unlocked), calls_(calls) {}
+  const Unlocked& unlocked() const { return unlocked_; }
+  template <typename Act>
+  void call(Act&& act) const {
+    calls_.leave();
+    call_python(unlocked_, std::forward<Act>(act));
+    calls_.enter();
+  }
+
+ private:
+  const Unlocked& unlocked_;
+  StoreCalls& calls_;
+};
+
+template <typename T>
+nb::object array_of(std::span<const T> values) {
+  return to_numpy(std::vector<T>(values.begin(), values.end()));
+}
+
+template <typename T>
+std::vector<T> taken(const nb::object& from, size_t at, size_t n) {
+  const auto array = nb::cast<In<T>>(nb::object(from[at]));
+  if (array.size() != n) fail(ErrorKind::schema, n, " rows were asked for, ", array.size(), " were given");
+  return {array.data(), array.data() + n};
+}
+
+// read(store, rows, generations, ends, places, numbers, round) starts to copy rows, and what it returns completes it:
+// (torn, lengths, starts, steps, versions).
+class PythonCopier final : public RankReader::Copier {
+ public:
+  PythonCopier(nb::object read, const Outside& outside) : read_(std::move(read)), outside_(outside) {}
+  ~PythonCopier() override {
+    outside_.unlocked().locked([&] { read_.reset(), finish_.reset(); });
+  }
+
+  void launch(const RankReader::RowsToCopy& rows) override {
+    n_ = rows.rows.size();
+    outside_.call([&] {
+      finish_ = read_(rows.store, array_of(rows.rows), array_of(rows.generations),
+                      rows.ends.empty() ? nb::none() : array_of(rows.ends), array_of(rows.places),
+                      array_of(rows.numbers), rows.round);
+    });
+  }
+  RankReader::CopiedRows resolve() override {
+    RankReader::CopiedRows made;
+    outside_.call([&] {
+      const nb::object found = finish_();
+      made = {taken<uint8_t>(found, 0, n_), taken<int32_t>(found, 1, n_), taken<int32_t>(found, 2, n_),
+              taken<int32_t>(found, 3, n_), taken<int64_t>(found, 4, n_)};
+    });
+    return made;
+  }
+
+ private:
+  nb::object read_, finish_;
+  const Outside& outside_;
+  size_t n_ = 0;
+};
+
+RankReader::Hooks hooks_of(const nb::object& place, const nb::object& again, const Outside& outside) {
+  RankReader::Hooks hooks;
+  if (!place.is_none()) {
+    hooks.place = [&](const RankReader::RowsToCopy& rows) {
+      std::vector<int32_t> made;
+      outside.call([&] {
+        const auto found = nb::cast<In<int32_t>>(nb::object(
+            place(rows.store, array_of(rows.numbers), array_of(rows.rows), array_of(rows.generations), rows.round)));
+        made.assign(found.data(), found.data() + found.size());
+      });
+      return made;
+    };
+  }
+  if (!again.is_none()) {
+    hooks.again = [&](const RankReader::Hooks::Again& asked, std::span<uint32_t> rows, std::span<uint32_t> generations,
+                      std::span<double> probability) {
+      bool there = false;
+      outside.call([&] {
+        const nb::object found =
+            again(asked.store, asked.n, asked.round, array_of(asked.numbers), array_of(asked.kept));
+        there = !found.is_none();
+        if (!there) return;
+        std::ranges::copy(taken<uint32_t>(found, 0, rows.size()), rows.begin());
+        std::ranges::copy(taken<uint32_t>(found, 1, rows.size()), generations.begin());
+        std::ranges::copy(taken<double>(found, 2, rows.size()), probability.begin());
+      });
+      return there;
+    };
+  }
+  return hooks;
+}
 
 std::vector<GivenPriorities> given_of(const std::vector<GivenTuple>& updates) {
   std::vector<GivenPriorities> given;
-  for (const auto& [rows, generations, draws, shards, priorities] : updates) {
-    given.push_back({view(rows), view(generations), view(draws), view(shards), view(priorities)});
+  for (const auto& [rows, generations, draws, shards, steps, priorities] : updates) {
+    given.push_back({view(rows), view(generations), view(draws), view(shards), view(steps), view(priorities)});
   }
   return given;
 }
 
-// What `change`, a function of priorities, makes of them; nothing for None.
-RankSteps::Change change_by(const nb::object& change, const Unlocked& unlocked) {
-  if (change.is_none()) return {};
-  return [&change, &unlocked](std::span<double> priorities) {
-    call_python(unlocked, [&] {
-      const nb::object asked = to_numpy(std::vector<double>(priorities.begin(), priorities.end()));
-      const auto found = nb::cast<In<double>>(nb::object(change(asked)));
-      if (found.size() != priorities.size()) fail(ErrorKind::schema, "as many priorities are raised as are given");
-      std::ranges::copy(view(found), priorities.begin());
-    });
-  };
+std::vector<RankSteps::Told> told_of(const std::vector<ToldTuple>& told) {
+  std::vector<RankSteps::Told> made;
+  for (const auto& [cursor, total, offer, bytes] : told) {
+    made.push_back({cursor, total, std::as_bytes(view(offer)), bytes});
+  }
+  return made;
+}
+
+// `change(store, priorities)` returns what is stored of them; None: they are taken as they are, but positive.
+// `set(store, rows, generations, priorities)` stores them, or returns False; None: they are stored here.
+RankSteps::Hooks update_hooks(const nb::object& change, const nb::object& set, const Unlocked& unlocked) {
+  RankSteps::Hooks hooks;
+  if (!change.is_none()) {
+    hooks.change = [&](uint32_t store, std::span<double> priorities) {
+      call_python(unlocked, [&] {
+        const auto found = nb::cast<In<double>>(nb::object(change(store, array_of<double>(priorities))));
+        if (found.size() != priorities.size()) fail(ErrorKind::schema, "as many priorities are raised as are given");
+        std::ranges::copy(view(found), priorities.begin());
+      });
+    };
+  }
+  if (!set.is_none()) {
+    hooks.set = [&](uint32_t store, const std::vector<uint32_t>& rows, const std::vector<uint32_t>& generations,
+                    const std::vector<double>& priorities) {
+      bool done = false;
+      call_python(unlocked, [&] {
+        done = nb::cast<bool>(nb::object(
+            set(store, array_of<uint32_t>(rows), array_of<uint32_t>(generations), array_of<double>(priorities))));
+      });
+      return done;
+    };
+  }
+  return hooks;
+}
+
+// The steps of a batch over ranks, and the Python objects that they work on.
+class BoundRankSteps {
+ public:
+  BoundRankSteps(RankSteps::Settings settings, std::vector<nb::object> held)
+      : held_(std::move(held)), steps_(std::move(settings)) {}
+  const RankSteps& steps() const { return steps_; }
+
+ private:
+  std::vector<nb::object> held_;
+  RankSteps steps_;
+};
+
+RankRead agree(const BoundRankSteps& bound, PythonRankExchange& exchange, uint64_t step,
+               const std::vector<GivenTuple>& updates, const std::vector<ToldTuple>& told, const nb::object& change,
+               const nb::object& set) {
+  const std::vector<GivenPriorities> given = given_of(updates);
+  const std::vector<RankSteps::Told> tells = told_of(told);
+  return raising([&] {
+    const Unlocked unlocked;
+    const PythonRankExchange::Use use(exchange, unlocked);
+    RankRead made;
+    made.agreed = bound.steps().agree(step, given, tells, update_hooks(change, set, unlocked), exchange);
+    made.agreed_s = static_cast<double>(monotonic_ns()) * 1e-9;
+    return made;
+  });
 }
 
 // --- a round in halves -------------------------------------------------------------------------------------------
 
-nb::list begin_round(const RankSteps& steps, uint64_t step, const std::vector<GivenTuple>& updates) {
+nb::list begin_round(const BoundRankSteps& bound, uint64_t step, const std::vector<GivenTuple>& updates) {
   const std::vector<GivenPriorities> given = given_of(updates);
   RankSteps::Parts parts;
   {
     const Unlocked unlocked;
-    parts = steps.begin(step, given);
+    parts = bound.steps().begin(step, given, {});
   }
   nb::list made;
   for (const std::vector<std::byte>& each : parts) {
@@ -103,14 +287,14 @@ nb::list begin_round(const RankSteps& steps, uint64_t step, const std::vector<Gi
 }
 
 // What all ranks have told, for `RankReader.read`, and the updates for this rank as bytes, for `apply`.
-nb::object hear_round(const RankSteps& steps, uint64_t step, const std::vector<In<uint8_t>>& parts) {
+nb::object hear_round(const BoundRankSteps& bound, uint64_t step, const std::vector<In<uint8_t>>& parts) {
   std::vector<std::span<const std::byte>> received;
   for (const In<uint8_t>& part : parts) received.push_back(std::as_bytes(view(part)));
   RankRead made;
   std::vector<uint8_t> updates;
   {
     const Unlocked unlocked;
-    RankSteps::Heard heard = steps.hear(step, received);
+    RankSteps::Heard heard = bound.steps().hear(step, received, {});
     made.agreed = std::move(heard.agreed);
     made.agreed_s = static_cast<double>(monotonic_ns()) * 1e-9;
     const auto bytes = std::as_bytes(std::span(heard.updates));
@@ -120,24 +304,67 @@ nb::object hear_round(const RankSteps& steps, uint64_t step, const std::vector<I
   return nb::make_tuple(nb::cast(std::move(made)), to_numpy(std::move(updates)));
 }
 
-void apply_round(const RankSteps& steps, const In<uint8_t>& updates, const nb::object& change) {
+void apply_round(const BoundRankSteps& bound, const In<uint8_t>& updates, const nb::object& change) {
   const auto bytes = std::as_bytes(view(updates));
   if (bytes.size() % sizeof(PriorityRecord) != 0) fail(ErrorKind::schema, "updates are those that `hear` gave");
   std::vector<PriorityRecord> records(bytes.size() / sizeof(PriorityRecord));
   if (!records.empty()) std::memcpy(records.data(), bytes.data(), bytes.size());
   raising([&] {
     const Unlocked unlocked;
-    steps.apply(std::move(records), change_by(change, unlocked));
+    bound.steps().apply(std::move(records), update_hooks(change, nb::none(), unlocked));
   });
+}
+
+// The records of messages between ranks, by name, as NumPy makes dtypes of them.
+nb::dict wire_records() {
+  struct Part {
+    const char *name, *format;
+    size_t offset;
+  };
+  const auto record = [](size_t bytes, const std::vector<Part>& parts) {
+    nb::list names, formats, offsets;
+    for (const Part& part : parts) {
+      names.append(part.name);
+      formats.append(part.format);
+      offsets.append(part.offset);
+    }
+    nb::dict made;
+    made["names"] = names, made["formats"] = formats, made["offsets"] = offsets, made["itemsize"] = bytes;
+    return made;
+  };
+  nb::dict made;
+  made["row_header"] = record(sizeof(RowHeader), {{"row", "<u4", offsetof(RowHeader, row)},
+                                                  {"generation", "<u4", offsetof(RowHeader, generation)},
+                                                  {"shard", "<u4", offsetof(RowHeader, shard)},
+                                                  {"length", "<i4", offsetof(RowHeader, length)},
+                                                  {"start", "<i4", offsetof(RowHeader, start)},
+                                                  {"steps", "<i4", offsetof(RowHeader, steps)},
+                                                  {"version", "<i8", offsetof(RowHeader, version)},
+                                                  {"probability", "<f8", offsetof(RowHeader, probability)}});
+  made["rank_status"] = record(sizeof(RankStatus), {{"fingerprint", "<i8", offsetof(RankStatus, fingerprint)},
+                                                    {"step", "<i8", offsetof(RankStatus, step)},
+                                                    {"updates", "<i8", offsetof(RankStatus, updates)}});
+  made["shard_status"] = record(sizeof(ShardStatus), {{"rows", "<i8", offsetof(ShardStatus, rows)},
+                                                      {"next_sequence", "<i8", offsetof(ShardStatus, next_sequence)},
+                                                      {"cursor", "<i8", offsetof(ShardStatus, cursor)},
+                                                      {"total", "<u8", offsetof(ShardStatus, total)}});
+  made["priority_update"] = record(sizeof(PriorityRecord), {{"store", "<u4", offsetof(PriorityRecord, store)},
+                                                            {"row", "<u4", offsetof(PriorityRecord, row)},
+                                                            {"generation", "<u4", offsetof(PriorityRecord, generation)},
+                                                            {"step", "<u4", offsetof(PriorityRecord, step)},
+                                                            {"call", "<u4", offsetof(PriorityRecord, call)},
+                                                            {"draw", "<u4", offsetof(PriorityRecord, draw)},
+                                                            {"priority", "<f8", offsetof(PriorityRecord, priority)}});
+  return made;
 }
 
 class BoundRankReader {
  public:
   BoundRankReader(RankReader::Settings settings, const std::vector<ShardTuple>& shards, nb::object assigner)
-      : rank_(settings.rank), consumers_(settings.consumers), assigner_(std::move(assigner)) {
+      : assigner_(std::move(assigner)) {
     std::vector<RankReader::ShardView> views;
-    for (const auto& [store, fields, counts, turn, turns, ranks] : shards) {
-      RankReader::ShardView view{nullptr, fields, counts, turn, turns, ranks};
+    for (const auto& [store, of, fields, counts, turn, turns, ranks] : shards) {
+      RankReader::ShardView view{nullptr, of, fields, counts, turn, turns, ranks};
       if (!store.is_none()) {
         view.store = &nb::cast<Store&>(store);
         view.store->check_open();
@@ -151,25 +378,23 @@ class BoundRankReader {
 
   // Agrees with the other ranks on the batch of a step, draws it and reads this rank's rows; tells the outcome, and
   // weighs the rows, where the exchange does so. `change` is given the priorities of updates that this rank applies,
-  // and returns those that are stored; None: they are taken as they are, but positive.
-  RankRead build(const nb::object& batch, const RankSteps& steps, PythonRankExchange& exchange, uint64_t step, size_t n,
-                 const std::vector<GivenTuple>& updates, const nb::object& change, std::optional<double> beta) const {
-    const RankReader::Batch to = checked(batch);
+  // and returns those that are stored; None: they are taken as they are, but positive. `place` tells windows.
+  RankRead build(const nb::object& batch, const BoundRankSteps& bound, PythonRankExchange& exchange, uint64_t step,
+                 size_t n, const std::vector<GivenTuple>& updates, const nb::object& change, std::optional<double> beta,
+                 const nb::object& place) const {
+    const BatchMemory to = checked(batch);
     const std::span<double> weights = beta ? weights_to_fill(batch) : std::span<double>{};
     const std::vector<GivenPriorities> given = given_of(updates);
     return raising([&] {
       const Unlocked unlocked;
       const PythonRankExchange::Use use(exchange, unlocked);
       RankRead made;
-      made.agreed = steps.agree(step, given, change_by(change, unlocked), exchange);
+      const RankSteps& steps = bound.steps();
+      made.agreed = steps.agree(step, given, {}, update_hooks(change, nb::none(), unlocked), exchange);
       made.agreed_s = static_cast<double>(monotonic_ns()) * 1e-9;
       if (made.agreed.refusal != RankSteps::Refusal::none) return made;
-      {
-        const auto calls = enter();
-        read(made, to, step, n);
-      }
-      made.read_s = static_cast<double>(monotonic_ns()) * 1e-9;
-      made.outcome = steps.tell(made.found.failed.has_value(), made.found.lowest, exchange);
+      read_by_totals(made, to, step, n, place, unlocked);
+      made.outcome = steps.tell(made.found.failed.has_value(), made.found.lowest[0], exchange);
       if (made.outcome && beta) {
         importance_weights(to.arrays.probability, made.agreed.rows, *beta, made.outcome->lowest, weights);
       }
@@ -178,73 +403,203 @@ class BoundRankReader {
   }
 
   // Draws the batch of a step from what all ranks have told (`RankSteps.hear`), and reads this rank's rows.
-  void read_heard(const nb::object& batch, RankRead& heard, uint64_t step, size_t n) const {
+  void read_heard(const nb::object& batch, RankRead& heard, uint64_t step, size_t n, const nb::object& place) const {
     if (heard.agreed.refusal != RankSteps::Refusal::none || !heard.draws.empty()) {
       fail(ErrorKind::schema, "a batch is read once, and after all ranks have agreed");
     }
-    const RankReader::Batch to = checked(batch);
-    const Unlocked unlocked;
-    const auto calls = enter();
-    read(heard, to, step, n);
-    heard.read_s = static_cast<double>(monotonic_ns()) * 1e-9;
+    const BatchMemory to = checked(batch);
+    raising([&] {
+      const Unlocked unlocked;
+      read_by_totals(heard, to, step, n, place, unlocked);
+    });
+  }
+
+  // Reads this rank's rows of a batch that somebody else has drawn, of each store a DrawnTuple or None. `own` is a
+  // batch, a target, or None where this rank gets no rows; `others` are targets of other ranks, where their messages
+  // are not in host memory. `again(store, n, round, numbers, kept)` draws rows again, or returns None.
+  RankRead read_drawn(const nb::object& own, const std::vector<TargetTuple>& others, bool in_host_memory,
+                      const std::vector<std::optional<DrawnTuple>>& drawn, uint64_t step, const nb::object& place,
+                      const nb::object& again) const {
+    RankReader::Draws draws = draws_of(drawn, step);
+    const bool batched = nb::isinstance<SampledBatch>(own);
+    std::optional<BatchMemory> to;
+    if (batched) to = checked(own);
+    std::vector<TargetTuple> given = others;
+    if (!batched && !own.is_none()) given.push_back(nb::cast<TargetTuple>(own));
+    return raising([&] {
+      const Unlocked unlocked;
+      StoreCalls calls(stores_);
+      const Outside outside(unlocked, calls);
+      std::vector<std::unique_ptr<PythonCopier>> copiers;
+      std::vector<RankReader::Target> targets;
+      for (const auto& [rank, arrays, headers, copier] : given) {
+        targets.push_back(target_of(rank, arrays, headers, copier.is_none()));
+        if (copier.is_none()) continue;
+        unlocked.locked([&, &copier = copier] { copiers.push_back(std::make_unique<PythonCopier>(copier, outside)); });
+        targets.back().copier = copiers.back().get();
+      }
+      RankRead made;
+      reader_->assign(draws);
+      read(made, draws, to ? &*to : nullptr, in_host_memory, targets, hooks_of(place, again, outside));
+      return made;
+    });
+  }
+
+  // (rank, rows) of each other rank that gets rows from this one.
+  nb::list outgoing(const std::vector<std::optional<DrawnTuple>>& drawn) const {
+    RankReader::Draws draws = draws_of(drawn, 0);
+    reader_->assign(draws);
+    nb::list made;
+    for (const RankReader::Traffic& each : reader_->outgoing(draws)) {
+      made.append(nb::make_tuple(each.rank, each.places.size()));
+    }
+    return made;
   }
 
   // Puts the rows of received messages to their places.
-  void place(const nb::object& batch, const RankRead& read) const {
-    const RankReader::Batch to = checked(batch);
-    if (read.draws.size() != to.shards.size()) fail(ErrorKind::schema, "the rows were read for another batch");
+  void place(const nb::object& batch, RankRead& read) const {
+    const BatchMemory to = checked(batch);
+    if (read.headers.size() != to.shards.size()) fail(ErrorKind::schema, "the rows were read for another batch");
     const Unlocked unlocked;
-    const auto calls = enter();
-    for (const RowsOfPeer& each : read.incoming) reader_->place(to, each.places, each.memory.base());
+    const RankReader::Target own = own_target(read, to);
+    for (const RowsOfPeer& each : read.incoming) reader_->place(own, each.places, each.memory.base());
+    reader_->settle(read.headers, to.arrays, to.shards);
   }
 
-  uint64_t row_bytes() const {
+  // Bytes of a row in this rank's batch.
+  uint64_t row_bytes(uint32_t rank) const {
     uint64_t bytes = 0;
-    for (const uint64_t each : reader_->row_bytes()) bytes += each;
+    for (const uint64_t each : reader_->row_bytes(rank)) bytes += each;
     return bytes;
   }
 
  private:
-  // A call of all stores, which those that close them wait for.
-  std::vector<std::unique_ptr<Store::Call>> enter() const {
-    std::vector<std::unique_ptr<Store::Call>> calls;
-    for (const Store* store : stores_) calls.push_back(std::make_unique<Store::Call>(*store));
-    return calls;
-  }
-
-  void read(RankRead& made, const RankReader::Batch& to, uint64_t step, size_t n) const {
-    const RankReader::Draws draws = reader_->draw(step, n, made.agreed.totals);
-    for (size_t i = 0; i < n; ++i) {
-      if (consumers_[static_cast<size_t>(draws.assigned.replica[i])] == rank_) {
-        made.draws.push_back(static_cast<int64_t>(i));
+  RankReader::Draws draws_of(const std::vector<std::optional<DrawnTuple>>& drawn, uint64_t step) const {
+    const size_t stores = reader_->settings().stores.size();
+    if (drawn.size() != stores) fail(ErrorKind::schema, "draws of ", drawn.size(), " stores were given of ", stores);
+    RankReader::Draws made;
+    made.step = step;
+    made.first = {0};
+    made.placed.resize(stores);
+    made.limits.resize(stores);
+    made.cursors.resize(stores);
+    made.share.assign(reader_->shards(), 1.0);
+    const auto add = [](auto& to, const auto& values, size_t n, const char* what) {
+      if (values.size() != n) fail(ErrorKind::schema, n, " draws were given with ", values.size(), " ", what);
+      to.insert(to.end(), values.data(), values.data() + n);
+    };
+    for (size_t store = 0; store < stores; ++store) {
+      made.first.push_back(made.first.back());
+      if (!drawn[store]) continue;
+      const auto& [shard, rows, generations, probability, anchors, rounds, share, limits, cursor] = *drawn[store];
+      const size_t n = shard.size(), before = made.shard.size();
+      made.first.back() += n;
+      add(made.shard, shard, n, "shards");
+      add(made.rows, rows, n, "rows");
+      add(made.generations, generations, n, "generations");
+      add(made.probability, probability, n, "probabilities");
+      made.anchors.resize(before + n);
+      if (anchors) {
+        if (anchors->size() != n) fail(ErrorKind::schema, n, " draws were given with ", anchors->size(), " steps");
+        std::copy_n(anchors->data(), n, made.anchors.begin() + static_cast<ptrdiff_t>(before));
+        made.placed[store] = 1;
       }
+      if (rounds) {
+        made.rounds.resize(before);
+        add(made.rounds, *rounds, n, "rounds");
+      }
+      reader_->share_of(static_cast<uint32_t>(store), share, made);
+      if (limits) made.limits[store] = {std::get<0>(*limits), std::get<1>(*limits), std::get<2>(*limits)};
+      made.cursors[store] = cursor;
     }
-    if (made.draws.size() != to.shards.size()) {
-      fail(ErrorKind::schema, "the batch has ", to.shards.size(), " rows, this rank gets ", made.draws.size());
-    }
-    for (RankReader::Traffic& each : reader_->outgoing(draws)) made.outgoing.push_back(message(std::move(each)));
-    for (RankReader::Traffic& each : reader_->incoming(draws)) made.incoming.push_back(message(std::move(each)));
-    std::vector<RankReader::Message> messages;
-    for (const RowsOfPeer& each : made.outgoing) messages.push_back({each.peer, each.memory.base()});
-    made.found = reader_->read(draws, to, messages);
+    if (!made.rounds.empty()) made.rounds.resize(made.shard.size());
+    return made;
   }
 
-  RowsOfPeer message(RankReader::Traffic traffic) const {
-    const size_t bytes = reader_->layout(traffic.places.size()).bytes;
-    return RowsOfPeer(std::move(traffic), bytes);
+  void read_by_totals(RankRead& made, const BatchMemory& to, uint64_t step, size_t n, const nb::object& place,
+                      const Unlocked& unlocked) const {
+    StoreCalls calls(stores_);
+    const Outside outside(unlocked, calls);
+    RankReader::Draws draws = reader_->draw(step, n, made.agreed.totals);
+    std::vector<RankReader::Target> targets;
+    read(made, draws, &to, true, targets, hooks_of(place, nb::none(), outside));
   }
 
-  RankReader::Batch checked(const nb::object& batch) const {
-    check_made_for(batch, reader_->window(), reader_->steps(), reader_->row_bytes());
+  // Into the targets, a batch in host memory if there is one, and messages to the other ranks that get rows.
+  void read(RankRead& made, RankReader::Draws& draws, const BatchMemory* to, bool in_host_memory,
+            std::vector<RankReader::Target>& targets, const RankReader::Hooks& hooks) const {
+    made.draws = reader_->own(draws);
+    for (const size_t first : draws.first) {
+      const auto at = std::ranges::lower_bound(made.draws, static_cast<int64_t>(first)) - made.draws.begin();
+      made.parts.push_back(static_cast<size_t>(at));
+    }
+    made.moves = reader_->moves(draws);
+    if (to != nullptr) {
+      if (made.draws.size() != to->shards.size()) {
+        fail(ErrorKind::schema, "the batch has ", to->shards.size(), " rows, this rank gets ", made.draws.size());
+      }
+      made.headers.resize(made.draws.size());
+    }
+    std::vector<RankReader::Traffic> outgoing = reader_->outgoing(draws);
+    made.outgoing.reserve(outgoing.size());
+    for (RankReader::Traffic& each : outgoing) {
+      if (!in_host_memory) break;
+      const size_t rows = each.places.size(), bytes = reader_->layout(each.rank, rows).bytes;
+      const RowsOfPeer& message = made.outgoing.emplace_back(std::move(each), bytes);
+      targets.push_back(reader_->message(message.peer, message.memory.base(), rows));
+    }
+    std::vector<RankReader::Traffic> incoming = reader_->incoming(draws);
+    made.incoming.reserve(incoming.size());
+    if (to != nullptr) {
+      for (RankReader::Traffic& each : incoming) {
+        const size_t bytes = reader_->layout(reader_->settings().rank, each.places.size()).bytes;
+        made.incoming.emplace_back(std::move(each), bytes);
+      }
+      targets.push_back(own_target(made, *to));
+    } else {
+      made.expected = std::move(incoming);
+    }
+    made.found = reader_->read(draws, targets, hooks);
+    if (to != nullptr) reader_->settle(made.headers, to->arrays, to->shards);
+    made.read_s = static_cast<double>(monotonic_ns()) * 1e-9;
+  }
+
+  RankReader::Target own_target(RankRead& read, const BatchMemory& to) const {
+    return {.rank = reader_->settings().rank, .arrays = reader_->arrays_of(to.arrays), .headers = read.headers};
+  }
+
+  // A target in memory of the caller's.
+  RankReader::Target target_of(uint32_t rank, const std::vector<AnyArray>& arrays, const Writable& headers,
+                               bool on_host) const {
+    if (headers.size() % sizeof(RowHeader) != 0) fail(ErrorKind::schema, "headers are of whole rows");
+    const size_t rows = headers.size() / sizeof(RowHeader);
+    RankReader::Target target{.rank = rank, .arrays = {}, .headers = {}};
+    target.headers = {reinterpret_cast<RowHeader*>(headers.data()), rows};
+    if (!on_host) return target;
+    const std::vector<uint64_t> bytes = reader_->row_bytes(rank);
+    if (arrays.size() != bytes.size()) {
+      fail(ErrorKind::schema, "rank ", rank, " gets ", bytes.size(), " arrays, ", arrays.size(), " were given");
+    }
+    for (size_t i = 0; i < arrays.size(); ++i) {
+      if (arrays[i].nbytes() != bytes[i] * rows) {
+        fail(ErrorKind::schema, "array ", i, " has ", arrays[i].nbytes(), " bytes, ", rows, " rows need ",
+             bytes[i] * rows);
+      }
+      target.arrays.push_back(static_cast<std::byte*>(arrays[i].data()));
+    }
+    return target;
+  }
+
+  BatchMemory checked(const nb::object& batch) const {
+    const std::optional<TransitionView>& view = reader_->settings().view;
+    check_made_for(batch, reader_->window(), reader_->steps(), reader_->field_bytes(), view ? &*view : nullptr);
     BatchMemory memory = memory_of(batch);
     if (memory.shards.size() != memory.arrays.rows.size()) {
       fail(ErrorKind::schema, "the batch was made without shards");
     }
-    return {std::move(memory.arrays), memory.shards};
+    return memory;
   }
 
-  uint32_t rank_;
-  std::vector<uint32_t> consumers_;
   nb::object assigner_;
   std::vector<nb::object> held_;
   std::vector<Store*> stores_;
@@ -260,17 +615,24 @@ nb::list rows_of_peers(const std::vector<RowsOfPeer>& all) {
 }  // namespace
 
 void bind_rank_reader(nb::module_& module) {
-  nb::class_<RankSteps>(module, "RankSteps")
+  module.def("wire_records", &wire_records);
+  nb::class_<BoundRankSteps>(module, "RankSteps")
       .def(
           "__init__",
-          [](RankSteps* self, Store& store, uint32_t rank, uint32_t ranks, int64_t fingerprint, bool by_priority,
-             const std::vector<uint32_t>& leaders, uint64_t min_rows, bool with_lowest) {
-            new (self) RankSteps(
-                {rank, ranks, fingerprint, by_priority ? By::priority : By::row, leaders, min_rows, with_lowest},
-                store);
+          [](BoundRankSteps* self, uint32_t rank, uint32_t ranks, int64_t fingerprint,
+             const std::vector<StoreViewTuple>& stores, bool with_lowest) {
+            RankSteps::Settings settings{rank, ranks, fingerprint, {}, with_lowest};
+            std::vector<nb::object> held;
+            for (const auto& [store, by_priority, by_totals, leaders, min_rows] : stores) {
+              settings.stores.push_back(
+                  {&nb::cast<Store&>(store), by_priority ? By::priority : By::row, by_totals, leaders, min_rows});
+              held.push_back(store);
+            }
+            new (self) BoundRankSteps(std::move(settings), std::move(held));
           },
-          nb::arg("store"), nb::arg("rank"), nb::arg("ranks"), nb::arg("fingerprint"), nb::arg("by_priority"),
-          nb::arg("leaders"), nb::arg("min_rows"), nb::arg("with_lowest"), nb::keep_alive<1, 2>())
+          nb::arg("rank"), nb::arg("ranks"), nb::arg("fingerprint"), nb::arg("stores"), nb::arg("with_lowest"))
+      .def("agree", &agree, nb::arg("exchange"), nb::arg("step"), nb::arg("updates"), nb::arg("told"),
+           nb::arg("change").none(), nb::arg("set").none())
       .def("begin", &begin_round)
       .def("hear", &hear_round)
       .def("apply", &apply_round, nb::arg("updates"), nb::arg("change").none());
@@ -283,6 +645,21 @@ void bind_rank_reader(nb::module_& module) {
                      nb::list made;
                      for (const RankStatus& each : r.agreed.status) {
                        made.append(nb::make_tuple(each.fingerprint, each.step));
+                     }
+                     return made;
+                   })
+      // of every rank, of each store: shard_status of `wire_records`, as bytes
+      .def_prop_ro("shards",
+                   [](const RankRead& r) {
+                     const auto bytes = std::as_bytes(std::span(r.agreed.shards));
+                     return array_of<uint8_t>({reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()});
+                   })
+      // of each store those of all its shards, as bytes
+      .def_prop_ro("offers",
+                   [](const RankRead& r) {
+                     nb::list made;
+                     for (const auto& each : r.agreed.offers) {
+                       made.append(array_of<uint8_t>({reinterpret_cast<const uint8_t*>(each.data()), each.size()}));
                      }
                      return made;
                    })
@@ -312,47 +689,92 @@ void bind_rank_reader(nb::module_& module) {
                      for (const RowsOfPeer& each : r.incoming) rows += each.places.size();
                      return rows;
                    })
+      // (rank, rows) of each message
       .def_prop_ro("sent_rows",
                    [](const RankRead& r) {
-                     size_t rows = 0;
-                     for (const RowsOfPeer& each : r.outgoing) rows += each.places.size();
-                     return rows;
+                     nb::list made;
+                     for (const RowsOfPeer& each : r.outgoing) {
+                       made.append(nb::make_tuple(each.peer, each.places.size()));
+                     }
+                     return made;
                    })
+      // (rank, places in this rank's batch) each, of rows whose memory is the caller's
+      .def_prop_ro("expected",
+                   [](const RankRead& r) {
+                     nb::list made;
+                     for (const RankReader::Traffic& each : r.expected) {
+                       made.append(nb::make_tuple(each.rank, array_of<uint32_t>(each.places)));
+                     }
+                     return made;
+                   })
+      .def_ro("moves", &RankRead::moves)
       .def_prop_ro("local_rows", [](const RankRead& r) { return r.found.local; })
+      // of each store
       .def_prop_ro("lowest", [](const RankRead& r) { return r.found.lowest; })
       .def_prop_ro("redrawn", [](const RankRead& r) { return r.found.redrawn; })
+      .def_prop_ro("cursors", [](const RankRead& r) { return r.found.cursors; })
+      .def_ro("parts", &RankRead::parts)
       .def_prop_ro("failed", [](const RankRead& r) { return r.found.failed; })
       .def("draws", [](const RankRead& r) { return to_numpy(std::vector<int64_t>(r.draws)); });
   nb::class_<BoundRankReader>(module, "RankReader")
       .def(
           "__init__",
-          [](BoundRankReader* self, uint32_t rank, const std::vector<uint32_t>& consumers,
-             const std::vector<ShardTuple>& shards, const nb::object& assigner, uint32_t window, bool pad_left,
-             unsigned threads, uint64_t seed, bool by_priority, bool stratified, bool in_order,
-             const std::optional<PlacedWindowTuple>& windows) {
+          [](BoundRankReader* self, uint32_t rank, const std::vector<ConsumerTuple>& consumers,
+             const std::vector<StoreTuple>& stores, const std::vector<ShardTuple>& shards, const nb::object& assigner,
+             uint32_t window, bool pad_left, unsigned threads, bool in_order,
+             const std::optional<PlacedWindowTuple>& windows, const TransitionView* view,
+             std::optional<uint32_t> replica) {
             RankReader::Settings settings{.window = {.length = window},
                                           .pad_left = pad_left,
                                           .threads = threads,
-                                          .seed = seed,
-                                          .by = by_priority ? By::priority : By::row,
-                                          .stratified = stratified,
+                                          .view = {},
                                           .in_order = in_order,
                                           .rank = rank,
-                                          .consumers = consumers};
+                                          .replica = replica,
+                                          .consumers = {},
+                                          .stores = {}};
             if (windows) {
               const auto [stride, whole, from_first, at] = *windows;
               settings.window = {window, stride, whole, from_first, static_cast<WindowPlan::At>(at)};
             }
+            if (view != nullptr) settings.view = *view;
+            for (const auto& [of, replica, arrays] : consumers) settings.consumers.push_back({of, replica, arrays});
+            for (const auto& [draws, seed, atom, limited] : stores) {
+              RankReader::StorePlan plan{.draws = {}, .seed = seed, .atom = atom, .limited = limited};
+              if (draws) {
+                const auto [by_priority, replacement, stratified, order, cursor, over_steps] = *draws;
+                plan.draws = BatchSampler::Settings{.window = settings.window,
+                                                    .pad_left = pad_left,
+                                                    .threads = threads,
+                                                    .seed = seed,
+                                                    .by = by_priority ? By::priority : By::row,
+                                                    .replacement = replacement,
+                                                    .stratified = stratified,
+                                                    .over_steps = over_steps,
+                                                    .transitions = settings.view,
+                                                    .cursor = cursor};
+                if (order) {
+                  plan.draws->form = BatchSampler::Form::ordered;
+                  plan.draws->order = static_cast<Order>(*order);
+                }
+              }
+              settings.stores.push_back(std::move(plan));
+            }
             new (self) BoundRankReader(std::move(settings), shards, assigner);
           },
-          nb::arg("rank"), nb::arg("consumers"), nb::arg("shards"), nb::arg("assigner"), nb::arg("window"),
-          nb::arg("pad_left"), nb::arg("threads"), nb::arg("seed"), nb::arg("by_priority"), nb::arg("stratified"),
-          nb::arg("in_order"), nb::arg("windows").none() = nb::none())
+          nb::arg("rank"), nb::arg("consumers"), nb::arg("stores"), nb::arg("shards"), nb::arg("assigner"),
+          nb::arg("window"), nb::arg("pad_left"), nb::arg("threads"), nb::arg("in_order"), nb::arg("windows").none(),
+          nb::arg("view").none(), nb::arg("replica").none())
       .def("build", &BoundRankReader::build, nb::arg("batch"), nb::arg("steps"), nb::arg("exchange"), nb::arg("step"),
-           nb::arg("n"), nb::arg("updates"), nb::arg("change").none(), nb::arg("beta").none())
-      .def("read", &BoundRankReader::read_heard, nb::arg("batch"), nb::arg("heard"), nb::arg("step"), nb::arg("n"))
+           nb::arg("n"), nb::arg("updates"), nb::arg("change").none(), nb::arg("beta").none(), nb::arg("place").none())
+      .def("read", &BoundRankReader::read_heard, nb::arg("batch"), nb::arg("heard"), nb::arg("step"), nb::arg("n"),
+           nb::arg("place").none())
+      .def("read_drawn", &BoundRankReader::read_drawn, nb::arg("own").none(), nb::arg("others"),
+           nb::arg("in_host_memory"), nb::arg("drawn"), nb::arg("step"), nb::arg("place").none(),
+           nb::arg("again").none())
+      .def("outgoing", &BoundRankReader::outgoing, nb::arg("drawn"))
       .def("place", &BoundRankReader::place, nb::arg("batch"), nb::arg("read"))
-      .def_prop_ro("row_bytes", &BoundRankReader::row_bytes)
+      .def("row_bytes", &BoundRankReader::row_bytes, nb::arg("rank"))
       // The importance weights of a batch's rows, as `importance_weights` makes them.
       .def_static("weigh", [](const nb::object& batch, uint64_t count, double beta, double lowest) {
         const BatchMemory memory = memory_of(batch);

@@ -73,6 +73,10 @@ class SampledBatch {
     return memory_.array(reinterpret_cast<std::byte*>(arrays_.mask.data()), {size(), layout_->steps()},
                          nb::dtype<bool>());
   }
+  // All of its memory, for one who makes a copy of the whole batch.
+  nb::object buffer() const {
+    return memory_.array(memory_.base(), {layout_->buffer_bytes()}, nb::dtype<uint8_t>());
+  }
   bool weighed() const { return weighed_; }
   // Before it is filled again.
   void forget_weights() { weighed_ = false; }

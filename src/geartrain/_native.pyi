@@ -58,22 +58,6 @@ def place_windows(
     lengths: _I32,
     /,
 ) -> _I32: ...
-def gather_transitions(
-    store: Store,
-    view: TransitionView,
-    fields: Sequence[int],
-    rows: _U32,
-    generations: _U32,
-    steps: _U32,
-    places: _U32,
-    numbers: _U32,
-    seed: int,
-    step: int,
-    round: int,
-    threads: int,
-    room: int,
-    out: Sequence[Any],
-) -> tuple[NDArray[np.uint8], _I32, _I32, _I32, NDArray[np.int64]]: ...
 def fetch(
     store: Store,
     rows: _U32,
@@ -146,6 +130,7 @@ class SampledBatch:
     def length(self) -> _I32: ...
     def version(self) -> _I64: ...
     def importance_weights(self) -> NDArray[np.float64] | None: ...
+    def buffer(self) -> NDArray[np.uint8]: ...
     def shard(self) -> NDArray[np.uint16] | None: ...
     def set_shard(self, first: int, n: int, shard: int, /) -> None: ...
     def set_importance(self, first: int, weights: NDArray[np.float64], /) -> None: ...
@@ -215,8 +200,8 @@ def importance_weights(
     probability: NDArray[np.float64], count: int, beta: float, lowest: float, /
 ) -> NDArray[np.float64]: ...
 
-# rows, generations, draws, shards, priorities
-GivenPriorities = tuple[_U32, _U32, _I64 | None, _I64, _F64]
+# rows, generations, draws, shards, steps, priorities
+GivenPriorities = tuple[_U32, _U32, _I64 | None, _I64, _U32 | None, _F64]
 
 class RankRounds:
     def __init__(self, rank: int, ranks: int, inline_bytes: int) -> None: ...
@@ -250,22 +235,31 @@ class RankExchange:
         totals: Callable[[int], _U64],
     ) -> None: ...
 
+# by name, what np.dtype makes a record of
+def wire_records() -> dict[str, Any]: ...
+
 class RankSteps:
     def __init__(
         self,
-        store: Store,
         rank: int,
         ranks: int,
         fingerprint: int,
-        by_priority: bool,
-        leaders: Sequence[int],
-        min_rows: int,
+        stores: Sequence[tuple[Store, bool, bool, Sequence[int], int]],
         with_lowest: bool,
     ) -> None: ...
+    def agree(
+        self,
+        exchange: RankExchange,
+        step: int,
+        updates: Sequence[GivenPriorities],
+        told: Sequence[tuple[int, int | None, NDArray[np.uint8] | None, int]],
+        change: Callable[[int, NDArray[np.float64]], NDArray[np.float64]] | None,
+        set: Callable[[int, _U32, _U32, NDArray[np.float64]], bool] | None,
+    ) -> RankRead: ...
     def begin(self, step: int, updates: Sequence[GivenPriorities], /) -> list[NDArray[np.uint8]]: ...
     def hear(self, step: int, parts: Sequence[NDArray[np.uint8]], /) -> tuple[RankRead, NDArray[np.uint8]]: ...
     def apply(
-        self, updates: NDArray[np.uint8], change: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None
+        self, updates: NDArray[np.uint8], change: Callable[[int, NDArray[np.float64]], NDArray[np.float64]] | None
     ) -> None: ...
 
 class RankRead:
@@ -273,6 +267,10 @@ class RankRead:
     def refusal(self) -> str: ...
     @property
     def status(self) -> list[tuple[int, int]]: ...
+    @property
+    def shards(self) -> NDArray[np.uint8]: ...
+    @property
+    def offers(self) -> list[NDArray[np.uint8]]: ...
     @property
     def changed(self) -> bool: ...
     @property
@@ -294,32 +292,42 @@ class RankRead:
     @property
     def received_rows(self) -> int: ...
     @property
-    def sent_rows(self) -> int: ...
+    def sent_rows(self) -> list[tuple[int, int]]: ...
+    @property
+    def expected(self) -> list[tuple[int, _U32]]: ...
+    @property
+    def moves(self) -> bool: ...
     @property
     def local_rows(self) -> int: ...
     @property
-    def lowest(self) -> float: ...
+    def lowest(self) -> list[float]: ...
     @property
-    def redrawn(self) -> int: ...
+    def redrawn(self) -> list[int]: ...
+    @property
+    def cursors(self) -> list[int]: ...
+    @property
+    def parts(self) -> list[int]: ...
     @property
     def failed(self) -> str | None: ...
     def draws(self) -> NDArray[np.int64]: ...
+
+_Place = Callable[[int, _U32, _U32, _U32, int], NDArray[np.int32]]
 
 class RankReader:
     def __init__(
         self,
         rank: int,
-        consumers: Sequence[int],
-        shards: Sequence[tuple[Store | None, list[int], bool, int, int, list[int]]],
+        consumers: Sequence[tuple[int, int, list[int]]],
+        stores: Sequence[tuple[tuple[Any, ...] | None, int, int, bool]],
+        shards: Sequence[tuple[Store | None, int, list[int], bool, int, int, list[int]]],
         assigner: Assigner,
         window: int,
         pad_left: bool,
         threads: int,
-        seed: int,
-        by_priority: bool,
-        stratified: bool,
         in_order: bool,
         windows: tuple[int, bool, bool, int] | None,
+        view: TransitionView | None,
+        replica: int | None,
     ) -> None: ...
     def build(
         self,
@@ -329,13 +337,24 @@ class RankReader:
         step: int,
         n: int,
         updates: Sequence[GivenPriorities],
-        change: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None,
+        change: Callable[[int, NDArray[np.float64]], NDArray[np.float64]] | None,
         beta: float | None,
+        place: _Place | None,
     ) -> RankRead: ...
-    def read(self, batch: SampledBatch, heard: RankRead, step: int, n: int) -> None: ...
+    def read(self, batch: SampledBatch, heard: RankRead, step: int, n: int, place: _Place | None) -> None: ...
+    def read_drawn(
+        self,
+        own: Any,
+        others: Sequence[Any],
+        in_host_memory: bool,
+        drawn: Sequence[tuple[Any, ...] | None],
+        step: int,
+        place: _Place | None,
+        again: Callable[[int, int, int, _U32, _U32], tuple[_U32, _U32, NDArray[np.float64]] | None] | None,
+    ) -> RankRead: ...
+    def outgoing(self, drawn: Sequence[tuple[Any, ...] | None]) -> list[tuple[int, int]]: ...
     def place(self, batch: SampledBatch, read: RankRead) -> None: ...
-    @property
-    def row_bytes(self) -> int: ...
+    def row_bytes(self, rank: int) -> int: ...
     @staticmethod
     def weigh(batch: SampledBatch, count: int, beta: float, lowest: float) -> None: ...
 

@@ -17,7 +17,7 @@ import geartrain as gt
 from geartrain.errors import ArgumentError, EmptyStoreError, PeerLostError, WaitTimeoutError
 from geartrain.replay.distributed.carrier import INLINE_BYTES
 from geartrain.replay.distributed.lagged_builder import LaggedBuilder
-from geartrain.replay.distributed.native_read import NativeReader
+from geartrain.replay.distributed.rank_reader import RankReader
 from geartrain.replay.distributed.rounds_in_flight import LateRounds, TransportRounds
 from geartrain.replay.distributed.topology import MeshPosition
 from geartrain.replay.prefetch import Prefetcher, StillBuildingError
@@ -150,14 +150,14 @@ def test_rows_that_are_lost_are_drawn_again_by_ranks_of_which_some_are_a_batch_a
 ) -> None:
     first, last = stores = sharded_stores(2)
     first.limiter.set(min_size_to_sample=1)  # which counts
-    read = NativeReader.read
+    read = RankReader.read_heard
 
-    def loses_and_reads(self: NativeReader, step: int, heard: Any) -> Any:
+    def loses_and_reads(self: RankReader, step: int, heard: Any) -> Any:
         if step == 3 and self.samplers[0].plan.store is last and len(last):
             last.delete(last.keys())
         return read(self, step, heard)
 
-    monkeypatch.setattr(NativeReader, "read", loses_and_reads)
+    monkeypatch.setattr(RankReader, "read_heard", loses_and_reads)
 
     def body(rank: ThreadRankGroup) -> list[gt.Batch]:
         options: dict[str, Any] = {"window": 4, "output": "numpy", "num_batches": 8, "prefetch": 2, "update_lag": 3}
@@ -187,7 +187,7 @@ def test_a_batch_that_is_drawn_again_has_the_same_updates_from_ranks_that_are_ah
     stores = sharded_stores(4)  # of which the second is empty
     last, ahead = stores[3], threading.Event()
     lost = len(last)
-    begin, read, finish = LaggedBuilder._begin, NativeReader.read, LaggedBuilder._finish
+    begin, read, finish = LaggedBuilder._begin, RankReader.read_heard, LaggedBuilder._finish
     is_ready = LaggedBuilder.ready
 
     def ready(self: LaggedBuilder, begun: Any) -> bool:  # the first rank finishes it when it is ahead, and no earlier
@@ -202,7 +202,7 @@ def test_a_batch_that_is_drawn_again_has_the_same_updates_from_ranks_that_are_ah
             ahead.set()
         return begun
 
-    def loses_and_reads(self: NativeReader, step: int, heard: Any) -> Any:
+    def loses_and_reads(self: RankReader, step: int, heard: Any) -> Any:
         if step == again and self.samplers[0].plan.store is last:
             last.delete(last.keys())
         return read(self, step, heard)
@@ -212,7 +212,7 @@ def test_a_batch_that_is_drawn_again_has_the_same_updates_from_ranks_that_are_ah
         return finish(self, begun)
 
     monkeypatch.setattr(LaggedBuilder, "_begin", begins)
-    monkeypatch.setattr(NativeReader, "read", loses_and_reads)
+    monkeypatch.setattr(RankReader, "read_heard", loses_and_reads)
     monkeypatch.setattr(LaggedBuilder, "_finish", finishes)
     monkeypatch.setattr(LaggedBuilder, "ready", ready)
 

@@ -16,9 +16,8 @@ import geartrain.replay.distributed.members as members
 import geartrain.replay.distributed.read_agreement as read_agreement
 from geartrain.errors import EmptyStoreError
 from geartrain.replay.distributed.draw import ShardedSampler
-from geartrain.replay.distributed.native_read import NativeReader
 from geartrain.replay.distributed.rank_collectives import DIRECT_RANKS
-from geartrain.replay.distributed.read import ShardReader
+from geartrain.replay.distributed.rank_reader import RankReader
 from geartrain.selection import Fifo, GroupSampling, Lifo, Prioritized, TopK, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
@@ -38,7 +37,7 @@ def lose_rows(
     Where a batch is one native call, once all ranks have told their totals, which decide what is drawn.
     """
     lost, building, one_at_a_time = threading.Event(), threading.local(), threading.Lock()
-    read, build, send_parts = ShardReader.read, NativeReader.build, ShardedSampler.send_parts
+    read, build, send_parts = RankReader.read, RankReader.build, ShardedSampler.send_parts
 
     def lose(at: int | None, samplers: Sequence[Any]) -> None:
         with one_at_a_time:
@@ -46,9 +45,9 @@ def lose_rows(
                 store.delete(store.keys()[which])
                 lost.set()
 
-    def loses_and_reads(self: Any, at: int, *rest: Any) -> Any:
+    def loses_and_reads(self: Any, at: int, *rest: Any, **options: Any) -> Any:
         lose(at, self.samplers)
-        return read(self, at, *rest)
+        return read(self, at, *rest, **options)
 
     def builds(self: Any, at: int, *rest: Any) -> Any:
         building.at = at
@@ -65,8 +64,8 @@ def lose_rows(
         assert at != step or lost.wait(patience(30))
         return received
 
-    monkeypatch.setattr(ShardReader, "read", loses_and_reads)
-    monkeypatch.setattr(NativeReader, "build", builds)
+    monkeypatch.setattr(RankReader, "read", loses_and_reads)
+    monkeypatch.setattr(RankReader, "build", builds)
     monkeypatch.setattr(ShardedSampler, "send_parts", sends_and_loses)
     return lost
 

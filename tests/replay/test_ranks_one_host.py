@@ -14,7 +14,7 @@ import geartrain as gt
 from geartrain.errors import GeartrainError, StoreError
 from geartrain.replay.distributed.draw import ShardedSampler
 from geartrain.replay.distributed.messages import rank_status
-from geartrain.replay.distributed.native_read import NativeReader
+from geartrain.replay.distributed.rank_reader import RankReader
 from geartrain.selection import Prioritized, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
@@ -127,11 +127,11 @@ def test_what_is_open_of_other_ranks_is_closed_where_a_reader_cannot_be_made(
         opened.append(peek(cls, name, **options))
         return opened[-1]
 
-    def fails(*_: Any) -> None:
+    def fails(*_: Any, **__: Any) -> None:
         raise MemoryError("no memory for a reader")
 
     monkeypatch.setattr(gt.Store, "peek", classmethod(noted))
-    monkeypatch.setattr(NativeReader, "__init__", fails)
+    monkeypatch.setattr(RankReader, "__init__", fails)
     with pytest.raises(MemoryError):
         over_ranks(stores, Uniform(seed=2), one_host=True)
     assert len(opened) == 2

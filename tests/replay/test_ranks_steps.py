@@ -13,13 +13,11 @@ import geartrain._native as _native
 from geartrain.errors import (
     ArgumentError,
     EmptyStoreError,
-    NoSpaceError,
     RanksDisagreeError,
     SchemaError,
     StoreClosedError,
 )
-from geartrain.replay.distributed.read import ShardReader
-from geartrain.replay.distributed.transition_rows import TransitionRows
+from geartrain.replay.distributed.rank_reader import RankReader
 from geartrain.selection import Epochs, Fifo, Lifo, Limits, Mixture, Prioritized, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
@@ -301,14 +299,14 @@ def test_draws_made_again_for_want_of_samples_show_what_one_process_shows(view: 
 
 
 def test_lost_rows_are_drawn_again_from_their_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    episodes, gather = Episodes(60), TransitionRows.gather
+    episodes, drawn = Episodes(60), RankReader.drawn
 
-    def torn_at_first(self: TransitionRows, *given: Any) -> Any:
-        torn, *rest = gather(self, *given)
-        draws = given[5]
-        return (np.where(draws.attempt == 0, draws.numbers % 3 == 0, torn).astype(np.uint8), *rest)
+    def stale_at_first(self: RankReader, *given: Any) -> Any:
+        ((shard, rows, generations, *rest),) = drawn(self, *given)
+        stale = np.arange(len(rows)) % 3 == 0
+        return [(shard, rows, np.where(stale, generations + 2, generations).astype(np.uint32), *rest)]
 
-    monkeypatch.setattr(TransitionRows, "gather", torn_at_first)
+    monkeypatch.setattr(RankReader, "drawn", stale_at_first)
     for per, selection in (("row", Uniform(seed=1, over="steps")), ("step", Prioritized(seed=1, beta=0.5))):
         with episodes.stores(2, priority_per=per) as stores:
             (batch, *_), stats = over_ranks(stores, selection, B, 3, view=gt.Transitions(), prefetch=0)
@@ -336,19 +334,19 @@ def test_lost_rows_are_drawn_again_from_their_shard(monkeypatch: pytest.MonkeyPa
 def test_a_shard_that_loses_its_last_row_to_draw_before_the_read_fails_that_batch_alone(
     monkeypatch: pytest.MonkeyPatch, per: str, selection: Any, options: dict[str, Any]
 ) -> None:
-    episodes, read = Episodes(60), ShardReader.read
+    episodes, read = Episodes(60), RankReader.read
     episodes.lengths[-1] = 1
 
     with episodes.stores(2, priority_per=per) as stores:
 
-        def loses_rows(self: ShardReader, step: int, *rest: Any) -> list[float]:
+        def loses_rows(self: RankReader, step: int, *rest: Any, **options: Any) -> Any:
             store = self.samplers[0].plan.store
             if step == 1 and store is stores[1]:
                 store.delete(store.keys()[store.status(store.keys())["length"] > 1])
                 assert len(store)  # rows that no draw may choose are left
-            return read(self, step, *rest)
+            return read(self, step, *rest, **options)
 
-        monkeypatch.setattr(ShardReader, "read", loses_rows)
+        monkeypatch.setattr(RankReader, "read", loses_rows)
 
         def body(rank: ThreadRankGroup) -> None:
             settings = {"group": rank, "prefetch": 0, "output": "numpy", **options}
@@ -423,7 +421,7 @@ def test_rows_with_a_priority_for_every_step_are_not_moved() -> None:
 
 
 def test_native_calls_with_arrays_that_do_not_fit_are_refused() -> None:
-    episodes, none = Episodes(4), np.empty(0, np.uint32)
+    episodes = Episodes(4)
     one, target = np.zeros(1, np.uint32), np.zeros(1, np.uint64)
     bare = _native.Candidates(np.ones(3, np.uint32))
     with episodes.stores(1) as (rows,), episodes.stores(1, priority_per="step") as (steps,):
@@ -447,17 +445,3 @@ def test_native_calls_with_arrays_that_do_not_fit_are_refused() -> None:
         steps.close()
         with pytest.raises(StoreClosedError):
             allowed.find(target)
-        with gt.Replay(rows, Uniform(seed=0), 2, view=gt.Transitions(), output="numpy", prefetch=0) as replay:
-            sampler = replay._builder.samplers[0]
-            assert sampler.transitions is not None
-            plan = TransitionRows(sampler.transitions, sampler.plan, 0)
-            arrays, view = plan.empty(2), sampler.transitions.native
-            good = [rows.native, view, plan.numbers, one, one, one, one, one, 0, 0, 0, 1, 2, arrays]
-            assert len(_native.gather_transitions(*good)) == 5
-            bad: list[tuple[int, Any]] = [
-                (2, plan.numbers[1:]), (2, [99] * len(plan.numbers)), (3, none), (3, one + 99), (4, none), (5, none),
-                (6, one + 2), (7, none), (12, 3), (12, 2**60), (13, arrays[1:]), (13, [*arrays, arrays[0]]),
-            ]  # fmt: skip
-            for place, value in bad:
-                with pytest.raises((SchemaError, NoSpaceError)):
-                    _native.gather_transitions(*[*good[:place], value, *good[place + 1 :]])

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import geartrain as gt
-import geartrain.replay.distributed.native_read as native_read
+import geartrain.replay.distributed.draw as draw
 import geartrain.replay.distributed.read_agreement as read_agreement
 from geartrain.errors import ArgumentError, PeerLostError
 from geartrain.replay.distributed.messages import flat_bytes
@@ -233,7 +233,7 @@ def dies_in_the_agreement(name: str) -> None:
 
     if rank == 1:  # it takes in Python the steps that the others take natively
         read_agreement.ReadAgreement.exchange = exchange_and_end
-        native_read.RADIX = 0
+        draw.RADIX = 0
     store = store_of(f"{name}-{rank}", N * rank // 3, N * (rank + 1) // 3)
     replay = gt.Replay(store, Uniform(seed=1), B, group=dist.group.WORLD, prefetch=0, timeout_s=3)
     seen = []

@@ -90,18 +90,18 @@ struct Part {
         lengths(n),
         versions(n),
         probability(n),
-        shards(n) {
-    batch.arrays.fields = {{0, reinterpret_cast<std::byte*>(tags.data())},
-                           {1, reinterpret_cast<std::byte*>(steps.data())},
-                           {2, reinterpret_cast<std::byte*>(late.data())}};
-    batch.arrays.rows = rows;
-    batch.arrays.generations = generations;
-    batch.arrays.probability = probability;
-    batch.arrays.mask = mask;
-    batch.arrays.starts = starts;
-    batch.arrays.lengths = lengths;
-    batch.arrays.versions = versions;
-    batch.shards = shards;
+        shards(n),
+        headers(n) {
+    batch.fields = {{0, reinterpret_cast<std::byte*>(tags.data())},
+                    {1, reinterpret_cast<std::byte*>(steps.data())},
+                    {2, reinterpret_cast<std::byte*>(late.data())}};
+    batch.rows = rows;
+    batch.generations = generations;
+    batch.probability = probability;
+    batch.mask = mask;
+    batch.starts = starts;
+    batch.lengths = lengths;
+    batch.versions = versions;
   }
   bool whole(size_t i) const {
     const uint64_t tag = tags[i];
@@ -123,7 +123,8 @@ struct Part {
   std::vector<int64_t> versions;
   std::vector<double> probability;
   std::vector<uint16_t> shards;
-  RankReader::Batch batch;
+  std::vector<RowHeader> headers;
+  BatchArrays batch;
 };
 
 // How the rows of other ranks' shards get to a rank: in messages; read in place, from a store opened read-only; or all
@@ -178,7 +179,7 @@ class Job {
         std::vector<RankReader::ShardView> views;
         for (uint32_t shard = 0; shard < ranks_; ++shard) {
           RankReader::ShardView view{
-              .store = nullptr, .fields = {0, 1, 2}, .counts = false, .ranks = shard_ranks_[shard]};
+              .store = nullptr, .of = 0, .fields = {0, 1, 2}, .counts = false, .ranks = shard_ranks_[shard]};
           if (shard == rank || way_ == Way::shared) {
             view.store = stores_[shard].get();
           } else if (way_ == Way::in_place) {
@@ -192,16 +193,18 @@ class Job {
           view.turns = ranks_;
           views.push_back(std::move(view));
         }
-        std::vector<uint32_t> consumers(ranks_);
-        std::iota(consumers.begin(), consumers.end(), 0);
         RankReader::Settings settings;
-        settings.seed = 5;
         settings.rank = rank;
-        settings.consumers = consumers;
+        settings.replica = rank;
+        for (uint32_t each = 0; each < ranks_; ++each) settings.consumers.push_back({each, each, {0, 1, 2}});
+        BatchSampler::Settings prioritized;
+        prioritized.seed = 5;
+        settings.stores = {{.draws = prioritized, .seed = 5}};
         const RankReader reader(settings, views, *assigner_);
-        RankSteps::Settings agrees{.rank = rank, .ranks = ranks_, .fingerprint = 11, .leaders = leaders_};
+        RankSteps::Settings agrees{.rank = rank, .ranks = ranks_, .fingerprint = 11, .stores = {}};
+        agrees.stores = {{.store = stores_[rank].get(), .leaders = leaders_}};
         agrees.with_lowest = true;
-        const RankSteps steps(agrees, *stores_[rank]);
+        const RankSteps steps(agrees);
         MeetingExchange exchange(meeting_, rank, ranks_, leaders_, true);
         body(rank, reader, steps, exchange);
       });
@@ -211,22 +214,26 @@ class Job {
 
   // A rank's batch of a step, its rows sent and received; nothing where a rank has lost rows for good.
   std::optional<RankSteps::Outcome> read(const RankReader& reader, const RankSteps& steps, MeetingExchange& exchange,
-                                         const RankReader::Draws& draws, Part& part, RankReader::Found* found) const {
+                                         RankReader::Draws& draws, Part& part, RankReader::Found* found) const {
     std::vector<std::vector<std::byte>> memory;
-    std::vector<RankReader::Message> messages;
+    std::vector<RankReader::Target> targets;
     for (const RankReader::Traffic& each : reader.outgoing(draws)) {
-      memory.emplace_back(reader.layout(each.places.size()).bytes);
-      messages.push_back({each.rank, memory.back().data()});
+      memory.emplace_back(reader.layout(each.rank, each.places.size()).bytes);
+      targets.push_back(reader.message(each.rank, memory.back().data(), each.places.size()));
     }
-    *found = reader.read(draws, part.batch, messages);
+    const RankReader::Target own{
+        .rank = reader.settings().rank, .arrays = reader.arrays_of(part.batch), .headers = part.headers};
+    targets.push_back(own);
+    *found = reader.read(draws, targets, {});
     Parts sent(ranks_);
-    for (size_t i = 0; i < messages.size(); ++i) sent[messages[i].rank] = std::move(memory[i]);
+    for (size_t i = 0; i < memory.size(); ++i) sent[targets[i].rank] = std::move(memory[i]);
     const Parts received = exchange.all_to_all(std::move(sent));
-    const auto outcome = steps.tell(found->failed.has_value(), found->lowest, exchange);
+    const auto outcome = steps.tell(found->failed.has_value(), found->lowest[0], exchange);
     for (const RankReader::Traffic& each : reader.incoming(draws)) {
-      CHECK_EQ(received[each.rank].size(), reader.layout(each.places.size()).bytes);
-      if (!outcome->failed[each.rank]) reader.place(part.batch, each.places, received[each.rank].data());
+      CHECK_EQ(received[each.rank].size(), reader.layout(own.rank, each.places.size()).bytes);
+      if (!outcome->failed[each.rank]) reader.place(own, each.places, received[each.rank].data());
     }
+    reader.settle(part.headers, part.batch, part.shards);
     return outcome;
   }
 
@@ -253,15 +260,18 @@ class Job {
         const auto later = std::ranges::lower_bound(numbers, static_cast<int64_t>(kRows / 2));
         const auto half = static_cast<size_t>(later - numbers.begin());
         const auto from = [&](size_t first, size_t n) {
-          return GivenPriorities{std::span(part.rows).subspan(first, n), std::span(part.generations).subspan(first, n),
-                                 std::span(numbers).subspan(first, n), std::span(shards).subspan(first, n),
+          return GivenPriorities{std::span(part.rows).subspan(first, n),
+                                 std::span(part.generations).subspan(first, n),
+                                 std::span(numbers).subspan(first, n),
+                                 std::span(shards).subspan(first, n),
+                                 {},
                                  std::span(priorities).subspan(first, n)};
         };
         if (step != 0) given = {from(half, priorities.size() - half), from(0, half)};
-        const RankSteps::Agreed agreed = steps.agree(step, given, nullptr, exchange);
+        const RankSteps::Agreed agreed = steps.agree(step, given, {}, {}, exchange);
         CHECK(agreed.refusal == RankSteps::Refusal::none && agreed.changed == (step != 0));
-        const RankReader::Draws draws = reader.draw(step, kRows, agreed.totals);
-        RankReader::Found found{.lowest = 0, .failed = {}};
+        RankReader::Draws draws = reader.draw(step, kRows, agreed.totals);
+        RankReader::Found found;
         const auto outcome = read(reader, steps, exchange, draws, part, &found);
         CHECK(!found.failed && std::ranges::count(outcome->failed, 1) == 0);
         std::vector<double> weights(part.probability.size());
@@ -337,11 +347,11 @@ TEST(rows_that_are_overwritten_while_ranks_read_them_are_drawn_again_and_never_m
     job.run([&](uint32_t, const RankReader& reader, const RankSteps& steps, MeetingExchange& exchange) {
       Part part(kRows / kPair);
       for (uint64_t step = 0; step < 200; ++step) {
-        const RankSteps::Agreed agreed = steps.agree(step, {}, nullptr, exchange);
-        RankReader::Found found{.lowest = 0, .failed = {}};
-        const RankReader::Draws draws = reader.draw(step, kRows, agreed.totals);
+        const RankSteps::Agreed agreed = steps.agree(step, {}, {}, {}, exchange);
+        RankReader::Found found;
+        RankReader::Draws draws = reader.draw(step, kRows, agreed.totals);
         const auto outcome = job.read(reader, steps, exchange, draws, part, &found);
-        redrawn += found.redrawn;
+        redrawn += found.redrawn[0];
         if (std::ranges::count(outcome->failed, 1) != 0) continue;  // all rows were being written
         for (size_t i = 0; i < part.tags.size(); ++i) mixed += !part.whole(i);
         read += part.tags.size();
@@ -360,7 +370,7 @@ TEST(a_shard_that_loses_all_rows_after_its_total_was_told_is_told_to_all_ranks) 
   for (const Way way : {Way::messages, Way::in_place}) {
     Job job(2, way, 40);
     job.run([&](uint32_t rank, const RankReader& reader, const RankSteps& steps, MeetingExchange& exchange) {
-      const RankSteps::Agreed agreed = steps.agree(0, {}, nullptr, exchange);
+      const RankSteps::Agreed agreed = steps.agree(0, {}, {}, {}, exchange);
       if (rank == 1) {
         std::vector<uint32_t> rows, generations;
         job.store(1).keys(&rows, &generations);
@@ -368,16 +378,16 @@ TEST(a_shard_that_loses_all_rows_after_its_total_was_told_is_told_to_all_ranks) 
       }
       exchange.gather({});  // both know the totals, and one has lost its rows
       Part part(kRows / 2);
-      RankReader::Found found{.lowest = 0, .failed = {}};
-      const RankReader::Draws draws = reader.draw(0, kRows, agreed.totals);
+      RankReader::Found found;
+      RankReader::Draws draws = reader.draw(0, kRows, agreed.totals);
       const auto outcome = job.read(reader, steps, exchange, draws, part, &found);
       CHECK(outcome->failed[1] != 0);
       if (rank == 1) CHECK(found.failed.has_value());
       // The next batch is of what is left.
-      const RankSteps::Agreed left = steps.agree(1, {}, nullptr, exchange);
+      const RankSteps::Agreed left = steps.agree(1, {}, {}, {}, exchange);
       CHECK_EQ(left.totals[1], uint64_t{0});
       CHECK_EQ(left.rows, uint64_t{20});
-      const RankReader::Draws again = reader.draw(1, kRows, left.totals);
+      RankReader::Draws again = reader.draw(1, kRows, left.totals);
       const auto whole = job.read(reader, steps, exchange, again, part, &found);
       CHECK_EQ(std::ranges::count(whole->failed, 1), 0);
       for (size_t i = 0; i < part.tags.size(); ++i) CHECK(part.whole(i) && part.shards[i] == 0);
@@ -389,24 +399,26 @@ TEST(what_ranks_find_wrong_all_of_them_find_before_any_of_them_draws) {
   Job job(2, Way::messages, 20);
   job.run([&](uint32_t rank, const RankReader& reader, const RankSteps&, MeetingExchange& exchange) {
     const auto steps_with = [&](int64_t fingerprint, uint64_t min_rows) {
-      return RankSteps({.rank = rank, .ranks = 2, .fingerprint = fingerprint, .leaders = {0, 1}, .min_rows = min_rows},
-                       job.store(rank));
+      RankSteps::Settings settings{.rank = rank, .ranks = 2, .fingerprint = fingerprint, .stores = {}};
+      settings.stores = {{.store = &job.store(rank), .leaders = {0, 1}, .min_rows = min_rows}};
+      return RankSteps(settings);
     };
     using Refusal = RankSteps::Refusal;
-    const RankSteps::Agreed other = steps_with(7 + rank, 1).agree(0, {}, nullptr, exchange);
+    const RankSteps::Agreed other = steps_with(7 + rank, 1).agree(0, {}, {}, {}, exchange);
     CHECK(other.refusal == Refusal::disagree && other.rank == 1 - rank);
     const RankSteps same = steps_with(7, 1);
-    CHECK(same.agree(rank, {}, nullptr, exchange).refusal == Refusal::disagree);
-    CHECK(steps_with(7, 21).agree(1, {}, nullptr, exchange).refusal == Refusal::few_rows);
+    CHECK(same.agree(rank, {}, {}, {}, exchange).refusal == Refusal::disagree);
+    CHECK(steps_with(7, 21).agree(1, {}, {}, {}, exchange).refusal == Refusal::few_rows);
     // An update of no rows is one, too, and keys of rows that no store can have are stale.
     const uint32_t row = 1'000'000, generation = 1;
     const int64_t shard = 1 - rank, draw = -4;
     const double zero = 0;
-    const GivenPriorities stale{{&row, 1}, {&generation, 1}, {&draw, 1}, {&shard, 1}, {&zero, 1}};
+    const GivenPriorities stale{{&row, 1}, {&generation, 1}, {&draw, 1}, {&shard, 1}, {}, {&zero, 1}};
     uint32_t changes = 0;
-    const auto count = [&](std::span<double>) { ++changes; };
+    RankSteps::Hooks count;
+    count.change = [&](uint32_t, std::span<double>) { ++changes; };
     const GivenPriorities empty{};
-    CHECK(same.agree(2, rank == 0 ? std::span(&stale, 1) : std::span(&empty, 1), count, exchange).changed);
+    CHECK(same.agree(2, rank == 0 ? std::span(&stale, 1) : std::span(&empty, 1), {}, count, exchange).changed);
     CHECK_EQ(changes, 1u);
     CHECK_EQ(job.store(rank).control().counters.stale_keys.load(),
              uint64_t{rank});  // rank 1 leads the shard of that key
@@ -415,14 +427,14 @@ TEST(what_ranks_find_wrong_all_of_them_find_before_any_of_them_draws) {
     job.store(rank).keys(&rows, &generations);
     const std::vector<double> zeros(rows.size());
     job.store(rank).update_priorities(rows, generations, zeros);
-    CHECK(same.agree(3, {}, nullptr, exchange).refusal == Refusal::nothing_to_draw);
+    CHECK(same.agree(3, {}, {}, {}, exchange).refusal == Refusal::nothing_to_draw);
     CHECK_THROWS(schema, reader.draw(0, kRows, std::vector<uint64_t>(3, 1)));
     // Messages that no rank of this version sends.
     const int64_t nowhere = 2;
-    const GivenPriorities lost{{&row, 1}, {&generation, 1}, {}, {&nowhere, 1}, {&zero, 1}};
-    CHECK_THROWS(schema, same.agree(4, {&lost, 1}, nullptr, exchange));
+    const GivenPriorities lost{{&row, 1}, {&generation, 1}, {}, {&nowhere, 1}, {}, {&zero, 1}};
+    CHECK_THROWS(schema, same.agree(4, {&lost, 1}, {}, {}, exchange));
     exchange.gather({});
-    for (const size_t bytes : {size_t{3}, sizeof(RankStatus) + 5}) {
+    for (const size_t bytes : {size_t{3}, sizeof(RankStatus), sizeof(RankStatus) + sizeof(ShardStatus) + 5}) {
       if (rank == 0) {
         RankStatus status{};
         status.fingerprint = 7, status.step = 5;
@@ -430,7 +442,7 @@ TEST(what_ranks_find_wrong_all_of_them_find_before_any_of_them_draws) {
         std::memcpy(message.data(), &status, std::min(bytes, sizeof status));
         exchange.gather(message);
       } else {
-        CHECK_THROWS(frame, same.agree(5, {}, nullptr, exchange));
+        CHECK_THROWS(frame, same.agree(5, {}, {}, {}, exchange));
       }
     }
   });

@@ -180,7 +180,8 @@ class RankNativeBatch(NativeBatch):
             shard = rows.shard()
             assert shard is not None
             stores = np.asarray(self._store_ids)[shard]
-            value = Keys.of_rows(rows.rows(), rows.generations(), stores, shard=shard, draw=self._draws)
+            steps = rows.steps() if self._plan.per_step else None
+            value = Keys.of_rows(rows.rows(), rows.generations(), stores, shard=shard, draw=self._draws, step=steps)
         object.__setattr__(self, name, value)
         return value
 

@@ -24,7 +24,7 @@ from geartrain.selection.declared import DeclaredStrategy, select_declared
 from geartrain.selection.epochs import Epochs
 from geartrain.selection.random import Prioritized, Uniform, checked_beta
 from geartrain.selection.schedule import at_step
-from geartrain.selection.shard import StepPlan
+from geartrain.selection.shard import NO_ROW, StepPlan
 from geartrain.selection.strategy import (
     ORDERS,
     Candidates,
@@ -154,8 +154,8 @@ class StoreSampler(StoreWaits):
         # A number is the same at every step, and limits that are none at every time.
         self._fixed_beta = None if self._beta is None or callable(self._beta) else checked_beta(float(self._beta))
         by_row = transitions is not None and not self.traits.over_steps
-        self._limits = self._limits_now() if by_row and self.traits.limits is None else None
-        self._limits_at = None if self.traits.limits is None else self._limits_now
+        self._limits = self.limits_now() if by_row and self.traits.limits is None else None
+        self._limits_at = None if self.traits.limits is None else self.limits_now
         store = plan.store
         self.candidates = Candidates.of_store(store.native, store.column)
         self.limited = store.options["max_times_sampled"] is not None
@@ -233,7 +233,7 @@ class StoreSampler(StoreWaits):
                 raise
         return {"after": cursor} if self.traits.cursor else {}
 
-    def _limits_now(self) -> tuple[int, int, int]:
+    def limits_now(self) -> tuple[int, int, int]:
         """The strategy's limits; of transitions drawn by row, a row needs a step behind one."""
         least_version, from_ns, length = (self.traits.limits or Limits()).now()
         return least_version, from_ns, max(self.min_length, length)
@@ -425,6 +425,22 @@ class StoreSampler(StoreWaits):
         random = _native.window_ends(seed, step, attempt, numbers, np.full(len(numbers), _MOST, np.int32)) / _MOST
         keys = Keys(rows, generations, store=self.plan.store.id)
         return windows.ask(keys, lengths, random)
+
+    def anchors(self, rows: NDArray[np.uint32], steps: NDArray[np.uint32]) -> NDArray[np.uint32] | None:
+        """The steps that windows of rows are told by, whose steps were drawn with them; None for whole rows.
+
+        Of transitions they are the drawn steps themselves. Rows that are unknown (NO_ROW) have 0.
+        """
+        windows = self.plan.windows
+        if windows is None:
+            return None
+        if self.transitions is not None or (self.step_plan is not None and not self.traits.over_steps):
+            return steps
+        found = np.zeros(len(rows), np.uint32)
+        here = np.flatnonzero(rows != NO_ROW)
+        lengths = np.minimum(self.plan.store.native.lengths(rows[here]), self.plan.store.max_length)
+        found[here] = windows.anchors_of(lengths, steps[here])
+        return found
 
     def asked(
         self,

@@ -17,19 +17,24 @@ def set_priorities(store: StoreHandle, keys: Keys, priorities: NDArray[np.float6
         ArgumentError: the keys name steps and the store keeps priorities of rows, or the other way round.
         SchemaError: a priority that is none. None is set.
     """
-    if store.per_step:
-        if keys.step is None:
-            raise ArgumentError(
-                f"the store {store.name!r} keeps a priority for every step, and these keys name rows; those of its "
-                f"batches name steps, and `keys.of_steps(step)` makes such keys of others"
-            )
-        return store.native.update_step_priorities(keys.row, keys.generation, keys.step, priorities)
+    check_keys_of(keys, per_step=store.per_step, whose=f"the store {store.name!r}")
     if keys.step is not None:
-        raise ArgumentError(
-            f"these keys name steps, and the store {store.name!r} keeps priorities of rows (priority_per='row'); "
-            f"`keys.without_steps()` are those of their rows"
-        )
+        return store.native.update_step_priorities(keys.row, keys.generation, keys.step, priorities)
     return store.native.update_priorities(keys.row, keys.generation, priorities)
 
 
-__all__ = ["set_priorities"]
+def check_keys_of(keys: Keys, *, per_step: bool, whose: str) -> None:
+    """Raises `ArgumentError` unless keys name steps where a store keeps priorities of steps, and rows where of rows."""
+    if per_step and keys.step is None:
+        raise ArgumentError(
+            f"{whose} keeps a priority for every step, and these keys name rows; those of its batches name steps, and "
+            f"`keys.of_steps(step)` makes such keys of others"
+        )
+    if not per_step and keys.step is not None:
+        raise ArgumentError(
+            f"these keys name steps, and {whose} keeps priorities of rows (priority_per='row'); "
+            f"`keys.without_steps()` are those of their rows"
+        )
+
+
+__all__ = ["check_keys_of", "set_priorities"]

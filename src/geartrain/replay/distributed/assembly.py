@@ -1,7 +1,7 @@
-"""Batch assembly on one rank: local rows plus rows received from other ranks. The protocol, and the choice.
+"""Batch assembly on one rank: this rank's own rows plus rows received from other ranks. The protocol, and the choice.
 
-An assembler allocates the buffers that rows are read into (read.py): the batch of this rank, and a message to every
-rank it reads for. When all rows are read it exchanges the messages and builds the batch:
+An assembler has the memory that rows are read into (rank_reader.py): the batch of this rank and, where those are not in
+host memory, messages to the ranks it reads for. When all rows are read it exchanges the messages and builds the batch:
 
 | assembler | this rank's own rows | rows of other ranks |
 |---|---|---|
@@ -16,14 +16,14 @@ The first three exchange the same messages: what a rank sends does not depend on
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.core.keys import Keys
+import geartrain._native as _native
 from geartrain.errors import ArgumentError
 from geartrain.replay.batch import Batch
 from geartrain.replay.device.options import DeviceOptions, Path
@@ -31,9 +31,9 @@ from geartrain.replay.device.priority_mirror import DevicePriorities
 from geartrain.replay.device.session import DeviceSession
 from geartrain.replay.device.target import DeviceTarget
 from geartrain.replay.distributed.assembly_device import DeviceAssembler, GatherAssembler, StagedAssembler
-from geartrain.replay.distributed.assembly_host import Incoming
 from geartrain.replay.distributed.assembly_nccl import NcclAssembler
-from geartrain.replay.distributed.read import RowBuffer
+from geartrain.replay.distributed.rank_group import Bytes
+from geartrain.replay.distributed.rank_reader import RankReader, Target
 from geartrain.replay.distributed.read_agreement import ReadAgreement
 from geartrain.replay.fetch_plan import FetchPlan
 from geartrain.replay.sampler import StoreSampler
@@ -46,11 +46,13 @@ if TYPE_CHECKING:
 class BatchAssembler(Protocol):
     """Buffers, exchange and finished batches of one rank. Called on the replay's thread, apart from `close`.
 
+    A buffer is the assembler's own kind of object: the memory of this rank's batch.
+
     Attributes:
-        skips_idle: whether `exchange` wants to know that nothing moves.
+        in_host_memory: rows of other ranks are read into messages in host memory, which native code has.
     """
 
-    skips_idle: bool
+    in_host_memory: bool
 
     def enter(self) -> None:
         """Called first on the thread that builds batches."""
@@ -68,52 +70,56 @@ class BatchAssembler(Protocol):
         """Held while a batch is built; `close` waits for it. Raises `StoreClosedError` once closed."""
         ...
 
-    def batch_buffer(self, plan: FetchPlan, n: int) -> RowBuffer:
-        """A buffer for this rank's batch of n rows."""
+    def buffer(self, reader: RankReader, plan: FetchPlan, n: int) -> Any:
+        """A buffer for this rank's batch of n rows of a plan."""
         ...
 
-    def message_buffers(self, wanted: Sequence[tuple[int, FetchPlan, int]]) -> dict[int, RowBuffer]:
-        """A buffer for each (rank, plan, rows) that this rank reads for, by rank."""
+    def own(self, mine: Any) -> Any:
+        """A buffer as native code reads rows into it: a native batch, or a `Target`."""
         ...
 
-    def exchange(
-        self,
-        agreement: ReadAgreement,
-        outgoing: Mapping[int, RowBuffer],
-        mine: RowBuffer | None,
-        incoming: Sequence[Incoming],
-        idle: bool,
-    ) -> int:
-        """Sends outgoing rows and puts incoming rows into this rank's batch. Collective.
+    def targets_of(self, wanted: Sequence[tuple[int, FetchPlan, int]]) -> list[Target]:
+        """Where native code reads the rows of each (rank, plan, rows), unless `in_host_memory`."""
+        ...
+
+    def exchange(self, agreement: ReadAgreement, reader: RankReader, read: _native.RankRead, mine: Any) -> int:
+        """Sends rows to other ranks and puts incoming rows into this rank's batch. Collective.
 
         Args:
             agreement: exchanges messages; raises where a rank has lost rows.
-            outgoing: buffers of `message_buffers`, by the consumer's rank.
-            mine: the buffer of this rank's batch; None where it gets no fields.
-            incoming: ranks that read rows for this one, and the rows' places.
-            idle: no row moves between any two ranks, which all of them know.
+            reader: has read the rows.
+            read: what it has read, and what is to come.
+            mine: the buffer of this rank's batch; None where it gets no rows.
 
         Returns:
             Bytes of the fields received.
         """
         ...
 
-    def batch(
+    def weigh(
         self,
-        buffer: RowBuffer,
-        keys: Keys,
-        importance_weights: NDArray[np.float64] | None,
+        agreement: ReadAgreement,
+        reader: RankReader,
+        read: _native.RankRead,
+        mine: Any,
+        counts: Sequence[int],
         step: int,
-        its: NDArray[np.int64],
-    ) -> tuple[Batch, Callable[[], None]]:
-        """The batch in the buffer, and what the consumer's thread calls when it takes the batch.
-
-        `its` (n,) are the numbers of the rows in the global batch.
-        """
+    ) -> NDArray[np.float64] | None:
+        """Importance weights (n,) of this rank's rows, of `counts` selectable rows in each store; None without any."""
         ...
 
-    def empty_batch(self, plan: FetchPlan, step: int) -> tuple[Batch, Callable[[], None]]:
-        """The same for a rank that gets no fields."""
+    def pieces(self, mine: Any) -> list[Bytes]:
+        """A buffer's memory in host memory, for a copy of the whole batch."""
+        ...
+
+    def batch(
+        self, reader: RankReader, read: _native.RankRead, mine: Any, weights: NDArray[np.float64] | None, step: int
+    ) -> tuple[Batch, Callable[[], None]]:
+        """The batch in the buffer, and what the consumer's thread calls when it takes the batch."""
+        ...
+
+    def empty_batch(self, sampler: StoreSampler, plan: FetchPlan | None, step: int) -> tuple[Batch, Callable[[], None]]:
+        """The same of no rows, with the fields of a plan; None for a rank that gets no fields."""
         ...
 
     def describe(self) -> list[dict[str, Any]]:
@@ -148,6 +154,7 @@ def open_assembler(
     fields: tuple[str, ...],
     has_peers: bool,
     make_group: Callable[[Device], DeviceGroup] | None,
+    rank: int,
 ) -> DeviceAssembler:
     """The assembler of batches on a device.
 
@@ -157,6 +164,7 @@ def open_assembler(
         fields: that this rank gets.
         has_peers: whether the batch is copied to tensor-parallel peers.
         make_group: for exchange="nccl", makes the group; None without a torch process group.
+        rank: this one.
 
     Raises:
         PinError, ArgumentError: an option that was named explicitly is not viable here.
@@ -178,20 +186,20 @@ def open_assembler(
             if make_group is None:
                 raise ArgumentError("exchange='nccl' needs a process group of torch.distributed, or a mesh over one")
             others = {names: open_targets(names, "gather") for names in plans[0]}
-            return NcclAssembler(session, others.get(fields, []), options, make_group(session.device), others)
+            return NcclAssembler(session, others.get(fields, []), options, make_group(session.device), others, rank)
         if not fields:
-            return GatherAssembler(session, [], options, "this rank reads nothing")
+            return GatherAssembler(session, [], options, "this rank reads nothing", rank)
         path: Path = "staged" if has_peers else options.path
         why = "tensor-parallel peers get copies of the batch" if has_peers else ""
         mine = open_targets(fields, path)
         staged = next((one for one in mine if one.path == "staged"), None)
         if staged is None:
-            return GatherAssembler(session, mine, options, mine[0].why)
+            return GatherAssembler(session, mine, options, mine[0].why, rank)
         why = why or staged.why
         for one in mine:
             one.close()
         session.targets.clear()
-        return StagedAssembler(session, open_targets(fields, "staged"), options, why)
+        return StagedAssembler(session, open_targets(fields, "staged"), options, why, rank)
     except BaseException:
         session.close()
         raise

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+import geartrain._native as _native
 from geartrain.core.keys import Keys
 from geartrain.core.schema import round_up
 from geartrain.replay.batch import Batch
@@ -22,12 +23,12 @@ from geartrain.replay.device.session import DeviceSession
 from geartrain.replay.device.staging import StagingBuffer
 from geartrain.replay.device.target import DeviceTarget, gather_plan_of
 from geartrain.replay.device.transfer import BatchTransfer, ReadyBatch
-from geartrain.replay.distributed.assembly_host import HostAssembler, raw_of
-from geartrain.replay.distributed.messages import RowLayout, RowMessage
+from geartrain.replay.distributed.assembly_host import HostAssembler
+from geartrain.replay.distributed.messages import ROW_HEADER, RowLayout, RowMessage, flat_bytes
 from geartrain.replay.distributed.rank_group import Bytes
-from geartrain.replay.distributed.read import ReadResult, RowBuffer
-from geartrain.replay.distributed.transition_rows import ReadDraws
-from geartrain.replay.fetch_plan import FetchPlan
+from geartrain.replay.distributed.rank_reader import RankReader, Target
+from geartrain.replay.distributed.read_agreement import ReadAgreement
+from geartrain.replay.fetch_plan import FetchedRows, FetchPlan
 from geartrain.replay.sampler import StoreSampler
 
 if TYPE_CHECKING:
@@ -35,6 +36,51 @@ if TYPE_CHECKING:
 
     from geartrain.device.kernels.gather import GatherPlan
     from geartrain.device.kernels.gather_layout import Arena
+
+
+# What a copy of k rows has found: torn (k,) uint8, lengths, starts, real steps (k,) int32, versions (k,) int64.
+Copied = tuple[NDArray[np.uint8], NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]
+
+
+class RowBuffer:
+    """Memory for the rows of one rank, raw and padded, and a header of each: its batch, or rows that it is sent.
+
+    Args:
+        plan: of the rows.
+        n: rows.
+        arrays: the fields, in host memory; none where a device copies them (`read`).
+
+    Attributes:
+        headers: (n,) `ROW_HEADER`.
+    """
+
+    def __init__(self, plan: FetchPlan, n: int, arrays: list[Any]) -> None:
+        self.plan = plan
+        self.n = n
+        self.arrays = arrays
+        self.headers: NDArray[Any] = np.zeros(n, ROW_HEADER)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the fields."""
+        return sum(int(array.nbytes) for array in self.arrays)
+
+    def target(self, rank: int) -> Target:
+        """The buffer as native code reads the rows of a rank into it."""
+        return rank, self.arrays, flat_bytes(self.headers), None
+
+    def raw(self) -> FetchedRows:
+        """The rows as a fetch from one store returns them."""
+        headers = self.headers
+        return FetchedRows(
+            self.arrays,
+            np.zeros(self.n, np.uint8),
+            self.plan.mask(headers["start"], headers["steps"]),
+            np.ascontiguousarray(headers["start"]),
+            np.ascontiguousarray(headers["length"]),
+            np.ascontiguousarray(headers["version"]),
+            0,
+        )
 
 
 class DeviceAssembler(HostAssembler):
@@ -45,17 +91,21 @@ class DeviceAssembler(HostAssembler):
         targets: of this rank's fields, one for each store; none where it gets no fields.
         options: as `Replay` was given them.
         why: this path was taken.
+        rank: this one.
     """
 
     path = ""
 
-    def __init__(self, session: DeviceSession, targets: list[DeviceTarget], options: DeviceOptions, why: str) -> None:
+    def __init__(
+        self, session: DeviceSession, targets: list[DeviceTarget], options: DeviceOptions, why: str, rank: int
+    ) -> None:
         self.session = session
         self.device = session.device
         self.stream = session.stream
         self.targets = targets
         self.options = options
         self.why = why
+        self.rank = rank
         self.mirrors: Mirrors | None = None
 
     def open_mirrors(self, samplers: Sequence[StoreSampler]) -> Sequence[DevicePriorities | None]:
@@ -75,13 +125,70 @@ class DeviceAssembler(HostAssembler):
             self.session.hold_back()
             yield
 
+    def own(self, mine: RowBuffer) -> Target:
+        """See `BatchAssembler`."""
+        return mine.target(self.rank)
+
+    def exchange(self, agreement: ReadAgreement, reader: RankReader, read: _native.RankRead, mine: Any) -> int:
+        """See `BatchAssembler`."""
+        if mine is None or not read.expected:
+            agreement.exchange(read.sends, [])
+            return 0
+        peers, places = [peer for peer, _ in read.expected], [at for _, at in read.expected]
+        memory = self._message_memory(mine.plan, [len(at) for at in places])
+        messages = [RowMessage(mine.plan, len(at), data) for at, data in zip(places, memory, strict=True)]
+        agreement.exchange(read.sends, [(peer, each.data) for peer, each in zip(peers, messages, strict=True)])
+        received = list(zip(messages, places, strict=True))
+        for message, at in received:
+            mine.headers[at] = message.headers
+        self._scatter(mine, received)
+        return sum(message.field_bytes for message in messages)
+
+    def _message_memory(self, plan: FetchPlan, counts: Sequence[int]) -> Sequence[Bytes | None]:
+        """Memory for messages of so many rows; None for recycled memory."""
+        return [None for _ in counts]
+
+    def _scatter(self, mine: Any, received: Sequence[tuple[RowMessage, NDArray[np.uint32]]]) -> None:
+        """Copies the fields of received rows to their places."""
+        for message, places in received:
+            for into, array in zip(mine.arrays, message.arrays, strict=True):
+                into[places] = array
+
+    def weigh(
+        self,
+        agreement: ReadAgreement,
+        reader: RankReader,
+        read: _native.RankRead,
+        mine: Any,
+        counts: Sequence[int],
+        step: int,
+    ) -> NDArray[np.float64] | None:
+        """See `BatchAssembler`."""
+        if agreement.lowest is None:
+            return None
+        rows, generations, probability = (mine.headers[name] for name in ("row", "generation", "probability"))
+        return reader.importance_weights(read, rows, generations, probability, counts, agreement.lowest, step)
+
+    def pieces(self, mine: Any) -> list[Bytes]:
+        """See `BatchAssembler`."""
+        return [*(flat_bytes(array) for array in mine.arrays), flat_bytes(mine.headers)]
+
+    @staticmethod
+    def keys_of(reader: RankReader, mine: RowBuffer, its: NDArray[np.int64]) -> Keys:
+        """Keys of the rows in a buffer, which have these numbers in the global batch."""
+        headers, plan = mine.headers, mine.plan
+        shard = headers["shard"].astype(np.uint16)
+        steps = plan.anchors(headers["start"], headers["steps"]) if plan.per_step else None
+        rows, generations = (np.ascontiguousarray(headers[name]) for name in ("row", "generation"))
+        return Keys.of_rows(rows, generations, reader.members.shard_ids[shard], shard=shard, draw=its, step=steps)
+
     def hand_off(self, ready: ReadyBatch) -> tuple[Batch, Callable[[], None]]:
         """A batch in transfer, and what the consumer's thread calls when it takes the batch."""
         return ready.batch, self.session.deliver(ready)
 
-    def empty_batch(self, plan: FetchPlan, step: int) -> tuple[Batch, Callable[[], None]]:
+    def empty_batch(self, sampler: StoreSampler, plan: FetchPlan | None, step: int) -> tuple[Batch, Callable[[], None]]:
         """See `BatchAssembler`."""
-        (batch, deliver), empty = super().empty_batch(plan, step), self.device.empty
+        (batch, deliver), empty = super().empty_batch(sampler, None, step), self.device.empty
         metadata: dict[str, Any] = {
             name: empty(tuple(array.shape), array.dtype)
             for name in ("mask", "start", "length", "version", "probability", "draw")
@@ -119,22 +226,18 @@ class StagedAssembler(DeviceAssembler):
 
     path = "staged"
 
-    def batch_buffer(self, plan: FetchPlan, n: int) -> RowBuffer:
+    def buffer(self, reader: RankReader, plan: FetchPlan, n: int) -> _StagedBuffer:
         """See `BatchAssembler`."""
         return _StagedBuffer(plan, StagingBuffer(self.targets[0], n), n)
 
     def batch(
-        self,
-        buffer: RowBuffer,
-        keys: Keys,
-        importance_weights: NDArray[np.float64] | None,
-        step: int,
-        its: NDArray[np.int64],
+        self, reader: RankReader, read: _native.RankRead, mine: Any, weights: NDArray[np.float64] | None, step: int
     ) -> tuple[Batch, Callable[[], None]]:
         """See `BatchAssembler`."""
-        assert isinstance(buffer, _StagedBuffer)
-        transfer = buffer.stage.send(raw_of(buffer))
-        return self.hand_off(transfer.finish(keys, buffer.headers["probability"], importance_weights, step, its))
+        its = read.draws()
+        keys = self.keys_of(reader, mine, its)
+        transfer = mine.stage.send(mine.raw())
+        return self.hand_off(transfer.finish(keys, mine.headers["probability"], weights, step, its))
 
 
 # --- gathered --------------------------------------------------------------------------------------------------
@@ -154,27 +257,31 @@ class DeviceRowBuffer(RowBuffer):
         plan = self.transfer.plan
         return sum(self.n * (plan.steps if field.timed else 1) * field.result_bytes for field in plan.fields)
 
+    def target(self, rank: int) -> Target:
+        """See `RowBuffer`."""
+        return rank, [], flat_bytes(self.headers), self.read
+
     def read(
         self,
         store: int,
-        plan: FetchPlan,
         rows: NDArray[np.uint32],
         generations: NDArray[np.uint32],
         ends: NDArray[np.int32] | None,
         places: NDArray[np.uint32],
-        draws: ReadDraws,
-    ) -> Callable[[], ReadResult]:
-        """See `RowBuffer`. Launches the gather; the call of what is returned waits for it."""
+        numbers: NDArray[np.uint32],
+        attempt: int,
+    ) -> Callable[[], Copied]:
+        """Launches the gather of a store's rows to their places; the call of what is returned waits for it."""
         transfer, layout = self.transfer, self.transfer.layout
         transfer.launch_gather(rows, generations, None, ends=ends, places=places, target=self._targets[store])
         transfer.read_back([transfer.arena[at : at + size * self.n] for at, size in _metadata_at(layout)])
         return functools.partial(self._result, ends, places)
 
-    def _result(self, ends: NDArray[np.int32] | None, places: NDArray[np.uint32]) -> ReadResult:
+    def _result(self, ends: NDArray[np.int32] | None, places: NDArray[np.uint32]) -> Copied:
         torn, starts, lengths, versions = self.transfer.wait_read_back()
         starts, lengths = starts.view(np.int32)[places], lengths.view(np.int32)[places]
         steps = lengths if ends is None else np.minimum(lengths, np.maximum(ends, 0) + 1) - starts
-        return ReadResult(torn[places], lengths, starts, steps.astype(np.int32), versions.view(np.int64)[places])
+        return torn[places], lengths, starts, steps.astype(np.int32), versions.view(np.int64)[places]
 
 
 def _metadata_at(layout: Arena) -> list[tuple[int, int]]:
@@ -187,15 +294,17 @@ class GatherAssembler(DeviceAssembler):
 
     path = "gather"
 
-    def __init__(self, session: DeviceSession, targets: list[DeviceTarget], options: DeviceOptions, why: str) -> None:
-        super().__init__(session, targets, options, why)
+    def __init__(
+        self, session: DeviceSession, targets: list[DeviceTarget], options: DeviceOptions, why: str, rank: int
+    ) -> None:
+        super().__init__(session, targets, options, why, rank)
         # Of rows as they are received: raw and padded.
         self._raw = gather_plan_of(targets[0].plan, {}, False) if targets else None
         self._packed: GatherPlan | None = None
         if options.packed and targets:
             self._packed = gather_plan_of(targets[0].plan, targets[0].options.convert, True)
 
-    def batch_buffer(self, plan: FetchPlan, n: int) -> RowBuffer:
+    def buffer(self, reader: RankReader, plan: FetchPlan, n: int) -> DeviceRowBuffer:
         """See `BatchAssembler`."""
         return DeviceRowBuffer(plan, n, BatchTransfer(self.targets[0], n), self.targets)
 
@@ -207,10 +316,9 @@ class GatherAssembler(DeviceAssembler):
         memory: Bytes = self._buffer.numpy()
         return [memory[at : at + size] for at, size in zip(begins, sizes, strict=False)]
 
-    def _scatter(self, mine: RowBuffer, received: Sequence[tuple[RowMessage, NDArray[np.int64]]]) -> None:
+    def _scatter(self, mine: DeviceRowBuffer, received: Sequence[tuple[RowMessage, NDArray[np.uint32]]]) -> None:
         import torch
 
-        assert isinstance(mine, DeviceRowBuffer)
         target, device, raw = self.targets[0], self.device, self._raw
         buffer, begins = self._buffer, self._begins
         del self._buffer
@@ -248,9 +356,9 @@ class GatherAssembler(DeviceAssembler):
         with device.on(self.stream):
             device.run(work)
 
-    def _metadata(self, mine: RowBuffer, places: Sequence[NDArray[np.int64]]) -> dict[str, torch.Tensor]:
+    def _metadata(self, mine: RowBuffer, places: Sequence[NDArray[np.uint32]]) -> dict[str, torch.Tensor]:
         """The metadata of the received rows, on the device."""
-        every = np.concatenate(places)
+        every = np.concatenate(places).astype(np.int64)
         headers = mine.headers[every]
         arrays: dict[str, NDArray[Any]] = {
             "places": every,
@@ -262,20 +370,16 @@ class GatherAssembler(DeviceAssembler):
         return dict(zip(arrays, self.targets[0].upload(list(arrays.values())), strict=True))
 
     def batch(
-        self,
-        buffer: RowBuffer,
-        keys: Keys,
-        importance_weights: NDArray[np.float64] | None,
-        step: int,
-        its: NDArray[np.int64],
+        self, reader: RankReader, read: _native.RankRead, mine: Any, weights: NDArray[np.float64] | None, step: int
     ) -> tuple[Batch, Callable[[], None]]:
         """See `BatchAssembler`."""
-        assert isinstance(buffer, DeviceRowBuffer)
-        transfer, work = self.packed_transfer(buffer)
+        its = read.draws()
+        keys = self.keys_of(reader, mine, its)
+        transfer, work = self.packed_transfer(mine)
         if work is not None:
             with self.device.on(self.stream):
                 self.device.run(work)
-        return self.hand_off(transfer.finish(keys, buffer.headers["probability"], importance_weights, step, its))
+        return self.hand_off(transfer.finish(keys, mine.headers["probability"], weights, step, its))
 
     def packed_transfer(self, buffer: DeviceRowBuffer) -> tuple[BatchTransfer, Callable[[], None] | None]:
         """The transfer of the finished batch, and the work that packs it; None where it is the buffer's own."""
@@ -287,4 +391,4 @@ class GatherAssembler(DeviceAssembler):
         return transfer, arrangement(transfer, unpacked.arena, unpacked.plan, unpacked.layout, mask)
 
 
-__all__ = ["DeviceAssembler", "DeviceRowBuffer", "GatherAssembler", "StagedAssembler"]
+__all__ = ["DeviceAssembler", "DeviceRowBuffer", "GatherAssembler", "RowBuffer", "StagedAssembler"]

@@ -1,36 +1,32 @@
-"""Batch assembly in host memory: local rows copied into the batch, rows of other ranks copied out of row messages."""
+"""Batch assembly in host memory: rows are read into the batch and into messages, and received rows put into place."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+import geartrain._native as _native
 from geartrain.core.keys import Keys
 from geartrain.replay.batch import Batch
 from geartrain.replay.builder import nothing
-from geartrain.replay.distributed.messages import RowMessage
-from geartrain.replay.distributed.rank_group import Bytes, Message
-from geartrain.replay.distributed.read import RowBuffer
+from geartrain.replay.distributed.rank_group import Bytes
+from geartrain.replay.distributed.rank_reader import RankReader, Target
 from geartrain.replay.distributed.read_agreement import ReadAgreement
-from geartrain.replay.fetch_plan import FetchedRows, FetchPlan
+from geartrain.replay.fetch_plan import FetchPlan
 from geartrain.replay.sampler import StoreSampler
 
 if TYPE_CHECKING:
     from geartrain.replay.device.priority_mirror import DevicePriorities
 
-# A rank that reads rows for this one, and their places in this rank's batch.
-Incoming = tuple[int, NDArray[np.int64]]
-
 
 class HostAssembler:
     """Batches in host memory; see `geartrain.replay.distributed.assembly.BatchAssembler`."""
 
-    skips_idle = False
+    in_host_memory = True
 
     def enter(self) -> None:
         """See `BatchAssembler`."""
@@ -44,71 +40,87 @@ class HostAssembler:
         """See `BatchAssembler`."""
         yield
 
-    def batch_buffer(self, plan: FetchPlan, n: int) -> RowBuffer:
+    def buffer(self, reader: RankReader, plan: FetchPlan, n: int) -> Any:
         """See `BatchAssembler`."""
-        return RowBuffer(plan, n, plan.empty(n))
+        return reader.empty_batch(n)
 
-    def message_buffers(self, wanted: Sequence[tuple[int, FetchPlan, int]]) -> dict[int, RowBuffer]:
+    def own(self, mine: Any) -> Any:
         """See `BatchAssembler`."""
-        return {rank: RowBuffer(plan, n) for rank, plan, n in wanted}
+        return mine
+
+    def targets_of(self, wanted: Sequence[tuple[int, FetchPlan, int]]) -> list[Target]:
+        """See `BatchAssembler`. Messages are in host memory."""
+        return []
 
     def exchange(
-        self,
-        agreement: ReadAgreement,
-        outgoing: Mapping[int, RowBuffer],
-        mine: RowBuffer | None,
-        incoming: Sequence[Incoming],
-        idle: bool,
+        self, agreement: ReadAgreement, reader: RankReader, read: _native.RankRead, mine: _native.SampledBatch | None
     ) -> int:
         """See `BatchAssembler`."""
-        sends: list[Message] = []
-        for peer, buffer in sorted(outgoing.items()):
-            assert buffer.message is not None
-            sends.append((peer, buffer.message.data))
-        if mine is None or not incoming:
-            agreement.exchange(sends, [])
+        if read.outcome is not None:  # no row moves, and all ranks have told already
+            agreement.check(read.outcome)
             return 0
-        counts = [len(places) for _, places in incoming]
-        memory = self._message_memory(mine.plan, counts)
-        messages = [RowMessage(mine.plan, n, data) for n, data in zip(counts, memory, strict=True)]
-        agreement.exchange(sends, [(peer, each.data) for (peer, _), each in zip(incoming, messages, strict=True)])
-        received = [(each, places) for each, (_, places) in zip(messages, incoming, strict=True)]
-        for message, places in received:
-            mine.headers[places] = message.headers
-        self._scatter(mine, received)
-        return sum(message.field_bytes for message in messages)
+        agreement.exchange(read.sends, read.receives, idle=reader.idle)
+        if mine is not None:
+            reader.place(mine, read)
+        return read.received_rows * reader.row_bytes
 
-    def _message_memory(self, plan: FetchPlan, counts: Sequence[int]) -> Sequence[Bytes | None]:
-        """Memory for messages of so many rows; None for recycled memory."""
-        return [None for _ in counts]
+    def weigh(
+        self,
+        agreement: ReadAgreement,
+        reader: RankReader,
+        read: _native.RankRead,
+        mine: _native.SampledBatch,
+        counts: Sequence[int],
+        step: int,
+    ) -> NDArray[np.float64] | None:
+        """See `BatchAssembler`."""
+        reader.weigh(mine, read, counts, agreement, step)
+        return mine.importance_weights()
 
-    def _scatter(self, mine: RowBuffer, received: Sequence[tuple[RowMessage, NDArray[np.int64]]]) -> None:
-        """Copies the fields of received rows to their places."""
-        for message, places in received:
-            for into, array in zip(mine.arrays, message.arrays, strict=True):
-                into[places] = array
+    def pieces(self, mine: _native.SampledBatch) -> list[Bytes]:
+        """See `BatchAssembler`."""
+        return [mine.buffer()]
 
     def batch(
         self,
-        buffer: RowBuffer,
-        keys: Keys,
-        importance_weights: NDArray[np.float64] | None,
+        reader: RankReader,
+        read: _native.RankRead,
+        mine: _native.SampledBatch,
+        weights: NDArray[np.float64] | None,
         step: int,
-        its: NDArray[np.int64],
     ) -> tuple[Batch, Callable[[], None]]:
         """See `BatchAssembler`."""
-        plan = buffer.plan
-        probability = np.ascontiguousarray(buffer.headers["probability"])
-        batch = plan.batch(raw_of(buffer), keys, probability, importance_weights, step)
-        return dataclasses.replace(batch, draw=plan.as_output(its)), nothing
+        if weights is not None and not mine.weighed:  # of the tensor-parallel peer whose batch this is
+            mine.set_importance(0, weights)
+        return reader.finish(mine, read, step), nothing
 
-    def empty_batch(self, plan: FetchPlan, step: int) -> tuple[Batch, Callable[[], None]]:
+    def empty_batch(self, sampler: StoreSampler, plan: FetchPlan | None, step: int) -> tuple[Batch, Callable[[], None]]:
         """See `BatchAssembler`."""
-        empty = plan.of_fields(())
-        none = np.empty(0, np.int32)
-        raw = FetchedRows([], np.empty(0, np.uint8), empty.mask(none, none), none, none, np.empty(0, np.int64), 0)
-        batch = empty.batch(raw, Keys.empty(), np.empty(0), None, step)
-        return dataclasses.replace(batch, draw=empty.as_output(np.empty(0, np.int64))), nothing
+        view, kind = sampler.transitions, sampler.plan
+        fields: dict[str, Any] = {}
+        steps = kind.window or kind.store.max_length
+        if view is not None:
+            steps = view.frame_stack
+        if plan is not None and view is None:
+            empty = {name: np.empty(plan.shape(name, 0), plan.raw_dtype(name)) for name in plan.names}
+            fields = {name: plan.as_field(name, array) for name, array in empty.items()}
+        elif plan is not None and view is not None:
+            arrays = {name: np.empty((0, *shape), dtype) for name, (shape, dtype) in view.arrays().items()}
+            shown = view.shown_of(arrays)
+            fields = {name: view.as_field(name, shown.field(place)) for name, place in view.places.items()}
+        counts = kind.as_output(np.empty(0, np.int32))
+        batch = Batch(
+            fields,
+            Keys.empty(),
+            mask=kind.as_output(np.empty((0, steps), np.bool_)),
+            start=counts,
+            length=counts,
+            version=kind.as_output(np.empty(0, np.int64)),
+            probability=kind.as_output(np.empty(0)),
+            step=step,
+            draw=kind.as_output(np.empty(0, np.int64)),
+        )
+        return batch, nothing
 
     def describe(self) -> list[dict[str, Any]]:
         """See `BatchAssembler`."""
@@ -118,18 +130,4 @@ class HostAssembler:
         """See `BatchAssembler`."""
 
 
-def raw_of(buffer: RowBuffer) -> FetchedRows:
-    """The rows of a buffer as a fetch from one store returns them."""
-    headers = buffer.headers
-    return FetchedRows(
-        buffer.arrays,
-        np.zeros(buffer.n, np.uint8),
-        buffer.plan.mask(headers["start"], headers["steps"]),
-        np.ascontiguousarray(headers["start"]),
-        np.ascontiguousarray(headers["length"]),
-        np.ascontiguousarray(headers["version"]),
-        0,
-    )
-
-
-__all__ = ["HostAssembler", "Incoming", "raw_of"]
+__all__ = ["HostAssembler"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.core.keys import Keys
+import geartrain._native as _native
 from geartrain.replay.batch import Batch
 from geartrain.replay.builder import nothing
 from geartrain.replay.device.layout import scatter_lines
@@ -18,11 +18,11 @@ from geartrain.replay.device.session import DeviceSession
 from geartrain.replay.device.target import DeviceTarget
 from geartrain.replay.device.transfer import BatchTransfer
 from geartrain.replay.distributed.assembly_device import DeviceRowBuffer, GatherAssembler
-from geartrain.replay.distributed.assembly_host import Incoming
 from geartrain.replay.distributed.messages import ROW_HEADER, flat_bytes
-from geartrain.replay.distributed.read import RowBuffer
+from geartrain.replay.distributed.rank_reader import RankReader, Target
 from geartrain.replay.distributed.read_agreement import ReadAgreement
 from geartrain.replay.fetch_plan import FetchPlan
+from geartrain.replay.sampler import StoreSampler
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ class NcclAssembler(GatherAssembler):
         others: for each set of fields that some rank gets, targets of them, one for each store.
     """
 
-    skips_idle = True
+    in_host_memory = False
 
     def __init__(
         self,
@@ -52,14 +52,16 @@ class NcclAssembler(GatherAssembler):
         options: DeviceOptions,
         group: DeviceGroup,
         others: dict[tuple[str, ...], list[DeviceTarget]],
+        rank: int,
     ) -> None:
-        super().__init__(session, targets, options, "exchange='nccl' sends what the GPU has gathered")
+        super().__init__(session, targets, options, "exchange='nccl' sends what the GPU has gathered", rank)
         self._group = group
         self._others = others
         self._outbox: torch.Tensor | None = None
+        self._outgoing: dict[int, DeviceRowBuffer] = {}
         self._pending: Callable[[], None] = nothing  # the all-to-all of the batch that is being built
 
-    def message_buffers(self, wanted: Sequence[tuple[int, FetchPlan, int]]) -> dict[int, RowBuffer]:
+    def targets_of(self, wanted: Sequence[tuple[int, FetchPlan, int]]) -> list[Target]:
         """See `BatchAssembler`. All of them in one device buffer, in the order in which the group sends."""
         import torch
 
@@ -68,44 +70,35 @@ class NcclAssembler(GatherAssembler):
         layouts = [of[0].gather.arena(n) for of, (_, _, n) in zip(targets, ordered, strict=True)]
         with self.device.on(self.stream):
             self._outbox = self.device.empty((sum(layout.nbytes for layout in layouts),), torch.uint8)
-        buffers: dict[int, RowBuffer] = {}
+        self._outgoing = {}
         at = 0
         for (rank, plan, n), of, layout in zip(ordered, targets, layouts, strict=True):
             arena = self._outbox[at : at + layout.nbytes]
-            buffers[rank] = DeviceRowBuffer(plan, n, BatchTransfer(of[0], n, arena=arena), of)
+            self._outgoing[rank] = DeviceRowBuffer(plan, n, BatchTransfer(of[0], n, arena=arena), of)
             at += layout.nbytes
-        return buffers
+        return [buffer.target(rank) for rank, buffer in self._outgoing.items()]
 
-    def exchange(
-        self,
-        agreement: ReadAgreement,
-        outgoing: Mapping[int, RowBuffer],
-        mine: RowBuffer | None,
-        incoming: Sequence[Incoming],
-        idle: bool,
-    ) -> int:
+    def exchange(self, agreement: ReadAgreement, reader: RankReader, read: _native.RankRead, mine: Any) -> int:
         """See `BatchAssembler`. Headers are exchanged now, from host to host; fields when the batch is taken."""
         outbox, self._outbox = self._outbox, None
+        outgoing, self._outgoing = self._outgoing, {}
         assert outbox is not None
-        assert mine is None or isinstance(mine, DeviceRowBuffer)
+        incoming = [] if mine is None else read.expected
         received = {peer: np.empty(len(places), ROW_HEADER) for peer, places in incoming}
         agreement.exchange(
             [(peer, flat_bytes(buffer.headers)) for peer, buffer in sorted(outgoing.items())],
             [(peer, flat_bytes(headers)) for peer, headers in received.items()],
         )
         self._pending = nothing
-        if idle:
+        if not read.moves:
             return 0
-        sends = {
-            peer: each.transfer.layout.nbytes for peer, each in outgoing.items() if isinstance(each, DeviceRowBuffer)
-        }
+        sends = {peer: each.transfer.layout.nbytes for peer, each in outgoing.items()}
         places = None
         if incoming:
-            assert mine is not None
             for peer, at in incoming:
                 mine.headers[at] = received[peer]
             incoming = sorted(incoming, key=lambda each: self._group.order[each[0]])
-            (places,) = self.targets[0].upload([np.concatenate([at for _, at in incoming])])
+            (places,) = self.targets[0].upload([np.concatenate([at for _, at in incoming]).astype(np.int64)])
         with self.device.on(self.stream):
             gathered = self.device.record()
         counts = [(peer, len(at)) for peer, at in incoming]
@@ -139,17 +132,13 @@ class NcclAssembler(GatherAssembler):
             device.run(functools.partial(_scatter_arenas, mine, inbox, [*layouts.values()], places))
 
     def batch(
-        self,
-        buffer: RowBuffer,
-        keys: Keys,
-        importance_weights: NDArray[np.float64] | None,
-        step: int,
-        its: NDArray[np.int64],
+        self, reader: RankReader, read: _native.RankRead, mine: Any, weights: NDArray[np.float64] | None, step: int
     ) -> tuple[Batch, Callable[[], None]]:
         """See `BatchAssembler`."""
-        assert isinstance(buffer, DeviceRowBuffer)
-        transfer, work = self.packed_transfer(buffer)
-        ready = transfer.finish(keys, buffer.headers["probability"], importance_weights, step, its)
+        its = read.draws()
+        keys = self.keys_of(reader, mine, its)
+        transfer, work = self.packed_transfer(mine)
+        ready = transfer.finish(keys, mine.headers["probability"], weights, step, its)
         batch, deliver_batch = self.hand_off(ready)
         all_to_all, self._pending = self._pending, nothing
 
@@ -157,15 +146,15 @@ class NcclAssembler(GatherAssembler):
             deliver_batch()
             all_to_all()
             if work is not None:
-                self.device.record_stream(buffer.transfer.arena)
+                self.device.record_stream(mine.transfer.arena)
                 self.device.run(work)
 
         return batch, deliver
 
-    def empty_batch(self, plan: FetchPlan, step: int) -> tuple[Batch, Callable[[], None]]:
+    def empty_batch(self, sampler: StoreSampler, plan: FetchPlan | None, step: int) -> tuple[Batch, Callable[[], None]]:
         """See `BatchAssembler`. This rank still takes part in the all-to-all."""
         all_to_all, self._pending = self._pending, nothing
-        return super().empty_batch(plan, step)[0], all_to_all
+        return super().empty_batch(sampler, plan, step)[0], all_to_all
 
     def describe(self) -> list[dict[str, Any]]:
         """See `BatchAssembler`."""

@@ -8,6 +8,7 @@ multinomial draw over its mean. `ordered` gives replica i the i-th slice of the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -107,9 +108,39 @@ def assign(
     return Assigner(replicas, shard_ranks).assign(np.ascontiguousarray(shard, np.int64), assignment, sizes)
 
 
+def check_sizes(atoms: Sequence[int], replicas: int, batch_size: int, assignment: Assignment) -> None:
+    """Raises `ArgumentError` where a global batch cannot be divided evenly over the replicas, atoms of rows whole.
+
+    Args:
+        atoms: rows that stand or fall together, in each store.
+        replicas: data-parallel replicas.
+        batch_size: rows of the global batch.
+        assignment: "local_first" or "ordered".
+    """
+    if batch_size % replicas:
+        raise ArgumentError(
+            f"a global batch of {batch_size} rows cannot be divided evenly over {replicas} data-parallel replicas"
+        )
+    rows = batch_size // replicas
+    sizes = sorted(set(atoms))
+    for size in sizes:
+        if rows % size:
+            raise ArgumentError(
+                f"{rows} rows a replica do not hold whole groups of {size}; choose a batch_size "
+                f"that is a multiple of {size * replicas}"
+            )
+    for small, large in itertools.pairwise(sizes):
+        if large % small:
+            raise ArgumentError(
+                f"groups of {small} and of {large} rows cannot fill a replica together; one must divide the other"
+            )
+    if len(sizes) > 1 and assignment == "ordered" and replicas > 1:
+        raise ArgumentError("slices of a mixture with groups would cut groups; use assignment='local_first'")
+
+
 def sizes_of(n: int, replicas: int) -> NDArray[np.int64]:
     """Draws of each replica, (replicas,): equally many, or in the last batch of a pass one more of the first ones."""
     return n // replicas + (np.arange(replicas) < n % replicas)
 
 
-__all__ = ["ASSIGNMENTS", "Assigned", "Assigner", "Assignment", "Replica", "assign", "sizes_of"]
+__all__ = ["ASSIGNMENTS", "Assigned", "Assigner", "Assignment", "Replica", "assign", "check_sizes", "sizes_of"]

@@ -2,18 +2,17 @@
 
 For every batch all ranks take the same steps, in the same order (GEAR, sections 3.3 and 3.4):
 
-    1. status      every rank's step, fingerprint, row counts and totals (draw.py)                     all-gather
-    2. priorities  priority updates go to the leaders of their rows' shards, with the status           only if any
-    3. draw        each rank computes which shard owns each draw; its ranks look the rows up,          all-gather
-                   in shared memory or in a copy of the priorities on a GPU (device/mirrors.py)
-    4. assign      draws to replicas (consumers) and ranks (readers) (batch_assignment.py)             none
-    5. read        rows from shared memory, into the batch or into messages (read.py)                  none
-    6. exchange    one row message per pair of ranks that has rows to move, of a size both know        the surplus
-                   (assembly.py: into host memory, into a GPU's through it, or from GPU to GPU)
-    7. copies      tensor-parallel peers get a copy of the batch                                       one copy each
+    1. status      every rank's step, fingerprint, row counts and totals                           all-gather
+    2. priorities  priority updates go to the leaders of their rows' shards, with the status       only if any
+    3. draw        each rank computes which shard owns each draw; its ranks look the rows up       all-gather
+    4. assign      draws to replicas (consumers) and ranks (readers)                               none
+    5. read        rows from shared memory, into the batch or into messages                        none
+    6. exchange    one row message per pair of ranks that has rows to move, of a size both know    the surplus
+    7. copies      tensor-parallel peers get a copy of the batch                                   one copy each
 
-Where draws are independent, of one store and in host memory, steps 1 to 5 are one native call, and step 6 as well where
-no row moves (native_read.py).
+Steps 1, 2, 4 and 5 are native for every strategy (native/fetch/rank_steps.h, rank_reader.h). Step 3 is native where
+draws follow from the shards' totals; then steps 1 to 5 are one call, and step 6 too where no row ever moves. Other
+strategies draw in draw.py. Step 6 is the assembler's: into host memory, into a GPU's through it, or from GPU to GPU.
 
 No rank requests a row: both ends know what moves. A row that is overwritten between 3 and 5 is redrawn by the rank that
 reads it, from the same shard, so no other rank has to know. Where that shard has no other row all ranks learn it in
@@ -25,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -33,7 +32,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.keys import Keys
 from geartrain.device.nccl import DeviceGroup
 from geartrain.errors import PeerLostError
 from geartrain.replay.admission import Admission
@@ -42,26 +40,22 @@ from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State, build_st
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.device import DeviceOptions
 from geartrain.replay.distributed.assembly import BatchAssembler, check_options, open_assembler
-from geartrain.replay.distributed.assembly_host import HostAssembler, Incoming
-from geartrain.replay.distributed.batch_assignment import BatchAssigner, check_sizes
+from geartrain.replay.distributed.assembly_host import HostAssembler
+from geartrain.replay.distributed.assignment import check_sizes, sizes_of
 from geartrain.replay.distributed.draw import CommonError, ShardedSampler
 from geartrain.replay.distributed.fingerprint import describe_job, fingerprint_of
-from geartrain.replay.distributed.members import Consumer, Members
+from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import flat_bytes
-from geartrain.replay.distributed.native_read import NativeReader, open_native_reader
-from geartrain.replay.distributed.priority_updates import check_steps
 from geartrain.replay.distributed.rank_collectives import run_on_all_ranks
 from geartrain.replay.distributed.rank_group import Message, RankGroup
-from geartrain.replay.distributed.read import AssignedDraws, RowBuffer, ShardReader
-from geartrain.replay.distributed.read_agreement import ReadAgreement, RowsLostError
+from geartrain.replay.distributed.rank_reader import RankReader, arrays_of, draws_by_totals, open_near
+from geartrain.replay.distributed.read_agreement import RowsLostError
 from geartrain.replay.distributed.shard_admission import ShardAdmission
 from geartrain.replay.distributed.topology import MeshPosition
-from geartrain.replay.distributed.transition_rows import TransitionRows
-from geartrain.replay.fetch_plan import FetchPlan
 from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
 from geartrain.selection.mixture import Selection
 from geartrain.selection.sharded import check_strategy
-from geartrain.selection.strategy import Draw, importance_of, seed_of
+from geartrain.store.priorities import check_keys_of
 
 T = TypeVar("T")
 
@@ -121,9 +115,8 @@ class DistributedBatchBuilder:
         self._make_s = 0.0
         self._built = 0
         self._has_importance = any(sampler.traits.importance for sampler in samplers)
-        plans = [_rows_of(each) for each in samplers]
-        self._plan = plan = plans[0]
-        options, names = config.device, plan.names
+        options, arrays = config.device, arrays_of(samplers[0])
+        names = list(arrays)
         inputs = names if config.inputs is None else config.inputs
         targets = names if config.targets is None else config.targets
         mine = [*(inputs if position.is_first_stage else ()), *(targets if position.is_last_stage else ())]
@@ -141,27 +134,30 @@ class DistributedBatchBuilder:
             job,
             [sampler.plan.store.id for sampler in samplers],
             fields,
-            sum(plan.row_bytes(name) for name in fields),
+            sum(arrays[name] for name in fields),
         )
         self.store_ids: list[int] = self.members.shard_ids.tolist()
-        check_sizes(samplers, len(self.members.replicas), config.batch_size, config.assignment)
-        self.rows = config.batch_size // len(self.members.replicas)
+        replicas = len(self.members.replicas)
+        check_sizes([sampler.atom for sampler in samplers], replicas, config.batch_size, config.assignment)
+        self.rows = config.batch_size // replicas
         self.admission = ShardAdmission(samplers, self.members, selection, config.batch_size)
         # Fetch plans by the fields of each consumer; those of the first store serve as memory format for all stores.
         wanted = {consumer.fields for consumer in self.members.consumers if consumer.fields}
-        self._plans = [{names: each.of_fields(names) for names in wanted} for each in plans]
-        self._sampler = ShardedSampler(samplers, self.members, fingerprint_of(job))
-        self._assigner = BatchAssigner(samplers, self.members, config.assignment)
-        self._reader = ShardReader(samplers, self.members, self._plans, self._sampler.cursors)
+        self._plans = [
+            {names: each.plan if config.view is not None else each.plan.of_fields(names) for names in wanted}
+            for each in samplers
+        ]
+        self._has_peers = any(consumer.peers for consumer in self.members.consumers)
+        self.sampler = ShardedSampler(samplers, self.members, fingerprint_of(job))
         self.assembler: BatchAssembler = HostAssembler()
 
         def open_mine() -> None:
-            self.assembler = self._open_assembler(fields, options, members, config.timeout_s)
-            self._sampler.mirrors = self.assembler.open_mirrors(samplers)
+            self.assembler = self._open_assembler(fields, names, options, members, config.timeout_s)
+            self.sampler.mirrors = self.assembler.open_mirrors(samplers)
 
         try:
             run_on_all_ranks(group, open_mine)
-            self.native = open_native_reader(self._sampler, selection, config)
+            self.reader = self._open_reader(config, names)
         except BaseException:
             self.assembler.close()
             raise
@@ -169,16 +165,33 @@ class DistributedBatchBuilder:
     # --- set-up -------------------------------------------------------------------------------------------------
 
     def _open_assembler(
-        self, fields: tuple[str, ...], options: DeviceOptions | None, members: Sequence[int] | None, timeout_s: float
+        self,
+        fields: tuple[str, ...],
+        names: Sequence[str],
+        options: DeviceOptions | None,
+        members: Sequence[int] | None,
+        timeout_s: float,
     ) -> BatchAssembler:
         if options is None:
             return HostAssembler()
-        has_peers = any(consumer.peers for consumer in self.members.consumers)
-        check_options(options, self._plan.names, has_peers)
+        check_options(options, names, self._has_peers)
         make_group = None
         if members is not None:
             make_group = lambda device: DeviceGroup(device.collectives, members, timeout_s)  # noqa: E731
-        return open_assembler(options, self._plans, fields, has_peers, make_group)
+        return open_assembler(options, self._plans, fields, self._has_peers, make_group, self.group.rank)
+
+    def _open_reader(self, config: ReplayConfig, names: Sequence[str]) -> RankReader:
+        """Collective: what one rank can do all others have to do alike."""
+        everyone_reads = len(self.members.consumers) == self.group.size and all(
+            each.fields == tuple(names) and not each.peers for each in self.members.consumers
+        )
+        by_totals = everyone_reads and config.device is None and draws_by_totals(self.samplers)
+        near = open_near(self.samplers[0], self.members, by_totals=by_totals, lagged=config.extra_lag > 0)
+        try:
+            return RankReader(self.sampler, config, near)
+        except BaseException:
+            near.close()
+            raise
 
     # --- a batch ------------------------------------------------------------------------------------------------
 
@@ -215,7 +228,7 @@ class DistributedBatchBuilder:
 
     def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
         """Steps 1 and 2 alone: applies the priority updates of all ranks. Raises `PeerLostError`."""
-        self.or_abort(lambda: self._sampler.settle(step, updates))
+        self.or_abort(lambda: self.sampler.settle(step, updates, self.reader.exchange))
 
     def or_abort(self, body: Callable[[], T]) -> T:
         """Runs steps of the protocol; a rank that fails in the middle of them aborts the group."""
@@ -244,12 +257,12 @@ class DistributedBatchBuilder:
     def _draw_until_whole(
         self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission, began_s: float, sent: int
     ) -> BuiltBatch:
-        used = list(self._sampler.cursors)
+        used = list(self.sampler.cursors)
         for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
                 return self._build_once(step, state, updates, admission, began_s, sent)
             except CommonError as error:
-                self._sampler.cursors[:] = used  # no one has got what was redrawn for this batch
+                self.sampler.cursors[:] = used  # no one has got what was redrawn for this batch
                 if attempt == MAX_ATTEMPTS or not isinstance(error, RowsLostError):
                     raise  # on all ranks; otherwise all of them draw again from what there is now
         raise AssertionError("unreachable")
@@ -257,162 +270,108 @@ class DistributedBatchBuilder:
     def _build_once(
         self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission, began_s: float, sent: int
     ) -> BuiltBatch:
-        if self.native is not None:
-            return self._build_natively(self.native, step, state, updates, began_s)
-        quotas = self.admission.quotas(step)
-        known = self._sampler.gather_totals(step, state, updates, quotas)
-        drawn = [self._sampler.draw(number, quota, step, known) for number, quota in enumerate(quotas)]
-        state = [old if each is None else each.state for old, each in zip(known.state, drawn, strict=True)]
-        quotas = [0 if each is None else len(each.shard) for each in drawn]  # fewer where a pass ends
-        self.admission.keep(admission, quotas)
-        self.traffic.selection_bytes += self.group.sent_bytes - sent
-        selected_s = time.perf_counter()
-        draws = self._assigner.assign(drawn, quotas)
-        buffers, mine = self._buffers(draws)
-        outcome = self._reader.read(step, state, drawn, draws, buffers)
-        read_s = time.perf_counter()
-        agreement = self._reader.agreement(outcome, with_lowest=self._has_importance)
-        self._exchange(agreement, buffers, mine, draws)
-        importance_weights = None
-        if mine is not None and agreement.lowest is not None:
-            importance_weights = self._importance_weights(mine, draws, agreement.lowest, known.counts, step)
-        batch, deliver = self._finish(mine, draws, importance_weights, step)
-        ended_s = time.perf_counter()
-        self.traffic.select_s += selected_s - began_s
-        self.traffic.fetch_s += read_s - selected_s
-        self.traffic.exchange_s += ended_s - read_s
+        reader = self.reader
+        if reader.by_totals:
+            mine, read = reader.build(step, updates)
+            counts = [read.rows]
+            self.traffic.selection_bytes += read.selection_bytes
+            selected_s = read.agreed_s
+        else:
+            mine, read, counts, state, selected_s = self._draw_and_read(step, state, updates, admission, sent)
+        agreement = reader.agreement(read)
+        received = self.assembler.exchange(agreement, reader, read, mine)
+        weights = None
+        if self._has_importance and mine is not None:
+            weights = self.assembler.weigh(agreement, reader, read, mine, counts, step)
+        batch, deliver = self._finish(mine, read, weights, step)
+        self.count(read, began_s, selected_s, received)
         return BuiltBatch(batch, state, deliver)
 
-    def _build_natively(
-        self, native: NativeReader, step: int, state: State, updates: list[PriorityUpdate], began_s: float
-    ) -> BuiltBatch:
-        """Steps 1 to 6 where they are one native call, or two around a message of rows."""
-        rows, read = native.build(step, updates)
-        agreement = self._reader.agreement(native.outcome(read), with_lowest=self._has_importance)
-        native.exchange(agreement, rows, read)
-        batch = native.finish(rows, read, agreement, step)
-        self.traffic.selection_bytes += read.selection_bytes
-        self.count(native, began_s, read)
-        return BuiltBatch(batch, state)
+    def _draw_and_read(
+        self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission, sent: int
+    ) -> tuple[Any, _native.RankRead, list[int], State, float]:
+        """Steps 1 to 5 of draws that native code does not make.
 
-    def count(self, native: NativeReader, began_s: float, read: _native.RankRead) -> None:
-        """Counts what was read for a batch that is finished now."""
-        traffic, ended_s = self.traffic, time.perf_counter()
-        traffic.local_bytes, traffic.sent_bytes, traffic.received_bytes = (
-            count * native.row_bytes for count in (native.local_rows, native.sent_rows, native.received_rows)
-        )
-        traffic.select_s += read.agreed_s - began_s
-        traffic.fetch_s += read.read_s - read.agreed_s
-        traffic.exchange_s += ended_s - read.read_s
+        Returns:
+            The buffer of this rank's batch, what was read, selectable rows and state of each store, and when the rows
+            were known.
+        """
+        quotas = self.admission.quotas(step)
+        known = self.sampler.gather_totals(step, state, updates, quotas, self.reader.exchange)
+        found = [self.sampler.draw(number, quota, step, known) for number, quota in enumerate(quotas)]
+        state = [old if each is None else each.state for old, each in zip(known.state, found, strict=True)]
+        sizes = [0 if each is None else len(each.shard) for each in found]  # fewer where a pass ends
+        self.admission.keep(admission, sizes)
+        self.traffic.selection_bytes += self.group.sent_bytes - sent
+        selected_s = time.perf_counter()
+        drawn = self.reader.drawn(found, state)
+        mine = self._buffer(sum(sizes)) if self._reads_own else None
+        others = [] if self.assembler.in_host_memory else self.assembler.targets_of(self._messages(drawn))
+        own = None if mine is None else self.assembler.own(mine)
+        read = self.reader.read(step, drawn, own, others, in_host_memory=self.assembler.in_host_memory)
+        return mine, read, known.counts, state, selected_s
 
-    def _buffers(self, draws: AssignedDraws) -> tuple[dict[int, RowBuffer], RowBuffer | None]:
-        """Buffers for the rows that this rank reads, by the consumer's rank; and the one of its own batch."""
-        rank = self.group.rank
-        counts = np.bincount(draws.replica[draws.reader == rank], minlength=len(self.members.replicas))
-        outgoing: list[tuple[int, FetchPlan, int]] = []
-        mine: RowBuffer | None = None
-        for consumer in self.members.consumers:
-            if not consumer.fields:
-                continue
-            plan = self._plans[0][consumer.fields]
-            if consumer.rank == rank:
-                mine = self.assembler.batch_buffer(plan, int(draws.sizes[consumer.replica]))
-            elif counts[consumer.replica]:
-                outgoing.append((consumer.rank, plan, int(counts[consumer.replica])))
-        buffers = self.assembler.message_buffers(outgoing)
-        return (buffers if mine is None else {rank: mine, **buffers}), mine
+    @property
+    def _reads_own(self) -> bool:
+        """Whether this rank gets rows itself, and not a copy of another's batch."""
+        me = self.members.me
+        return me is not None and me.rank == self.group.rank and bool(me.fields)
 
-    def _exchange(
-        self,
-        agreement: ReadAgreement,
-        buffers: Mapping[int, RowBuffer],
-        mine: RowBuffer | None,
-        draws: AssignedDraws,
-    ) -> None:
-        """Step 6: one message per pair of ranks, and its rows to their places, where no rank has lost any for good."""
-        rank = self.group.rank
-        outgoing = {peer: buffer for peer, buffer in buffers.items() if peer != rank}
-        self.traffic.sent_bytes += sum(buffer.nbytes for buffer in outgoing.values())
-        incoming: list[Incoming] = []
-        if mine is not None and self.members.me is not None:
-            its = draws.replica == self.members.me.replica
-            for peer in np.unique(draws.reader[its]).tolist():
-                places = draws.place[its & (draws.reader == peer)]
-                if peer == rank:
-                    self.traffic.local_bytes += mine.nbytes * len(places) // mine.n
-                else:
-                    incoming.append((peer, places))
-        idle = self._idle(draws)
-        self.traffic.received_bytes += self.assembler.exchange(agreement, outgoing, mine, incoming, idle)
+    def _buffer(self, n: int) -> Any:
+        """Memory for this rank's batch, of a global one of n rows; None where it has none of them."""
+        me = self.members.me
+        assert me is not None
+        rows = int(sizes_of(n, len(self.members.replicas))[me.replica])
+        return self.assembler.buffer(self.reader, self._plans[0][me.fields], rows) if rows else None
 
-    def _idle(self, draws: AssignedDraws) -> bool:
-        """Whether no row moves between any two ranks, for assemblers that exchange nothing then."""
-        if not self.assembler.skips_idle:
-            return False
-        return not any(
-            (draws.reader[draws.replica == consumer.replica] != consumer.rank).any()
-            for consumer in self.members.consumers
-            if consumer.fields
-        )
-
-    def _importance_weights(
-        self, mine: RowBuffer, draws: AssignedDraws, lowest: NDArray[np.float64], counts: Sequence[int], step: int
-    ) -> NDArray[np.float64]:
-        """Importance weights of this rank's rows, scaled by the largest of the global batch."""
-        importance_weights = np.ones(mine.n)
-        assert self.members.me is not None
-        its = np.flatnonzero(draws.replica == self.members.me.replica)
-        for number, (part, count) in enumerate(zip(self.samplers, counts, strict=True)):
-            places = draws.place[its[draws.store[its] == number]]
-            if part.traits.importance and len(places):
-                rows = mine.headers[places]
-                lowest_here = float(lowest[number])
-                draw = Draw(rows["row"], rows["generation"], rows["probability"], lowest=lowest_here)
-                importance_weights[places] = importance_of(part.strategy, draw, count, step)
-        return importance_weights
+    def _messages(self, drawn: Sequence[tuple[Any, ...] | None]) -> list[tuple[int, Any, int]]:
+        """What this rank reads for others: (rank, plan, rows)."""
+        fields = {consumer.rank: consumer.fields for consumer in self.members.consumers}
+        return [(rank, self._plans[0][fields[rank]], rows) for rank, rows in self.reader.messages(drawn)]
 
     def _finish(
-        self,
-        mine: RowBuffer | None,
-        draws: AssignedDraws,
-        importance_weights: NDArray[np.float64] | None,
-        step: int,
+        self, mine: Any, read: _native.RankRead, weights: NDArray[np.float64] | None, step: int
     ) -> tuple[Batch, Callable[[], None]]:
         """Step 7: the batch, of this rank and of its tensor-parallel peers."""
         me = self.members.me
         if me is None or not me.fields:
-            self._copy_to_peers(None, None, None)
-            return self.assembler.empty_batch(self._plan, step)
+            self._copy_to_peers(None, 0, None)
+            return self.assembler.empty_batch(self.samplers[0], None, step)
+        if not self._reads_own:
+            mine = self._buffer(len(read.draws()) * len(self.members.replicas))
+            weights = np.empty(len(read.draws())) if self._has_importance else None
         if mine is None:
-            mine = self.assembler.batch_buffer(self._plans[0][me.fields], int(draws.sizes[me.replica]))
-        weights = importance_weights if importance_weights is not None else np.empty(0)
-        if self.position.tp and self._has_importance:
-            weights = np.empty(mine.n)
-        self._copy_to_peers(me, mine, weights)
-        headers = mine.headers
-        its = np.flatnonzero(draws.replica == me.replica).astype(np.int64)
-        shard = headers["shard"].astype(np.uint16)
-        ids = self.members.shard_ids[shard]
-        steps = mine.plan.anchors(headers["start"], headers["steps"]) if mine.plan.per_step else None
-        rows, generations = (np.ascontiguousarray(headers[name]) for name in ("row", "generation"))
-        keys = Keys.of_rows(rows, generations, ids, shard=shard, draw=its, step=steps)
-        return self.assembler.batch(mine, keys, weights if len(weights) else None, step, its)
+            return self.assembler.empty_batch(self.samplers[0], self._plans[0][me.fields], step)
+        self._copy_to_peers(mine, len(read.draws()), weights)
+        return self.assembler.batch(self.reader, read, mine, weights, step)
 
-    def _copy_to_peers(self, me: Consumer | None, mine: RowBuffer | None, weights: NDArray[np.float64] | None) -> None:
+    def _copy_to_peers(self, mine: Any, rows: int, weights: NDArray[np.float64] | None) -> None:
         """The batch of the first tensor-parallel peer, to the others."""
-        if not any(consumer.peers for consumer in self.members.consumers):
+        if not self._has_peers:
             return
-        sends: list[Message] = []
-        receives: list[Message] = []
-        if me is not None and mine is not None and weights is not None:
-            pieces = [*(flat_bytes(array) for array in mine.arrays), flat_bytes(mine.headers), flat_bytes(weights)]
+        me, sends, receives = self.members.me, list[Message](), list[Message]()
+        if me is not None and mine is not None:
+            pieces = self.assembler.pieces(mine)
+            if weights is not None:
+                pieces.append(flat_bytes(weights))
+            copied = rows * self.reader.row_bytes
             if me.rank == self.group.rank:
                 sends = [(peer, piece) for peer in me.peers for piece in pieces]
-                self.traffic.sent_bytes += len(me.peers) * sum(array.nbytes for array in mine.arrays)
+                self.traffic.sent_bytes += len(me.peers) * copied
             else:
                 receives = [(me.rank, piece) for piece in pieces]
-                self.traffic.received_bytes += sum(array.nbytes for array in mine.arrays)
+                self.traffic.received_bytes += copied
         self.group.exchange(sends, receives)
+
+    def count(self, read: _native.RankRead, began_s: float, selected_s: float, received: int) -> None:
+        """Counts a batch that is finished now."""
+        traffic, ended_s = self.traffic, time.perf_counter()
+        traffic.local_bytes += read.local_rows * self.reader.row_bytes
+        traffic.sent_bytes += self.reader.sent_bytes(read)
+        traffic.received_bytes += received
+        traffic.select_s += selected_s - began_s
+        traffic.fetch_s += read.read_s - selected_s
+        traffic.exchange_s += ended_s - read.read_s
 
     # --- priorities, state, leaving -------------------------------------------------------------------------------
 
@@ -420,18 +379,24 @@ class DistributedBatchBuilder:
         """See `BatchBuilder`. They go to the rows' shards with the next batch."""
         keys, priorities = update.keys, update.priorities
         check_priorities(priorities)
-        check_steps(self.samplers[0].plan.store.per_step, keys)
         if len(keys):
+            check_keys_of(keys, per_step=self.samplers[0].plan.store.per_step, whose="a store of this replay")
             self.members.shard_of(keys)
         return None
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, Any]:
         """See `BatchBuilder`: with this rank's `Traffic`, and the share of bytes read on its own host."""
         traffic: dict[str, float] = dataclasses.asdict(self.traffic)
         moved = traffic["local_bytes"] + traffic["received_bytes"]
         traffic["local_share"] = traffic["local_bytes"] / moved if moved else 1.0
         traffic |= {f"peers_by_{name}": count for name, count in self.group.peers().items()}
-        return build_stats(self._built, self._make_s, self.samplers) | traffic
+        return build_stats(self._built, self._make_s, self.samplers) | traffic | {"path": self.path}
+
+    @property
+    def path(self) -> str:
+        """What of a batch is code in Python."""
+        asks = self.reader.asks
+        return f"native, but for {', '.join(asks)}" if asks else "native"
 
     def describe(self) -> list[dict[str, Any]]:
         """See `BatchBuilder`."""
@@ -439,7 +404,7 @@ class DistributedBatchBuilder:
 
     def rewind(self) -> None:
         """Forgets the redraws of later batches, before the state of an earlier one is loaded."""
-        self._sampler.rewind()
+        self.sampler.rewind()
 
     def abort(self, reason: str) -> None:
         """Leaves the group at once and tells the other ranks why; the segments stay in shared memory."""
@@ -449,17 +414,10 @@ class DistributedBatchBuilder:
 
     def close(self) -> None:
         """Leaves the group."""
-        self._sampler.close()
-        if self.native is not None:
-            self.native.close()
+        self.sampler.close()
+        self.reader.close()
         self.assembler.close()
         self.group.close()
-
-
-def _rows_of(sampler: StoreSampler) -> FetchPlan:
-    """The arrays of a sampler's rows, as ranks exchange them."""
-    view = sampler.transitions
-    return sampler.plan if view is None else TransitionRows(view, sampler.plan, seed_of(sampler.strategy))
 
 
 __all__ = ["DistributedBatchBuilder", "Traffic"]

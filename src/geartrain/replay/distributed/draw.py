@@ -1,26 +1,28 @@
-"""Draws of a global batch: all-gather of the shards' status, priority updates, draws from all shards (steps 1 to 3).
+"""Draws of a global batch: all-gather of the shards' status, priority updates, draws from all shards.
 
-Every rank contributes its shard's row count and totals, and computes locally which shard owns each draw (sharded.py);
-the shard's ranks look up which row it is. In a store that limits how often rows are sampled the draws are counted
-here, before any row is read, and those that came too late are redrawn.
+Every rank tells its shards' row counts and totals, with the priority updates for the other ranks, and applies those of
+its own shards (native/fetch/rank_steps.h). It computes locally which shard owns each draw (sharded.py), and the shard's
+ranks look up which row it is. In a store that limits how often rows are sampled the draws are counted here, before any
+row is read, and those that came too late are redrawn.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.errors import EmptyStoreError, RanksDisagreeError, SplitGroupError
-from geartrain.replay.builder import PriorityUpdate, State
+import geartrain._native as _native
+from geartrain.errors import EmptyStoreError, GeartrainError, RanksDisagreeError, SplitGroupError
+from geartrain.replay.builder import PriorityUpdate, State, raised
 from geartrain.replay.distributed.members import Members
-from geartrain.replay.distributed.messages import PRIORITY_UPDATE, flat_bytes, rank_status
-from geartrain.replay.distributed.priority_updates import apply_updates, parts_of
-from geartrain.replay.distributed.rank_collectives import DIRECT_RANKS, all_to_all_of_known_sizes
+from geartrain.replay.distributed.messages import SHARD_STATUS, flat_bytes, rank_status
+from geartrain.replay.distributed.rank_collectives import DIRECT_RANKS, RADIX, all_to_all_of_known_sizes
 from geartrain.replay.distributed.rank_group import Bytes
 from geartrain.replay.pass_sampler import PassSampler
 from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
@@ -74,20 +76,6 @@ class ShardTotals(NamedTuple):
     offers: list[NDArray[np.uint64] | None]
 
 
-class Agreed(NamedTuple):
-    """What the round that begins a batch tells all ranks.
-
-    Attributes:
-        status: (ranks,) `rank_status`.
-        changed: whether there were priority updates, which are applied by now.
-        offers: for each store the first rows of its shards, (shards, ...), where draws begin with these.
-    """
-
-    status: NDArray[Any]
-    changed: bool
-    offers: list[NDArray[np.uint64] | None]
-
-
 class ShardedSampler:
     """Draws from the shards of all stores, together with all other ranks.
 
@@ -110,45 +98,124 @@ class ShardedSampler:
         self.mirrors: Sequence[DevicePriorities | None] = [None for _ in samplers]
         # What this batch is drawn from: the shards themselves, or their copies.
         self._candidates = [sampler.candidates for sampler in samplers]
-        self._status = rank_status(len(samplers))
+        self._status_bytes = rank_status(len(samplers)).itemsize
         # Stores whose draws begin with their shards' totals.
         self._by_totals = [is_independent(each.strategy) for each in samplers]
         # Stores whose draws begin with their shards' first rows.
         self._by_offers = [begins_with_offers(each.strategy) for each in samplers]
         # Rows on their last allowed sample, held until all ranks have read them.
         self._held: list[list[tuple[NDArray[np.uint32], NDArray[np.uint32]]]] = [[] for _ in samplers]
+        self._raises = any(sampler.raises for sampler in samplers)
+        group = members.group
+        self.steps = _native.RankSteps(
+            group.rank,
+            group.size,
+            fingerprint,
+            [
+                (sampler.plan.store.native, sampler.traits.by_priority, by_totals, store.leaders, sampler.min_rows)
+                for sampler, by_totals, store in zip(samplers, self._by_totals, members.stores, strict=True)
+            ],
+            any(sampler.traits.importance for sampler in samplers),
+        )
 
-    # --- steps 1 and 2 ------------------------------------------------------------------------------------------
+    def exchange_of(self, *, idle: bool) -> _native.RankExchange:
+        """What native code exchanges messages with other ranks by. It refers to this object, which must not keep it.
+
+        Args:
+            idle: no row ever moves between ranks.
+        """
+        group: Any = self.members.group
+        native = getattr(group, "native_rounds", None)  # of a group of the user's own there are none
+        leaders = self.members.stores[0].leaders
+        direct = group.size <= RADIX
+        return _native.RankExchange(
+            native,
+            0.0 if native is None else group.timeout_s,
+            direct and len(leaders) == group.size,
+            direct and idle,
+            leaders,
+            self.send_parts,
+            lambda mine: self.members.all_gather_shards(0, np.array([mine], np.uint64))[:, 0].copy(),
+        )
+
+    @contextlib.contextmanager
+    def rounds(self) -> Iterator[None]:
+        """Around native code that exchanges messages: its errors become those of the group."""
+        group: Any = self.members.group
+        if getattr(group, "native_rounds", None) is None:
+            yield
+            return
+        group.check_usable()
+        try:
+            yield
+        except GeartrainError as error:
+            group.round_failed(error)
+
+    # --- status and priority updates ------------------------------------------------------------------------------
+
+    def given(self, updates: Sequence[PriorityUpdate]) -> list[_native.GivenPriorities]:
+        """Priority updates as native code takes them."""
+        return [
+            (keys.row, keys.generation, keys.draw, self.members.shard_of(keys), keys.step, update.priorities)
+            for update in updates
+            for keys in [update.keys]
+        ]
+
+    def change_at(self, step: int) -> Callable[[int, NDArray[np.float64]], NDArray[np.float64]] | None:
+        """What makes of priorities that are updated before a step those that are stored; None: their absolute value."""
+        return functools.partial(self._change, step) if self._raises else None
+
+    def _change(self, step: int, number: int, priorities: NDArray[np.float64]) -> NDArray[np.float64]:
+        sampler = self.samplers[number]
+        sampler.follow_alpha(step, apply=self.members.leads(number))
+        return raised(priorities, sampler.alpha)
+
+    def _set(
+        self, number: int, rows: NDArray[np.uint32], generations: NDArray[np.uint32], priorities: NDArray[np.float64]
+    ) -> bool:
+        """Stores priorities of a shard that a device has a copy of, which has to learn of them."""
+        sampler = self.samplers[number]
+        if sampler.priority_copy is None:
+            return False
+        native = sampler.plan.store.native
+        sampler.change_priorities(rows, lambda: int(native.update_priorities(rows, generations, priorities)))
+        return True
 
     def gather_totals(
-        self, step: int, state: State, updates: list[PriorityUpdate], quotas: Sequence[int]
+        self,
+        step: int,
+        state: State,
+        updates: list[PriorityUpdate],
+        quotas: Sequence[int],
+        exchange: _native.RankExchange,
     ) -> ShardTotals:
         """Steps 1 and 2: no rank draws before all ranks are at this step and all priority updates are applied.
 
         Args:
             step, state, updates: of the batch, and before it.
             quotas: rows that will be drawn from each store.
+            exchange: of `exchange_of`.
 
         Raises:
             RanksDisagreeError: a rank has another configuration or is at another step.
             CommonError: a store has fewer than `min_rows` selectable rows.
         """
-        agreed = self._agree(step, updates, quotas, state)
-        status, changed = agreed.status, agreed.changed
+        agreed = self._agree(step, updates, quotas, state, exchange)
+        status, changed = self._status_in(agreed), agreed.changed
         before = state
         counts: list[int] = []
         totals: list[NDArray[np.uint64] | None] = []
         offers: list[NDArray[np.uint64] | None] = []
         state = [dict(each) for each in state]
         for number, (sampler, store) in enumerate(zip(self.samplers, self.members.stores, strict=True)):
-            shards = status["stores"][:, number]
+            shards = status[:, number]
             if self.members.leads(number):
                 sampler.plan.store.native.advance_sequence(int(shards["next_sequence"].max()))
             leaders = shards[store.leaders]
             counts.append(int(leaders["rows"].sum()))
             known = self._by_totals[number] and not changed
             totals.append(leaders["total"].copy() if known else None)
-            offers.append(self._offers_of(number, agreed, before[number]))
+            offers.append(self._offers_of(number, agreed, quotas[number], before[number]))
             if sampler.traits.cursor:
                 for rank, used in enumerate(shards["cursor"].tolist()):
                     if used:
@@ -158,67 +225,76 @@ class ShardedSampler:
             common_errors(functools.partial(sampler.check_count, count))
         return ShardTotals(counts, state, totals, offers)
 
-    def _offers_of(self, number: int, agreed: Agreed, before: dict[str, int]) -> NDArray[np.uint64] | None:
+    def _status_in(self, agreed: _native.RankRead) -> NDArray[Any]:
+        """The status of every rank's shards, (ranks, stores) `SHARD_STATUS`."""
+        return agreed.shards.view(SHARD_STATUS).reshape(self.members.group.size, len(self.samplers))
+
+    def _offers_of(
+        self, number: int, agreed: _native.RankRead, quota: int, before: dict[str, int]
+    ) -> NDArray[np.uint64] | None:
         """The first rows of all shards of a store, as their leaders have told them with their status.
 
         None where that was too early: priorities that rows are ordered by were updated, or a rank that shares a shard
         has used rows that its leader did not know of.
         """
         told, sampler, store = agreed.offers[number], self.samplers[number], self.members.stores[number]
-        if told is None or (agreed.changed and sampler.traits.order == ORDERS["highest_priority"]):
+        if not len(told) or (agreed.changed and sampler.traits.order == ORDERS["highest_priority"]):
             return None
         if sampler.traits.cursor:
-            used = agreed.status["stores"]["cursor"][:, number]
+            used = self._status_in(agreed)["cursor"][:, number]
             for shard, ranks in enumerate(store.ranks):
                 known = max(offered_after(before, shard, len(store.ranks)), int(used[ranks[0]]))
                 if used[ranks].max() > known:
                     return None
-        return told
+        return told.view(np.uint64).reshape(-1, *offer_shape(sampler.traits, quota))
 
-    def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
-        """Steps 1 and 2 without a draw: applies the priority updates of all ranks."""
-        self._agree(step, updates, [0 for _ in self.samplers], [{} for _ in self.samplers])
+    def settle(self, step: int, updates: list[PriorityUpdate], exchange: _native.RankExchange) -> None:
+        """Applies the priority updates of all ranks, without a draw."""
+        self._agree(step, updates, [0 for _ in self.samplers], [{} for _ in self.samplers], exchange)
 
     def _agree(
-        self, step: int, updates: list[PriorityUpdate], quotas: Sequence[int], state: Sequence[dict[str, int]]
-    ) -> Agreed:
-        """Every rank's status, with the offers of the shards that it leads, and applies the updates of all ranks."""
-        members = self.members
-        mine, parts = self._status_of(step, updates, quotas), parts_of(members, updates)
-        offers: list[NDArray[np.uint64] | None] = [None for _ in self.samplers]
-        # Offers and updates travel with the status. Beyond ranks that send directly offers have a round of their own.
-        heads = [flat_bytes(mine)]
-        direct = members.group.size <= DIRECT_RANKS
-        shapes = [
-            offer_shape(sampler.traits, quota) if direct and of and quota else None
-            for sampler, of, quota in zip(self.samplers, self._by_offers, quotas, strict=True)
-        ]
-        for number, shape in enumerate(shapes):
-            if shape is not None and members.leads(number):
-                heads.append(flat_bytes(self._offer(number, quotas[number], state[number])))
-        received = self.send_parts([np.concatenate([*heads, flat_bytes(part)]) for part in parts])
-        status = np.concatenate([each[: mine.nbytes] for each in received]).view(self._status)
-        self.check_ranks(status[["fingerprint", "step"]].tolist(), step)
-        at = [mine.nbytes for _ in received]
-        for number, shape in enumerate(shapes):
-            if shape is not None:
-                told = []
-                for leader in members.stores[number].leaders:
-                    size = 8 * shape[0] * shape[1]
-                    told.append(received[leader][at[leader] : at[leader] + size])
-                    at[leader] += size
-                offers[number] = np.stack(told).view(np.uint64).reshape(-1, *shape)
-        parts = [each[first:].view(PRIORITY_UPDATE) for each, first in zip(received, at, strict=True)]
-        changed = bool(status["updates"].any())
-        if changed:
-            for number, sampler in enumerate(self.samplers):
-                sampler.follow_alpha(step, apply=members.leads(number))
-            apply_updates(self.samplers, parts)
+        self,
+        step: int,
+        updates: list[PriorityUpdate],
+        quotas: Sequence[int],
+        state: Sequence[dict[str, int]],
+        exchange: _native.RankExchange,
+    ) -> _native.RankRead:
+        """Every rank's status, with the offers of the shards that it leads; the updates of all ranks are applied."""
+        told = [self._told(number, quotas[number], state[number]) for number in range(len(self.samplers))]
+        copies = any(sampler.priority_copy is not None for sampler in self.samplers)
+        with self.rounds():
+            agreed = self.steps.agree(
+                exchange, step, self.given(updates), told, self.change_at(step), self._set if copies else None
+            )
+        if agreed.refusal == "disagree":
+            self.check_ranks(agreed.status, step)
+        if agreed.changed:
             for sampler, candidates, mirror in zip(self.samplers, self._candidates, self.mirrors, strict=True):
                 if mirror is not None and candidates is not sampler.candidates:
                     mirror.follow()
             updates.clear()  # they are not sent again when this batch fails
-        return Agreed(status, changed, offers)
+        return agreed
+
+    def _told(
+        self, number: int, quota: int, state: dict[str, int]
+    ) -> tuple[int, int | None, NDArray[np.uint8] | None, int]:
+        """What this rank tells of its shard of a store, and chooses what the batch is drawn from.
+
+        The cursor of its redraws, the total of a copy that draws are made from, and the first rows in the strategy's
+        order: beyond ranks that send directly these have a round of their own.
+        """
+        sampler, leads = self.samplers[number], self.members.leads(number)
+        if leads:
+            sampler.expire()
+        self._release(number)  # all ranks have read the rows of the batch before, or never will
+        candidates = self._candidates[number] = self._begin(number, quota)
+        total = None if candidates is sampler.candidates else total_of(sampler.strategy, candidates) or 0
+        if not (self._by_offers[number] and quota and self.members.group.size <= DIRECT_RANKS):
+            return self.cursors[number], total, None, 0
+        shape = offer_shape(sampler.traits, quota)
+        offer = flat_bytes(self._offer(number, quota, state)) if leads else None
+        return self.cursors[number], total, offer, 8 * shape[0] * shape[1]
 
     def _offer(self, number: int, quota: int, state: dict[str, int]) -> NDArray[np.uint64]:
         """The first rows of this rank's shard of a store."""
@@ -229,23 +305,6 @@ class ShardedSampler:
             after = max(offered_after(state, mine, len(store.ranks)), self.cursors[number])
         traits = with_min_length(sampler.traits, sampler.min_length)
         return offer_of(traits, sampler.candidates, quota, after)
-
-    def _status_of(self, step: int, updates: Sequence[PriorityUpdate], quotas: Sequence[int]) -> NDArray[Any]:
-        """This rank's status, (1,). Chooses what the batch is drawn from."""
-        mine = np.zeros(1, self._status)
-        mine["fingerprint"], mine["step"] = self.fingerprint, step
-        # An update of no rows counts, too: as without a group, alpha follows its schedule with it.
-        mine["updates"] = sum(max(1, len(update.keys)) for update in updates)
-        for number, sampler in enumerate(self.samplers):
-            native = sampler.plan.store.native
-            if self.members.leads(number):
-                sampler.expire()
-            self._release(number)  # all ranks have read the rows of the batch before, or never will
-            self._candidates[number] = self._begin(number, quotas[number])
-            total = total_of(sampler.strategy, self._candidates[number]) or 0
-            rows, sequence = native.committed_count(), native.next_sequence()
-            mine["stores"][0, number] = (rows, sequence, self.cursors[number], total)
-        return mine
 
     def _begin(self, number: int, quota: int) -> Candidates:
         """This rank's shard of a store, or the copy of it that costs less for its part of so many draws."""
@@ -260,12 +319,12 @@ class ShardedSampler:
 
         Beyond `DIRECT_RANKS` ranks statuses are relayed, and only updates follow: these take rounds of their own.
         """
-        members, size = self.members, self._status.itemsize
+        members, size = self.members, self._status_bytes
         if members.group.size <= DIRECT_RANKS:
             return members.group.all_to_all(parts)
         status = members.all_gather(parts[0][:size])
         rest = [part[size:] for part in parts]
-        if not status.reshape(-1).view(self._status)["updates"].any():
+        if not np.ascontiguousarray(status).reshape(-1).view(rank_status(len(self.samplers)))["updates"].any():
             return list(status)
         rest = all_to_all_of_known_sizes(members.group, rest)
         return [np.concatenate(each) for each in zip(status, rest, strict=True)]

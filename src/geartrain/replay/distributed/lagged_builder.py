@@ -78,6 +78,7 @@ class _Begun:
         self.read = False  # and its rows are sent; those below are kept until its batch is finished
         self.heard: _native.RankRead | None = None
         self.batch: Any = None
+        self.agreement: ReadAgreement | None = None
         self.told: Any = None
 
     @property
@@ -108,14 +109,14 @@ class LaggedBuilder:
     collective = True
 
     def __init__(self, inner: DistributedBatchBuilder, lag: int) -> None:
-        if inner.native is None:
+        if not inner.reader.by_totals:
             inner.assembler.close()
             raise _refusal(lag)
         self.samplers = inner.samplers
         self.rows = inner.rows
         self.store_ids = inner.store_ids
         self._inner = inner
-        self._native = inner.native
+        self._reader, self._agreed = inner.reader, inner.sampler
         self._rank = inner.group.rank
         self._others = [rank for rank in range(inner.group.size) if rank != inner.group.rank]
         try:
@@ -124,7 +125,6 @@ class LaggedBuilder:
             inner.assembler.close()
             raise
         self._later = LaterUpdates[Bytes](lag)
-        self._with_lowest = inner.samplers[0].traits.importance
         self._first = True  # batch since the thread was started
         self._newest: _Begun | None = None
 
@@ -173,14 +173,17 @@ class LaggedBuilder:
 
     def _tell(self, begun: _Begun, updates: list[PriorityUpdate]) -> None:
         self._apply(begun.step, self._later.due(begun.step))
-        begun.parts = self._native.begin(begun.step, updates)
+        if self._inner.members.leads(0):
+            self.samplers[0].expire()
+        begun.parts = self._agreed.steps.begin(begun.step, self._agreed.given(updates))
+        updates.clear()
         begun.round = self._rounds.post({rank: begun.parts[rank] for rank in self._others})
 
     def _hear(self, begun: _Begun) -> _native.RankRead:
         received = self._rounds.collect(begun.round, self._others)
         parts, begun.parts = begun.parts, []
         every = [received.get(rank, part) for rank, part in enumerate(parts)]
-        heard, updates = self._native.hear(begun.step, every)
+        heard, updates = self._agreed.steps.hear(begun.step, every)
         if heard.changed:
             self._later.keep(begun.step, updates)
         self._inner.traffic.selection_bytes += sum(parts[rank].size for rank in self._others)
@@ -197,11 +200,10 @@ class LaggedBuilder:
             if not begun.parts:  # its round was over before, with that of a batch that was drawn again
                 self._tell(begun, [])
             heard = self._hear(begun)
-            self._native.check(heard, begun.step)
-            begun.batch = self._native.read(begun.step, heard)
-            outcome = self._native.outcome(heard)
-            failed = outcome.failed is not None
-            begun.told = np.array([failed, *outcome.lowest] if self._with_lowest else [failed])
+            self._reader.check(heard, begun.step)
+            begun.batch = self._reader.read_heard(begun.step, heard)
+            begun.agreement = self._reader.agreement(heard)
+            begun.told = begun.agreement.told
             begun.outcomes = self._rounds.post(dict.fromkeys(self._others, flat_bytes(begun.told)))
             begun.rows = self._rounds.post(dict(heard.sends))
             begun.heard, begun.read = heard, True
@@ -213,17 +215,15 @@ class LaggedBuilder:
     def _finish(self, begun: _Begun) -> BuiltBatch | None:
         """The batch; None where all ranks are to draw it again."""
         self._read(begun)
-        heard, batch, native = begun.heard, begun.batch, self._native
+        heard, batch, agreement = begun.heard, begun.batch, begun.agreement
         assert heard is not None
+        assert agreement is not None
         begun.heard = begun.batch = None
         outcomes = self._rounds.collect(begun.outcomes, self._others)
         receives = heard.receives
         rows = self._rounds.collect(begun.rows, [peer for peer, _ in receives])
         for peer, into in receives:
             into[:] = _whole(peer, rows[peer], into.size)
-        agreement = ReadAgreement(
-            self._inner.members, native.outcome(heard), with_lowest=self._with_lowest, can_redraw=True
-        )
         told = [begun.told if rank not in outcomes else self._told_by(rank, outcomes, begun) for rank in self._every()]
         try:
             agreement.take(np.stack(told))
@@ -231,9 +231,11 @@ class LaggedBuilder:
             self._end_rounds(begun)
             self._rounds.flush()
             return None
-        native.place(batch, heard)
-        made = native.finish(batch, heard, agreement, begun.step)
-        self._inner.count(native, begun.began_s, heard)
+        self._reader.place(batch, heard)
+        self._reader.weigh(batch, heard, [heard.rows], agreement, begun.step)
+        made = self._reader.finish(batch, heard, begun.step)
+        received = heard.received_rows * self._reader.row_bytes
+        self._inner.count(heard, begun.began_s, heard.agreed_s, received)
         self._inner.note(time.perf_counter() - begun.began_s)
         return BuiltBatch(made, begun.state, admitted=begun.admitted)
 
@@ -258,7 +260,7 @@ class LaggedBuilder:
 
     def _apply(self, step: int, updates: Sequence[Bytes]) -> None:
         for each in updates:
-            self._native.apply(step, each)
+            self._agreed.steps.apply(each, self._agreed.change_at(step))
 
     # --- priorities, state, leaving ---------------------------------------------------------------------------------
 

@@ -25,51 +25,24 @@ from geartrain.replay.fetch_plan import FetchPlan
 #: Version of the messages between ranks; ranks of different versions refuse each other.
 PROTOCOL = 6
 
-# Metadata of a row of a batch.
-ROW_HEADER = np.dtype(
-    [
-        ("row", "<u4"),
-        ("generation", "<u4"),
-        ("shard", "<u4"),
-        ("length", "<i4"),
-        ("start", "<i4"),
-        ("steps", "<i4"),  # real steps in the window
-        ("version", "<i8"),
-        ("probability", "<f8"),
-    ]
-)
+_RECORDS = _native.wire_records()
+
+#: Metadata of a row of a batch (native/fetch/rank_reader.h, RowHeader).
+ROW_HEADER: np.dtype[Any] = np.dtype(_RECORDS["row_header"])
 
 # What a store keeps of a row beside fields and metadata.
 STORED_ROW = np.dtype([("priority", "<f8"), ("times_sampled", "<u4"), ("reserved", "<u4")])
 
-# A priority given to a row, or to a step of it. Where one was drawn twice the later draw's priority holds, as on one
-# rank.
-PRIORITY_UPDATE = np.dtype(
-    [
-        ("store", "<u4"),
-        ("row", "<u4"),
-        ("generation", "<u4"),
-        ("step", "<u4"),
-        ("call", "<u4"),
-        ("draw", "<u4"),
-        ("priority", "<f8"),
-    ]
-)
+#: A priority given to a row, or to a step of it (native/fetch/rank_steps.h, PriorityRecord).
+PRIORITY_UPDATE: np.dtype[Any] = np.dtype(_RECORDS["priority_update"])
 
-# A rank's shard of one store, in the all-gather that begins every batch.
-SHARD_STATUS = np.dtype(
-    [
-        ("rows", "<i8"),
-        ("next_sequence", "<i8"),
-        ("cursor", "<i8"),  # the last sequence number that a redraw has used, for FIFO
-        ("total", "<u8"),  # what draws are below, where they need no more than the totals of all shards
-    ]
-)
+#: A rank's shard of one store, in the all-gather that begins every batch (native/fetch/rank_steps.h, ShardStatus).
+SHARD_STATUS: np.dtype[Any] = np.dtype(_RECORDS["shard_status"])
 
 
 def rank_status(stores: int) -> np.dtype[Any]:
     """The record of a rank in the all-gather that begins every batch, for a job of so many stores."""
-    return np.dtype([("fingerprint", "<i8"), ("step", "<i8"), ("updates", "<i8"), ("stores", SHARD_STATUS, (stores,))])
+    return np.dtype([*np.dtype(_RECORDS["rank_status"]).descr, ("stores", SHARD_STATUS, (stores,))])
 
 
 class RowLayout(NamedTuple):

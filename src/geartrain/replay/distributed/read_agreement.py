@@ -52,6 +52,12 @@ class ReadAgreement:
         self._with_lowest = with_lowest
         self._can_redraw = can_redraw
 
+    @property
+    def told(self) -> NDArray[Any]:
+        """What this rank tells all others: whether it has lost rows, and its lowest probabilities where wanted."""
+        failed, lowest = self._outcome.failed is not None, self._outcome.lowest
+        return np.array([failed, *lowest] if self._with_lowest else [failed])
+
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], *, idle: bool = False) -> None:
         """Sends and receives rows as `RankGroup.exchange` does. Collective.
 
@@ -64,9 +70,7 @@ class ReadAgreement:
             RowsLostError: a rank lost rows, and its shard has no others; on all ranks, which can make the draws again.
             CommonError: the same, where they cannot.
         """
-        group, outcome = self.members.group, self._outcome
-        failed = outcome.failed is not None
-        mine = np.array([failed, *outcome.lowest] if self._with_lowest else [failed])
+        group, mine = self.members.group, self.told
         if idle and group.size <= RADIX:
             # An all-gather of one round, which a rank that does not know (its batches are on a device) meets below with
             # the one exchange that it makes: another call here would be one that it does not make.

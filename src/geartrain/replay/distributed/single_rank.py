@@ -25,13 +25,13 @@ from geartrain.replay.builder import (
 )
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.later_updates import LaterUpdates
-from geartrain.replay.distributed.priority_updates import check_steps
 from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.replay.native_batch import global_batch, numbers_of
 from geartrain.replay.pass_sampler import PassSampler
 from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.mixture import Selection
 from geartrain.selection.sharded import is_independent
+from geartrain.store.priorities import check_keys_of
 
 
 def is_one_call(samplers: list[StoreSampler], selection: Selection, config: ReplayConfig) -> bool:
@@ -118,7 +118,8 @@ class SingleRankBuilder:
         mine = type(store) is int and store == self._store.id  # keys that are made by hand may have an array of them
         if mine and keys.draw is self._draw and keys.step is None:
             return None  # of a batch, all of it
-        check_steps(self._store.per_step, keys)
+        if len(keys):
+            check_keys_of(keys, per_step=self._store.per_step, whose="a store of this replay")
         if len(keys) and not mine:
             keys.places_among(np.array(self.store_ids, np.uint64), "shards of this replay")
         return None

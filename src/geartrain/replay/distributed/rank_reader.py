@@ -1,0 +1,466 @@
+"""Rank reader: one rank's part of a global batch, drawn, read and assembled by native code.
+
+Rows come from either of two places. A strategy whose draws follow from the shards' totals (Uniform and Prioritized with
+replacement, without limits) is drawn natively: `build` agrees, draws and reads in one call. Rows that any other
+strategy has drawn are given to `read`. From there on both are the same: native/fetch/rank_reader.h assigns draws to
+ranks, places windows, copies rows into the batch and into messages, and draws rows again that were lost.
+
+Ranks of one host that have a store each open each other's read-only and copy rows from there, so no message carries
+them. A rank that only reads another rank's store does not keep that store alive: the store can be removed, adopted and
+repaired meanwhile, and the mapping stays readable. The rank that leads a shard counts the samples of rows that others
+read from it.
+
+With `update_lag` beyond `prefetch` a rank may apply updates to its shard before other ranks have drawn. Only the rank
+that leads a shard reads it then, and sends the others their rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+import geartrain._native as _native
+from geartrain.errors import EmptyStoreError, GeartrainError
+from geartrain.replay.builder import PriorityUpdate, State
+from geartrain.replay.config import ReplayConfig
+from geartrain.replay.distributed.assignment import Assigner, Replica
+from geartrain.replay.distributed.draw import CommonError, ShardedSampler, common_errors
+from geartrain.replay.distributed.members import Members
+from geartrain.replay.distributed.rank_group import Bytes
+from geartrain.replay.distributed.read_agreement import ReadAgreement, ReadOutcome
+from geartrain.replay.native_batch import RankNativeBatch, rank_batch
+from geartrain.replay.sampler import StoreSampler
+from geartrain.selection.shard import ShardedDraw
+from geartrain.selection.sharded import begins_with_offers, is_independent
+from geartrain.selection.strategy import Draw, Redraw, importance_of, seed_of
+from geartrain.store.store import Store
+
+#: A buffer in memory of the caller's: the consumer's rank, its arrays, its headers as bytes, and what copies its rows.
+Target = tuple[int, list[Any], Bytes, Callable[..., Any] | None]
+
+
+def arrays_of(sampler: StoreSampler) -> dict[str, int]:
+    """The arrays of a row as ranks exchange them, and the bytes of a row in each, by name."""
+    if sampler.transitions is None:
+        return {name: sampler.plan.row_bytes(name) for name in sampler.plan.names}
+    made = sampler.transitions.arrays()
+    return {name: int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for name, (shape, dtype) in made.items()}
+
+
+def draws_by_totals(samplers: Sequence[StoreSampler]) -> bool:
+    """Whether all draws of a batch follow from the totals of one store's shards, which native code makes."""
+    first = samplers[0]
+    return (
+        len(samplers) == 1
+        and first.draws_natively
+        and is_independent(first.strategy)
+        and not (first.limited or first.may_refuse or first.plan.store.per_step)
+    )
+
+
+class NearStores(NamedTuple):
+    """Shards of other ranks of this host.
+
+    Attributes:
+        stores: by number, those that this rank has open to read.
+        reached: for every rank, the numbers of those that it has.
+        by_totals: whether all ranks draw by totals.
+    """
+
+    stores: dict[int, Store]
+    reached: list[list[int]]
+    by_totals: bool
+
+    def close(self) -> None:
+        """Closes them."""
+        _close_all(self.stores)
+
+
+def open_near(sampler: StoreSampler, members: Members, *, by_totals: bool, lagged: bool) -> NearStores:
+    """Opens the shards of ranks of this host, where all ranks draw by totals. Collective.
+
+    Args:
+        sampler: of this rank's shard of the first store.
+        members: the ranks.
+        by_totals: whether this rank draws so.
+        lagged: only who leads a shard may read it.
+    """
+    paths: list[str] = members.group.all_gather_object(str(sampler.plan.store.path))
+    found: dict[int, Store] = {}
+    with contextlib.ExitStack() as opened:  # closes what is open where this fails
+        opened.callback(_close_all, found)
+        if by_totals and not lagged:
+            _open_near(found, sampler.plan.store, members, paths)
+        # What one rank has open all others know, since they do not send it those rows.
+        told = members.group.all_gather_object((by_totals, sorted(found)))
+        everyone = all(each for each, _ in told)
+        if not everyone:
+            _close_all(found)
+            found.clear()
+        reached = [shards if everyone else [] for _, shards in told]
+        opened.pop_all()
+    return NearStores(found, reached, everyone)
+
+
+def _close_all(stores: Mapping[int, Store]) -> None:
+    for store in stores.values():
+        store.close()
+
+
+def _open_near(found: dict[int, Store], mine: Store, members: Members, paths: Sequence[str]) -> None:
+    group, shards = members.group, members.stores[0]
+    # A group of the user's own may not know which of its ranks are of one host.
+    for peer in sorted(group.shm_peers()) if hasattr(group, "shm_peers") else ():
+        shard = shards.of_rank[peer]
+        if shard == shards.of_rank[group.rank] or shard in found:
+            continue
+        # Of another mount namespace, of another user, or no more files may be open: its rows come in messages.
+        with contextlib.suppress(GeartrainError):
+            store = Store.peek(paths[peer], trust=mine.trust)
+            if store.id == shards.ids[shard]:
+                found[shard] = store
+            else:
+                store.close()
+
+
+def _with_led_shards(replica: Replica, leaders: Sequence[int]) -> Replica:
+    """A replica whose ranks have none but the shards that they lead in their memory."""
+    local = [
+        frozenset(shard for shard in shards if leaders[shard] == rank)
+        for rank, shards in zip(replica.ranks, replica.local_shards, strict=True)
+    ]
+    return Replica(replica.ranks, tuple(local))
+
+
+class RankReader:
+    """Reads this rank's rows of each batch, for itself and for other ranks.
+
+    Args:
+        agreed: of this rank's shards, one for each store, and of the ranks.
+        config: of the replay.
+        near: shards of other ranks that this rank reads.
+
+    Attributes:
+        by_totals: whether `build` makes the draws.
+        idle: no row ever moves from one rank to another.
+        row_bytes: of a row in this rank's batch.
+        exchange: what native code exchanges messages with other ranks by.
+    """
+
+    def __init__(self, agreed: ShardedSampler, config: ReplayConfig, near: NearStores) -> None:
+        samplers, members = agreed.samplers, agreed.members
+        self.samplers = samplers
+        self.members = members
+        self.near = near
+        self.by_totals = by_totals = near.by_totals
+        self._agreed = agreed
+        self._n = config.batch_size
+        rank = members.group.rank
+        me = members.me
+        names = list(arrays_of(samplers[0]))
+        self._plan = samplers[0].plan
+        if samplers[0].transitions is None and me is not None:
+            self._plan = samplers[0].plan.of_fields(me.fields)
+        lagged = config.extra_lag > 0
+        shard_ranks = [ranks for store in members.stores for ranks in store.ranks]
+        replicas = members.replicas
+        if lagged:  # of one store
+            shard_ranks = [[leader] for leader in members.stores[0].leaders]
+            replicas = [_with_led_shards(each, members.stores[0].leaders) for each in replicas]
+        reached = near.reached
+        self.idle = not lagged and by_totals
+        self.idle &= all(
+            len({members.stores[0].of_rank[other], *each}) == len(shard_ranks) for other, each in enumerate(reached)
+        )
+        assigner = Assigner(replicas, shard_ranks, {at: set(each) for at, each in enumerate(reached)})
+        # Whether a batch can be drawn again by all ranks: draws that are independent or in an order use nothing up.
+        self._can_redraw = all(
+            (is_independent(each.strategy) or begins_with_offers(each.strategy))
+            and not (each.limited or each.may_refuse)
+            for each in samplers
+        )
+        self._with_lowest = any(sampler.traits.importance for sampler in samplers)
+        self._place = self._placed if any(sampler.placed for sampler in samplers) else None
+        plan = samplers[0].plan
+        view = samplers[0].transitions
+        self._native = _native.RankReader(
+            rank,
+            [(each.rank, each.replica, [names.index(name) for name in each.fields]) for each in members.consumers],
+            [_plan_of(sampler) for sampler in samplers],
+            [
+                self._shard_view(number, shard, ranks, reached, rank)
+                for number, store in enumerate(members.stores)
+                for shard, ranks in enumerate(shard_ranks[store.first : store.first + len(store.ranks)])
+            ],
+            assigner.native,
+            plan.window,
+            plan.pad_left,
+            plan.threads,
+            config.assignment == "ordered",
+            None if plan.windows is None or view is not None else plan.windows.native,
+            None if view is None else view.native,
+            None if me is None or not me.fields else me.replica,
+        )
+        self.row_bytes = self._native.row_bytes(rank if me is None else me.rank)
+        self.exchange = agreed.exchange_of(idle=self.idle)
+        self._step = 0  # of the batch that is read
+        self._failed: EmptyStoreError | None = None  # why rows of it were not drawn again
+
+    def _shard_view(
+        self, number: int, shard: int, ranks: list[int], reached: Sequence[Sequence[int]], rank: int
+    ) -> tuple[_native.Store | None, int, list[int], bool, int, int, list[int]]:
+        plan = self.samplers[number].plan
+        readers = [*ranks, *(other for other, each in enumerate(reached) if shard in each)]
+        mine = shard == self.members.stores[number].of_rank[rank]
+        store = plan.store if mine else self.near.stores.get(shard)
+        if store is None:
+            return None, number, [], False, 0, 1, ranks
+        fields = [store.field_number(name) for name in plan.names]
+        counts = ranks[0] == rank and len(readers) > len(ranks)
+        turn = readers.index(rank) if rank in readers else 0  # one that is none of them reads nothing here
+        return store.native, number, fields, counts, turn, len(readers), ranks
+
+    # --- what Python is asked for ---------------------------------------------------------------------------------
+
+    @property
+    def asks(self) -> list[str]:
+        """What of a batch is code in Python, besides the raising of priorities: for `Replay.stats`."""
+        found = [] if self.by_totals else ["draws over ranks"]
+        if any(not sampler.draws_natively for sampler in self.samplers):
+            found.append("redraws")
+        if self._place is not None:
+            found.append("window function")
+        return found
+
+    def _placed(
+        self,
+        store: int,
+        numbers: NDArray[np.uint32],
+        rows: NDArray[np.uint32],
+        generations: NDArray[np.uint32],
+        attempt: int,
+    ) -> NDArray[np.int32]:
+        ends = self.samplers[store].ends(self._step, attempt, numbers, rows, generations)
+        assert ends is not None
+        return ends
+
+    def _again(
+        self, store: int, n: int, attempt: int, numbers: NDArray[np.uint32], kept: NDArray[np.uint32]
+    ) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.float64]] | None:
+        """Other rows in the place of lost ones, by the strategy's own code; None where there are none."""
+        sampler = self.samplers[store]
+        try:
+            drawn = sampler.draw(n, self._step, {}, Redraw(attempt, numbers, kept))
+        except EmptyStoreError as error:
+            self._failed = error
+            return None
+        return drawn.rows, drawn.generations, drawn.probability
+
+    # --- a batch --------------------------------------------------------------------------------------------------
+
+    def empty_batch(self, n: int) -> _native.SampledBatch:
+        """Recycled memory for n rows of this rank's batch."""
+        plan, view = self._plan, self.samplers[0].transitions
+        native = None if view is None else view.native
+        return _native.SampledBatch(plan.store.native, n, plan.numbers, plan.window, True, native)
+
+    def build(self, step: int, updates: list[PriorityUpdate]) -> tuple[_native.SampledBatch, _native.RankRead]:
+        """Agrees, draws and reads in one native call; tells the outcome too, where no row ever moves.
+
+        Raises:
+            RanksDisagreeError: a rank has another configuration or is at another step.
+            CommonError: there is nothing to draw, or too little.
+            PeerLostError: a rank is lost.
+        """
+        sampler, agreed = self.samplers[0], self._agreed
+        if self.members.leads(0):
+            sampler.expire()
+        self._step = step
+        batch = self.empty_batch(self._n // len(self.members.replicas))
+        beta = sampler.beta_at(step) if sampler.traits.importance else None
+        given, change = agreed.given(updates), agreed.change_at(step)
+        with agreed.rounds():
+            read = self._native.build(
+                batch, agreed.steps, self.exchange, step, self._n, given, change, beta, self._place
+            )
+        if read.changed:
+            updates.clear()  # they are not sent again when this batch fails
+        self.check(read, step)
+        self._count(read)
+        return batch, read
+
+    def read_heard(self, step: int, heard: _native.RankRead) -> _native.SampledBatch:
+        """Draws the batch of a step that all ranks have begun, and reads this rank's rows."""
+        self._step = step
+        batch = self.empty_batch(self._n // len(self.members.replicas))
+        self._native.read(batch, heard, step, self._n, self._place)
+        self._count(heard)
+        return batch
+
+    def drawn(self, drawn: Sequence[ShardedDraw | None], state: State) -> list[tuple[Any, ...] | None]:
+        """The draws of each store as native code takes them."""
+        return [None if each is None else self._drawn(number, each, state[number]) for number, each in enumerate(drawn)]
+
+    def _drawn(self, number: int, drawn: ShardedDraw, state: dict[str, int]) -> tuple[Any, ...]:
+        sampler, store = self.samplers[number], self.members.stores[number]
+        steps = None if drawn.steps is None else sampler.anchors(drawn.rows, drawn.steps)
+        rounds = None if drawn.rounds is None else drawn.rounds.astype(np.uint32)
+        shard = store.of_rank[self.members.group.rank]
+        limits = sampler.limits_now() if sampler.draws_natively else None
+        cursor = state.get(f"after/{shard}", 0)
+        return (
+            drawn.shard + store.first,
+            drawn.rows,
+            drawn.generations,
+            drawn.probability,
+            steps,
+            rounds,
+            drawn.share,
+            limits,
+            cursor,
+        )
+
+    def messages(self, drawn: Sequence[tuple[Any, ...] | None]) -> list[tuple[int, int]]:
+        """How many rows each other rank gets from this one: (rank, rows)."""
+        return self._native.outgoing(drawn)
+
+    def read(
+        self,
+        step: int,
+        drawn: Sequence[tuple[Any, ...] | None],
+        own: _native.SampledBatch | Target | None,
+        others: Sequence[Target],
+        *,
+        in_host_memory: bool,
+    ) -> _native.RankRead:
+        """Reads this rank's rows of a batch that was drawn.
+
+        Args:
+            step: of the batch.
+            drawn: the draws, of `drawn`.
+            own: where this rank's own rows go; None where it gets none.
+            others: where those of other ranks go, unless `in_host_memory`.
+            in_host_memory: rows of other ranks go into messages in host memory.
+        """
+        self._step = step
+        read = self._native.read_drawn(own, others, in_host_memory, drawn, step, self._place, self._again)
+        self._count(read)
+        return read
+
+    def _count(self, read: _native.RankRead) -> None:
+        for number, sampler in enumerate(self.samplers):
+            sampler.redrawn += read.redrawn[number]
+            if sampler.traits.cursor:
+                self._agreed.cursors[number] = max(self._agreed.cursors[number], read.cursors[number])
+
+    def check(self, read: _native.RankRead, step: int) -> None:
+        """Raises what all ranks have found wrong before they draw: see `build`."""
+        if not read.refusal:
+            return
+        if read.refusal == "disagree":
+            self._agreed.check_ranks(read.status, step)
+        elif read.refusal == "few rows":
+            common_errors(lambda: self.samplers[0].check_count(read.rows))
+        raise CommonError(
+            EmptyStoreError(
+                "no selectable row has a priority above zero"
+                if self.samplers[0].traits.by_priority
+                else "no store of the group has a selectable row"
+            )
+        )
+
+    def agreement(self, read: _native.RankRead) -> ReadAgreement:
+        """The exchange of what was read, which tells all ranks of lost rows."""
+        failed, self._failed = self._failed, None
+        if read.failed is not None and failed is None:
+            failed = EmptyStoreError(read.failed)
+        outcome = ReadOutcome(read.lowest, failed)
+        return ReadAgreement(self.members, outcome, with_lowest=self._with_lowest, can_redraw=self._can_redraw)
+
+    def place(self, batch: _native.SampledBatch, read: _native.RankRead) -> None:
+        """Puts rows that were received to their places."""
+        if read.received_rows:
+            self._native.place(batch, read)
+
+    def sent_bytes(self, read: _native.RankRead) -> int:
+        """Bytes of the fields in the messages of a read."""
+        return sum(self._native.row_bytes(rank) * rows for rank, rows in read.sent_rows)
+
+    # --- a finished batch -----------------------------------------------------------------------------------------
+
+    def importance_weights(
+        self,
+        read: _native.RankRead,
+        rows: NDArray[np.uint32],
+        generations: NDArray[np.uint32],
+        probability: NDArray[np.float64],
+        counts: Sequence[int],
+        lowest: NDArray[np.float64],
+        step: int,
+    ) -> NDArray[np.float64]:
+        """Importance weights of this rank's rows, scaled by the largest of the global batch; 1 where there are none."""
+        made = np.ones(len(rows))
+        for number, sampler in enumerate(self.samplers):
+            part = slice(read.parts[number], read.parts[number + 1])
+            if not sampler.traits.importance or part.start == part.stop:
+                continue
+            draw = Draw(rows[part], generations[part], probability[part], lowest=float(lowest[number]))
+            weights = importance_of(sampler.strategy, draw, counts[number], step)
+            if weights is not None:
+                made[part] = weights
+        return made
+
+    def weigh(
+        self,
+        batch: _native.SampledBatch,
+        read: _native.RankRead,
+        counts: Sequence[int],
+        agreement: ReadAgreement,
+        step: int,
+    ) -> None:
+        """Gives a batch in host memory its importance weights, where `build` has not."""
+        if not self._with_lowest or (batch.weighed and read.outcome is not None):
+            return
+        lowest = agreement.lowest
+        if lowest is None:
+            lowest = np.array([read.lowest_of_all], np.float64)
+        beta = self.samplers[0].beta_at(step)
+        if len(self.samplers) == 1 and beta is not None:
+            self._native.weigh(batch, counts[0], beta, float(lowest[0]))
+            return
+        weights = self.importance_weights(
+            read, batch.rows(), batch.generations(), batch.probability(), counts, lowest, step
+        )
+        batch.set_importance(0, weights)
+
+    def finish(self, batch: _native.SampledBatch, read: _native.RankRead, step: int) -> RankNativeBatch:
+        """The batch as users get it."""
+        view = self.samplers[0].transitions
+        if view is not None:
+            view.settle(batch)  # which asks functions of the user's
+        return rank_batch(batch, view or self._plan, step, self.members.shard_ids, read.draws())
+
+    def close(self) -> None:
+        """Closes the shards of other ranks."""
+        self.near.close()
+
+
+def _plan_of(sampler: StoreSampler) -> tuple[tuple[Any, ...] | None, int, int, bool]:
+    traits, draws = sampler.traits, None
+    if sampler.draws_natively:
+        draws = (
+            traits.by_priority,
+            traits.replacement,
+            traits.stratified,
+            traits.order,
+            traits.cursor,
+            traits.over_steps,
+        )
+    return draws, seed_of(sampler.strategy), sampler.atom, sampler.limited
+
+
+__all__ = ["NearStores", "RankReader", "Target", "arrays_of", "draws_by_totals", "open_near"]
