@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_batches import B, as_record, join, over_ranks, same
+from rank_batches import B, as_record, join, same
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, NotEnoughRowsError
@@ -144,7 +144,18 @@ def test_an_exponent_that_follows_a_schedule_is_applied_once_a_shard(
     runs = []
     for shards, ranks in ((1, 1), (2, 4), (3, 3)):
         stores = sharded_stores(shards)
-        runs.append(over_ranks(stores, selection, batches=8, ranks=ranks)[0])
+
+        def body(rank: ThreadRankGroup, stores: Any = stores) -> list[gt.Batch]:
+            options = {"window": 4, "output": "numpy", "num_batches": 8, "group": rank}
+            with gt.Replay(stores[rank.rank % len(stores)], selection, B, **options) as replay:
+                made = []
+                for batch in replay:
+                    replay.update_priorities(batch.keys, batch["number"] % 11 + 1)  # the exponent moves with updates
+                    made.append(batch)
+                return made
+
+        results = run_ranks(ranks, body)
+        runs.append([join([result[step] for result in results]) for step in range(8)])
     assert all(same(run, runs[0]) for run in runs)
 
 

@@ -308,14 +308,26 @@ def test_lost_rows_are_drawn_again_from_their_shard(monkeypatch: pytest.MonkeyPa
         draws = given[5]
         return (np.where(draws.attempt == 0, draws.numbers % 3 == 0, torn).astype(np.uint8), *rest)
 
-    monkeypatch.setattr(TransitionRows, "gather", torn_at_first)
-    for per, selection in (("row", Uniform(seed=1, over="steps")), ("step", Prioritized(seed=1, beta=0.5))):
+    lost = np.arange(B) % 3 == 0
+    for per, selection in (
+        ("row", Uniform(seed=1, over="steps")),
+        ("step", Prioritized(seed=1, beta=0.5)),
+        ("row", Uniform(seed=1, replacement=False)),
+    ):
         with episodes.stores(2, priority_per=per) as stores:
-            (batch, *_), stats = over_ranks(stores, selection, B, 3, view=gt.Transitions(), prefetch=0)
+            settings: dict[str, Any] = {"view": gt.Transitions(), "prefetch": 0}
+            (whole, *_), _ = over_ranks(stores, selection, B, 3, **settings)
+            with monkeypatch.context() as patched:
+                patched.setattr(TransitionRows, "gather", torn_at_first)
+                (batch, *others), stats = over_ranks(stores, selection, B, 3, **settings)
         assert sum(each["redrawn"] for each in stats) == B
         row, t = np.divmod(batch["action"], STEPS)
         assert np.array_equal(row, batch["version"]) and np.array_equal(t, batch["start"])
         assert np.array_equal(batch["obs.state"], episodes.arrays["obs.state"][row, t])
+        assert np.array_equal(batch["action"][~lost], whole["action"][~lost]), "what is kept stays"
+        assert (row[lost] != whole["version"][lost]).mean() > 0.5, "under other random bits"
+        if not selection.replacement:
+            assert all(len(np.unique(each["version"])) == B for each in (batch, *others))
         if per == "step":
             assert np.array_equal(batch["step"], t)
             total = np.rint(episodes.priorities * 2**16)[episodes.steps()].sum()
