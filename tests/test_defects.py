@@ -51,3 +51,16 @@ def test_text_is_found_whatever_white_space_is_between_its_words_and_nowhere_els
     )
     with pytest.raises(plant.StaleError, match="stands 2 times"):
         plant.Defect("d", "draw", "ranks", "", "f.py", "a + b", "a", ()).planted("a + b, a+b")
+
+
+def test_what_was_found_is_recorded_and_what_cannot_be_judged_is_not_kept(tmp_path, monkeypatch):
+    before = plant.DEFECTS.read_text()
+    file = tmp_path / "defects.toml"
+    file.write_text(before)
+    monkeypatch.setattr(plant, "DEFECTS", file)
+    one, two, three, *_ = every = plant.defects()
+    found = {one: ("caught", "tests/a.py::test[b - c]"), two: ("not caught", ""), three: ("unproven", "tests/a.py::d")}
+    plant.record(plant.Result(each.id, each.kind, each.where, *how) for each, how in found.items())
+    after = plant.defects()
+    assert [each.caught_by for each in after[:3]] == ["tests/a.py::test[b - c]", "", None]
+    assert [each.caught_by for each in after[3:]] == [each.caught_by for each in every[3:]]
