@@ -71,27 +71,37 @@ def test_keys_with_the_draws_of_a_batch_and_an_array_of_stores_are_taken_or_refu
     run_ranks(1, body)
 
 
-def test_priorities_of_a_row_drawn_twice_are_set_in_the_order_of_draws(
-    sharded_stores: Callable[..., list[gt.Store]],
+@pytest.mark.parametrize("limits", [None, Limits(min_length=1)], ids=["one native call", "limits"])
+def test_priorities_of_a_row_drawn_twice_are_set_in_the_order_of_calls_and_draws(
+    sharded_stores: Callable[..., list[gt.Store]], limits: Limits | None
 ) -> None:
+    def loop(replay: gt.Replay) -> list[gt.Batch]:
+        made = []
+        for batch in replay:
+            draw = np.arange(B) if batch.draw is None else batch.draw
+            replay.update_priorities(batch.keys, 1.0 + draw % 5)
+            later = draw < B // 2  # of a row that is drawn later as well this call holds all the same
+            replay.update_priorities(batch.keys[later], 6.0 + draw[later] % 5)
+            made.append(batch)
+        return made
+
+    settings: dict[str, Any] = {"window": 4, "output": "numpy", "num_batches": 6, "prefetch": 0}
+
     def run(shards: int, ranks: int) -> list[dict[str, np.ndarray]]:
         stores = sharded_stores(shards)
 
         def body(rank: ThreadRankGroup) -> list[gt.Batch]:
-            options = {"window": 4, "output": "numpy", "num_batches": 6, "group": rank}
-            with gt.Replay(stores[rank.rank % shards], Prioritized(seed=3), B, **options) as replay:
-                made = []
-                for batch in replay:
-                    replay.update_priorities(batch.keys, 1.0 + batch.draw % 5)
-                    made.append(batch)
-                return made
+            selection = Prioritized(seed=3, limits=limits)
+            with gt.Replay(stores[rank.rank % shards], selection, B, group=rank, **settings) as replay:
+                return loop(replay)
 
         results = run_ranks(ranks, body)
         return [join([result[step] for result in results]) for step in range(6)]
 
-    expected = run(1, 1)
-    for shards, ranks in ((2, 2), (3, 3), (4, 8)):
-        assert same(run(shards, ranks), expected)
+    with gt.Replay(sharded_stores(1)[0], Prioritized(seed=3, limits=limits), B, **settings) as replay:
+        expected = [as_record(batch) for batch in loop(replay)]
+    for shards, ranks in ((1, 1), (2, 2), (3, 3), (4, 8)):
+        assert same(run(shards, ranks), expected), (shards, ranks)
 
 
 def test_limits_hold_their_promise_with_updates_and_shared_shards(

@@ -286,10 +286,18 @@ def test_samples_of_rows_are_counted_and_limited_over_ranks() -> None:
             assert left == 60 - (np.bincount(drawn) == 2).sum()
 
 
-@pytest.mark.parametrize("view", ["window", "goals"])
-def test_draws_made_again_for_want_of_samples_show_what_one_process_shows(view: str) -> None:
+@pytest.mark.parametrize(
+    ("selection", "view"),
+    [
+        (Uniform(seed=1, over="steps"), "window"),
+        (Uniform(seed=1, over="steps"), "goals"),
+        (Prioritized(seed=1, stratified=True), "window"),
+    ],
+    ids=["window", "goals", "strata"],
+)
+def test_draws_made_again_for_want_of_samples_show_what_one_process_shows(selection: Any, view: str) -> None:
     options = {"prefetch": 0, **VIEWS[view]}
-    episodes, selection = Episodes(60, least=6), Uniform(seed=1, over="steps")
+    episodes = Episodes(60, least=6)
     with episodes.stores(1, max_times_sampled=1) as (store,):
         (expected,) = alone(store, selection, 40, 1, **VIEWS[view])
     assert len(np.unique(expected["version"])) == 40
