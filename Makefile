@@ -1,10 +1,10 @@
-# make demo | test | test-all | test-failed | test-long | races | test-sanitized | storm | soak | fuzz | upstream | bench | figures | results | check | docs | wheels | sbom | audit | lint-images. Everything is installed into .venv from pyproject.toml and constraints.txt.
+# make demo | test | test-all | test-failed | test-long | races | test-sanitized | storm | soak | fuzz | defects | upstream | bench | figures | results | check | docs | wheels | sbom | audit | lint-images. Everything is installed into .venv from pyproject.toml and constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
 TESTS := $(wildcard native/tests/*/*.h native/tests/*/*.cc)
 NATIVE := CMakeLists.txt $(filter-out $(TESTS),$(wildcard native/*/*.h native/*/*.cc native/*/*/*.h native/*/*/*.cc))
 
-.PHONY: setup demo test test-all test-failed test-long races test-sanitized sanitized-module storm soak fuzz upstream bench figures results check docs wheels sbom audit lint-images native-check gpu-bundle gpu-check format clean
+.PHONY: setup demo test test-all test-failed test-long races test-sanitized sanitized-module storm soak fuzz defects upstream bench figures results check docs wheels sbom audit lint-images native-check gpu-bundle gpu-check format clean
 setup: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt $(NATIVE)
@@ -71,6 +71,10 @@ fuzz: setup  # all native fuzzers under ASan and UBSan, so many executions toget
 	  -DGEARTRAIN_SANITIZE=address -DCMAKE_CXX_COMPILER=$$cxx > /dev/null && \
 	$(BIN)/cmake --build build/fuzz-$$cxx --target $(FUZZERS) && \
 	$(BIN)/python tests/support/fuzz_native.py --build build/fuzz-$$cxx --executions $(EXECUTIONS)
+
+# For example: make defects OPTIONS="--kind redraw", or "--list", or "--only mask-shifted --suites"
+defects: setup  # plants 40 known defects of the batch pipeline in a copy of the tree, one at a time: which test catches each
+	$(BIN)/python tests/defects/plant.py --json runs/defects.json $(OPTIONS)
 
 # The own tests of a project whose classes geartrain stands in for. SOURCE: an sdist, a wheel with tests, a checkout;
 # none for torch. OPTIONS: --short, for example

@@ -95,6 +95,18 @@ def test_draws_of_steps_give_the_batches_and_keys_of_the_host(
                     assert fast.update_priorities(landed.keys, np.ones(8)) == 0
 
 
+def refuse_at_first(replay: gt.Replay) -> None:
+    """Every fourth draw of the replay's first batch finds a row whose last sample somebody else had."""
+    sampler = replay._builder.samplers[0]
+    count, calls = sampler.count_samples, itertools.count()
+
+    def refused_at_first(rows: Any, generations: Any) -> Any:
+        taken = count(rows, generations)
+        return taken & (np.arange(len(rows)) % 4 != 0) if next(calls) == 0 else taken
+
+    sampler.count_samples = refused_at_first  # type: ignore[method-assign]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 def test_torn_rows_are_drawn_again_with_their_steps(store_name: Callable[[], str], packed: bool) -> None:
@@ -105,14 +117,7 @@ def test_torn_rows_are_drawn_again_with_their_steps(store_name: Callable[[], str
         on = DeviceOptions(device, path="gather", packed=packed)
         for strategy in (Prioritized(seed=1), Uniform(seed=2), Uniform(seed=3, over="steps")):
             with gt.Replay(store, strategy, 16, **settings, device=on) as fast:
-                sampler = fast._builder.samplers[0]
-                count, calls = sampler.count_samples, itertools.count()
-
-                def refused_at_first(rows: Any, generations: Any, count: Any = count, calls: Any = calls) -> Any:
-                    taken = count(rows, generations)
-                    return taken & (np.arange(len(rows)) % 4 != 0) if next(calls) == 0 else taken
-
-                sampler.count_samples = refused_at_first  # type: ignore[method-assign]
+                refuse_at_first(fast)
                 batch = fast.sample()
                 device.finish()
                 assert fast.stats()["redrawn"] == 4
@@ -120,6 +125,19 @@ def test_torn_rows_are_drawn_again_with_their_steps(store_name: Callable[[], str
             assert batch.keys.step is not None
             values = expected["pixels"][expected.mask] if packed else expected["pixels"]
             assert torch.equal(values, batch["pixels"].cpu())
+
+
+def test_rows_that_are_drawn_again_have_the_same_windows_however_they_come(store: gt.Store) -> None:
+    device, made = SimulatedDevice(3), []
+    for path, packed in (("gather", False), ("gather", True), ("copy", False), ("copy", True)):
+        on = DeviceOptions(device, path=path, packed=packed)
+        with gt.Replay(store, Uniform(seed=2), 16, window=7, prefetch=0, device=on) as fast:
+            refuse_at_first(fast)
+            batch = fast.sample()
+            device.finish()
+            assert fast.stats()["redrawn"] == 4
+        made.append((batch.keys.row.tolist(), batch.start.tolist(), batch.length.tolist()))
+    assert all(each == made[0] for each in made)
 
 
 @pytest.mark.parametrize("path", ["gather", "copy", "staged"])

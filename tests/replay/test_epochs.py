@@ -460,26 +460,28 @@ def test_a_pass_whose_rest_has_gone_ends_and_the_next_one_is_whole(drop_last, pr
 def test_rows_that_are_extended_are_of_a_pass_after_their_end():
     fields = recorded_fields({"obs": gt.Field((1,), "float32"), "reward": gt.Field((), "float32")})
     with gt.Store.create(fields, max_length=20, capacity=16) as store:
-        recorder = store.recorder(4, autoreset="disabled", publish_every=1)
+        recorder, other = (store.recorder(4, autoreset="disabled", publish_every=1) for _ in range(2))
 
-        def steps(n, *, ends):
+        def steps(recorder, n, *, ends):
             for i in range(n):
                 over = np.full(4, ends and i == n - 1)
                 recorder.step(np.zeros((4, 1)), reward=np.zeros(4), terminated=over, truncated=~over & False)
 
         recorder.reset(np.zeros((4, 1)))
-        steps(5, ends=True)  # four rows of 5 transitions, complete
+        steps(recorder, 5, ends=True)  # four rows of 5 transitions, complete
         recorder.reset(np.zeros((4, 1)))
-        steps(3, ends=False)  # and four that are extended
+        steps(recorder, 3, ends=False)  # four that are extended
+        other.reset(np.zeros((4, 1)))
+        steps(other, 2, ends=True)  # and four that were begun later, and are complete
         view = gt.Transitions()
         with replay_of(store, Epochs(seed=0, over="steps"), 4, view=view) as replay:
             given = 0
             for number, batch in enumerate(replay):
                 given += len(batch)
                 if number == 1:
-                    steps(2, ends=True)
-            assert given == 4 * 5 and replay.stats()["skipped"] == 0
-            assert sum(len(batch) for batch in replay) == 4 * 5 + 4 * 5
+                    steps(recorder, 2, ends=True)
+            assert given == 4 * 5 + 4 * 2 and replay.stats()["skipped"] == 0
+            assert sum(len(batch) for batch in replay) == 4 * 5 + 4 * 2 + 4 * 5
 
 
 @pytest.mark.parametrize(

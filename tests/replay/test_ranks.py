@@ -232,7 +232,8 @@ def test_a_mixture_over_ranks_makes_the_batches_of_one_process(sharded_stores: C
         return [list(pair) for pair in zip(sharded_stores(shards), sharded_stores(shards), strict=True)]
 
     with gt.Replay(pairs(1)[0], selection(), B, window=4, output="numpy", num_batches=3) as replay:
-        expected = [as_record(batch) for batch in replay]
+        first, *_ = made = list(replay)
+        expected = [as_record(batch) for batch in made]
     for ranks in (1, 2, 3):
         stores = pairs(ranks)
 
@@ -248,6 +249,12 @@ def test_a_mixture_over_ranks_makes_the_batches_of_one_process(sharded_stores: C
 
         results = run_ranks(ranks, body)
         assert same([join([r[step] for r in results]) for step in range(1)], expected[:1])
+        for batch in (r[0] for r in results):
+            store = np.asarray(first.keys.shard)[batch.draw]
+            shard = np.asarray(batch.keys.shard)
+            assert np.array_equal(shard // ranks, store), "shards are numbered store by store"
+            ids = [[each.id for each in pair] for pair in stores]
+            assert batch.keys.store.tolist() == [ids[s % ranks][s // ranks] for s in shard.tolist()]
 
 
 # --- rows that change, shards that grow -------------------------------------------------------------------------

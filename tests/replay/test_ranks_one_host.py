@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_batches import B, as_record, join, over_ranks, same
+from rank_batches import B, N, as_record, join, over_ranks, same
 
 import geartrain as gt
 from geartrain.errors import GeartrainError, StoreError
@@ -144,6 +144,7 @@ def test_rows_that_go_while_another_rank_reads_them_are_drawn_again(
     stores = sharded_stores(2)
     send_parts = ShardedSampler.send_parts
     left = stores[1].keys()[:3]
+    share = len(stores[1]) / sum(len(store) for store in stores)
 
     def loses_rows(self: ShardedSampler, parts: Any) -> Any:
         received = send_parts(self, parts)
@@ -166,3 +167,7 @@ def test_rows_that_go_while_another_rank_reads_them_are_drawn_again(
     theirs = mine.keys[mine.keys.shard == 1]
     assert len(theirs) and np.isin(theirs.row, left.row).all(), "of what the other shard has left"
     assert np.array_equal(joined["version"], joined["number"])
+    again = mine.probability[(mine.keys.shard == 1) & (mine.probability > 1 / N)]
+    assert len(again) and np.allclose(again, share / 3, rtol=1e-12), (
+        "one of the three, in its shard's part of the whole"
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_batches import B, as_record, join, over_ranks, same
+from rank_batches import B, as_record, join, same
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, NotEnoughRowsError
@@ -71,27 +71,37 @@ def test_keys_with_the_draws_of_a_batch_and_an_array_of_stores_are_taken_or_refu
     run_ranks(1, body)
 
 
-def test_priorities_of_a_row_drawn_twice_are_set_in_the_order_of_draws(
-    sharded_stores: Callable[..., list[gt.Store]],
+@pytest.mark.parametrize("limits", [None, Limits(min_length=1)], ids=["one native call", "limits"])
+def test_priorities_of_a_row_drawn_twice_are_set_in_the_order_of_calls_and_draws(
+    sharded_stores: Callable[..., list[gt.Store]], limits: Limits | None
 ) -> None:
+    def loop(replay: gt.Replay) -> list[gt.Batch]:
+        made = []
+        for batch in replay:
+            draw = np.arange(B) if batch.draw is None else batch.draw
+            replay.update_priorities(batch.keys, 1.0 + draw % 5)
+            later = draw < B // 2  # of a row that is drawn later as well this call holds all the same
+            replay.update_priorities(batch.keys[later], 6.0 + draw[later] % 5)
+            made.append(batch)
+        return made
+
+    settings: dict[str, Any] = {"window": 4, "output": "numpy", "num_batches": 6, "prefetch": 0}
+
     def run(shards: int, ranks: int) -> list[dict[str, np.ndarray]]:
         stores = sharded_stores(shards)
 
         def body(rank: ThreadRankGroup) -> list[gt.Batch]:
-            options = {"window": 4, "output": "numpy", "num_batches": 6, "group": rank}
-            with gt.Replay(stores[rank.rank % shards], Prioritized(seed=3), B, **options) as replay:
-                made = []
-                for batch in replay:
-                    replay.update_priorities(batch.keys, 1.0 + batch.draw % 5)
-                    made.append(batch)
-                return made
+            selection = Prioritized(seed=3, limits=limits)
+            with gt.Replay(stores[rank.rank % shards], selection, B, group=rank, **settings) as replay:
+                return loop(replay)
 
         results = run_ranks(ranks, body)
         return [join([result[step] for result in results]) for step in range(6)]
 
-    expected = run(1, 1)
-    for shards, ranks in ((2, 2), (3, 3), (4, 8)):
-        assert same(run(shards, ranks), expected)
+    with gt.Replay(sharded_stores(1)[0], Prioritized(seed=3, limits=limits), B, **settings) as replay:
+        expected = [as_record(batch) for batch in loop(replay)]
+    for shards, ranks in ((1, 1), (2, 2), (3, 3), (4, 8)):
+        assert same(run(shards, ranks), expected), (shards, ranks)
 
 
 def test_limits_hold_their_promise_with_updates_and_shared_shards(
@@ -144,7 +154,18 @@ def test_an_exponent_that_follows_a_schedule_is_applied_once_a_shard(
     runs = []
     for shards, ranks in ((1, 1), (2, 4), (3, 3)):
         stores = sharded_stores(shards)
-        runs.append(over_ranks(stores, selection, batches=8, ranks=ranks)[0])
+
+        def body(rank: ThreadRankGroup, stores: Any = stores) -> list[gt.Batch]:
+            options = {"window": 4, "output": "numpy", "num_batches": 8, "group": rank}
+            with gt.Replay(stores[rank.rank % len(stores)], selection, B, **options) as replay:
+                made = []
+                for batch in replay:
+                    replay.update_priorities(batch.keys, batch["number"] % 11 + 1)  # the exponent moves with updates
+                    made.append(batch)
+                return made
+
+        results = run_ranks(ranks, body)
+        runs.append([join([result[step] for result in results]) for step in range(8)])
     assert all(same(run, runs[0]) for run in runs)
 
 

@@ -284,10 +284,18 @@ def test_samples_of_rows_are_counted_and_limited_over_ranks() -> None:
             assert left == 60 - (np.bincount(drawn) == 2).sum()
 
 
-@pytest.mark.parametrize("view", ["window", "goals"])
-def test_draws_made_again_for_want_of_samples_show_what_one_process_shows(view: str) -> None:
+@pytest.mark.parametrize(
+    ("selection", "view"),
+    [
+        (Uniform(seed=1, over="steps"), "window"),
+        (Uniform(seed=1, over="steps"), "goals"),
+        (Prioritized(seed=1, stratified=True), "window"),
+    ],
+    ids=["window", "goals", "strata"],
+)
+def test_draws_made_again_for_want_of_samples_show_what_one_process_shows(selection: Any, view: str) -> None:
     options = {"prefetch": 0, **VIEWS[view]}
-    episodes, selection = Episodes(60, least=6), Uniform(seed=1, over="steps")
+    episodes = Episodes(60, least=6)
     with episodes.stores(1, max_times_sampled=1) as (store,):
         (expected,) = alone(store, selection, 40, 1, **VIEWS[view])
     assert len(np.unique(expected["version"])) == 40
@@ -306,19 +314,32 @@ def test_lost_rows_are_drawn_again_from_their_shard(monkeypatch: pytest.MonkeyPa
         stale = np.arange(len(rows)) % 3 == 0
         return [(shard, rows, np.where(stale, generations + 2, generations).astype(np.uint32), *rest)]
 
-    monkeypatch.setattr(RankReader, "drawn", stale_at_first)
-    for per, selection in (("row", Uniform(seed=1, over="steps")), ("step", Prioritized(seed=1, beta=0.5))):
-        with episodes.stores(2, priority_per=per) as stores:
-            (batch, *_), stats = over_ranks(stores, selection, B, 3, view=gt.Transitions(), prefetch=0)
+    lost = np.arange(B) % 3 == 0
+    for shards, per, selection in (
+        (2, "row", Uniform(seed=1, over="steps")),
+        (1, "row", Uniform(seed=1, over="steps")),  # of two ranks
+        (2, "step", Prioritized(seed=1, beta=0.5)),
+        (2, "row", Uniform(seed=1, replacement=False)),
+    ):
+        with episodes.stores(shards, priority_per=per) as stores:
+            settings: dict[str, Any] = {"ranks": 2, "view": gt.Transitions(), "prefetch": 0}
+            (whole, *_), _ = over_ranks(stores, selection, B, 3, **settings)
+            with monkeypatch.context() as patched:
+                patched.setattr(RankReader, "drawn", stale_at_first)
+                (batch, *others), stats = over_ranks(stores, selection, B, 3, **settings)
         assert sum(each["redrawn"] for each in stats) == B
         row, t = np.divmod(batch["action"], STEPS)
         assert np.array_equal(row, batch["version"]) and np.array_equal(t, batch["start"])
         assert np.array_equal(batch["obs.state"], episodes.arrays["obs.state"][row, t])
+        assert np.array_equal(batch["action"][~lost], whole["action"][~lost]), "what is kept stays"
+        assert (row[lost] != whole["version"][lost]).mean() > 0.6, "under other random bits"
+        if not selection.replacement:
+            assert all(len(np.unique(each["version"])) == B for each in (batch, *others))
         if per == "step":
             assert np.array_equal(batch["step"], t)
             total = np.rint(episodes.priorities * 2**16)[episodes.steps()].sum()
-            drawn = np.rint(episodes.priorities[row, t] * 2**16)
-            assert np.allclose(batch["probability"], drawn / total, rtol=1e-12)
+            units = np.rint(episodes.priorities[row, t] * 2**16)
+            assert np.allclose(batch["probability"], units / total, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
