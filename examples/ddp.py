@@ -1,7 +1,8 @@
 r"""Plain data parallelism (DDP) from one replay over all ranks, which goes on after a crash where it was.
 
     torchrun --nproc-per-node 2 examples/ddp.py
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1     # or a second life may meet the first (docs/ranks.md)
+
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1   # else a restarted rank may look for dead ones (docs/ranks.md)
     torchrun --standalone --nproc-per-node 2 --max-restarts 1 \
         examples/ddp.py --prioritize --directory runs/ddp --crash-at 70
 

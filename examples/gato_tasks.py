@@ -1,6 +1,6 @@
 """The tasks of the small Gato: simulators, experts, and the stores of their recorded episodes.
 
-    python examples/gato_tasks.py --data runs/gato_small/data     records all three, which training does by itself
+    python examples/gato_tasks.py --data runs/gato_small/data   # records all three, which training does by itself
 
 A store a task. A row is an episode; a step is its tokens (`gato_model.py`), and in Freeway its frame. The tokens of all
 tasks have one field, so one mixture draws from the three stores. Experts: linear policies for Hopper (the demo's) and

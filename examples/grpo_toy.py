@@ -1,7 +1,7 @@
 """A tiny language model learns to sort digits from rewards alone: GRPO, with groups chosen by the store.
 
     pip install "geartrain[torch,cli,plot]"
-    python examples/grpo_toy.py                 three CPU minutes; downloads nothing
+    python examples/grpo_toy.py   # three CPU minutes; downloads nothing
 
 A sampler, in a process of its own, takes the newest weights, answers each prompt several times and writes the answers
 as rows: tokens, their log-probabilities, the reward, and the version of the model that wrote them. The learner draws

@@ -1,9 +1,9 @@
 """One learner, three feeds: does it matter to the Hopper transformer who feeds it?
 
-    python examples/hopper_feeds.py --feed geartrain --seed 0   a geartrain store; keeps the (row, end) of each draw
-    python examples/hopper_feeds.py --feed array --seed 0       plain arrays and those numbers, nothing of geartrain
-    python examples/hopper_feeds.py --feed torchrl --seed 0     torchrl's SliceSampler over the same episodes
-    python examples/hopper_feeds.py --table                     what the runs in --out found, over their seeds
+    python examples/hopper_feeds.py --feed geartrain --seed 0   # a geartrain store; keeps the (row, end) of each draw
+    python examples/hopper_feeds.py --feed array --seed 0       # plain arrays and those numbers, nothing of geartrain
+    python examples/hopper_feeds.py --feed torchrl --seed 0     # torchrl's SliceSampler over the same episodes
+    python examples/hopper_feeds.py --table                     # what the runs in --out found, over their seeds
 
 The learner is `hopper_learner.py` each time, the feeds are those of `feeds.py`. Shares are of the expert's return.
 """

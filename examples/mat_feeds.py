@@ -1,10 +1,10 @@
 """One learner, three feeds: does it matter to a team of SMAX who feeds it?
 
     pip install "geartrain[torch,cli,smax]" torchrl
-    python examples/mat_feeds.py --feed geartrain --seed 0   a geartrain store; keeps the (row, end) of each draw
-    python examples/mat_feeds.py --feed array --seed 0       plain arrays and those numbers, nothing of geartrain
-    python examples/mat_feeds.py --feed torchrl --seed 0     torchrl's SliceSampler over the same battles
-    python examples/mat_feeds.py --table                     what the runs in --out found, over their seeds
+    python examples/mat_feeds.py --feed geartrain --seed 0   # a geartrain store; keeps the (row, end) of each draw
+    python examples/mat_feeds.py --feed array --seed 0       # plain arrays and those numbers, nothing of geartrain
+    python examples/mat_feeds.py --feed torchrl --seed 0     # torchrl's SliceSampler over the same battles
+    python examples/mat_feeds.py --table                     # what the runs in --out found, over their seeds
 
 A scripted team (`focus_fire.py`) fights on 2s3z, two stalkers and three zealots a side, and is recorded. The
 Multi-Agent Transformer (`mat_model.py`, `mat_learner.py`) imitates it from what its agents see; the feeds are those of

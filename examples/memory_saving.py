@@ -18,7 +18,6 @@ import torch.distributed as dist
 import geartrain as gt
 import memory_task as task
 from geartrain.replay.distributed.checkpoint import Loaded, load_checkpoint, newest_step, save_checkpoint
-from geartrain.replay.distributed.torch_rank_group import TorchRankGroup
 
 
 def add_options(text: argparse.ArgumentParser) -> None:
@@ -39,14 +38,13 @@ class Saving:
 
     def __init__(self, chosen: argparse.Namespace) -> None:
         self.chosen = chosen
-        self.ranks = TorchRankGroup(range(dist.get_world_size()))  # for saving; the replay has its own
         self.found: Loaded | None = None
         self.state: Any = None
         where, keep = chosen.directory, {"persist": chosen.directory is not None}
-        if where and newest_step(where, self.ranks) is not None:
+        if where and newest_step(where, dist.group.WORLD) is not None:
             shard = task.shard_of(chosen.shards)
             self.store, self.state, self.found = load_checkpoint(
-                where, f"{chosen.store}-{shard[0]}", self.ranks, shard=shard, adopt=True, **keep
+                where, f"{chosen.store}-{shard[0]}", dist.group.WORLD, shard=shard, adopt=True, **keep
             )
             if dist.get_rank() == 0:
                 found = self.found
@@ -67,9 +65,8 @@ class Saving:
 
     def complete(self, replay: gt.Replay, companion: str) -> None:
         """Saves the rest, once the engine's checkpoint, of that name, is there on all ranks. By all ranks."""
-        save_checkpoint(
-            self.store, self.chosen.directory, self.ranks, state=replay.state_dict(), companions=[companion]
-        )
+        where, state = self.chosen.directory, replay.state_dict()
+        save_checkpoint(self.store, where, dist.group.WORLD, state=state, companions=[companion])
 
     def crash(self, step: int) -> None:
         """Kills the last rank where the options say so."""

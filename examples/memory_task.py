@@ -47,6 +47,7 @@ def start(multiple_of: int = 1) -> torch.device:
     """Joins the job that torchrun started; returns the device to train on."""
     if "LOCAL_RANK" not in os.environ:
         raise SystemExit("start this with torchrun: torchrun --nproc-per-node 2 examples/...")
+    check_restart()
     if int(os.environ["WORLD_SIZE"]) % multiple_of:
         raise SystemExit(f"this needs {multiple_of} ranks or a multiple, there are {os.environ['WORLD_SIZE']}")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus() else torch.device("cpu")
@@ -56,6 +57,18 @@ def start(multiple_of: int = 1) -> torch.device:
         torch.set_num_threads(1)  # The ranks of a host share its cores.
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return device
+
+
+def check_restart() -> None:
+    """Ends a rank that torchrun restarted on the key-value store of the run before."""
+    by_torchrun = "TORCHELASTIC_ERROR_FILE" in os.environ  # and not by another launcher with the same variables
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if by_torchrun and restarted and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
+        raise SystemExit(
+            "torchrun restarted this job on the key-value store of the run before, which still has the addresses of "
+            "dead ranks: joining fails or hangs. Run `export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` and start the job "
+            "again, with --standalone or --rdzv-backend c10d (docs/ranks.md)"
+        )
 
 
 def shard_of(shards: int | None = None) -> tuple[int, int]:

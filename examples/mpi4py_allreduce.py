@@ -1,6 +1,6 @@
 """Inside an MPI program: geartrain's all-reduce beside MPI's own, on the same arrays.
 
-    pip install geartrain mpi4py mpich
+    pip install mpi4py mpich
     mpiexec -n 4 python examples/mpi4py_allreduce.py
 
 MPI starts the ranks and tells them where rank 0 keeps the key-value store in which they find each other; geartrain does

@@ -4,8 +4,8 @@ Two processes run a small expert policy in Hopper-v5 and write their episodes in
 shared-memory store. A causal transformer over windows of return, observation and action is
 trained from that store through geartrain's Replay, and then has to hop in the simulator itself.
 
-    python examples/offline_gato_hopper.py            about two minutes on two cores
-    python examples/offline_gato_hopper.py --quick    a smoke run: the whole path, no pass mark
+    python examples/offline_gato_hopper.py           # about two minutes on two cores
+    python examples/offline_gato_hopper.py --quick   # a smoke run: the whole path, no pass mark
 
 It prints a table, writes learning_curve.png and result.json to --out, and exits with 1 if the
 model reaches less than 90 % of the expert's return.

@@ -1,9 +1,9 @@
 """A small Gato: one tokenised transformer learns Hopper, HalfCheetah and Freeway from recorded episodes.
 
     pip install "geartrain[torch,cli,plot,mujoco,atari]"
-    python examples/offline_gato_small.py                 records what is missing, trains, plays all three tasks
-    python examples/offline_gato_small.py --minutes 20    the same, and stops training after so long
-    python examples/offline_gato_small.py --tiny          a few small steps of everything: does it run?
+    python examples/offline_gato_small.py                # records what is missing, trains, plays all three tasks
+    python examples/offline_gato_small.py --minutes 20   # the same, and stops training after so long
+    python examples/offline_gato_small.py --tiny         # a few small steps of everything: does it run?
 
 After Reed et al. (2022), without their prompts: the model is told neither the task nor a return; it continues what it
 sees. Numbers are mu-law encoded into 1,024 bins, pictures are cut into patches, and the loss is the masked

@@ -1,9 +1,9 @@
 """A game of Atari learned from its pixels: double DQN with prioritized replay of steps and n-step targets.
 
     pip install "geartrain[torch,cli,plot,atari]"
-    python examples/online_dqn_atari.py                         under three CPU minutes
+    python examples/online_dqn_atari.py   # under three CPU minutes
     python examples/online_dqn_atari.py --game boxing --steps 60000 --halve-rate 10000
-    python examples/online_dqn_atari.py --game boxing --constants   what random play and single actions reach
+    python examples/online_dqn_atari.py --game boxing --constants   # what random play and single actions reach
 
 Actors in processes of their own step the games and write each frame once into rows of shared memory; they take the
 newest weights by their version. The learner draws transitions, those with the largest errors most often, whose stacks

@@ -1,10 +1,10 @@
 """A team that learns to fight: the Multi-Agent Transformer with PPO, on SMAX battles, rollouts through a store.
 
     pip install "geartrain[torch,cli,plot,smax]"
-    python examples/online_mat_smax.py                          map 3m, 12 CPU minutes
+    python examples/online_mat_smax.py   # map 3m, 12 CPU minutes
     python examples/online_mat_smax.py --task smax/2s3z
-    python examples/online_mat_smax.py --task vmas/balance      the same team with continuous actions (extra vmas)
-    python examples/online_mat_smax.py --checkpoint run.pt      run again after it was cut, it goes on from there
+    python examples/online_mat_smax.py --task vmas/balance   # the same team with continuous actions (extra vmas)
+    python examples/online_mat_smax.py --checkpoint run.pt   # run again after it was cut, it goes on from there
 
 An actor steps 256 battles and writes what happens straight into rows of at most 32 actions, each with the version of
 the model that acted. The learner takes the oldest rows, every one once: `Fifo` chooses them and `max_times_sampled=1`

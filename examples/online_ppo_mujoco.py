@@ -1,8 +1,8 @@
 """PPO on MuJoCo whose actors have no model: an agent infers for all of them, observations and actions go by RPC.
 
     pip install "geartrain[torch,cli,mujoco]"
-    geartrain launch examples/online_ppo_mujoco.toml                one process learns, one infers: two or three minutes
-    geartrain launch examples/online_ppo_mujoco_stages.toml         learner and agent in two pipeline stages each
+    geartrain launch examples/online_ppo_mujoco.toml          # one process learns, one infers: two or three minutes
+    geartrain launch examples/online_ppo_mujoco_stages.toml   # learner and agent in two pipeline stages each
 
     actors --observations--> agent --actions, log-probabilities--> actors --steps--> store --rows, by key--> learner
                                ^------------------------------ weights ---------------------------------------'

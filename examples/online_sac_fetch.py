@@ -1,7 +1,7 @@
 """A robot arm learns to reach: soft actor-critic with hindsight, whose goals are fetched out of the store.
 
     pip install "geartrain[torch,cli,plot,fetch]"
-    python examples/online_sac_fetch.py                     FetchReach, a minute or two on two cores
+    python examples/online_sac_fetch.py   # FetchReach, a minute or two on two cores
 
 The arm is told only whether it is at the goal (0) or not (-1), and at first it never is. In hindsight every place that
 it got to was a goal (Andrychowicz et al., 2017). Nothing of that is written into the store: a row is an episode as it

@@ -1,8 +1,9 @@
 r"""A pipeline of two stages under DeepSpeed's PipelineModule, whose grid tells the replay which rank is what.
 
-    torchrun --nproc-per-node 2 examples/pipeline_deepspeed.py              needs pip install "geartrain[deepspeed]"
-    torchrun --nproc-per-node 4 examples/pipeline_deepspeed.py --shards 2   2 stages x 2 replicas
+    torchrun --nproc-per-node 2 examples/pipeline_deepspeed.py              # needs pip install "geartrain[deepspeed]"
+    torchrun --nproc-per-node 4 examples/pipeline_deepspeed.py --shards 2   # 2 stages x 2 replicas
 
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1   # else a restarted rank may look for dead ones (docs/ranks.md)
     torchrun --standalone --nproc-per-node 2 --max-restarts 1 \
         examples/pipeline_deepspeed.py --prioritize --directory runs/pipeline --crash-at 70
 

@@ -1,8 +1,8 @@
 """The transformer of offline_gato_hopper.py in two pipeline stages: it learns to hop, on any number of ranks alike.
 
-    torchrun --nproc-per-node 2 examples/pipeline_gato.py                 two stages; about two minutes on two cores
-    torchrun --nproc-per-node 2 examples/pipeline_gato.py --stages 1      two replicas of the whole model
-    torchrun --nproc-per-node 1 examples/pipeline_gato.py --stages 1      one rank, by itself
+    torchrun --nproc-per-node 2 examples/pipeline_gato.py              # two stages; about two minutes on two cores
+    torchrun --nproc-per-node 2 examples/pipeline_gato.py --stages 1   # two replicas of the whole model
+    torchrun --nproc-per-node 1 examples/pipeline_gato.py --stages 1   # one rank, by itself
 
 Both ends of the pipeline draw from the same random stream: the head is given returns, observations and actions of a
 batch, the tail the actions that belong to the same windows, and the mask comes to every stage. The same seed gives the

@@ -1,7 +1,7 @@
 """A pipeline of two stages (torch.distributed.pipelining, 1F1B), and replicas of it if there are more ranks.
 
     torchrun --nproc-per-node 2 examples/pipeline_torch.py
-    torchrun --nproc-per-node 4 examples/pipeline_torch.py --shards 2       2 stages x 2 replicas
+    torchrun --nproc-per-node 4 examples/pipeline_torch.py --shards 2   # 2 stages x 2 replicas
 
 The head of each pipeline is given the observations of a batch, the tail the actions of the same rows; what a rank has
 no use for is neither copied nor sent.

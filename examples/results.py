@@ -1,8 +1,8 @@
 """Reproduces the results of docs/results.md: runs each command, keeps its curve, and compares it with its target.
 
-    python examples/results.py                    everything, one after the other
-    python examples/results.py grpo dqn-atari     some of them
-    python examples/results.py --list             what there is
+    python examples/results.py                  # everything, one after the other
+    python examples/results.py grpo dqn-atari   # some of them
+    python examples/results.py --list           # what there is
 
 Curves (JSON), pictures (PNG), what was printed (log) and a summary go to runs/results. Exit code 1: a target
 was missed. A new result is one more `Result` in the table below: a command that writes --curve and --plot by

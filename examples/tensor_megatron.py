@@ -1,7 +1,7 @@
 """Tensor parallelism with Megatron-Core's layers, whose parallel state tells the replay which rank is what.
 
-    torchrun --nproc-per-node 2 examples/tensor_megatron.py              needs pip install "geartrain[megatron]"
-    torchrun --nproc-per-node 4 examples/tensor_megatron.py --shards 2   2 tensor-parallel ranks x 2 replicas
+    torchrun --nproc-per-node 2 examples/tensor_megatron.py              # needs pip install "geartrain[megatron]"
+    torchrun --nproc-per-node 4 examples/tensor_megatron.py --shards 2   # 2 tensor-parallel ranks x 2 replicas
 
 The blocks' feed-forward layers are cut over two ranks, which are given the same rows; replicas average their gradients.
 On CPUs Megatron-Core's process groups and layers run over Gloo; its fused kernels and its optimizer need GPUs.

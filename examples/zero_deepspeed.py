@@ -1,6 +1,8 @@
 r"""ZeRO without a pipeline: optimizer states, gradients and parameters sharded over the ranks by DeepSpeed.
 
-    torchrun --nproc-per-node 2 examples/zero_deepspeed.py --stage 3        needs pip install "geartrain[deepspeed]"
+    torchrun --nproc-per-node 2 examples/zero_deepspeed.py --stage 3   # needs pip install "geartrain[deepspeed]"
+
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1   # else a restarted rank may look for dead ones (docs/ranks.md)
     torchrun --standalone --nproc-per-node 2 --max-restarts 1 \
         examples/zero_deepspeed.py --prioritize --directory runs/zero --crash-at 70
 

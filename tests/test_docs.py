@@ -56,6 +56,24 @@ def test_the_page_of_language_models_runs_under_torchrun_too(tmp_path: Path) -> 
     assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["4 batches of 8 rows"] * 2
 
 
+@pytest.mark.slow
+def test_the_job_of_the_page_on_checkpoints_goes_on_with_more_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    page = (ROOT / "docs/checkpoints.md").read_text()
+    (script,) = re.findall(r"^```py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "train.py").write_text(script)
+    commands = re.findall(r"^torchrun (--standalone .* train.py) +# (step .*)$", page, re.MULTILINE)
+    assert len(commands) == 2
+    with tempfile.TemporaryDirectory(prefix="geartrain-docs-", dir="/dev/shm") as segments:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GEARTRAIN_DIR": segments}
+        for arguments, said in commands:
+            done = subprocess.run(
+                [sys.executable, "-m", "torch.distributed.run", *arguments.split()],
+                cwd=tmp_path, env=environment, timeout=patience(100), capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            assert (done.returncode, done.stdout.strip()) == (0, said), done.stderr
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):

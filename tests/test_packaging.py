@@ -19,6 +19,7 @@ import geartrain._native as _native
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
+README, PAGE = ROOT / "README.md", ROOT / "docs" / "install.md"
 REFUSAL = "geartrain needs 64-bit Linux; this "
 
 # Names stand in for a meta path without torch: the import of torch fails as where it is not installed.
@@ -70,11 +71,35 @@ def test_no_library_that_users_link_holds_code_for_tests() -> None:
         assert not [text for text in texts if text in path.read_bytes()], path
 
 
-def test_every_extra_that_an_error_names_is_one() -> None:
-    extras = set(re.findall(r"^([a-z]+) = \[", PYPROJECT.split("[project.optional-dependencies]")[1], re.MULTILINE))
-    for path in [*(ROOT / "src").rglob("*.py"), ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
-        for named in re.findall(r"geartrain\[([a-z,]+)\]", path.read_text()):
-            assert set(named.split(",")) <= extras, f"{path} names the extra {named}"
+OPTIONAL = PYPROJECT.split("[project.optional-dependencies]")[1].split("\n[")[0]
+DECLARED = set(re.findall(r"^([a-z0-9]+) = ", OPTIONAL, re.MULTILINE))
+
+
+def test_every_extra_that_an_error_or_a_page_names_is_one() -> None:
+    seen = set()
+    texts = [*(ROOT / "src").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
+    texts += [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    for path in texts:
+        for named in re.findall(r"(?:geartrain|gz|'\.)\[([a-z0-9,]+)\]", path.read_text()):
+            assert set(named.split(",")) <= DECLARED, f"{path} names the extra {named}"
+            seen |= set(named.split(","))
+    assert {"torch", "sb3", "cli"} <= seen
+
+
+def test_the_table_of_extras_is_pyprojects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "release")
+    from extras import with_table
+
+    page = PAGE.read_text()
+    assert page == with_table(page), "python release/extras.py writes the table"
+    assert set(re.findall(r"^\| `([a-z0-9]+)` \|", page, re.MULTILINE)) == DECLARED
+
+
+def test_the_readme_which_the_wheel_shows_installs_as_the_docs_do() -> None:
+    readme, page = (re.findall(r"^pip install .*$", path.read_text(), re.MULTILINE) for path in (README, PAGE))
+    assert readme == page and len(page) == 2
+    texts = [README, *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.py")]
+    assert not [path for path in texts if re.search(r"pip install geartrain\s", path.read_text())], "no index has it"
 
 
 def test_every_room_of_native_code_is_in_the_sdist() -> None:

@@ -108,6 +108,32 @@ def test_what_no_row_generation_shard_or_store_has_is_refused(arguments: tuple[o
         Keys(*arguments)
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        Keys([3, 2**32 - 1], [7, 2**32 - 1], store=2**64 - 2),
+        Keys([3], [7]),
+        Keys([3, 4], [7, 8], [0, 65535], [0, 2**40], np.array([2**63, 1], np.uint64), [0, 2**32 - 1]),
+        Keys.empty(),
+    ],
+)
+def test_keys_come_back_from_their_numbers(keys: Keys) -> None:
+    numbers = keys.as_array()
+    assert (numbers.shape, numbers.dtype) == ((len(keys), 6), np.int64)
+    for given in (numbers, np.asfortranarray(numbers), numbers[None]):
+        found = Keys.from_array(given)
+        for name in ("row", "generation", "shard", "draw", "store", "step"):
+            value, expected = getattr(found, name), getattr(keys, name)
+            assert (value is None) == (expected is None) or not len(keys), name
+            assert value is None or (np.asarray(value) == np.asarray(expected)).all(), name
+
+
+@pytest.mark.parametrize("wrong", [np.zeros((2, 6)), np.zeros((2, 5), np.int64), np.int64(6), np.full((1, 6), -1)])
+def test_numbers_that_are_no_keys_are_refused(wrong: np.ndarray) -> None:
+    with pytest.raises(ArgumentError):
+        Keys.from_array(wrong)
+
+
 def test_what_cannot_be_joined_or_is_no_key_is_refused() -> None:
     with pytest.raises(ArgumentError, match="made by hand"):
         Keys([1], [1], store=1) + Keys([1], [1])

@@ -14,7 +14,7 @@ from job_checkpoints import FIELDS, close, load_all, population, put, records, s
 
 import geartrain as gt
 import geartrain.replay.distributed.checkpoint as shards
-from geartrain.errors import CheckpointError, RanksDisagreeError, StoreExistsError
+from geartrain.errors import ArgumentError, CheckpointError, RanksDisagreeError, StoreExistsError
 from geartrain.replay.distributed.checkpoint import load_checkpoint, newest_step, save_checkpoint
 from geartrain.replay.distributed.checkpoint_requests import torchrun_shard
 from geartrain.replay.distributed.checkpoint_steps import describe_steps
@@ -342,7 +342,7 @@ def test_inspect_shows_steps_and_shards(store_name: Any, tmp_path: Path) -> None
 # --- processes --------------------------------------------------------------------------------------------------
 
 
-def test_processes_save_in_parallel_over_gloo_and_other_processes_load(
+def test_a_process_group_saves_in_parallel_and_one_of_other_size_loads(
     store_name: Any, tmp_path: Path, fork: Callable[[Callable[[], object]], int]
 ) -> None:
     dist = pytest.importorskip("torch.distributed")
@@ -352,9 +352,7 @@ def test_processes_save_in_parallel_over_gloo_and_other_processes_load(
         def run(rank: int) -> None:
             meeting = dist.FileStore(str(tmp_path / f"meeting-{number}"), size)
             dist.init_process_group("gloo", store=meeting, rank=rank, world_size=size)
-            ranks = TorchRankGroup(range(size), timeout_s=patience(20.0))
-            body(ranks, rank)
-            ranks.close()
+            body(dist.group.WORLD, rank)
             dist.destroy_process_group()
 
         children = [fork(lambda rank=rank: run(rank)) for rank in range(size)]
@@ -364,13 +362,23 @@ def test_processes_save_in_parallel_over_gloo_and_other_processes_load(
     with stores_of(store_name, [20, 30]) as stores:
         rows = population(stores)
 
-        def save(ranks: Any, rank: int) -> None:
+        def save(world: Any, rank: int) -> None:
+            own = TorchRankGroup(range(4), timeout_s=patience(20.0))
             with gt.Store.open(stores[rank // 2].name) as store:  # two processes a host
-                for step in (1, 2):
-                    assert save_checkpoint(store, tmp_path, ranks, step=step).rows == len(rows)
+                for step, group in enumerate((world, own, world)):
+                    assert save_checkpoint(store, tmp_path, group, step=step).rows == len(rows)
+            assert newest_step(tmp_path, own) == 2  # it was not closed
+            own.close()
 
-        def load(ranks: Any, rank: int) -> None:
-            store, _, report = load_checkpoint(tmp_path, names[rank], ranks, shard=(rank, 3), reshard=True)
+        def load(world: Any, rank: int) -> None:
+            assert newest_step(tmp_path, group=world) == 2
+            some = dist.new_group([0, 1])
+            if rank < 2:
+                assert newest_step(tmp_path, some) == 2
+            else:
+                with pytest.raises(ArgumentError, match="this rank is not a member of the group"):
+                    newest_step(tmp_path, some)
+            store, _, report = load_checkpoint(tmp_path, names[rank], world, shard=(rank, 3), reshard=True)
             assert report.step == 2
             store.close(keep=True)
 

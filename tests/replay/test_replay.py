@@ -184,18 +184,6 @@ def test_a_new_iteration_ends_the_one_before(store):
         assert next(second).step == 2
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_data_loader_takes_a_replay_as_it_is_and_needs_no_workers(store, prefetch, monkeypatch):
-    with gt.Replay(store, Uniform(seed=5), 4, num_batches=3, window=3, prefetch=prefetch) as replay:
-        loaded = list(DataLoader(gt.ReplayDataset(replay), batch_size=None))
-        assert len(loaded) == 3
-        assert all(item["x"].shape == (4, 3) for item in loaded)
-        assert set(loaded[0]) == {"x", "id", "mask", "start", "length", "version", "probability"}
-        monkeypatch.setattr("torch.utils.data.get_worker_info", lambda: "a worker")
-        with pytest.raises(ArgumentError, match="num_workers=0"):
-            next(iter(gt.ReplayDataset(replay)))
-
-
 def test_too_few_rows_are_told_with_why_nothing_is_waited_for(store):
     with gt.Replay(store, Uniform(), 4, min_rows=10_000, timeout_s=0.2) as replay:
         with pytest.raises(

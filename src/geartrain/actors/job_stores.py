@@ -97,6 +97,7 @@ class JobStores(ServedRows, Mapping[str, "Store | RemoteStore"]):
         Cost: one request to each other host whose rows are among them, all under way at once, while this host's are
         copied; and one copy more of all, where they come from several stores.
         """
+        keys = check_keys(keys)
         places = self._places(keys)
         told = None if ends is None else np.asarray(ends)
         if told is not None and told.shape != (len(keys),):
@@ -131,7 +132,7 @@ class JobStores(ServedRows, Mapping[str, "Store | RemoteStore"]):
         kept = [_kept(where, keys, part) for where, part in zip(mine.values(), parts, strict=True)]
         return _merged(parts, kept, keys)
 
-    def update_priorities(self, keys: Keys, priorities: ArrayLike) -> int:
+    def update_priorities(self, keys: Keys | ArrayLike, priorities: ArrayLike) -> int:
         """Sets the priorities of rows or steps, in each one's store; returns how many keys were stale.
 
         Raises:
@@ -139,6 +140,7 @@ class JobStores(ServedRows, Mapping[str, "Store | RemoteStore"]):
                 negative or no finite number. Nothing is changed then.
             PeerLostError: a store's server is lost; others may have been updated.
         """
+        keys = check_keys(keys)
         places = self._places(keys)
         values = np.asarray(priorities)
         if values.shape != (len(keys),):
@@ -156,14 +158,15 @@ class JobStores(ServedRows, Mapping[str, "Store | RemoteStore"]):
                 stale += store.update_priorities(keys[mine], values[mine])
         return stale
 
-    def delete(self, keys: Keys) -> int:
+    def delete(self, keys: Keys | ArrayLike) -> int:
         """Removes rows, each from its store; returns how many keys were stale."""
+        keys = check_keys(keys)
         places = self._places(keys)
         wanted = [(store, np.flatnonzero(places == number)) for number, store in enumerate(self._stores.values())]
         return sum(store.delete(keys[mine]) for store, mine in wanted if mine.size)
 
     def _places(self, keys: Keys) -> NDArray[np.int64]:
-        if check_keys(keys).store is None and len(self._stores) > 1 and len(keys):
+        if keys.store is None and len(self._stores) > 1 and len(keys):
             raise ArgumentError("keys made by hand name no store; of several stores, give them to one, by its name")
         return keys.places_among(self._ids) if len(keys) else np.zeros(0, np.int64)
 

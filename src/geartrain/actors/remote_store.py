@@ -161,7 +161,8 @@ class RemoteStore(ServedRows):
         on_stale: Literal["raise", "drop"] = "raise",
     ) -> Callable[[], Batch]:
         """Asks for rows as `fetch` does, and returns at once: what it returns waits for them, to be called once."""
-        check_keys(keys).check_store(self.id, self.name)
+        keys = check_keys(keys)
+        keys.check_store(self.id, self.name)
         check_choice("output", output, ("torch", "numpy"))
         check_choice("pad", pad, ("left", "right"))
         check_choice("on_stale", on_stale, ("raise", "drop"))
@@ -194,14 +195,16 @@ class RemoteStore(ServedRows):
             return as_tensor(value, DTYPES[value.dtype.name]) if output == "torch" else value
         return value if value is None or output == "torch" else value.numpy()
 
-    def update_priorities(self, keys: Keys, priorities: ArrayLike) -> int:
+    def update_priorities(self, keys: Keys | ArrayLike, priorities: ArrayLike) -> int:
         """Sets the priorities of rows or steps, as `Store.update_priorities`; returns how many keys were stale."""
-        check_keys(keys).check_store(self.id, self.name)
+        keys = check_keys(keys)
+        keys.check_store(self.id, self.name)
         return int(self._call("update_priorities", pack(keys), np.asarray(priorities)))
 
-    def delete(self, keys: Keys) -> int:
+    def delete(self, keys: Keys | ArrayLike) -> int:
         """Removes rows; returns how many keys were stale."""
-        check_keys(keys).check_store(self.id, self.name)
+        keys = check_keys(keys)
+        keys.check_store(self.id, self.name)
         return int(self._call("delete", pack(keys)))
 
     def recorder(

@@ -226,6 +226,41 @@ class Keys:
             np.concatenate(steps) if steps else None,
         )
 
+    def as_array(self) -> NDArray[np.int64]:
+        """The keys as numbers, (n, 6) int64: store, row, generation, step, shard and draw; -1 for those that are None.
+
+        For what only moves arrays and tensors, such as a torch `DataLoader`. `from_array` is the way back, which
+        functions that take keys go by themselves.
+        """
+        made = np.full((len(self), 6), -1, np.int64)
+        if self.store is not None:
+            made[:, 0] = np.asarray(self.store, np.uint64).view(np.int64)
+        for column, values in enumerate((self.row, self.generation, self.step, self.shard, self.draw), 1):
+            if values is not None:
+                made[:, column] = values
+        return made
+
+    @classmethod
+    def from_array(cls, array: ArrayLike) -> Keys:
+        """Keys of the numbers that `as_array` made: (..., 6), an array, or a tensor on any device.
+
+        Raises:
+            ArgumentError: another shape, or numbers that no keys have.
+        """
+        given: Any = array
+        found = np.asarray(given.detach().cpu() if hasattr(given, "detach") else given)
+        if found.dtype != np.int64 or found.ndim == 0 or found.shape[-1] != 6:
+            raise ArgumentError(
+                f"keys are geartrain.Keys, as batches and inserts return them, or the numbers (n, 6) int64 of "
+                f"Keys.as_array, found {type(array).__name__} {found.shape} of {found.dtype}"
+            )
+        columns = np.ascontiguousarray(found.reshape(-1, 6).T)
+        store, _, _, step, shard, draw = (None if (each == -1).all() else each for each in columns)
+        if store is not None:
+            ids = store.view(np.uint64)
+            store = int(ids[0]) if (ids == ids[0]).all() else ids
+        return cls(columns[1], columns[2], shard, draw, store, step)
+
     @staticmethod
     def empty() -> Keys:
         """No key at all."""
@@ -294,10 +329,12 @@ class Keys:
 
 
 def check_keys(keys: object) -> Keys:
-    """The keys; raises `ArgumentError` for anything else."""
-    if not isinstance(keys, Keys):
+    """The keys, from the numbers of `Keys.as_array` too; raises `ArgumentError` for anything else."""
+    if isinstance(keys, Keys):
+        return keys
+    if not hasattr(keys, "__array__"):
         raise ArgumentError(f"keys are geartrain.Keys, as batches and inserts return them, found {type(keys).__name__}")
-    return keys
+    return Keys.from_array(keys)
 
 
 def _whole(what: str, values: Any, dtype: Any) -> NDArray[Any]:

@@ -158,7 +158,7 @@ class Batch(_WeaklyReferable):
         return Batch(fields, self.keys, step=self.step, **metadata)
 
     def as_dict(self) -> dict[str, Array]:
-        """Fields and metadata in one plain dict, as data loaders like it.
+        """Fields and metadata in one plain dict. For a data loader see `ReplayDataset`, whose items have the keys too.
 
         Raises:
             ArgumentError: a field has the name of a batch's own entry, such as "mask" or "length".

@@ -36,13 +36,13 @@ class PriorityUpdate:
     priorities: NDArray[np.float64]
 
 
-def given_priorities(rows: Keys, priorities: ArrayLike) -> PriorityUpdate:
+def given_priorities(rows: Keys | ArrayLike, priorities: ArrayLike) -> PriorityUpdate:
     """The update of rows (n,) by an array, a tensor on any device or a list of (n,) numbers, copied; or by one number.
 
     Raises:
         ArgumentError: these are no keys, no numbers, or not as many.
     """
-    check_keys(rows)
+    rows = check_keys(rows)
     given: Any = priorities
     if hasattr(given, "detach"):
         given = given.detach().cpu()

@@ -50,7 +50,7 @@ class ServedRows(ABC):
 
 def fetch(
     store: Store | Sequence[Store] | ServedRows,
-    keys: Keys,
+    keys: Keys | ArrayLike,
     *,
     fields: Sequence[str] | None = None,
     window: int | Windows | None = None,
@@ -69,7 +69,7 @@ def fetch(
         store: where the rows are; for keys of several stores, such as those of a mixture, all of these stores
             (`replay.stores`), whose fields must be alike. Also a store of another host (`actors.RemoteStore`), or
             stores of this and others (`actors.JobStores`): then without `starts`, `out`, `threads` and `Windows`.
-        keys: which rows; duplicates are fine.
+        keys: which rows; duplicates are fine. Also the numbers (n, 6) int64 of `Keys.as_array`.
         fields: names of the fields wanted; all by default.
         window: steps per row, or `geartrain.Windows`; whole rows by default.
         ends: (n,) last step of each window; by default the step that its key names, or else the row's last one.
@@ -100,7 +100,7 @@ def fetch(
     gathers or copies waits for the device, as only then it is known whether a row was overwritten, and one that stages
     does not.
     """
-    check_keys(keys)
+    keys = given = check_keys(keys)
     if not isinstance(on_stale, str) or on_stale not in ("raise", "drop"):
         raise ArgumentError(f"on_stale is 'raise' or 'drop', found {on_stale!r}")
     check_choice("path", path, get_args(Path))
@@ -148,8 +148,8 @@ def fetch(
             _check_whole(raw, windows)
         if raw.torn_count and on_stale == "raise":
             raise StaleKeyError(
-                f"{raw.torn_count} of {len(keys)} keys are stale: their rows were overwritten or removed "
-                f"(first: row {keys.row[np.flatnonzero(raw.torn)[0]]})"
+                f"{raw.torn_count} of {len(given)} keys are stale: their rows were overwritten or removed "
+                f"(first: row {given.row[np.flatnonzero(raw.torn)[0]]})"
             )
         if raw.torn_count and out is not None:
             raise StaleKeyError("rows cannot be dropped from the caller's own arrays; use on_stale='raise'")

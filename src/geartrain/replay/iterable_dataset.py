@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from geartrain.core.extras import require_torch
+from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError
-from geartrain.replay.batch import check_names
+from geartrain.replay.batch import Batch, check_names
 from geartrain.replay.replay import Replay
 
 require_torch("ReplayDataset")
-from torch.utils.data import IterableDataset  # noqa: E402
+import torch  # noqa: E402
+from torch.utils.data import IterableDataset, get_worker_info  # noqa: E402
 
 
-class ReplayDataset(IterableDataset[dict[str, Any]]):
-    """A replay as a torch `IterableDataset`: each item is one batch, a plain dict of tensors.
+class ReplayDataset(IterableDataset[Any]):
+    """A replay as a torch `IterableDataset`: each item is one batch, a dict of tensors.
 
-    Use it with `DataLoader(ReplayDataset(replay), batch_size=None)`. The replay prepares batches ahead by itself, so
-    the loader needs no worker processes; with `num_workers > 0` it refuses, because every worker would deliver the
-    same batches.
+    Use it with `DataLoader(ReplayDataset(replay), batch_size=None)`. An item has the batch's fields, its metadata
+    (`mask`, `length`, `importance_weights`, ...) and `keys`: the keys of its rows as numbers, a tensor (B, 6) of int64.
+    `update_priorities`, `gt.fetch` and whatever else takes keys takes them so. They are a tensor because loaders pin,
+    move, collate and send tensors.
+
+    A replay with a `transform` yields what that returns. Keys that are a value of a dict there become numbers too.
+
+    The replay prepares batches ahead by itself, so the loader needs no worker processes. With `num_workers > 0` a
+    replay that was made before the workers is refused: each worker would yield the same batches. A worker may make a
+    replay with a seed of its own (docs/replay.md).
 
     Raises:
         ArgumentError: a field has the name of a batch's own entry, such as "mask" or "length".
@@ -29,16 +38,26 @@ class ReplayDataset(IterableDataset[dict[str, Any]]):
         check_names(replay.field_names)
         self.replay = replay
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        from torch.utils.data import get_worker_info
-
-        if get_worker_info() is not None:
+    def __iter__(self) -> Iterator[Any]:
+        if get_worker_info() is not None and self.replay.forked:
             raise ArgumentError(
-                "a replay prefetches by itself and its batches are already in this process; "
-                "use DataLoader(..., batch_size=None, num_workers=0)"
+                "this replay was made before the loader's workers, each of which would yield the same batches. Use "
+                "DataLoader(..., batch_size=None, num_workers=0), as the replay prepares batches ahead by itself; or "
+                "make a replay in each worker, with a seed of its own"
             )
-        for batch in self.replay:
-            yield batch.as_dict()
+        return map(_as_item, self.replay)
 
     def __len__(self) -> int:
         return len(self.replay)
+
+
+def _as_item(made: Any) -> Any:
+    """What a loader can handle, of what the replay gives."""
+    if isinstance(made, Batch):
+        return {**made.as_dict(), "keys": torch.from_numpy(made.keys.as_array())}
+    if isinstance(made, Mapping) and any(isinstance(value, Keys) for value in made.values()):
+        return {
+            name: torch.from_numpy(value.as_array()) if isinstance(value, Keys) else value
+            for name, value in made.items()
+        }
+    return made

@@ -234,8 +234,13 @@ class Replay:
             )
 
     @property
+    def forked(self) -> bool:
+        """Whether this process was forked from the one that made the replay: both draw the same batches."""
+        return self._forks != forks()
+
+    @property
     def _foreign(self) -> bool:
-        return self._one_process and self._forks != forks()
+        return self._one_process and self.forked
 
     # --- batches --------------------------------------------------------------------------------------------
 
@@ -324,7 +329,7 @@ class Replay:
     def __getitem__(self, index: object) -> NoReturn:
         raise TypeError(f"batches of a replay have no index: iterate over it, or call sample(). {DATASET}")
 
-    def update_priorities(self, rows: Keys, priorities: ArrayLike) -> int:
+    def update_priorities(self, rows: Keys | ArrayLike, priorities: ArrayLike) -> int:
         """Sets the priorities of rows of earlier batches to |priority| ** alpha; returns how many were gone.
 
         The alpha is the strategy's, 1 unless it is `Prioritized(alpha=...)`. Where it follows a schedule, all
@@ -336,7 +341,8 @@ class Replay:
         `stale_keys` by their store, and 0 is returned here.
 
         Each key's row is reached in the store that it is of, whichever of this replay's stores, or over several ranks
-        of the job's shards, that is: keys of batches, and those that `Store.insert` and `Store.keys` returned.
+        of the job's shards, that is: keys of batches, and those that `Store.insert` and `Store.keys` returned. Keys as
+        numbers, as `ReplayDataset` yields them, will do as well.
 
         Raises:
             ArgumentError: a priority that is not finite, or keys of a store not in this replay; none is set.

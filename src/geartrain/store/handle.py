@@ -181,7 +181,7 @@ class StoreHandle:
             )
         return Keys.of_rows(np.ascontiguousarray(numbers, np.uint32), infos["generation"], self.id)
 
-    def status(self, keys: Keys | None = None) -> dict[str, NDArray[Any]]:
+    def status(self, keys: Keys | ArrayLike | None = None) -> dict[str, NDArray[Any]]:
         """Metadata of some rows (of all selectable ones by default), an array (n,) each.
 
         sequence (uint64, order of commits), version (int64), inserted_at_ns (uint64, wall clock), generation

@@ -160,12 +160,12 @@ class WritableStore(StoreHandle):
 
     # --- changing and removing ------------------------------------------------------------------------------
 
-    def update_priorities(self, keys: Keys, priorities: ArrayLike) -> int:
+    def update_priorities(self, keys: Keys | ArrayLike, priorities: ArrayLike) -> int:
         """Sets the priorities of rows, or of steps, by key; returns how many keys were stale and skipped.
 
         Args:
             keys: of committed rows; with `priority_per="step"` those of steps, as batches have them. A key given twice
-                gets the last of its priorities.
+                gets the last of its priorities. Also their numbers, as `ReplayDataset` yields them.
             priorities: (n,) finite and >= 0. All are checked before any is set.
 
         Raises:
@@ -175,7 +175,8 @@ class WritableStore(StoreHandle):
 
         Cost: no lock (one with the lowest_priority remover or max_times_sampled); a cache miss per level of the tree.
         """
-        check_keys(keys).check_store(self.id, self.name)
+        keys = check_keys(keys)
+        keys.check_store(self.id, self.name)
         column = as_column(priorities, len(keys), np.float64, "priorities")
         if column is None:
             raise SchemaError("update_priorities needs priorities, found None")
@@ -198,7 +199,7 @@ class WritableStore(StoreHandle):
 
     def write(
         self,
-        keys: Keys,
+        keys: Keys | ArrayLike,
         fields: Mapping[str, Any],
         *,
         starts: ArrayLike | None = None,
@@ -228,16 +229,18 @@ class WritableStore(StoreHandle):
 
         Cost: a copy under the store's lock, which is held for 64 KB or one row at a time.
         """
-        check_keys(keys).check_store(self.id, self.name)
+        keys = check_keys(keys)
+        keys.check_store(self.id, self.name)
         return rewrite_rows(self.columns, keys, fields, starts, lengths, casting)
 
-    def delete(self, keys: Keys) -> int:
+    def delete(self, keys: Keys | ArrayLike) -> int:
         """Removes rows, by key; returns how many were already gone.
 
         Raises:
             ArgumentError: keys of another store. No row is removed.
         """
-        check_keys(keys).check_store(self.id, self.name)
+        keys = check_keys(keys)
+        keys.check_store(self.id, self.name)
         return int(self.native.remove(keys.row, keys.generation))
 
     def evict(self, n: int, by: Callable[[Keys], ArrayLike]) -> Keys:

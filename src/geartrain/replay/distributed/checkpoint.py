@@ -28,15 +28,15 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from geartrain.core.arguments import check_flag, check_path, check_texts, shown, timeout
+from geartrain.core.arguments import check_flag, check_path, check_texts, timeout
 from geartrain.core.threads import DaemonThread
-from geartrain.errors import ArgumentError, CheckpointError, GeartrainError, PeerLostError, WaitTimeoutError
+from geartrain.errors import CheckpointError, GeartrainError, PeerLostError, WaitTimeoutError
 from geartrain.replay.distributed.checkpoint_requests import (
     LoadRequest,
     SaveRequest,
@@ -60,11 +60,16 @@ from geartrain.replay.distributed.checkpoint_steps import (
 )
 from geartrain.replay.distributed.rank_group import RankGroup, SingleRank
 from geartrain.replay.distributed.restore import LoadOptions, adopt_segment, saved_shard
+from geartrain.replay.distributed.topology import topology_of
+from geartrain.replay.distributed.torch_rank_group import as_rank_group
 from geartrain.store.checkpoint_format import STORED_NAMES, renamed, schema_of
 from geartrain.store.checkpoint_reader import Checkpoint
 from geartrain.store.checkpoint_writer import Saved, save
 from geartrain.store.segment import check_name
 from geartrain.store.store import Store
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # Interval of the all-gathers during a phase.
 POLL_S = 1.0
@@ -103,24 +108,24 @@ class Loaded:
     seconds: float = 0.0
 
 
-def _checked(
-    ranks: RankGroup | None, directory: str | os.PathLike[str], timeout_s: float, progress: bool
-) -> tuple[RankGroup, Path]:
-    """The group and the directory, once they are some: what every rank needs before it can tell the others."""
-    timeout(timeout_s)
-    check_flag("progress", progress)
-    if ranks is not None and not hasattr(ranks, "all_gather_object"):
-        raise ArgumentError(
-            f"ranks is a RankGroup (geartrain.replay.distributed.rank_group), or None for one process; found "
-            f"{shown(ranks)}"
-        )
-    return SingleRank() if ranks is None else ranks, check_path("directory", directory).absolute()
+@contextmanager
+def _joined(group: ProcessGroup | RankGroup | None, timeout_s: float) -> Iterator[RankGroup]:
+    """The rank group of a call's ranks. One that is made here, for a process group, is left at the end."""
+    if group is None:
+        yield SingleRank()
+        return
+    ranks = as_rank_group(group, topology_of(group, None).members, timeout_s)
+    try:
+        yield ranks
+    finally:
+        if ranks is not group:
+            ranks.close()
 
 
 def save_checkpoint(
     store: Store,
     directory: str | os.PathLike[str],
-    ranks: RankGroup | None = None,
+    group: ProcessGroup | RankGroup | None = None,
     *,
     step: int | None = None,
     shard: tuple[int, int] | None = None,
@@ -135,14 +140,15 @@ def save_checkpoint(
     Args:
         store: this rank's shard. Ranks that attached the same segment save it once, the lowest of them writes.
         directory: of all steps; on a shared disk, or on a disk of each host.
-        ranks: the rank group; None for a single process.
+        group: the job's ranks, as in `Replay`: a process group of `torch.distributed`, such as `dist.group.WORLD`, or a
+            `RankGroup`. None saves the store of this process alone.
         step: the step's number; by default the one in `state`.
         shard: (k, n), this rank's shard and the number of shards. By default shards are numbered by their lowest rank.
         state: `Replay.state_dict()`, the same on all ranks; kept with the step.
         keep: complete steps to keep, this one included; older ones are removed.
         companions: names of other entries of a step's directory that are removed with it, such as "model". Nothing
             else is touched.
-        timeout_s: longest wait for the slowest shard.
+        timeout_s: longest wait for the slowest shard, and for the last rank of a process group to make the call.
         progress: show a progress bar for this rank's shard.
 
     Returns:
@@ -154,10 +160,29 @@ def save_checkpoint(
         RanksDisagreeError: the ranks differ in step, state, schema, limits or shards; names two ranks and the
             difference.
         WaitTimeoutError: a shard took longer than `timeout_s`. It may still be written: restart the job.
-        PeerLostError: a rank is lost.
+        PeerLostError: a rank is lost, or did not make the call within `timeout_s`.
     """
+    timeout(timeout_s)
+    check_flag("progress", progress)
+    root = check_path("directory", directory).absolute()
+    with _joined(group, timeout_s) as ranks:
+        return _save(ranks, root, store, step, shard, state, keep, companions, timeout_s, progress)
+
+
+def _save(
+    ranks: RankGroup,
+    root: Path,
+    store: Store,
+    step: int | None,
+    shard: tuple[int, int] | None,
+    state: Mapping[str, Any] | None,
+    keep: int,
+    companions: Sequence[str],
+    timeout_s: float,
+    progress: bool,
+) -> Saved:
+    """The phases of `save_checkpoint`."""
     began_s = time.monotonic()
-    ranks, root = _checked(ranks, directory, timeout_s, progress)
     asked = f"saving shards to {root}"
 
     def request() -> SaveRequest:
@@ -220,7 +245,7 @@ def save_checkpoint(
 def load_checkpoint(
     directory: str | os.PathLike[str],
     name: str | os.PathLike[str],
-    ranks: RankGroup | None = None,
+    group: ProcessGroup | RankGroup | None = None,
     *,
     shard: tuple[int, int] | None = None,
     step: int | None = None,
@@ -239,7 +264,7 @@ def load_checkpoint(
         directory: as in `save_checkpoint`.
         name: of the store to create. Ranks with the same shard and name share it: the lowest loads it, the others
             attach.
-        ranks: the rank group; None for a single process.
+        group: the job's ranks, as in `save_checkpoint`; another number of them than saved may load.
         shard: (k, n), this rank's shard and the number of shards. By default the host's number and the number of hosts
             in torchrun's environment, (0, 1) without torchrun.
         step: the step's number; by default the newest step that is complete on all ranks.
@@ -253,7 +278,7 @@ def load_checkpoint(
         part: with `reshard`, the index of this store in a replay's mixture, for the state.
         adopt: where the store's segment is still in shared memory because its processes were killed, keep it and read
             nothing. Priorities and counts of samples of the checkpoint's rows are reset; newer rows are kept.
-        timeout_s: longest wait for the slowest shard.
+        timeout_s: longest wait for the slowest shard, and for the last rank of a process group to make the call.
         progress: show a progress bar for this rank's shard.
         options: `persist` and `reserve`, as in `Store.load`.
 
@@ -261,11 +286,29 @@ def load_checkpoint(
         CheckpointError: no such step, another number of shards, a missing or damaged file, another rank's failure.
         RanksDisagreeError: the ranks have different arguments.
         WaitTimeoutError: a shard took longer than `timeout_s`.
-        PeerLostError: a rank is lost.
+        PeerLostError: a rank is lost, or did not make the call within `timeout_s`.
     """
-    began_s = time.monotonic()
-    ranks, root = _checked(ranks, directory, timeout_s, progress)
+    timeout(timeout_s)
+    check_flag("progress", progress)
+    root = check_path("directory", directory).absolute()
     how = LoadOptions(reshard, together, capacity, part, adopt)
+    with _joined(group, timeout_s) as ranks:
+        return _load(ranks, root, name, shard, step, how, timeout_s, progress, options)
+
+
+def _load(
+    ranks: RankGroup,
+    root: Path,
+    name: str | os.PathLike[str],
+    shard: tuple[int, int] | None,
+    step: int | None,
+    how: LoadOptions,
+    timeout_s: float,
+    progress: bool,
+    options: dict[str, Any],
+) -> tuple[Store, dict[str, Any] | None, Loaded]:
+    """The phases of `load_checkpoint`, begun again where the step that was chosen is removed meanwhile."""
+    began_s = time.monotonic()
     unknown = set(options) - {"persist", "reserve"}
     for left in reversed(range(_MOST_TRIES)):
         everyone = _run_phase(
@@ -368,16 +411,19 @@ class _ShardLoad:
 
 
 def newest_step(
-    directory: str | os.PathLike[str], ranks: RankGroup | None = None, *, timeout_s: float = 3600.0
+    directory: str | os.PathLike[str],
+    group: ProcessGroup | RankGroup | None = None,
+    *,
+    timeout_s: float = 3600.0,
 ) -> int | None:
     """The newest step that is complete on all ranks, which `load_checkpoint` would load; None without one.
 
-    Collective. Raises `PeerLostError` when a rank is lost.
+    Collective, over the ranks of `group`, as in `save_checkpoint`. Raises `PeerLostError` when a rank is lost.
     """
-    root = Path(directory).absolute()
-    everyone = _run_phase(
-        SingleRank() if ranks is None else ranks, f"looking at {root}", lambda: scan_steps(root)[0], timeout_s
-    )
+    timeout(timeout_s)
+    root = check_path("directory", directory).absolute()
+    with _joined(group, timeout_s) as ranks:
+        everyone = _run_phase(ranks, f"looking at {root}", lambda: scan_steps(root)[0], timeout_s)
     return max((step for step, _ in set.intersection(*map(set, everyone))), default=None)
 
 

@@ -97,6 +97,11 @@ def of_group(group: Any) -> Topology:
     require_torch("a group or mesh of ranks")
     import torch.distributed as dist
 
+    if dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ArgumentError(
+            "this rank is not a member of the group: `torch.distributed.new_group` returned NON_GROUP_MEMBER here. "
+            "Make the call on the group's ranks only"
+        )
     if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
         raise ArgumentError(
             f"group is a process group of torch.distributed or a RankGroup, found {type(group).__name__}"
