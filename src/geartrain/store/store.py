@@ -19,6 +19,7 @@ from geartrain.errors import (
     ArgumentError,
     CheckpointError,
     StaleStoreError,
+    StoreClosedError,
     StoreExistsError,
     StoreMissingError,
 )
@@ -56,9 +57,10 @@ class Store(JournaledStore):
     stays too, so that its rows can be adopted.
 
     A handle may be used by many threads, one of which may close it; in forked children, which become processes of the
-    store of their own when they first use it; and pickled to other processes of the host. A handle that was closed
-    refuses everything (`StoreClosedError`) but what it was: its name, fields, limits and views already taken. Handles
-    that are open when the interpreter ends are closed, daemon threads in calls included.
+    store of their own when they first use it; and pickled to other processes of the host. A copy or a pickle opens the
+    store again, with the same rights. A handle that was closed refuses everything (`StoreClosedError`), copies included,
+    but what it was: its name, fields, limits and views already taken. Handles that are open when the interpreter ends
+    are closed, daemon threads in calls included.
 
     Example:
         >>> import numpy as np
@@ -296,6 +298,8 @@ class Store(JournaledStore):
     def peek(cls, name: str | os.PathLike[str], *, trust: Trust = "user") -> Store:
         """A read-only look at a store, living or dead: leaves no trace and cannot change it. Raises as `open`.
 
+        Copies and pickles of the handle are read-only as well.
+
         It may be saved: what was committed when `save` began, but for rows that are gone when it comes to them.
         """
         name = check_name(name)
@@ -437,40 +441,34 @@ class Store(JournaledStore):
     # --- pickling -------------------------------------------------------------------------------------------
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        if self.closed:
+            raise StoreClosedError(f"the store {self.name!r} was closed: copy or pickle an open handle")
         if anonymous.is_anonymous(self.name):
             anonymous.check_may_pickle()
-            return _open_anonymous, (self.name, self.trust)
-        return _open_named, (self.name, self.trust, self.id)
+        return _opened_again, (self.name, self.trust, self.id, self._peeks)
 
 
-def _open_named(name: str, trust: Trust, store_id: int | None = None) -> Store:
-    """Joins a store from its pickle.
+def _opened_again(name: str, trust: Trust, store_id: int, peeks: bool) -> Store:
+    """A copy of a handle: joins the store, or only peeks at it, as the handle did.
 
     Raises:
-        StoreMissingError: it is gone, also where another store has its name now.
+        StoreMissingError: it is gone, also where another store has its name now; or it is on another host.
     """
-    store = Store.open(name, trust=trust)
-    if store_id is not None and store.id != store_id:
+    try:
+        store = Store.peek(name, trust=trust) if peeks else Store.open(name, trust=trust)
+    except StoreMissingError:
+        if not anonymous.is_anonymous(name):
+            raise
+        raise StoreMissingError(
+            f"the store {name!r} is not on this host any more: created without a name, it was removed with its last "
+            f"process. Create it with a name, or keep it open until this process has joined"
+        ) from None
+    if store.id != store_id:
         store.close()
         raise StoreMissingError(
             f"the store {name!r} that was pickled is gone, and another one has its name: Store.open joins that one"
         )
     return store
-
-
-def _open_anonymous(name: str, trust: Trust) -> Store:
-    """Joins a store without a name from its pickle.
-
-    Raises:
-        StoreMissingError: its last process has closed it, or it is on another host.
-    """
-    try:
-        return Store.open(name, trust=trust)
-    except StoreMissingError:
-        raise StoreMissingError(
-            f"the store {name!r} is not on this host any more: created without a name, it was removed with its last "
-            f"process. Create it with a name, or keep it open until this process has joined"
-        ) from None
 
 
 __all__ = ["Store"]
