@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import geartrain as gt
-from geartrain import rpc, weights
 from geartrain.errors import ArgumentError, StoreClosedError, StoreMissingError
 from geartrain.store.recorder import recorded_fields
 
@@ -40,13 +39,6 @@ def test_what_is_there_once_can_be_neither_copied_nor_pickled(what, how, name):
         assert store.stats()["writing"] == writing  # a copy that is dropped gave the blocks of the original back
         if what in ("row", "rows"):
             one.abandon()
-
-
-@pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize("what", [weights.Publisher, weights.Reader, rpc.Node])
-def test_neither_can_what_belongs_to_its_process(what, how, name):
-    with what(name) as one, pytest.raises(ArgumentError, match=f"{what.__name__} can be neither copied nor pickled"):
-        COPIES[how](one)
 
 
 @pytest.mark.parametrize("how", SAME)

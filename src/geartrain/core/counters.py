@@ -23,12 +23,13 @@ import secrets
 import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
 import geartrain.core.locks as locks
+from geartrain.core.arguments import refuse_copies
 from geartrain.core.shared_files import open_shared, segments_directory, shared_files
 from geartrain.errors import (
     ArgumentError,
@@ -55,6 +56,9 @@ class CounterSlot(MutableMapping[str, float]):
     def __init__(self, columns: Sequence[str], row: NDArray[np.float64]) -> None:
         self._index = {name: at for at, name in enumerate(columns)}
         self._row = row
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "open the counters there, and take the slot")
 
     def __getitem__(self, name: str) -> float:
         return float(self._row[self._index[name]])
@@ -175,6 +179,9 @@ class SharedCounters:
         """Removes the file, if this process created it; so does its end. Slots stay usable."""
         if self._remove is not None:
             self._remove()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "SharedCounters.open(name) joins them there")
 
     def __enter__(self) -> SharedCounters:
         return self

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, overload
 
 import geartrain.core.trace as trace
+from geartrain.core.arguments import refuse_copies
 from geartrain.core.counters import SharedCounters
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import Trust
@@ -124,6 +125,9 @@ class Context:
         _contexts.add(self)
         if not alone:
             trace.name_process(f"{self.name} of {self.job}")
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "call launch.context() there")
 
     def after_fork(self) -> None:
         """In a forked child, whose node is the parent's: the lock anew, which another thread may have held."""

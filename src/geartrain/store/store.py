@@ -58,9 +58,9 @@ class Store(JournaledStore):
 
     A handle may be used by many threads, one of which may close it; in forked children, which become processes of the
     store of their own when they first use it; and pickled to other processes of the host. A copy or a pickle opens the
-    store again, with the same rights. A handle that was closed refuses everything (`StoreClosedError`), copies included,
-    but what it was: its name, fields, limits and views already taken. Handles that are open when the interpreter ends
-    are closed, daemon threads in calls included.
+    store again, with the same rights. A handle that was closed refuses everything (`StoreClosedError`), copies too, but
+    what it was: its name, fields, limits and views already taken. Handles that are open when the interpreter ends are
+    closed, daemon threads in calls included.
 
     Example:
         >>> import numpy as np

@@ -25,10 +25,11 @@ from concurrent.futures import Future as Work
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, SupportsIndex, cast
 from urllib.parse import urlparse
 
 import geartrain.integrations.di_engine.options as queue_options
+from geartrain.core.arguments import refuse_copies
 from geartrain.core.threads import ReentrantEvent
 from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError
 from geartrain.integrations.di_engine.bus import Bus
@@ -110,6 +111,9 @@ class Queue:
                 "containers can be emitted, and not DI-engine's own objects, which need pickle",
                 self.options.node_id,
             )
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "make another one there, which attaches to this one")
 
     # --- what DI-engine calls ---------------------------------------------------------------------------------------
 
