@@ -7,6 +7,7 @@ something short.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -30,6 +31,7 @@ import geartrain as gt
 import geartrain.tools.doctor as doctor
 import geartrain_bench
 from geartrain.__main__ import main
+from geartrain.integrations import export_store, import_dataset
 from geartrain.tools.cli import app
 
 COMMAND = typer.main.get_command(app)
@@ -49,7 +51,10 @@ SENSELESS = {
         "--on-too-long": ("skipp", *WORDS),
         "--format": ("hdf", *WORDS),
         "--cast": ("float64", "float64=", "=float32", "float64=float31", "a=b=c", *WORDS),
-        "--option": ("split", "=3", "no_such=1", "untimed=3", "untimed=no_such", "lengths=3", "ends=x", *WORDS),
+        "--option": (
+            *("split", "=3", "no_such=1", "untimed=3", "untimed=no_such", "lengths=3", "ends=x", *WORDS),
+            *(f"{name}=1" for name in inspect.signature(import_dataset).parameters),
+        ),
         "--field": ("no-such", "=", "=obs", "obs=", *WORDS),
         "--into": ("", "missing/folder/x.gt", "/dev/null/x", "/proc/x.gt", "/tmp", "x" * 300, "a/" * 3000),
         "source": ("/no/such", "/dev/null", "/dev/zero", "/etc", "/proc/self/mem", *WORDS),
@@ -60,7 +65,10 @@ SENSELESS = {
         "--format": ("hdf", *WORDS),
         "--field": ("no-such", "=", "=x", "x=", *WORDS),
         "--cast": ("float64", "float64=", "=float32", "float64=float31", "a=b=c", *WORDS),
-        "--option": ("split", "=3", "no_such=1", "compress=maybe", "compress=3", *WORDS),
+        "--option": (
+            *("split", "=3", "no_such=1", "compress=maybe", "compress=3", *WORDS),
+            *(f"{name}=1" for name in inspect.signature(export_store).parameters),
+        ),
         "--trust": ("all", "User", *WORDS),
     },
     "inspect": {
