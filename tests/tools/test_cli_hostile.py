@@ -358,10 +358,10 @@ def call(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store_nam
     existing = store.name
     store.close()
     monkeypatch.setattr(typer.testing, "_get_command", lambda _: COMMAND)  # made once: it takes longer than a call
-    runner = typer.testing.CliRunner()
 
-    def run(command: str, words: list[str]) -> Any:
+    def run(command: str, words: list[str], charset: str = "utf-8") -> Any:
         names = {"{store}": store_name(), "{existing}": existing, "{folder}": str(tmp_path / "folder")}
+        runner = typer.testing.CliRunner(charset=charset)
         return runner.invoke(app, [*command.split(), *(names.get(word, word) for word in words)])
 
     yield run
@@ -373,6 +373,18 @@ def call(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store_nam
 def test_the_sound_call_that_hostile_ones_differ_from_is_sound(command: str, call: Any) -> None:
     done = call(command, SOUND[command])
     assert done.exit_code == 0, (done.output, done.exception)
+
+
+@pytest.mark.parametrize("command", [name for name, _ in commands(COMMAND)])
+def test_every_command_writes_to_a_stdout_that_is_ascii(command: str, call: Any) -> None:
+    for words in (["{existing}"] if command == "inspect" else SOUND[command], ["--help"]):
+        done = call(command, words, charset="ascii")
+        assert done.exit_code == 0, (done.output, done.exception)
+
+
+def test_names_that_stdout_cannot_show_are_escaped(call: Any, store_name: Any) -> None:
+    with gt.Store.create(store_name(), {"größe": gt.Field((), "float32")}, max_length=3, capacity=2) as store:
+        assert "gr\\xf6\\xdfe" in call("inspect", [store.name], charset="ascii").stdout
 
 
 CALLS = list(hostile())
