@@ -113,6 +113,14 @@ def test_arguments_that_make_no_journal_are_refused(tmp_path: Path, wrong: dict[
     assert not (tmp_path / "journal").exists()
 
 
+def test_a_manifest_that_the_disk_cannot_read_is_named(tmp_path: Path) -> None:
+    create(tmp_path / "journal").close()
+    (tmp_path / "journal" / "journal.json").unlink()
+    (tmp_path / "journal" / "journal.json").symlink_to("/proc/self/mem")  # whose first page is EIO
+    with pytest.raises(JournalError, match=r"/journal\.json cannot be read: Input/output error"):
+        create(tmp_path / "journal")
+
+
 def test_a_journal_in_use_is_refused(tmp_path: Path) -> None:
     with create(tmp_path / "journal"), pytest.raises(JournalError, match="join that one"):
         create(tmp_path / "journal")

@@ -24,7 +24,8 @@ def printable(text: str, lines: bool = False) -> str:
 
 def never_fails(stream: Any) -> None:
     """Has a text stream write what its encoding lacks: bars and arrows as ASCII, other characters as escapes."""
-    if hasattr(stream, "reconfigure"):  # not of a program that has put something else in its place
+    # A program may have put something else in the stream's place.
+    if hasattr(stream, "reconfigure") and codecs.lookup(stream.encoding).name != "utf-8":
         stream.reconfigure(errors="geartrain.shown")
 
 

@@ -8,6 +8,7 @@ it: `"user"` (this process's user, and root), `"group"` (a group of this user as
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 from typing import Literal, cast
 
@@ -47,6 +48,18 @@ def shared_files(pattern: str, directory: Path | None = None) -> list[Path]:
             path.name.encode()
             found.append(path)
     return sorted(found)
+
+
+def room_in(path: Path) -> str:
+    """What a file system has left, for the error of a full one: "1,024 bytes are free", or "no inodes are free".
+
+    Args:
+        path: on it; the part of it that exists tells.
+    """
+    about = os.statvfs(next(each for each in (path, *path.parents) if os.path.lexists(each)))
+    if about.f_files and not about.f_favail:
+        return "no inodes are free"
+    return f"{about.f_bavail * about.f_frsize:,} bytes are free"
 
 
 def open_shared(path: Path, *, writable: bool = True, trust: Trust = "user") -> int:

@@ -22,7 +22,7 @@ import geartrain._native as _native
 from geartrain.core.arguments import check_flag, shown
 from geartrain.core.progress import Progress
 from geartrain.core.schema import Field
-from geartrain.core.shared_files import Trust, check_trust
+from geartrain.core.shared_files import Trust, check_trust, room_in
 from geartrain.errors import ArgumentError, DatasetExistsError, NoSpaceError, SourceError
 from geartrain.integrations.datasets.arguments import casts_of, checked_options
 from geartrain.integrations.datasets.episode import FieldChoice, choose
@@ -367,10 +367,8 @@ def _naming_full_disk(target: Path) -> Iterator[None]:
         told = told or next((each for each in _FULL if f"errno = {each}," in str(error)), None)
         if told is None:
             raise
-        about = os.statvfs(target.parent)
         raise NoSpaceError(
-            f"cannot write {target}: {os.strerror(told)}; {about.f_bavail * about.f_frsize:,} bytes are free beside "
-            f"the unfinished one, which is removed"
+            f"cannot write {target}: {os.strerror(told)}; {room_in(target)}. The unfinished dataset is removed"
         ) from error
 
 
