@@ -154,7 +154,7 @@ class Store(JournaledStore):
             journal_sync_s: the bound: what was committed so long ago is on the disk, and commits wait where it is not;
                 0: before a commit, a deletion or a rewrite returns.
             journal_full: what a full disk does to commits: they "wait" for room, as long as `timeout_s`, or get an
-                "error" at once (`NoSpaceError`).
+                "error" at once (`NoSpaceError`). Either way no row is committed by a call that raises.
 
         Raises:
             ArgumentError: limits that make no store, or `max_length` absent; SchemaError: fields that make none.
