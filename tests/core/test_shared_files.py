@@ -24,6 +24,7 @@ from geartrain.core.shared_files import open_shared, segments_directory
 from geartrain.device.pinned_memory import Ledger
 from geartrain.errors import (
     ArgumentError,
+    GeartrainError,
     IncompatibleStoreError,
     NoSpaceError,
     PinError,
@@ -378,3 +379,42 @@ def test_a_containers_shared_memory_is_an_error_with_the_remedy(monkeypatch, sma
         publisher.publish(1, {"w": np.ones(100_000)})
     with pytest.raises(NoSpaceError, match="GEARTRAIN_DIR"):
         SharedCounters.create(name, 1000, ("steps",))
+
+
+MADE = {
+    "store": lambda: gt.Store.create("x", {"a": gt.Field((), "uint8", per_row=True)}, capacity=4),
+    "store without a name": lambda: gt.Store.create({"a": gt.Field((), "uint8", per_row=True)}, capacity=4),
+    "publisher": lambda: weights.Publisher("x"),
+    "reader": lambda: weights.Reader("x"),
+    "counters": lambda: SharedCounters.create("x", 1, ["steps"]),
+}
+
+
+@pytest.mark.parametrize("what", MADE)
+def test_a_directory_of_segments_that_takes_no_file_is_told_with_what_to_do(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GEARTRAIN_DIR", str(tmp_path))
+    with (
+        file_system(tmp_path, "4m", "nr_inodes=1"),
+        pytest.raises(NoSpaceError, match=f"(?s){tmp_path}/.*(no inodes are free|no inodes free).*GEARTRAIN_DIR"),
+    ):
+        MADE[what]()
+    with (
+        file_system(tmp_path, "4m", "ro"),
+        pytest.raises(GeartrainError, match=f"{tmp_path}/.*: Read-only file system. Set GEARTRAIN_DIR"),
+    ):
+        MADE[what]()
+
+
+def test_a_store_on_a_read_only_file_system_is_peeked_at(tmp_path: Path) -> None:
+    with file_system(tmp_path, "4m") as place:
+        store = gt.Store.create(place / "x", {"a": gt.Field((), "uint8", per_row=True)}, capacity=4)
+        store.insert({"a": np.arange(3, dtype=np.uint8)})
+        store.close()
+        del store  # and its mapping, for which the file is open
+        subprocess.run(["mount", "-o", "remount,ro", place], check=True)
+        with pytest.raises(GeartrainError, match=r"Read-only file system; Store\.peek reads it"):
+            gt.Store.open(place / "x")
+        with gt.Store.peek(place / "x") as looked:
+            assert len(looked) == 3

@@ -15,7 +15,6 @@ it mapped keep the memory.
 
 from __future__ import annotations
 
-import errno
 import json
 import mmap
 import os
@@ -30,12 +29,11 @@ from numpy.typing import NDArray
 
 import geartrain.core.locks as locks
 from geartrain.core.arguments import refuse_copies
-from geartrain.core.shared_files import open_shared, segments_directory, shared_files
+from geartrain.core.shared_files import cannot_make, open_shared, segments_directory, shared_files
 from geartrain.errors import (
     ArgumentError,
     GeartrainError,
     IncompatibleStoreError,
-    NoSpaceError,
     StoreExistsError,
     StoreMissingError,
 )
@@ -111,11 +109,15 @@ class SharedCounters:
         path = _path(name)
         remove_stale()
         unnamed = path.with_name(f"{_UNNAMED}{os.getpid()}-{secrets.token_hex(4)}")
-        fd = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        nbytes = _file_bytes(slots, len(columns))
+        try:
+            fd = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise cannot_make(path, error, nbytes) from None
         try:
             locks.take(fd, locks.EXCLUSIVE, 0)
             # Allocated now: on a full file system a write to a mapping without memory behind it is SIGBUS.
-            os.posix_fallocate(fd, 0, _file_bytes(slots, len(columns)))
+            os.posix_fallocate(fd, 0, nbytes)
             memory = mmap.mmap(fd, 0)
             memory[: len(header)] = header
             os.link(unnamed, path)  # locked and with its header, or not at all
@@ -124,12 +126,7 @@ class SharedCounters:
             raise StoreExistsError(f"counters named {name!r} exist already ({path})") from None
         except OSError as error:
             os.close(fd)
-            if error.errno != errno.ENOSPC:
-                raise
-            raise NoSpaceError(
-                f"{path.parent} is full: {path.name} needs {_file_bytes(slots, len(columns))} bytes. Enlarge it, or "
-                "set GEARTRAIN_DIR to a directory of a larger file system; `geartrain doctor` tells its size"
-            ) from None
+            raise cannot_make(path, error, nbytes) from None
         except BaseException:
             os.close(fd)
             raise

@@ -8,14 +8,17 @@ it: `"user"` (this process's user, and root), `"group"` (a group of this user as
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 from typing import Literal, cast
 
 import geartrain._native as _native
 from geartrain.core.arguments import shown
-from geartrain.errors import ArgumentError
+from geartrain.errors import ArgumentError, GeartrainError, NoSpaceError
 
+#: Numbers of the errors of a full file system, quota or limit of a file's size.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 #: Who may write to a shared file. New files get the mode 0600, 0660 or 0666 by it.
 Trust = Literal["user", "group", "any"]
 
@@ -60,6 +63,20 @@ def room_in(path: Path) -> str:
     if about.f_files and not about.f_favail:
         return "no inodes are free"
     return f"{about.f_bavail * about.f_frsize:,} bytes are free"
+
+
+def cannot_make(path: Path, error: OSError, nbytes: int) -> GeartrainError:
+    """The error of a file of `nbytes` that could not be made in the directory of segments, with what to do."""
+    if error.errno in FULL:
+        return NoSpaceError(
+            f"{path} cannot be made: it needs {nbytes:,} bytes, and {room_in(path)} in {path.parent}. Remove what dead "
+            f"runs have left (geartrain inspect lists it), enlarge it (mount -o remount,size=... or nr_inodes=...; "
+            f"docker run --shm-size=...), or set GEARTRAIN_DIR to a directory of another file system for all processes"
+        )
+    return GeartrainError(
+        f"{path} cannot be made: {error.strerror}. Set GEARTRAIN_DIR, for all processes, to a directory that this "
+        f"process may write to"
+    )
 
 
 def open_shared(path: Path, *, writable: bool = True, trust: Trust = "user") -> int:

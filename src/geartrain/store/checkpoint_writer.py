@@ -5,7 +5,6 @@ The format stands in checkpoint_format.py.
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import time
@@ -25,7 +24,7 @@ from geartrain.core.arguments import check_path
 from geartrain.core.json_values import parse_json
 from geartrain.core.progress import Progress
 from geartrain.core.schema import Field
-from geartrain.core.shared_files import room_in
+from geartrain.core.shared_files import FULL, room_in
 from geartrain.errors import CheckpointError, NoSpaceError
 from geartrain.store.checkpoint_directory import (
     HeldDirectory,
@@ -57,7 +56,6 @@ DEAD_SHARE = 0.5
 # A chunk of less than a quarter of the usual size is small; more of them than this are written anew as larger ones.
 SMALL_SHARE = 0.25
 MAX_SMALL = 16
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -481,7 +479,7 @@ def _naming_errors(directory: Path) -> Iterator[None]:
         yield
     except OSError as error:
         what = f"cannot save the checkpoint {directory}: {error.strerror or error}"
-        if error.errno not in _FULL:
+        if error.errno not in FULL:
             raise CheckpointError(what) from error
         raise NoSpaceError(f"{what}; {room_in(directory)}. The unfinished checkpoint is removed") from error
 

@@ -27,6 +27,7 @@ import numpy as np
 import geartrain._native as _native
 from geartrain.core.arguments import check_path
 from geartrain.core.schema import Field
+from geartrain.core.shared_files import FULL
 from geartrain.core.threads import DaemonThread, ReentrantEvent
 from geartrain.errors import GeartrainError, JournalError, NoSpaceError, StoreClosedError
 from geartrain.store.checkpoint_reader import Checkpoint, restore
@@ -388,7 +389,7 @@ class JournalOptions:
         try:
             yield
         except OSError as error:
-            kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else JournalError
+            kind = NoSpaceError if error.errno in FULL else JournalError
             raise kind(f"the journal {self.path} cannot be written: {error.strerror}") from error
 
 

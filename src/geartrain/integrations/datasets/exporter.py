@@ -22,7 +22,7 @@ import geartrain._native as _native
 from geartrain.core.arguments import check_flag, shown
 from geartrain.core.progress import Progress
 from geartrain.core.schema import Field
-from geartrain.core.shared_files import Trust, check_trust, room_in
+from geartrain.core.shared_files import FULL, Trust, check_trust, room_in
 from geartrain.errors import ArgumentError, DatasetExistsError, NoSpaceError, SourceError
 from geartrain.integrations.datasets.arguments import casts_of, checked_options
 from geartrain.integrations.datasets.episode import FieldChoice, choose
@@ -259,7 +259,7 @@ def _check_target(target: Path, format: str, overwrite: bool, writer: type[Datas
         try:
             probe.touch(exist_ok=False)
         except OSError as error:
-            if error.errno in _FULL:
+            if error.errno in FULL:
                 raise
             raise type(error)(error.errno, f"{target} cannot be written: {error.strerror}") from None
         probe.unlink()
@@ -350,9 +350,6 @@ def _put_in_place(fresh: Path, target: Path, format: str, overwrite: bool, write
         os.close(descriptor)
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
 @contextlib.contextmanager
 def _naming_full_disk(target: Path) -> Iterator[None]:
     """Turns the error of a full file system, quota or limit, whichever library tells it, into one of geartrain's."""
@@ -363,8 +360,8 @@ def _naming_full_disk(target: Path) -> Iterator[None]:
     except (OSError, RuntimeError, ValueError) as error:
         number = getattr(error, "errno", None)
         # Arrow and HDF5 put the number into the text alone.
-        told = next((each for each in _FULL if number == each or f"rrno {each}]" in str(error)), None)
-        told = told or next((each for each in _FULL if f"errno = {each}," in str(error)), None)
+        told = next((each for each in FULL if number == each or f"rrno {each}]" in str(error)), None)
+        told = told or next((each for each in FULL if f"errno = {each}," in str(error)), None)
         if told is None:
             raise
         raise NoSpaceError(
