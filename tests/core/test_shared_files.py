@@ -29,6 +29,7 @@ from geartrain.errors import (
     NoSpaceError,
     PinError,
     StoreError,
+    StoreExistsError,
     StoreMissingError,
     UntrustedStoreError,
 )
@@ -136,21 +137,31 @@ def _become_another_user() -> None:
 @needs_root
 def test_a_store_of_another_user_is_refused_unless_all_are_trusted(names, fork):
     fields = {"x": gt.Field((), "int64", per_row=True)}
-    theirs, mine = names(may_stay=True), names()
+    theirs, mine, shared = names(may_stay=True), names(), names(may_stay=True)
 
     def another_user() -> None:
         _become_another_user()
         gt.Store.create(theirs, fields, capacity=4, persist=True).close()
+        with pytest.raises(StoreExistsError, match=rf"the name '{mine}' is taken: .*Permission denied"):
+            gt.Store.create(mine, fields, capacity=4)
+        with pytest.raises(StoreExistsError, match="may be removed by its owner alone"):
+            gt.Store.open(shared, fields, create="replace", capacity=4, trust="any")
         for join in (gt.Store.open, gt.Store.peek):
             with pytest.raises(UntrustedStoreError, match=r"belongs to user|Permission denied"):
                 join(mine)
 
+    gt.Store.create(shared, fields, capacity=4, persist=True, trust="any").close()
     with gt.Store.create(mine, fields, capacity=4):
         assert os.waitstatus_to_exitcode(os.waitpid(fork(another_user), 0)[1]) == 0
     for trust in ("user", "group"):
         for join in (gt.Store.open, gt.Store.peek):
             with pytest.raises(UntrustedStoreError, match=f"it belongs to user {ANOTHER}"):
                 join(theirs, trust=trust)
+    with pytest.raises(StoreExistsError, match=rf"the name '{theirs}' is taken: .* it belongs to user {ANOTHER}"):
+        gt.Store.create(theirs, fields, capacity=4)
+    with pytest.raises(StoreExistsError, match=r"exists already .*0 rows"):
+        gt.Store.create(theirs, fields, capacity=4, trust="any")
+    gt.Store.peek(shared, trust="any").unlink()
     with gt.Store.open(theirs, trust="any") as store:
         store.insert({"x": np.arange(2)})
         assert store.audit() == []

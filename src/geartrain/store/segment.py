@@ -30,7 +30,14 @@ from geartrain.core.schema import (
     stored_schema,
 )
 from geartrain.core.shared_files import Trust
-from geartrain.errors import ArgumentError, FieldError, IncompatibleStoreError, StoreError, StoreExistsError
+from geartrain.errors import (
+    ArgumentError,
+    FieldError,
+    GeartrainError,
+    IncompatibleStoreError,
+    StoreError,
+    StoreExistsError,
+)
 
 #: One of REMOVERS, or "lowest:FIELD" or "highest:FIELD" of a field that is one number a row.
 Remover = str
@@ -183,7 +190,7 @@ def create_segment(
             per_step,
         )
     except StoreExistsError:
-        raise StoreExistsError(_describe_existing(name)) from None
+        raise StoreExistsError(_describe_existing(name, trust)) from None
 
 
 def schema_of_segment(native: _native.Store) -> tuple[dict[str, Field], int]:
@@ -197,21 +204,24 @@ def _peek(name: str, trust: Trust = "user") -> _native.Store:
     return _native.Store.attach(name, False, True, 1.0, trust)
 
 
-def _describe_existing(name: str) -> str:
-    path = _native.segment_path(name)
+def _describe_existing(name: str, trust: Trust) -> str:
     try:
-        rows = _peek(name).committed_count()
-    except Exception:  # whatever is there, it is not a segment we can say more about
-        return f"{path} exists already and is not a segment this build can read; choose another name"
+        rows = _peek(name, trust).committed_count()
+    except (GeartrainError, OSError) as error:  # another user's, another build's, or no segment at all
+        return f"the name {name!r} is taken: {error}. Choose another name"
     return (
-        f"a store named {name!r} exists already ({path}, {rows} rows). "
+        f"a store named {name!r} exists already ({_native.segment_path(name)}, {rows} rows). "
         f"Join it with Store.open({name!r}), or, if its run is over, replace it with "
         f"Store.open(..., create='replace') or remove it with `geartrain remove {name}`"
     )
 
 
 def remove_unused(name: str, trust: Trust = "user") -> None:
-    """Removes the segment of that name if no living process uses it."""
+    """Removes the segment of that name if no living process uses it.
+
+    Raises:
+        StoreExistsError: one does, or this process may not remove it.
+    """
     if not Path(_native.segment_path(name)).exists():
         return
     peeked = _peek(name, trust)
@@ -220,7 +230,11 @@ def remove_unused(name: str, trust: Trust = "user") -> None:
         raise StoreExistsError(
             f"the store {name!r} is in use by {users} process{'es' if users > 1 else ''}; it can only be joined"
         )
-    peeked.unlink()
+    if not peeked.unlink() and Path(_native.segment_path(name)).exists():
+        raise StoreExistsError(
+            f"the store {name!r} cannot be replaced: {_native.segment_path(name)} may be removed by its owner alone, "
+            f"or its directory is read-only. Choose another name"
+        )
 
 
 def remove_journaled(name: str, journal: Path, trust: Trust = "user") -> None:
