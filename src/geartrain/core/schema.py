@@ -7,8 +7,9 @@ row. A block has time as its first axis, and holds up to the store's `max_length
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +93,15 @@ class Field:
     def block_nbytes(self, max_length: int) -> int:
         """Bytes of a row's block in a store of `max_length` steps a row, without the padding up to 64."""
         return self.nbytes if self.per_row else max_length * self.nbytes
+
+
+@contextlib.contextmanager
+def naming_field(name: str) -> Iterator[None]:
+    """Has a `SchemaError` of a field's shape, dtype or values begin with the field's name."""
+    try:
+        yield
+    except SchemaError as error:
+        raise type(error)(f"field {name!r}: {error}") from None
 
 
 def _dims(shape: Any) -> tuple[int, ...]:

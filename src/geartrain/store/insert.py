@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 from geartrain.core.arguments import check_choice, check_unmasked
 from geartrain.core.dtypes import DTYPES, Dtype, as_dtype, as_raw, plain_tensor, torch_dtype
 from geartrain.core.keys import Keys
+from geartrain.core.schema import naming_field
 from geartrain.errors import FieldError, SchemaError
 from geartrain.store.columns import Columns, as_column
 
@@ -81,6 +82,8 @@ def checked_source(columns: Columns, name: str, data: Any, casting: Casting) -> 
             f"field {name!r} is a nested tensor: give its to_padded_tensor(0) and lengths=, or insert its unbind() one "
             f"by one"
         )
+    if data is None:
+        raise SchemaError(f"field {name!r} takes an array of all rows, found None")
     if not hasattr(data, "dtype"):
         try:
             data = np.asarray(data)
@@ -89,7 +92,8 @@ def checked_source(columns: Columns, name: str, data: Any, casting: Casting) -> 
                 f"field {name!r} takes an array of all rows, and what was given makes none: {error}. Rows of several "
                 f"lengths are padded, with lengths=, or inserted one by one"
             ) from None
-    found = as_dtype(data.dtype)
+    with naming_field(name):
+        found = as_dtype(data.dtype)
     if found.name != field.dtype:
         if not _castable(found, DTYPES[field.dtype], casting):
             allowed = "" if casting == "no" else f", which casting={casting!r} does not convert"
