@@ -23,7 +23,7 @@ from geartrain.collectives.host_map import RingOrder
 from geartrain.collectives.session import Session, next_session
 from geartrain.collectives.shares import Owners, pick_shares
 from geartrain.collectives.work import FaultNaming, Work
-from geartrain.core.arguments import check_text, check_texts, refuse_copies, timeout
+from geartrain.core.arguments import check_text, check_texts, did_you_mean, refuse_copies, timeout
 from geartrain.core.process_report import register
 from geartrain.core.threads import DaemonThread, ReentrantEvent, held, owns, refuse_within
 from geartrain.errors import ArgumentError, CollectiveClosedError, ConnectionClosedError, GeartrainError
@@ -456,7 +456,10 @@ class Group:
             raise ArgumentError("a hierarchical group is not re-formed: make another one, of the next epoch")
         unknown = set(check_texts("without", without)) - set(self.reducers)
         if unknown:
-            raise ArgumentError(f"no such reducers: {sorted(unknown)}; there are {list(self.reducers)}")
+            raise ArgumentError(
+                f"no such reducers: {sorted(unknown)}; there are {list(self.reducers)}"
+                f"{did_you_mean(unknown, self.reducers)}"
+            )
         refuse_within(self._lock, f"a call of group {self.name!r}")
         with self._lock:
             if self._stopped.is_set():

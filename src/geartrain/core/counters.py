@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain.core.locks as locks
-from geartrain.core.arguments import refuse_copies
+from geartrain.core.arguments import did_you_mean, refuse_copies, some_of
 from geartrain.core.shared_files import cannot_make, open_shared, segments_directory, shared_files
 from geartrain.errors import (
     ArgumentError,
@@ -146,7 +146,10 @@ class SharedCounters:
         try:
             fd = open_shared(path)
         except FileNotFoundError:
-            raise StoreMissingError(f"there are no counters named {name!r} ({path})") from None
+            raise StoreMissingError(
+                f"there are no counters named {name!r} ({path}); there are {some_of(names())}"
+                f"{did_you_mean(name, names())}"
+            ) from None
         try:
             slots, columns = _read_header(fd)
             memory = mmap.mmap(fd, _file_bytes(slots, len(columns)))

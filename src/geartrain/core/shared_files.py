@@ -11,11 +11,11 @@ import contextlib
 import errno
 import os
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 import geartrain._native as _native
-from geartrain.core.arguments import shown
-from geartrain.errors import ArgumentError, GeartrainError, NoSpaceError
+from geartrain.core.arguments import check_choice
+from geartrain.errors import GeartrainError, NoSpaceError
 
 #: Numbers of the errors of a full file system, quota or limit of a file's size.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -25,9 +25,7 @@ Trust = Literal["user", "group", "any"]
 
 def check_trust(trust: str) -> Trust:
     """The value, once it is one. Raises `ArgumentError`."""
-    if not isinstance(trust, str) or trust not in ("user", "group", "any"):
-        raise ArgumentError(f"trust is 'user', 'group' or 'any', found {shown(trust)}")
-    return cast(Trust, trust)
+    return cast(Trust, check_choice("trust", trust, get_args(Trust)))
 
 
 def segments_directory() -> Path:

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, overload
 
 import geartrain.core.trace as trace
-from geartrain.core.arguments import refuse_copies
+from geartrain.core.arguments import check_keywords, did_you_mean, refuse_copies
 from geartrain.core.counters import SharedCounters
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import Trust
@@ -322,6 +322,7 @@ class Context:
         """A publisher of the job's weights (`weights.Publisher`): for one process of the job."""
         import geartrain.weights as weights
 
+        check_keywords("publisher", options, weights.Publisher)
         if self.hosts > 1:
             options.setdefault("node", self.node())
         options.setdefault("trust", self._spec.trust)
@@ -331,6 +332,7 @@ class Context:
         """A reader of the job's weights (`weights.Reader`). `source` is the process that publishes, for other hosts."""
         import geartrain.weights as weights
 
+        check_keywords("reader", options, weights.Reader)
         if self.hosts > 1:
             options.update(node=self.node(), source=source)
         options.setdefault("trust", self._spec.trust)
@@ -373,7 +375,10 @@ class Context:
         from geartrain.actors.policy import RemotePolicy
 
         if agent not in self._spec.roles:
-            raise ArgumentError(f"the job has no role {agent!r}; it has {', '.join(self._spec.roles)}")
+            raise ArgumentError(
+                f"the job has no role {agent!r}; it has {', '.join(self._spec.roles)}"
+                f"{did_you_mean(agent, self._spec.roles)}"
+            )
         _, processes, hosts = self._spec.roles[agent]
         if self.host in hosts:
             number = hosts.index(self.host) * processes + self._spec.local % processes

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from geartrain.core.arguments import check_choice, check_unmasked
+from geartrain.core.arguments import check_choice, check_unmasked, did_you_mean
 from geartrain.core.dtypes import DTYPES, Dtype, as_dtype, as_raw, plain_tensor, torch_dtype
 from geartrain.core.keys import Keys
 from geartrain.core.schema import naming_field
@@ -42,7 +42,10 @@ def insert_rows(
         )
     if set(fields) != set(columns.fields):
         missing, unknown = set(columns.fields) - set(fields), set(fields) - set(columns.fields)
-        raise FieldError(f"insert needs every field once: missing {sorted(missing)}, unknown {sorted(unknown)}")
+        raise FieldError(
+            f"insert needs every field once: missing {sorted(missing)}, unknown {sorted(unknown, key=str)}"
+            f"{did_you_mean(unknown, missing)}"
+        )
     sources = []
     n = steps = -1
     for name, data in fields.items():

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.core.arguments import check_unmasked, shown
+from geartrain.core.arguments import check_unmasked, did_you_mean, shown
 from geartrain.core.dtypes import DTYPES, as_dtype, as_raw, plain_tensor, torch_dtype
 from geartrain.core.schema import Field, naming_field
 from geartrain.errors import ArgumentError, FieldError, SchemaError
@@ -44,7 +44,7 @@ class StepArguments:
             missing, unknown = set(self._values) - set(given["values"]), set(given["values"]) - set(self._values)
             raise FieldError(
                 f"a step needs a value for every field: missing {sorted(missing)}, unknown {sorted(unknown)} (the "
-                f"observations are {', '.join(self._observations)})"
+                f"observations are {', '.join(self._observations)}){did_you_mean(unknown, missing)}"
             )
         elif name in self._observations:
             flat = self._flat(given["observation"])
@@ -115,7 +115,7 @@ class StepArguments:
         for name in self._observations:
             part = name.partition(".")[2] or name
             if name not in flat and part not in flat:
-                raise FieldError(f"the observation has no {name!r}; it has {', '.join(flat)}")
+                raise FieldError(f"the observation has no {name!r}; it has {', '.join(flat)}{did_you_mean(name, flat)}")
             found[name] = flat[name] if name in flat else flat[part]
         if len(flat) != len(self._observations):
             raise FieldError(f"the observation has {', '.join(flat)}; of these the store has {', '.join(found)}")

@@ -10,9 +10,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import geartrain._native as _native
 import geartrain.store.anonymous as anonymous
-from geartrain.core.arguments import check_choice, check_flag, timeout
+from geartrain.core.arguments import check_choice, check_flag, check_keywords, timeout
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import Trust, check_trust
 from geartrain.errors import (
@@ -29,9 +28,11 @@ from geartrain.store.segment import (
     JournalFull,
     PriorityPer,
     Remover,
+    attach,
     check_name,
     check_schema,
     create_segment,
+    peek,
     remove_journaled,
     remove_unused,
 )
@@ -253,6 +254,7 @@ class Store(JournaledStore):
         adopt = check_flag("adopt", adopt)
         if create != "never" and fields is None:
             raise ArgumentError(f"create={create!r} needs the fields of the store to create")
+        check_keywords("Store.open", options, CreateOptions.__annotations__)
         if create == "never" and options:
             raise ArgumentError(f"{', '.join(options)} only mean something with create='missing' or 'replace'")
         timeout_s, trust = timeout(timeout_s), check_trust(trust)
@@ -265,19 +267,16 @@ class Store(JournaledStore):
                 if fields is not None:
                     # Before joining: a dead run's segment that was joined and left again would be removed.
                     check_schema(name, fields, max_length, cls.peek(name, trust=trust).native)
-                store = cls(_native.Store.attach(name, adopt, False, timeout_s, trust), name, trust)
+                store = cls(attach(name, adopt=adopt, timeout_s=timeout_s, trust=trust), name, trust)
                 break
             except StaleStoreError as error:
                 raise StaleStoreError(
                     f"{error}. Join them with adopt=True, start afresh with create='replace', or remove the "
                     f"segment with `geartrain remove {name}`"
                 ) from None
-            except StoreMissingError as error:
+            except StoreMissingError:
                 if create == "never":
-                    raise StoreMissingError(
-                        f"{error}. Store.create makes one, or Store.open(..., fields, create='missing') where "
-                        f"there may be none"
-                    ) from None
+                    raise
                 assert fields is not None
                 try:
                     return cls.create(name, fields, max_length=max_length, trust=trust, timeout_s=timeout_s, **options)
@@ -303,7 +302,7 @@ class Store(JournaledStore):
         It may be saved: what was committed when `save` began, but for rows that are gone when it comes to them.
         """
         name = check_name(name)
-        store = cls(_native.Store.attach(name, False, True, 1.0, check_trust(trust)), name, trust)
+        store = cls(peek(name, check_trust(trust)), name, trust)
         store._peeks = True
         return store
 
@@ -359,8 +358,9 @@ class Store(JournaledStore):
             }
             return read_newest(directory, lambda found: cls.load(found, named, progress=progress, **given))
         found = directory
-        unknown = set(options) - {"persist", "reserve", "trust", "timeout_s"}
-        if unknown:
+        known = {"persist", "reserve", "trust", "timeout_s"}
+        check_keywords("Store.load", options, [*known, *CreateOptions.__annotations__])
+        if unknown := set(options) - known:
             raise CheckpointError(
                 f"fields and limits come from the checkpoint; {', '.join(sorted(unknown))} cannot be set. For others "
                 f"load it as it is, create a store with them, and insert the rows that `fetch` gets from it"

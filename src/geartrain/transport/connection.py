@@ -28,6 +28,7 @@ from geartrain.core.arguments import (
     check_secret,
     check_text,
     check_texts,
+    did_you_mean,
     refuse_copies,
     shown,
     timeout,
@@ -378,7 +379,10 @@ def connect(
     options["cross_memory"] = check_flag("cross_memory", cross_memory)
     if transport is not None:
         if check_text("transport", transport) not in TRANSPORTS:
-            raise TransportError(f"there is no transport {shown(transport)}; there are {', '.join(TRANSPORTS)}")
+            raise TransportError(
+                f"there is no transport {shown(transport)}; there are {', '.join(TRANSPORTS)}"
+                f"{did_you_mean(transport, TRANSPORTS)}"
+            )
         options["transport"] = transport
     if lanes is not None:
         options["lanes"] = whole_number("lanes", lanes, MOST_LANES)

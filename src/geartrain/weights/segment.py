@@ -17,6 +17,7 @@ import numpy as np
 
 import geartrain.core.futex as futex
 import geartrain.core.locks as locks
+from geartrain.core.arguments import did_you_mean, some_of
 from geartrain.core.shared_files import Trust, cannot_make, check_trust, open_shared, share_with, shared_files
 from geartrain.errors import (
     CorruptStoreError,
@@ -408,7 +409,11 @@ def describe(name: str, directory: str | Path | None = None, *, trust: Trust = "
     try:
         fd = open_shared(path, trust=check_trust(trust))
     except FileNotFoundError:
-        raise StoreMissingError(f"there are no weights {name!r} on this host: {path} is missing") from None
+        there = names(directory)
+        raise StoreMissingError(
+            f"there are no weights {name!r} on this host: {path} is missing; there are {some_of(there)}"
+            f"{did_you_mean(name, there)}"
+        ) from None
     try:
         status = os.fstat(fd)
         if status.st_size < SCHEMA_AT:

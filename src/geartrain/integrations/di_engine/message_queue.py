@@ -29,7 +29,7 @@ from typing import Any, NoReturn, SupportsIndex, cast
 from urllib.parse import urlparse
 
 import geartrain.integrations.di_engine.options as queue_options
-from geartrain.core.arguments import refuse_copies
+from geartrain.core.arguments import check_choice, refuse_copies
 from geartrain.core.threads import ReentrantEvent
 from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError
 from geartrain.integrations.di_engine.bus import Bus
@@ -398,8 +398,7 @@ def _run_worker(worker: dict[str, Any], main: tuple[Any, ...]) -> None:
 def _workers(cls: Any, arguments: dict[str, Any], given: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Arguments of each worker."""
     count, topology, init_method = arguments["n_parallel_workers"], arguments["topology"], given["init_method"]
-    if topology not in queue_options.TOPOLOGIES:
-        raise ArgumentError(f"a topology is one of {', '.join(queue_options.TOPOLOGIES)}, found {topology!r}")
+    check_choice("topology", topology, queue_options.TOPOLOGIES)
     attach_to = [text for text in arguments["attach_to"] or [] if text]
     wanted = queue_options.check_mq_type(arguments["mq_type"])
     devices = queue_options.parse_devices(given["local_cuda_devices"])
