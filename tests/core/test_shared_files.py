@@ -244,7 +244,7 @@ def test_a_word_that_is_no_trust_is_refused(name):
         lambda: weights.Reader(name, trust="all"),
         lambda: weights.Publisher(name, trust="all"),
     ):
-        with pytest.raises(ArgumentError, match="trust is 'user', 'group' or 'any', found 'all'"):
+        with pytest.raises(ArgumentError, match="trust is one of 'user', 'group', 'any', found 'all'"):
             call()
 
 
