@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,15 @@ import pytest
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, StoreClosedError, StoreMissingError
+from geartrain.store.checkpoint_reader import Checkpoint
 from geartrain.store.recorder import recorded_fields
+
+
+def _saved(store: gt.Store) -> Checkpoint:
+    with tempfile.TemporaryDirectory() as folder:
+        store.save(f"{folder}/checkpoint")
+        return Checkpoint(f"{folder}/checkpoint")
+
 
 FIELDS = recorded_fields({"obs": gt.Field((), "float32")})
 MAKERS: dict[str, Callable[[gt.Store], Any]] = {
@@ -21,6 +30,7 @@ MAKERS: dict[str, Callable[[gt.Store], Any]] = {
     "rows": lambda store: store.rows(2),
     "recorder": lambda store: store.recorder(2),
     "limiter": lambda store: store.limiter,
+    "checkpoint": _saved,
     "replay": lambda store: gt.Replay(store, gt.selection.Uniform(), 2, prefetch=0, output="numpy"),
 }
 COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": pickle.dumps}

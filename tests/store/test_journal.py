@@ -220,12 +220,18 @@ def _write_rows(store: gt.Store) -> None:
 
 
 @pytest.mark.parametrize("write", [_insert, _write_row, _write_rows])
-@pytest.mark.parametrize("full", ["wait", "error"])
+@pytest.mark.parametrize(
+    "options",
+    [{"journal_full": "wait"}, {"journal_full": "error"}, {"journal_full": "error", "remover": "lowest_priority"},
+     {"journal_full": "error", "priority_per": "step"}],
+)  # fmt: skip
 def test_a_commit_that_the_journal_refuses_commits_nothing(
-    tmp_path: Path, disk: SlowDisk, full: Any, write: Any
+    tmp_path: Path, disk: SlowDisk, options: dict[str, Any], write: Any
 ) -> None:
-    timeout_s = 0.3 if full == "wait" else 60.0
-    with create(tmp_path / "journal", journal_full=full, journal_sync_s=0.0, timeout_s=timeout_s) as store:
+    full = options["journal_full"]
+    options = {**options, "timeout_s": 0.3 if full == "wait" else 60.0}
+    limits = {name: options[name] for name in ("remover", "priority_per") if name in options}
+    with create(tmp_path / "journal", journal_sync_s=0.0, **options) as store:
         tagged.insert(store, [1])
         before = content(store), store.stats()
         disk.error = OSError(28, os.strerror(28))
@@ -241,12 +247,15 @@ def test_a_commit_that_the_journal_refuses_commits_nothing(
         store.sync_journal(patience(10))
         write(store)
         after = content(store)
-    with create(tmp_path / "journal") as again:
+    with create(tmp_path / "journal", **limits) as again:
         assert_same(after, content(again))
 
 
-def test_an_open_row_that_the_journal_refuses_can_be_completed_later(tmp_path: Path, disk: SlowDisk) -> None:
-    with create(tmp_path / "journal", journal_full="error", journal_sync_s=0.0, timeout_s=60.0) as store:
+@pytest.mark.parametrize("limits", [{}, {"remover": "lowest_priority"}, {"priority_per": "step"}])
+def test_an_open_row_that_the_journal_refuses_can_be_completed_later(
+    tmp_path: Path, disk: SlowDisk, limits: dict[str, Any]
+) -> None:
+    with create(tmp_path / "journal", journal_full="error", journal_sync_s=0.0, timeout_s=60.0, **limits) as store:
         row = store.row(version=2)
         _put(row)
         row.publish(length=1)
@@ -260,7 +269,7 @@ def test_an_open_row_that_the_journal_refuses_can_be_completed_later(tmp_path: P
         store.sync_journal(patience(10))
         row.commit()
         after = content(store)
-    with create(tmp_path / "journal") as again:
+    with create(tmp_path / "journal", **limits) as again:
         assert_same(after, content(again))
 
 

@@ -10,13 +10,13 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, SupportsIndex, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_path
+from geartrain.core.arguments import check_path, refuse_copies
 from geartrain.core.progress import Progress
 from geartrain.core.schema import fields_of_stored
 from geartrain.errors import CheckpointError
@@ -88,6 +88,9 @@ class Checkpoint:
     def close(self) -> None:
         """Lets it be removed, once it was replaced."""
         self._held.close()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "it has a directory open; Checkpoint(directory) opens it again")
 
     def __enter__(self) -> Checkpoint:
         return self
