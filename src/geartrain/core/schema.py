@@ -7,9 +7,8 @@ row. A block has time as its first axis, and holds up to the store's `max_length
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,13 +94,9 @@ class Field:
         return self.nbytes if self.per_row else max_length * self.nbytes
 
 
-@contextlib.contextmanager
-def naming_field(name: str) -> Iterator[None]:
-    """Has a `SchemaError` of a field's shape, dtype or values begin with the field's name."""
-    try:
-        yield
-    except SchemaError as error:
-        raise type(error)(f"field {name!r}: {error}") from None
+def of_field(name: str, error: SchemaError) -> SchemaError:
+    """The error of a field's shape, dtype or values with the field's name in front."""
+    return type(error)(f"field {name!r}: {error}")
 
 
 def _dims(shape: Any) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from geartrain.core.arguments import check_choice, check_unmasked, did_you_mean
 from geartrain.core.dtypes import DTYPES, Dtype, as_dtype, as_raw, plain_tensor, torch_dtype
 from geartrain.core.keys import Keys
-from geartrain.core.schema import naming_field
+from geartrain.core.schema import of_field
 from geartrain.errors import FieldError, SchemaError
 from geartrain.store.columns import Columns, as_column
 
@@ -95,8 +95,10 @@ def checked_source(columns: Columns, name: str, data: Any, casting: Casting) -> 
                 f"field {name!r} takes an array of all rows, and what was given makes none: {error}. Rows of several "
                 f"lengths are padded, with lengths=, or inserted one by one"
             ) from None
-    with naming_field(name):
+    try:
         found = as_dtype(data.dtype)
+    except SchemaError as error:
+        raise of_field(name, error) from None
     if found.name != field.dtype:
         if not _castable(found, DTYPES[field.dtype], casting):
             allowed = "" if casting == "no" else f", which casting={casting!r} does not convert"

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from geartrain.core.arguments import check_unmasked, did_you_mean, shown
 from geartrain.core.dtypes import DTYPES, as_dtype, as_raw, plain_tensor, torch_dtype
-from geartrain.core.schema import Field, naming_field
+from geartrain.core.schema import Field, of_field
 from geartrain.errors import ArgumentError, FieldError, SchemaError
 
 
@@ -93,8 +93,10 @@ class StepArguments:
     def _raw(self, name: str, value: Any) -> Any:
         """A tensor of a type that NumPy lacks as integers; other floats are converted to it first."""
         dtype = DTYPES[self._fields[name].dtype]
-        with naming_field(name):
+        try:
             found = as_dtype(value.dtype)
+        except SchemaError as error:
+            raise of_field(name, error) from None
         if found is not dtype:
             if not value.dtype.is_floating_point or not torch_dtype(dtype).is_floating_point:
                 raise SchemaError(f"{name!r} holds {dtype.name}, found {found.name}, which is of another kind")

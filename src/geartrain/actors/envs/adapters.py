@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.core.schema import Field, naming_field
-from geartrain.errors import ArgumentError
+from geartrain.core.schema import Field, of_field
+from geartrain.errors import ArgumentError, SchemaError
 
 #: An observation or an action of n environments: an array (n, ...), or arrays by name.
 Arrays = NDArray[Any] | dict[str, NDArray[Any]]
@@ -303,8 +303,10 @@ def space_fields(name: str, space: Any, axes: tuple[int, ...] = ()) -> dict[str,
     fields = {}
     for part, (shape, dtype) in space_parts(space, name).items():
         field = f"{name}.{part}" if part else name
-        with naming_field(field):
+        try:
             fields[field] = Field((*axes, *shape), dtype)
+        except SchemaError as error:
+            raise of_field(field, error) from None
     return fields
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, is_tensor_collection, is_tensorclass
 
-from geartrain.core.schema import Field, naming_field
+from geartrain.core.schema import Field, of_field
 from geartrain.errors import SchemaError
 
 #: The field of items that are plain tensors, and the beginning of names that are the storage's own.
@@ -50,8 +50,10 @@ def fields_of(leaves: Mapping[str, torch.Tensor], lead: int) -> dict[str, Field]
     """The fields for items of these leaves, whose first axes are of several."""
     fields = {}
     for name, leaf in leaves.items():
-        with naming_field(name):
+        try:
             fields[name] = Field(tuple(leaf.shape)[lead:], leaf.dtype)
+        except SchemaError as error:
+            raise of_field(name, error) from None
     return fields
 
 
