@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import pickle
 from collections.abc import Iterator
 
 import deadlines
@@ -21,6 +22,8 @@ from hostile.open_defects import OPEN
 from hostile.scenarios import RACES, SCENARIOS, applies
 from hostile.server import Server
 from hostile.subject import FACTORIES
+
+from geartrain.errors import ArgumentError
 
 # Short tests try every class; the races of those that import torch, or that start processes, are for `make test-all`.
 SHORT = ("use_after_close", "alive_at_exit", "close_beside_a_blocked_call")
@@ -151,8 +154,16 @@ def test_every_public_class_has_a_factory_or_a_reason_why_it_needs_none():
     )
 
 
+@pytest.mark.parametrize("of", sorted({factory.of for factory in FACTORIES.values()} - set(public.COPIED)))
+def test_what_there_is_once_can_be_neither_copied_nor_pickled(of):
+    one = public.classes()[of]
+    with pytest.raises(ArgumentError, match=f"a {of} can be neither copied nor pickled"):
+        pickle.dumps(one.__new__(one))  # as copy.copy and copy.deepcopy, which call __reduce_ex__ too
+
+
 def test_factories_and_reasons_are_of_public_classes():
     classes = set(public.classes())
+    assert set(public.COPIED) <= classes
     assert {factory.of for factory in FACTORIES.values()} <= classes
     assert set(public.NO_LIFETIME) <= classes
     assert not {factory.of for factory in FACTORIES.values()} & set(public.NO_LIFETIME)

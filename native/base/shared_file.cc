@@ -49,6 +49,11 @@ constexpr uint64_t kSmallDirectory = uint64_t{64} << 20;
   const bool known = ::statvfs(directory.c_str(), &fs) == 0;
   const uint64_t block = known ? fs.f_frsize : 0;
   const bool small = known && fs.f_blocks * block <= kSmallDirectory;
+  if (known && fs.f_files != 0 && fs.f_favail == 0) {
+    fail(ErrorKind::no_space, "cannot create ", path, ": ", directory, " has no inodes free, of ", fs.f_files,
+         ". Remove files there (geartrain inspect lists the segments that dead runs left), allow more (mount -o "
+         "remount,nr_inodes=...), or set GEARTRAIN_DIR to a directory of another file system for all processes");
+  }
   if (known && bytes <= fs.f_bavail * block) {
     fail(ErrorKind::no_space, "the segment needs ", mebibytes(bytes), ", which ", directory,
          " has free, but this process may not have: its limit of a file's size (ulimit -f) or a quota is less");
@@ -63,6 +68,19 @@ constexpr uint64_t kSmallDirectory = uint64_t{64} << 20;
            : ". Ask for less capacity, remove segments that dead runs left (geartrain inspect lists them), enlarge it "
              "(mount -o remount,size=...; docker run --shm-size=...), set GEARTRAIN_DIR to a directory of a larger "
              "file system for all processes, or give a path on one");
+}
+
+bool is_full(int error) {
+  return error == ENOSPC || error == EFBIG || error == EDQUOT;
+}
+
+[[noreturn]] void fail_to_create(const std::string& path, uint64_t bytes, int error) {
+  if (is_full(error)) fail_no_space(path, bytes);
+  const bool refused = error == EROFS || error == EACCES || error == EPERM;
+  fail(error == ENOENT ? ErrorKind::missing : ErrorKind::os, "cannot create ", path, ": ", std::strerror(error),
+       refused ? ". Set GEARTRAIN_DIR, for all processes, to a directory that this process may write to, or give a "
+                 "path in one"
+               : "");
 }
 
 mode_t mode_of(Trust trust) {
@@ -164,7 +182,7 @@ int open_shared_file(const std::string& path, bool writable, Trust trust) {
     if (there && !S_ISREG(named.st_mode)) fail(ErrorKind::incompatible, path, " is not a segment: not a regular file");
     if (there && error == EACCES) check_writers(named, trust, path);
     fail(error == EACCES ? ErrorKind::untrusted_store : ErrorKind::os, "cannot open the segment ", path, ": ",
-         std::strerror(error));
+         std::strerror(error), error == EROFS ? "; Store.peek reads it" : "");
   }
   try {
     struct stat file{};
@@ -201,9 +219,7 @@ Mapping Mapping::create(const std::string& path, uint64_t bytes, bool reserve, T
     mapping.temporary_ = path + temporary_suffix();  // a file system without nameless files
     mapping.fd_ = ::open(mapping.temporary_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
   }
-  if (mapping.fd_ < 0) {
-    fail(errno == ENOENT ? ErrorKind::missing : ErrorKind::os, "cannot create ", path, ": ", std::strerror(errno));
-  }
+  if (mapping.fd_ < 0) fail_to_create(path, bytes, errno);
   share_with(mapping.fd_, trust);
   mapping.bytes_ = bytes;
   struct statvfs fs{};
@@ -221,7 +237,7 @@ Mapping Mapping::create(const std::string& path, uint64_t bytes, bool reserve, T
     if (error == 0) at += piece;
     if (error == EINTR) error = 0;
   }
-  if (error == ENOSPC || error == EFBIG) fail_no_space(path, bytes);
+  if (is_full(error)) fail_no_space(path, bytes);
   if (error != 0) fail(ErrorKind::os, "cannot size ", path, ": ", std::strerror(error));
   return mapping;
 }
@@ -319,7 +335,7 @@ void Mapping::publish() {
   const char* from = temporary_.empty() ? nameless : temporary_.c_str();
   if (::linkat(AT_FDCWD, from, AT_FDCWD, path_.c_str(), AT_SYMLINK_FOLLOW) != 0) {
     if (errno == EEXIST) fail(ErrorKind::exists, path_);
-    fail(ErrorKind::os, "cannot publish the segment as ", path_, ": ", std::strerror(errno));
+    fail_to_create(path_, bytes_, errno);
   }
   if (!temporary_.empty()) ::unlink(temporary_.c_str());
   temporary_.clear();

@@ -325,6 +325,7 @@ void bind_store(nb::module_& module) {
              const Unlocked unlocked;
              s.close(keep);
            })
+      .def_prop_ro("timeout_s", [](const Store& s) { return s.lock_timeout_s(); })
       .def("unlink", [](Store& s) { return released(s, [&] { return s.unlink(); }); })
       // What most operations ask first, before they call any library's functions.
       .def_prop_ro("closed", [](const Store& s) {

@@ -123,7 +123,7 @@ void Store::request_journal_priorities() {
   futex_wake(journal.requested);
 }
 
-bool Store::sync_journal(double timeout_s) {
+bool Store::sync_journal(double timeout_s, uint32_t* error) {
   check_usable();
   JournalControl& journal = journal_control();
   const uint32_t ticket = journal.requested.fetch_add(1) + 1;
@@ -133,7 +133,11 @@ bool Store::sync_journal(double timeout_s) {
     const uint32_t completed = journal.completed.load(std::memory_order_acquire);
     if (serves(completed, ticket)) return true;
     const bool refuses = journal.mode.load() == static_cast<uint32_t>(JournalMode::full_is_error);
-    if (deadline.passed() || (refuses && journal.error.load() != 0)) return false;
+    const uint32_t broken = journal.error.load();
+    if (deadline.passed() || (refuses && broken != 0)) {
+      if (error != nullptr) *error = broken;
+      return false;
+    }
     if (calls_.must_end()) refuse_closed();
     futex_wait(journal.completed, completed, slice_ns(deadline));
   }
@@ -147,35 +151,41 @@ void Store::admit_to_journal() const {
     return bound != 0 && synced != 0 && now > synced && now - synced > bound;
   };
   const bool refuses = journal.mode.load() == static_cast<uint32_t>(JournalMode::full_is_error);
-  const auto disk_error = [&] {
-    return message_of({"the journal ", directory_of(journal),
-                       " cannot be written: ", std::strerror(static_cast<int>(journal.error.load()))});
-  };
   const Deadline deadline = Deadline::after(lock_timeout_s_);
   for (bool first = true;; first = false) {
     const uint32_t completed = journal.completed.load(std::memory_order_acquire);
-    const bool broken = journal.error.load() != 0;
-    if (broken && refuses) fail(ErrorKind::no_space, disk_error(), ". No row was committed");
-    if (!broken && !behind()) return;
+    const uint32_t error = journal.error.load();
+    if (error != 0 && refuses) refuse_journal(error, "", ". No row was committed");
+    if (error == 0 && !behind()) return;
     if (first) count(journal.waits);
     if (calls_.must_end()) refuse_closed();
-    if (deadline.passed()) {
-      if (broken) fail(ErrorKind::no_space, disk_error(), ", for ", lock_timeout_s_, " s. No row was committed");
-      fail(ErrorKind::lock_timeout, "the journal ", directory_of(journal), " is behind its bound by ", lock_timeout_s_,
-           " s: its disk is too slow, or the process that writes it is stopped. No row was committed");
-    }
+    if (deadline.passed()) refuse_journal(error, "", ". No row was committed");
     futex_wait(journal.completed, completed, slice_ns(deadline));
   }
 }
 
-// After rows were committed, removed or written in place, with a bound of 0.
+// After rows were committed, removed or written in place: with a bound of 0 that is on the disk. False, with the disk's
+// error or 0, where it is not.
+bool Store::is_settled(uint32_t* error) {
+  return journal_control().sync_ns.load() != 0 || sync_journal(lock_timeout_s_, error);
+}
+
 void Store::settle_journal(const char* what) {
+  uint32_t error = 0;
+  if (!is_settled(&error)) refuse_journal(error, message_of({"rows were ", what, ", but "}), "");
+}
+
+void Store::refuse_journal(uint32_t error, const std::string& before, const char* after) const {
   const JournalControl& journal = journal_control();
-  if (journal.sync_ns.load() != 0 || sync_journal(lock_timeout_s_)) return;
-  const int error = static_cast<int>(journal.error.load());
-  fail(error != 0 ? ErrorKind::no_space : ErrorKind::lock_timeout, "rows were ", what, ", but the journal ",
-       directory_of(journal), " does not have that on its disk after ", lock_timeout_s_, " s", error != 0 ? ": " : "",
-       error != 0 ? std::strerror(error) : "");
+  const bool waited = journal.mode.load() != static_cast<uint32_t>(JournalMode::full_is_error);
+  const std::string where = before + "the journal " + directory_of(journal);
+  if (error == 0) {
+    fail(ErrorKind::lock_timeout, where, " is behind its bound after ", lock_timeout_s_,
+         " s: its disk is too slow, or the process that writes it is stopped", after);
+  }
+  const char* const why = std::strerror(static_cast<int>(error));
+  if (!waited) fail(ErrorKind::no_space, where, " cannot be written: ", why, after);
+  fail(ErrorKind::no_space, where, " cannot be written, for ", lock_timeout_s_, " s: ", why, after);
 }
 
 }  // namespace geartrain

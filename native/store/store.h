@@ -224,8 +224,9 @@ class Store final : public OpenStore {
   void journal_failed(uint32_t error);
   // Has its next pass, which is asked for, write the priorities and counts of samples that have changed. Does not wait.
   void request_journal_priorities();
-  // Has all that was committed or removed until now written; false where it is not on the disk in time.
-  bool sync_journal(double timeout_s);
+  // Has all that was committed or removed until now written; false where it is not on the disk in time, with the
+  // disk's error, or 0.
+  bool sync_journal(double timeout_s, uint32_t* error = nullptr);
 
   // --- the rate limiter (rate_limiter.h), of a store that is open and may be written ------------------------------
 
@@ -413,8 +414,11 @@ class Store final : public OpenStore {
   void count_episodes(uint32_t row);  // a row whose writer is gone, by its marks; nothing where a row is one episode
   void check_the_cap(size_t rows) const;
   void apply_now(const RowChanges& changes);
+  void take_back(const RowChanges& changes, std::span<const uint32_t> sealed);
   void admit_to_journal() const;
+  bool is_settled(uint32_t* error);
   void settle_journal(const char* what);
+  [[noreturn]] void refuse_journal(uint32_t error, const std::string& before, const char* after) const;
   void make_room_at_the_cap(Sums& sums);
   uint64_t removable_count() const { return committed_count() - control().open_count; }
   void set_priority_locked(uint32_t row, uint32_t priority);

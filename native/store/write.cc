@@ -81,10 +81,59 @@ void Store::apply(const RowChanges& changes) {
   ensure_client();
   if (!has_journal()) [[likely]]
     return apply_now(changes);
-  const bool commits = !changes.publish.rows.empty() || !changes.commit.rows.empty() || !changes.seal.empty();
-  if (commits) admit_to_journal();
-  apply_now(changes);
-  if (commits) settle_journal("committed");
+  const bool completes = !changes.commit.rows.empty() || !changes.seal.empty();  // what the journal has
+  if (!completes && changes.publish.rows.empty()) return apply_now(changes);
+  admit_to_journal();
+  std::vector<uint32_t> sealed;  // their generations
+  for (const uint32_t row : changes.seal) {
+    check_rows({&row, 1});
+    sealed.push_back(generation_of(words()[row].load(kRelaxed)));
+  }
+  RowChanges kept = changes;
+  kept.abandon = {};  // cannot be taken back
+  apply_now(kept);
+  uint32_t error = 0;
+  if (completes && !is_settled(&error)) {
+    take_back(kept, sealed);
+    refuse_journal(error, "", ". No row was committed");
+  }
+  if (!changes.abandon.empty()) apply_now({.abandon = changes.abandon});
+}
+
+// What the journal refused is as it was before the call: rows are being written, or extended. What others have removed
+// meanwhile stays gone.
+void Store::take_back(const RowChanges& changes, std::span<const uint32_t> sealed) {
+  Guard guard(*this);
+  Sums sums(*this);
+  Control& c = control();
+  const auto is_mine = [&](uint32_t row, uint32_t generation, RowState state) {
+    return status()[row].state == state && generation_of(words()[row].load(kRelaxed)) == generation;
+  };
+  for (size_t i = 0; i < changes.seal.size(); ++i) {
+    const uint32_t row = changes.seal[i];
+    if (!is_mine(row, sealed[i], RowState::committed)) continue;
+    if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) Heap(*this).erase(row);
+    unlink_order(row);
+    hold(row, client_slot_, RowState::open);
+  }
+  uint64_t taken = 0;
+  for (size_t i = 0; i < changes.commit.rows.size(); ++i) {
+    const uint32_t row = changes.commit.rows[i];
+    if (!is_mine(row, changes.commit.generations[i], RowState::committed)) continue;
+    retire(sums, row);
+    hold(row, client_slot_, RowState::writing);
+    ++taken;
+  }
+  for (size_t i = 0; i < changes.publish.rows.size(); ++i) {
+    const uint32_t row = changes.publish.rows[i];
+    if (!is_mine(row, changes.publish.generations[i], RowState::open)) continue;
+    unhold(row);
+    make_unselectable(sums, row);
+    c.committed_count.store(committed_count() - 1, kRelaxed);
+    hold(row, client_slot_, RowState::writing);
+    ++taken;
+  }
+  c.counters.inserted.fetch_sub(taken, kRelaxed);
 }
 
 void Store::apply_now(const RowChanges& changes) {

@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
+from geartrain.core.arguments import did_you_mean
 from geartrain.core.json_values import read_json
 from geartrain.errors import ArgumentError, GeartrainError
 from geartrain_bench.harness.timing import BenchResult
@@ -88,8 +89,10 @@ def load(name: str, device: str = "cpu") -> Main:
     here = {known: bench.cpu if device == "cpu" else bench.cuda for known, bench in BENCHES.items()}
     place = here.get(name)
     if place is None:
-        able = ", ".join(known for known, found in here.items() if found is not None)
-        raise ArgumentError(f"there is no bench {name!r} on {device}; there are {able}")
+        able = [known for known, found in here.items() if found is not None]
+        raise ArgumentError(
+            f"there is no bench {name!r} on {device}; there are {', '.join(able)}{did_you_mean(name, able)}"
+        )
     return cast(Main, _found(place))
 
 

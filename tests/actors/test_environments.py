@@ -12,7 +12,8 @@ import pytest
 import geartrain as gt
 import geartrain.actors.envs as environments
 from geartrain.actors import Actor, RandomPolicy, recorded_fields
-from geartrain.errors import ArgumentError, MissingDependencyError
+from geartrain.actors.envs.adapters import space_fields
+from geartrain.errors import ArgumentError, MissingDependencyError, SchemaError
 
 
 def test_a_name_without_a_family_is_an_error_that_lists_them():
@@ -34,6 +35,19 @@ def test_what_is_missing_is_an_error_with_the_line_that_installs_it(family, monk
     monkeypatch.setitem(sys.modules, environments.FAMILIES[family], None)  # an import of it fails
     with pytest.raises(MissingDependencyError, match=rf"pip install 'geartrain\[{family}\]'"):
         environments.make(f"{family}/anything")
+
+
+@pytest.mark.parametrize(
+    ("part", "error", "told"),
+    [
+        (gym.spaces.Text(3), ArgumentError, "'observation.arm.x' is a Text space, which has no fixed shape"),
+        (gym.spaces.Box(0, 1, (3,), np.dtype(">f4")), SchemaError, "field 'observation.arm.x': dtype .*byte order"),
+    ],
+)
+def test_a_part_of_a_space_that_cannot_be_stored_is_named(part, error, told):
+    space = gym.spaces.Dict({"camera": gym.spaces.Box(0, 1, (3,)), "arm": gym.spaces.Dict({"x": part})})
+    with pytest.raises(error, match=told):
+        space_fields("observation", space)
 
 
 def test_hopper_episodes_are_recorded_whole(store_name):

@@ -24,10 +24,12 @@ from geartrain.core.shared_files import open_shared, segments_directory
 from geartrain.device.pinned_memory import Ledger
 from geartrain.errors import (
     ArgumentError,
+    GeartrainError,
     IncompatibleStoreError,
     NoSpaceError,
     PinError,
     StoreError,
+    StoreExistsError,
     StoreMissingError,
     UntrustedStoreError,
 )
@@ -135,21 +137,31 @@ def _become_another_user() -> None:
 @needs_root
 def test_a_store_of_another_user_is_refused_unless_all_are_trusted(names, fork):
     fields = {"x": gt.Field((), "int64", per_row=True)}
-    theirs, mine = names(may_stay=True), names()
+    theirs, mine, shared = names(may_stay=True), names(), names(may_stay=True)
 
     def another_user() -> None:
         _become_another_user()
         gt.Store.create(theirs, fields, capacity=4, persist=True).close()
+        with pytest.raises(StoreExistsError, match=rf"the name '{mine}' is taken: .*Permission denied"):
+            gt.Store.create(mine, fields, capacity=4)
+        with pytest.raises(StoreExistsError, match="may be removed by its owner alone"):
+            gt.Store.open(shared, fields, create="replace", capacity=4, trust="any")
         for join in (gt.Store.open, gt.Store.peek):
             with pytest.raises(UntrustedStoreError, match=r"belongs to user|Permission denied"):
                 join(mine)
 
+    gt.Store.create(shared, fields, capacity=4, persist=True, trust="any").close()
     with gt.Store.create(mine, fields, capacity=4):
         assert os.waitstatus_to_exitcode(os.waitpid(fork(another_user), 0)[1]) == 0
     for trust in ("user", "group"):
         for join in (gt.Store.open, gt.Store.peek):
             with pytest.raises(UntrustedStoreError, match=f"it belongs to user {ANOTHER}"):
                 join(theirs, trust=trust)
+    with pytest.raises(StoreExistsError, match=rf"the name '{theirs}' is taken: .* it belongs to user {ANOTHER}"):
+        gt.Store.create(theirs, fields, capacity=4)
+    with pytest.raises(StoreExistsError, match=r"exists already .*0 rows"):
+        gt.Store.create(theirs, fields, capacity=4, trust="any")
+    gt.Store.peek(shared, trust="any").unlink()
     with gt.Store.open(theirs, trust="any") as store:
         store.insert({"x": np.arange(2)})
         assert store.audit() == []
@@ -232,7 +244,7 @@ def test_a_word_that_is_no_trust_is_refused(name):
         lambda: weights.Reader(name, trust="all"),
         lambda: weights.Publisher(name, trust="all"),
     ):
-        with pytest.raises(ArgumentError, match="trust is 'user', 'group' or 'any', found 'all'"):
+        with pytest.raises(ArgumentError, match="trust is one of 'user', 'group', 'any', found 'all'"):
             call()
 
 
@@ -378,3 +390,42 @@ def test_a_containers_shared_memory_is_an_error_with_the_remedy(monkeypatch, sma
         publisher.publish(1, {"w": np.ones(100_000)})
     with pytest.raises(NoSpaceError, match="GEARTRAIN_DIR"):
         SharedCounters.create(name, 1000, ("steps",))
+
+
+MADE = {
+    "store": lambda: gt.Store.create("x", {"a": gt.Field((), "uint8", per_row=True)}, capacity=4),
+    "store without a name": lambda: gt.Store.create({"a": gt.Field((), "uint8", per_row=True)}, capacity=4),
+    "publisher": lambda: weights.Publisher("x"),
+    "reader": lambda: weights.Reader("x"),
+    "counters": lambda: SharedCounters.create("x", 1, ["steps"]),
+}
+
+
+@pytest.mark.parametrize("what", MADE)
+def test_a_directory_of_segments_that_takes_no_file_is_told_with_what_to_do(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GEARTRAIN_DIR", str(tmp_path))
+    with (
+        file_system(tmp_path, "4m", "nr_inodes=1"),
+        pytest.raises(NoSpaceError, match=f"(?s){tmp_path}/.*(no inodes are free|no inodes free).*GEARTRAIN_DIR"),
+    ):
+        MADE[what]()
+    with (
+        file_system(tmp_path, "4m", "ro"),
+        pytest.raises(GeartrainError, match=f"{tmp_path}/.*: Read-only file system. Set GEARTRAIN_DIR"),
+    ):
+        MADE[what]()
+
+
+def test_a_store_on_a_read_only_file_system_is_peeked_at(tmp_path: Path) -> None:
+    with file_system(tmp_path, "4m") as place:
+        store = gt.Store.create(place / "x", {"a": gt.Field((), "uint8", per_row=True)}, capacity=4)
+        store.insert({"a": np.arange(3, dtype=np.uint8)})
+        store.close()
+        del store  # and its mapping, for which the file is open
+        subprocess.run(["mount", "-o", "remount,ro", place], check=True)
+        with pytest.raises(GeartrainError, match=r"Read-only file system; Store\.peek reads it"):
+            gt.Store.open(place / "x")
+        with gt.Store.peek(place / "x") as looked:
+            assert len(looked) == 3

@@ -328,6 +328,9 @@ def test_what_means_nothing_is_refused():
     for options in ({"n_steps": 0}, {"gamma": 1.5}):
         with pytest.raises(ArgumentError):
             NStepReplayBuffer(10, OBS, ACT, **options)
+    nested = spaces.Dict({"camera": OBS, "arm": spaces.Dict({"joints": OBS})})
+    with pytest.raises(SchemaError, match=r"the observation 'arm' is a Dict space .* such as 'arm\.joints'"):
+        DictReplayBuffer(10, nested, ACT)
     buffer = ReplayBuffer(10, OBS, ACT)
     with pytest.raises(ArgumentError):
         buffer.sample(0)

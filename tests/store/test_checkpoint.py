@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mounts import file_system
 from saved_stores import FIELDS, bfloat16, chunks, contents, fill, small_files
 
 import geartrain as gt
@@ -21,6 +22,7 @@ import geartrain.store.checkpoint_writer as saving
 from geartrain.errors import ArgumentError, CheckpointError, NoSpaceError, SchemaError
 from geartrain.store.checkpoint_directory import HeldDirectory
 from geartrain.store.checkpoint_format import manifest_of, write_json
+from geartrain.store.checkpoint_reader import Checkpoint
 
 
 @pytest.mark.parametrize("remover", ["fifo", "lifo", "lowest_priority"])
@@ -139,6 +141,16 @@ def test_a_full_disk_is_named(store_name: Any, tmp_path: Path, monkeypatch: pyte
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_place_that_cannot_be_looked_at_and_a_disk_without_inodes_are_named(store_name: Any, tmp_path: Path) -> None:
+    with gt.Store.create(store_name(), FIELDS, max_length=15, capacity=8) as store:
+        fill(store, 3)
+        with pytest.raises(CheckpointError, match=r"cannot save the checkpoint .*/a: File name too long"):
+            store.save(tmp_path / ("a/" * 3000))
+        with file_system(tmp_path, "4m", "nr_inodes=2"):
+            with pytest.raises(NoSpaceError, match=r"/series/ckpt: No space left on device; no inodes are free"):
+                store.save(tmp_path / "first" / "series" / "ckpt")
+
+
 def test_foreign_files_are_never_replaced(store_name: Any, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_bytes(b"meow")
@@ -199,6 +211,41 @@ def test_a_short_missing_or_altered_part_is_named(saved: Path, store_name: Any) 
     manifest.unlink()
     with pytest.raises(CheckpointError, match="not a checkpoint"):
         gt.Store.load(saved, store_name())
+
+
+def unreadable(path: Path) -> None:
+    """Has a file's name lead to one that is regular and cannot be read: EIO."""
+    path.unlink()
+    path.symlink_to("/proc/self/mem")
+
+
+def test_a_manifest_that_the_disk_cannot_read_is_named(saved: Path, store_name: Any) -> None:
+    unreadable(saved / "manifest.json")
+    told = rf"{saved}/manifest\.json cannot be read: Input/output error"
+    with pytest.raises(CheckpointError, match=told):
+        gt.Store.load(saved, store_name())
+    with gt.Store.create(store_name(), FIELDS, max_length=20, capacity=8) as store:
+        with pytest.raises(CheckpointError, match=told):  # it may be another's: nothing is replaced
+            store.save(saved)
+        with pytest.raises(CheckpointError, match=told):
+            store.save(saved.with_name("next"), base=saved)
+    assert (saved / "rows.bin").exists()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_file_that_the_disk_cannot_read_is_named(saved: Path, number: int) -> None:
+    file = ["rows.bin", *chunks(saved)][number]
+    with Checkpoint(saved) as found:
+        records = found.records()
+        unreadable(saved / file)
+        told = rf"{saved}/{file} cannot be read: Input/output error"
+        with pytest.raises(CheckpointError, match=told):
+            found.verify()
+        if number == 1:
+            with pytest.raises(CheckpointError, match=told):
+                found.row_blocks(records, 0, 2, "obs")
+            with pytest.raises(CheckpointError, match=told):
+                found.values(records, "id")
 
 
 def test_another_version_and_unknown_options_are_refused(saved: Path, store_name: Any) -> None:

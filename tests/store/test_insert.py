@@ -108,7 +108,10 @@ def test_tensors_are_taken(store):
     ("change", "error", "words"),
     [
         ({"x": np.ones((3, 4, 2))}, SchemaError, "field 'x' holds float32, found float64; casting=\"same_kind\""),
-        ({"x": np.ones((3, 4, 2), ">f4")}, SchemaError, "byte order"),
+        ({"x": np.ones((3, 4, 2), ">f4")}, SchemaError, "field 'x': dtype .* byte order"),
+        ({"x": None}, SchemaError, "field 'x' takes an array of all rows, found None"),
+        ({"x": "text"}, SchemaError, "field 'x': dtype .*U4.* cannot be stored"),
+        ({"x": [[[None]]]}, SchemaError, "field 'x': dtype .*O.* cannot be stored"),
         ({"a": np.ones((3, 4), np.uint64)}, SchemaError, "holds int64, found uint64"),
         ({"x": np.ones((3, 4, 3), np.float32)}, SchemaError, r"field 'x' takes \(n, t <= 4, 2\)"),
         ({"x": np.ones((3, 5, 2), np.float32)}, SchemaError, r"found shape \(3, 5, 2\)"),

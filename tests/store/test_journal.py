@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,14 @@ def test_arguments_that_make_no_journal_are_refused(tmp_path: Path, wrong: dict[
     assert not (tmp_path / "journal").exists()
 
 
+def test_a_manifest_that_the_disk_cannot_read_is_named(tmp_path: Path) -> None:
+    create(tmp_path / "journal").close()
+    (tmp_path / "journal" / "journal.json").unlink()
+    (tmp_path / "journal" / "journal.json").symlink_to("/proc/self/mem")  # whose first page is EIO
+    with pytest.raises(JournalError, match=r"/journal\.json cannot be read: Input/output error"):
+        create(tmp_path / "journal")
+
+
 def test_a_journal_in_use_is_refused(tmp_path: Path) -> None:
     with create(tmp_path / "journal"), pytest.raises(JournalError, match="join that one"):
         create(tmp_path / "journal")
@@ -183,6 +192,114 @@ def test_a_disk_that_fails_is_back_pressure_or_an_error(tmp_path: Path, disk: Sl
         tagged.insert(store, [4])
     with create(tmp_path / "journal") as again:
         assert tags(again) == [1, 2, 4]
+
+
+TWO = np.array([2], np.uint64)
+
+
+def _insert(store: gt.Store) -> None:
+    tagged.insert(store, TWO)
+
+
+def _put(row: Any) -> None:
+    for field, values in tagged.rows_of(TWO).items():
+        row[field] = values[0]
+
+
+def _write_row(store: gt.Store) -> None:
+    with store.row(version=2) as row:
+        _put(row)
+        row.length = int(tagged.length_of(TWO)[0])
+
+
+def _write_rows(store: gt.Store) -> None:
+    with store.rows(2, version=2) as rows:
+        _put(rows[0])
+        _put(rows[1])
+        rows.lengths = tagged.length_of(np.concatenate([TWO, TWO]))
+
+
+@pytest.mark.parametrize("write", [_insert, _write_row, _write_rows])
+@pytest.mark.parametrize(
+    "options",
+    [{"journal_full": "wait"}, {"journal_full": "error"}, {"journal_full": "error", "remover": "lowest_priority"},
+     {"journal_full": "error", "priority_per": "step"}],
+)  # fmt: skip
+def test_a_commit_that_the_journal_refuses_commits_nothing(
+    tmp_path: Path, disk: SlowDisk, options: dict[str, Any], write: Any
+) -> None:
+    full = options["journal_full"]
+    options = {**options, "timeout_s": 0.3 if full == "wait" else 60.0}
+    limits = {name: options[name] for name in ("remover", "priority_per") if name in options}
+    with create(tmp_path / "journal", journal_sync_s=0.0, **options) as store:
+        tagged.insert(store, [1])
+        before = content(store), store.stats()
+        disk.error = OSError(28, os.strerror(28))
+        began_s = time.monotonic()
+        told = "cannot be written, for 0.3 s: No space" if full == "wait" else "cannot be written: No space"
+        with pytest.raises(NoSpaceError, match=f"{told} left on device. No row was committed"):
+            write(store)
+        assert time.monotonic() - began_s < patience(10)
+        assert_same(before[0], content(store))
+        assert store.stats() == {**before[1], "abandoned": store.stats()["abandoned"]}
+        assert store.audit() == []
+        disk.error = None
+        store.sync_journal(patience(10))
+        write(store)
+        after = content(store)
+    with create(tmp_path / "journal", **limits) as again:
+        assert_same(after, content(again))
+
+
+@pytest.mark.parametrize("limits", [{}, {"remover": "lowest_priority"}, {"priority_per": "step"}])
+def test_an_open_row_that_the_journal_refuses_can_be_completed_later(
+    tmp_path: Path, disk: SlowDisk, limits: dict[str, Any]
+) -> None:
+    with create(tmp_path / "journal", journal_full="error", journal_sync_s=0.0, timeout_s=60.0, **limits) as store:
+        row = store.row(version=2)
+        _put(row)
+        row.publish(length=1)
+        row.extend(int(tagged.length_of(TWO)[0]))
+        disk.error = OSError(28, os.strerror(28))
+        with pytest.raises(NoSpaceError, match="No row was committed"):
+            row.commit()
+        assert store.stats()["open"] == 1
+        assert store.audit() == []
+        disk.error = None
+        store.sync_journal(patience(10))
+        row.commit()
+        after = content(store)
+    with create(tmp_path / "journal", **limits) as again:
+        assert_same(after, content(again))
+
+
+@pytest.mark.parametrize("options", [{}, {"publish_every": 2}, {"share_rows": True}])
+def test_a_step_that_the_journal_refuses_can_be_recorded_again(
+    tmp_path: Path, disk: SlowDisk, options: dict[str, Any]
+) -> None:
+    of_steps = {"obs": gt.Field((), "float32"), "action": gt.Field((), "int64"), "reward": gt.Field((), "float32")}
+    fields = gt.recorded_fields(of_steps, share_rows="share_rows" in options)
+    made = {"max_length": 4, "capacity": 8, "journal": tmp_path / "journal"}
+    with (
+        gt.Store.create(fields, **made, journal_full="error", journal_sync_s=0.0, timeout_s=60.0) as store,
+        store.recorder(2, autoreset="disabled", **options) as recorder,
+    ):
+        recorder.reset(np.zeros(2, np.float32))
+        for step in range(1, 4):
+            seen = np.full(2, step, np.float32)
+            given = {"terminated": np.array([step == 3, False]), "truncated": np.zeros(2, bool)}
+            if step == 3:
+                disk.error = OSError(28, os.strerror(28))
+                with pytest.raises(NoSpaceError, match="No row was committed"):
+                    recorder.step(seen, action=np.ones(2, np.int64), reward=np.ones(2, np.float32), **given)
+                assert store.audit() == []
+                disk.error = None
+                store.sync_journal(patience(10))
+            recorder.step(seen, action=np.ones(2, np.int64), reward=np.ones(2, np.float32), **given)
+        recorder.reset(np.zeros(2, np.float32), mask=np.array([True, False]))
+        recorder.close()
+        assert store.stats()["inserted"] == store.stats()["committed"]
+        assert store.audit() == []
 
 
 def test_a_full_file_system_loses_nothing_and_goes_on_when_there_is_room(tmp_path: Path) -> None:

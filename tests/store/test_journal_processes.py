@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -250,13 +251,17 @@ def test_a_signal_handler_closes_what_its_thread_is_closing(tmp_path: Path, name
         assert tags(again) == [1]
 
 
-def test_a_close_whose_disk_fails_says_so_and_closes(tmp_path: Path, disk: SlowDisk, monkeypatch: Any) -> None:
-    monkeypatch.setattr(journal_module, "CLOSE_S", 0.3)
-    store = create(tmp_path / "journal")
+@pytest.mark.parametrize("full", ["wait", "error"])
+def test_a_close_whose_disk_fails_says_so_and_closes_within_its_timeout(
+    tmp_path: Path, disk: SlowDisk, full: Any
+) -> None:
+    store = create(tmp_path / "journal", journal_full=full, timeout_s=0.3)
     tagged.insert(store, [1])
     disk.error = OSError(5, os.strerror(5))
+    began_s = time.monotonic()
     with pytest.raises(JournalError, match="may lack what was committed last"):
         store.close()
+    assert time.monotonic() - began_s < patience(3)
     assert store.closed
     disk.error = None
 

@@ -255,6 +255,8 @@ def test_keys_of_rows_and_of_steps_are_told_apart_and_bad_priorities_change_noth
                 store.update_priorities(keys.of_steps(1), np.array([2.0, bad]))
         with pytest.raises(SchemaError, match="step 37 is beyond the 37 steps"):
             store.update_priorities(keys.of_steps([1, LENGTH]), np.ones(2))
+        with pytest.raises(SchemaError, match="step 37 is beyond the 37 steps"):
+            store.status(keys.of_steps([1, LENGTH]))
         with pytest.raises(ArgumentError, match="found float64"):
             keys.of_steps([0.5, 1.0])
         with pytest.raises(ArgumentError, match="2 keys have steps of shape"):

@@ -92,7 +92,7 @@ NATIVE_CALLS: dict[str, tuple[Any, ...]] = {
 }
 
 #: What a closed store still tells: what it was, and that it is closed.
-ALLOWED = {"create", "attach", "describe", "close", "closed"}
+ALLOWED = {"create", "attach", "describe", "close", "closed", "timeout_s"}
 
 #: What a store that was opened read-only may do.
 READS = {

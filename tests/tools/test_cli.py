@@ -275,6 +275,19 @@ def test_errors_of_imports_and_exports_name_the_options_of_the_command_line(text
     assert in_words_of_options(text) == told
 
 
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [("fields", "it is --field"), ("max_length", "it is --max-length"), ("source", "the command's first argument")],
+)
+def test_what_is_no_option_of_a_format_is_refused_with_the_option_that_it_is(option: str, instead: str) -> None:
+    from geartrain.errors import ArgumentError
+    from geartrain.integrations import import_dataset
+    from geartrain.tools.cli.dataset_options import key_values
+
+    with pytest.raises(ArgumentError, match=instead):
+        key_values([f"{option}=1"], import_dataset)
+
+
 def test_an_episode_that_is_too_long_is_refused_in_the_words_of_the_command_line(tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", obs=np.ones((6, 12, 3)))
     source, into = str(tmp_path / "data.npz"), str(tmp_path / "data.gt")

@@ -112,7 +112,7 @@ def _watch(process: Any, store: gt.Store, series: Path, small: Path, name: str) 
     before = saved_in(series)
     store.close()
     assert not store.path.exists(), "the command had joined it"
-    until(lambda: any("Waiting for it" in line for line in lines))
+    until(lambda: any("waiting for the store" in line for line in lines))
     (small / "filler").unlink()
     with make(name, rows=9) as again:
         until(lambda: rows() == 9, "the store that came back was not saved")
@@ -129,7 +129,7 @@ def _watch(process: Any, store: gt.Store, series: Path, small: Path, name: str) 
         reader.join()
     assert lines[-1] == "error: stopped by Ctrl-C\n"
     assert all(line.startswith("error: ") for line in lines)
-    assert sum("Waiting for it" in line for line in lines) == 1
+    assert sum("waiting for the store" in line for line in lines) == 1
 
 
 @pytest.mark.parametrize("broken", ["full", "pipe"])

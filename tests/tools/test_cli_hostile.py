@@ -7,6 +7,7 @@ something short.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -30,6 +31,7 @@ import geartrain as gt
 import geartrain.tools.doctor as doctor
 import geartrain_bench
 from geartrain.__main__ import main
+from geartrain.integrations import export_store, import_dataset
 from geartrain.tools.cli import app
 
 COMMAND = typer.main.get_command(app)
@@ -49,7 +51,10 @@ SENSELESS = {
         "--on-too-long": ("skipp", *WORDS),
         "--format": ("hdf", *WORDS),
         "--cast": ("float64", "float64=", "=float32", "float64=float31", "a=b=c", *WORDS),
-        "--option": ("split", "=3", "no_such=1", "untimed=3", "untimed=no_such", "lengths=3", "ends=x", *WORDS),
+        "--option": (
+            *("split", "=3", "no_such=1", "untimed=3", "untimed=no_such", "lengths=3", "ends=x", *WORDS),
+            *(f"{name}=1" for name in inspect.signature(import_dataset).parameters),
+        ),
         "--field": ("no-such", "=", "=obs", "obs=", *WORDS),
         "--into": ("", "missing/folder/x.gt", "/dev/null/x", "/proc/x.gt", "/tmp", "x" * 300, "a/" * 3000),
         "source": ("/no/such", "/dev/null", "/dev/zero", "/etc", "/proc/self/mem", *WORDS),
@@ -60,7 +65,10 @@ SENSELESS = {
         "--format": ("hdf", *WORDS),
         "--field": ("no-such", "=", "=x", "x=", *WORDS),
         "--cast": ("float64", "float64=", "=float32", "float64=float31", "a=b=c", *WORDS),
-        "--option": ("split", "=3", "no_such=1", "compress=maybe", "compress=3", *WORDS),
+        "--option": (
+            *("split", "=3", "no_such=1", "compress=maybe", "compress=3", *WORDS),
+            *(f"{name}=1" for name in inspect.signature(export_store).parameters),
+        ),
         "--trust": ("all", "User", *WORDS),
     },
     "inspect": {
@@ -350,10 +358,10 @@ def call(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store_nam
     existing = store.name
     store.close()
     monkeypatch.setattr(typer.testing, "_get_command", lambda _: COMMAND)  # made once: it takes longer than a call
-    runner = typer.testing.CliRunner()
 
-    def run(command: str, words: list[str]) -> Any:
+    def run(command: str, words: list[str], charset: str = "utf-8") -> Any:
         names = {"{store}": store_name(), "{existing}": existing, "{folder}": str(tmp_path / "folder")}
+        runner = typer.testing.CliRunner(charset=charset)
         return runner.invoke(app, [*command.split(), *(names.get(word, word) for word in words)])
 
     yield run
@@ -365,6 +373,18 @@ def call(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store_nam
 def test_the_sound_call_that_hostile_ones_differ_from_is_sound(command: str, call: Any) -> None:
     done = call(command, SOUND[command])
     assert done.exit_code == 0, (done.output, done.exception)
+
+
+@pytest.mark.parametrize("command", [name for name, _ in commands(COMMAND)])
+def test_every_command_writes_to_a_stdout_that_is_ascii(command: str, call: Any) -> None:
+    for words in (["{existing}"] if command == "inspect" else SOUND[command], ["--help"]):
+        done = call(command, words, charset="ascii")
+        assert done.exit_code == 0, (done.output, done.exception)
+
+
+def test_names_that_stdout_cannot_show_are_escaped(call: Any, store_name: Any) -> None:
+    with gt.Store.create(store_name(), {"größe": gt.Field((), "float32")}, max_length=3, capacity=2) as store:
+        assert "gr\\xf6\\xdfe" in call("inspect", [store.name], charset="ascii").stdout
 
 
 CALLS = list(hostile())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_choice, is_masked, shown
+from geartrain.core.arguments import check_choice, did_you_mean, is_masked, shown
 from geartrain.core.dtypes import DTYPES
 from geartrain.errors import ArgumentError
 
@@ -129,5 +129,8 @@ def _buffer_of_tensor(tensor: Any) -> HostBuffer:
 
 def _reduced_dtype(name: str) -> str:
     if not isinstance(name, str) or name not in DTYPE_CODES:
-        raise ArgumentError(f"arrays of {shown(name)} are not reduced; there are {', '.join(REDUCED_DTYPES)}")
+        raise ArgumentError(
+            f"arrays of {shown(name)} are not reduced; there are {', '.join(REDUCED_DTYPES)}"
+            f"{did_you_mean(name, REDUCED_DTYPES)}"
+        )
     return name

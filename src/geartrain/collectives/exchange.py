@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from geartrain.collectives.buffers import HostBuffer, buffer_of, check_reduction
+from geartrain.core.arguments import check_choice
 from geartrain.errors import ArgumentError
 
 #: Their numbers in the native layer (native/collectives/protocol.h: Collective).
@@ -36,8 +37,7 @@ class Exchange(NamedTuple):
 
     def checked(self, world_size: int) -> Exchange:
         """Itself. Raises `ArgumentError` for names that do not exist and a wrong number of parts."""
-        if self.collective not in COLLECTIVES:
-            raise ArgumentError(f"collective is one of {', '.join(COLLECTIVES)}, found {self.collective!r}")
+        check_choice("collective", self.collective, COLLECTIVES)
         check_reduction(self.op, self.dtype)
         if isinstance(self.root, bool) or not isinstance(self.root, int) or not 0 <= self.root < world_size:
             raise ArgumentError(f"root is a rank from 0 to {world_size - 1}, found {self.root!r}")

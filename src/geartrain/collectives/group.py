@@ -8,7 +8,7 @@ import time
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import geartrain.core.trace as trace
 from geartrain._native import forks
@@ -23,7 +23,7 @@ from geartrain.collectives.host_map import RingOrder
 from geartrain.collectives.session import Session, next_session
 from geartrain.collectives.shares import Owners, pick_shares
 from geartrain.collectives.work import FaultNaming, Work
-from geartrain.core.arguments import check_text, check_texts, timeout
+from geartrain.core.arguments import check_text, check_texts, did_you_mean, refuse_copies, timeout
 from geartrain.core.process_report import register
 from geartrain.core.threads import DaemonThread, ReentrantEvent, held, owns, refuse_within
 from geartrain.errors import ArgumentError, CollectiveClosedError, ConnectionClosedError, GeartrainError
@@ -456,7 +456,10 @@ class Group:
             raise ArgumentError("a hierarchical group is not re-formed: make another one, of the next epoch")
         unknown = set(check_texts("without", without)) - set(self.reducers)
         if unknown:
-            raise ArgumentError(f"no such reducers: {sorted(unknown)}; there are {list(self.reducers)}")
+            raise ArgumentError(
+                f"no such reducers: {sorted(unknown)}; there are {list(self.reducers)}"
+                f"{did_you_mean(unknown, self.reducers)}"
+            )
         refuse_within(self._lock, f"a call of group {self.name!r}")
         with self._lock:
             if self._stopped.is_set():
@@ -497,6 +500,9 @@ class Group:
                     self._session.close(timeout_s)
                 session.release()
                 self._session.release()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "each rank makes its own, in its process")
 
     def __enter__(self) -> Group:
         return self

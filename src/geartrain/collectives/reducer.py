@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import geartrain._native as _native
 from geartrain.collectives.bootstrap import secret_of
-from geartrain.core.arguments import check_choice, check_text, check_whole, shown, timeout, whole_number
+from geartrain.core.arguments import check_choice, check_text, check_whole, refuse_copies, shown, timeout, whole_number
 from geartrain.core.process_report import register
 from geartrain.errors import ArgumentError
 
@@ -93,6 +93,9 @@ class Reducer:
     def close(self, timeout_s: float = 10.0) -> None:
         """Refuses new groups, waits for those in use to leave, then ends the rest with an error."""
         self._native.close(timeout(timeout_s))
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "send its addresses, which groups are given")
 
     def __enter__(self) -> Reducer:
         return self

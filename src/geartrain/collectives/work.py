@@ -6,14 +6,14 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex
 
 import geartrain.core.trace as trace
 from geartrain._native import forks
 from geartrain.collectives.buffers import ITEM_SIZES
 from geartrain.collectives.exchange import Exchange
 from geartrain.collectives.faults import Fault
-from geartrain.core.arguments import timeout
+from geartrain.core.arguments import refuse_copies, timeout
 from geartrain.errors import CollectiveClosedError, CollectiveTimeoutError, GeartrainError
 
 if TYPE_CHECKING:
@@ -121,6 +121,9 @@ class Work:
         self._lock = threading.RLock()  # a signal's handler may ask in between
         self._forks = forks()
         self._complete = False
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "wait for it, and send its result")
 
     @property
     def nbytes(self) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -145,11 +146,58 @@ def check_text(what: str, value: Any, *, empty: bool = False) -> str:
     return value
 
 
-def check_choice(what: str, value: Any, choices: Sequence[str]) -> str:
+def check_choice(what: str, value: Any, choices: Iterable[str]) -> str:
     """The value, once it is one of the choices."""
+    choices = list(choices)
     if not isinstance(value, str) or value not in choices:
-        raise ArgumentError(f"{what} is one of {', '.join(map(repr, choices))}, found {shown(value)}")
+        raise ArgumentError(
+            f"{what} is one of {', '.join(map(repr, choices))}, found {shown(value)}{did_you_mean(value, choices)}"
+        )
     return value
+
+
+def check_keywords(what: str, given: Iterable[str], takes: Callable[..., Any] | Iterable[str]) -> None:
+    """Raises `ArgumentError` for keywords that a function does not take.
+
+    Args:
+        what: the function's name, for the error.
+        given: the keywords.
+        takes: the function that they are handed on to, or the keywords that there are.
+    """
+    if callable(takes):
+        takes = [
+            name for name, each in inspect.signature(takes).parameters.items() if each.kind is not each.VAR_KEYWORD
+        ]
+    known = list(takes)
+    if unknown := sorted(set(given) - set(known)):
+        raise ArgumentError(
+            f"{what} takes no {', '.join(unknown)}; it takes {', '.join(known)}{did_you_mean(unknown, known)}"
+        )
+
+
+def did_you_mean(given: object, known: Iterable[object]) -> str:
+    """The end of an error about a word that is unknown: "; did you mean 'fifo'?" where a known one is close to it.
+
+    Args:
+        given: the word, or several.
+        known: the words that there are.
+    """
+    import difflib  # here: only errors need it
+
+    words = [given] if isinstance(given, str) else given if isinstance(given, list | tuple | set) else []
+    by_lower = {each.lower(): each for each in known if isinstance(each, str)}
+    near: dict[str, None] = {}
+    for word in words:
+        if isinstance(word, str):
+            near |= dict.fromkeys(difflib.get_close_matches(word[:100].lower(), by_lower, 1, 0.7))
+    return f"; did you mean {' and '.join(repr(by_lower[each]) for each in near)}?" if near else ""
+
+
+def some_of(names: Iterable[str], most: int = 20) -> str:
+    """Names for an error: "a, b", "none", or the first and how many more there are."""
+    found = list(names)
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return (", ".join(found[:most]) or "none") + more
 
 
 def check_texts(what: str, values: Any) -> list[str]:

@@ -15,7 +15,6 @@ it mapped keep the memory.
 
 from __future__ import annotations
 
-import errno
 import json
 import mmap
 import os
@@ -23,18 +22,18 @@ import secrets
 import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
 import geartrain.core.locks as locks
-from geartrain.core.shared_files import open_shared, segments_directory, shared_files
+from geartrain.core.arguments import did_you_mean, refuse_copies, some_of
+from geartrain.core.shared_files import cannot_make, open_shared, segments_directory, shared_files
 from geartrain.errors import (
     ArgumentError,
     GeartrainError,
     IncompatibleStoreError,
-    NoSpaceError,
     StoreExistsError,
     StoreMissingError,
 )
@@ -55,6 +54,9 @@ class CounterSlot(MutableMapping[str, float]):
     def __init__(self, columns: Sequence[str], row: NDArray[np.float64]) -> None:
         self._index = {name: at for at, name in enumerate(columns)}
         self._row = row
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "open the counters there, and take the slot")
 
     def __getitem__(self, name: str) -> float:
         return float(self._row[self._index[name]])
@@ -107,11 +109,15 @@ class SharedCounters:
         path = _path(name)
         remove_stale()
         unnamed = path.with_name(f"{_UNNAMED}{os.getpid()}-{secrets.token_hex(4)}")
-        fd = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        nbytes = _file_bytes(slots, len(columns))
+        try:
+            fd = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise cannot_make(path, error, nbytes) from None
         try:
             locks.take(fd, locks.EXCLUSIVE, 0)
             # Allocated now: on a full file system a write to a mapping without memory behind it is SIGBUS.
-            os.posix_fallocate(fd, 0, _file_bytes(slots, len(columns)))
+            os.posix_fallocate(fd, 0, nbytes)
             memory = mmap.mmap(fd, 0)
             memory[: len(header)] = header
             os.link(unnamed, path)  # locked and with its header, or not at all
@@ -120,12 +126,7 @@ class SharedCounters:
             raise StoreExistsError(f"counters named {name!r} exist already ({path})") from None
         except OSError as error:
             os.close(fd)
-            if error.errno != errno.ENOSPC:
-                raise
-            raise NoSpaceError(
-                f"{path.parent} is full: {path.name} needs {_file_bytes(slots, len(columns))} bytes. Enlarge it, or "
-                "set GEARTRAIN_DIR to a directory of a larger file system; `geartrain doctor` tells its size"
-            ) from None
+            raise cannot_make(path, error, nbytes) from None
         except BaseException:
             os.close(fd)
             raise
@@ -145,7 +146,10 @@ class SharedCounters:
         try:
             fd = open_shared(path)
         except FileNotFoundError:
-            raise StoreMissingError(f"there are no counters named {name!r} ({path})") from None
+            raise StoreMissingError(
+                f"there are no counters named {name!r} ({path}); there are {some_of(names())}"
+                f"{did_you_mean(name, names())}"
+            ) from None
         try:
             slots, columns = _read_header(fd)
             memory = mmap.mmap(fd, _file_bytes(slots, len(columns)))
@@ -175,6 +179,9 @@ class SharedCounters:
         """Removes the file, if this process created it; so does its end. Slots stay usable."""
         if self._remove is not None:
             self._remove()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "SharedCounters.open(name) joins them there")
 
     def __enter__(self) -> SharedCounters:
         return self

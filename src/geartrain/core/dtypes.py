@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.core.arguments import shown
+from geartrain.core.arguments import did_you_mean, shown
 from geartrain.core.extras import require_torch
 from geartrain.errors import FieldError, SchemaError
 
@@ -131,7 +131,7 @@ def _unknown_dtype(dtype: object) -> str:
         )
     if found is not None and found.names:
         return f"{refused}. A field holds numbers of one type: make a field of each of {', '.join(found.names)}"
-    return refused
+    return refused + did_you_mean(dtype, DTYPES)
 
 
 def dtype_of_code(code: int) -> Dtype:

@@ -22,8 +22,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from http.server import BaseHTTPRequestHandler
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, NoReturn, SupportsIndex, cast
 
+from geartrain.core.arguments import refuse_copies
 from geartrain.core.threads import DaemonThread
 from geartrain.errors import GeartrainError, MissingDependencyError
 
@@ -95,6 +96,9 @@ class MetricsServer:
             self._loop.close()
             raise
         _servers.add(self)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "make another one there")
 
     def close(self) -> None:
         """Stops the server; any thread may, more than once. In a forked child, which has none, it does nothing.

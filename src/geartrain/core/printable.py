@@ -1,6 +1,12 @@
-"""Text of strangers, such as names of files, as it is shown: control and bidirectional characters as escapes."""
+"""Text as it is shown: of strangers, such as names of files, and on streams that are not UTF-8."""
 
 from __future__ import annotations
+
+import codecs
+from typing import Any
+
+#: What tables and bars are drawn with, as ASCII of the same width.
+_DRAWN = str.maketrans({"█": "#", "▀": "#", "▲": "^", "▼": "v", "…": "."})
 
 
 def printable(text: str, lines: bool = False) -> str:
@@ -16,4 +22,19 @@ def printable(text: str, lines: bool = False) -> str:
     return "".join(each if each.isprintable() or (lines and each == "\n") else ascii(each)[1:-1] for each in text)
 
 
-__all__ = ["printable"]
+def never_fails(stream: Any) -> None:
+    """Has a text stream write what its encoding lacks: bars and arrows as ASCII, other characters as escapes."""
+    # A program may have put something else in the stream's place.
+    if hasattr(stream, "reconfigure") and codecs.lookup(stream.encoding).name != "utf-8":
+        stream.reconfigure(errors="geartrain.shown")
+
+
+def _shown(error: UnicodeError) -> tuple[str | bytes, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    drawn = error.object[error.start].translate(_DRAWN)
+    return drawn.encode("ascii", "backslashreplace").decode(), error.start + 1
+
+
+codecs.register_error("geartrain.shown", _shown)
+
+__all__ = ["never_fails", "printable"]

@@ -94,6 +94,11 @@ class Field:
         return self.nbytes if self.per_row else max_length * self.nbytes
 
 
+def of_field(name: str, error: SchemaError) -> SchemaError:
+    """The error of a field's shape, dtype or values with the field's name in front."""
+    return type(error)(f"field {name!r}: {error}")
+
+
 def _dims(shape: Any) -> tuple[int, ...]:
     """The axes of a shape that was given as one number, or as several in an order: a tuple, an array, an iterator."""
     unordered = isinstance(shape, str | bytes | bytearray | Mapping | set | frozenset)

@@ -8,22 +8,24 @@ it: `"user"` (this process's user, and root), `"group"` (a group of this user as
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 import geartrain._native as _native
-from geartrain.core.arguments import shown
-from geartrain.errors import ArgumentError
+from geartrain.core.arguments import check_choice
+from geartrain.errors import GeartrainError, NoSpaceError
 
+#: Numbers of the errors of a full file system, quota or limit of a file's size.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 #: Who may write to a shared file. New files get the mode 0600, 0660 or 0666 by it.
 Trust = Literal["user", "group", "any"]
 
 
 def check_trust(trust: str) -> Trust:
     """The value, once it is one. Raises `ArgumentError`."""
-    if not isinstance(trust, str) or trust not in ("user", "group", "any"):
-        raise ArgumentError(f"trust is 'user', 'group' or 'any', found {shown(trust)}")
-    return cast(Trust, trust)
+    return cast(Trust, check_choice("trust", trust, get_args(Trust)))
 
 
 def segments_directory() -> Path:
@@ -47,6 +49,32 @@ def shared_files(pattern: str, directory: Path | None = None) -> list[Path]:
             path.name.encode()
             found.append(path)
     return sorted(found)
+
+
+def room_in(path: Path) -> str:
+    """What a file system has left, for the error of a full one: "1,024 bytes are free", or "no inodes are free".
+
+    Args:
+        path: on it; the part of it that exists tells.
+    """
+    about = os.statvfs(next(each for each in (path, *path.parents) if os.path.lexists(each)))
+    if about.f_files and not about.f_favail:
+        return "no inodes are free"
+    return f"{about.f_bavail * about.f_frsize:,} bytes are free"
+
+
+def cannot_make(path: Path, error: OSError, nbytes: int) -> GeartrainError:
+    """The error of a file of `nbytes` that could not be made in the directory of segments, with what to do."""
+    if error.errno in FULL:
+        return NoSpaceError(
+            f"{path} cannot be made: it needs {nbytes:,} bytes, and {room_in(path)} in {path.parent}. Remove what dead "
+            f"runs have left (geartrain inspect lists it), enlarge it (mount -o remount,size=... or nr_inodes=...; "
+            f"docker run --shm-size=...), or set GEARTRAIN_DIR to a directory of another file system for all processes"
+        )
+    return GeartrainError(
+        f"{path} cannot be made: {error.strerror}. Set GEARTRAIN_DIR, for all processes, to a directory that this "
+        f"process may write to"
+    )
 
 
 def open_shared(path: Path, *, writable: bool = True, trust: Trust = "user") -> int:

@@ -18,10 +18,10 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, NoReturn, SupportsIndex
 
 from geartrain.actors.policy import Policy
-from geartrain.core.arguments import check_function, check_whole, default_threads, shown, whole_number
+from geartrain.core.arguments import check_function, check_whole, default_threads, refuse_copies, shown, whole_number
 from geartrain.core.counters import SharedCounters
 from geartrain.core.process_report import register
 from geartrain.core.threads import DaemonThread, ReentrantEvent
@@ -185,6 +185,9 @@ class ActorPool:
                 self.store.reap()
             self.counters.close()
             self._stopped = True
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "it supervises processes of this one")
 
     def __enter__(self) -> ActorPool:
         return self

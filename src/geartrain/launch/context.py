@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, overload
 
 import geartrain.core.trace as trace
+from geartrain.core.arguments import check_keywords, did_you_mean, refuse_copies
 from geartrain.core.counters import SharedCounters
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import Trust
@@ -124,6 +125,9 @@ class Context:
         _contexts.add(self)
         if not alone:
             trace.name_process(f"{self.name} of {self.job}")
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "call launch.context() there")
 
     def after_fork(self) -> None:
         """In a forked child, whose node is the parent's: the lock anew, which another thread may have held."""
@@ -318,6 +322,7 @@ class Context:
         """A publisher of the job's weights (`weights.Publisher`): for one process of the job."""
         import geartrain.weights as weights
 
+        check_keywords("publisher", options, weights.Publisher)
         if self.hosts > 1:
             options.setdefault("node", self.node())
         options.setdefault("trust", self._spec.trust)
@@ -327,6 +332,7 @@ class Context:
         """A reader of the job's weights (`weights.Reader`). `source` is the process that publishes, for other hosts."""
         import geartrain.weights as weights
 
+        check_keywords("reader", options, weights.Reader)
         if self.hosts > 1:
             options.update(node=self.node(), source=source)
         options.setdefault("trust", self._spec.trust)
@@ -369,7 +375,10 @@ class Context:
         from geartrain.actors.policy import RemotePolicy
 
         if agent not in self._spec.roles:
-            raise ArgumentError(f"the job has no role {agent!r}; it has {', '.join(self._spec.roles)}")
+            raise ArgumentError(
+                f"the job has no role {agent!r}; it has {', '.join(self._spec.roles)}"
+                f"{did_you_mean(agent, self._spec.roles)}"
+            )
         _, processes, hosts = self._spec.roles[agent]
         if self.host in hosts:
             number = hosts.index(self.host) * processes + self._spec.local % processes

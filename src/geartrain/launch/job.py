@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args
 
-from geartrain.core.arguments import check_choice, check_path, check_text, shown
+from geartrain.core.arguments import check_choice, check_keywords, check_path, check_text, did_you_mean, shown
 from geartrain.core.shared_files import Trust, check_trust
 from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError
 from geartrain.launch.amounts import check_amount, check_shared_memory
@@ -110,11 +110,13 @@ def learners(run: Target, processes: int = 1, *, name: str = "learner", **option
     With `max_restarts` a rank's death has all ranks of the host killed and started again (one host only); with 0, the
     default, it ends the job. `options`: as for `Role`.
     """
+    check_keywords("launch.learners", options, Role)
     return Role(name, run, processes, "learner", **options)
 
 
 def agents(run: Target, processes: int = 1, *, name: str = "agent", max_restarts: int = 3, **options: Any) -> Role:
     """Inference servers of actors (`Context.node`, `rpc.batched`); they serve until `Context.stopping`."""
+    check_keywords("launch.agents", options, Role)
     return Role(name, run, processes, "agent", max_restarts=max_restarts, **options)
 
 
@@ -145,6 +147,7 @@ def actors(
         max_restarts: of all of them together, on each host.
         options: as for `Role`.
     """
+    check_keywords("launch.actors", options, Role)
     about = f"role {name!r}"
     args = {
         "environments": target_of(about, environments),
@@ -182,6 +185,7 @@ def reducers(
         max_restarts: of all of them together, on each host. Groups that exist do not find one that was restarted.
         options: as for `Role`.
     """
+    check_keywords("launch.reducers", options, Role)
     _whole(f"role {name!r}", "window_bytes", window_bytes, 1, 2**48)
     _whole(f"role {name!r}", "threads", threads, 1, 64)
     args = {"window_bytes": window_bytes, "threads": threads}
@@ -260,13 +264,13 @@ class Job:
             if unknown := [each for each in class_names(str(role.hosts)) if each not in self.hosts]:
                 raise ArgumentError(
                     f"role {role.name!r}: there is no class of hosts {unknown[0]!r}; the job defines "
-                    f"{', '.join(sorted(self.hosts)) or 'none'} (hosts)"
+                    f"{', '.join(sorted(self.hosts)) or 'none'} (hosts){did_you_mean(unknown, self.hosts)}"
                 )
         for terms in check_shared_memory(f"job {self.name!r}", self.shared_memory_gb):
             if unknown := [each for each in class_names(terms) if each not in self.hosts]:
                 raise ArgumentError(
                     f"job {self.name!r}: shared_memory_gb: there is no class of hosts {unknown[0]!r}; the job defines "
-                    f"{', '.join(sorted(self.hosts)) or 'none'} (hosts)"
+                    f"{', '.join(sorted(self.hosts)) or 'none'} (hosts){did_you_mean(unknown, self.hosts)}"
                 )
         if self.timeout_s is not None:
             _seconds(f"job {self.name!r}", "timeout_s", self.timeout_s)
@@ -328,6 +332,10 @@ def load(description: str) -> Job:
     return found
 
 
+#: Tables of a description, each a role of that name and kind.
+_TABLES = ("learner", "agent", "actor", "reducer")
+
+
 def _from_toml(path: Path) -> Job:
     try:
         tables = _toml().loads(path.read_text())
@@ -343,7 +351,7 @@ def _from_toml(path: Path) -> Job:
     others = tables.pop("role", {})
     if not isinstance(others, dict):
         raise ArgumentError(f"{path}: role is the tables [role.NAME], found {others!r}")
-    for kind in ("learner", "agent", "actor", "reducer"):
+    for kind in _TABLES:
         table = tables.pop(kind, None)
         if table is not None:
             roles.append(_role(path, kind, kind, table))
@@ -355,7 +363,7 @@ def _from_toml(path: Path) -> Job:
     if unknown:
         raise ArgumentError(
             f"{path}: {', '.join(unknown)} means nothing here; there are {', '.join(sorted(known))}, and the tables "
-            "learner, agent, actor, reducer and role.NAME"
+            f"learner, agent, actor, reducer and role.NAME{did_you_mean(unknown, [*known, *_TABLES])}"
         )
     if "name" not in tables:
         raise ArgumentError(f"{path}: a job needs a name")
@@ -391,6 +399,7 @@ def _role(path: Path, table_name: str, kind: str, table: Any) -> Role:
     if unknown:
         raise ArgumentError(
             f"{path}: {', '.join(unknown)} means nothing in [{table_name}]; there are {', '.join(sorted(known))}"
+            f"{did_you_mean(unknown, known)}"
         )
     options["name"] = name
     if kind == "reducer":

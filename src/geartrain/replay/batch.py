@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import numpy as np
 
-from geartrain.core.arguments import check_flag, shown
+from geartrain.core.arguments import check_flag, did_you_mean, shown
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, FieldError, MissingDependencyError
 
@@ -65,7 +65,10 @@ class Batch(_WeaklyReferable):
         try:
             return self.fields[name]
         except (KeyError, TypeError):
-            raise FieldError(f"the batch has no field {shown(name)}; it has {', '.join(self.fields)}") from None
+            raise FieldError(
+                f"the batch has no field {shown(name)}; it has {', '.join(self.fields)}"
+                f"{did_you_mean(name, self.fields)}"
+            ) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.fields)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from geartrain.core.arguments import check_whole
+from geartrain.core.arguments import check_choice, check_whole
 from geartrain.errors import ArgumentError
 from geartrain.replay.batch import Batch
 from geartrain.replay.device.options import DeviceOptions
@@ -121,8 +121,7 @@ class ReplayConfig:
         for what, names in (("fields", self.fields), ("inputs", self.inputs), ("targets", self.targets)):
             if names is not None:
                 check_names_of(what, names)
-        if not isinstance(self.assignment, str) or self.assignment not in ASSIGNMENTS:
-            raise ArgumentError(f"assignment is one of {', '.join(ASSIGNMENTS)}, found {self.assignment!r}")
+        check_choice("assignment", self.assignment, ASSIGNMENTS)
         if self.device is not None and self.output != "torch":
             raise ArgumentError(
                 f"batches on a device are torch tensors, found output={self.output!r}; they support DLPack"

@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from geartrain.core.arguments import check_whole
+from geartrain.core.arguments import check_choice, check_whole
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, FieldError
 
@@ -91,8 +91,7 @@ class Hindsight:
     desired_goal: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.strategy, str) or self.strategy not in _STRATEGIES:
-            raise ArgumentError(f"the strategy is one of {', '.join(_STRATEGIES)}, found {self.strategy!r}")
+        check_choice("the strategy", self.strategy, _STRATEGIES)
         if not 0 <= check_whole("k", self.k) < 2**31:
             raise ArgumentError(f"k must be from 0 to 2**31 - 1, found {self.k}")
         if not callable(self.reward):

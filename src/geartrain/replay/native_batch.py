@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import shown
+from geartrain.core.arguments import did_you_mean, shown
 from geartrain.core.keys import Keys
 from geartrain.errors import FieldError
 from geartrain.replay.batch import Array, Batch
@@ -104,7 +104,10 @@ class NativeBatch(Batch):
         if found is None:
             plan = self._plan
             if name not in self:
-                raise FieldError(f"the batch has no field {shown(name)}; it has {', '.join(plan.names)}")
+                raise FieldError(
+                    f"the batch has no field {shown(name)}; it has {', '.join(plan.names)}"
+                    f"{did_you_mean(name, plan.names)}"
+                )
             place = plan.exchanged.get(name)
             make = plan.from_dlpack
             if place is None:

@@ -35,7 +35,7 @@ from typing import Any
 
 import geartrain.rpc.probe  # every node answers it
 import geartrain.rpc.tensors.calls  # noqa: F401  # and these
-from geartrain.core.arguments import check_store, timeout, whole_number
+from geartrain.core.arguments import check_keywords, check_store, timeout, whole_number
 from geartrain.errors import ArgumentError, GeartrainError, PeerLostError
 from geartrain.rpc.caller import Caller
 from geartrain.rpc.future import Future
@@ -80,6 +80,7 @@ def init(
         ArgumentError: `timeout_s` is not from 0 to 1e9 seconds.
     """
     global _node
+    check_keywords("rpc.init", options, Node)
     if _node is not None:
         raise GeartrainError(f"this process has joined as {_node.name!r} already; rpc.shutdown() first, or make a Node")
     timeout(timeout_s)

@@ -8,11 +8,11 @@ import time
 import traceback
 from _thread import RLock
 from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol, SupportsIndex
 
 import geartrain._native as _native
 from geartrain._native import forks
-from geartrain.core.arguments import check_function, timeout
+from geartrain.core.arguments import check_function, refuse_copies, timeout
 from geartrain.core.threads import ReentrantEvent, held, owns, refuse_within
 from geartrain.errors import CallCancelledError, ConnectionClosedError, GeartrainError, WaitTimeoutError
 from geartrain.rpc.running import about_to_wait
@@ -73,6 +73,9 @@ class Future:
         self._lock = RLock()
         # Held by the thread that waits for the reply; a signal's handler may wait in between.
         self._reading = RLock()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "wait for it, and send its result")
 
     def result(self, *, timeout_s: float | None = None) -> Any:
         """The function's result.

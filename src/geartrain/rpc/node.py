@@ -16,6 +16,7 @@ from typing import Any, Literal, NoReturn, SupportsIndex
 import geartrain._native as _native
 import geartrain.core.trace as trace
 from geartrain.core.arguments import (
+    check_choice,
     check_flag,
     check_function,
     check_store,
@@ -159,10 +160,7 @@ class Node:
         self._lifetime = Lifetime(name)
         options = dict(self._options)
         if transport is not None and self.devices.forced is None:
-            if not isinstance(transport, str) or transport not in TRANSPORTS:
-                raise ArgumentError(
-                    f"transport is one of {', '.join((*TRANSPORTS, *CHANNELS))}, found {shown(transport)}"
-                )
+            check_choice("transport", transport, (*TRANSPORTS, *CHANNELS))
             self._options["transport"] = transport
         listener = Listener(native_listener(options, host, port, advertise))
         self.address = listener.address

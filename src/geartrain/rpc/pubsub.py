@@ -9,9 +9,9 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex
 
-from geartrain.core.arguments import check_function, check_text, timeout, whole_number
+from geartrain.core.arguments import check_function, check_text, did_you_mean, refuse_copies, timeout, whole_number
 from geartrain.errors import ArgumentError, GeartrainError
 from geartrain.rpc.registry import function
 from geartrain.transport.rendezvous import Directory
@@ -59,6 +59,9 @@ class Topic:
         self._numbers = itertools.count()
         self._unsent: dict[int, Any] = {}
         self._publishing = False
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "make another one there, with node.topic(...)")
 
     @property
     def subscribers(self) -> list[str]:
@@ -180,7 +183,10 @@ class Topics:
         """A topic of this node's. Raises `LookupError`."""
         with self._lock:
             if name not in self._mine:
-                raise LookupError(f"{self._node.name!r} has no topic {name!r}; it has {sorted(self._mine)}")
+                raise LookupError(
+                    f"{self._node.name!r} has no topic {name!r}; it has {sorted(self._mine)}"
+                    f"{did_you_mean(name, self._mine)}"
+                )
             return self._mine[name]
 
     def deliver(self, publisher: str, name: str, number: int, value: Any, token: str) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, SupportsIndex
 
+from geartrain.core.arguments import refuse_copies
 from geartrain.errors import ObjectGoneError
 from geartrain.rpc.future import Future
 from geartrain.rpc.registry import function, functions
@@ -48,6 +49,9 @@ class Remote:
     def close(self) -> None:
         """Has the peer drop the object."""
         self._node.call(self.peer, DROP, self._number)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "make another one there, with node.remote(...)")
 
     def __repr__(self) -> str:
         return f"<Remote {self._number} of {self.peer!r}>"

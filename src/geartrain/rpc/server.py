@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import geartrain._native as _native
 import geartrain.core.trace as trace
-from geartrain.core.arguments import shown
+from geartrain.core.arguments import did_you_mean, shown
 from geartrain.core.threads import ReentrantEvent
 from geartrain.errors import ConnectionClosedError, GeartrainError, MessageError, UntrustedPeerError, WaitTimeoutError
 from geartrain.rpc.batching import Batcher, PendingReply
@@ -260,7 +260,10 @@ class Server:
             function = functions.get(named)
             if function is None:
                 there = sorted(one for one in functions if not one.startswith("geartrain.")) or ["none"]
-                raise LookupError(f"{self.name!r} has no function {shown(named)}; it has {', '.join(there)}")
+                raise LookupError(
+                    f"{self.name!r} has no function {shown(named)}; it has {', '.join(there)}"
+                    f"{did_you_mean(named, there)}"
+                )
             if function in with_caller_functions:
                 args = (session, *args)
             ordered = function not in concurrent_functions

@@ -18,7 +18,9 @@ import os
 import shutil
 import stat
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 
 import geartrain._native as _native
@@ -88,9 +90,18 @@ class HeldDirectory:
             raise CheckpointError(f"{self.path / name} is not a file")
         return fd
 
+    @contextmanager
+    def reading(self, name: str) -> Iterator[FileIO]:
+        """One of its files, unbuffered, to be read. Raises as `open`, also where the disk cannot read it."""
+        with FileIO(self.open(name)) as file:
+            try:
+                yield file
+            except OSError as error:
+                raise CheckpointError(f"{self.path / name} cannot be read: {error.strerror}") from None
+
     def read(self, name: str) -> bytes:
         """The bytes of one of its files. Raises as `open`."""
-        with os.fdopen(self.open(name), "rb") as file:
+        with self.reading(name) as file:
             return file.read()
 
     def status(self, name: str) -> os.stat_result:
@@ -102,8 +113,11 @@ class HeldDirectory:
             os.close(fd)
 
     def names(self) -> set[str]:
-        """The names in it."""
-        return set(os.listdir(self._fd))  # noqa: PTH208  # a path may lead to another by now
+        """The names in it. Raises `CheckpointError` where the disk cannot read them."""
+        try:
+            return set(os.listdir(self._fd))  # noqa: PTH208  # a path may lead to another by now
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from None
 
     def link(self, name: str, target: Path) -> None:
         """Hard-links one of its files to a new path. Raises `OSError`."""

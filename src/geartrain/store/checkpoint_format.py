@@ -31,7 +31,6 @@ its end (checkpoint_directory.py). A directory that holds anything but a checkpo
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import zlib
@@ -43,6 +42,7 @@ import numpy as np
 
 from geartrain.core.json_values import parse_json
 from geartrain.core.schema import Field, stored_schema
+from geartrain.core.shared_files import FULL
 from geartrain.errors import CheckpointError
 from geartrain.store.checkpoint_directory import HeldDirectory
 from geartrain.store.checkpoint_manifest import check_manifest
@@ -162,7 +162,7 @@ def make_directory(directory: Path) -> None:
         directory.mkdir(exist_ok=True)
         sync_directory(directory.parent)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in FULL:
             raise
         raise CheckpointError(f"the directory {directory} cannot be made: {error.strerror}") from error
 

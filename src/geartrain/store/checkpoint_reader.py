@@ -10,13 +10,13 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, SupportsIndex, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_path
+from geartrain.core.arguments import check_path, refuse_copies
 from geartrain.core.progress import Progress
 from geartrain.core.schema import fields_of_stored
 from geartrain.errors import CheckpointError
@@ -88,6 +88,9 @@ class Checkpoint:
     def close(self) -> None:
         """Lets it be removed, once it was replaced."""
         self._held.close()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "it has a directory open; Checkpoint(directory) opens it again")
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -198,11 +201,9 @@ class Checkpoint:
         for number, chunk in enumerate(self._manifest["chunks"]):
             mine = np.flatnonzero(committed["chunk"] == number)
             if len(mine):
-                with os.fdopen(self._held.open(chunk["file"]), "rb") as file:
-                    file.seek(chunk["rows"] * before)
-                    data = file.read(chunk["rows"] * self._block_nbytes[name])
-                blocks = np.frombuffer(data, dtype).reshape(chunk["rows"], *shape)
-                out[mine] = blocks[committed["slot"][mine]]
+                data = np.empty(chunk["rows"] * self._block_nbytes[name], np.uint8)
+                self._read_at(chunk["file"], chunk["rows"] * before, data)
+                out[mine] = data.view(dtype).reshape(chunk["rows"], *shape)[committed["slot"][mine]]
         return out
 
     def verify(self) -> None:
@@ -235,10 +236,10 @@ class Checkpoint:
         return out
 
     def _read_at(self, name: str, at: int, out: NDArray[np.uint8]) -> None:
-        with os.fdopen(self._held.open(name), "rb", buffering=0) as file:
+        with self._held.reading(name) as file:
             file.seek(at)
             got, memory = 0, memoryview(out.reshape(-1).data)
-            while got < out.nbytes and (more := file.readinto(memory[got:])):  # type: ignore[attr-defined]
+            while got < out.nbytes and (more := file.readinto(memory[got:])):
                 got += more
         if got != out.nbytes:
             raise CheckpointError(f"{self.directory / name} is cut: {out.nbytes - got} bytes are missing")
@@ -283,13 +284,13 @@ class Checkpoint:
 
     def _pieces(self, name: str, about: dict[str, Any], memory: memoryview | None = None) -> Iterator[memoryview]:
         """A file's pieces, each checked before it is yielded; contiguous in `memory` where that is given."""
-        with os.fdopen(self._held.open(name), "rb", buffering=0) as stream:
+        with self._held.reading(name) as stream:
             at = 0
             for number, crc in enumerate(about["crc32"]):
                 size = min(about["bytes"] - at, about["piece_bytes"])
                 piece = memoryview(bytearray(size)) if memory is None else memory[at : at + size]
                 got = 0
-                while got < size and (more := stream.readinto(piece[got:])):  # type: ignore[attr-defined]
+                while got < size and (more := stream.readinto(piece[got:])):
                     got += more
                 if got != size or zlib.crc32(piece) != crc:
                     raise CheckpointError(

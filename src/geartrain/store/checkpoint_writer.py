@@ -5,14 +5,13 @@ The format stands in checkpoint_format.py.
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import time
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +24,7 @@ from geartrain.core.arguments import check_path
 from geartrain.core.json_values import parse_json
 from geartrain.core.progress import Progress
 from geartrain.core.schema import Field
+from geartrain.core.shared_files import FULL, room_in
 from geartrain.errors import CheckpointError, NoSpaceError
 from geartrain.store.checkpoint_directory import (
     HeldDirectory,
@@ -56,7 +56,6 @@ DEAD_SHARE = 0.5
 # A chunk of less than a quarter of the usual size is small; more of them than this are written anew as larger ones.
 SMALL_SHARE = 0.25
 MAX_SMALL = 16
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -103,13 +102,15 @@ def save(
     if base is not None:
         base = check_path("base", base)
         Checkpoint(base).close()  # a base that was named must be whole; one that was found may be damaged
-    directory = resolved(check_path("directory", directory).absolute())
-    if directory.exists():
-        _check_replaceable(directory)
-    make_directory(directory.parent)
+    directory = check_path("directory", directory).absolute()
     found, not_linked = None, None  # what to link to, or why not
-    if incremental:
-        found, not_linked = _find_base(store, base, directory, origin)
+    with _naming_errors(directory):
+        directory = resolved(directory)
+        if directory.exists():
+            _check_replaceable(directory)
+        make_directory(directory.parent)
+        if incremental:
+            found, not_linked = _find_base(store, base, directory, origin)
     try:
         with _naming_errors(directory), _sibling(directory) as fresh, _naming_errors(directory):
             saved = _Saving(store, fields, max_length, options, fresh, found, progress, locks).run(
@@ -473,16 +474,14 @@ def _sibling(directory: Path) -> Iterator[Path]:
 
 @contextmanager
 def _naming_errors(directory: Path) -> Iterator[None]:
-    """Turns the kernel's bare errors into ones that name the checkpoint; of a full file system, with the bytes left."""
+    """Turns the kernel's bare errors into ones that name the checkpoint; of a full disk, with what it has left."""
     try:
         yield
     except OSError as error:
         what = f"cannot save the checkpoint {directory}: {error.strerror or error}"
-        if error.errno not in _FULL:
+        if error.errno not in FULL:
             raise CheckpointError(what) from error
-        about = os.statvfs(directory.parent)
-        free = about.f_bavail * about.f_frsize
-        raise NoSpaceError(f"{what}; {free:,} bytes are free beside the unfinished one, which is removed") from error
+        raise NoSpaceError(f"{what}; {room_in(directory)}. The unfinished checkpoint is removed") from error
 
 
 def _check_replaceable(directory: Path) -> None:
@@ -490,14 +489,12 @@ def _check_replaceable(directory: Path) -> None:
     if not directory.is_dir():
         raise CheckpointError(f"{directory} exists and is not a directory")
     with HeldDirectory(directory) as held:
-        found = held.names()
-        if not found:
-            return
-        try:
-            manifest = parse_json(held.read("manifest.json"))
-            ours = {"manifest.json", *manifest["files"]} if manifest["format"] == FORMAT else set()
-        except (CheckpointError, ValueError, KeyError, TypeError):
-            ours = set()
+        found, ours = held.names(), set()
+        if "manifest.json" in found:
+            content = held.read("manifest.json")
+            with suppress(ValueError, KeyError, TypeError):
+                manifest = parse_json(content)
+                ours = {"manifest.json", *manifest["files"]} if manifest["format"] == FORMAT else set()
     if not found <= ours:
         raise CheckpointError(
             f"{directory} holds files that are not a checkpoint's ({', '.join(sorted(found - ours)[:3])}); "

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_unmasked, check_whole, real_number, shown
+from geartrain.core.arguments import check_unmasked, check_whole, did_you_mean, real_number, shown
 from geartrain.core.dtypes import DTYPES, as_tensor, numpy_dtype, plain_tensor
 from geartrain.core.schema import Field
 from geartrain.errors import FieldError, SchemaError
@@ -45,7 +45,10 @@ class Columns:
             raise self._unknown(name) from None
 
     def _unknown(self, name: object) -> FieldError:
-        return FieldError(f"the store has no field {shown(name)}; it has {', '.join(self._numbers)}")
+        return FieldError(
+            f"the store has no field {shown(name)}; it has {', '.join(self._numbers)}"
+            f"{did_you_mean(name, self._numbers)}"
+        )
 
     def raw(self, name: str) -> NDArray[Any]:
         """The column, in unsigned integers for the types that NumPy lacks."""

@@ -14,7 +14,7 @@ from geartrain.core.arguments import check_flag
 from geartrain.core.keys import Keys, check_keys
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import Trust
-from geartrain.errors import ArgumentError
+from geartrain.errors import ArgumentError, SchemaError
 from geartrain.store.columns import Columns
 from geartrain.store.rate_limiter import RateLimiter
 from geartrain.store.segment import remover_of, schema_of_segment
@@ -191,11 +191,14 @@ class StoreHandle:
 
         Raises:
             ArgumentError: keys of another store.
+            SchemaError: with `priority_per="step"`, a step that no row can have.
         """
         keys = self.keys() if keys is None else check_keys(keys)
         keys.check_store(self.id, self._name)
         infos = dict(self.native.infos(keys.row))
         if self.per_step and keys.step is not None:
+            if (keys.step >= self.max_length).any():
+                raise SchemaError(f"step {keys.step.max()} is beyond the {self.max_length} steps that a row can have")
             infos["priority"] = self.native.step_priorities(keys.row, keys.generation, keys.step)
         elif self.per_step:
             infos["priority"] = self.native.sums_of_steps(keys.row)

@@ -12,9 +12,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from geartrain.core.arguments import check_choice, check_unmasked
+from geartrain.core.arguments import check_choice, check_unmasked, did_you_mean
 from geartrain.core.dtypes import DTYPES, Dtype, as_dtype, as_raw, plain_tensor, torch_dtype
 from geartrain.core.keys import Keys
+from geartrain.core.schema import of_field
 from geartrain.errors import FieldError, SchemaError
 from geartrain.store.columns import Columns, as_column
 
@@ -41,7 +42,10 @@ def insert_rows(
         )
     if set(fields) != set(columns.fields):
         missing, unknown = set(columns.fields) - set(fields), set(fields) - set(columns.fields)
-        raise FieldError(f"insert needs every field once: missing {sorted(missing)}, unknown {sorted(unknown)}")
+        raise FieldError(
+            f"insert needs every field once: missing {sorted(missing)}, unknown {sorted(unknown, key=str)}"
+            f"{did_you_mean(unknown, missing)}"
+        )
     sources = []
     n = steps = -1
     for name, data in fields.items():
@@ -81,6 +85,8 @@ def checked_source(columns: Columns, name: str, data: Any, casting: Casting) -> 
             f"field {name!r} is a nested tensor: give its to_padded_tensor(0) and lengths=, or insert its unbind() one "
             f"by one"
         )
+    if data is None:
+        raise SchemaError(f"field {name!r} takes an array of all rows, found None")
     if not hasattr(data, "dtype"):
         try:
             data = np.asarray(data)
@@ -89,7 +95,10 @@ def checked_source(columns: Columns, name: str, data: Any, casting: Casting) -> 
                 f"field {name!r} takes an array of all rows, and what was given makes none: {error}. Rows of several "
                 f"lengths are padded, with lengths=, or inserted one by one"
             ) from None
-    found = as_dtype(data.dtype)
+    try:
+        found = as_dtype(data.dtype)
+    except SchemaError as error:
+        raise of_field(name, error) from None
     if found.name != field.dtype:
         if not _castable(found, DTYPES[field.dtype], casting):
             allowed = "" if casting == "no" else f", which casting={casting!r} does not convert"

@@ -27,6 +27,7 @@ import numpy as np
 import geartrain._native as _native
 from geartrain.core.arguments import check_path
 from geartrain.core.schema import Field
+from geartrain.core.shared_files import FULL
 from geartrain.core.threads import DaemonThread, ReentrantEvent
 from geartrain.errors import GeartrainError, JournalError, NoSpaceError, StoreClosedError
 from geartrain.store.checkpoint_reader import Checkpoint, restore
@@ -38,8 +39,6 @@ from geartrain.store.segment import JournalFull
 CHECK_S = 0.25
 #: How often priorities and counts of samples that have changed are written.
 PRIORITIES_EVERY_S = 60.0
-#: Longest wait of a handle that is closed for what is not on the disk yet.
-CLOSE_S = 10.0
 #: Longest pause between two passes, where the bound is longer.
 _MOST_PAUSE_S = 5.0
 #: Pause after a pass that found rows being rewritten.
@@ -152,11 +151,14 @@ class Journal:
             time.sleep(0.01)  # a journal whose full disk is an error does not wait in there
         return True
 
-    def finish(self, timeout_s: float | None = None) -> bool:
-        """Has everything written, then stops; whether all of it is on the disk. Another process writes from then on."""
+    def finish(self) -> bool:
+        """Has everything written, then stops; whether all of it is on the disk. Another process writes from then on.
+
+        It takes as long as the handle's `timeout_s` at most.
+        """
         with self._finishing:
             if self._finished is None:
-                done = self._finish(CLOSE_S if timeout_s is None else timeout_s)
+                done = self._finish(self._native.timeout_s)
                 if self._finished is None:  # else a signal's handler has finished it meanwhile
                     self._finished = done
             return self._finished
@@ -176,7 +178,7 @@ class Journal:
         self._synced = done  # for a signal's handler that finishes it while its thread is joined
         self.stop()
         if self._thread is not threading.current_thread() and self._follows:
-            self._thread.join(max(1.0, until_s - time.monotonic()))
+            self._thread.join(max(CHECK_S, until_s - time.monotonic()))
         return done
 
     def stop(self) -> None:
@@ -370,7 +372,7 @@ class JournalOptions:
         checkpoint.fill(native, progress=progress)
         writer = JournalWriter(native, fields, max_length, directory, directory.contents())
         try:
-            until_s = time.monotonic() + CLOSE_S
+            until_s = time.monotonic() + native.timeout_s
             while not writer.run_pass(0):
                 if time.monotonic() > until_s:
                     raise JournalError(f"rows of {checkpoint.directory} are being written while they are loaded")
@@ -387,7 +389,7 @@ class JournalOptions:
         try:
             yield
         except OSError as error:
-            kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else JournalError
+            kind = NoSpaceError if error.errno in FULL else JournalError
             raise kind(f"the journal {self.path} cannot be written: {error.strerror}") from error
 
 

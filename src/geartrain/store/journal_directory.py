@@ -458,8 +458,10 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         if not all(isinstance(each, str) for each in entry({"later": [], **manifest}, "later", list)):
             raise ValueError("later has an entry that is no text")
         return manifest
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise JournalError(f"{directory} is not a journal: {error.strerror}") from None
+    except OSError as error:
+        raise JournalError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise JournalError(f"{path} is damaged: {error}") from None
 

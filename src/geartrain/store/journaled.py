@@ -44,7 +44,8 @@ class JournaledStore(WritableStore):
 
         Raises:
             ArgumentError, LockTimeoutError: as of every handle.
-            JournalError: the journal's disk did not take everything. The handle is closed.
+            JournalError: the journal's disk did not take everything within the handle's `timeout_s`. The handle is
+                closed.
         """
         self.check_may_keep(keep)
         journal = self._journal

@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_flag, check_whole, refuse_copies, shown
+from geartrain.core.arguments import check_flag, check_whole, did_you_mean, refuse_copies, shown
 from geartrain.core.keys import Keys
 from geartrain.core.schema import Field, check_fields
 from geartrain.errors import (
@@ -437,6 +437,7 @@ def autoreset_mode(mode: Any) -> Autoreset:
     if found not in AUTORESETS:
         raise ArgumentError(
             f"autoreset is one of {', '.join(AUTORESETS)}, or Gymnasium's AutoresetMode; found {shown(mode)}"
+            f"{did_you_mean(found, AUTORESETS)}"
         )
     return found  # type: ignore[return-value]
 
@@ -456,7 +457,9 @@ def _observations_of(fields: Mapping[str, Field], given: Sequence[str] | None) -
         found = tuple(given)
     for name in found:
         if name not in fields:
-            raise FieldError(f"the store has no field {shown(name)}; it has {', '.join(fields)}")
+            raise FieldError(
+                f"the store has no field {shown(name)}; it has {', '.join(fields)}{did_you_mean(name, fields)}"
+            )
         if fields[name].per_row or name in _ROLES:
             raise FieldError(f"{name!r} is no observation of a step")
     return found

@@ -16,7 +16,7 @@ import geartrain._native as _native
 from geartrain.core.arguments import check_unmasked, check_whole, refuse_copies, shown, whole_number
 from geartrain.core.dtypes import as_dtype, as_raw, numpy_dtype, plain_tensor
 from geartrain.core.keys import Keys
-from geartrain.errors import SchemaError, StaleKeyError, StoreClosedError
+from geartrain.errors import LockTimeoutError, NoSpaceError, SchemaError, StaleKeyError, StoreClosedError
 from geartrain.store.columns import Columns, as_column, check_entry, check_priority
 
 if TYPE_CHECKING:
@@ -80,7 +80,8 @@ class _Uncommitted(ABC):
         # Blocks of a dropped handle must not stay locked for as long as the process lives. In a forked child they
         # belong to the parent, and stay so.
         if not self._done:
-            with suppress(StaleKeyError, StoreClosedError):  # a close beside this gave them back
+            # A close beside this gave them back; or the lock, or a journal's disk, is not to be had.
+            with suppress(StaleKeyError, StoreClosedError, NoSpaceError, LockTimeoutError):
                 self.abandon()
 
 
@@ -198,7 +199,11 @@ class Row(_Uncommitted):
         native = self._columns.native
         if self._open:
             self._done = True
-            native.seal_one(self._index)
+            try:
+                native.seal_one(self._index)
+            except (NoSpaceError, LockTimeoutError):  # it stays open, as a journal's disk may have room later
+                self._done = False
+                raise
             assert self._key is not None
             return self._key
         key = self._enter(native.commit_one, self._length)

@@ -14,9 +14,11 @@ from geartrain.core.arguments import (
     check_flag,
     check_text,
     check_whole,
+    did_you_mean,
     nanoseconds,
     real_number,
     shown,
+    some_of,
     timeout,
     whole_number,
 )
@@ -29,8 +31,17 @@ from geartrain.core.schema import (
     schema_difference,
     stored_schema,
 )
-from geartrain.core.shared_files import Trust
-from geartrain.errors import ArgumentError, FieldError, IncompatibleStoreError, StoreError, StoreExistsError
+from geartrain.core.shared_files import Trust, shared_files
+from geartrain.errors import (
+    ArgumentError,
+    FieldError,
+    GeartrainError,
+    IncompatibleStoreError,
+    StoreError,
+    StoreExistsError,
+    StoreMissingError,
+)
+from geartrain.store.anonymous import is_anonymous
 
 #: One of REMOVERS, or "lowest:FIELD" or "highest:FIELD" of a field that is one number a row.
 Remover = str
@@ -67,11 +78,14 @@ def remover_number(remover: object, fields: Mapping[str, Field]) -> int:
     order, colon, name = remover.partition(":") if isinstance(remover, str) else ("", "", "")
     if not colon or order not in _BY_FIELD:
         raise ArgumentError(
-            f"remover is one of {', '.join(REMOVERS)}, 'lowest:FIELD' or 'highest:FIELD', found {shown(remover)}; "
-            f"for any other order see Store.evict"
+            f"remover is one of {', '.join(REMOVERS)}, 'lowest:FIELD' or 'highest:FIELD', found {shown(remover)} "
+            f"(for any other order see Store.evict){did_you_mean(remover, REMOVERS)}"
         )
     if name not in fields:
-        raise FieldError(f"the remover {remover!r} needs the field {name!r}; the store has {', '.join(fields)}")
+        raise FieldError(
+            f"the remover {remover!r} needs the field {name!r}; the store has {', '.join(fields)}"
+            f"{did_you_mean(name, fields)}"
+        )
     if not fields[name].per_row or fields[name].shape or fields[name].dtype not in _NUMBERS:
         raise FieldError(
             f"the remover {remover!r} goes by one number a row, Field((), dtype, per_row=True) of integers, bool, "
@@ -88,6 +102,8 @@ def remover_of(number: int, names: Sequence[str]) -> Remover:
     return REMOVERS[number]
 
 
+#: What the names of segments' files begin with.
+_PREFIX = "geartrain."
 #: Steps of a store with priority_per="step", at most.
 MAX_STEPS = 2**32 - 16
 
@@ -183,7 +199,7 @@ def create_segment(
             per_step,
         )
     except StoreExistsError:
-        raise StoreExistsError(_describe_existing(name)) from None
+        raise StoreExistsError(_describe_existing(name, trust)) from None
 
 
 def schema_of_segment(native: _native.Store) -> tuple[dict[str, Field], int]:
@@ -193,34 +209,62 @@ def schema_of_segment(native: _native.Store) -> tuple[dict[str, Field], int]:
     )
 
 
-def _peek(name: str, trust: Trust = "user") -> _native.Store:
-    return _native.Store.attach(name, False, True, 1.0, trust)
-
-
-def _describe_existing(name: str) -> str:
-    path = _native.segment_path(name)
+def attach(name: str, *, adopt: bool, timeout_s: float, trust: Trust) -> _native.Store:
+    """Joins a segment; see `Store.open`. Where there is none, the error lists the stores there are."""
     try:
-        rows = _peek(name).committed_count()
-    except Exception:  # whatever is there, it is not a segment we can say more about
-        return f"{path} exists already and is not a segment this build can read; choose another name"
+        return _native.Store.attach(name, adopt, False, timeout_s, trust)
+    except StoreMissingError as error:
+        hint = ". Store.create makes one, or Store.open(..., fields, create='missing') where there may be none"
+        raise StoreMissingError(f"{error}{hint}{_stores_here(name)}") from None
+
+
+def peek(name: str, trust: Trust = "user") -> _native.Store:
+    """Looks at a segment without joining it; see `Store.peek`. Raises as `attach`."""
+    try:
+        return _native.Store.attach(name, False, True, 1.0, trust)
+    except StoreMissingError as error:
+        raise StoreMissingError(f"{error}{_stores_here(name)}") from None
+
+
+def _stores_here(wanted: str) -> str:
+    if "/" in wanted:
+        return ""
+    names = [path.name.removeprefix(_PREFIX) for path in shared_files(f"{_PREFIX}*")]
+    named = [name for name in names if not is_anonymous(name)]
+    return f". The stores here are {some_of(named)}{did_you_mean(wanted, named)}"
+
+
+def _describe_existing(name: str, trust: Trust) -> str:
+    try:
+        rows = peek(name, trust).committed_count()
+    except (GeartrainError, OSError) as error:  # another user's, another build's, or no segment at all
+        return f"the name {name!r} is taken: {error}. Choose another name"
     return (
-        f"a store named {name!r} exists already ({path}, {rows} rows). "
+        f"a store named {name!r} exists already ({_native.segment_path(name)}, {rows} rows). "
         f"Join it with Store.open({name!r}), or, if its run is over, replace it with "
         f"Store.open(..., create='replace') or remove it with `geartrain remove {name}`"
     )
 
 
 def remove_unused(name: str, trust: Trust = "user") -> None:
-    """Removes the segment of that name if no living process uses it."""
+    """Removes the segment of that name if no living process uses it.
+
+    Raises:
+        StoreExistsError: one does, or this process may not remove it.
+    """
     if not Path(_native.segment_path(name)).exists():
         return
-    peeked = _peek(name, trust)
+    peeked = peek(name, trust)
     users = peeked.live_clients()
     if users:
         raise StoreExistsError(
             f"the store {name!r} is in use by {users} process{'es' if users > 1 else ''}; it can only be joined"
         )
-    peeked.unlink()
+    if not peeked.unlink() and Path(_native.segment_path(name)).exists():
+        raise StoreExistsError(
+            f"the store {name!r} cannot be replaced: {_native.segment_path(name)} may be removed by its owner alone, "
+            f"or its directory is read-only. Choose another name"
+        )
 
 
 def remove_journaled(name: str, journal: Path, trust: Trust = "user") -> None:
@@ -228,7 +272,7 @@ def remove_journaled(name: str, journal: Path, trust: Trust = "user") -> None:
     from geartrain.store.journal_directory import is_journal_of
 
     try:
-        peeked = _peek(name, trust)
+        peeked = peek(name, trust)
         state = peeked.journal_state()
         store, journaled = int(peeked.describe()["store_id"]), None if state is None else state["path"]
         known = is_journal_of(journal, store, journaled) or peeked.committed_count() == 0

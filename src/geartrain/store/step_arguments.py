@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.core.arguments import check_unmasked, shown
+from geartrain.core.arguments import check_unmasked, did_you_mean, shown
 from geartrain.core.dtypes import DTYPES, as_dtype, as_raw, plain_tensor, torch_dtype
-from geartrain.core.schema import Field
+from geartrain.core.schema import Field, of_field
 from geartrain.errors import ArgumentError, FieldError, SchemaError
 
 
@@ -44,7 +44,7 @@ class StepArguments:
             missing, unknown = set(self._values) - set(given["values"]), set(given["values"]) - set(self._values)
             raise FieldError(
                 f"a step needs a value for every field: missing {sorted(missing)}, unknown {sorted(unknown)} (the "
-                f"observations are {', '.join(self._observations)})"
+                f"observations are {', '.join(self._observations)}){did_you_mean(unknown, missing)}"
             )
         elif name in self._observations:
             flat = self._flat(given["observation"])
@@ -93,7 +93,10 @@ class StepArguments:
     def _raw(self, name: str, value: Any) -> Any:
         """A tensor of a type that NumPy lacks as integers; other floats are converted to it first."""
         dtype = DTYPES[self._fields[name].dtype]
-        found = as_dtype(value.dtype)
+        try:
+            found = as_dtype(value.dtype)
+        except SchemaError as error:
+            raise of_field(name, error) from None
         if found is not dtype:
             if not value.dtype.is_floating_point or not torch_dtype(dtype).is_floating_point:
                 raise SchemaError(f"{name!r} holds {dtype.name}, found {found.name}, which is of another kind")
@@ -114,7 +117,7 @@ class StepArguments:
         for name in self._observations:
             part = name.partition(".")[2] or name
             if name not in flat and part not in flat:
-                raise FieldError(f"the observation has no {name!r}; it has {', '.join(flat)}")
+                raise FieldError(f"the observation has no {name!r}; it has {', '.join(flat)}{did_you_mean(name, flat)}")
             found[name] = flat[name] if name in flat else flat[part]
         if len(flat) != len(self._observations):
             raise FieldError(f"the observation has {', '.join(flat)}; of these the store has {', '.join(found)}")

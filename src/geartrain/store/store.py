@@ -10,15 +10,15 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import geartrain._native as _native
 import geartrain.store.anonymous as anonymous
-from geartrain.core.arguments import check_choice, check_flag, timeout
+from geartrain.core.arguments import check_choice, check_flag, check_keywords, timeout
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import Trust, check_trust
 from geartrain.errors import (
     ArgumentError,
     CheckpointError,
     StaleStoreError,
+    StoreClosedError,
     StoreExistsError,
     StoreMissingError,
 )
@@ -28,9 +28,11 @@ from geartrain.store.segment import (
     JournalFull,
     PriorityPer,
     Remover,
+    attach,
     check_name,
     check_schema,
     create_segment,
+    peek,
     remove_journaled,
     remove_unused,
 )
@@ -56,9 +58,10 @@ class Store(JournaledStore):
     stays too, so that its rows can be adopted.
 
     A handle may be used by many threads, one of which may close it; in forked children, which become processes of the
-    store of their own when they first use it; and pickled to other processes of the host. A handle that was closed
-    refuses everything (`StoreClosedError`) but what it was: its name, fields, limits and views already taken. Handles
-    that are open when the interpreter ends are closed, daemon threads in calls included.
+    store of their own when they first use it; and pickled to other processes of the host. A copy or a pickle opens the
+    store again, with the same rights. A handle that was closed refuses everything (`StoreClosedError`), copies too, but
+    what it was: its name, fields, limits and views already taken. Handles that are open when the interpreter ends are
+    closed, daemon threads in calls included.
 
     Example:
         >>> import numpy as np
@@ -152,7 +155,7 @@ class Store(JournaledStore):
             journal_sync_s: the bound: what was committed so long ago is on the disk, and commits wait where it is not;
                 0: before a commit, a deletion or a rewrite returns.
             journal_full: what a full disk does to commits: they "wait" for room, as long as `timeout_s`, or get an
-                "error" at once (`NoSpaceError`).
+                "error" at once (`NoSpaceError`). Either way no row is committed by a call that raises.
 
         Raises:
             ArgumentError: limits that make no store, or `max_length` absent; SchemaError: fields that make none.
@@ -251,6 +254,7 @@ class Store(JournaledStore):
         adopt = check_flag("adopt", adopt)
         if create != "never" and fields is None:
             raise ArgumentError(f"create={create!r} needs the fields of the store to create")
+        check_keywords("Store.open", options, CreateOptions.__annotations__)
         if create == "never" and options:
             raise ArgumentError(f"{', '.join(options)} only mean something with create='missing' or 'replace'")
         timeout_s, trust = timeout(timeout_s), check_trust(trust)
@@ -263,19 +267,16 @@ class Store(JournaledStore):
                 if fields is not None:
                     # Before joining: a dead run's segment that was joined and left again would be removed.
                     check_schema(name, fields, max_length, cls.peek(name, trust=trust).native)
-                store = cls(_native.Store.attach(name, adopt, False, timeout_s, trust), name, trust)
+                store = cls(attach(name, adopt=adopt, timeout_s=timeout_s, trust=trust), name, trust)
                 break
             except StaleStoreError as error:
                 raise StaleStoreError(
                     f"{error}. Join them with adopt=True, start afresh with create='replace', or remove the "
                     f"segment with `geartrain remove {name}`"
                 ) from None
-            except StoreMissingError as error:
+            except StoreMissingError:
                 if create == "never":
-                    raise StoreMissingError(
-                        f"{error}. Store.create makes one, or Store.open(..., fields, create='missing') where "
-                        f"there may be none"
-                    ) from None
+                    raise
                 assert fields is not None
                 try:
                     return cls.create(name, fields, max_length=max_length, trust=trust, timeout_s=timeout_s, **options)
@@ -296,10 +297,12 @@ class Store(JournaledStore):
     def peek(cls, name: str | os.PathLike[str], *, trust: Trust = "user") -> Store:
         """A read-only look at a store, living or dead: leaves no trace and cannot change it. Raises as `open`.
 
+        Copies and pickles of the handle are read-only as well.
+
         It may be saved: what was committed when `save` began, but for rows that are gone when it comes to them.
         """
         name = check_name(name)
-        store = cls(_native.Store.attach(name, False, True, 1.0, check_trust(trust)), name, trust)
+        store = cls(peek(name, check_trust(trust)), name, trust)
         store._peeks = True
         return store
 
@@ -355,8 +358,9 @@ class Store(JournaledStore):
             }
             return read_newest(directory, lambda found: cls.load(found, named, progress=progress, **given))
         found = directory
-        unknown = set(options) - {"persist", "reserve", "trust", "timeout_s"}
-        if unknown:
+        known = {"persist", "reserve", "trust", "timeout_s"}
+        check_keywords("Store.load", options, [*known, *CreateOptions.__annotations__])
+        if unknown := set(options) - known:
             raise CheckpointError(
                 f"fields and limits come from the checkpoint; {', '.join(sorted(unknown))} cannot be set. For others "
                 f"load it as it is, create a store with them, and insert the rows that `fetch` gets from it"
@@ -437,40 +441,34 @@ class Store(JournaledStore):
     # --- pickling -------------------------------------------------------------------------------------------
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        if self.closed:
+            raise StoreClosedError(f"the store {self.name!r} was closed: copy or pickle an open handle")
         if anonymous.is_anonymous(self.name):
             anonymous.check_may_pickle()
-            return _open_anonymous, (self.name, self.trust)
-        return _open_named, (self.name, self.trust, self.id)
+        return _opened_again, (self.name, self.trust, self.id, self._peeks)
 
 
-def _open_named(name: str, trust: Trust, store_id: int | None = None) -> Store:
-    """Joins a store from its pickle.
+def _opened_again(name: str, trust: Trust, store_id: int, peeks: bool) -> Store:
+    """A copy of a handle: joins the store, or only peeks at it, as the handle did.
 
     Raises:
-        StoreMissingError: it is gone, also where another store has its name now.
+        StoreMissingError: it is gone, also where another store has its name now; or it is on another host.
     """
-    store = Store.open(name, trust=trust)
-    if store_id is not None and store.id != store_id:
+    try:
+        store = Store.peek(name, trust=trust) if peeks else Store.open(name, trust=trust)
+    except StoreMissingError:
+        if not anonymous.is_anonymous(name):
+            raise
+        raise StoreMissingError(
+            f"the store {name!r} is not on this host any more: created without a name, it was removed with its last "
+            f"process. Create it with a name, or keep it open until this process has joined"
+        ) from None
+    if store.id != store_id:
         store.close()
         raise StoreMissingError(
             f"the store {name!r} that was pickled is gone, and another one has its name: Store.open joins that one"
         )
     return store
-
-
-def _open_anonymous(name: str, trust: Trust) -> Store:
-    """Joins a store without a name from its pickle.
-
-    Raises:
-        StoreMissingError: its last process has closed it, or it is on another host.
-    """
-    try:
-        return Store.open(name, trust=trust)
-    except StoreMissingError:
-        raise StoreMissingError(
-            f"the store {name!r} is not on this host any more: created without a name, it was removed with its last "
-            f"process. Create it with a name, or keep it open until this process has joined"
-        ) from None
 
 
 __all__ = ["Store"]

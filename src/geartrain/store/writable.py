@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from geartrain.core.arguments import check_function, check_real, check_whole, default_threads, shown
+from geartrain.core.arguments import check_function, check_keywords, check_real, check_whole, default_threads, shown
 from geartrain.core.keys import Keys, check_keys
 from geartrain.errors import ArgumentError, SchemaError
 from geartrain.store.agents import AgentRecorder
@@ -154,6 +154,7 @@ class WritableStore(StoreHandle):
         """
         if "autoreset" in options or "n_envs" in options:
             raise ArgumentError("agents begin when they are observed: leave out autoreset and n_envs")
+        check_keywords("agent_recorder", options, self.recorder)
         if not 1 <= check_whole("agents", agents) < 2**32:
             raise ArgumentError(f"agents must be at least 1, and below 2**32, found {shown(agents)}")
         return AgentRecorder(self.recorder(agents, autoreset="disabled", **options))

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 import numpy as np
 
 import geartrain.rpc as rpc
+from geartrain.core.arguments import did_you_mean
 from geartrain.core.progress import Progress
 from geartrain.errors import ArgumentError, WaitTimeoutError
 from geartrain.rpc.probe import ABOUT, GIVE, MOST_BYTES, TAKE
@@ -100,7 +101,10 @@ def probe(
     if not 0 < nbytes <= MOST_BYTES:
         raise ArgumentError(f"a message has up to {MOST_BYTES / 1e6:.1f} MB, found {megabytes}")
     if transport is not None and transport not in TRANSPORTS:
-        raise ArgumentError(f"there is no transport {transport!r}; there are {', '.join(TRANSPORTS)}")
+        raise ArgumentError(
+            f"there is no transport {transport!r}; there are {', '.join(TRANSPORTS)}"
+            f"{did_you_mean(transport, TRANSPORTS)}"
+        )
     with rpc.Node(
         f"doctor-{time.time_ns()}", peers={_PEER: address}, transport=transport, secret=secret, timeout_s=timeout_s
     ) as node:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, SupportsIndex
 
 import geartrain._native as _native
 from geartrain.core.arguments import (
@@ -28,6 +28,8 @@ from geartrain.core.arguments import (
     check_secret,
     check_text,
     check_texts,
+    did_you_mean,
+    refuse_copies,
     shown,
     timeout,
     whole_number,
@@ -215,6 +217,9 @@ class Connection:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "connect again there, to the address of the listener")
+
     def __repr__(self) -> str:
         state = " closed" if self.native.closed else " lost" if self.native.lost else ""
         return f"<Connection {self.native.describe()}{state}>"
@@ -244,6 +249,9 @@ class MemoryRegion:
     def close(self) -> None:
         """Ends access. When this returns no write is under way, and later reads and writes fail at the peer."""
         self.native.close()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "send its handle")
 
     def __enter__(self) -> MemoryRegion:
         return self
@@ -280,6 +288,9 @@ class Listener:
     def close(self) -> None:
         """Accepts no more connections; those accepted stay open."""
         self.native.close()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "send its address, to which others connect")
 
     def __enter__(self) -> Listener:
         return self
@@ -368,7 +379,10 @@ def connect(
     options["cross_memory"] = check_flag("cross_memory", cross_memory)
     if transport is not None:
         if check_text("transport", transport) not in TRANSPORTS:
-            raise TransportError(f"there is no transport {shown(transport)}; there are {', '.join(TRANSPORTS)}")
+            raise TransportError(
+                f"there is no transport {shown(transport)}; there are {', '.join(TRANSPORTS)}"
+                f"{did_you_mean(transport, TRANSPORTS)}"
+            )
         options["transport"] = transport
     if lanes is not None:
         options["lanes"] = whole_number("lanes", lanes, MOST_LANES)

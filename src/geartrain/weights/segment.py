@@ -17,7 +17,8 @@ import numpy as np
 
 import geartrain.core.futex as futex
 import geartrain.core.locks as locks
-from geartrain.core.shared_files import Trust, check_trust, open_shared, share_with, shared_files
+from geartrain.core.arguments import did_you_mean, some_of
+from geartrain.core.shared_files import Trust, cannot_make, check_trust, open_shared, share_with, shared_files
 from geartrain.errors import (
     CorruptStoreError,
     GeartrainError,
@@ -408,7 +409,11 @@ def describe(name: str, directory: str | Path | None = None, *, trust: Trust = "
     try:
         fd = open_shared(path, trust=check_trust(trust))
     except FileNotFoundError:
-        raise StoreMissingError(f"there are no weights {name!r} on this host: {path} is missing") from None
+        there = names(directory)
+        raise StoreMissingError(
+            f"there are no weights {name!r} on this host: {path} is missing; there are {some_of(there)}"
+            f"{did_you_mean(name, there)}"
+        ) from None
     try:
         status = os.fstat(fd)
         if status.st_size < SCHEMA_AT:
@@ -484,9 +489,9 @@ def _allocate(fd: int, path: Path, offset: int, size: int) -> None:
 
 
 def _no_space(path: Path, size: int, error: OSError) -> Exception:
-    if error.errno != errno.ENOSPC:
-        return error
     free = os.statvfs(path.parent)
+    if error.errno != errno.ENOSPC or (free.f_files and not free.f_favail):
+        return cannot_make(path, error, size)
     return NoSpaceError(
         f"a buffer of {path.name} needs {size / 2**20:.1f} MiB, but {path.parent} has "
         f"{free.f_bavail * free.f_frsize / 2**20:.1f} MiB free. Release snapshots, remove what killed processes "

@@ -19,7 +19,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from geartrain.core.arguments import shown
+from geartrain.core.arguments import did_you_mean, shown
 from geartrain.errors import ArgumentError
 from geartrain.rpc import function
 from geartrain.weights.format import Head
@@ -191,7 +191,8 @@ def _of(caller: Caller, name: str) -> _Served:
     node = caller.node
     served = _served.get(node, {}).get(name)
     if served is None:
-        raise LookupError(f"{node.name!r} publishes no weights {name!r}; it has {sorted(_served.get(node, {}))}")
+        there = sorted(_served.get(node, {}))
+        raise LookupError(f"{node.name!r} publishes no weights {name!r}; it has {there}{did_you_mean(name, there)}")
     return served
 
 

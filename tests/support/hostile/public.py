@@ -63,6 +63,28 @@ NO_LIFETIME = {
     "UniformSampler": "numbers below the length of its buffer's storage",
 }
 
+#: Classes with a lifetime that do not refuse copies and pickles themselves, or are tried elsewhere, and why.
+COPIED = {
+    "Actor": "its recorder refuses",
+    "Batch": "arrays",
+    "EpisodeRecorder": "its recorder refuses",
+    "Hosts": "of tests",
+    "LocalPolicy": "its reader refuses; without one it is a function",
+    "Progress": "a loop's own",
+    "RemotePolicy": "its node refuses",
+    "ReplayBuffer": "has a store of its own in the copy",
+    "DictReplayBuffer": "likewise",
+    "HerReplayBuffer": "likewise",
+    "NStepReplayBuffer": "likewise",
+    "PrioritizedReplayBuffer": "likewise",
+    "ReplayDataset": "its replay refuses",
+    "Row": "tried in tests/store/test_copies.py",
+    "Rows": "likewise",
+    "Snapshot": "arrays",
+    "Store": "opens the segment again, see tests/store/test_copies.py",
+    "ThreadRankGroup": "of tests",
+}
+
 
 def modules() -> list[Any]:
     """Every module whose `__all__` is API."""

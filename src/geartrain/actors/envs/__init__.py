@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from geartrain.actors.envs.adapters import VectorEnv
+from geartrain.core.arguments import did_you_mean
 from geartrain.errors import ArgumentError, MissingDependencyError
 
 #: Families of environments, which are also extras, with the package that each needs.
@@ -46,6 +47,7 @@ def make(name: str, n: int = 1, **options: Any) -> VectorEnv:
     if family not in FAMILIES or not task:
         raise ArgumentError(
             f"an environment is named family/task with a family of {', '.join(FAMILIES)}; found {name!r}"
+            f"{did_you_mean(family, FAMILIES)}"
         )
     if n < 1:
         raise ArgumentError(f"n must be at least 1, found {n}")

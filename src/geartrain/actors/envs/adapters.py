@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.core.schema import Field
-from geartrain.errors import ArgumentError
+from geartrain.core.schema import Field, of_field
+from geartrain.errors import ArgumentError, SchemaError
 
 #: An observation or an action of n environments: an array (n, ...), or arrays by name.
 Arrays = NDArray[Any] | dict[str, NDArray[Any]]
@@ -270,8 +270,11 @@ class Stacked:
                 array[number] = _at_path(observation, name)
 
 
-def space_parts(space: Any) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+def space_parts(space: Any, name: str = "observation") -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
     """Shapes and dtypes of the arrays of a Gymnasium space, by dotted name; "" for a plain one.
+
+    Args:
+        name: of the space, for errors.
 
     Raises:
         ArgumentError: a space without a fixed shape (text, graphs, sequences).
@@ -281,22 +284,30 @@ def space_parts(space: Any) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         inner: Any = space.spaces
         items = inner.items() if isinstance(inner, Mapping) else ((str(at), each) for at, each in enumerate(inner))
         parts = {}
-        for name, each in items:
-            for below, part in space_parts(each).items():
-                parts[f"{name}.{below}" if below else str(name)] = part
+        for key, each in items:
+            for below, part in space_parts(each, f"{name}.{key}").items():
+                parts[f"{key}.{below}" if below else str(key)] = part
         return parts
     if getattr(space, "shape", None) is None or getattr(space, "dtype", None) is None:
-        raise ArgumentError(f"a {kind} space has no fixed shape and cannot be stored; encode it first")
+        raise ArgumentError(f"{name!r} is a {kind} space, which has no fixed shape: encode it first")
     dtype = np.dtype(space.dtype)
     return {"": (tuple(space.shape), dtype)}
 
 
 def space_fields(name: str, space: Any, axes: tuple[int, ...] = ()) -> dict[str, Field]:
-    """A field for every array of a space, named `name` or `name.part`."""
-    return {
-        f"{name}.{part}" if part else name: Field((*axes, *shape), dtype)
-        for part, (shape, dtype) in space_parts(space).items()
-    }
+    """A field for every array of a space, named `name` or `name.part`.
+
+    Raises:
+        ArgumentError: as `space_parts`; SchemaError: a dtype that a store does not hold.
+    """
+    fields = {}
+    for part, (shape, dtype) in space_parts(space, name).items():
+        field = f"{name}.{part}" if part else name
+        try:
+            fields[field] = Field((*axes, *shape), dtype)
+        except SchemaError as error:
+            raise of_field(field, error) from None
+    return fields
 
 
 def named(name: str, arrays: Arrays) -> dict[str, NDArray[Any]]:

@@ -9,7 +9,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from geartrain.core.arguments import check_texts, shown
+from geartrain.core.arguments import check_texts, did_you_mean, shown
 from geartrain.core.dtypes import as_dtype
 from geartrain.errors import ArgumentError
 
@@ -42,7 +42,10 @@ def checked_options(what: str, kind: Any, options: Mapping[str, Any], common: Co
     ]
     unknown = sorted(set(options) - set(known))
     if unknown:
-        raise ArgumentError(f"{what} has no option {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
+        raise ArgumentError(
+            f"{what} has no option {', '.join(unknown)}; it has {', '.join(known) or 'none'}"
+            f"{did_you_mean(unknown, known)}"
+        )
     hints = get_type_hints(kind.__init__)
     for name, value in options.items():
         hint = hints[name]

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from geartrain.core.arguments import did_you_mean
 from geartrain.errors import ArgumentError, SourceError
 from geartrain.integrations.datasets.episode import (
     Array,
@@ -90,7 +91,10 @@ class ArraySource(Source):
         self._arrays = {stored: found[name] for stored, name in chosen.items()}
         unknown = sorted(set(untimed) - self._arrays.keys())
         if unknown:
-            raise SourceError(f"{self.name}: untimed names no field: {', '.join(unknown)}")
+            raise SourceError(
+                f"{self.name}: untimed names no field: {', '.join(unknown)}; there are {', '.join(self._arrays)}"
+                f"{did_you_mean(unknown, self._arrays)}"
+            )
         self._untimed = frozenset([*untimed, *(stored for stored, name in chosen.items() if name in named)])
         self._starts: Array | None = None
         timed = {name: len(array) for name, array in self._arrays.items() if name not in self._untimed}
@@ -129,7 +133,10 @@ class ArraySource(Source):
         """The array of a name; it stays a field as well."""
         if isinstance(given, str):
             if given not in found:
-                raise SourceError(f"{self.name}: {what} names no array: {given}; there are {', '.join(found)}")
+                raise SourceError(
+                    f"{self.name}: {what} names no array: {given}; there are {', '.join(found)}"
+                    f"{did_you_mean(given, found)}"
+                )
             return found[given]
         return given
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from geartrain.core.arguments import check_text, check_texts
+from geartrain.core.arguments import check_text, check_texts, did_you_mean
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError, SchemaError, SourceError
 
@@ -225,7 +225,9 @@ def choose(
         # The default names every field itself, also one that others stand below.
         below = [name for name in available if name == found or (wanted is not None and name.startswith(found + "."))]
         if not below:
-            raise SourceError(f"{where}: has no field {found!r}; it has {_listed(available)}")
+            raise SourceError(
+                f"{where}: has no field {found!r}; it has {_listed(available)}{did_you_mean(found, available)}"
+            )
         for name in below:
             reason = available[name]
             if reason is not None:

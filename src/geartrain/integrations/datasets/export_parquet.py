@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from geartrain.core.arguments import check_choice
 from geartrain.core.schema import Field
-from geartrain.errors import ArgumentError
 from geartrain.integrations.datasets.arrow import nested_array
 from geartrain.integrations.datasets.episode import require
 from geartrain.integrations.datasets.stored_rows import RowGroup
@@ -33,8 +33,7 @@ class ParquetWriter(DatasetWriter):
     TAKES_METADATA = True
 
     def __init__(self, path: Path, *, fields: Mapping[str, Field], about: str, compression: str = "zstd") -> None:
-        if compression not in _COMPRESSIONS:
-            raise ArgumentError(f"compression is one of {', '.join(_COMPRESSIONS)}, found {compression!r}")
+        check_choice("compression", compression, _COMPRESSIONS)
         self._arrow = require("pyarrow", "parquet", "Writing Parquet")
         parquet = require("pyarrow.parquet", "parquet", "Writing Parquet")
         self._fields = dict(fields)

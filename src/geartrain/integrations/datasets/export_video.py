@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from geartrain.core.arguments import check_choice
 from geartrain.errors import ArgumentError
 from geartrain.integrations.datasets.episode import Array, require
 
@@ -67,8 +68,7 @@ class VideoEncoding:
     key_frames: int = 2
 
     def __post_init__(self) -> None:
-        if self.codec not in _CODECS:
-            raise ArgumentError(f"the option video_codec is one of {', '.join(_CODECS)}, found {self.codec!r}")
+        check_choice("the option video_codec", self.codec, _CODECS)
         most = _MOST_QUALITY[self.codec]
         if self.quality is not None and not 0 <= self.quality <= most:
             raise ArgumentError(

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_flag, shown
+from geartrain.core.arguments import check_flag, did_you_mean, shown
 from geartrain.core.progress import Progress
 from geartrain.core.schema import Field
-from geartrain.core.shared_files import Trust, check_trust
+from geartrain.core.shared_files import FULL, Trust, check_trust, room_in
 from geartrain.errors import ArgumentError, DatasetExistsError, NoSpaceError, SourceError
 from geartrain.integrations.datasets.arguments import casts_of, checked_options
 from geartrain.integrations.datasets.episode import FieldChoice, choose
@@ -234,7 +234,10 @@ def _target(path: str | os.PathLike[str], format: str) -> tuple[Path, str]:
     if not name.strip() or "\0" in name or Path(name).name in ("", "."):
         raise ArgumentError(f"a path is needed to write to, found {shown(path)}")
     if not isinstance(format, str) or format not in ("auto", *EXPORT_FORMATS):
-        raise ArgumentError(f"format {shown(format)} is unknown; there are auto, {', '.join(EXPORT_FORMATS)}")
+        raise ArgumentError(
+            f"format {shown(format)} is unknown; there are auto, {', '.join(EXPORT_FORMATS)}"
+            f"{did_you_mean(format, EXPORT_FORMATS)}"
+        )
     if format == "auto":
         by_ending = {ending: each for each, (_, _, ending) in EXPORT_FORMATS.items() if ending}
         if Path(name).suffix not in by_ending:
@@ -259,7 +262,7 @@ def _check_target(target: Path, format: str, overwrite: bool, writer: type[Datas
         try:
             probe.touch(exist_ok=False)
         except OSError as error:
-            if error.errno in _FULL:
+            if error.errno in FULL:
                 raise
             raise type(error)(error.errno, f"{target} cannot be written: {error.strerror}") from None
         probe.unlink()
@@ -350,9 +353,6 @@ def _put_in_place(fresh: Path, target: Path, format: str, overwrite: bool, write
         os.close(descriptor)
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
 @contextlib.contextmanager
 def _naming_full_disk(target: Path) -> Iterator[None]:
     """Turns the error of a full file system, quota or limit, whichever library tells it, into one of geartrain's."""
@@ -363,14 +363,12 @@ def _naming_full_disk(target: Path) -> Iterator[None]:
     except (OSError, RuntimeError, ValueError) as error:
         number = getattr(error, "errno", None)
         # Arrow and HDF5 put the number into the text alone.
-        told = next((each for each in _FULL if number == each or f"rrno {each}]" in str(error)), None)
-        told = told or next((each for each in _FULL if f"errno = {each}," in str(error)), None)
+        told = next((each for each in FULL if number == each or f"rrno {each}]" in str(error)), None)
+        told = told or next((each for each in FULL if f"errno = {each}," in str(error)), None)
         if told is None:
             raise
-        about = os.statvfs(target.parent)
         raise NoSpaceError(
-            f"cannot write {target}: {os.strerror(told)}; {about.f_bavail * about.f_frsize:,} bytes are free beside "
-            f"the unfinished one, which is removed"
+            f"cannot write {target}: {os.strerror(told)}; {room_in(target)}. The unfinished dataset is removed"
         ) from error
 
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from geartrain.core.arguments import check_choice, check_flag, check_path, shown, whole_number
+from geartrain.core.arguments import check_choice, check_flag, check_path, did_you_mean, shown, whole_number
 from geartrain.core.dtypes import as_dtype
 from geartrain.core.progress import Progress
 from geartrain.core.schema import Field
@@ -252,7 +252,9 @@ def open_source(
         return source
     check_flag("skip_unsupported", skip_unsupported)
     if not isinstance(format, str) or format not in ("auto", *FORMATS):
-        raise ArgumentError(f"format {shown(format)} is unknown; there are auto, {', '.join(FORMATS)}")
+        raise ArgumentError(
+            f"format {shown(format)} is unknown; there are auto, {', '.join(FORMATS)}{did_you_mean(format, FORMATS)}"
+        )
     if isinstance(source, str | Path):
         check_path("the source of an import", source)
     if format == "auto":

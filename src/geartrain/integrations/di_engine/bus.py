@@ -23,8 +23,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future as Work
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
+from geartrain.core.arguments import refuse_copies
 from geartrain.core.threads import ReentrantEvent, held
 from geartrain.errors import (
     ConnectionClosedError,
@@ -111,6 +112,9 @@ class Bus:
         Returns when each was tried once; `emit` waits for that as well.
         """
         self.members.connect(contacts)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "make another one there, which connects to this one")
 
     def close(self) -> None:
         """Leaves all peers. What was sent is still delivered. Does not wait for replies."""

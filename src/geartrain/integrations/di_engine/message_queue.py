@@ -25,10 +25,11 @@ from concurrent.futures import Future as Work
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, SupportsIndex, cast
 from urllib.parse import urlparse
 
 import geartrain.integrations.di_engine.options as queue_options
+from geartrain.core.arguments import check_choice, refuse_copies
 from geartrain.core.threads import ReentrantEvent
 from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError
 from geartrain.integrations.di_engine.bus import Bus
@@ -110,6 +111,9 @@ class Queue:
                 "containers can be emitted, and not DI-engine's own objects, which need pickle",
                 self.options.node_id,
             )
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "make another one there, which attaches to this one")
 
     # --- what DI-engine calls ---------------------------------------------------------------------------------------
 
@@ -394,8 +398,7 @@ def _run_worker(worker: dict[str, Any], main: tuple[Any, ...]) -> None:
 def _workers(cls: Any, arguments: dict[str, Any], given: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Arguments of each worker."""
     count, topology, init_method = arguments["n_parallel_workers"], arguments["topology"], given["init_method"]
-    if topology not in queue_options.TOPOLOGIES:
-        raise ArgumentError(f"a topology is one of {', '.join(queue_options.TOPOLOGIES)}, found {topology!r}")
+    check_choice("topology", topology, queue_options.TOPOLOGIES)
     attach_to = [text for text in arguments["attach_to"] or [] if text]
     wanted = queue_options.check_mq_type(arguments["mq_type"])
     devices = queue_options.parse_devices(given["local_cuda_devices"])

@@ -13,7 +13,7 @@ from stable_baselines3.common.type_aliases import DictReplayBufferSamples
 from stable_baselines3.her import her_replay_buffer as stock
 from stable_baselines3.her.goal_selection_strategy import KEY_TO_GOAL_STRATEGY, GoalSelectionStrategy
 
-from geartrain.core.arguments import check_whole
+from geartrain.core.arguments import check_choice, check_whole
 from geartrain.core.global_generators import drawing
 from geartrain.errors import ArgumentError
 from geartrain.integrations.sb3.replay_buffer import DictReplayBuffer
@@ -60,11 +60,9 @@ class HerReplayBuffer(DictReplayBuffer, stock.HerReplayBuffer):
             options.setdefault("info_bytes", 1024)
         strategy = goal_selection_strategy
         if isinstance(strategy, str):
-            if strategy.lower() not in KEY_TO_GOAL_STRATEGY:
-                raise ArgumentError(
-                    f"goal_selection_strategy is one of {list(KEY_TO_GOAL_STRATEGY)}, found {strategy!r}"
-                )
-            strategy = KEY_TO_GOAL_STRATEGY[strategy.lower()]
+            strategy = KEY_TO_GOAL_STRATEGY[
+                check_choice("goal_selection_strategy", strategy.lower(), KEY_TO_GOAL_STRATEGY)
+            ]
         if not isinstance(strategy, GoalSelectionStrategy):
             raise ArgumentError(f"goal_selection_strategy is one of {list(GoalSelectionStrategy)}, found {strategy!r}")
         super().__init__(

@@ -128,6 +128,12 @@ class ReplayBuffer(stock.ReplayBuffer):
         space = self.observation_space
         self._is_dict = isinstance(space, spaces.Dict)
         entries = space.spaces.items() if isinstance(space, spaces.Dict) else [(None, space)]
+        for key, each in entries:
+            if isinstance(each, spaces.Dict):
+                raise SchemaError(
+                    f"the observation {key!r} is a Dict space within the Dict space: Stable-Baselines3's buffers take "
+                    f"one level. Give its entries keys of the outer one, such as {f'{key}.{next(iter(each), 0)}'!r}"
+                )
         self._shapes = {observation_field(key): (get_obs_shape(each), np.dtype(each.dtype)) for key, each in entries}
         #: Key of an observation, or None, to its field, shape and dtype, of all environments.
         self.observation_fields = {

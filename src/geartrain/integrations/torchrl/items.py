@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, is_tensor_collection, is_tensorclass
 
-from geartrain.core.schema import Field
+from geartrain.core.schema import Field, of_field
 from geartrain.errors import SchemaError
 
 #: The field of items that are plain tensors, and the beginning of names that are the storage's own.
@@ -48,7 +48,13 @@ def leaves_of(data: Any) -> dict[str, torch.Tensor]:
 
 def fields_of(leaves: Mapping[str, torch.Tensor], lead: int) -> dict[str, Field]:
     """The fields for items of these leaves, whose first axes are of several."""
-    return {name: Field(tuple(leaf.shape)[lead:], leaf.dtype) for name, leaf in leaves.items()}
+    fields = {}
+    for name, leaf in leaves.items():
+        try:
+            fields[name] = Field(tuple(leaf.shape)[lead:], leaf.dtype)
+        except SchemaError as error:
+            raise of_field(name, error) from None
+    return fields
 
 
 def name_of(key: Any) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from geartrain.core.arguments import shown
+from geartrain.core.arguments import did_you_mean, shown
 from geartrain.core.dtypes import DTYPES, torch_dtype
 from geartrain.core.keys import Keys
 from geartrain.errors import FieldError
@@ -71,7 +71,10 @@ class ArenaViews:
         try:
             return _cut(arena, self._fields[name])
         except (KeyError, TypeError):
-            raise FieldError(f"the batch has no field {shown(name)}; it has {', '.join(self._fields)}") from None
+            raise FieldError(
+                f"the batch has no field {shown(name)}; it has {', '.join(self._fields)}"
+                f"{did_you_mean(name, self._fields)}"
+            ) from None
 
     def metadata(self, arena: torch.Tensor, name: str) -> torch.Tensor | None:
         """A tensor of metadata; None for the mask of a packed batch."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.core.arguments import did_you_mean
 from geartrain.core.schema import round_up
 from geartrain.device.device import Device
 from geartrain.device.pinned_memory import Pin, pins
@@ -49,7 +50,9 @@ def gather_plan_of(plan: FetchPlan, convert: Mapping[str, Convert], packed: bool
     store = plan.store
     unknown = set(convert) - set(plan.names)
     if unknown:
-        raise ArgumentError(f"`convert` names {sorted(unknown)}, the batch has {plan.names}")
+        raise ArgumentError(
+            f"`convert` names {sorted(unknown)}, the batch has {plan.names}{did_you_mean(unknown, plan.names)}"
+        )
     layout = store.native.layout()
     fields = []
     for name, number in zip(plan.names, plan.numbers, strict=True):

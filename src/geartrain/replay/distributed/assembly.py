@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
+from geartrain.core.arguments import did_you_mean
 from geartrain.errors import ArgumentError
 from geartrain.replay.batch import Batch
 from geartrain.replay.device.options import DeviceOptions, Path
@@ -135,7 +136,9 @@ def check_options(options: DeviceOptions, names: Sequence[str], has_peers: bool)
     """Raises `ArgumentError` for options that several ranks do not have."""
     unknown = set(options.convert) - set(names)
     if unknown:
-        raise ArgumentError(f"`convert` names {sorted(unknown)}, the batch has {list(names)}")
+        raise ArgumentError(
+            f"`convert` names {sorted(unknown)}, the batch has {list(names)}{did_you_mean(unknown, names)}"
+        )
     if options.path == "copy":
         raise ArgumentError("path='copy' was asked for, but over several ranks rows are gathered or staged")
     if has_peers and (options.path == "gather" or options.exchange == "nccl"):

@@ -16,7 +16,7 @@ corrects the imbalance that results.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,6 +27,7 @@ from geartrain.core.arguments import (
     check_real,
     check_whole,
     default_threads,
+    refuse_copies,
     shown,
     timeout,
 )
@@ -418,6 +419,9 @@ class Placement:
     def close(self) -> None:
         """Leaves the group. The store stays open; it is the caller's."""
         self._group.close()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copies(self, "each rank makes its own, in its process")
 
     def __enter__(self) -> Placement:
         return self

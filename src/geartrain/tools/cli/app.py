@@ -26,7 +26,7 @@ from rich.table import Column, Table
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from geartrain.core.printable import printable
+from geartrain.core.printable import never_fails, printable
 from geartrain.errors import ArgumentError, GeartrainError, JobError
 
 #: typer has a copy of click in newer versions and depends on it in older ones; this is the base of either's refusals.
@@ -39,6 +39,8 @@ class _Commands(TyperGroup):
 
     def main(self, *args: Any, **options: Any) -> Any:
         """Parses, runs, and exits with the code that the error stands for."""
+        for stream in (sys.stdout, sys.stderr):
+            never_fails(stream)
         alone = options.pop("standalone_mode", True)
         options["standalone_mode"] = False
         if not alone:

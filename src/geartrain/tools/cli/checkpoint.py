@@ -72,7 +72,7 @@ def _save_every(name: str, path: Path, keep: int, trust: Trust, every_s: float) 
             waits = False
         except StoreMissingError as error:
             if not waits:
-                print_error(f"{error}. Waiting for it")
+                print_error(f"waiting for the store: {error}")
             waits = True
         except ArgumentError:
             raise

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import typer
@@ -80,13 +81,34 @@ def cleaned_up_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def key_values(pairs: list[str]) -> dict[str, Any]:
-    """Options of a format, from key=value: numbers and true or false as such, the rest as text."""
+#: Arguments of Python's that the command line has under another name, or for itself.
+_ELSEWHERE = {
+    "source": "the command's first argument",
+    "path": "the command's second argument",
+    "fields": "--field",
+    "progress": "--quiet",
+    "persist": "an argument of Python only, as an import always stays",
+}
+
+
+def key_values(pairs: list[str], takes: Callable[..., Any]) -> dict[str, Any]:
+    """Options of a format, from key=value: numbers and true or false as such, the rest as text.
+
+    Args:
+        takes: the function that is called with them; its own arguments are not options of a format.
+
+    Raises:
+        ArgumentError: a text that is no key=value, a key given twice, or an argument of the function's own.
+    """
+    own = inspect.signature(takes).parameters
     values: dict[str, Any] = {}
     for pair in pairs:
         key, found, value = pair.partition("=")
         if not found or not key.isidentifier():
             raise ArgumentError(f"--option takes key=value, found {pair!r}")
+        if key in own and own[key].kind is not inspect.Parameter.VAR_KEYWORD:
+            instead = _ELSEWHERE.get(key, "--" + key.replace("_", "-"))
+            raise ArgumentError(f"--option takes options of the format, and {key} is none: it is {instead}")
         if key in values:
             raise ArgumentError(f"--option {key} is given twice")
         values[key] = _value(value)

@@ -66,7 +66,7 @@ def export(
             overwrite=overwrite,
             progress=not quiet,
             trust=check_trust(trust),
-            **key_values(option or []),
+            **key_values(option or [], export_store),
         )
     if quiet or not (sys.stdout.isatty() and sys.stderr.isatty()):  # on a terminal the progress ends with this line
         out.print(escape(f"{path}: {report}"), soft_wrap=True)

@@ -76,7 +76,7 @@ def import_(
             skip_unsupported=skip_unsupported,
             persist=True,
             progress=not quiet,
-            **key_values(option or []),
+            **key_values(option or [], import_dataset),
         )
     out.print(_summary(store))
     if Path(source).suffix == ".parquet" and store.max_length == 1 and len(store) > 1:
