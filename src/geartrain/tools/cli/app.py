@@ -5,17 +5,21 @@ A command checks all of its arguments before it begins to work. A refusal is one
     2    for a wrong argument: one that no state of this machine makes right (`ArgumentError`, or typer's own checks)
     1    for what goes wrong in operation: a file or store that is not there or holds something else, a lost peer
     130  after Ctrl-C
+    143  after SIGTERM, of a command that cleans up before it ends (`ended_by_sigterm`)
 
 Commands raise; `_Commands.main` alone maps errors.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import inspect
 import math
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -136,6 +140,30 @@ def die(message: str, code: int = 1) -> NoReturn:
     """Prints it on stderr, and exits."""
     print_error(message)
     raise typer.Exit(code)
+
+
+class Terminated(BaseException):
+    """SIGTERM came."""
+
+
+@contextlib.contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Has SIGTERM end the command as Ctrl-C does, with what was begun removed, and the exit code 143."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminated(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would interrupt the removal
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminated)
+    try:
+        yield
+    except Terminated:
+        die("stopped by SIGTERM", 128 + signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def escape(text: str, lines: bool = False) -> str:

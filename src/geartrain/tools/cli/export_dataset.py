@@ -8,13 +8,12 @@ from typing import Annotated
 import typer
 
 from geartrain.core.shared_files import check_trust
-from geartrain.tools.cli.app import app, escape, out
+from geartrain.tools.cli.app import app, ended_by_sigterm, escape, out
 from geartrain.tools.cli.dataset_options import (
     Casts,
     FormatOptions,
     Quiet,
     as_options,
-    cleaned_up_on_sigterm,
     key_values,
 )
 from geartrain.tools.cli.inspect_remove import TRUST_HELP
@@ -54,7 +53,7 @@ def export(
     """
     from geartrain.integrations import export_store
 
-    with cleaned_up_on_sigterm(), as_options():
+    with ended_by_sigterm(), as_options():
         report = export_store(
             store,
             path,

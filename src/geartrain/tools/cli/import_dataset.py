@@ -9,13 +9,12 @@ import typer
 
 from geartrain.integrations.datasets.importer import FORMATS
 from geartrain.store.store import Store
-from geartrain.tools.cli.app import app, escape, out
+from geartrain.tools.cli.app import app, ended_by_sigterm, escape, out
 from geartrain.tools.cli.dataset_options import (
     Casts,
     FormatOptions,
     Quiet,
     as_options,
-    cleaned_up_on_sigterm,
     key_values,
 )
 
@@ -63,7 +62,7 @@ def import_(
     """
     from geartrain.integrations import import_dataset
 
-    with cleaned_up_on_sigterm(), as_options():
+    with ended_by_sigterm(), as_options():
         store = import_dataset(
             source,
             into,

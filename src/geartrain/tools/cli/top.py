@@ -6,7 +6,6 @@ import json
 import queue
 import signal
 import sys
-import time
 from collections import Counter
 from importlib.resources import files
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from geartrain.core.shared_files import check_trust
-from geartrain.core.threads import ReentrantEvent
+from geartrain.core.threads import set_by, sleep
 from geartrain.tools.cli.app import app, die, escape, out
 from geartrain.tools.cli.checks import input_file, output_file
 from geartrain.tools.cli.inspect_remove import TRUST_HELP
@@ -69,7 +68,7 @@ def top(
     watcher = Watcher(check_trust(trust), all_hosts)
     if once or as_json:
         watcher.look()
-        time.sleep(every_s)
+        sleep(every_s)
         snapshots, findings, missing = watcher.look()
         watcher.close()
         if as_json:
@@ -129,15 +128,13 @@ def metrics(
     if dashboard:
         sys.stdout.write((files("geartrain.tools.watch") / "grafana.json").read_text())
         return
-    ended = ReentrantEvent()
-    signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    endpoint = PrometheusEndpoint(None, host, port, trusted)
-    try:
-        out.print(f"metrics on http://{host}:{endpoint.port}/metrics", soft_wrap=True)
-        while not ended.wait(3600):
-            pass
-    finally:
-        endpoint.close()
+    with set_by(signal.SIGTERM) as ended:
+        endpoint = PrometheusEndpoint(None, host, port, trusted)
+        try:
+            out.print(f"metrics on http://{host}:{endpoint.port}/metrics", soft_wrap=True)
+            ended.wait()
+        finally:
+            endpoint.close()
 
 
 @app.command()
