@@ -7,6 +7,7 @@ something short.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -332,6 +333,7 @@ def call(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store_nam
     """Runs a call in this process, in `place`, with the work replaced."""
     import geartrain.collectives.reducer_main as reducer_main
     import geartrain.launch.launcher as launcher
+    import geartrain.tools.peer_probe as peer_probe
 
     stopped = threading.Event()
     stopped.set()
@@ -339,9 +341,9 @@ def call(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store_nam
     monkeypatch.chdir(place)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.delenv("GEARTRAIN_SECRET", raising=False)
-    monkeypatch.setattr(reducer_main, "ReentrantEvent", lambda: stopped)
+    for module in (reducer_main, peer_probe):
+        monkeypatch.setattr(module, "set_by", lambda *_: contextlib.nullcontext(stopped))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(signal, "pause", lambda: None)
     monkeypatch.setattr(launcher.Launcher, "run", lambda self: None)
     load = geartrain_bench.load
 

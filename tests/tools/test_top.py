@@ -16,21 +16,25 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import deadlines
 import numpy as np
 import preloaded
 import pytest
 from deadlines import patience
-from reports import make, until
+from reports import Owner, make, until
 
+import geartrain as gt
+from geartrain import collectives, rpc, weights
 from geartrain.core import process_report
 from geartrain.core.counters import SharedCounters
+from geartrain.launch.host_metrics import values_of
 from geartrain.launch.host_snapshot import take_snapshot
 from geartrain.launch.metrics import COLUMNS
+from geartrain.rpc.probe import ABOUT
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
@@ -134,6 +138,94 @@ def test_what_vanishes_or_is_damaged_is_an_entry_and_no_end(host: Path) -> None:
             lines = plain_lines(snapshots, findings, width)
             assert not [line for line in lines if "\x1b" in line.plain or "\a" in line.plain]
         json.dumps(snapshots)
+
+
+def a_replay(stack: contextlib.ExitStack) -> gt.Replay:
+    store = stack.enter_context(make("sampled", persist=False))
+    replay = stack.enter_context(gt.Replay(store, gt.selection.Uniform(seed=0), 4, output="numpy"))
+    replay.sample()
+    return replay
+
+
+def a_node(stack: contextlib.ExitStack) -> rpc.Node:
+    peer = stack.enter_context(rpc.Node("peer"))
+    node = stack.enter_context(rpc.Node("node", peers={"peer": peer.address}))
+    assert node.call("peer", ABOUT)["name"] == "peer"
+    return node
+
+
+def a_reader(stack: contextlib.ExitStack) -> weights.Reader:
+    publisher = stack.enter_context(weights.Publisher("read"))
+    publisher.publish(7, {"w": np.zeros(3, np.float32)})
+    reader = stack.enter_context(weights.Reader("read"))
+    reader.latest()
+    return reader
+
+
+def of_processes(kind: Any) -> Callable[[contextlib.ExitStack], Owner]:
+    """A job or pool: what its owner reports of a process that is there."""
+
+    def made(stack: contextlib.ExitStack) -> Owner:
+        counters = stack.enter_context(SharedCounters.create(f"launch-of-{kind}", 1, COLUMNS))
+        counters.slot(0)["pid"], counters.slot(0)["beat_s"] = os.getpid(), time.time()
+        process = {"name": "actor-0", "kind": "actor", "pid": os.getpid(), "restarts": 1, "exit_code": None}
+        owner = Owner()
+        process_report.register(
+            owner, kind, lambda _: {"name": kind, "counters": f"launch-of-{kind}", "processes": [process]}
+        )
+        return owner
+
+    return made
+
+
+#: One of each kind that a process reports.
+OBJECTS: dict[str, Callable[[contextlib.ExitStack], object]] = {
+    "replay": a_replay,
+    "node": a_node,
+    "group": lambda stack: stack.enter_context(collectives.Group(0, 1)),
+    "reducer": lambda stack: stack.enter_context(collectives.Reducer("127.0.0.1:0")),
+    "reader": a_reader,
+    "job": of_processes("job"),
+    "pool": of_processes("pool"),
+}
+
+
+@pytest.mark.parametrize("kinds", [*([kind] for kind in OBJECTS), list(OBJECTS)], ids="-".join)
+def test_every_kind_of_object_has_its_line_in_every_view(host: Path, kinds: list[str]) -> None:
+    assert set(OBJECTS) == set(get_args(process_report.Kind))
+    with contextlib.ExitStack() as stack:
+        made = [OBJECTS[kind](stack) for kind in kinds]
+        watcher = Watcher()
+        stack.callback(watcher.close)
+
+        def reported() -> Any:
+            snapshots, findings, _ = watcher.look()
+            there = [one for each in snapshots[0]["processes"] for one in each["objects"]]
+            assert not [one for one in there if "error" in one["figures"]]
+            rated = {one["kind"] for one in there if one["rates"] or one["kind"] in ("job", "pool")}
+            return rated >= set(kinds) and (snapshots, findings)
+
+        snapshots, findings = until(reported)
+        assert len(made) == len(kinds)
+    sections = {each.title: each for each in sections_of(snapshots)}
+    of = {"replay": "replays", "node": "peers", "reader": "weights", "job": "processes", "pool": "processes"}
+    for kind in kinds:
+        assert sections[of.get(kind, "groups")].lines, kind
+    if len(kinds) == len(OBJECTS):
+        empty = {
+            (section.title, column.name)
+            for section in sections.values()
+            for at, column in enumerate(section.columns)
+            if all(line.values[at] is None for line in section.lines)
+        }
+        assert empty == {("replays", "now waits"), ("groups", "lost"), ("groups", "failed")}, "of what did not happen"
+    screen = Screen(snapshots)
+    for number, section in enumerate(sections.values(), 1):
+        for key in (str(number), *("s" for _ in section.columns), "enter", "esc"):
+            screen.press(key)
+            assert len(screen.lines(200, 50)) == 50
+    assert len(plain_lines(snapshots, findings, 80)) > len(kinds)
+    assert any(values_of(snapshots[0]).values())
 
 
 def test_rates_are_over_the_time_between_two_looks_and_none_of_a_store_made_anew(host: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -10,7 +11,7 @@ from typing import Any
 
 from geartrain.collectives.reducer import Reducer
 from geartrain.core.metrics_server import Metric, MetricsServer, Values
-from geartrain.core.threads import ReentrantEvent
+from geartrain.core.threads import set_by
 from geartrain.errors import GeartrainError
 
 SECRET_VARIABLE = "GEARTRAIN_SECRET"
@@ -48,15 +49,14 @@ def serve(
         UntrustedPeerError: no secret, and not loopback.
         MissingDependencyError: `metrics_port` without prometheus-client.
     """
-    stopped = ReentrantEvent()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
     secret = read_secret(secret_file)
-    reducer = Reducer(bind, secret=secret, max_window_bytes=window_bytes, threads=threads)
-    served = None
-    try:
+    with contextlib.ExitStack() as stack:
+        stopped = stack.enter_context(set_by(signal.SIGTERM, signal.SIGINT))
+        reducer = Reducer(bind, secret=secret, max_window_bytes=window_bytes, threads=threads)
         if metrics_port is not None:
-            served = serve_metrics(reducer, reducer.address.rpartition(":")[0], metrics_port)
+            host = reducer.address.rpartition(":")[0]
+            stack.callback(serve_metrics(reducer, host, metrics_port).close)
+        stack.callback(reducer.close, grace_s)
         print(
             f"reducer listening on {','.join(reducer.addresses)}, {'with' if secret else 'without'} a secret",
             flush=True,
@@ -68,10 +68,6 @@ def serve(
                 print(line(before, now, now_at - at), flush=True)
             before, at = now, now_at
         print("reducer stops", flush=True)
-    finally:
-        reducer.close(grace_s)
-        if served is not None:
-            served.close()
 
 
 def line(before: dict[str, Any], now: dict[str, Any], seconds: float) -> str:

@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from geartrain.core.processes import at_end_of_forked_child, process_state
 from geartrain.core.shared_files import open_shared, segments_directory, shared_files
@@ -62,6 +62,8 @@ _NUMBERS_OF = {
 }
 _NUMBERS_OF_PEER = ("open", "messages_sent", "messages_received", "bytes_sent", "bytes_received")
 
+#: What objects are reported.
+Kind = Literal["replay", "node", "group", "reducer", "reader", "job", "pool"]
 Read = Callable[[Any], Mapping[str, Any]]
 
 
@@ -70,7 +72,7 @@ class ObjectFigures:
     """Figures of one object of a process.
 
     Attributes:
-        kind: "replay", "node", "group", "reducer", "reader", "job" or "pool".
+        kind: a `Kind`, or that of another build.
         name: for people.
         figures: as its class reports them.
         rates: of the numbers among them, a second, nested names joined by dots: over the time since the report before.
@@ -104,12 +106,12 @@ class ProcessReport:
     left_out: int = 0
 
 
-def register(owner: object, kind: str, read: Read) -> None:
+def register(owner: object, kind: Kind, read: Read) -> None:
     """Has an object's figures reported for as long as it lives, and starts the thread where there is none.
 
     Args:
         owner: is not kept alive.
-        kind: see `ObjectFigures`.
+        kind: what it is.
         read: returns its figures, `name` among them; called on the reporting thread. A `GeartrainError` leaves it out:
             it is closed.
     """

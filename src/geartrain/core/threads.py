@@ -7,6 +7,7 @@ geartrain's, and whoever starts it leaves nothing behind that the thread was to 
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,9 @@ from typing import Any
 
 from geartrain.errors import GeartrainError
 
+#: The longest single wait of the main thread, in seconds. The kernel may hand a signal to any thread of the process, as
+#: it does when SIGCONT comes with it, and Python runs the signal's handler on the main thread once that is awake.
+SIGNAL_S = 1.0
 # How often a join looks whether the thread has done its work.
 _SLICE_S = 0.5
 # Of a thread that has done its work: for its last instructions.
@@ -126,7 +130,10 @@ class ReentrantEvent:
         self._is_set = False
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until it is set, or `timeout` seconds; returns whether it was."""
+        """Waits until it is set, or `timeout` seconds; returns whether it was.
+
+        The main thread waits in slices of `SIGNAL_S`, so that no handler of a signal has to wait for longer.
+        """
         if self._is_set:
             return True
         mine = threading.Lock()
@@ -135,9 +142,35 @@ class ReentrantEvent:
         try:
             if self._is_set:
                 return True
-            return mine.acquire(timeout=-1 if timeout is None else min(max(timeout, 0.0), threading.TIMEOUT_MAX))
+            on_main = threading.current_thread() is threading.main_thread()
+            slice_s = SIGNAL_S if on_main else threading.TIMEOUT_MAX
+            until_s = float("inf") if timeout is None else time.monotonic() + timeout
+            while not mine.acquire(timeout=max(0.0, min(slice_s, until_s - time.monotonic()))):
+                if time.monotonic() >= until_s:
+                    return False
+            return True
         finally:
             self._waits.remove(mine)
 
 
-__all__ = ["DaemonThread", "ReentrantEvent", "held", "owns", "refuse_within"]
+def sleep(seconds: float) -> None:
+    """`time.sleep` in slices of `SIGNAL_S`, for the main thread of a command."""
+    ReentrantEvent().wait(seconds)
+
+
+@contextlib.contextmanager
+def set_by(*signals: int) -> Iterator[ReentrantEvent]:
+    """An event that these signals set while the block runs. Only the main thread can have that."""
+    event = ReentrantEvent()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+    before = {number: signal.signal(number, lambda *_: event.set()) for number in signals}
+    try:
+        yield event
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+__all__ = ["SIGNAL_S", "DaemonThread", "ReentrantEvent", "held", "owns", "refuse_within", "set_by", "sleep"]

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
+from geartrain.core.threads import SIGNAL_S
 from geartrain.launch.process import ChildProcess
 
 P = TypeVar("P", bound=ChildProcess)
@@ -40,11 +41,11 @@ class Supervisor(Generic[P]):
             self._writer.send(b"!")
 
     def wait(self, timeout_s: float | None) -> None:
-        """Sleeps until a process ends, `wake` is called, or the time is over."""
+        """Sleeps until a process ends, `wake` is called, or the time is over; for `SIGNAL_S` at most."""
         poll = select.poll()
         for fd in [self._reader.fileno(), *(each.pidfd for each in self.processes if each.running)]:
             poll.register(fd, select.POLLIN)
-        poll.poll(None if timeout_s is None else max(0.0, timeout_s * 1000))
+        poll.poll(1000 * max(0.0, SIGNAL_S if timeout_s is None else min(SIGNAL_S, timeout_s)))
         with contextlib.suppress(BlockingIOError):
             self._reader.recv(4096)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import sys
 import time
@@ -14,6 +13,7 @@ import numpy as np
 import geartrain.rpc as rpc
 from geartrain.core.arguments import did_you_mean
 from geartrain.core.progress import Progress
+from geartrain.core.threads import set_by
 from geartrain.errors import ArgumentError, WaitTimeoutError
 from geartrain.rpc.probe import ABOUT, GIVE, MOST_BYTES, TAKE
 from geartrain.transport.connection import TRANSPORTS
@@ -60,15 +60,14 @@ class PeerReport:
 
 
 def serve(host: str = "127.0.0.1", secret: bytes = b"") -> None:
-    """Prints an address for `probe`, and replies to probes until Ctrl-C."""
+    """Prints an address for `probe`, and replies to probes until Ctrl-C or SIGTERM."""
     if not host.strip():
         raise ArgumentError("a host to bind is needed, found an empty one")
-    with rpc.Node("doctor", host=host, secret=secret) as node:
+    with set_by(signal.SIGINT, signal.SIGTERM) as ended, rpc.Node("doctor", host=host, secret=secret) as node:
         sys.stdout.write(node.address + "\n")
         sys.stdout.flush()
         sys.stderr.write("on the other side: geartrain doctor --peer 'ADDRESS'; Ctrl-C ends this one\n")
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.pause()
+        ended.wait()
 
 
 def probe(

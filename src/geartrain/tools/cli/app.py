@@ -5,17 +5,22 @@ A command checks all of its arguments before it begins to work. A refusal is one
     2    for a wrong argument: one that no state of this machine makes right (`ArgumentError`, or typer's own checks)
     1    for what goes wrong in operation: a file or store that is not there or holds something else, a lost peer
     130  after Ctrl-C
+    143  after SIGTERM, of a command that cleans up before it ends (`ended_by_sigterm`)
 
 Commands raise; `_Commands.main` alone maps errors.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import inspect
 import math
+import signal
 import sys
-from collections.abc import Callable
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -32,6 +37,9 @@ from geartrain.errors import ArgumentError, GeartrainError, JobError
 #: typer has a copy of click in newer versions and depends on it in older ones; this is the base of either's refusals.
 ClickException: Any = next(each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException")
 _MOST_INTEGER = 2**63 - 1
+_EXAMPLE = "Example: "
+#: Characters of an example's line, which ends with a backslash within 80 columns.
+_WIDE = 68
 
 
 class _Commands(TyperGroup):
@@ -101,11 +109,20 @@ class Commands(typer.Typer):
 
 
 def _filled(help: str | None) -> str | None:
-    """Each paragraph as one line, but for those that begin with \\b."""
+    """Each paragraph as one line, but for those that begin with \\b and for examples, which can be copied."""
     if help is None:
         return None
-    paragraphs = inspect.cleandoc(help).split("\n\n")
-    return "\n\n".join(each if each.startswith("\b") else each.replace("\n", " ") for each in paragraphs)
+    return "\n\n".join(map(_paragraph, inspect.cleandoc(help).split("\n\n")))
+
+
+def _paragraph(text: str) -> str:
+    if text.startswith("\b"):
+        return text
+    text = text.replace("\n", " ")
+    if not text.startswith(_EXAMPLE):
+        return text
+    words = textwrap.wrap(text.removeprefix(_EXAMPLE), _WIDE, break_long_words=False, break_on_hyphens=False)
+    return f"\b\n{_EXAMPLE.strip()}\n  " + " \\\n      ".join(words)
 
 
 app = Commands(
@@ -138,6 +155,30 @@ def die(message: str, code: int = 1) -> NoReturn:
     """Prints it on stderr, and exits."""
     print_error(message)
     raise typer.Exit(code)
+
+
+class Terminated(BaseException):
+    """SIGTERM came."""
+
+
+@contextlib.contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Has SIGTERM end the command as Ctrl-C does, with what was begun removed, and the exit code 143."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminated(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would interrupt the removal
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminated)
+    try:
+        yield
+    except Terminated:
+        die("stopped by SIGTERM", 128 + signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def escape(text: str, lines: bool = False) -> str:

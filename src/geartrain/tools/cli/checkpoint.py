@@ -11,11 +11,12 @@ from typing import Annotated
 import typer
 
 from geartrain.core.shared_files import Trust, check_trust
+from geartrain.core.threads import sleep
 from geartrain.errors import ArgumentError, GeartrainError, StoreMissingError
 from geartrain.store.checkpoint_series import holding, save_next
 from geartrain.store.checkpoint_writer import Saved
 from geartrain.store.store import Store
-from geartrain.tools.cli.app import app, escape, out, print_error
+from geartrain.tools.cli.app import Terminated, app, ended_by_sigterm, escape, out, print_error
 from geartrain.tools.cli.checks import output_folder
 from geartrain.tools.cli.inspect_remove import TRUST_HELP
 
@@ -45,8 +46,9 @@ def checkpoint(
     """Save a store beside the job that uses it, once or --every 10m; only what is new is written.
 
     It does not join the store: it holds up nobody, and no end of it, of the job or of the machine leaves half a
-    checkpoint. With --every it goes on when the job ends and waits for the store to come back, until Ctrl-C; what
-    fails is one line on stderr, and is tried again at the next time. A store in which nothing happened is not saved.
+    checkpoint. With --every it goes on when the job ends and waits for the store to come back, until Ctrl-C or SIGTERM;
+    what fails is one line on stderr, and is tried again at the next time. A store in which nothing happened is not
+    saved.
 
     Example: geartrain checkpoint pendulum /data/pendulum --every 10m --keep 5
     """
@@ -60,7 +62,8 @@ def checkpoint(
                 if saved := _save(name, path, keep, trusted, None)[1]:
                     _show(saved)
             else:
-                _save_every(name, path, keep, trusted, every_s)
+                with ended_by_sigterm():
+                    _save_every(name, path, keep, trusted, every_s)
 
 
 def _save_every(name: str, path: Path, keep: int, trust: Trust, every_s: float) -> None:
@@ -82,22 +85,22 @@ def _save_every(name: str, path: Path, keep: int, trust: Trust, every_s: float) 
             try:
                 _show(saved)
             except (OSError, SystemExit) as error:  # rich's of a broken pipe: nobody reads, and saving goes on
-                if _hides_interrupt(error):
-                    raise KeyboardInterrupt from None
+                if (end := _hidden_end(error)) is not None:
+                    raise end from None
         now_s = time.monotonic()
         if waits:
-            time.sleep(min(_LOOK_S, every_s))
+            sleep(min(_LOOK_S, every_s))
             due_s = time.monotonic()
         else:
             due_s += every_s * max(1, -((due_s - now_s) // every_s))  # those that a slow save has missed are left out
-            time.sleep(max(0.0, due_s - now_s))
+            sleep(due_s - now_s)
 
 
-def _hides_interrupt(error: BaseException | None) -> bool:
-    """Whether it came in place of a Ctrl-C: rich writes what it has as it is left, which fails again."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
+def _hidden_end(error: BaseException | None) -> BaseException | None:
+    """The Ctrl-C or SIGTERM in whose place it came: rich writes what it has as it is left, which fails again."""
+    while error is not None and not isinstance(error, KeyboardInterrupt | Terminated):
         error = error.__context__
-    return error is not None
+    return error
 
 
 def _save(name: str, path: Path, keep: int, trust: Trust, seen: object) -> tuple[object, Saved | None]:

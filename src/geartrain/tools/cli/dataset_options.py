@@ -1,26 +1,23 @@
-"""What `geartrain import` and `geartrain export` share: options, errors in the command line's words, SIGTERM."""
+"""What `geartrain import` and `geartrain export` share: options, and errors in the command line's words."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 import re
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import typer
 
 from geartrain.errors import ArgumentError, DatasetExistsError, SourceError
-from geartrain.tools.cli.app import die
 
 Casts = Annotated[list[str] | None, typer.Option(help="Convert dtypes, e.g. float64=float32. Repeatable.")]
 FormatOptions = Annotated[
     list[str] | None,
     typer.Option(help="An option of the format as key=value, e.g. split=train or fps=30. Repeatable."),
 ]
-Quiet = Annotated[bool, typer.Option(help="No progress bar.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
 
 
 #: Options of formats that errors name as arguments.
@@ -55,30 +52,6 @@ def as_options() -> Iterator[None]:
         if told == str(error):
             raise
         raise type(error)(told) from None
-
-
-class _Terminated(BaseException):
-    """SIGTERM came."""
-
-
-@contextlib.contextmanager
-def cleaned_up_on_sigterm() -> Iterator[None]:
-    """Has SIGTERM end the command as Ctrl-C does, with what was begun removed, and the exit code 143."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def terminated(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would interrupt the removal
-        raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, terminated)
-    try:
-        yield
-    except _Terminated:
-        die("stopped by SIGTERM", 128 + signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 #: Arguments of Python's that the command line has under another name, or for itself.

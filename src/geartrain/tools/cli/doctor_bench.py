@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +19,8 @@ from geartrain.tools.cli.app import app, escape, make_table, out
 from geartrain.tools.cli.checks import input_file, output_file, plot_file
 from geartrain_bench import BENCHES
 
+_STYLES = {"ok": "green", "missing": "yellow", "broken": "red"}
+
 
 @app.command()
 def doctor(
@@ -28,7 +31,8 @@ def doctor(
         ),
     ] = None,
     listen: Annotated[
-        bool, typer.Option("--listen", help="Print an address for --peer on the other side, and reply until Ctrl-C.")
+        bool,
+        typer.Option("--listen", help="Print an address for --peer on the other side, and reply until Ctrl-C."),
     ] = False,
     transport: Annotated[
         str | None,
@@ -44,17 +48,20 @@ def doctor(
         float, typer.Option(min=1e-3, max=1e9, help="With --peer: for connecting, and for every reply.")
     ] = 10.0,
     megabytes: Annotated[float, typer.Option(help="With --peer: size of the big message, 67 at most.")] = 16.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Details of every capability.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> None:
-    """Report this machine's capabilities, with the reason where one is missing; or probe a peer.
+    """Check this machine, a line for each capability: ok, missing or broken, and what to do; or probe a peer.
 
-    With --peer: the chosen transport, why each faster one was not, round trips, bandwidth each way, and the path of
-    the bytes. Exits with 1 when the peer cannot be reached.
+    What is missing is optional. With --peer: the chosen transport, why each faster one was not, round trips, bandwidth
+    each way, and the path of the bytes. Exits with 1 when the peer cannot be reached.
 
-    Example: geartrain doctor --listen, and on the other side: geartrain doctor --peer ADDRESS --transport tcp
+    Example: geartrain doctor --listen
+
+    Example: geartrain doctor --peer ADDRESS --transport tcp
     """
     import geartrain.tools.peer_probe as peer_probe
-    from geartrain.tools.doctor import examine
+    from geartrain.tools.doctor import about, examine, summary
 
     secret = os.environ.get("GEARTRAIN_SECRET", "").encode()
     if listen and peer is not None:
@@ -82,14 +89,18 @@ def doctor(
     if as_json:
         sys.stdout.write(json.dumps([vars(finding) for finding in findings], indent=1) + "\n")
         return
-    table = make_table("what", "", "because")
+    more = "" if verbose else "; details: geartrain doctor --verbose"
+    out.print(f"{about()}\n{summary(findings)}{more}\n", highlight=False, soft_wrap=True)
+    wide = max(len(finding.what) for finding in findings)
     for finding in findings:
-        table.add_row(
-            finding.what,
-            "[green]viable[/]" if finding.viable else "[yellow]not viable[/]",
-            escape(finding.because),
-        )
-    out.print(table)
+        line = f"{finding.what:<{wide}}  [{_STYLES[finding.state]}]{finding.state}[/]"
+        remedy = f": {escape(finding.remedy)}" if finding.remedy else ""
+        out.print(line + remedy, highlight=False, soft_wrap=True)
+        if verbose:
+            words = textwrap.wrap(
+                finding.because, max(40, out.width - 4), break_long_words=False, break_on_hyphens=False
+            )
+            out.print(escape(textwrap.indent("\n".join(words), "    "), lines=True), highlight=False, soft_wrap=True)
 
 
 def _print_report(found: Any) -> None:
@@ -106,7 +117,9 @@ def bench(
     name: Annotated[
         str, typer.Argument(help="Which: " + ", ".join(BENCHES) + "; or plot, to draw saved results again.")
     ],
-    quick: Annotated[bool, typer.Option(help="Fewer cases and repeats; ends within 60 s on 2 cores.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer cases and repeats, within a minute; names what it left out.")
+    ] = False,
     json_path: Annotated[
         Path | None, typer.Option("--json", callback=output_file, help="Write the figures to this file.")
     ] = None,
@@ -115,12 +128,14 @@ def bench(
     ] = None,
     baseline_python: Annotated[
         list[str] | None,
-        typer.Option(help="Interpreter of a baseline's environment, as name=/path/to/python. Repeatable."),
+        typer.Option(help="Interpreter of a baseline's environment, as name=PATH. Repeatable."),
     ] = None,
     device: Annotated[
         str, typer.Option(help="cpu, or cuda for benchmarks with a GPU variant (selection, fetch, p2p).")
     ] = "cpu",
-    full: Annotated[bool, typer.Option(help="Every case, where the default leaves some out (ranks).")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Every case, where the default leaves some out (ranks).")
+    ] = False,
     train_ms: Annotated[
         list[float] | None,
         typer.Option(
@@ -130,7 +145,8 @@ def bench(
 ) -> None:
     """Run a benchmark, with this machine's floor (lower bound) and the installed baselines.
 
-    `bench plot FILE.json…` draws results saved with --json: FILE.png beside each, or --plot for one.
+    `bench plot FILE.json ...` draws results saved with --json, and reports of rpc-rl: FILE.png beside each, or --plot
+    for one.
 
     rpc-rl and allreduce take further arguments: python -m geartrain_bench.rpc_rl.bench --help tells them.
 

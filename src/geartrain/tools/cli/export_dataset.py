@@ -8,13 +8,12 @@ from typing import Annotated
 import typer
 
 from geartrain.core.shared_files import check_trust
-from geartrain.tools.cli.app import app, escape, out
+from geartrain.tools.cli.app import app, ended_by_sigterm, escape, out
 from geartrain.tools.cli.dataset_options import (
     Casts,
     FormatOptions,
     Quiet,
     as_options,
-    cleaned_up_on_sigterm,
     key_values,
 )
 from geartrain.tools.cli.inspect_remove import TRUST_HELP
@@ -33,12 +32,16 @@ def export(
     ] = None,
     cast: Casts = None,
     skip_unsupported: Annotated[
-        bool, typer.Option(help="Leave out fields that the format cannot hold instead of refusing.")
+        bool,
+        typer.Option("--skip-unsupported", help="Leave out fields that the format cannot hold instead of refusing."),
     ] = False,
     metadata: Annotated[
-        bool, typer.Option(help="Write versions, priorities and the like of rows too (npz, npy, parquet).")
+        bool,
+        typer.Option("--metadata", help="Write versions, priorities and the like of rows too (npz, npy, parquet)."),
     ] = False,
-    overwrite: Annotated[bool, typer.Option(help="Replace a dataset of this format that is there.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a dataset of this format that is there.")
+    ] = False,
     option: FormatOptions = None,
     trust: Annotated[str, typer.Option(help=TRUST_HELP)] = "user",
     quiet: Quiet = False,
@@ -54,7 +57,7 @@ def export(
     """
     from geartrain.integrations import export_store
 
-    with cleaned_up_on_sigterm(), as_options():
+    with ended_by_sigterm(), as_options():
         report = export_store(
             store,
             path,

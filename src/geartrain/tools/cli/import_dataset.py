@@ -9,13 +9,12 @@ import typer
 
 from geartrain.integrations.datasets.importer import FORMATS
 from geartrain.store.store import Store
-from geartrain.tools.cli.app import app, escape, out
+from geartrain.tools.cli.app import app, ended_by_sigterm, escape, out
 from geartrain.tools.cli.dataset_options import (
     Casts,
     FormatOptions,
     Quiet,
     as_options,
-    cleaned_up_on_sigterm,
     key_values,
 )
 
@@ -46,7 +45,10 @@ def import_(
         str, typer.Option(help="What becomes of an episode longer than --max-length: error, truncate or skip.")
     ] = "error",
     skip_unsupported: Annotated[
-        bool, typer.Option(help="Leave out fields that no store can hold, such as text, instead of refusing.")
+        bool,
+        typer.Option(
+            "--skip-unsupported", help="Leave out fields that no store can hold, such as text, instead of refusing."
+        ),
     ] = False,
     option: FormatOptions = None,
     quiet: Quiet = False,
@@ -63,7 +65,7 @@ def import_(
     """
     from geartrain.integrations import import_dataset
 
-    with cleaned_up_on_sigterm(), as_options():
+    with ended_by_sigterm(), as_options():
         store = import_dataset(
             source,
             into,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import queue
+import shlex
 import signal
 import sys
-import time
 from collections import Counter
 from importlib.resources import files
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from geartrain.core.shared_files import check_trust
-from geartrain.core.threads import ReentrantEvent
+from geartrain.core.threads import set_by, sleep
 from geartrain.tools.cli.app import app, die, escape, out
 from geartrain.tools.cli.checks import input_file, output_file
 from geartrain.tools.cli.inspect_remove import TRUST_HELP
@@ -69,7 +69,7 @@ def top(
     watcher = Watcher(check_trust(trust), all_hosts)
     if once or as_json:
         watcher.look()
-        time.sleep(every_s)
+        sleep(every_s)
         snapshots, findings, missing = watcher.look()
         watcher.close()
         if as_json:
@@ -121,7 +121,9 @@ def metrics(
 ) -> None:
     """Serve metrics of all stores, jobs, replays, peers, groups and weights of this host to Prometheus, until Ctrl-C.
 
-    Example: geartrain metrics --port 9464, and in prometheus.yml: targets: ["localhost:9464"]
+    In prometheus.yml: targets: ["localhost:9464"]
+
+    Example: geartrain metrics --port 9464
     """
     from geartrain.launch.prometheus import PrometheusEndpoint
 
@@ -129,15 +131,13 @@ def metrics(
     if dashboard:
         sys.stdout.write((files("geartrain.tools.watch") / "grafana.json").read_text())
         return
-    ended = ReentrantEvent()
-    signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    endpoint = PrometheusEndpoint(None, host, port, trusted)
-    try:
-        out.print(f"metrics on http://{host}:{endpoint.port}/metrics", soft_wrap=True)
-        while not ended.wait(3600):
-            pass
-    finally:
-        endpoint.close()
+    with set_by(signal.SIGTERM) as ended:
+        endpoint = PrometheusEndpoint(None, host, port, trusted)
+        try:
+            out.print(f"metrics on http://{host}:{endpoint.port}/metrics", soft_wrap=True)
+            ended.wait()
+        finally:
+            endpoint.close()
 
 
 @app.command()
@@ -159,9 +159,15 @@ def trace(
     ended = {(str(each.get("cat")), str(each.get("id"))) for each in events if each["ph"] == "f"}
     processes = sum(each["name"] == "process_name" for each in events)
     shown = ", ".join(f"{number:,} of {name}" for name, number in sorted(slices.items())) or "none"
-    out.print(escape(f"{processes} processes; slices: {shown}; {len(begun & ended):,} flows"), soft_wrap=True)
+    what = "1 process" if processes == 1 else f"{processes} processes"
+    out.print(escape(f"{what}; slices: {shown}; {len(begun & ended):,} flows"), soft_wrap=True)
     for each in events:
         if each.get("cat") == "trace":
             out.print(f"[yellow]{escape(each['name'])}[/]")
     if to is not None:
         to.write_text(json.dumps(events) + "\n")
+    if to is None and len(paths) > 1:
+        words = " ".join(shlex.quote(str(path)) for path in paths)
+        out.print(escape(f"next, write them as one: geartrain trace {words} --out trace.json"), soft_wrap=True)
+    else:
+        out.print(escape(f"next, open {to or paths[0]} at https://ui.perfetto.dev"), soft_wrap=True)

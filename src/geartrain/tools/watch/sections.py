@@ -134,9 +134,13 @@ def _section(
         for line in lines(view):
             if many:
                 line.values[0] = f"{view.host}:{line.values[0]}"
-            assert len(line.values) == len(columns)
             made.append(line)
     return Section(title, columns, made)
+
+
+def _line(columns: list[Column], cells: Mapping[str, Any], style: str, detail: Mapping[str, Any]) -> Line:
+    """A line of cells by the names of their columns; a column that is not among them has None."""
+    return Line([cells.get(column.name) for column in columns], style, detail)
 
 
 _STORES = [
@@ -157,24 +161,25 @@ _STORES = [
 def _stores(view: HostView) -> Iterator[Line]:
     for store in view.snapshot["stores"]:
         if "error" in store:
-            yield Line([store["name"], *[None] * 5, store["error"], *[None] * 4], "red", store)
+            yield _line(_STORES, {"name": store["name"], "limiter": store["error"]}, "red", store)
             continue
         rates, used = store["rates"], len(store["clients"])
         evicted = [rates[name] for name in ("evicted", "expired", "exhausted") if name in rates]
-        yield Line(
-            [
-                store["name"],
-                store["rows"],
-                store["rows"] / store["capacity"] if store["capacity"] else None,
-                rates.get("inserted"),
-                rates.get("sampled"),
-                store["bytes"],
-                _limiter(store),
-                rates.get("torn"),
-                sum(evicted) if evicted else None,
-                rates.get("priorities_updated"),
-                used,
-            ],
+        yield _line(
+            _STORES,
+            {
+                "name": store["name"],
+                "rows": store["rows"],
+                "full": store["rows"] / store["capacity"] if store["capacity"] else None,
+                "insert/s": rates.get("inserted"),
+                "sample/s": rates.get("sampled"),
+                "size": store["bytes"],
+                "limiter": _limiter(store),
+                "torn/s": rates.get("torn"),
+                "evict/s": sum(evicted) if evicted else None,
+                "prio/s": rates.get("priorities_updated"),
+                "procs": used,
+            },
             "" if used else _IDLE,
             store,
         )
@@ -217,21 +222,22 @@ def _processes(view: HostView) -> Iterator[Line]:
             seen.add(pid)
             kernel = view.snapshot["pids"].get(str(pid), {})
             state, style = _state(view, process, kernel)
-            yield Line(
-                [
-                    process["name"],
-                    state,
-                    rates.get("wait_s"),
-                    rates.get("steps"),
-                    kernel.get("cpu_s"),
-                    kernel.get("rss_bytes"),
-                    rates.get("rows"),
-                    rates.get("samples"),
-                    pid,
-                    process["version"],
-                    process["restarts"],
-                    job["name"],
-                ],
+            yield _line(
+                _PROCESSES,
+                {
+                    "name": process["name"],
+                    "state": state,
+                    "waits": rates.get("wait_s"),
+                    "steps/s": rates.get("steps"),
+                    "cpu s": kernel.get("cpu_s"),
+                    "memory": kernel.get("rss_bytes"),
+                    "rows/s": rates.get("rows"),
+                    "sample/s": rates.get("samples"),
+                    "pid": pid,
+                    "version": process["version"],
+                    "restarts": process["restarts"],
+                    "job": job["name"],
+                },
                 style,
                 {**process, **kernel},
             )
@@ -240,19 +246,15 @@ def _processes(view: HostView) -> Iterator[Line]:
     for pid in sorted((reports.keys() | attached) - seen):
         kernel = view.snapshot["pids"].get(str(pid), {})
         stopped = pid in view.stopped
-        yield Line(
-            [
-                view.name(pid).rpartition(" (")[0],
-                "STOPPED" if stopped else "runs" if kernel else "another host's or namespace's",
-                None,
-                None,
-                kernel.get("cpu_s"),
-                kernel.get("rss_bytes"),
-                None,
-                None,
-                pid,
-                *[None] * 3,
-            ],
+        yield _line(
+            _PROCESSES,
+            {
+                "name": view.name(pid).rpartition(" (")[0],
+                "state": "STOPPED" if stopped else "runs" if kernel else "another host's or namespace's",
+                "cpu s": kernel.get("cpu_s"),
+                "memory": kernel.get("rss_bytes"),
+                "pid": pid,
+            },
             "bold red" if stopped else "",
             {**reports.get(pid, {"pid": pid}), **kernel},
         )
@@ -293,20 +295,21 @@ def _replays(view: HostView) -> Iterator[Line]:
     for report, one in view.objects("replay"):
         figures, rates = one["figures"], one["rates"]
         waiting_s = figures.get("waiting_s") or None
-        yield Line(
-            [
-                one["name"],
-                rates.get("batches"),
+        yield _line(
+            _REPLAYS,
+            {
+                "name": one["name"],
+                "batch/s": rates.get("batches"),
                 # A wait is counted when it ends: one that has lasted for seconds is all of the time.
-                1.0 if waiting_s and waiting_s > WAITING_S else rates.get("wait_s"),
-                rates.get("rows"),
-                rates.get("bytes"),
-                waiting_s,
-                rates.get("make_s"),
-                rates.get("redrawn"),
-                figures.get("selection"),
-                view.name(report["pid"]),
-            ],
+                "waits": 1.0 if waiting_s and waiting_s > WAITING_S else rates.get("wait_s"),
+                "sample/s": rates.get("rows"),
+                "bytes/s": rates.get("bytes"),
+                "now waits": waiting_s,
+                "makes": rates.get("make_s"),
+                "redrawn/s": rates.get("redrawn"),
+                "strategy": figures.get("selection"),
+                "process": view.name(report["pid"]),
+            },
             "yellow" if waiting_s and waiting_s > 1 else "",
             {**figures, "rates": rates},
         )
@@ -329,17 +332,18 @@ def _peers(view: HostView) -> Iterator[Line]:
         for peer, counts in one["figures"].get("peers", {}).items():
             rates = {name: one["rates"].get(f"peers.{peer}.{name}") for name in counts}
             stuck = counts["open"] and rates.get("messages_received") == 0
-            yield Line(
-                [
-                    peer,
-                    one["name"],
-                    rates.get("messages_sent"),
-                    rates.get("messages_received"),
-                    counts["open"],
-                    rates.get("bytes_sent"),
-                    rates.get("bytes_received"),
-                    counts["transport"],
-                ],
+            yield _line(
+                _PEERS,
+                {
+                    "peer": peer,
+                    "of": one["name"],
+                    "sent/s": rates.get("messages_sent"),
+                    "received/s": rates.get("messages_received"),
+                    "open": counts["open"],
+                    "bytes/s out": rates.get("bytes_sent"),
+                    "bytes/s in": rates.get("bytes_received"),
+                    "by": counts["transport"],
+                },
                 "yellow" if stuck else "",
                 {**counts, "rates": rates},
             )
@@ -362,36 +366,34 @@ _GROUPS = [
 def _groups(view: HostView) -> Iterator[Line]:
     for report, one in view.objects("group"):
         figures, rates = one["figures"], one["rates"]
-        yield Line(
-            [
-                one["name"],
-                f"{figures['rank']}/{figures['world_size']}",
-                rates.get("operations"),
-                figures["issued"] - figures["operations"],
-                rates.get("array_bytes"),
-                figures["issued"],
-                figures["epoch"],
-                figures["lost_reducers"] or None,
-                view.name(report["pid"]),
-                figures["failed"] or None,
-            ],
+        yield _line(
+            _GROUPS,
+            {
+                "name": one["name"],
+                "rank": f"{figures['rank']}/{figures['world_size']}",
+                "op/s": rates.get("operations"),
+                "pending": figures["issued"] - figures["operations"],
+                "bytes/s": rates.get("array_bytes"),
+                "issued": figures["issued"],
+                "epoch": figures["epoch"],
+                "lost": figures["lost_reducers"] or None,
+                "process": view.name(report["pid"]),
+                "failed": figures["failed"] or None,
+            },
             "red" if figures["failed"] else "yellow" if figures["lost_reducers"] else "",
             {**figures, "rates": rates},
         )
     for report, one in view.objects("reducer"):
         figures, rates = one["figures"], one["rates"]
-        yield Line(
-            [
-                f"reducer {one['name']}",
-                None,
-                rates.get("operations"),
-                None,
-                rates.get("bytes_received"),
-                figures.get("operations"),
-                None,
-                view.name(report["pid"]),
-                None,
-            ],
+        yield _line(
+            _GROUPS,
+            {
+                "name": f"reducer {one['name']}",
+                "op/s": rates.get("operations"),
+                "bytes/s": rates.get("bytes_received"),
+                "issued": figures.get("operations"),
+                "process": view.name(report["pid"]),
+            },
             "",
             {**figures, "rates": rates},
         )
@@ -411,21 +413,22 @@ _WEIGHTS = [
 def _weights(view: HostView) -> Iterator[Line]:
     for each in view.snapshot["weights"]:
         if "error" in each:
-            yield Line([each["name"], *[None] * 5, each["error"]], "red", each)
+            yield _line(_WEIGHTS, {"name": each["name"], "publisher": each["error"]}, "red", each)
             continue
         readers = [one["figures"].get("version") for _, one in view.objects("reader") if one["name"] == each["name"]]
         read = [version for version in readers if version is not None]
         age_s = time.time() - each["published_ns"] / 1e9 if each["version"] is not None else None
-        yield Line(
-            [
-                each["name"],
-                each["version"],
-                age_s,
-                min(read) if read else None,
-                len(readers),
-                each["version_bytes"],
-                "alive" if each["has_publisher"] else "gone",
-            ],
+        yield _line(
+            _WEIGHTS,
+            {
+                "name": each["name"],
+                "version": each["version"],
+                "age": age_s,
+                "oldest read": min(read) if read else None,
+                "readers": len(readers),
+                "size": each["version_bytes"],
+                "publisher": "alive" if each["has_publisher"] else "gone",
+            },
             "" if each["has_publisher"] else "yellow" if each["in_use"] else "dim",
             each,
         )

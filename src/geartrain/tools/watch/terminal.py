@@ -17,7 +17,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from geartrain.core.threads import ReentrantEvent
+from geartrain.core.threads import SIGNAL_S, ReentrantEvent
 
 _KEYS = {
     b"\x1b[A": "up",
@@ -107,11 +107,14 @@ class Terminal:
             self._live.update(Group(*_ended(lines(width, height))), refresh=True)
 
     def wait(self) -> list[str]:
-        """Sleeps until keys are pressed, `wake` is called, or the size changes. Keys; "ctrl-d" at the input's end."""
+        """Sleeps until keys are pressed, `wake` is called, the size changes, or `SIGNAL_S` is over.
+
+        Returns the keys; "ctrl-d" at the input's end.
+        """
         if self._suspend.is_set():
             self._stop_until_continued()
             return []
-        ready, _, _ = select.select([self._input, self._reader], [], [])
+        ready, _, _ = select.select([self._input, self._reader], [], [], SIGNAL_S)
         if self._reader in ready:
             os.read(self._reader, _MOST_BYTES)
         if self._input not in ready:
