@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from geartrain.errors import EmptyStoreError, RanksDisagreeError, SplitGroupError
+from geartrain.errors import EmptyStoreError, GeartrainError, NotEnoughRowsError, RanksDisagreeError, SplitGroupError
 from geartrain.replay.builder import PriorityUpdate, State
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import PRIORITY_UPDATE, flat_bytes, rank_status
@@ -46,8 +46,16 @@ T = TypeVar("T")
 class CommonError(Exception):
     """An error that every rank derives from the same data, so that no rank has to be told and none is lost."""
 
-    def __init__(self, error: EmptyStoreError | SplitGroupError) -> None:
+    def __init__(self, error: GeartrainError) -> None:
         self.error = error
+
+
+class TooFewRowsError(CommonError):
+    """Store number `store` has fewer than `min_rows` selectable rows. All ranks know, and can wait for more."""
+
+    def __init__(self, error: NotEnoughRowsError, store: int) -> None:
+        super().__init__(error)
+        self.store = store
 
 
 def common_errors(body: Callable[[], T]) -> T:
@@ -131,7 +139,7 @@ class ShardedSampler:
 
         Raises:
             RanksDisagreeError: a rank has another configuration or is at another step.
-            CommonError: a store has fewer than `min_rows` selectable rows.
+            TooFewRowsError: a store has fewer than `min_rows` selectable rows.
         """
         agreed = self._agree(step, updates, quotas, state)
         status, changed = agreed.status, agreed.changed
@@ -154,9 +162,22 @@ class ShardedSampler:
                     if used:
                         name = f"after/{store.of_rank[rank]}"
                         state[number][name] = max(state[number].get(name, 0), used)
-        for sampler, count in zip(self.samplers, counts, strict=True):
-            common_errors(functools.partial(sampler.check_count, count))
+        for number, count in enumerate(counts):
+            self.check_count(number, count)
         return ShardTotals(counts, state, totals, offers)
+
+    def check_count(self, number: int, count: int) -> None:
+        """Raises `TooFewRowsError` where so many selectable rows of a store, on all ranks together, are too few."""
+        sampler = self.samplers[number]
+        if count < sampler.min_rows:
+            name = sampler.plan.store.name
+            raise TooFewRowsError(
+                NotEnoughRowsError(
+                    f"{sampler.min_rows} selectable rows are asked for, the ranks have {count} together (the store of "
+                    f"this one is {name!r})"
+                ),
+                number,
+            )
 
     def _offers_of(self, number: int, agreed: Agreed, before: dict[str, int]) -> NDArray[np.uint64] | None:
         """The first rows of all shards of a store, as their leaders have told them with their status.
@@ -367,4 +388,4 @@ class ShardedSampler:
         self._held[number].clear()
 
 
-__all__ = ["CommonError", "ShardTotals", "ShardedSampler", "common_errors"]
+__all__ = ["CommonError", "ShardTotals", "ShardedSampler", "TooFewRowsError", "common_errors"]

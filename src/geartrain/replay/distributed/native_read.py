@@ -29,7 +29,7 @@ from geartrain.errors import EmptyStoreError, GeartrainError
 from geartrain.replay.builder import PriorityUpdate, raised
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.assignment import Assigner, Replica
-from geartrain.replay.distributed.draw import CommonError, ShardedSampler, common_errors
+from geartrain.replay.distributed.draw import CommonError, ShardedSampler
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.rank_collectives import RADIX
 from geartrain.replay.distributed.rank_group import Bytes
@@ -262,7 +262,7 @@ class NativeReader:
         if read.refusal == "disagree":
             self._agreed.check_ranks(read.status, step)
         elif read.refusal == "few rows":
-            common_errors(lambda: self._sampler.check_count(read.rows))
+            self._agreed.check_count(0, read.rows)
         raise CommonError(EmptyStoreError(self._nothing))
 
     def outcome(self, read: _native.RankRead) -> ReadOutcome:
