@@ -386,6 +386,34 @@ def test_a_replay_waits_for_the_rows_of_actors_that_are_starting(store, prefetch
                 replay.sample()
 
 
+class Tiring(Quiet):
+    """Fails at its twentieth step."""
+
+    def act(self, observation):
+        if self._next == 20:
+            raise RuntimeError("tired")
+        return super().act(observation)
+
+
+def long_episodes(context):
+    return [Counting(40)]
+
+
+def tiring(context):
+    return Tiring()
+
+
+@pytest.mark.parametrize(("made", "publish_every"), [(environments, None), (long_episodes, 10)])
+def test_actors_that_die_after_an_insert_are_started_again(store, made, publish_every):
+    pool = ActorPool(store, made, tiring, 1, publish_every=publish_every, max_restarts=4)
+    with pytest.raises(
+        ActorDiedError, match=r"(?s)RuntimeError: tired.*5 actors have died, and 4 may be started again"
+    ):
+        wait_for(pool.check)
+    pool.stop()
+    assert store.stats()["inserted"] >= 5
+
+
 @pytest.mark.parametrize("limited", [False, True])
 def test_actors_that_never_insert_end_the_pool_and_the_waits_for_them(store, limited, caplog):
     if limited:

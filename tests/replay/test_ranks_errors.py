@@ -92,16 +92,20 @@ def test_too_few_rows_are_the_same_error_on_all_ranks_and_not_the_end(
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("selection", [Uniform(seed=1), Fifo(), Epochs(seed=1)], ids=["native", "in order", "passes"])
+@pytest.mark.parametrize(
+    ("selection", "lag"),
+    [(Uniform(seed=1), 0), (Uniform(seed=1), 2), (Fifo(), 0), (Epochs(seed=1), 0)],
+    ids=["native", "lagged", "in order", "passes"],
+)
 def test_ranks_wait_together_for_the_writers_that_one_of_them_expects(
-    store_name: Callable[[], str], selection: Any
+    store_name: Callable[[], str], selection: Any, lag: int
 ) -> None:
     stores = [gt.Store.create(store_name(), FIELDS, max_length=STEPS, capacity=40) for _ in range(2)]
     both = threading.Barrier(2, timeout=patience(20))
 
     def body(rank: ThreadRankGroup) -> None:
         store = stores[rank.rank]
-        options: dict[str, Any] = {"min_rows": 8, "timeout_s": patience(30), "prefetch": 0}
+        options: dict[str, Any] = {"min_rows": 8, "timeout_s": patience(30), "prefetch": 0, "update_lag": lag or None}
         with gt.Replay(store, selection, 4, group=rank, **options) as replay:
             with pytest.raises(NotEnoughRowsError, match="no rank expects writers"):
                 replay.sample()
