@@ -274,11 +274,11 @@ class ActorPool:
         if self.restarts > self._max_restarts:
             why = f"{self.restarts} actors have died, and {self._max_restarts} may be started again"
         elif process.barren == BARREN_DEATHS:
-            why = f"actor {process.number} has died {BARREN_DEATHS} times before it had inserted a row"
+            why = f"it has died {BARREN_DEATHS} times before it had inserted a row"
         else:
             if self.restarts == 1:
                 _log.warning("%s, and is started again. Call pool.check(): it raises once the pool gives up", brief)
-            self._writers.trouble = f"of its actor pool {brief}, with {self.restarts} restarts so far: see pool.check()"
+            self._writers.trouble = f"of its actor pool {brief}, with {self.restarts} restarts so far"
             process.restart += 1
             self._start(process)
             return
@@ -287,7 +287,7 @@ class ActorPool:
         self._give_up(ActorDiedError(f"{told}\n{why}"), trouble)
 
     def _give_up(self, failure: BaseException, trouble: str) -> None:
-        _log.error("of the store %r: %s", self.store.name, trouble)
+        _log.error("store %r: %s", self.store.name, trouble)
         self._failed = failure
         self._writers.give_up(failure, trouble)
         self._ask_to_stop(STOP_S)
