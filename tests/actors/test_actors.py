@@ -278,6 +278,133 @@ def test_an_agent_elsewhere_answers_many_environments_at_once(store_name):
         agent.close()
 
 
+# --- answers of policies: one contract --------------------------------------------------------------------------------
+
+FEW, ACTIONS, EXTRA = np.zeros((2, 3), np.float32), np.arange(2), np.full(2, 0.5, np.float32)
+GOOD = {
+    "actions": (ACTIONS, {}),
+    "tuple": ((ACTIONS, {"twice": EXTRA}), {"twice": EXTRA}),
+    "dict": ({"action": ACTIONS, "twice": EXTRA}, {"twice": EXTRA}),
+    "version": ({"action": ACTIONS, "version": np.full(2, 9)}, {}),
+    "tuple with a version": ((ACTIONS, {"version": 9}), {}),
+}
+WRONG = {
+    "too few": (np.zeros(1), r"action float64 \(1,\) for 2 environments; expected \(2, ...\)"),
+    "an extra of another length": ((ACTIONS, {"twice": np.zeros(3)}), r"twice float64 \(3,\) for 2 environments"),
+    "ragged": ([[1.0], [1.0, 2.0]], r"action as \[\[1.0\], \[1.0, 2.0\]\]"),
+    "nothing": (None, "action as None"),
+    "text": (np.array(["left", "right"]), "action as .*; expected numbers"),
+    "no action": ({"actions": ACTIONS}, "a dict of actions for .*; expected .* 'action' among them"),
+    "three": (
+        (ACTIONS, {"twice": EXTRA}, 1),
+        r"action as \(.*; expected numbers. An answer is the actions, \(actions, extras\)",
+    ),
+    "a version that is none": ((ACTIONS, {"version": 0.5}), r"version float64 .*; expected a whole number"),
+}
+
+
+class Answering:
+    """A policy of the user's own."""
+
+    version = 3
+
+    def __init__(self, answer):
+        self.act = lambda observation: answer
+
+
+@pytest.fixture
+def ask():
+    """What the policy of a kind gives for two environments, where its function returns an answer; and its version.
+
+    An agent's function answers for one environment each, and has its part of the answer.
+    """
+    agent = rpc.Node("agent")
+    actor = rpc.Node("actor", peers={"agent": agent.address})
+    answers = []
+
+    def part(value, at):
+        if isinstance(value, dict | tuple):
+            parts = [part(each, at) for each in (value.values() if isinstance(value, dict) else value)]
+            return dict(zip(value, parts, strict=True)) if isinstance(value, dict) else tuple(parts)
+        return value[at] if getattr(value, "ndim", 0) else value
+
+    @rpc.function
+    def answer_for(observation):
+        return answers.pop(0)
+
+    def ask(kind, answer):
+        if kind == "local":
+            policy = LocalPolicy(lambda model, observation: answer, None)
+        else:
+            answers[:] = answer if isinstance(answer, list) else [part(answer, at) for at in range(2)]
+            policy = RemotePolicy(actor, "agent", "answer_for")
+        return *policy.act(FEW), policy.version
+
+    yield ask
+    actor.close()
+    agent.close()
+
+
+@pytest.mark.parametrize("kind", ["local", "remote"])
+@pytest.mark.parametrize("name", GOOD)
+def test_an_answer_means_the_same_in_every_policy(ask, kind, name):
+    answer, expected = GOOD[name]
+    actions, extras, version = ask(kind, answer)
+    assert actions.tolist() == ACTIONS.tolist() and version == (9 if "version" in name else 0)
+    assert {each: array.tolist() for each, array in extras.items()} == {
+        each: array.tolist() for each, array in expected.items()
+    }
+
+
+@pytest.mark.parametrize("kind", ["local", "actor"])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_answer_is_told_with_what_it_was_and_what_was_expected(store_name, ask, kind, name):
+    answer, message = WRONG[name]
+    if kind == "local":
+        with pytest.raises(ArgumentError, match=message):
+            ask(kind, answer)
+        return
+    environments = environments_of([Counting(), Counting()])
+    with make_store(store_name, environments) as store:
+        with pytest.raises(ArgumentError, match=f"the policy returned .*{message}"):
+            Actor(environments, Answering(answer), store).run(steps=2)
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ([np.zeros(3), np.zeros(2)], r"action float64 \(3,\) for environment 0, and action float64 \(2,\) for"),
+        ([1, (1, {"twice": 2.0})], r"action int64 \(\) for environment 0, and action int64 \(\), twice float64 \(\)"),
+        ([[[1.0], [1.0, 2.0]], 1], r"'answer_for' of 'agent' returned action as .* for environment 0"),
+        ([None, None], "action as None for environment 0"),
+        ([{"move": 1}, {"move": 1}], "a dict of move for environment 0"),
+    ],
+    ids=["shapes", "extras of one", "ragged", "nothing", "no action"],
+)
+def test_a_wrong_answer_of_an_agent_is_told_likewise(ask, answers, message):
+    with pytest.raises(ArgumentError, match=message):
+        ask("remote", answers)
+
+
+def test_actions_of_a_dict_space_are_a_dict_by_name(ask):
+    move, look = np.arange(2), np.ones((2, 3), np.float32)
+    for kind in ("local", "remote"):
+        for answer in (({"move": move, "look": look}, {}), {"action": {"move": move, "look": look}}):
+            actions, extras, _ = ask(kind, answer)
+            assert (list(actions), extras) == (["move", "look"], {})
+            assert actions["move"].tolist() == move.tolist() and actions["look"].shape == (2, 3)
+    space = gym.spaces.Dict({"move": gym.spaces.Discrete(4), "look": gym.spaces.Box(-1, 1, (3,), np.float32)})
+    actions, _ = actors.RandomPolicy(space).act(FEW)
+    assert {name: array.shape for name, array in actions.items()} == {"move": (2,), "look": (2, 3)}
+
+
+def test_an_answer_of_another_kind_than_the_field_is_told_before_the_environment_gets_it(store_name):
+    environments = environments_of([Counting(), Counting()])
+    with make_store(store_name, environments) as store:
+        with pytest.raises(FieldError, match=r"'action' as float64 of shape \(2,\) .* takes int64 of shape \(2,\)"):
+            Actor(environments, Answering((np.zeros(2), {"twice": EXTRA})), store).run(steps=2)
+
+
 def _act_forever(name):
     environments = environments_of([Counting(), Counting(40)])
     with gt.Store.open(name) as store:

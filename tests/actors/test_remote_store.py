@@ -23,6 +23,7 @@ from geartrain.errors import (
     ArgumentError,
     ConnectionClosedError,
     FieldError,
+    NotEnoughRowsError,
     PeerLostError,
     RemoteError,
     SchemaError,
@@ -292,6 +293,19 @@ def test_steps_wait_for_the_rate_limiter_and_other_calls_do_not(world: World) ->
     for thread in threads:
         thread.join(patience(20))
     assert len(done) == 3
+
+
+def test_a_replay_of_a_served_store_waits_for_the_rows_of_its_peers(world: World) -> None:
+    with gt.Replay(world.store, gt.selection.Uniform(seed=0), 4, output="numpy", timeout_s=patience(30)) as replay:
+        sent = threading.Timer(0.2, lambda: world.remote.insert(rows(3)))
+        sent.start()
+        assert len(replay.sample()) == 4
+        sent.join()
+        world.store.delete(world.store.keys())
+        world.server.close()
+        with pytest.raises(NotEnoughRowsError):
+            while True:  # what was made ahead
+                replay.sample()
 
 
 def test_a_server_of_a_closed_store_is_refused(world: World) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -23,7 +25,14 @@ import geartrain as gt
 import geartrain.core.counters as counters
 from geartrain.actors import environments_of, recorded_fields
 from geartrain.core.counters import SharedCounters
-from geartrain.errors import ActorDiedError, ArgumentError, GeartrainError, StoreExistsError, StoreMissingError
+from geartrain.errors import (
+    ActorDiedError,
+    ArgumentError,
+    GeartrainError,
+    NotEnoughRowsError,
+    StoreExistsError,
+    StoreMissingError,
+)
 from geartrain.launch import ActorPool
 
 pytestmark = pytest.mark.usefixtures("preloaded_children")
@@ -262,6 +271,21 @@ if __name__ == "__main__":
     assert (made.stdout, made.stderr) == ("[6, 6]\n", "")
 
 
+def test_the_script_of_the_page_runs_as_it_is_written(tmp_path):
+    pytest.importorskip("torch")
+    page = Path(__file__).parents[2] / "docs" / "actors.md"
+    (text,) = re.findall(r"^```py\n# learn\.py\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    script = tmp_path / "learn.py"
+    script.write_text(text)
+    with tempfile.TemporaryDirectory(prefix="geartrain-docs-", dir="/dev/shm") as segments:
+        env = {**os.environ, "GEARTRAIN_DIR": segments}
+        made = subprocess.run(
+            [sys.executable, script], capture_output=True, text=True, env=env, timeout=120, check=False
+        )
+    assert (made.returncode, made.stderr) == (0, "")
+    assert "'restarts': 0" in made.stdout and "'alive': 2" in made.stdout
+
+
 def test_what_cannot_be_pickled_is_refused_by_the_constructor(store, monkeypatch, tmp_path):
     monkeypatch.setenv("GEARTRAIN_DIR", str(tmp_path))  # other jobs of this user have counters, too
     with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
@@ -333,3 +357,80 @@ def test_a_board_is_seen_by_all_and_refuses_what_is_none(store_name, tmp_path):
     with pytest.raises(ArgumentError):
         SharedCounters.create(name, 1, ("a", "a"))
     assert np.isfinite(made.column("steps")).all()
+
+
+# --- replays that wait for a pool's actors ---------------------------------------------------------------------------
+
+
+def slow_start(context):
+    time.sleep(0.5)
+    return environments(context)
+
+
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_replay_waits_for_the_rows_of_actors_that_are_starting(store, prefetch, limited):
+    if limited:
+        store.limiter.set(min_size_to_sample=3)
+    replay = gt.Replay(store, gt.selection.Uniform(seed=0), 8, num_batches=3, prefetch=prefetch, output="numpy")
+    with replay, ActorPool(store, slow_start, policy, 1) as pool:
+        for _ in range(2):
+            assert sum(len(batch) for batch in replay) == 24
+        os.kill(int(pool.counters.column("pid")[0]), signal.SIGKILL)  # and for those that are started again
+        store.delete(store.keys())
+        assert sum(len(batch) for batch in replay) == 24
+    store.delete(store.keys())
+    with gt.Replay(store, gt.selection.Uniform(seed=0), 8, prefetch=0) as replay:
+        if not limited:
+            with pytest.raises(NotEnoughRowsError, match="no other process has it open"):
+                replay.sample()
+
+
+class Tiring(Quiet):
+    """Fails at its twentieth step."""
+
+    def act(self, observation):
+        if self._next == 20:
+            raise RuntimeError("tired")
+        return super().act(observation)
+
+
+def long_episodes(context):
+    return [Counting(40)]
+
+
+def tiring(context):
+    return Tiring() if context.number == 1 else Quiet()
+
+
+@pytest.mark.parametrize(("made", "publish_every"), [(environments, None), (long_episodes, 10)])
+def test_actors_that_die_after_an_insert_are_started_again(store, made, publish_every):
+    pool = ActorPool(store, made, tiring, 2, publish_every=publish_every, max_restarts=4)
+    with pytest.raises(ActorDiedError, match=r"(?s)RuntimeError: tired.*5 actors have died, and 4 may be started"):
+        wait_for(pool.check)
+    wait_for(lambda: pool.stats()["alive"] == 0)  # the other one, too, before the pool is stopped
+    pool.stop()
+    assert store.stats()["inserted"] >= 5
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_actors_that_never_insert_end_the_pool_and_the_waits_for_them(store, limited, caplog):
+    if limited:
+        store.limiter.set(min_size_to_sample=3)
+    replay = gt.Replay(store, gt.selection.Uniform(seed=0), 8, output="numpy", timeout_s=patience(60))
+    began_s = time.monotonic()
+    with pytest.raises(NotEnoughRowsError) as caught:
+        with replay, ActorPool(store, environments, broken_policy, 2) as pool:
+            for _ in replay:
+                pass
+    assert time.monotonic() - began_s < patience(30)
+    for said in ("actor pool has given up", "RuntimeError: no policy for actor", "failed with exit code 1", "check()"):
+        assert said in str(caught.value)
+    assert pool.restarts <= 5 and pool.stats()["alive"] == 0
+    assert isinstance(caught.value.__cause__, ActorDiedError)
+    with pytest.raises(ActorDiedError, match=r"(?s)Traceback.*RuntimeError: no policy for actor.*died 3 times"):
+        pool.check()
+    warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert len(warnings) == 1
+    for said in ("actor ", "failed with exit code 1", "RuntimeError: no policy for actor", "pool.check()"):
+        assert said in warnings[0]

@@ -25,8 +25,8 @@ def files(name: str, steps: int, least: int) -> dict[str, str]:
         assert toml.count(wanted) == 1, wanted
         toml = toml.replace(wanted, instead)
     scripts = dict(re.findall(r"^```py\n# (\S+\.py)\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
-    assert scripts["pendulum.py"].count("min_size_to_sample=16") == 1
-    scripts["pendulum.py"] = scripts["pendulum.py"].replace("min_size_to_sample=16", f"min_size_to_sample={least}")
+    assert scripts["pendulum.py"].count("min_rows=16") == 1
+    scripts["pendulum.py"] = scripts["pendulum.py"].replace("min_rows=16", f"min_rows={least}")
     return {"pendulum.toml": toml, **scripts}
 
 

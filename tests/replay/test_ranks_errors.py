@@ -14,19 +14,21 @@ import numpy as np
 import preloaded
 import pytest
 from deadlines import patience
-from rank_batches import FIELDS, STEPS, B, rows
+from rank_batches import FIELDS, STEPS, B, insert, rows
 
 import geartrain as gt
 from geartrain.errors import (
     ArgumentError,
+    CallCancelledError,
     FieldError,
     NotEnoughRowsError,
     PeerLostError,
     RanksDisagreeError,
     SplitGroupError,
     StoreClosedError,
+    WaitTimeoutError,
 )
-from geartrain.selection import Fifo, GroupSampling, Prioritized, Uniform
+from geartrain.selection import Epochs, Fifo, GroupSampling, Prioritized, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
 
@@ -88,6 +90,72 @@ def test_too_few_rows_are_the_same_error_on_all_ranks_and_not_the_end(
             assert replay.sample().batch_size == 80
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("selection", "lag"),
+    [(Uniform(seed=1), 0), (Uniform(seed=1), 2), (Fifo(), 0), (Epochs(seed=1), 0)],
+    ids=["native", "lagged", "in order", "passes"],
+)
+def test_ranks_wait_together_for_the_writers_that_one_of_them_expects(
+    store_name: Callable[[], str], selection: Any, lag: int
+) -> None:
+    stores = [gt.Store.create(store_name(), FIELDS, max_length=STEPS, capacity=40) for _ in range(2)]
+    both = threading.Barrier(2, timeout=patience(20))
+
+    def body(rank: ThreadRankGroup) -> None:
+        store = stores[rank.rank]
+        options: dict[str, Any] = {"min_rows": 8, "timeout_s": patience(30), "prefetch": 0, "update_lag": lag or None}
+        with gt.Replay(store, selection, 4, group=rank, **options) as replay:
+            with pytest.raises(NotEnoughRowsError, match="no rank expects writers"):
+                replay.sample()
+            both.wait()
+            if rank.rank == 1:
+                writers = store.expect_writers()
+                started = threading.Timer(0.3, lambda: insert(store, 0, 20))
+                started.start()
+            both.wait()
+            assert replay.sample().batch_size == 2
+            both.wait()
+            if rank.rank == 1:
+                store.delete(store.keys())
+                given_up = threading.Timer(0.3, lambda: writers.give_up(OSError("no simulator"), "no simulator"))
+                given_up.start()
+            both.wait()
+            with pytest.raises(
+                NotEnoughRowsError, match=["writers of rank 1 have given up", "no simulator"][rank.rank]
+            ):
+                replay.sample()
+
+    run_ranks(2, body)
+    for store in stores:
+        store.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_end_a_wait_for_rows_together(store_name: Callable[[], str], ranks: int) -> None:
+    stores = [gt.Store.create(store_name(), FIELDS, max_length=STEPS, capacity=40) for _ in range(ranks)]
+    for store in stores:
+        store.expect_writers()
+
+    def body(rank: ThreadRankGroup) -> None:
+        limit_s = 0.3 if rank.rank == 0 else patience(30)  # whose clock runs out first
+        with gt.Replay(stores[rank.rank], Uniform(), 4, group=rank, timeout_s=limit_s) as replay:
+            with pytest.raises(WaitTimeoutError, match="too few rows within"):
+                replay.sample()
+        with gt.Replay(stores[rank.rank], Uniform(), 4, group=rank, timeout_s=patience(30)) as replay:
+            began_s = time.monotonic()
+            if rank.rank == 0:
+                closing = threading.Timer(0.3, replay.close)
+                closing.start()
+            with pytest.raises((CallCancelledError, StoreClosedError)):
+                replay.sample()
+            assert time.monotonic() - began_s < patience(10)
+
+    run_ranks(ranks, body)
+    for store in stores:
+        store.close()
+        assert not store.path.exists(), "no rank has left the others in the middle of a batch"
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def test_a_new_iteration_ends_the_one_before(store):
 def test_too_few_rows_are_told_with_why_nothing_is_waited_for(store):
     with gt.Replay(store, Uniform(), 4, min_rows=10_000, timeout_s=0.2) as replay:
         with pytest.raises(
-            NotEnoughRowsError, match=r"no other process has it open, so nothing is waited for .*limiter"
+            NotEnoughRowsError, match=r"no other process has it open, so nothing is waited for.*expect_writers.*limiter"
         ):
             replay.sample()
         with gt.Store.open(store.name), pytest.raises(WaitTimeoutError, match=r"too few rows within 0\.2 s"):
@@ -292,6 +292,32 @@ def test_a_wait_for_rows_ends_in_time_and_says_what_is_missing(name, prefetch):
                 replay.sample()
     for said in ("2 selectable rows of 3 wanted", "8 samples per insert", "waiting for rows"):
         assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("limited", [False, True])
+def test_rows_of_writers_that_are_starting_are_waited_for_until_they_give_up(name, prefetch, limited):
+    with gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=9) as store:
+        if limited:
+            store.limiter.set(min_size_to_sample=3)
+        with gt.Replay(
+            store, Uniform(seed=0), 4, prefetch=prefetch, min_rows=3, timeout_s=60, output="numpy"
+        ) as replay:
+            with store.expect_writers() as writers:
+                started = threading.Timer(0.2, lambda: gt.Store.open(name).insert({"x": np.zeros(3, np.int64)}))
+                started.start()
+                assert len(replay.sample().keys) == 4
+                started.join()
+            store.delete(store.keys())
+            writers = store.expect_writers()
+            failure = OSError("no simulator")
+            failed = threading.Timer(0.2, lambda: writers.give_up(failure, "the writers found no simulator"))
+            failed.start()
+            with pytest.raises(NotEnoughRowsError, match="the writers found no simulator") as caught:
+                while True:
+                    replay.sample()
+            assert caught.value.__cause__ is failure
+            failed.join()
 
 
 def test_closing_ends_a_wait_for_rows(name):

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.actors.answers import read_answer
 from geartrain.actors.envs.adapters import Arrays, StepResult, VectorEnv, environments_of, named
 from geartrain.actors.policy import Policy
 from geartrain.actors.recorder import absent_values, check_fields
 from geartrain.actors.remote_store import RemoteRecorder, RemoteStore
-from geartrain.core.arguments import check_function, check_whole, whole_number
+from geartrain.core.arguments import check_function, check_whole, shown, whole_number
 from geartrain.errors import ArgumentError, CallCancelledError
 from geartrain.store.recorder import StepRecorder
 from geartrain.store.store import Store
@@ -49,7 +50,8 @@ class Actor:
 
     Args:
         environments: a `VectorEnv`, or whatever `environments_of` adapts.
-        policy: anything with `act(observation) -> (actions, extras)` and a `version`.
+        policy: a `Policy`: anything with a `version` and with `act(observation)`, which returns the actions, alone or
+            with extras.
         store: with the fields of the environments (see `recorded_fields`), and one for each extra; of this host, or of
             a peer (`RemoteStore`).
         seed: of the environments' episodes; environment i gets seed + i.
@@ -81,6 +83,8 @@ class Actor:
         priority: float = 1.0,
     ) -> None:
         whole_number("seed", seed, 2**63 - 1)
+        if not callable(getattr(policy, "act", None)) or not hasattr(policy, "version"):
+            raise ArgumentError(f"a policy has act(observation) and a version, found {shown(policy)}")
         self.environments: VectorEnv = environments_of(environments)
         self.policy = policy
         self.store = store
@@ -156,9 +160,9 @@ class Actor:
         if self._observation is None:
             self._observation = self.environments.reset(self._seed)
         observation = self._observation
-        actions, extras = self.policy.act(observation)
-        version = self.policy.version  # of the model that chose these actions
-        values = {**named("action", actions), **extras}
+        answer = read_answer(self.policy.act(observation), "the policy", self.environments.n)
+        actions, values = answer.actions, {**named("action", answer.actions), **answer.extras}
+        version = self.policy.version if answer.version is None else answer.version  # of the model that chose them
         if not self._checked:
             check_fields(self.store, values, self.environments.n)
             given = [*values, "reward", *self._recorder.observations]
@@ -170,7 +174,7 @@ class Actor:
         self._observation = stepped.next  # whether the step can be recorded or not
         self._record(observation, values, stepped, version)
         stats = self.stats
-        stats.version = self.policy.version
+        stats.version = version
         stats.steps += int(stepped.valid.sum())
         stats.rows = self._rows + self._recorder.rows
         stats.policy_s += asked_s - began_s

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.actors.answers import join_answers, read_answer
 from geartrain.actors.envs.adapters import Arrays
 from geartrain.core.arguments import check_function, check_text, check_whole, shown, timeout
 from geartrain.errors import ArgumentError, PeerLostError, TransportError, WaitTimeoutError
@@ -24,12 +24,16 @@ _RETRY_EVERY_S = 0.1
 
 
 class Policy(Protocol):
-    """Actions for n environments at once."""
+    """Actions for n environments at once.
+
+    Attributes:
+        version: of the model that acts, where its answers do not say.
+    """
 
     version: int
 
-    def act(self, observation: Arrays) -> Acted:
-        """The actions, (n, ...), and extras (n, ...) by the names of their fields."""
+    def act(self, observation: Arrays) -> Any:
+        """The actions for n environments, alone or with extras: an answer (geartrain/actors/answers.py)."""
         ...
 
 
@@ -43,15 +47,17 @@ class RandomPolicy:
         self._space.seed(seed)
 
     def act(self, observation: Arrays) -> Acted:
-        """As `Policy.act`."""
-        return np.stack([self._space.sample() for _ in range(_rows(observation))]), {}
+        """Actions, (n, ...), and no extras."""
+        answer = join_answers([{"action": self._space.sample()} for _ in range(_rows(observation))], "the action space")
+        return answer.actions, {}
 
 
 class LocalPolicy:
     """A model in the actor's own process, which loads the trainer's newest weights.
 
     Args:
-        act: `act(model, observation)` gives the actions, or (actions, extras).
+        act: `act(model, observation)` returns an answer for n environments: the actions, alone or with extras
+            (geartrain/actors/answers.py).
         model: a torch module, or anything with `load_state_dict`.
         reader: of the weights (`geartrain.weights.Reader`). None for a model that stays as it is.
         refresh_every: check for a newer version every so many calls. A check costs a microsecond.
@@ -81,14 +87,16 @@ class LocalPolicy:
             self._load(reader.latest(timeout_s=timeout_s))
 
     def act(self, observation: Arrays) -> Acted:
-        """As `Policy.act`."""
+        """Actions and extras, (n, ...) each. Raises `ArgumentError` where the function returned something else."""
         self._calls += 1
         if self._reader is not None and self._calls % self._every == 0:
             newest = self._reader.version
             if newest is not None and newest != self.version:
                 with suppress(WaitTimeoutError):  # it is being replaced: the next check finds it
                     self._load(self._reader.latest(timeout_s=0.0))
-        return acted(self._act(self._model, observation))
+        answer = read_answer(self._act(self._model, observation), "the function of a LocalPolicy", _rows(observation))
+        self.version = self.version if answer.version is None else answer.version
+        return answer.actions, answer.extras
 
     def _load(self, snapshot: Any) -> None:
         self._model.load_state_dict(dict(snapshot))
@@ -98,9 +106,10 @@ class LocalPolicy:
 class RemotePolicy:
     """Remote inference: calls an agent by `geartrain.rpc`; `@rpc.batched` there turns calls of many actors into one.
 
-    The agent's function takes an observation of one environment, or a dict of them, and returns the action, or a dict
-    with "action", the extras by name, and "version" if it has one. The n environments of an actor call at the same
-    time.
+    The n environments of an actor call at the same time. The agent's function takes the observation of one of them, an
+    array or a dict of arrays, and returns an answer for that one: its action, alone or with extras
+    (geartrain/actors/answers.py). With `@rpc.batched(stack=True)` it takes the observations of many environments, and
+    returns their actions, or a dict with "action" and the extras, (n, ...) each.
 
     Args:
         node: this process's node.
@@ -120,7 +129,12 @@ class RemotePolicy:
         self.version = 0
 
     def act(self, observation: Arrays) -> Acted:
-        """As `Policy.act`."""
+        """Actions and extras, (n, ...) each.
+
+        Raises:
+            ArgumentError: the agent returned something else than answers for one environment each.
+            RemoteError: its function raised. PeerLostError, WaitTimeoutError: it is lost, or does not reply.
+        """
         until_s = time.monotonic() + self._retry_s
         while True:
             try:
@@ -130,14 +144,9 @@ class RemotePolicy:
                 if time.monotonic() >= until_s:
                     raise
                 time.sleep(_RETRY_EVERY_S)
-        if not isinstance(answers[0], Mapping):
-            return _stack(answers), {}
-        columns = {name: _stack([answer[name] for answer in answers]) for name in answers[0]}
-        if "version" in columns:
-            self.version = int(columns.pop("version").min())
-        if "action" not in columns:
-            raise ArgumentError(f"{self._peer}'s {self._function} returned {sorted(answers[0])}, without an action")
-        return columns.pop("action"), columns
+        answer = join_answers(answers, f"{self._function!r} of {self._peer!r}")
+        self.version = self.version if answer.version is None else answer.version
+        return answer.actions, answer.extras
 
     def _ask(self, observation: Arrays) -> list[Any]:
         asked = [
@@ -145,25 +154,6 @@ class RemotePolicy:
             for at in range(_rows(observation))
         ]
         return [each.result() for each in asked]
-
-
-def acted(result: Any) -> Acted:
-    """Actions and extras of a user's function, as arrays."""
-    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
-        actions, extras = result
-    else:
-        actions, extras = result, {}
-    as_arrays = {str(name): as_array(value) for name, value in extras.items()}
-    if isinstance(actions, Mapping):
-        return {str(name): as_array(value) for name, value in actions.items()}, as_arrays
-    return as_array(actions), as_arrays
-
-
-def as_array(value: Any) -> NDArray[Any]:
-    """A NumPy array of a tensor or an array."""
-    if hasattr(value, "detach"):
-        value = value.detach().cpu().numpy()
-    return np.asarray(value)
 
 
 def _rows(observation: Arrays) -> int:
@@ -174,10 +164,6 @@ def _row(observation: Arrays, at: int) -> Any:
     if isinstance(observation, dict):
         return {name: array[at] for name, array in observation.items()}
     return observation[at]
-
-
-def _stack(values: list[Any]) -> NDArray[Any]:
-    return np.stack([as_array(value) for value in values])
 
 
 __all__ = ["Acted", "LocalPolicy", "Policy", "RandomPolicy", "RemotePolicy"]

@@ -29,7 +29,7 @@ def check_fields(store: Store | RemoteStore, values: Mapping[str, NDArray[Any]] 
         n: number of environments.
 
     Raises:
-        FieldError: a field is missing, or its steps have another shape.
+        FieldError: a field is missing, or its steps have another shape or kind of numbers.
     """
     if not isinstance(store, Store | RemoteStore):
         raise ArgumentError(f"episodes are recorded in a Store, or in the RemoteStore of a peer; found {shown(store)}")
@@ -43,10 +43,12 @@ def check_fields(store: Store | RemoteStore, values: Mapping[str, NDArray[Any]] 
                 f"the policy returns {name!r}, and the store {store.name!r} has no such field; it has "
                 f"{', '.join(fields)}"
             )
-        if array.shape != (n, *fields[name].shape):
+        field = fields[name]
+        known = DTYPES[field.dtype].numpy_name is not None  # else the recorder converts it
+        if array.shape != (n, *field.shape) or (known and not np.can_cast(array.dtype, field.numpy_dtype, "same_kind")):
             raise FieldError(
-                f"the policy returns {name!r} with shape {array.shape} for {n} environments; the store has "
-                f"{fields[name].shape} a step"
+                f"the policy returns {name!r} as {array.dtype} of shape {array.shape} for {n} environments; the store "
+                f"{store.name!r} takes {field.dtype} of shape {(n, *field.shape)}"
             )
 
 

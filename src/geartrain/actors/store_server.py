@@ -45,6 +45,8 @@ PackedKeys = tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32] | 
 class StoreServer:
     """Serves a store to the peers of a node, under a name, until it is closed or the node or the store is.
 
+    Peers may insert at any time, so replays of this store handle wait for rows while it is served.
+
     Several servers of a node have several names. Peers need no permission beyond their connection: a node that listens
     beyond loopback has a secret, and whoever knows it may write, as may processes of this host that open the store.
 
@@ -85,9 +87,11 @@ class StoreServer:
         with _lock:  # each line by itself is whole: a signal's handler may make and close servers in between
             if _served.setdefault(node, {}).setdefault(self.name, self._entry) is not self._entry:
                 raise ArgumentError(f"the node {node.name!r} serves a store {self.name!r} already")
+        self._writers = store.expect_writers()
 
     def close(self) -> None:
         """Peers are refused from now on; calls in flight end. The store stays open."""
+        self._writers.close()
         with _lock:
             served = _served.get(self.node, {})
             if served.get(self.name) is self._entry:

@@ -1,16 +1,22 @@
 """Pool of actor processes: supervised, restarted when they die, and stopped.
 
-A process that dies leaves a store without harm: rows that it was writing are freed, and rows that were selectable while
-they grew keep the steps they have. The pool's supervisor notices a death at once, has the store free the rows, and
-restarts the actor with another seed, up to a limit; beyond it, `check` and the end of the pool raise `ActorDiedError`
-with the traceback of the last one.
+Until an actor inserts rows, replays of the pool's store handle wait for them (`Store.expect_writers`).
 
-When the process that made the pool dies, however it does, the kernel kills its actors.
+A process that dies does not harm the store: rows that it was writing are freed, and rows that were selectable while
+they grew keep the steps they have. The pool's supervisor notices a death at once, has the store free the rows, and
+restarts the actor with another seed. The first death is logged as a warning.
+
+The pool gives up after too many deaths, or when one actor dies three times before it has inserted anything: its code is
+broken then. It stops all actors. Waits for rows end with an error that says why; `check` and the end of the pool raise
+`ActorDiedError` with the traceback.
+
+When the process that made the pool dies, for whatever reason, the kernel kills its actors.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import tempfile
@@ -38,6 +44,9 @@ from geartrain.store.store import Store
 MOST_ACTORS = 255
 #: An actor that steps ends in milliseconds; this is for what hangs.
 STOP_S = 6.0
+#: Deaths of one actor without an insert in between, after which the pool gives up.
+BARREN_DEATHS = 3
+_log = logging.getLogger(__name__)
 
 
 class ActorPool:
@@ -51,11 +60,12 @@ class ActorPool:
         actors: how many processes.
         seed: actor i uses seed + i * 1,000, and another one after each restart.
         publish_every, overlap: as for `Store.recorder`.
-        max_restarts: of all actors together. With 0 the first death is an error.
+        max_restarts: of all actors together. With 0 the pool gives up at the first death.
         threads: that torch may use in each process.
 
     Raises:
         ArgumentError: no actors.
+        StoreClosedError: the store is closed.
 
     Use it as a context manager; leaving it stops the actors, which end their episodes where they are. Any thread may
     stop it, more than once. It belongs to the process that made it: in a forked child `stop` does nothing.
@@ -112,8 +122,13 @@ class ActorPool:
         # One thread starts, watches and reaps all: the kernel kills them when that thread ends.
         self._thread = DaemonThread(self._supervise, "geartrain-actors")
         try:
-            self._thread.start()
-        except BaseException:  # no more threads
+            self._writers = store.expect_writers()
+            try:
+                self._thread.start()
+            except BaseException:  # no more threads
+                self._writers.close()
+                raise
+        except BaseException:
             self._supervisor.close()
             self.counters.close()
             raise
@@ -124,6 +139,7 @@ class ActorPool:
             raise
         if self._start_error is not None:
             self._thread.join()
+            self._writers.close()
             self.counters.close()
             raise self._start_error
         try:
@@ -158,7 +174,7 @@ class ActorPool:
         }
 
     def check(self) -> None:
-        """Raises `ActorDiedError` once more actors have died than may be started again."""
+        """Raises `ActorDiedError`, with the traceback of the last death, once the pool has given up."""
         if self._failed is not None:
             raise self._failed
 
@@ -175,14 +191,12 @@ class ActorPool:
         with self._stopping:  # a second caller returns when they have ended
             if self._stopped:
                 return
-            for number in range(self.actors):
-                self.counters.slot(number)["stop"] = 1.0
-            if self._stop_at_s is None:
-                self._stop_at_s = time.monotonic() + timeout_s
+            self._ask_to_stop(timeout_s)
             self._supervisor.wake()
             self._thread.join(timeout_s + 2 * KILL_S)
             with contextlib.suppress(StoreClosedError):  # closed before its pool: whoever has it open does it
                 self.store.reap()
+            self._writers.close()
             self.counters.close()
             self._stopped = True
 
@@ -199,6 +213,12 @@ class ActorPool:
         if kind is None:
             self.check()
 
+    def _ask_to_stop(self, timeout_s: float) -> None:
+        for number in range(self.actors):
+            self.counters.slot(number)["stop"] = 1.0
+        if self._stop_at_s is None:
+            self._stop_at_s = time.monotonic() + timeout_s
+
     # --- the supervisor's thread ------------------------------------------------------------------------------
 
     def _supervise(self) -> None:
@@ -212,7 +232,7 @@ class ActorPool:
             while self._stop_at_s is None:
                 self._supervisor.wait(None)
                 for process in self._supervisor.reap():
-                    if self._stop_at_s is None and self._failed is None:
+                    if self._stop_at_s is None:
                         self._handle_exit(process)
             self._await_ends((time.monotonic() + self._stop_at_s) / 2)
             for process in processes:
@@ -220,7 +240,7 @@ class ActorPool:
             self._await_ends(self._stop_at_s)
         except BaseException as error:  # for `check`, or the constructor
             if self._started.is_set():
-                self._failed = self._failed or error
+                self._give_up(self._failed or error, f"the supervisor of its actor pool has failed: {error!r}")
             else:
                 self._start_error = error
         finally:
@@ -236,25 +256,44 @@ class ActorPool:
             self._supervisor.reap()
 
     def _start(self, process: _ActorProcess) -> None:
-        process.start(self._task)
         slot = self.counters.slot(process.number)
+        process.began_with = self._inserted(process.number)
+        process.start(self._task)
         slot["pid"], slot["restarts"] = process.pid or 0, process.restart
 
+    def _inserted(self, number: int) -> float:
+        """Rows that an actor has completed; or published, where it publishes unfinished ones."""
+        slot, publish_every = self.counters.slot(number), self._task.options["publish_every"]
+        return slot["rows"] + (slot["steps"] // publish_every if publish_every else 0)
+
     def _handle_exit(self, process: _ActorProcess) -> None:
-        reason = process.exit_reason()
-        if trace := process.traceback():
-            reason = f"{reason}:\n{trace}"
+        trace = process.traceback()
+        reason = f"actor {process.number} {process.exit_reason()}"
+        brief = f"{reason} ({trace.splitlines()[-1]})" if trace else reason
         with contextlib.suppress(Exception):  # the next insert does it as well
             self.store.reap()
         self.restarts += 1
+        process.barren = 0 if self._inserted(process.number) > process.began_with else process.barren + 1
         if self.restarts > self._max_restarts:
-            self._failed = ActorDiedError(
-                f"actor {process.number} {reason}\n{self.restarts} actors have died, and {self._max_restarts} may be "
-                "started again"
-            )
+            why = f"{self.restarts} actors have died, and {self._max_restarts} may be started again"
+        elif process.barren == BARREN_DEATHS:
+            why = f"it has died {BARREN_DEATHS} times before it had inserted a row"
+        else:
+            if self.restarts == 1:
+                _log.warning("%s, and is started again. Call pool.check(): it raises once the pool gives up", brief)
+            self._writers.trouble = f"of its actor pool {brief}, with {self.restarts} restarts so far"
+            process.restart += 1
+            self._start(process)
             return
-        process.restart += 1
-        self._start(process)
+        told = f"{reason}:\n{trace}" if trace else reason
+        trouble = f"its actor pool has given up: {brief}, and {why}. pool.check() raises the traceback"
+        self._give_up(ActorDiedError(f"{told}\n{why}"), trouble)
+
+    def _give_up(self, failure: BaseException, trouble: str) -> None:
+        _log.error("store %r: %s", self.store.name, trouble)
+        self._failed = failure
+        self._writers.give_up(failure, trouble)
+        self._ask_to_stop(STOP_S)
 
 
 def _figures(pool: ActorPool) -> dict[str, Any]:
@@ -276,11 +315,18 @@ def _figures(pool: ActorPool) -> dict[str, Any]:
 
 
 class _ActorProcess(ChildProcess):
-    """An actor's process. It shares stdout and stderr with its parent; a traceback comes by a file of its own."""
+    """An actor's process. It shares stdout and stderr with its parent; a traceback comes by a file of its own.
+
+    Attributes:
+        barren: deaths since it last inserted something.
+        began_with: what it had inserted when it was started.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(f"actor-{number}")
         self.number = number
+        self.barren = 0
+        self.began_with = 0.0
         self._errors: IO[bytes] | None = None
 
     def start(self, task: ActorTask) -> None:

@@ -203,6 +203,8 @@ class Context:
         Under a launcher it stays until the job is over, and `Job.keep_store` decides whether it is removed then. The
         processes of hosts without learners are spread over the stores of those with, in order.
 
+        In a job with actors, replays of the job's store wait for rows while actors start (`Store.expect_writers`).
+
         Args:
             fields: of the store: it is created on this host if there is none, and its rows are adopted if a job that
                 died has left it. Without them this waits for another process to create it.
@@ -236,13 +238,16 @@ class Context:
             if of_job:
                 options.setdefault("persist", True)  # until the launcher removes it, whichever process ends before
             options["trust"] = trust
-            return Store.open(name or self.job, fields, create="missing", adopt=True, timeout_s=timeout_s, **options)
+            name = name or self.job
+            made = Store.open(name, fields, create="missing", adopt=True, timeout_s=timeout_s, **options)
+            return self._expecting_actors(made) if of_job else made
         if options:
             raise ArgumentError(f"{', '.join(options)}: options of a store go together with fields, which create it")
         until_s = time.monotonic() + timeout_s
         while True:
             try:
-                return Store.open(name or self.job, trust=trust)
+                found = Store.open(name or self.job, trust=trust)
+                return self._expecting_actors(found) if of_job else found
             except (StoreMissingError, StaleStoreError) as error:
                 if time.monotonic() > until_s:
                     raise WaitTimeoutError(
@@ -250,6 +255,11 @@ class Context:
                         f"{error}"
                     ) from None
                 self._pause_or_end(_RETRY_EVERY_S)
+
+    def _expecting_actors(self, store: Store) -> Store:
+        if any(kind == "actor" for kind, _, _ in self._spec.roles.values()):
+            store.expect_writers()  # until it is closed: an actor that dies is started again, or the job ends
+        return store
 
     def stores(self, own: Store | None = None, *, timeout_s: float = REMOTE_STORE_S) -> JobStores:
         """The stores of all hosts with learners, by their servers' names: "store-0", "store-1", ...

@@ -101,9 +101,8 @@ class BatchLoader:
         self._updates_lock = threading.RLock()
         self._halt = halt = _Flag()  # ends a wait for rows and for the stores' rate limiters
         self._shut = shut = _Flag()  # the same, for good
-        if not self._builder.collective or self._never_ahead:  # other ranks need what was asked for
-            for sampler in self._builder.samplers:
-                sampler.stopping = lambda: halt.is_set() or shut.is_set()
+        for sampler in self._builder.samplers:
+            sampler.stopping = lambda: halt.is_set() or shut.is_set()
 
     def after_fork(self) -> None:
         """In a forked child: locks that threads of the parent held are free; those threads are not here."""
@@ -162,7 +161,7 @@ class BatchLoader:
         try:
             # Over ranks, and of a rate limiter, the thread has an answer in time, if only that there is none.
             told = self._builder.collective or any(
-                store.native.limited or store.native.live_clients() > 1 for store in self._stores
+                each.plan.store.native.limited or each.rows_may_come() for each in self._builder.samplers
             )
             patience_s = self._timeout_s + (2 * NOTE_S if told else 0)
             ahead = self._ask(self.take_updates())

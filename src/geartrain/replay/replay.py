@@ -75,11 +75,13 @@ class Replay:
             priority updated before; with more, a batch may have been drawn up to so many steps earlier.
         output: "torch" tensors or "numpy" arrays.
         num_batches: batches per iteration; endless by default.
-        min_rows: least number of selectable rows; fewer are not drawn from. Where another process has the store open,
-            and so may insert some, a batch waits for them, up to `timeout_s`; where none has, `NotEnoughRowsError` is
-            raised at once, and over several ranks too. An actor in a thread of this process is none: with one, set the
-            store's rate limiter (`store.limiter.set(min_size_to_sample=...)`). 1 by default; for a store with
-            `max_times_sampled` the batch size, lest half a batch use up rows that nobody gets to see.
+        min_rows: least number of selectable rows that batches are drawn from; over several ranks, of all of them. With
+            fewer rows a batch waits, up to `timeout_s`, where another process may insert some: one that has the store
+            open, or a writer that is starting (`Store.expect_writers`, which `ActorPool` calls). Over several ranks
+            only the latter count, of any rank. Otherwise `NotEnoughRowsError` is raised at once. A thread of this
+            process that inserts cannot be seen: use the store's rate limiter then
+            (`store.limiter.set(min_size_to_sample=...)`). 1 by default; for a store with `max_times_sampled` the batch
+            size, lest half a batch use up rows that nobody gets to see.
         threads: threads that copy; up to 4 of the process's cores by default.
         timeout_s: longest wait for a batch, and for another rank. A batch that is built on the consumer's own thread
             waits so long for rows and rate limiters of all stores; a strategy's own code or transform is not cut short.

@@ -13,8 +13,8 @@ from geartrain.store.store import Store
 # How often a wait for rows looks at the store.
 LOOK_EVERY_S = 0.01
 _ALONE = (
-    "; no other process has it open, so nothing is waited for (where a thread of this one inserts: "
-    "store.limiter.set(min_size_to_sample=...))"
+    "; no other process has it open, so nothing is waited for. Insert rows first; or start the writers within `with "
+    "store.expect_writers()`; or, where a thread of this process inserts, store.limiter.set(min_size_to_sample=...)"
 )
 
 
@@ -25,12 +25,14 @@ class StoreWaits:
         store: that is drawn from.
         min_rows: fewer selectable rows than this are not drawn from.
         timeout_s: longest wait for rows and the store's rate limiter together.
-        stopping: asked while it waits; when it says so, the wait ends with `CallCancelledError`.
+        stopping: asked while it waits; when it says so, the wait ends with `CallCancelledError`, over ranks on all of
+            them.
 
     Attributes:
         stage: what whoever draws is doing, for error messages.
         until_s: when a wait ends at the latest (`time.monotonic`): of a batch from several stores, for all of them.
-        waits: whether `min_rows` rows are waited for at all.
+        counts_attached: whether a process that has the store open counts as one that may insert. Over ranks it may be
+            another rank.
     """
 
     def __init__(self, store: Store, min_rows: int, timeout_s: float, stopping: Callable[[], bool] | None) -> None:
@@ -38,7 +40,7 @@ class StoreWaits:
         self.timeout_s = timeout_s
         self.until_s = math.inf
         self.stopping = stopping
-        self.waits = True
+        self.counts_attached = True
         self.stage = "idle"
         self._store = store
         self._expires = store.options["max_age_s"] is not None
@@ -49,12 +51,47 @@ class StoreWaits:
         self.wait_for_rows(until_s)
         self.admit(n, until_s)
 
-    def admit(self, n: int, until_s: float = math.inf) -> None:
-        """Waits until the store's rate limiter lets so many rows be drawn, for `timeout_s` at most."""
+    def admit(self, n: int, until_s: float = math.inf, *, may_stop: bool = True) -> None:
+        """Waits until the store's rate limiter lets so many rows be drawn, for `timeout_s` at most.
+
+        Args:
+            n: rows.
+            until_s: when the wait ends at the latest (`time.monotonic`).
+            may_stop: whether `stopping` ends the wait. Over ranks it does not: the others need this one's part.
+
+        Raises:
+            NotEnoughRowsError: the writers that were expected have given up, and no process has the store open.
+            WaitTimeoutError, CallCancelledError: as `wait_for_rows`.
+        """
+        store = self._store
         self.stage = "waiting for the rate limiter"
         left_s = max(0.0, min(self.timeout_s, min(until_s, self.until_s) - time.monotonic()))
-        self._store.limiter.admit_samples(n, left_s, self.stopping)
+        try:
+            store.limiter.admit_samples(n, left_s, lambda: (may_stop and self.is_stopped()) or self._is_in_vain())
+        except CallCancelledError:
+            if may_stop and self.is_stopped():
+                raise
+            raise NotEnoughRowsError(
+                f"{n} rows cannot be sampled, and nobody is left who inserts more: {self.describe_wait()}"
+            ) from store.writers.failure
+        except WaitTimeoutError as error:
+            if store.writers.trouble:
+                raise WaitTimeoutError(f"{error}{store.writers.trouble}") from store.writers.failure
+            raise
         self.stage = "admitted by the rate limiter"
+
+    def is_stopped(self) -> bool:
+        """Whether `stopping` says so."""
+        return self.stopping is not None and self.stopping()
+
+    def _is_in_vain(self) -> bool:
+        """Whether a wait for the rate limiter never ends. Where no writer has given up, a thread may insert."""
+        return self._store.writers.failure is not None and not self.rows_may_come()
+
+    def rows_may_come(self) -> bool:
+        """Whether another process may insert: one that has the store open, by another handle, or that is expected."""
+        store = self._store
+        return store.writers.expected or (self.counts_attached and store.native.live_clients() > 1)
 
     def give_back(self, n: int) -> None:
         """Tells the store's rate limiter that rows were admitted for a batch that nobody gets."""
@@ -65,8 +102,7 @@ class StoreWaits:
     def wait_for_rows(self, until_s: float) -> None:
         """Waits until `min_rows` rows are selectable, as long as another process could insert some.
 
-        Another process is another handle on the store, of whichever process. Where there is none this returns at once,
-        and `check_count` raises.
+        Where none could this returns at once, and `check_count` raises.
 
         Raises:
             WaitTimeoutError: too few rows by `until_s`, which follows from `timeout_s`.
@@ -74,26 +110,26 @@ class StoreWaits:
         """
         self.expire()
         store = self._store
-        if len(store) >= self.min_rows or not self.waits or store.native.live_clients() < 2:
+        if len(store) >= self.min_rows or not self.rows_may_come():
             return
         self.stage, before = "waiting for rows", len(store)
-        while len(store) < self.min_rows and store.native.live_clients() > 1:
-            if self.stopping is not None and self.stopping():
+        while len(store) < self.min_rows and self.rows_may_come():
+            if self.is_stopped():
                 raise CallCancelledError(f"told to stop while {self.min_rows} rows were waited for")
             if time.monotonic() >= min(until_s, self.until_s):
                 raise WaitTimeoutError(
                     f"too few rows within {self.timeout_s:g} s, in which the store went from {before} to "
                     f"{len(store)}: {self.describe_wait()}"
-                )
+                ) from store.writers.failure
             time.sleep(LOOK_EVERY_S)
             self.expire()
 
     def describe_wait(self) -> str:
-        """The store's rows, its rate limiter and what this sampler is doing, for the message of a timeout."""
+        """The store's rows, its rate limiter, what this sampler is doing and what its writers lack, for an error."""
         store = self._store
         return (
             f"the store {store.name!r} has {len(store)} selectable rows of {self.min_rows} wanted; its rate limiter "
-            f"has {store.limiter.state()}; the replay is {self.stage}"
+            f"has {store.limiter.state()}; the replay is {self.stage}{store.writers.trouble}"
         )
 
     def expire(self) -> None:
@@ -104,11 +140,11 @@ class StoreWaits:
     def check_count(self, count: int) -> None:
         """Raises `NotEnoughRowsError` when so many selectable rows are too few."""
         if count < self.min_rows:
-            alone = self.waits and self._store.native.live_clients() < 2
+            writers = self._store.writers
+            why = writers.trouble or ("" if self.rows_may_come() else _ALONE)
             raise NotEnoughRowsError(
-                f"{self.min_rows} selectable rows are asked for, the store {self._store.name!r} has {count}"
-                f"{_ALONE if alone else ''}"
-            )
+                f"{self.min_rows} selectable rows are asked for, the store {self._store.name!r} has {count}{why}"
+            ) from writers.failure
 
 
 def wait_together(samplers: Sequence[StoreWaits]) -> None:

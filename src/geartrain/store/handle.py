@@ -14,10 +14,11 @@ from geartrain.core.arguments import check_flag
 from geartrain.core.keys import Keys, check_keys
 from geartrain.core.schema import Field
 from geartrain.core.shared_files import Trust
-from geartrain.errors import ArgumentError, SchemaError
+from geartrain.errors import ArgumentError, SchemaError, StoreClosedError
 from geartrain.store.columns import Columns
 from geartrain.store.rate_limiter import RateLimiter
 from geartrain.store.segment import remover_of, schema_of_segment
+from geartrain.store.writers import ExpectedWriters, Writers
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -37,6 +38,7 @@ class StoreHandle:
         limiter: bounds the ratio of samples to inserts; off until it is set.
         native: the native store, for the layers above.
         columns: the fields' blocks and what copies into them, likewise.
+        writers: those that `expect_writers` has told of, likewise.
         kept: what the layers above keep as long as the handle is open, by its type; `close()` of each is called at the
             end of the handle's own.
     """
@@ -50,6 +52,7 @@ class StoreHandle:
         self._fields, max_length = schema_of_segment(native)
         self.columns = Columns(native, self._fields, max_length)
         self.limiter: RateLimiter = self.columns.limiter
+        self.writers = Writers()
         self._origin: str | None = None
         self.kept: dict[type, Any] = {}
 
@@ -216,6 +219,34 @@ class StoreHandle:
     def field_number(self, name: str) -> int:
         """A field's place among the fields. Raises `FieldError` for an unknown one."""
         return self.columns.number(name)
+
+    # --- waiting --------------------------------------------------------------------------------------------
+
+    def expect_writers(self) -> ExpectedWriters:
+        """Tells this handle's replays that writers are starting: a batch waits for rows, up to its `timeout_s`.
+
+        Without it a replay waits only while another process has the store open. `ActorPool` and `StoreServer` call it
+        by themselves.
+
+        Example:
+            >>> import geartrain as gt
+            >>> store = gt.Store.create({"x": gt.Field((), "float32", per_row=True)}, capacity=8)
+            >>> replay = gt.Replay(store, gt.selection.Uniform(seed=0), 4, timeout_s=0.1)
+            >>> with store.expect_writers():  # processes are started here, and open the store in a moment
+            ...     replay.sample()
+            Traceback (most recent call last):
+            geartrain.errors.WaitTimeoutError: too few rows within 0.1 s...
+            >>> replay.close(); store.close()
+
+        Returns:
+            A context manager; leaving it, or `close()`, ends this.
+
+        Raises:
+            StoreClosedError: this handle was closed.
+        """
+        if self.closed:
+            raise StoreClosedError(f"the store {self._name!r} was closed")
+        return self.writers.expect()
 
     # --- leaving --------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ FURTHER = {
     "geartrain.launch.prometheus": ("PrometheusEndpoint",),
     "geartrain.store.agents": ("AgentRecorder",),
     "geartrain.store.recorder": ("StepRecorder",),
+    "geartrain.store.writers": ("ExpectedWriters",),
 }
 #: Packages whose classes are parts of another one; its factories run them.
 PARTS = {
@@ -30,6 +31,7 @@ ENDS = ("close", "stop", "shutdown", "abort", "unlink", "__enter__", "__del__")
 NO_LIFETIME = {
     "Keys": "two arrays",
     "RowView": "a view of a row's blocks, which live as long as the view; `Rows` hands it out",
+    "ExpectedWriters": "a mark on a handle of a store, which is tried itself",
     "RandomPolicy": "a function of the observation; holds an action space only",
     "Source": "base class of readers, which open their files while they are iterated",
     "BatchDone": "a tuple of figures",

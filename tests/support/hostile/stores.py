@@ -54,6 +54,7 @@ def store_calls(store: gt.Store) -> dict[str, Callable[[], object]]:
         "reap": store.reap,
         "audit": store.audit,
         "column": lambda: store.column("x"),
+        "expect_writers": lambda: store.expect_writers().close(),
         "limiter.state": store.limiter.state,
         "limiter.set": lambda: store.limiter.set(min_size_to_sample=1),
         "limiter.off": store.limiter.off,

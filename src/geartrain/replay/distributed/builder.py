@@ -42,7 +42,7 @@ from geartrain.replay.device import DeviceOptions
 from geartrain.replay.distributed.assembly import BatchAssembler, check_options, open_assembler
 from geartrain.replay.distributed.assembly_host import HostAssembler
 from geartrain.replay.distributed.assignment import check_sizes, sizes_of
-from geartrain.replay.distributed.draw import CommonError, ShardedSampler
+from geartrain.replay.distributed.draw import CommonError, ShardedSampler, TooFewRowsError
 from geartrain.replay.distributed.fingerprint import describe_job, fingerprint_of
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import flat_bytes
@@ -50,6 +50,7 @@ from geartrain.replay.distributed.rank_collectives import run_on_all_ranks
 from geartrain.replay.distributed.rank_group import Message, RankGroup
 from geartrain.replay.distributed.rank_reader import RankReader, arrays_of, draws_by_totals, open_near
 from geartrain.replay.distributed.read_agreement import RowsLostError
+from geartrain.replay.distributed.row_wait import wait_for_rows
 from geartrain.replay.distributed.shard_admission import ShardAdmission
 from geartrain.replay.distributed.topology import MeshPosition
 from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
@@ -257,15 +258,17 @@ class DistributedBatchBuilder:
     def _draw_until_whole(
         self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission, began_s: float, sent: int
     ) -> BuiltBatch:
-        used = list(self.sampler.cursors)
-        for attempt in range(1, MAX_ATTEMPTS + 1):
+        used, attempt = list(self.sampler.cursors), 1
+        while True:
             try:
                 return self._build_once(step, state, updates, admission, began_s, sent)
+            except TooFewRowsError as error:
+                wait_for_rows(error, self.samplers, self.members)  # on all ranks, which then count again
             except CommonError as error:
                 self.sampler.cursors[:] = used  # no one has got what was redrawn for this batch
                 if attempt == MAX_ATTEMPTS or not isinstance(error, RowsLostError):
                     raise  # on all ranks; otherwise all of them draw again from what there is now
-        raise AssertionError("unreachable")
+                attempt += 1
 
     def _build_once(
         self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission, began_s: float, sent: int

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.errors import EmptyStoreError, GeartrainError, RanksDisagreeError, SplitGroupError
+from geartrain.errors import EmptyStoreError, GeartrainError, NotEnoughRowsError, RanksDisagreeError, SplitGroupError
 from geartrain.replay.builder import PriorityUpdate, State, raised
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import SHARD_STATUS, flat_bytes, rank_status
@@ -48,8 +48,16 @@ T = TypeVar("T")
 class CommonError(Exception):
     """An error that every rank derives from the same data, so that no rank has to be told and none is lost."""
 
-    def __init__(self, error: EmptyStoreError | SplitGroupError) -> None:
+    def __init__(self, error: GeartrainError) -> None:
         self.error = error
+
+
+class TooFewRowsError(CommonError):
+    """Store number `store` has fewer than `min_rows` selectable rows. All ranks know, and can wait for more."""
+
+    def __init__(self, error: NotEnoughRowsError, store: int) -> None:
+        super().__init__(error)
+        self.store = store
 
 
 def common_errors(body: Callable[[], T]) -> T:
@@ -198,7 +206,7 @@ class ShardedSampler:
 
         Raises:
             RanksDisagreeError: a rank has another configuration or is at another step.
-            CommonError: a store has fewer than `min_rows` selectable rows.
+            TooFewRowsError: a store has fewer than `min_rows` selectable rows.
         """
         agreed = self._agree(step, updates, quotas, state, exchange)
         status, changed = self._status_in(agreed), agreed.changed
@@ -221,9 +229,22 @@ class ShardedSampler:
                     if used:
                         name = f"after/{store.of_rank[rank]}"
                         state[number][name] = max(state[number].get(name, 0), used)
-        for sampler, count in zip(self.samplers, counts, strict=True):
-            common_errors(functools.partial(sampler.check_count, count))
+        for number, count in enumerate(counts):
+            self.check_count(number, count)
         return ShardTotals(counts, state, totals, offers)
+
+    def check_count(self, number: int, count: int) -> None:
+        """Raises `TooFewRowsError` where so many selectable rows of a store, on all ranks together, are too few."""
+        sampler = self.samplers[number]
+        if count < sampler.min_rows:
+            name = sampler.plan.store.name
+            raise TooFewRowsError(
+                NotEnoughRowsError(
+                    f"{sampler.min_rows} selectable rows are asked for, the ranks have {count} together (the store of "
+                    f"this one is {name!r})"
+                ),
+                number,
+            )
 
     def _status_in(self, agreed: _native.RankRead) -> NDArray[Any]:
         """The status of every rank's shards, (ranks, stores) `SHARD_STATUS`."""
@@ -426,4 +447,4 @@ class ShardedSampler:
         self._held[number].clear()
 
 
-__all__ = ["CommonError", "ShardTotals", "ShardedSampler", "common_errors"]
+__all__ = ["CommonError", "ShardTotals", "ShardedSampler", "TooFewRowsError", "common_errors"]

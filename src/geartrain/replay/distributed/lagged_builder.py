@@ -30,6 +30,7 @@ from geartrain.errors import ArgumentError, PeerLostError
 from geartrain.replay.admission import Admission
 from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State
 from geartrain.replay.config import ReplayConfig
+from geartrain.replay.distributed.draw import TooFewRowsError
 from geartrain.replay.distributed.later_updates import LaterUpdates
 from geartrain.replay.distributed.messages import flat_bytes
 from geartrain.replay.distributed.rank_group import Bytes
@@ -75,6 +76,7 @@ class _Begun:
         self.admission: Admission | None = None
         self.parts: list[Bytes] = []  # that it told; none: it has yet to tell, or its round is over
         self.round = self.outcomes = self.rows = 0
+        self.few = False  # there are too few rows: all ranks are to draw it again, once there are enough
         self.read = False  # and its rows are sent; those below are kept until its batch is finished
         self.heard: _native.RankRead | None = None
         self.batch: Any = None
@@ -191,7 +193,7 @@ class LaggedBuilder:
 
     def _read(self, begun: _Begun) -> None:
         """Draws a batch that has begun and reads this rank's rows, once all ranks have begun it; and sends them."""
-        if begun.built is not None or begun.read:
+        if begun.built is not None or begun.read or begun.few:
             return
         if begun.error is not None:  # as it was
             raise begun.error
@@ -207,6 +209,8 @@ class LaggedBuilder:
             begun.outcomes = self._rounds.post(dict.fromkeys(self._others, flat_bytes(begun.told)))
             begun.rows = self._rounds.post(dict(heard.sends))
             begun.heard, begun.read = heard, True
+        except TooFewRowsError:  # on all ranks
+            begun.few = True
         except BaseException as error:
             begun.error = error
             begun.give_back()
@@ -215,6 +219,9 @@ class LaggedBuilder:
     def _finish(self, begun: _Begun) -> BuiltBatch | None:
         """The batch; None where all ranks are to draw it again."""
         self._read(begun)
+        if begun.few:
+            self._again(begun)
+            return None
         heard, batch, agreement = begun.heard, begun.batch, begun.agreement
         assert heard is not None
         assert agreement is not None
@@ -228,8 +235,7 @@ class LaggedBuilder:
         try:
             agreement.take(np.stack(told))
         except RowsLostError:
-            self._end_rounds(begun)
-            self._rounds.flush()
+            self._again(begun)
             return None
         self._reader.place(batch, heard)
         self._reader.weigh(batch, heard, [heard.rows], agreement, begun.step)
@@ -245,13 +251,15 @@ class LaggedBuilder:
     def _every(self) -> range:
         return range(len(self._others) + 1)
 
-    def _end_rounds(self, begun: _Begun) -> None:
-        """Has all ranks begin the batch after this one, as some have, and takes the updates that came with it."""
+    def _again(self, begun: _Begun) -> None:
+        """Before all ranks draw a batch again: has all of them begin the one after it, as some have, and takes the
+        updates that came with that one."""
         after = self._newest
         if after is None or after is begun or not after.parts:
             after = _Begun(begun.step + 1, begun.state)
             self._tell(after, [])
         self._hear(after)
+        self._rounds.flush()
 
     def _apply_all(self, step: int) -> None:
         """Before calls that end rounds of their own: what this rank has sent is on its way."""

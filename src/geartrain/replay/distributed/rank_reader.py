@@ -28,7 +28,7 @@ from geartrain.errors import EmptyStoreError, GeartrainError
 from geartrain.replay.builder import PriorityUpdate, State
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.assignment import Assigner, Replica
-from geartrain.replay.distributed.draw import CommonError, ShardedSampler, common_errors
+from geartrain.replay.distributed.draw import CommonError, ShardedSampler
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.rank_group import Bytes
 from geartrain.replay.distributed.read_agreement import ReadAgreement, ReadOutcome
@@ -364,7 +364,7 @@ class RankReader:
         if read.refusal == "disagree":
             self._agreed.check_ranks(read.status, step)
         elif read.refusal == "few rows":
-            common_errors(lambda: self.samplers[0].check_count(read.rows))
+            self._agreed.check_count(0, read.rows)
         raise CommonError(
             EmptyStoreError(
                 "no selectable row has a priority above zero"

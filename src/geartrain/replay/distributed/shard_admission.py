@@ -43,7 +43,7 @@ class ShardAdmission:
             for number, quota in enumerate(self.quotas(step)):
                 share = self._share(number, quota)
                 if share:
-                    self._samplers[number].admit(share)
+                    self._samplers[number].admit(share, may_stop=False)
                     admission.rows[number] = share
         except BaseException:
             admission.give_back()

@@ -82,7 +82,7 @@ class SingleRankBuilder:
         self._row_bytes = sum(self._plan.row_bytes(name) for name in self._plan.names)
         self._later = LaterUpdates[list[PriorityUpdate]](config.extra_lag) if config.extra_lag else None
         self._first = True  # batch since the thread was started
-        samplers[0].waits = False  # as in any group, whose ranks could not agree how long
+        samplers[0].counts_attached = False  # as in any group
         self.samplers = samplers
         self.rows = config.batch_size
         self.store_ids = self._host.store_ids

@@ -1,0 +1,62 @@
+"""Wait for rows over ranks: all ranks go on waiting, or stop, in the same round and for the same reason.
+
+Each rank knows only of the writers that its own handle expects (`Store.expect_writers`), and has a clock of its own. So
+the ranks tell each other after every count that was too small. Processes that have a store open do not count: they may
+be ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from geartrain.errors import CallCancelledError, NotEnoughRowsError, WaitTimeoutError
+from geartrain.replay.distributed.draw import CommonError, TooFewRowsError
+from geartrain.replay.distributed.members import Members
+from geartrain.replay.sampler import StoreSampler
+
+#: Between two counts, which are a round of messages each.
+COUNT_EVERY_S = 0.05
+_EXPECTED, _GAVE_UP, _LATE, _STOPPED = range(4)
+_NONE_EXPECTED = (
+    "; no rank expects writers, so nothing is waited for. Insert rows first, or start the writers by an ActorPool or "
+    "within `with store.expect_writers()`"
+)
+
+
+def wait_for_rows(few: TooFewRowsError, samplers: Sequence[StoreSampler], members: Members) -> None:
+    """Waits a moment, after which all ranks are to count again. Collective, on all ranks that have counted too few.
+
+    Args:
+        few: what they have found.
+        samplers: of this rank's shards; the deadline is theirs.
+        members: the ranks.
+
+    Raises:
+        CommonError: on all ranks alike: no rank expects writers (`NotEnoughRowsError`), or one has waited for its
+            `timeout_s` (`WaitTimeoutError`), or closes its replay (`CallCancelledError`).
+    """
+    sampler, rank = samplers[few.store], members.group.rank
+    writers = sampler.plan.store.writers
+    late = time.monotonic() >= sampler.until_s
+    mine = np.array([writers.expected, writers.failure is not None, late, sampler.is_stopped()])
+    every = members.all_gather(mine)
+    failed = [other for other in np.flatnonzero(every[:, _GAVE_UP]).tolist() if other != rank]
+    trouble = writers.trouble
+    if failed:
+        trouble += f"; the writers of rank {failed[0]} have given up, and its own error says why"
+    if not every[:, _EXPECTED].any():
+        raise CommonError(NotEnoughRowsError(f"{few.error}{trouble or _NONE_EXPECTED}"))
+    if every[:, _LATE].any():
+        first = int(every[:, _LATE].argmax())
+        raise CommonError(WaitTimeoutError(f"too few rows within the timeout of rank {first}: {few.error}{trouble}"))
+    if every[:, _STOPPED].any():
+        first = int(every[:, _STOPPED].argmax())
+        raise CommonError(CallCancelledError(f"rank {first} stopped its replay while rows were waited for"))
+    sampler.stage = "waiting for rows"
+    time.sleep(COUNT_EVERY_S)
+
+
+__all__ = ["COUNT_EVERY_S", "wait_for_rows"]
