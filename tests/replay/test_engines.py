@@ -198,17 +198,16 @@ def test_checkpoints_of_deepspeed_and_the_replay_are_one_unit(run: Run, how: tup
 
 def test_doctor_tells_what_a_job_of_many_ranks_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {finding.what: finding for finding in doctor.examine()}
-    assert (
-        found["one replay over many ranks"].viable and torch.__version__ in found["one replay over many ranks"].because
-    )
+    ranks = found["one replay over many ranks"]
+    assert ranks.state == "ok" and torch.__version__ in ranks.because
     deepspeed = found["DeepSpeed (pipelines, ZeRO)"]
-    assert deepspeed.viable == (importlib.util.find_spec("deepspeed") is not None)
-    assert deepspeed.viable or deepspeed.because.endswith("pip install 'geartrain[deepspeed]'")
-    hosts, reason = found["emulated hosts (bench ranks, tests)"], Hosts.viable()
-    assert hosts.viable == (reason is None) and hosts.because == (reason or hosts.because)
+    assert (deepspeed.state == "ok") == (importlib.util.find_spec("deepspeed") is not None)
+    assert deepspeed.remedy == ("" if deepspeed.state == "ok" else "pip install 'geartrain[deepspeed]'")
+    hosts, reason = found["emulated hosts (bench, tests)"], Hosts.viable()
+    assert (hosts.state == "ok") == (reason is None) and hosts.because == (reason or hosts.because)
     monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
     (without,) = (finding for finding in doctor.examine() if finding.what == "one replay over many ranks")
-    assert not without.viable and "built without Gloo" in without.because
+    assert without.state == "missing" and "built without Gloo" in without.because
 
 
 # torchrun keeps one key-value store for all lives of a job, where ranks find addresses of dead ones (docs/ranks.md).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -14,9 +15,11 @@ import numpy as np
 import pytest
 from deadlines import patience
 from mounts import file_system
+from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 import geartrain as gt
+import geartrain.tools.doctor as doctor
 from geartrain.tools.cli.app import app
 from geartrain.tools.doctor import collectives_waits, shared_memory
 
@@ -47,21 +50,69 @@ def test_another_directory_is_told_with_what_chose_it(monkeypatch, tmp_path, nam
 def test_a_directory_that_cannot_be_used_is_not_viable(monkeypatch, directory, said):
     monkeypatch.setenv("GEARTRAIN_DIR", directory)
     found = shared_memory()
-    assert not found.viable and said in found.because
+    assert found.state == "broken" and found.remedy and said in found.because
 
 
 def test_a_directory_of_a_containers_size_is_not_viable_and_the_remedy_is_told(monkeypatch, tmp_path):
     with file_system(tmp_path, "64m"):
         monkeypatch.setenv("GEARTRAIN_DIR", str(tmp_path))
         found = shared_memory()
-    assert not found.viable
+    assert found.state == "broken" and found.remedy == "too small: docker run --shm-size=16g"
     for said in ("tmpfs", "0.07 GB free of 0.07 GB", "docker run --shm-size=16g", "--ipc=host", "set GEARTRAIN_DIR"):
         assert said in found.because
 
 
+@pytest.mark.parametrize("hidden", [False, True], ids=["here", "without any package"])
+def test_every_capability_is_one_line_of_80_columns_after_a_summary(monkeypatch, hidden):
+    monkeypatch.setenv("COLUMNS", "80")
+    if hidden:
+        monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda _: None)
+    findings = doctor.examine()
+    monkeypatch.setattr(doctor, "examine", lambda: findings)
+    shown = run("doctor").splitlines()
+    assert shown[0].startswith("geartrain ") and "--verbose" in shown[1]
+    counts = {state: int(number) for number, state in re.findall(r"(\d+) (ok|missing|broken)", shown[1])}
+    assert sum(counts.values()) == len(findings) and not shown[2]
+    for finding, line in zip(findings, shown[3:], strict=True):
+        assert line.startswith(finding.what) and len(line) <= 80
+        assert (finding.state == "ok") == line.endswith("  ok") == (finding.remedy == "")
+        assert finding.state != "missing" or f"  missing: {finding.remedy}" in line
+        counts[finding.state] -= 1
+    assert not any(counts.values())
+    packages = [line for line in shown if "pip install" in line]
+    assert len(packages) >= len(doctor.OPTIONAL) or not hidden
+    verbose = " ".join(run("doctor", "--verbose").split())
+    assert all(" ".join(finding.because.split()) in verbose for finding in findings)
+
+
+def test_a_package_that_cannot_be_imported_is_broken_and_ends_nothing(monkeypatch, tmp_path):
+    (tmp_path / "h5py.py").write_text("raise OSError('libhdf5.so: cannot open shared object file')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "h5py", raising=False)
+    found = {each["what"]: each for each in json.loads(run("doctor", "--json"))}
+    broken = found["h5py (D4RL files)"]
+    assert broken["state"] == "broken" and "libhdf5.so: cannot open shared object file" in broken["because"]
+    assert found["minari"]["state"] in ("ok", "missing", "broken") and len(found) > 20
+
+
+def installed_by(extra: str) -> set[str]:
+    """Names of what an extra of ours asks for, those of extras that it names included."""
+    names: set[str] = set()
+    for each in map(Requirement, importlib.metadata.requires("geartrain") or ()):
+        if each.marker is not None and each.marker.evaluate({"extra": extra}):
+            names |= {each.name} | each.extras  # gymnasium[mujoco] brings mujoco
+            names |= {name for further in each.extras if each.name == "geartrain" for name in installed_by(further)}
+    return names
+
+
+def test_the_extra_that_a_missing_package_names_installs_it():
+    for module, extra in doctor.OPTIONAL.values():
+        assert module.replace("_", "-") in installed_by(extra), f"{extra} does not install {module}"
+
+
 def in_a_new_process(call, **environment):
     """What a call of the doctor's prints in a process that has drawn nothing yet."""
-    code = f"import geartrain.tools.doctor as doctor; found = {call}; print(found.viable, found.because)"
+    code = f"import geartrain.tools.doctor as doctor; found = {call}; print(found.state, found.because)"
     given = {**os.environ, **environment}
     return subprocess.run(
         [sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True, timeout=patience(60)
@@ -70,15 +121,15 @@ def in_a_new_process(call, **environment):
 
 def test_the_form_of_draws_is_measured_and_told():
     said = in_a_new_process("doctor.draws()", GEARTRAIN_DESCENT="")
-    assert re.match(r"True \w+, \d+ searches in flight \(measured: (\w+ \d+: \d+ ns(; )?){4,} a draw\)", said), said
+    assert re.match(r"ok \w+, \d+ searches in flight \(measured: (\w+ \d+: \d+ ns(; )?){4,} a draw\)", said), said
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("portable:32", "True portable, 32 searches in flight (GEARTRAIN_DESCENT)"),
-        ("sse9", "False GEARTRAIN_DESCENT names avx512vpopcntdq, avx512, avx2 or portable"),
-        ("portable:0", "False GEARTRAIN_DESCENT names 1 to 256 searches in flight, found portable:0"),
+        ("portable:32", "ok portable, 32 searches in flight (GEARTRAIN_DESCENT)"),
+        ("sse9", "broken GEARTRAIN_DESCENT names avx512vpopcntdq, avx512, avx2 or portable"),
+        ("portable:0", "broken GEARTRAIN_DESCENT names 1 to 256 searches in flight, found portable:0"),
     ],
 )
 def test_a_form_of_draws_that_is_named_is_told_or_refused(given, said):
@@ -95,21 +146,21 @@ def run(*args: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("given", "viable", "said"),
+    ("given", "state", "said"),
     [
-        (None, True, r"poll for 50 us and then sleep, .* with more than \d+ ranks .*GEARTRAIN_ALLREDUCE_SPIN_US=1e6"),
-        ("1e6", True, r"ranks of torch.distributed poll for 1e\+06 us before they sleep \(GEARTRAIN_ALLREDUCE_SPIN_US"),
-        ("0", True, r"ranks of torch.distributed never poll"),
-        ("soon", False, r"GEARTRAIN_ALLREDUCE_SPIN_US .*'soon'"),
-        ("-3", False, r"GEARTRAIN_ALLREDUCE_SPIN_US is from 0 to"),
+        (None, "ok", r"poll for 50 us and then sleep, .* with more than \d+ ranks .*GEARTRAIN_ALLREDUCE_SPIN_US=1e6"),
+        ("1e6", "ok", r"ranks of torch.distributed poll for 1e\+06 us before they sleep \(GEARTRAIN_ALLREDUCE_SPIN_US"),
+        ("0", "ok", r"ranks of torch.distributed never poll"),
+        ("soon", "broken", r"GEARTRAIN_ALLREDUCE_SPIN_US .*'soon'"),
+        ("-3", "broken", r"GEARTRAIN_ALLREDUCE_SPIN_US is from 0 to"),
     ],
 )
-def test_what_waits_of_collectives_do_is_told(monkeypatch, given, viable, said):
+def test_what_waits_of_collectives_do_is_told(monkeypatch, given, state, said):
     monkeypatch.delenv("GEARTRAIN_ALLREDUCE_SPIN_US", raising=False)
     if given is not None:
         monkeypatch.setenv("GEARTRAIN_ALLREDUCE_SPIN_US", given)
     found = collectives_waits()
-    assert found.viable is viable
+    assert found.state == state
     assert re.search(said, found.because), found.because
 
 
@@ -146,8 +197,7 @@ def test_tables_cut_no_path_or_name_that_a_reader_would_copy(monkeypatch, tmp_pa
     path = tmp_path / ("deep" * 12) / ("deeper" * 12)
     path.mkdir(parents=True)
     monkeypatch.setenv("GEARTRAIN_DIR", str(path))
-    shown = CliRunner().invoke(app, ["doctor"]).output
-    assert str(path) in "".join(re.findall(r"│([^│\n]*)│\n", shown)).replace(" ", "")
+    assert str(path) in CliRunner().invoke(app, ["doctor", "--verbose"]).output
     long = f"{name}-{'store' * 20}"
     with gt.Store.create(long, {"x": gt.Field((), "int64", per_row=True)}, capacity=4):
         shown = CliRunner().invoke(app, ["inspect"]).output

@@ -124,7 +124,7 @@ class SharedCounters:
                 raise
             raise NoSpaceError(
                 f"{path.parent} is full: {path.name} needs {_file_bytes(slots, len(columns))} bytes. Enlarge it, or "
-                "set GEARTRAIN_DIR to a directory of a larger file system; `geartrain doctor` tells its size"
+                "set GEARTRAIN_DIR to a directory of a larger file system; `geartrain doctor --verbose` tells its size"
             ) from None
         except BaseException:
             os.close(fd)

@@ -1,16 +1,21 @@
-"""Capability report of this machine: each feature viable, or not viable with the reason."""
+"""Capability report of this machine: each feature ok, missing or broken, with the remedy and the details."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import resource
 import shutil
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -34,32 +39,58 @@ OPTIONAL = {
     "torch": ("torch", "torch"),
     "typer, rich (command line)": ("typer", "cli"),
     "matplotlib (plots)": ("matplotlib", "plot"),
+    "prometheus-client (metrics)": ("prometheus_client", "metrics"),
     "minari": ("minari", "minari"),
     "h5py (D4RL files)": ("h5py", "hdf5"),
-    "tfrecord (RLDS files)": ("tfrecord", "rlds"),
+    "crc32c (RLDS files)": ("crc32c", "rlds"),
     "array_record (RLDS files)": ("array_record", "rlds"),
     "pyarrow (LeRobot datasets)": ("pyarrow", "lerobot"),
     "av (videos of LeRobot datasets)": ("av", "lerobot"),
     "gymnasium, mujoco (demo)": ("mujoco", "demo"),
 }
 
+#: Characters of a reason in the place of a remedy: with the longest name, it fits 80 columns.
+_SHORT = 38
+State = Literal["ok", "missing", "broken"]
+
 
 @dataclass(frozen=True)
 class Finding:
-    """One capability: whether it is usable, and its details or what is missing."""
+    """One capability.
+
+    Attributes:
+        what: its name.
+        state: "ok"; "missing": this machine does not have it, and nothing else needs it; "broken": it is there, or set,
+            and does not work.
+        because: details: what was found, and why.
+        remedy: what to install or change, in a few words; "" where it is ok.
+    """
 
     what: str
-    viable: bool
+    state: State
     because: str
+    remedy: str = ""
+
+
+def about() -> str:
+    """This machine and Python, in a line."""
+    python = f"Python {platform.python_version()}"
+    version = importlib.metadata.version("geartrain")
+    return f"geartrain {version}, {python}, {platform.machine()}, cores for this process: {_native.available_cores()}"
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """How many are ok, missing and broken."""
+    counted = {state: sum(each.state == state for each in findings) for state in get_args(State)}
+    return f"{counted['ok']} ok, {counted['missing']} missing (all optional), {counted['broken']} broken"
 
 
 def examine() -> list[Finding]:
-    """All capabilities, in a second or two.
+    """All capabilities of this machine, in a second or two.
 
     Imports optional packages to check that they load, and creates two emulated hosts for a moment.
     """
     return [
-        _machine(),
         _copies(),
         draws(),
         shared_memory(),
@@ -80,18 +111,10 @@ def examine() -> list[Finding]:
     ]
 
 
-def _machine() -> Finding:
-    cores = _native.available_cores()
-    return Finding(
-        "machine",
-        True,
-        f"{platform.machine()}, cores for this process: {cores}, Python {platform.python_version()}",
-    )
-
-
 def _copies() -> Finding:
-    kernel = _native.copy_kernel()
-    return Finding("streaming copies", kernel != "memcpy", f"large batches are copied with {kernel}")
+    what, kernel = "streaming copies", _native.copy_kernel()
+    because = f"large batches are copied with {kernel}"
+    return Finding(what, "missing", because, "AVX2 or newer") if kernel == "memcpy" else Finding(what, "ok", because)
 
 
 def draws() -> Finding:
@@ -104,11 +127,11 @@ def draws() -> Finding:
         for step in range(4):
             candidates.draw(True, 0, step, 0, numbers, 0, None)
     except SchemaError as error:  # of the variable
-        return Finding(what, False, str(error))
+        return Finding(what, "broken", str(error), "unset GEARTRAIN_DESCENT")
     form, in_flight, because, measured = _native.draw_tuning()
     told = "; ".join(f"{other} {count}: {ns:.0f} ns" for other, count, ns in measured)
     why = f"{form}, {in_flight} searches in flight ({because}{f': {told} a draw' if told else ''})"
-    return Finding(what, True, f"{why}; GEARTRAIN_DESCENT=avx2:32 names another")
+    return Finding(what, "ok", f"{why}; GEARTRAIN_DESCENT=avx2:32 names another")
 
 
 def shared_memory() -> Finding:
@@ -118,10 +141,11 @@ def shared_memory() -> Finding:
     try:
         directory = segments_directory()
     except ArgumentError as error:
-        return Finding(what, False, str(error))
+        return Finding(what, "broken", str(error), "set GEARTRAIN_DIR to an absolute path")
     chosen = "GEARTRAIN_DIR" if os.environ.get("GEARTRAIN_DIR") else "the default"
     if not directory.is_dir():
-        return Finding(what, False, f"{directory} ({chosen}) is no directory; {elsewhere}")
+        because = f"{directory} ({chosen}) is no directory; {elsewhere}"
+        return Finding(what, "broken", because, f"no directory {directory}: set GEARTRAIN_DIR")
     usage = shutil.disk_usage(directory)
     kind = _file_system(directory)
     segments = shared_files("geartrain*", directory)
@@ -130,16 +154,19 @@ def shared_memory() -> Finding:
         f" GB, {len(segments)} files of geartrain in it"
     )
     if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
-        return Finding(what, False, f"{text}; this user may not write there: {elsewhere}")
+        because = f"{text}; this user may not write there: {elsewhere}"
+        return Finding(what, "broken", because, f"{directory} is not writable: set GEARTRAIN_DIR")
     if usage.total <= SMALL_BYTES:
         text += "; no more than the 64 MiB that containers get by default: docker run --shm-size=16g, or --ipc=host, "
         text += f"or {elsewhere}"
-        return Finding(what, False, text)
+        return Finding(what, "broken", text, "too small: docker run --shm-size=16g")
     if usage.free <= usage.total // 10:
         text += f"; nearly full: remove what dead runs left (`geartrain inspect` lists it), enlarge it, or {elsewhere}"
     if kind not in ("tmpfs", "ramfs", "hugetlbfs"):
         text += "; on a disk: writes go to it, and a GPU cannot read segments in place"
-    return Finding(what, True, text)
+    if usage.free <= SMALL_BYTES:
+        return Finding(what, "broken", text, "full: geartrain inspect, then remove")
+    return Finding(what, "ok", text)
 
 
 def _file_system(directory: Path) -> str:
@@ -158,33 +185,35 @@ def _file_system(directory: Path) -> str:
 def _huge_pages() -> Finding:
     """Whether the kernel would allocate a segment in huge pages now, found by doing so, and what to change if not."""
     what = "huge pages for segments"
+    remedy = "set shmem_enabled to advise"
     try:
-        viable = _native.has_huge_pages(str(segments_directory()))
+        there = _native.has_huge_pages(str(segments_directory()))
         setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
     except (GeartrainError, OSError) as error:
-        return Finding(what, False, str(error))
+        return Finding(what, "missing", str(error), remedy)
     why = f"shmem_enabled is {setting[setting.find('[') + 1 : setting.find(']')]}"
-    if viable:
-        return Finding(what, True, f"{why}; segments that are reserved ask for them page by page")
-    return Finding(
-        what,
-        False,
+    if there:
+        return Finding(what, "ok", f"{why}; segments that are reserved ask for them page by page")
+    because = (
         f"{why}, and the kernel gave none: they need a directory in memory, Linux 6.1, free memory that lies together, "
-        "and a setting other than deny; draws from large stores are slower without",
+        "and a setting other than deny; draws from large stores are slower without"
     )
+    return Finding(what, "missing", because, remedy)
 
 
 def _locked_memory() -> Finding:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     text = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 1e6:.0f} MB"
     return Finding(
-        "locked memory", True, f"RLIMIT_MEMLOCK is {text} (some drivers enforce it when segments are pinned)"
+        "locked memory", "ok", f"RLIMIT_MEMLOCK is {text} (some drivers enforce it when segments are pinned)"
     )
 
 
 def _tls() -> Finding:
     what = "TLS over TCP"
     reason = _native.tls_not_viable()
+    if reason:
+        return Finding(what, "missing", reason, "install OpenSSL 3")
     how = "OpenSSL 3 found; enabled where certificates are given (docs/transport.md); "
     asked = os.environ.get(THREADS_VARIABLE, "")
     if asked:
@@ -192,66 +221,108 @@ def _tls() -> Finding:
     else:
         most = _native.tls_lanes(0)
         how += f"a connection has {most} lanes, encrypted or decrypted by as many threads as have a core to themselves"
-    return Finding(what, not reason, reason or how)
+    return Finding(what, "ok", how)
+
+
+def _install(extra: str) -> str:
+    return f"pip install 'geartrain[{extra}]'"
+
+
+def _short(reason: str) -> str:
+    """The beginning of a reason, which stands among the details in full."""
+    return textwrap.shorten(reason, _SHORT, placeholder=" ...")
+
+
+def _load(what: str, module: str, extra: str) -> ModuleType | Finding:
+    """An optional package's module, or why there is none: it is not installed, or its import fails, however it does."""
+    try:
+        if importlib.util.find_spec(module) is None:
+            return Finding(what, "missing", f"{module} is not installed", _install(extra))
+        return importlib.import_module(module)
+    except Exception as error:
+        told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return Finding(what, "broken", f"import {module} fails: {told}", _short(told))
 
 
 def _packages() -> list[Finding]:
     findings = []
     for what, (module, extra) in OPTIONAL.items():
-        try:
-            loaded = importlib.import_module(module)
-            version = getattr(loaded, "__version__", "") or importlib.metadata.version(module)
-            findings.append(Finding(what, True, f"version {version}"))
-        except ImportError as error:
-            findings.append(Finding(what, False, f"{error}; pip install 'geartrain[{extra}]'"))
+        loaded = _load(what, module, extra)
+        if not isinstance(loaded, Finding):
+            version = getattr(loaded, "__version__", "") or importlib.metadata.version(module.replace("_", "-"))
+            loaded = Finding(what, "ok", f"version {version}")
+        findings.append(loaded)
     return findings
 
 
-def _gpu() -> Finding:
-    try:
-        import torch
-    except ImportError:
-        return Finding("GPU", False, "torch is not installed")
+def _gpu_packages(what: str, *modules: str) -> Finding | None:
+    """What is wrong with the packages that a capability of GPUs needs, or that there is no GPU."""
+    for module in modules:
+        loaded = _load(what, module, "gpu")
+        if isinstance(loaded, Finding):
+            return loaded
+    import torch
+
     if not torch.cuda.is_available():
-        return Finding("GPU", False, f"torch {torch.__version__} finds no CUDA device")
-    return Finding("GPU", True, torch.cuda.get_device_name(0))
+        return Finding(what, "missing", f"torch {torch.__version__} finds no CUDA device", "a CUDA GPU")
+    return None
+
+
+def _gpu() -> Finding:
+    what = "GPU"
+    missing = _gpu_packages(what, "torch")
+    if missing is not None:
+        return missing
+    import torch
+
+    return Finding(what, "ok", torch.cuda.get_device_name(0))
 
 
 def _gpu_selection() -> Finding:
-    reason = kernels.why_not_viable()
-    if reason is not None:
-        return Finding("selection on a GPU", False, f"{reason}; rows are chosen on the CPU")
-    how = "Triton's interpreter, for tests" if kernels.interpreting() else "Triton kernels"
-    return Finding("selection on a GPU", True, f"{how}, triton {importlib.metadata.version('triton')}")
+    what = "selection on a GPU"
+    if kernels.why_not_viable() is None:
+        how = "Triton's interpreter, for tests" if kernels.interpreting() else "Triton kernels"
+        return Finding(what, "ok", f"{how}, triton {importlib.metadata.version('triton')}")
+    return _instead(_gpu_packages(what, "torch", "triton"), "rows are chosen on the CPU")
 
 
 def _cuda_ipc() -> Finding:
-    what = "tensors from GPU to GPU (cuda_ipc)"
-    reason = cuda_ipc.why_not()
-    if reason is not None:
-        return Finding(what, False, f"{reason}; tensors on GPUs are sent through host memory")
-    return Finding(what, True, "on this side; each pair of GPUs is probed on first use (`node.connections()`)")
+    what = "tensors GPU to GPU (cuda_ipc)"
+    missing = _gpu_packages(what, "torch")
+    if missing is None and (reason := cuda_ipc.why_not()) is not None:
+        missing = Finding(what, "broken", reason, _short(reason))
+    if missing is not None:
+        return _instead(missing, "tensors on GPUs are sent through host memory")
+    return Finding(what, "ok", "on this side; each pair of GPUs is probed on first use (`node.connections()`)")
+
+
+def _instead(finding: Finding | None, instead: str) -> Finding:
+    """The finding, with what happens without the capability."""
+    assert finding is not None
+    return replace(finding, because=f"{finding.because}; {instead}")
 
 
 def _nixl() -> Finding:
     what = "RDMA, GPUDirect (nixl)"
     reason = nixl.why_not()
-    if reason is not None:
-        return Finding(what, False, reason)
-    return Finding(what, True, f"{nixl.describe()}; UCX chooses devices itself (docs/devices.md)")
+    if reason is None:
+        return Finding(what, "ok", f"{nixl.describe()}; UCX chooses devices itself (docs/devices.md)")
+    if not nixl.installed():
+        return Finding(what, "missing", reason, _install("nixl"))
+    return Finding(what, "broken", reason, _short(reason))
 
 
 def _gpu_fetch() -> Finding:
     what = "batches on a GPU"
-    reason = kernels.why_not_viable()
-    if reason is None and kernels.interpreting():
-        reason = "TRITON_INTERPRET is set"
-    if reason is not None:
-        return Finding(what, False, f"{reason}; batches stay in host memory")
+    missing = _gpu_packages(what, "torch", "triton")
+    if missing is None and kernels.interpreting():
+        missing = Finding(what, "missing", "TRITON_INTERPRET is set", "unset TRITON_INTERPRET")
+    if missing is not None:
+        return _instead(missing, "batches stay in host memory")
     known = pinning.about()
     return Finding(
         what,
-        True,
+        "ok",
         f"gathered from pinned segments or staged; {known['pinned_bytes'] / 1e9:.1f} GB of this host are pinned, the "
         f"limit is {known['limit_bytes'] / 1e9:.1f} GB ({pinning.LIMIT_VARIABLE})",
     )
@@ -262,10 +333,11 @@ def collectives_within_host() -> Finding:
     what = "collectives within a host"
     reason = cross_memory.why_not()
     if reason is not None:
-        return Finding(what, False, f"{reason}; all bytes between ranks of one host go through rings in shared memory")
+        because = f"{reason}; all bytes between ranks of one host go through rings in shared memory"
+        return Finding(what, "missing", because, "process_vm_readv; see --verbose")
     return Finding(
         what,
-        True,
+        "ok",
         "ranks of one user read what is gathered, exchanged or broadcast from the owner's memory (process_vm_readv); "
         "what is reduced goes through rings in shared memory, or is read from 64 KB on where that is found faster "
         '(with a core for each rank; Group.counters()["read_operations"] counts), from 4 MB on with four ranks or more '
@@ -282,23 +354,24 @@ def collectives_waits() -> Finding:
     if not given:
         return Finding(
             what,
-            True,
+            "ok",
             "between ranks of one host they poll for 50 us and then sleep, at once while others use the cores; "
             f"with more than {cores} ranks here they offer their core while they poll. For ranks that own a core "
             f"each: {variable}=1e6 or Group(spin_us=1e6); 0 never polls",
         )
-    try:
-        from geartrain.collectives.torch_backend.options import BackendOptions
-    except ImportError as error:
-        return Finding(what, False, f"{variable} is for torch.distributed: {error}; pip install 'geartrain[torch]'")
+    loaded = _load(what, "torch", "torch")
+    if isinstance(loaded, Finding):
+        return replace(loaded, because=f"{variable} is for torch.distributed: {loaded.because}")
+    from geartrain.collectives.torch_backend.options import BackendOptions
+
     try:
         spin_us = BackendOptions.from_environment({variable: given}).spin_us
     except ValueError as error:
-        return Finding(what, False, str(error))
+        return Finding(what, "broken", str(error), f"unset {variable}")
     polls = f"poll for {spin_us:g} us before they sleep" if spin_us else "never poll"
     return Finding(
         what,
-        True,
+        "ok",
         f"ranks of torch.distributed {polls} ({variable}), also with more than {cores} ranks here and beside others, "
         "where it is better not set; groups in Python and C have their own spin_us",
     )
@@ -306,22 +379,25 @@ def collectives_waits() -> Finding:
 
 def _gloo() -> Finding:
     what = "one replay over many ranks"
-    try:
-        import torch
-        import torch.distributed as dist
-    except ImportError as error:
-        return Finding(what, False, f"{error}; pip install 'geartrain[torch]'")
+    loaded = _load(what, "torch", "torch")
+    if isinstance(loaded, Finding):
+        return loaded
+    import torch
+    import torch.distributed as dist
+
     if not dist.is_available():
-        return Finding(what, False, f"torch {torch.__version__} was built without torch.distributed")
+        because = f"torch {torch.__version__} was built without torch.distributed"
+        return Finding(what, "missing", because, "a torch with torch.distributed")
     if not dist.is_gloo_available():
-        return Finding(what, False, f"torch {torch.__version__} was built without Gloo, which jobs on CPUs start with")
+        because = f"torch {torch.__version__} was built without Gloo, which jobs on CPUs start with"
+        return Finding(what, "missing", because, "a torch with Gloo")
     missing = {name: why for name, why in viable().items() if why is not None}
     if "tcp" in missing:
-        return Finding(what, True, f"ranks exchange messages by Gloo only: tcp: {missing['tcp']}")
+        return Finding(what, "ok", f"ranks exchange messages by Gloo only: tcp: {missing['tcp']}")
     within = "TCP" if "shm" in missing else "shared memory"
     reason = f" (shared memory: {missing['shm']})" if "shm" in missing else ""
     return Finding(
-        what, True, f"messages by {within} within a host{reason}, TCP across; torch {torch.__version__} has Gloo"
+        what, "ok", f"messages by {within} within a host{reason}, TCP across; torch {torch.__version__} has Gloo"
     )
 
 
@@ -329,15 +405,14 @@ def _deepspeed() -> Finding:
     what = "DeepSpeed (pipelines, ZeRO)"
     try:
         # Not imported: that takes seconds, prints a page and looks for compilers.
-        return Finding(what, True, f"version {importlib.metadata.version('deepspeed')}")
+        return Finding(what, "ok", f"version {importlib.metadata.version('deepspeed')}")
     except importlib.metadata.PackageNotFoundError:
-        return Finding(what, False, "it is not installed; pip install 'geartrain[deepspeed]'")
+        return Finding(what, "missing", "deepspeed is not installed", _install("deepspeed"))
 
 
 def _hosts() -> Finding:
+    what = "emulated hosts (bench, tests)"
     reason = Hosts.viable()
-    return Finding(
-        "emulated hosts (bench ranks, tests)",
-        reason is None,
-        "network namespaces, with shaped links" if reason is None else reason,
-    )
+    if reason is None:
+        return Finding(what, "ok", "network namespaces, with shaped links")
+    return Finding(what, "missing", reason, "root, ip and tc; see --verbose")

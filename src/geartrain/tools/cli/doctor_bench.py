@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +19,8 @@ from geartrain.tools.cli.app import app, escape, make_table, out
 from geartrain.tools.cli.checks import input_file, output_file, plot_file
 from geartrain_bench import BENCHES
 
+_STYLES = {"ok": "green", "missing": "yellow", "broken": "red"}
+
 
 @app.command()
 def doctor(
@@ -28,7 +31,8 @@ def doctor(
         ),
     ] = None,
     listen: Annotated[
-        bool, typer.Option("--listen", help="Print an address for --peer on the other side, and reply until Ctrl-C.")
+        bool,
+        typer.Option("--listen", help="Print an address for --peer on the other side, and reply until Ctrl-C."),
     ] = False,
     transport: Annotated[
         str | None,
@@ -44,17 +48,20 @@ def doctor(
         float, typer.Option(min=1e-3, max=1e9, help="With --peer: for connecting, and for every reply.")
     ] = 10.0,
     megabytes: Annotated[float, typer.Option(help="With --peer: size of the big message, 67 at most.")] = 16.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Details of every capability.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> None:
-    """Report this machine's capabilities, with the reason where one is missing; or probe a peer.
+    """Check this machine, a line for each capability: ok, missing or broken, and what to do; or probe a peer.
 
-    With --peer: the chosen transport, why each faster one was not, round trips, bandwidth each way, and the path of
-    the bytes. Exits with 1 when the peer cannot be reached.
+    What is missing is optional. With --peer: the chosen transport, why each faster one was not, round trips, bandwidth
+    each way, and the path of the bytes. Exits with 1 when the peer cannot be reached.
+
+    Example: geartrain doctor --verbose
 
     Example: geartrain doctor --listen, and on the other side: geartrain doctor --peer ADDRESS --transport tcp
     """
     import geartrain.tools.peer_probe as peer_probe
-    from geartrain.tools.doctor import examine
+    from geartrain.tools.doctor import about, examine, summary
 
     secret = os.environ.get("GEARTRAIN_SECRET", "").encode()
     if listen and peer is not None:
@@ -82,14 +89,18 @@ def doctor(
     if as_json:
         sys.stdout.write(json.dumps([vars(finding) for finding in findings], indent=1) + "\n")
         return
-    table = make_table("what", "", "because")
+    more = "" if verbose else "; details: geartrain doctor --verbose"
+    out.print(f"{about()}\n{summary(findings)}{more}\n", highlight=False, soft_wrap=True)
+    wide = max(len(finding.what) for finding in findings)
     for finding in findings:
-        table.add_row(
-            finding.what,
-            "[green]viable[/]" if finding.viable else "[yellow]not viable[/]",
-            escape(finding.because),
-        )
-    out.print(table)
+        line = f"{finding.what:<{wide}}  [{_STYLES[finding.state]}]{finding.state}[/]"
+        remedy = f": {escape(finding.remedy)}" if finding.remedy else ""
+        out.print(line + remedy, highlight=False, soft_wrap=True)
+        if verbose:
+            words = textwrap.wrap(
+                finding.because, max(40, out.width - 4), break_long_words=False, break_on_hyphens=False
+            )
+            out.print(escape(textwrap.indent("\n".join(words), "    "), lines=True), highlight=False, soft_wrap=True)
 
 
 def _print_report(found: Any) -> None:
