@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -145,6 +146,51 @@ def test_a_files_constants_are_the_machines_and_not_those_of_other_hosts(tmp_pat
     done = CliRunner().invoke(app, ["plan", "ranks", *asked, "--constants", str(known), "--json", str(saved)])
     assert done.exit_code == 0, done.output
     assert read_constants(saved) == mine
+
+
+#: Words of a heading that say what its plain numbers are.
+UNITS = {"GB/s", "ms", "MB", "K", "N", "hops", "reducers", "steps/s", "unit"}
+
+
+def columns_of(said: str) -> list[tuple[str, list[str]]]:
+    """Headings and cells of the tables that rich printed."""
+    found = []
+    for table in re.findall(r"┏.*?└", said, re.DOTALL):
+        head, body = re.split(r"┡.*\n", table)
+        cells = [
+            [line.strip().split(mark)[1:-1] for line in part.splitlines() if mark in line]
+            for part, mark in ((head, "┃"), (body, "│"))
+        ]
+        found += [
+            (" ".join(" ".join(lines).split()), [cell.strip() for cell in column])
+            for lines, column in zip(zip(*cells[0], strict=True), zip(*cells[1], strict=True), strict=True)
+        ]
+    return found
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "ranks",
+        "ranks --hosts 3",  # a batch that 24 ranks can share without being asked for
+        "allreduce --workers 8x100Gbit --reducers 14x32Gbit --bytes 1.2GB --rtt 0.1ms",
+        "allreduce --workers 8x1Gbit --bytes 1GB",
+        "allreduce --workers 8x1Gbit --reducers 4x1Gbit --bytes 1GB --price-worker 30 --price-reducer 0.7",
+    ],
+)
+def test_every_number_of_a_plan_has_its_unit(words: str) -> None:
+    pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from geartrain.tools.cli.app import app
+
+    done = CliRunner().invoke(app, ["plan", *words.split()])
+    assert done.exit_code == 0, done.output
+    columns = columns_of(done.output)
+    assert columns
+    for heading, cells in columns:
+        plain = [cell for cell in cells if re.fullmatch(r"[\d,.]+( \(cheapest\))?", cell)]
+        assert not plain or UNITS & set(re.split(r"[ ,:]+", heading)), f"{heading!r}: {plain}"
 
 
 # --- against what was measured ----------------------------------------------------------------------------------

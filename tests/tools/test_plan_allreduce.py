@@ -146,14 +146,14 @@ def test_the_command_prints_the_plan_and_writes_it(tmp_path: Path) -> None:
     assert code == 0, said
     assert "25 dedicated of 32 Gbit/s" in said and "1.787" in said and "cheapest 25 reducers" in said
     assert "N K, the reducer" in said and "single:" in said
-    assert "25 (cheapest)" in said and "cost of 1000 steps" in said
+    assert "25 (cheapest)" in said and "1,000 steps, in the prices' unit" in said
     written = json.loads(json_path.read_text())
     assert written["cheapest"]["reducers"] == 25 and written["needed_dedicated"] == 25
     assert plot_path.read_bytes().startswith(b"\x89PNG")
     code, said = run("--workers", "1x100Mbit+3x400Mbit", "--bytes", "16MB")
-    assert code == 0 and "1.000 K/B" in said and "owns 0.0000" in said
+    assert code == 0 and "1.000 K/B" in said and "owns 0.00%" in said
     code, said = run("--workers", "1x100Mbit", "--bytes", "16MB")
-    assert code == 0 and "time     0" in said
+    assert code == 0 and "time     0 s" in said
     for words, reason in (
         (("--workers", "8x100Foo", "--bytes", "1GB"), "found '100Foo'"),
         (("--workers", "8x1Gbit", "--bytes", "1GB", "--price-worker", "3"), "need each other"),

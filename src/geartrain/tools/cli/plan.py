@@ -12,6 +12,7 @@ from geartrain.tools.cli.app import Commands, app
 from geartrain.tools.cli.checks import input_file, output_file, plot_file
 
 plan = Commands(help="Predict a cluster's performance from constants measured on this machine.")
+_BATCH = 1024
 app.add_typer(plan, name="plan", no_args_is_help=True)
 
 
@@ -22,7 +23,10 @@ def plan_ranks(
     ] = None,
     gpus: Annotated[int, typer.Option(min=1, help="Ranks that read data, on each host.")] = 8,
     rows: Annotated[float, typer.Option(min=1, help="Rows of all shards together.")] = 1e9,
-    batch: Annotated[int, typer.Option(min=1, help="Rows of the global batch.")] = 1024,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rows of the global batch; 1,024 by default, or the next multiple of the ranks."),
+    ] = None,
     row_bytes: Annotated[float, typer.Option(min=1, help="Bytes of a row.")] = 100e3,
     link_gbit: Annotated[float, typer.Option(help="A host's link, each way, in Gbit/s.")] = 200.0,
     step_ms: Annotated[float, typer.Option(min=0, help="Training time of a batch; 0 for the largest rate.")] = 0.0,
@@ -54,6 +58,8 @@ def plan_ranks(
 ) -> None:
     """Predict GB/s per rank, bytes on the network, selection and fetch time, and the bottleneck.
 
+    A line of the table is a placement: how the drawn rows are shared out to the ranks (docs/plan.md).
+
     Example: geartrain plan ranks --hosts 3 --gpus 8 --rows 1e9 --batch 1032 --row-bytes 100e3 --link-gbit 200
     """
     import geartrain.tools.plan.report as report
@@ -76,7 +82,7 @@ def plan_ranks(
             hosts=hosts,
             gpus=gpus,
             rows=rows,
-            batch=batch,
+            batch=batch or -(-_BATCH // (hosts * gpus)) * hosts * gpus,
             row_bytes=row_bytes,
             link_gbit=link_gbit,
             step_ms=step_ms,

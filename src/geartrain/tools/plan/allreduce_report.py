@@ -70,14 +70,15 @@ def _print(
 
     unit = network.unit_s
     say(
-        f"{bytes_text(network.nbytes)} over {_kinds(network.workers)} and "
-        f"{_kinds(network.reducers) if network.reducers else 'no'} reducers; K/B is {seconds_text(unit)}"
+        f"an array of {bytes_text(network.nbytes)} (K) over {_kinds(network.workers)} workers and "
+        f"{_kinds(network.reducers) if network.reducers else 'no'} reducers"
     )
-    say(f"time     {seconds_text(found.seconds)}" + (f", {found.seconds / unit:.3f} K/B" if unit else ""))
+    say(f"K/B      {seconds_text(unit)}: the array once through the slowest worker's link, the least time there is")
+    say(f"time     {seconds_text(found.seconds)}, {_ratio(found.seconds, unit, 'K/B')}")
     n = len(network.workers)
     say("shares   " + "; ".join(_groups(found, 0, n, "worker") + _groups(found, n, len(found.shares), "reducer")))
     say(
-        f"reducers needed for K/B: {found.needed_dedicated} dedicated of {rate_text(found.needed_rate)}"
+        f"reducers needed for a time of K/B: {found.needed_dedicated} dedicated of {rate_text(found.needed_rate)}"
         + (f", {found.needed} if workers own a share" if found.needed != found.needed_dedicated else "")
     )
     if best is not None:
@@ -85,25 +86,25 @@ def _print(
         console.print(_price_table(table_of, best, compute_s))
     table = table_of(title="on this network", title_justify="left")
     table.add_column("")
-    for name in ("reducers", "bytes of a worker", "K", "of the busiest", "K", "hops", "latency", "time", "K/B"):
+    for name in ("reducers", "a worker moves", "", "the busiest moves", "", "hops", "latency", "time", ""):
         table.add_column(name, justify="right")
     for one in found.costs:
         table.add_row(
             one.algorithm,
             str(one.reducers),
             bytes_text(one.worker_bytes),
-            _ratio(one.worker_bytes, network.nbytes),
+            _ratio(one.worker_bytes, network.nbytes, "K"),
             bytes_text(one.busiest_bytes),
-            _ratio(one.busiest_bytes, network.nbytes),
+            _ratio(one.busiest_bytes, network.nbytes, "K"),
             str(one.hops),
             seconds_text(one.latency_s),
             seconds_text(one.seconds),
-            _ratio(one.seconds, unit),
+            _ratio(one.seconds, unit, "K/B"),
         )
     console.print(table)
     title = "by formula: N workers, K bytes, each way; * other N than 2^i: of the next lower, and K and 2 hops more"
     table = table_of(title=title, title_justify="left")
-    for name in ("", "bytes of a worker", "bytes of the busiest", "hops"):
+    for name in ("", "a worker moves", "the busiest moves", "hops"):
         table.add_column(name)
     for name, formulas in FORMULAS.items():
         table.add_row(name, *formulas)
@@ -111,7 +112,7 @@ def _print(
     slowest = rate_text(min(network.workers))
     title = f"against N, all links {slowest}; K each way; dedicated: enough reducers, hybrid: {len(network.reducers)}"
     table = table_of(title=title, title_justify="left")
-    table.add_column("N", justify="right")
+    table.add_column("N", justify="right", no_wrap=True)
     for name in ALGORITHMS:
         shown = "time" if name in WITHOUT_OWNERS else f"K, {'latency' if network.rtt_s else 'hops'}, time"
         table.add_column(f"{name}:\n{shown}", justify="right", no_wrap=True)
@@ -131,8 +132,8 @@ def _price_line(best: tuple[Priced, list[Priced]], compute_s: float) -> str:
     saved = 1 - least.cost / none.cost if none.cost else 0.0
     return (
         f"cheapest {least.reducers} reducers: a step of {seconds_text(compute_s)} and the all-reduce takes "
-        f"{seconds_text(least.step_s)} and costs {least.cost:.4g}, {saved:.1%} less than without "
-        f"({seconds_text(none.step_s)}, {none.cost:.4g}); the fastest, {priced[-1].reducers}, takes "
+        f"{seconds_text(least.step_s)} and costs {least.cost:.4g} in the unit of the prices, {saved:.1%} less than "
+        f"without ({seconds_text(none.step_s)}, {none.cost:.4g}); the fastest, {priced[-1].reducers}, takes "
         f"{seconds_text(priced[-1].step_s)} and costs {priced[-1].cost:.4g}"
     )
 
@@ -143,7 +144,7 @@ def _price_table(table_of: Callable[..., Any], best: tuple[Priced, list[Priced]]
     fastest = len(priced) - 1
     shown = sorted({0, least.reducers, *(round(fastest * part / 5) for part in range(6))})
     table = table_of(title="cost of a step by the number of reducers", title_justify="left")
-    for name in ("reducers", "all-reduce", "step", "steps/s", "cost of 1000 steps", "of none"):
+    for name in ("reducers", "all-reduce", "step", "steps/s", "1,000 steps, in the prices' unit", "of none"):
         table.add_column(name, justify="right")
     for one in (priced[count] for count in shown):
         table.add_row(
@@ -152,7 +153,7 @@ def _price_table(table_of: Callable[..., Any], best: tuple[Priced, list[Priced]]
             seconds_text(one.step_s),
             f"{1 / one.step_s:.4g}" if one.step_s else "-",
             f"{1000 * one.cost:.4g}",
-            _ratio(one.cost, priced[0].cost),
+            f"{100 * one.cost / priced[0].cost:.1f} %" if priced[0].cost else "-",
         )
     return table
 
@@ -172,14 +173,14 @@ def _groups(found: AllReducePlan, start: int, stop: int, what: str) -> list[str]
         key = (rates[i], found.shares[i], found.moved[i])
         counted[key] = counted.get(key, 0) + 1
     return [
-        f"{count} {what}{'s' * (count > 1)} of {rate_text(rate)} own{'s' * (count == 1)} {share:.4f}"
+        f"{count} {what}{'s' * (count > 1)} of {rate_text(rate)} own{'s' * (count == 1)} {share:.2%}"
         f"{' each' * (count > 1)} and move{'s' * (count == 1)} {bytes_text(moved)}"
         for (rate, share, moved), count in counted.items()
     ]
 
 
-def _ratio(value: float, unit: float) -> str:
-    return f"{value / unit:.3f}" if unit else "-"
+def _ratio(value: float, unit: float, name: str) -> str:
+    return f"{value / unit:.3f} {name}" if unit else "-"
 
 
 def _short_ratio(value: float, unit: float) -> str:

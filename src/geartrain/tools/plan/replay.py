@@ -96,7 +96,10 @@ class Cluster:
         if not self.link_gbit >= 1e-9:
             raise ArgumentError(f"link_gbit must be above zero, found {self.link_gbit}")
         if self.batch % self.ranks:
-            raise ArgumentError(f"a batch of {self.batch} rows cannot be divided evenly over {self.ranks} ranks")
+            raise ArgumentError(
+                f"a batch of {self.batch} rows cannot be divided evenly over {self.ranks} ranks: "
+                f"{-(-self.batch // self.ranks) * self.ranks} can"
+            )
         if self.shares is not None and (
             len(self.shares) != self.hosts or min(self.shares) < 0 or abs(sum(self.shares) - 1) > 1e-6
         ):

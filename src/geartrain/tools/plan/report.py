@@ -26,6 +26,14 @@ SERVER_MEMORY_GB = 1000.0
 FAR_OFF = 2.0
 
 
+#: Columns of a cluster's table, with their units; times are those of a batch.
+_COLUMNS = {
+    **{"a rank": "GB/s", "all ranks": "GB/s"},
+    **dict.fromkeys(("gather", "choose", "assign", "fetch", "exchange", "batch"), "ms"),
+    "moved": "MB",
+}
+
+
 @dataclass(frozen=True)
 class ClusterCase:
     """A named cluster to be predicted, and the constants for it."""
@@ -67,9 +75,9 @@ def show(asked: Sequence[ClusterCase], constants: Constants, json_path: Path | N
         cluster = one.cluster
         predictions = [predict(cluster, arm, one.constants) for arm in (ARMS if cluster.hosts > 1 else ARMS[:1])]
         table = table_of(title=f"{one.name}{': ' + one.note if one.note else ''}", title_justify="left")
-        table.add_column("", no_wrap=True)
-        for name in ("GB/s a rank", "GB/s", "gather", "choose", "assign", "fetch", "exchange", "batch ms", "moved MB"):
-            table.add_column(name, justify="right")
+        table.add_column("placement", no_wrap=True)
+        for name, unit in _COLUMNS.items():
+            table.add_column(f"{name}\n{unit}", justify="right")
         table.add_column("bound by")
         for each in predictions:
             table.add_row(each.arm, *_cells(cluster, each), each.bound_by)
@@ -140,7 +148,7 @@ def _about(cluster: Cluster) -> str:
     words = (
         f"  batches of {cluster.batch:,} rows of {cluster.row_bytes / 1e3:g} KB, {cluster.batch // cluster.ranks} "
         f"a rank, "
-        f"out of {cluster.rows:.3g}; links of {cluster.link_gbit:g} Gbit/s"
+        f"out of {cluster.rows:.3g} rows; links of {cluster.link_gbit:g} Gbit/s"
     )
     if cluster.memory_gb is not None:
         share = cluster.rows * cluster.row_bytes / 1e9 / (cluster.memory_gb * cluster.hosts)

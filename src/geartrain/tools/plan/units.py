@@ -101,7 +101,7 @@ def rate_text(rate: float) -> str:
 def seconds_text(seconds: float) -> str:
     """A time for people, three digits that count."""
     if seconds == 0:
-        return "0"
+        return "0 s"
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
