@@ -174,6 +174,7 @@ def test_events_of_other_programs_have_fewer_keys(tmp_path: Path) -> None:
     pytest.importorskip("typer")
     told = preloaded.run([sys.executable, "-m", "geartrain", "trace", str(path)], timeout=patience(60))
     assert told.returncode == 0 and len(trace.merge([path])) == 2
+    assert told.stdout.splitlines()[-1] == f"next, open {path} at https://ui.perfetto.dev"
 
 
 def test_traces_of_hosts_are_joined_by_their_wall_clocks(tmp_path: Path) -> None:
@@ -198,6 +199,9 @@ def test_traces_of_hosts_are_joined_by_their_wall_clocks(tmp_path: Path) -> None
     command = [sys.executable, "-m", "geartrain", "trace", *map(str, paths), "--out", str(joined)]
     told = preloaded.run(command, timeout=patience(60))
     assert told.stdout.startswith("2 processes; slices: 2 of rpc; 0 flows") and trace.load(joined) == trace.merge(paths)
+    assert told.stdout.splitlines()[-1] == f"next, open {joined} at https://ui.perfetto.dev"
+    told = preloaded.run(command[:-2], timeout=patience(60))
+    assert told.stdout.splitlines()[-1].endswith(f"geartrain trace {' '.join(map(str, paths))} --out trace.json")
     for text in ("", "{}", "nothing", "[1]", '[{"a": 1}]'):
         (tmp_path / "wrong.json").write_text(text)
         with pytest.raises(ArgumentError, match="is no trace"):

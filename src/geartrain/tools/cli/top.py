@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import shlex
 import signal
 import sys
 from collections import Counter
@@ -120,7 +121,9 @@ def metrics(
 ) -> None:
     """Serve metrics of all stores, jobs, replays, peers, groups and weights of this host to Prometheus, until Ctrl-C.
 
-    Example: geartrain metrics --port 9464, and in prometheus.yml: targets: ["localhost:9464"]
+    In prometheus.yml: targets: ["localhost:9464"]
+
+    Example: geartrain metrics --port 9464
     """
     from geartrain.launch.prometheus import PrometheusEndpoint
 
@@ -156,9 +159,15 @@ def trace(
     ended = {(str(each.get("cat")), str(each.get("id"))) for each in events if each["ph"] == "f"}
     processes = sum(each["name"] == "process_name" for each in events)
     shown = ", ".join(f"{number:,} of {name}" for name, number in sorted(slices.items())) or "none"
-    out.print(escape(f"{processes} processes; slices: {shown}; {len(begun & ended):,} flows"), soft_wrap=True)
+    what = "1 process" if processes == 1 else f"{processes} processes"
+    out.print(escape(f"{what}; slices: {shown}; {len(begun & ended):,} flows"), soft_wrap=True)
     for each in events:
         if each.get("cat") == "trace":
             out.print(f"[yellow]{escape(each['name'])}[/]")
     if to is not None:
         to.write_text(json.dumps(events) + "\n")
+    if to is None and len(paths) > 1:
+        words = " ".join(shlex.quote(str(path)) for path in paths)
+        out.print(escape(f"next, write them as one: geartrain trace {words} --out trace.json"), soft_wrap=True)
+    else:
+        out.print(escape(f"next, open {to or paths[0]} at https://ui.perfetto.dev"), soft_wrap=True)
