@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import os
@@ -24,6 +25,10 @@ import geartrain as gt
 from geartrain import weights
 
 pytest.importorskip("typer")
+import typer
+from typer.testing import CliRunner
+
+from geartrain.tools.cli.app import app
 
 
 def geartrain(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -426,3 +431,33 @@ signal.pause()
     assert "left behind" in shown.stdout
     assert removed.stdout == f"removed the counters {name}\n"
     assert geartrain("remove", name).returncode == 1
+
+
+def commands(command: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command with the words that call it."""
+    yield words, command
+    for name, one in getattr(command, "commands", {}).items():
+        yield from commands(one, *words, name)
+
+
+ALL_COMMANDS = dict(commands(typer.main.get_command(app)))
+
+
+@pytest.mark.parametrize("words", ALL_COMMANDS, ids=" ".join)
+def test_help_fits_80_columns_with_every_option_and_example_whole(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    said = CliRunner().invoke(app, [*words, "--help"])
+    assert said.exit_code == 0
+    lines = said.output.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in said.output
+    for parameter in ALL_COMMANDS[words].params:
+        for name in parameter.opts if parameter.param_type_name == "option" else ():
+            assert re.search(rf"{name}(?![\w-])", said.output), name
+    asked = re.findall(
+        r"Example: (.*?)(?:\n\n|\Z)", inspect.cleandoc(ALL_COMMANDS[words].callback.__doc__ or ""), re.DOTALL
+    )
+    told = re.findall(r"Example:\s*\n((?:.*\\\s*\n)*.*)", said.output)  # a shell takes such lines as one
+    assert [each.replace("\\", " ").split() for each in told] == [each.split() for each in asked]

@@ -18,6 +18,7 @@ import inspect
 import math
 import signal
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +37,9 @@ from geartrain.errors import ArgumentError, GeartrainError, JobError
 #: typer has a copy of click in newer versions and depends on it in older ones; this is the base of either's refusals.
 ClickException: Any = next(each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException")
 _MOST_INTEGER = 2**63 - 1
+_EXAMPLE = "Example: "
+#: Characters of an example's line, which ends with a backslash within 80 columns.
+_WIDE = 68
 
 
 class _Commands(TyperGroup):
@@ -103,11 +107,20 @@ class Commands(typer.Typer):
 
 
 def _filled(help: str | None) -> str | None:
-    """Each paragraph as one line, but for those that begin with \\b."""
+    """Each paragraph as one line, but for those that begin with \\b and for examples, which can be copied."""
     if help is None:
         return None
-    paragraphs = inspect.cleandoc(help).split("\n\n")
-    return "\n\n".join(each if each.startswith("\b") else each.replace("\n", " ") for each in paragraphs)
+    return "\n\n".join(map(_paragraph, inspect.cleandoc(help).split("\n\n")))
+
+
+def _paragraph(text: str) -> str:
+    if text.startswith("\b"):
+        return text
+    text = text.replace("\n", " ")
+    if not text.startswith(_EXAMPLE):
+        return text
+    words = textwrap.wrap(text.removeprefix(_EXAMPLE), _WIDE, break_long_words=False, break_on_hyphens=False)
+    return f"\b\n{_EXAMPLE.strip()}\n  " + " \\\n      ".join(words)
 
 
 app = Commands(

@@ -16,7 +16,7 @@ FormatOptions = Annotated[
     list[str] | None,
     typer.Option(help="An option of the format as key=value, e.g. split=train or fps=30. Repeatable."),
 ]
-Quiet = Annotated[bool, typer.Option(help="No progress bar.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
 
 
 #: Options of formats that errors name as arguments.

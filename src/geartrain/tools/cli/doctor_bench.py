@@ -56,9 +56,9 @@ def doctor(
     What is missing is optional. With --peer: the chosen transport, why each faster one was not, round trips, bandwidth
     each way, and the path of the bytes. Exits with 1 when the peer cannot be reached.
 
-    Example: geartrain doctor --verbose
+    Example: geartrain doctor --listen
 
-    Example: geartrain doctor --listen, and on the other side: geartrain doctor --peer ADDRESS --transport tcp
+    Example: geartrain doctor --peer ADDRESS --transport tcp
     """
     import geartrain.tools.peer_probe as peer_probe
     from geartrain.tools.doctor import about, examine, summary
@@ -117,7 +117,9 @@ def bench(
     name: Annotated[
         str, typer.Argument(help="Which: " + ", ".join(BENCHES) + "; or plot, to draw saved results again.")
     ],
-    quick: Annotated[bool, typer.Option(help="Fewer cases and repeats; ends within 60 s on 2 cores.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer cases and repeats; ends within 60 s on 2 cores.")
+    ] = False,
     json_path: Annotated[
         Path | None, typer.Option("--json", callback=output_file, help="Write the figures to this file.")
     ] = None,
@@ -126,12 +128,14 @@ def bench(
     ] = None,
     baseline_python: Annotated[
         list[str] | None,
-        typer.Option(help="Interpreter of a baseline's environment, as name=/path/to/python. Repeatable."),
+        typer.Option(help="Interpreter of a baseline's environment, as name=PATH. Repeatable."),
     ] = None,
     device: Annotated[
         str, typer.Option(help="cpu, or cuda for benchmarks with a GPU variant (selection, fetch, p2p).")
     ] = "cpu",
-    full: Annotated[bool, typer.Option(help="Every case, where the default leaves some out (ranks).")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Every case, where the default leaves some out (ranks).")
+    ] = False,
     train_ms: Annotated[
         list[float] | None,
         typer.Option(
@@ -141,7 +145,7 @@ def bench(
 ) -> None:
     """Run a benchmark, with this machine's floor (lower bound) and the installed baselines.
 
-    `bench plot FILE.json…` draws results saved with --json: FILE.png beside each, or --plot for one.
+    `bench plot FILE.json ...` draws results saved with --json: FILE.png beside each, or --plot for one.
 
     rpc-rl and allreduce take further arguments: python -m geartrain_bench.rpc_rl.bench --help tells them.
 

@@ -32,12 +32,16 @@ def export(
     ] = None,
     cast: Casts = None,
     skip_unsupported: Annotated[
-        bool, typer.Option(help="Leave out fields that the format cannot hold instead of refusing.")
+        bool,
+        typer.Option("--skip-unsupported", help="Leave out fields that the format cannot hold instead of refusing."),
     ] = False,
     metadata: Annotated[
-        bool, typer.Option(help="Write versions, priorities and the like of rows too (npz, npy, parquet).")
+        bool,
+        typer.Option("--metadata", help="Write versions, priorities and the like of rows too (npz, npy, parquet)."),
     ] = False,
-    overwrite: Annotated[bool, typer.Option(help="Replace a dataset of this format that is there.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a dataset of this format that is there.")
+    ] = False,
     option: FormatOptions = None,
     trust: Annotated[str, typer.Option(help=TRUST_HELP)] = "user",
     quiet: Quiet = False,

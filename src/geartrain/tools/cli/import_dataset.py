@@ -45,7 +45,10 @@ def import_(
         str, typer.Option(help="What becomes of an episode longer than --max-length: error, truncate or skip.")
     ] = "error",
     skip_unsupported: Annotated[
-        bool, typer.Option(help="Leave out fields that no store can hold, such as text, instead of refusing.")
+        bool,
+        typer.Option(
+            "--skip-unsupported", help="Leave out fields that no store can hold, such as text, instead of refusing."
+        ),
     ] = False,
     option: FormatOptions = None,
     quiet: Quiet = False,

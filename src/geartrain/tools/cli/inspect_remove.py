@@ -34,7 +34,7 @@ def inspect(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-    audit: Annotated[bool, typer.Option(help="Attach to the store and check its metadata.")] = False,
+    audit: Annotated[bool, typer.Option("--audit", help="Attach to the store and check its metadata.")] = False,
     rows: Annotated[
         int | None, typer.Option(min=1, max=10_000, help="Show the newest rows of a store; pixels as pictures.")
     ] = None,
@@ -448,7 +448,7 @@ def _problems(name: str, trust: Trust) -> list[str]:
 def remove(
     name: Annotated[str, typer.Argument(help="The name of a store, of weights or of counters, or a store's path.")],
     force: Annotated[
-        bool, typer.Option(help="Even while processes use it; the memory is freed when they end.")
+        bool, typer.Option("--force", help="Even while processes use it; the memory is freed when they end.")
     ] = False,
     trust: Annotated[str, typer.Option(help=TRUST_HELP)] = "user",
 ) -> None:
