@@ -212,6 +212,84 @@ def test_a_result_becomes_a_table_and_a_plot(
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_result_comes_before_its_notes_and_what_stood_still_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    result = result_of(
+        [
+            Row("one", "geartrain", "rate", "GB/s", 12.0, 8.0, 3.0, 0.5, 1.0),
+            Row("two", "geartrain", "rate", "GB/s", 0.0, 0.0, 0.0, 0.0, 0.0),
+            Row("one", "geartrain", "time", "us", 10.0, 20.0, 80.0, 200.0, 1.0),
+            Row("six", "geartrain", "rate", "GB/s", 0.0012, 0.0011, 0.001, 0.001, 1.0),
+            Row("six", "geartrain", "p", "p", 0.0, 0.0, 0.0, 0.0, 1.0),
+        ]
+    )
+    result.notes, result.left_out = ["a note"], ["the third case"]
+    result.machine["load_average_before"] = [99.0]
+    report.report(result, overview=lambda _: report.print_counts("more", ["name", "value"], {"more of it": ["1"]}))
+    printed = capsys.readouterr().out
+    order = [
+        "│ one",
+        "more of it",
+        "machine: ",
+        "left out, ",
+        "the third case",
+        "busy before the run: load average 99",
+        "a note",
+    ]
+    places = [printed.index(text) for text in order]
+    assert places == sorted(places)
+    marked = [line.split("│")[1].strip() for line in printed.splitlines() if "(!) │" in line]
+    assert marked == ["one", "two", "one"] and "\n(!): " in printed
+    assert "0.0012" in printed
+
+
+class Time:
+    """A clock that a test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        monkeypatch.setattr(harness.time, "monotonic", lambda: self.now_s)
+
+
+def test_a_deadline_lets_begin_what_fits_and_names_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    time = Time(monkeypatch)
+    deadline = harness.Deadline(50.0)
+    time.now_s += 15.0  # before the first case
+    begun = []
+    for case in range(6):
+        if deadline.allows(f"case {case}"):
+            begun.append(case)
+            time.now_s += 10.0
+    assert begun == [0, 1, 2] and deadline.left_out == ["case 3", "case 4", "case 5"]
+    assert deadline.left_s() == 5.0
+    without = harness.Deadline()
+    assert without.allows("any") and without.left_s() == math.inf and without.left_out == []
+
+
+#: Those whose first case begins within a second; the others start processes first.
+SOON = [
+    "store",
+    "selection",
+    "transitions",
+    "fetch",
+    "rpc-rl",
+    *["online"] * (importlib.util.find_spec("gymnasium") is not None),
+]
+
+
+@pytest.mark.parametrize("name", SOON)
+def test_a_quick_run_whose_time_is_over_names_all_that_it_left_out(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setattr(harness, "QUICK_S", 0.0)
+    monkeypatch.chdir(tmp_path)
+    result = bench.load(name)(quick=True)
+    assert result.rows == [] and result.left_out
+    assert f"left out, for --quick ends within a minute: {result.left_out[0]}" in capsys.readouterr().out
+    assert "deadline" not in result.as_json() and result.as_json()["left_out"] == result.left_out
+
+
 def test_saved_results_are_drawn_again_by_the_command(tiny: BenchResult, tmp_path: Path) -> None:
     pytest.importorskip("rich")
     pytest.importorskip("matplotlib")

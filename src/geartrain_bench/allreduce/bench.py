@@ -150,7 +150,7 @@ def run(
     """The plan's cases of those parts."""
     began_s = time.monotonic()
     base = harness.new_result("allreduce", quick=quick, baselines=baselines, packages=("numpy", "torch"))
-    result = AllReduceResult(base.bench, base.command, base.machine, base.versions)
+    result = AllReduceResult(**vars(base))
     reason = Hosts.viable()
     for part in parts:
         if reason is not None and part not in ON_LOOPBACK:
@@ -256,6 +256,8 @@ class _Bench:
                 continue
             for n in plan.ranks:
                 for library in (None, baidu[name]) if name in baidu else (None,):
+                    if not self.result.deadline.allows(f"loopback: {name}, N = {n}"):
+                        continue
                     self._mpi(name, baselines[name], n, library, floors_s)
         places = {row.case: place for place, row in reversed(list(enumerate(self.result.rows)))}
         self.result.rows.sort(key=lambda row: places[row.case])  # MPI's rows next to the others'
@@ -282,6 +284,8 @@ class _Bench:
             self.result.baselines_missing["ddp"] = str(error)
             return
         for configuration in (gloo(), workers(), dedicated(n, n)):
+            if not self._allows("ddp", configuration, n):
+                continue
             try:
                 found = allreduce_ddp.run(hosts, testbed, configuration, n, plan.ddp_steps)
             except BaselineError as error:
@@ -322,6 +326,8 @@ class _Bench:
             # A single worker has nothing to all-reduce.
             configurations = [gloo(), workers(), *([dedicated(n, n)] if n > 1 else [])]
             for overlap, configuration in itertools.product((True, False), configurations):
+                if not self._allows("throughput", configuration, n):
+                    continue
                 try:
                     with testbed.group(configuration, n) as group:
                         timed = group.steps(plan.layers, plan.gradient_bytes, plan.compute_s, overlap, rounds=4, warm=1)
@@ -361,6 +367,8 @@ class _Bench:
     ) -> None:
         """One size, all configurations, one after the other."""
         for configuration in configurations:
+            if not self._allows(part, configuration, n, f", {allreduce_report.size_text(nbytes)}"):
+                continue
             guess_s = 2 * nbytes / min(*rates, 5e8) + configuration.hops(n) * (rtt_ms / 2e3) + 5e-5
             calls, rounds = self._amount(guess_s)
             if math.isfinite(rates[0]):
@@ -377,6 +385,10 @@ class _Bench:
             if profile is not None:
                 self.result.cases[-1]["profile"] = profile
             self.progress.advance(n * nbytes * calls * rounds)
+
+    def _allows(self, part: str, configuration: Configuration, n: int, more: str = "") -> bool:
+        """Whether there is time for a case."""
+        return self.result.deadline.allows(f"{part}: {configuration.name}, N = {n}{more}")
 
     def _missing(self, testbed: AllReduceTestbed, configuration: Configuration, error: BaselineError) -> None:
         self.result.baselines_missing[configuration.name] = str(error)

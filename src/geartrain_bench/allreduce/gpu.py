@@ -74,6 +74,8 @@ def run(*, quick: bool, device: str = "cuda") -> BenchResult:
             if system == "nccl" and gpus < n:
                 result.baselines_missing[f"nccl, {n} ranks"] = f"one GPU a rank is needed, found {gpus}"
                 continue
+            if not result.deadline.allows(f"{n} ranks of {system}"):
+                continue
             harness.say(f"{n} ranks of {system}")
             try:
                 times[system] = measure(system, n, sizes, rounds, device)

@@ -8,15 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import geartrain_bench.harness.report as report
+from geartrain.tools.plan.report import number
 from geartrain.tools.plots import import_pyplot
 from geartrain_bench.harness.timing import BenchResult
 
 Case = Mapping[str, Any]
-
-
-def number(value: float) -> str:
-    """Three significant digits."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
 def print_cases(cases: Sequence[Case]) -> None:

@@ -132,6 +132,8 @@ def run(
         batch_bytes = CPU_BATCH_BYTES if cpu else QUICK_BATCH_BYTES if quick else BATCH_BYTES
         batch = max(2, int(batch_bytes / row_bytes))
         capacity = max(batch, int(store_bytes / row_bytes))
+        if not result.deadline.allows(f"rows of {row_bytes} bytes"):
+            continue
         harness.say(f"rows of {row_bytes} bytes: {capacity} of them, batches of {batch}")
         times = _case(result, device, row_bytes, (steps, width), capacity, batch, quick)
         if seconds is not None:
@@ -141,6 +143,8 @@ def run(
     for row_bytes, shape in (CROSSOVER_ROWS if crossover_rows is None else crossover_rows).items():
         batch = max(2, int((CPU_BATCH_BYTES if cpu else BATCH_BYTES) / row_bytes))
         capacity = max(batch, int((CPU_STORE_BYTES if cpu else CROSSOVER_STORE_BYTES) / row_bytes))
+        if not result.deadline.allows(f"rows of {row_bytes} bytes, for the crossover"):
+            continue
         harness.say(f"rows of {row_bytes} bytes, for the crossover: {capacity} of them, batches of {batch}")
         seconds[row_bytes] = _case(result, device, row_bytes, shape, capacity, batch, quick, paths_only=True)
     return harness.finish(result, began_s)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from geartrain.errors import ArgumentError, MissingDependencyError
+from geartrain.tools.plan.report import number
 from geartrain.tools.plots import import_pyplot
 from geartrain_bench.harness.timing import BenchResult, Row, finish
 
@@ -20,6 +21,11 @@ Result = TypeVar("Result", bound=BenchResult)
 
 #: GEARTRAIN_BASELINE_PYTHON_TORCHRL=/path/to/python is equivalent to --baseline-python torchrl=/path/to/python.
 BASELINE_PREFIX = "GEARTRAIN_BASELINE_PYTHON_"
+#: Columns of a table in a file.
+_FILE_COLUMNS = 200
+_MARK = "(!)"
+#: Of a row: the laps at p95 take so many times as long as those at p50.
+_STOOD_STILL = 20
 #: Of a plot, each way, whatever a saved result has in it.
 _LARGEST_INCHES = 60.0
 
@@ -32,15 +38,16 @@ def report(
     overview: Callable[[Result], object] | None = None,
     draw: Callable[[Result, Path], object] | None = None,
 ) -> None:
-    """Prints the table and writes the requested files.
+    """Prints the result, then what there is to say about it, and writes the requested files.
 
     Args:
-        overview: prints what a benchmark has beside the table.
+        overview: prints the tables that a benchmark has beside those of all.
         draw: makes the plot, in place of `plot`.
     """
-    print_table(result)
+    print_tables(result)
     if overview is not None:
         overview(result)
+    print_notes(result)
     if json_path is not None:
         write_json(result, json_path)
     if plot_path is not None:
@@ -56,19 +63,24 @@ def reported(result: Result, json_path: Path | None, plot_path: Path | None) -> 
     report(result, json_path, plot_path)
 
 
-def print_table(result: BenchResult) -> None:
-    """A table per metric, after the machine, the versions and the command. Needs rich."""
+def _console() -> Any:
+    """rich's, as wide as the tables where it is a file: nothing is wrapped or cut there. Raises where there is none."""
     try:
         from rich.console import Console
-        from rich.table import Table
     except ImportError:
         raise MissingDependencyError("benchmark tables need rich: pip install 'geartrain[cli]'") from None
     console = Console(emoji=False)
     if not console.is_terminal:
-        console.width = 120  # no wrapping in a file
-    console.print(f"[bold]{result.command}[/bold]")
-    for title, facts in (("machine", result.machine), ("versions", result.versions)):
-        console.print(f"{title}: " + ", ".join(f"{key} {value}" for key, value in facts.items()), highlight=False)
+        console.width = _FILE_COLUMNS
+    return console
+
+
+def print_tables(result: BenchResult) -> None:
+    """The command, and a table per metric; a mark on rows that stood still for a while. Needs rich."""
+    console = _console()
+    from rich.table import Table
+
+    console.print(f"[bold]{result.command}[/bold]", soft_wrap=True)
     for metric in dict.fromkeys(row.metric for row in result.rows):
         table = Table(title=metric, title_justify="left")
         table.add_column("case", no_wrap=True)
@@ -80,30 +92,55 @@ def print_table(result: BenchResult) -> None:
         for row in (row for row in result.rows if row.metric == metric):
             if last not in (None, row.case):
                 table.add_section()
-            numbers = [_number(value) for value in (row.p50, row.p75, row.p90, row.p95)]
+            numbers = [number(value) for value in (row.p50, row.p75, row.p90, row.p95)]
             shown = row.case if row.case != last else ""
-            table.add_row(shown, row.system, row.unit, *numbers, f"{row.ratio_to_floor:.2f}")
+            system = f"{row.system} {_MARK}" if stood_still(row) else row.system
+            table.add_row(shown, system, row.unit, *numbers, f"{row.ratio_to_floor:.2f}")
             last = row.case
         console.print(table)
+
+
+def stood_still(row: Row) -> bool:
+    """Whether its slowest laps hardly moved: their rate is zero, or they take twenty times as long as the median."""
+    slow, fast = sorted((row.p50, row.p95))
+    return slow <= fast / _STOOD_STILL if fast > 0 else row.unit.endswith("/s")
+
+
+def print_notes(result: BenchResult) -> None:
+    """What is behind the tables: the machine, the versions, what was left out, and notes."""
+    console = _console()
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    for title, facts in (("machine", result.machine), ("versions", result.versions)):
+        say(f"{title}: " + ", ".join(f"{key} {value}" for key, value in facts.items()))
     for baseline, reason in result.baselines_missing.items():
-        console.print(f"not measured: {baseline}: {reason}", highlight=False, markup=False)
+        say(f"not measured: {baseline}: {reason}")
+    if result.left_out:
+        say(f"left out, for --quick ends within a minute: {'; '.join(result.left_out)}")
+    load, cores = result.machine.get("load_average_before", [0.0])[0], result.machine["cores"]
+    if any(map(stood_still, result.rows)):
+        say(
+            f"{_MARK}: the slowest laps are {_STOOD_STILL} times slower than the median, or have a rate of zero. "
+            "Other programs have taken the processor: run it again on an idle machine"
+        )
+    if load > cores:
+        say(f"note: this machine was busy before the run: load average {load:.1f} on {cores} cores")
     for note in result.notes:
-        console.print(f"note: {note}", highlight=False, markup=False)
+        say(f"note: {note}")
 
 
 def print_counts(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> None:
-    """A further table: a line for each key. After `print_table`, which requires rich."""
-    from rich.console import Console
+    """A further table: a line for each key. On a narrow terminal headings and names go on in the next line."""
+    console = _console()
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    for name in columns:
-        table.add_column(name, no_wrap=True)
+    for place, name in enumerate(columns):
+        table.add_column(name, overflow="fold", justify="right" if place else "left")
     for name, cells in rows.items():
         table.add_row(name, *cells)
-    console = Console(emoji=False)
-    if not console.is_terminal:
-        console.width = 120
     console.print(table)
 
 
@@ -240,7 +277,7 @@ def _panel(axis: Any, title: str, rows: list[Row], systems: list[str], colors: d
             axis.text(
                 x,
                 0.02 if inside else row.ratio_to_floor + 0.02,
-                _number(row.p50),
+                number(row.p50),
                 rotation=90,
                 fontsize=6.5,
                 color="white" if inside else "black",
@@ -249,7 +286,7 @@ def _panel(axis: Any, title: str, rows: list[Row], systems: list[str], colors: d
             )
     axis.axhline(1.0, color="black", linewidth=1.2, label="floor")
     shown = {case: "\n".join(textwrap.wrap(_short(case), 26)) for case in cases}
-    labels = [f"{shown[case]}\nfloor {_number(floors[case])}" if case in floors else shown[case] for case in cases]
+    labels = [f"{shown[case]}\nfloor {number(floors[case])}" if case in floors else shown[case] for case in cases]
     axis.set_xticks(range(len(cases)), labels, fontsize=7)
     axis.set_xlim(-0.6, len(cases) - 0.4)
     axis.set_ylim(0, 1.15 * max(1.1, *(row.ratio_to_floor for row in rows)))
@@ -293,11 +330,6 @@ def main_of(folder: str, main: Any) -> None:
         plot_path=given.plot,
         baselines=parse_baselines(given.baseline_python),
     )
-
-
-def _number(value: float) -> str:
-    """Three significant digits."""
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
 def _short(case: str) -> str:

@@ -39,6 +39,8 @@ from geartrain.errors import ArgumentError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+#: Seconds of a run with --quick, from where its result is made: the start and the report take a few more.
+QUICK_S = 50.0
 #: Undisturbed laps that a system needs before the disturbed ones are left out.
 MIN_QUIET = 7
 QUANTILES = (0.50, 0.75, 0.90, 0.95)
@@ -68,9 +70,50 @@ class Row:
     ratio_to_floor: float
 
 
+class Deadline:
+    """When a run has to be over, and what was left out of it.
+
+        for case in cases:
+            if result.deadline.allows(case.name):
+                measure(case)
+
+    Args:
+        seconds: from now; None for none.
+    """
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self.left_out: list[str] = []
+        self._seconds = seconds
+        self._began_s = time.monotonic()
+        self._first_s = 0.0
+        self._allowed = 0
+
+    def allows(self, what: str) -> bool:
+        """Whether there is time for one more case, if it takes as long as those before did; else it is left out."""
+        now_s = time.monotonic()
+        case_s = (now_s - self._first_s) / self._allowed if self._allowed else 0.0
+        if case_s >= self.left_s():
+            self.left_out.append(what)
+            return False
+        self._first_s = self._first_s or now_s
+        self._allowed += 1
+        return True
+
+    def left_s(self) -> float:
+        """Seconds that are left, 0 at least; infinity without a deadline."""
+        if self._seconds is None:
+            return float("inf")
+        return max(0.0, self._began_s + self._seconds - time.monotonic())
+
+
 @dataclass
 class BenchResult:
-    """A benchmark's rows, with the machine, versions and command that every figure needs."""
+    """A benchmark's rows, with the machine, versions and command that every figure needs.
+
+    Attributes:
+        left_out: cases that did not fit into the time of a quick run.
+        deadline: of the run; not saved.
+    """
 
     bench: str
     command: str
@@ -79,10 +122,12 @@ class BenchResult:
     rows: list[Row] = field(default_factory=list)
     baselines_missing: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    deadline: Deadline = field(default_factory=Deadline, repr=False, compare=False)
 
     def as_json(self) -> dict[str, Any]:
         """The result as plain JSON types."""
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if key != "deadline"}
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> Self:
@@ -92,6 +137,8 @@ class BenchResult:
             ArgumentError: entries that such a result does not have, or lacks.
         """
         try:
+            if "deadline" in found:
+                raise ValueError("it has a deadline")
             made = cls(**{**found, "rows": [Row(**row) for row in object_entries(found, "rows")]})
             for key, kind in _KINDS.items():
                 entry(vars(made), key, kind)
@@ -105,7 +152,10 @@ class BenchResult:
 
 
 _TEXTS = ("case", "system", "metric", "unit")
-_KINDS = {"bench": str, "command": str, "machine": dict, "versions": dict, "baselines_missing": dict, "notes": list}
+_KINDS = {
+    **{"bench": str, "command": str, "machine": dict, "versions": dict},
+    **{"baselines_missing": dict, "notes": list, "left_out": list},
+}
 
 
 @dataclass
@@ -252,8 +302,9 @@ def command(bench: str, *, quick: bool, baselines: Iterable[str]) -> str:
 
 
 def new_result(bench: str, *, quick: bool, baselines: Iterable[str], packages: Sequence[str]) -> BenchResult:
-    """A result with machine, versions and command, without rows."""
-    return BenchResult(bench, command(bench, quick=quick, baselines=baselines), machine(), versions(*packages))
+    """A result with machine, versions and command, without rows. With `quick` its deadline begins."""
+    about = command(bench, quick=quick, baselines=baselines), machine(), versions(*packages)
+    return BenchResult(bench, *about, deadline=Deadline(QUICK_S if quick else None))
 
 
 def note_missing(result: BenchResult, baselines: Iterable[str], known: Sequence[str]) -> None:
@@ -272,7 +323,8 @@ def note_missing(result: BenchResult, baselines: Iterable[str], known: Sequence[
 
 
 def finish(result: BenchResult, began_s: float) -> BenchResult:
-    """Adds the load average after the run and the time it took."""
+    """Adds the load average after the run, the time it took, and what was left out."""
+    result.left_out += result.deadline.left_out
     result.machine["load_average_after"] = [round(load, 2) for load in os.getloadavg()]
     result.machine["run_s"] = round(time.monotonic() - began_s, 1)
     return result

@@ -91,7 +91,8 @@ def run(plan: p2p.Plan, gpus: Gpus, *, quick: bool = False) -> BenchResult:
                 result.baselines_missing[name] = str(error).partition("\n")[0]
         clock = Clock(plan.budget_s, len(plan.sizes))
         for size in plan.sizes:
-            _transfer(plan, size, clients, gpus, clock, result)
+            if result.deadline.allows(f"tensors of {p2p.size_name(size)}"):
+                _transfer(plan, size, clients, gpus, clock, result)
     return harness.finish(result, began_s)
 
 

@@ -27,6 +27,7 @@ second, and for actions over all requests. geartrain runs first, and the baselin
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -102,7 +103,10 @@ def main(
         "max_wait_us": 500.0,
     }
     result.notes.append("asked: " + ", ".join(f"{name} {value}" for name, value in asked.items()))
-    for loop in _loops(result, pythons, asked, began_s + BUDGET_S, quick, full):
+    until_s = began_s + min(BUDGET_S, result.deadline.left_s())
+    for name, loop in _loops(result, pythons, asked, until_s, quick, full):
+        if not result.deadline.allows(name):
+            continue
         loop()
         if json_path is not None:  # figures measured so far are kept, however the run ends
             report.write_json(result, json_path)
@@ -113,8 +117,8 @@ def main(
 
 def _loops(
     result: BenchResult, pythons: Mapping[str, str], asked: dict[str, Any], until_s: float, quick: bool, full: bool
-) -> Iterator[Callable[[], None]]:
-    """All loops, one after the other; geartrain's first, so that a baseline that hangs affects no other."""
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """All loops by name, one after the other; geartrain's first, so that a baseline that hangs affects no other."""
     where = f"{asked['actors']} actors x {asked['environments']} environments"
     cases = {"collect": f"{where}, collecting", "train": f"{where}, training"}
     floors: dict[str, float] = {}
@@ -148,12 +152,16 @@ def _loops(
             add_asking(observers, f"torchrl, {transport.replace('_', ' ')}", measured["took_s"])
 
     most = OBSERVERS[: 1 if quick else None]
-    yield floor
-    yield from (partial(ours, loop) for loop in cases)
-    yield from (partial(our_asking, observers) for observers in most)
-    yield from (partial(theirs, baseline, loop) for loop in cases for baseline in BASELINES)
+    yield "floor", floor
+    for loop in cases:
+        yield f"geartrain, {loop}", partial(ours, loop)
+    for observers in most:
+        yield f"geartrain, {observers} observers", partial(our_asking, observers)
+    for loop, baseline in itertools.product(cases, BASELINES):
+        yield f"{baseline}, {loop}", partial(theirs, baseline, loop)
     transports = ("shared_memory", "queues") if full else ("shared_memory",)
-    yield from (partial(their_asking, observers, transport) for observers in most for transport in transports)
+    for observers, transport in itertools.product(most, transports):
+        yield f"torchrl, {observers} observers, {transport}", partial(their_asking, observers, transport)
 
 
 # --- geartrain ------------------------------------------------------------------------------------------------------

@@ -133,13 +133,18 @@ def main(
 
 def show(plan: Plan, result: SelectionResult, json_path: Path | None, plot_path: Path | None) -> None:
     """Prints the tables and writes the requested files."""
-    report.report(result, json_path)
+    report.report(result, json_path, plot_path, overview=lambda result: _print_counts(plan, result), draw=plot)
+
+
+def _print_counts(plan: Plan, result: SelectionResult) -> None:
     chances = {row.system: row.p50 for row in result.rows if row.metric == P_METRIC}
-    report.print_counts(
-        f"{short(plan.check_draws)} draws of {short(plan.check_rows)} equal rows: the upper half's, by index mod {MOD}",
-        ["system", *(str(i) for i in range(MOD)), "p"],
-        {name: [*map(str, counts), f"{chances[name]:.2g}"] for name, counts in result.counts.items()},
-    )
+    if result.counts:
+        report.print_counts(
+            f"{short(plan.check_draws)} draws of {short(plan.check_rows)} equal rows: the upper half's, by index mod "
+            f"{MOD}",
+            ["system", *(str(i) for i in range(MOD)), "p"],
+            {name: [*map(str, counts), f"{chances[name]:.2g}"] for name, counts in result.counts.items()},
+        )
     if times := speedups(result, [name for names in SAMPLERS.values() for name in names]):
         report.print_counts(
             "sample and update together, times as fast as the best baseline (CPU time)",
@@ -149,8 +154,6 @@ def show(plan: Plan, result: SelectionResult, json_path: Path | None, plot_path:
                 for case, found in times.items()
             },
         )
-    if plot_path is not None:
-        plot(result, plot_path)
 
 
 def run(plan: Plan, baselines: dict[str, str], *, quick: bool = False) -> SelectionResult:
@@ -167,6 +170,8 @@ def run(plan: Plan, baselines: dict[str, str], *, quick: bool = False) -> Select
     }
     with harness.one_torch_thread():
         for rows in plan.sizes:
+            if not result.deadline.allows(f"N {short(rows)}"):
+                continue
             _SizeBench(plan, rows, samplers, began_s + plan.peers_until_s, result).measure()
     harness.finish(result, began_s)
     return result

@@ -63,6 +63,8 @@ def run(sizes: tuple[int, ...], batches: tuple[int, ...], device: str, *, quick:
     if device == "cuda":
         result.machine["gpu"] = torch.cuda.get_device_name(0)
     for n in sizes:
+        if not result.deadline.allows(f"N {n:.0e}"):
+            continue
         priorities = torch.randint(1, 2**31 - 1, (n,), dtype=torch.int32, device=device)
         candidates = DeviceCandidates(priorities.view(torch.uint32))
         floor = timed(_sum_of(priorities), device, laps)

@@ -162,6 +162,8 @@ def run(plan: Plan, baselines: dict[str, str], *, quick: bool = False) -> BenchR
     baselines = {name: python for name, python in baselines.items() if name in ALL_BASELINES}
     with harness.one_torch_thread():
         for place, table in enumerate(plan.tables):
+            if not result.deadline.allows(table.name):
+                continue
             _TableBench(plan, table, baselines, clock, result).measure(single_rows=place == 0)
         small_batches.measure(
             result,
@@ -209,10 +211,11 @@ class _TableBench:
             small = [batch for batch in table.batches if batch * table.row_bytes <= self.plan.peer_batch_bytes]
             large = [batch for batch in table.batches if batch not in small]
             for batches in (small, large):
-                for what in (self._fetch_case, self._insert_case):
+                for what, measure in (("fetch", self._fetch_case), ("insert", self._insert_case)):
                     for batch in batches:
                         for threads in table.threads:
-                            what(batch, threads)
+                            if self.result.deadline.allows(f"{what} {table.name} x {batch}, {threads} threads"):
+                                measure(batch, threads)
                 if self.baselines and large:
                     self._end_peers(
                         f"{batch_list(large)} rows of {table.name} would not fit into memory together with geartrain's"

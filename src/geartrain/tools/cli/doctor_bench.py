@@ -118,7 +118,7 @@ def bench(
         str, typer.Argument(help="Which: " + ", ".join(BENCHES) + "; or plot, to draw saved results again.")
     ],
     quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer cases and repeats; ends within 60 s on 2 cores.")
+        bool, typer.Option("--quick", help="Fewer cases and repeats, within a minute; names what it left out.")
     ] = False,
     json_path: Annotated[
         Path | None, typer.Option("--json", callback=output_file, help="Write the figures to this file.")
@@ -145,7 +145,8 @@ def bench(
 ) -> None:
     """Run a benchmark, with this machine's floor (lower bound) and the installed baselines.
 
-    `bench plot FILE.json ...` draws results saved with --json: FILE.png beside each, or --plot for one.
+    `bench plot FILE.json ...` draws results saved with --json, and reports of rpc-rl: FILE.png beside each, or --plot
+    for one.
 
     rpc-rl and allreduce take further arguments: python -m geartrain_bench.rpc_rl.bench --help tells them.
 

@@ -123,8 +123,12 @@ def deviation(ratio: float) -> float:
 
 
 def number(value: float) -> str:
-    """A number with three significant digits."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+    """A number with three significant digits: 12,345, 12.3, 1.23, 0.00123."""
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    if abs(value) >= 10:
+        return f"{value:.1f}"
+    return f"{value:.2f}" if abs(value) >= 0.1 or value == 0 else f"{value:.3g}"
 
 
 def _cells(cluster: Cluster, found: Prediction) -> list[str]:
@@ -170,4 +174,4 @@ def rich_console() -> tuple[Any, Any]:
     return console, Table
 
 
-__all__ = ["GEAR_GB_PER_S", "ClusterCase", "known_clusters", "show", "show_checked"]
+__all__ = ["GEAR_GB_PER_S", "ClusterCase", "known_clusters", "number", "show", "show_checked"]
