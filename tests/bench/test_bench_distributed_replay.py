@@ -59,6 +59,26 @@ def test_processes_of_one_host_move_nothing_and_every_case_has_a_floor(result: r
     assert all(math.isfinite(number) and number >= 0 for number in numbers)
 
 
+def test_laps_of_the_floor_are_taken_before_and_after_each_round_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    ask = Fleet.ask
+
+    def recorded(self: Fleet, members: Any, timeout_s: float = 180.0, **request: Any) -> Any:
+        done.append(request["do"])
+        return ask(self, members, timeout_s, **request)
+
+    monkeypatch.setattr(Fleet, "ask", recorded)
+    plan = ranks.Plan(
+        ranks.Scaling((1,), (), (16,), ("prioritized",), (), rows=400, least=12, rounds=3), None, ROW_BYTES
+    )
+    with preloaded.children():
+        result = ranks.run(plan, {}, quick=True, constants=False)
+    floor = ["floor", "floor"]  # with ordinary and with streaming stores
+    assert done[done.index("prepare") + 1 : done.index("finish")] == [*[*floor, "warm", "go"] * 3, *floor]
+    (row,) = (row for row in result.rows if row.system == "floor")
+    assert row.p50 >= row.p75 >= row.p95 > 0 and row.p50 > row.p95, "of several laps"
+
+
 @needs_hosts
 def test_hosts_move_only_the_surplus_but_for_the_arms_that_move_all(result: ranks.RanksResult) -> None:
     found = {case["system"]: case for case in cases(result, "links").values()}
@@ -86,8 +106,7 @@ def test_the_result_can_be_shown_kept_and_drawn(
 ) -> None:
     pytest.importorskip("rich")
     pytest.importorskip("matplotlib")
-    report.print_table(result)
-    ranks_report.print_cases(result.cases)
+    report.report(result, overview=lambda measured: ranks_report.print_cases(measured.cases))
     printed = capsys.readouterr().out
     assert "2 ms, local_first" in printed and "2 on 1 host, prioritized x 16" in printed
     report.write_json(result, tmp_path / "ranks.json")
@@ -121,7 +140,7 @@ def test_the_bench_is_known_by_its_name() -> None:
 def test_a_rank_that_fails_ends_the_bench_with_its_own_words() -> None:
     with Fleet.here(1) as fleet:
         with pytest.raises(BaselineError, match="rank 0: KeyError: 'no such store'"):
-            fleet.ask([0], do="floor", store="no such store", rows=1, calls=1)
+            fleet.ask([0], do="floor", store="no such store", rows=1, calls=1, threads=1, stream=False)
         with pytest.raises(BaselineError, match="rank 0 ended"):
             fleet.ask([0], do="leave")
 

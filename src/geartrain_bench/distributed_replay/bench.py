@@ -4,7 +4,8 @@ Two claims, one run each:
 
 **scaling**: 1, 2 and 4 processes that share one host's shard, and 2 and 4 hosts with a shard each, over unshaped
 links; global batches of 32 to 1024 rows; prioritized, uniform, FIFO and top-k. The consumer drops every batch at
-once, so only the replay is timed. The floor copies the same rows in C, in as many independent processes.
+once, so only the replay is timed. The floor copies the same rows in C, in as many independent processes which share the
+cores, with ordinary or with streaming stores, whichever is faster; its laps are interleaved with those of the replay.
 
 **links**: 4 hosts behind links of 200 Mbit/s, rows of 100 KB, and a consumer that trains for so many milliseconds a
 batch (it sleeps: a GPU's step leaves the CPU alone). One host by itself, then all four with `local_first`, with
@@ -32,6 +33,7 @@ import geartrain.tools.plan as planning
 import geartrain_bench.distributed_replay.report as ranks_report
 import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
+from geartrain._native import available_cores
 from geartrain.tools.testing.cluster import Hosts
 from geartrain.tools.testing.namespaces import HostsError
 from geartrain_bench.harness.baselines import BaselineError
@@ -45,8 +47,10 @@ PER_HOST = "samples per host"
 ARMS = ("one host", "local_first", "ordered", "central", "reverb")
 #: An unshaped link is modelled as this many times the measured rate of one connection.
 CONNECTIONS = 2
-#: Bytes that each process copies for a floor.
-FLOOR_BYTES = 400 * MB
+#: Bytes that each process copies for a lap of a floor.
+FLOOR_BYTES = 100 * MB
+#: Batches of a round that are not measured: the replay has made some of them while the floor was timed.
+WARM = 3
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,10 @@ class Scaling:
     every_at: tuple[int, ...]
     rows: int = 6000
     case_bytes: int = 800 * MB
-    least: int = 24
+    least: int = 48
     most: int = 96
+    #: Of measured batches, with a lap of the floor before and after each.
+    rounds: int = 4
 
     def cases(self) -> list[tuple[str, int]]:
         """Strategies and batch sizes, in the order they are measured."""
@@ -93,7 +99,9 @@ class Plan:
 
 DEFAULT = Plan(Scaling((1, 2, 4), (2, 4), (32, 256, 1024), STRATEGIES, (256,)), Links())
 QUICK = Plan(
-    Scaling((1, 2), (2,), (32, 256), ("prioritized", "uniform"), (256,), rows=2000, case_bytes=200 * MB, least=12),
+    Scaling(
+        (1, 2), (2,), (32, 256), ("prioritized", "uniform"), (256,), rows=2000, case_bytes=200 * MB, least=36, rounds=3
+    ),
     Links(train_ms=(50.0,), batches=12, rows_per_host=400),
 )
 EVERY_BATCH = (32, 64, 128, 256, 512, 1024)
@@ -141,7 +149,7 @@ def run(plan: Plan, baselines: Mapping[str, str], *, quick: bool = False, consta
     """All the plan's cases."""
     began_s = time.monotonic()
     base = harness.new_result("ranks", quick=quick, baselines=baselines, packages=("numpy", "torch"))
-    result = RanksResult(base.bench, base.command, base.machine, base.versions)
+    result = RanksResult(**vars(base))
     if constants:
         harness.say("the machine's constants")
         result.constants = planning.measure().as_json()
@@ -222,14 +230,19 @@ def _scaling_case(
     network: tuple[Hosts, float] | None,
     result: RanksResult,
 ) -> None:
-    warm = 3
-    batches = int(np.clip(scaling.case_bytes // (case.batch * case.row_bytes), scaling.least, scaling.most))
+    if not result.deadline.allows(case.name):
+        return
+    rounds, warm = scaling.rounds, WARM
+    batches = int(np.clip(scaling.case_bytes // (case.batch * case.row_bytes), scaling.least, scaling.most)) // rounds
     if case.strategy == "fifo":  # which samples every row once
-        warm, batches = 1, min(batches, case.rows // case.batch - 1)
+        warm, most = 1, case.rows // case.batch
+        if most // rounds <= warm:
+            rounds = 1
+        batches = min(batches, most // rounds - warm)
         if batches < 1:
             result.notes.append(f"{case.name} was left out: {case.rows} rows are too few")
             return
-    floor_s = _floor_s(fleet, members, store, case.batch // len(members), case.row_bytes)
+    floor = _Floor(fleet, members, store, case.batch // len(members), case.row_bytes)
     found = fleet.measure(
         members,
         store=store,
@@ -238,10 +251,13 @@ def _scaling_case(
         assignment=case.assignment,
         warm=warm,
         batches=batches,
+        rounds=rounds,
+        between=floor.lap,
         train_ms=0.0,
         hosts=None if network is None else network[0],
     )
-    for system, laps_s in (("floor", [floor_s]), ("geartrain", found.laps_s)):
+    floor_s = harness.quantiles(floor.laps_s)[0]
+    for system, laps_s in (("floor", floor.laps_s), ("geartrain", found.laps_s)):
         amount = case.batch * case.row_bytes / 1e9
         result.rows.append(harness.rate_row(case.name, system, "all ranks together", "GB/s", laps_s, amount, floor_s))
     result.cases.append(
@@ -264,11 +280,30 @@ def _scaling_case(
     )
 
 
-def _floor_s(fleet: Fleet, members: Sequence[int], store: str, rows: int, row_bytes: int) -> float:
-    """Seconds in which as many processes copy so many rows each, over a lap long enough for all to run."""
-    calls = int(np.clip(FLOOR_BYTES // (rows * row_bytes), 10, 1000))
-    answers = fleet.ask(members, do="floor", store=store, rows=rows, calls=calls)
-    return max(float(answer["seconds"]) for answer in answers) / calls
+class _Floor:
+    """Laps in which processes copy so many rows each: with ordinary and with streaming stores, in turns."""
+
+    def __init__(self, fleet: Fleet, members: Sequence[int], store: str, rows: int, row_bytes: int) -> None:
+        self._fleet, self._members = fleet, members
+        self._request: dict[str, Any] = {
+            "do": "floor",
+            "store": store,
+            "rows": rows,
+            "calls": int(np.clip(FLOOR_BYTES // (rows * row_bytes), 4, 1000)),
+            "threads": max(1, available_cores() // len(members)),
+        }
+        self._laps_s: dict[bool, list[float]] = {False: [], True: []}
+
+    def lap(self) -> None:
+        """One lap of each kind."""
+        for stream, laps_s in self._laps_s.items():
+            answers = self._fleet.ask(self._members, stream=stream, **self._request)
+            laps_s.append(max(float(answer["seconds"]) for answer in answers))
+
+    @property
+    def laps_s(self) -> list[float]:
+        """Seconds of each lap, of the kind that is faster in the median."""
+        return min(self._laps_s.values(), key=np.median)
 
 
 # --- links ------------------------------------------------------------------------------------------------------
@@ -286,13 +321,13 @@ def _links(links: Links, row_bytes: int, reverb: str | None, result: RanksResult
             fleet.ask(every, do="fill", store="spread", rows=rows, row_bytes=row_bytes, capacity=rows)
             fleet.ask([0], do="fill", store="central", rows=count * rows, row_bytes=row_bytes, capacity=count * rows)
             fleet.ask(every[1:], do="fill", store="central", rows=0, row_bytes=row_bytes, capacity=64)
-            copy_s = _floor_s(fleet, [0], "spread", per_host, row_bytes)
-            for train_ms in links.train_ms:
-                # A consumer whose batches are always ready; without training time only the copy is left.
-                result.rows.append(_link_row(links, "floor", train_ms, [train_ms / 1e3 or copy_s], copy_s))
+            floor = _Floor(fleet, [0], "spread", per_host, row_bytes)
+            measured = []
             for configuration in ("one host", "local_first", "ordered", "central"):
                 members = every[:1] if configuration == "one host" else every
                 for train_ms in links.train_ms:
+                    if not result.deadline.allows(f"links: {configuration}, training {train_ms:g} ms"):
+                        continue
                     harness.say(f"links: {configuration}, training {train_ms:g} ms a batch")
                     # A slow configuration needs fewer batches for figures as good: its laps are long.
                     slow = configuration in ("ordered", "central")
@@ -304,10 +339,20 @@ def _links(links: Links, row_bytes: int, reverb: str | None, result: RanksResult
                         assignment="ordered" if configuration == "ordered" else "local_first",
                         warm=4,
                         batches=max(8, links.batches // 3) if slow else links.batches,
+                        between=floor.lap,
                         train_ms=train_ms,
                         hosts=hosts,
                     )
-                    _add_link_case(configuration, train_ms, found, links, row_bytes, link, copy_s, result)
+                    measured.append((configuration, train_ms, found))
+            if not measured:
+                return
+            copy_s = harness.quantiles(floor.laps_s)[0]
+            for train_ms in dict.fromkeys(train_ms for _, train_ms, _ in measured):
+                # A consumer whose batches are always ready; without training time only the copy is left.
+                laps_s = [train_ms / 1e3] if train_ms else floor.laps_s
+                result.rows.append(_link_row(links, "floor", train_ms, laps_s, copy_s))
+            for configuration, train_ms, found in measured:
+                _add_link_case(configuration, train_ms, found, links, row_bytes, link, copy_s, result)
         if reverb is None:
             result.baselines_missing["reverb"] = "no interpreter given (--baseline-python reverb=/path/to/python)"
         else:
@@ -336,6 +381,8 @@ def _reverb(
             "warm": 3,
         }
         for train_ms in links.train_ms:
+            if not result.deadline.allows(f"links: reverb, training {train_ms:g} ms"):
+                continue
             harness.say(f"links: reverb, training {train_ms:g} ms a batch")
             fleet.ask(readers, timeout_s=300, **prepare)
             found = fleet.go(readers, max(8, links.batches // 3), train_ms, hosts)

@@ -18,6 +18,7 @@ import itertools
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from geartrain.tools.testing.cluster import Hosts
 from geartrain_bench.harness.fleet import Fleet, Measured
@@ -39,7 +40,7 @@ def measure(
     batches: int,
 ) -> Measured:
     """One case: a new job of the first hosts."""
-    options = {} if extra_lag is None else {"update_lag": prefetch + extra_lag}
+    options: dict[str, Any] = {} if extra_lag is None else {"update_lag": prefetch + extra_lag}
     return fleet.measure(
         range(size),
         store=store,

@@ -5,9 +5,11 @@ Reads one JSON object a line from stdin and answers each with one on stdout (cli
     {"do": "listen", "host": "10.77.0.1"}                 -> {"port": 40123}: rank 0 hosts the job's key-value store
     {"do": "join", "host": ..., "port": ..., "rank": 1, "size": 4}                          -> {}
     {"do": "fill", "store": "bench", "rows": 3000, "row_bytes": 102400, "capacity": 3000}   -> {"rows": 3000}
-    {"do": "floor", "store": ..., "rows": 64, "calls": 20}  -> {"seconds": all calls}: a C loop copies random rows
-    {"do": "prepare", "store": ..., "strategy": "prioritized", "batch": 256, "assignment": "local_first", "warm": 3}
+    {"do": "floor", "store": ..., "rows": 64, "calls": 20, "threads": 2, "stream": false}
+                                                          -> {"seconds": a call}: a C loop copies random rows
+    {"do": "prepare", "store": ..., "strategy": "prioritized", "batch": 256, "assignment": "local_first"}   -> {}
                                                           ("learns": priorities are updated after every batch)
+    {"do": "warm", "batches": 3}                          -> {}: takes batches that are not measured
     {"do": "go", "batches": 40, "train_ms": 100}          -> {"ends_s": [...], "wait_s": ..., "stats": {...}, ...}
     {"do": "finish"}                                      -> {}: the replay is closed
     {"do": "leave"}                                       -> {}: another group may be joined
@@ -29,8 +31,8 @@ from typing import Any
 
 import numpy as np
 
-import geartrain._native as _native
 import geartrain.selection as selection
+import geartrain_bench.store.floors as floors
 from geartrain.core.schema import Field
 from geartrain.errors import ArgumentError
 from geartrain.replay.batch import Batch
@@ -98,20 +100,20 @@ class Rank:
             one.insert({"x": noise[:n]}, priorities=random.standard_exponential(n) + 0.05)
         return {"rows": len(one)}
 
-    def floor(self, store: str, rows: int, calls: int) -> dict[str, Any]:
-        """Copies so many random rows out of the store into warm memory, in C, on one thread."""
+    def floor(self, store: str, rows: int, calls: int, threads: int, stream: bool) -> dict[str, Any]:
+        """Copies so many random rows out of the store into warm memory, in C."""
         one = self.stores[store]
         column = one.column("x")
-        out = np.ones((rows, *column.shape[1:]), column.dtype)
-        random = np.random.default_rng(SEED)
-        chosen = random.integers(0, len(one), (calls + 1, rows), dtype=np.uint32)
-        seconds = [0.0, 0.0]
-        for number, part in enumerate((chosen[:1], chosen[1:])):  # the first call warms up
-            began_s = time.perf_counter()
-            for some in part:
-                _native.gather_floor(column, out, some, out.nbytes // rows, column.strides[0], False)
-            seconds[number] = time.perf_counter() - began_s
-        return {"seconds": seconds[1]}
+        out = floors.aligned((rows, *column.shape[1:]), one.fields["x"])
+        chosen = np.random.default_rng(SEED).integers(0, len(one), (calls + 1, rows), dtype=np.uint32)
+        parts = min(threads, rows)
+
+        def work(part: int, first: int, last: int) -> None:
+            mine = slice(rows * part // parts, rows * (part + 1) // parts)
+            for some in chosen[first:last]:
+                floors.gather(column, out[mine], some[mine], stream)
+
+        return {"seconds": floors.in_parts(calls, parts, work).seconds}
 
     def prepare(
         self,
@@ -119,11 +121,10 @@ class Rank:
         strategy: str,
         batch: int,
         assignment: Assignment,
-        warm: int,
         learns: bool = False,
         **options: Any,
     ) -> dict[str, Any]:
-        """Creates a replay over all ranks and takes warm-up batches. `learns`: its consumer updates priorities."""
+        """Creates a replay over all ranks. `learns`: its consumer updates priorities."""
         import torch.distributed as dist
 
         self.replay = Replay(
@@ -136,9 +137,19 @@ class Rank:
             **options,
         )
         self.learns = learns
-        for _ in range(warm):
-            self._learn(self.replay, self.replay.sample())
         return {}
+
+    def warm(self, batches: int) -> dict[str, Any]:
+        """Takes batches that are not measured."""
+        replay = self._prepared()
+        for _ in range(batches):
+            self._learn(replay, replay.sample())
+        return {}
+
+    def _prepared(self) -> Replay:
+        if self.replay is None:
+            raise ArgumentError("batches before prepare")
+        return self.replay
 
     def _learn(self, replay: Replay, batch: Batch) -> None:
         if self.learns:
@@ -146,9 +157,7 @@ class Rank:
 
     def go(self, batches: int, train_ms: float) -> dict[str, Any]:
         """Takes batches and trains on each for `train_ms`: sleeps, as on a CPU while a GPU computes."""
-        replay = self.replay
-        if replay is None:
-            raise ArgumentError("go before prepare")
+        replay = self._prepared()
         before = replay.stats()
         cpu_s = time.process_time()
         switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw

@@ -40,6 +40,22 @@ class Measured:
     busiest_bytes: int
     disturbed: int
 
+    @classmethod
+    def of_rounds(cls, rounds: Sequence[Measured]) -> Measured:
+        """Several rounds of the same ranks as one measurement."""
+        return cls(
+            ranks=rounds[0].ranks,
+            batches=sum(one.batches for one in rounds),
+            laps_s=[lap_s for one in rounds for lap_s in one.laps_s],
+            seconds=sum(one.seconds for one in rounds),
+            wait_s=sum(one.wait_s for one in rounds),
+            cpu_s=sum(one.cpu_s for one in rounds),
+            stats={key: sum(one.stats[key] for one in rounds) for key in rounds[0].stats},
+            sent_bytes=sum(one.sent_bytes for one in rounds),
+            busiest_bytes=sum(one.busiest_bytes for one in rounds),
+            disturbed=sum(one.disturbed for one in rounds),
+        )
+
     def figures(self, batch: int, row_bytes: int) -> dict[str, float]:
         """A batch's figures for JSON: rates and bytes summed over ranks, times of the mean rank."""
         per_batch = 1 / self.batches
@@ -148,14 +164,36 @@ class Fleet:
         self.ask(members, do="leave")
 
     def measure(
-        self, members: Sequence[int], *, batches: int, train_ms: float, hosts: Hosts | None = None, **case: Any
+        self,
+        members: Sequence[int],
+        *,
+        batches: int,
+        train_ms: float,
+        hosts: Hosts | None = None,
+        rounds: int = 1,
+        warm: int,
+        between: Callable[[], object] | None = None,
+        **case: Any,
     ) -> Measured:
-        """One case: a new job and a new replay over the members, warm-up batches, then the measured ones."""
+        """One case: a new job and a new replay over the members, and rounds of warm-up and of measured batches.
+
+        Args:
+            batches: measured ones of a round.
+            warm: batches before them, in each round: those that were made while nothing was timed.
+            between: called before each round, and after the last one.
+        """
+        found = []
         with self.joined(members, "127.0.0.1" if hosts is None else hosts.address(0)):
             self.ask(members, do="prepare", **case)
-            found = self.go(members, batches, train_ms, hosts)
+            for _ in range(rounds):
+                if between is not None:
+                    between()
+                self.ask(members, do="warm", batches=warm)
+                found.append(self.go(members, batches, train_ms, hosts))
+            if between is not None:
+                between()
             self.ask(members, do="finish")
-        return found
+        return Measured.of_rounds(found)
 
     def go(self, members: Sequence[int], batches: int, train_ms: float, hosts: Hosts | None) -> Measured:
         """So many measured batches."""
