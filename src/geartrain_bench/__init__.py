@@ -94,7 +94,7 @@ def load(name: str, device: str = "cpu") -> Main:
 
 
 def plot_saved(saved: Path, path: Path) -> None:
-    """Draws a result that was saved with `--json` into a file. Needs matplotlib.
+    """Draws a result that was saved with `--json`, or a report of `bench rpc-rl`, into a file. Needs matplotlib.
 
     Raises:
         ArgumentError: the file is no such result; OSError: it cannot be read.
@@ -103,14 +103,16 @@ def plot_saved(saved: Path, path: Path) -> None:
         found = read_json(saved)
     except ValueError as error:
         raise ArgumentError(f"{saved} cannot be read: {error}") from None
-    name = str(found.get("bench", "")).partition(" ")[0] if isinstance(found, dict) else ""
+    is_report = isinstance(found, dict) and "benchmark_results" in found
+    name = "rpc-rl" if is_report else str(found.get("bench", "")).partition(" ")[0] if isinstance(found, dict) else ""
     if name not in BENCHES:
         raise ArgumentError(f"{saved} is no result of geartrain bench, saved with --json")
     bench = BENCHES[name]
     if name in ("selection", "allreduce") and "--device cuda" in str(found.get("command", "")):
         bench = Bench(bench.cpu)  # whose result and plot are those of any benchmark
     try:
-        result = _found(bench.result).of_json(found)
+        read = _found("rpc_rl.bench:result_of_report") if is_report else _found(bench.result).of_json
+        result = read(found)
     except ArgumentError as error:
         raise ArgumentError(f"{saved}: {error}") from None
     if not result.rows:

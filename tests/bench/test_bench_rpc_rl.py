@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -190,6 +191,19 @@ def test_the_command_prints_a_table_and_writes_a_report_for_each_backend_and_a_p
     assert {row["system"] for row in rows} == {"floor", "geartrain", "torch"}
     bench.plot_saved(tmp_path / "all.json", tmp_path / "again.png")
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "a.png").read_bytes()
+    for name, backend in (("out.json", "geartrain"), ("out.torch.json", "torch")):
+        assert f"geartrain bench plot {name} draws it" in done.stdout
+        bench.plot_saved(tmp_path / name, tmp_path / "report.png")
+        assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+        of_report = {
+            (row.metric, row.case.rpartition(" ")[2]): row
+            for row in rpc_rl.result_of_report(json.loads((tmp_path / name).read_text())).rows
+        }
+        for row in rows:
+            if row["system"] == backend:
+                drawn = of_report[row["metric"], re.findall(r"\d+", row["case"])[0]]
+                for quantile in ("p50", "p75", "p90", "p95"):
+                    assert getattr(drawn, quantile) == pytest.approx(row[quantile], rel=0.02), (row, drawn)
 
 
 def test_a_second_list_and_arguments_of_others_are_refused_in_one_line(tmp_path: Path) -> None:

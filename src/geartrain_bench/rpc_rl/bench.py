@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import textwrap
@@ -39,7 +40,7 @@ import geartrain_bench.harness.timing as harness
 from geartrain.errors import ArgumentError, GeartrainError, MissingDependencyError
 from geartrain.tools.plots import import_pyplot
 from geartrain_bench.harness.timing import BenchResult, Row
-from geartrain_bench.rpc_rl.samples import Runs, Samples, as_report, report_path, show
+from geartrain_bench.rpc_rl.samples import PERCENTILE_NAMES, Runs, Samples, as_report, of_report, report_path, show
 from geartrain_bench.rpc_rl.settings import BACKENDS, Settings, read
 from geartrain_bench.rpc_rl.team import started
 
@@ -67,27 +68,31 @@ def main(
         )
     settings = read(arguments)
     episodes, steps = (QUICK_EPISODES, QUICK_STEPS) if quick else (EPISODES, STEPS)
-    result, runs = run(settings, episodes, steps)
+    result, runs = run(settings, episodes, steps, quick=quick)
     words = ["geartrain bench rpc-rl", *["--quick"] * quick, *arguments]
     result.command = " ".join(words)
     for backend in BACKENDS[settings.backend]:
         written = as_report(settings, backend, runs, result)
         show(written)
-        with report_path(settings, backend).open("w") as file:
+        path = report_path(settings, backend)
+        with path.open("w") as file:
             json.dump(written, file)
+        result.notes.append(f"the report of {backend} is in {path}: geartrain bench plot {path} draws it")
     report.report(result, json_path, plot_path, draw=plot)
     return result
 
 
-def run(settings: Settings, episodes: int, steps: int) -> tuple[BenchResult, Runs]:
+def run(settings: Settings, episodes: int, steps: int, *, quick: bool = False) -> tuple[BenchResult, Runs]:
     """All measurements."""
     began_s = time.monotonic()
     _need_torch()
-    result = harness.new_result("rpc-rl", quick=False, baselines=(), packages=("numpy", "torch"))
+    result = harness.new_result("rpc-rl", quick=quick, baselines=(), packages=("numpy", "torch"))
     result.machine["torch_threads"] = settings.threads
     runs: Runs = []
     for point in settings.points():
         case = settings.case(point)
+        if not result.deadline.allows(case):
+            continue
         harness.say(f"{case}: {', '.join(BACKENDS[settings.backend])}, {point['world_size']} processes each")
         samples, floor = _measure(settings, point, episodes, steps)
         runs.append(samples)
@@ -162,6 +167,30 @@ def _compared(case: str, samples: dict[str, Samples]) -> list[str]:
         f"{case}: geartrain's observer latency p50 is {latency:.2f}x of torch's, "
         f"its agent throughput p50 {throughput:.2f}x"
     ]
+
+
+def result_of_report(written: dict[str, Any]) -> BenchResult:
+    """A report that this benchmark has written, as a result without a floor, to be drawn.
+
+    Raises:
+        ArgumentError: it is no such report.
+    """
+    try:
+        backend, points = of_report(written)
+        about = written["about"]
+        result = BenchResult("rpc-rl", about["command"], about["machine"], about["versions"])
+        for case, found in points:
+            for who in ("agent", "observer"):
+                at_us = [float(found[f"{who}_latency_us"][name]) for name in PERCENTILE_NAMES]
+                # The report's p95 of a rate is that of the best 5 %; in a row it is the slow tail.
+                rate = float(found[f"{who} throughput"]["p50"])
+                rates = [rate * at_us[0] / one for one in at_us]
+                for metric, unit, values in (("latency", "us", at_us), ("throughput", "1/s", rates)):
+                    p50, p75, p90, p95 = values
+                    result.rows.append(Row(case, backend, f"{who} {metric}", unit, p50, p75, p90, p95, math.nan))
+        return BenchResult.of_json(result.as_json())
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise ArgumentError(f"this is no report of geartrain bench rpc-rl: {error!r}") from None
 
 
 def plot(result: BenchResult, path: Path) -> None:

@@ -15,6 +15,7 @@ from geartrain_bench.rpc_rl.settings import BACKENDS, Settings
 
 METRICS = ("agent latency (seconds)", "agent throughput", "observer latency (seconds)", "observer throughput")
 PERCENTILES = (50, 75, 90, 95)
+PERCENTILE_NAMES = tuple(f"p{place}" for place in PERCENTILES)
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Samples:
 
 
 def _percentiles(values: NDArray[np.float64]) -> dict[str, float]:
-    return dict(zip(("p50", "p75", "p90", "p95"), np.percentile(values, PERCENTILES).tolist(), strict=True))
+    return dict(zip(PERCENTILE_NAMES, np.percentile(values, PERCENTILES).tolist(), strict=True))
 
 
 #: Samples of each measurement, by backend.
@@ -62,7 +63,7 @@ def as_report(settings: Settings, backend: str, runs: Runs, result: BenchResult)
     if settings.x_axis_name is not None:
         found["x_axis_name"] = settings.x_axis_name
     results = []
-    for point, samples in zip(settings.points(), runs, strict=True):
+    for point, samples in zip(settings.points(), runs, strict=False):  # the last ones may be left out
         at = {} if settings.x_axis_name is None else {settings.x_axis_name: point[settings.x_axis_name]}
         results.append({**samples[backend].metrics(), **at})
     found["benchmark_results"] = results
@@ -75,6 +76,19 @@ def as_report(settings: Settings, backend: str, runs: Runs, result: BenchResult)
         "versions": result.versions,
     }
     return found
+
+
+def of_report(written: dict[str, Any]) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
+    """The backend of a report, and its measurements by the value of the x axis, or by the number of processes.
+
+    Raises:
+        KeyError, TypeError: it is no report of this benchmark.
+    """
+    axis = written.get("x_axis_name") or "world_size"
+    name = axis.replace("_", " ")
+    return written["about"]["backend"], [
+        (f"{name} {one.get(axis, written.get(axis))}", one) for one in written["benchmark_results"]
+    ]
 
 
 def show(written: dict[str, Any]) -> None:
