@@ -139,6 +139,25 @@ def test_a_failed_import_leaves_nothing_behind(fault: BaseException) -> None:
         Store.open(name)
 
 
+def test_an_interrupt_that_keeps_the_creation_from_returning_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    create = Store.create
+
+    def interrupted(*given: object, **options: object) -> Store:
+        made.append(create(*given, **options))
+        raise KeyboardInterrupt  # as of a signal that came while the native code was at work
+
+    made: list[Store] = []
+    monkeypatch.setattr(Store, "create", interrupted)
+    name = store_name()
+    with pytest.raises(KeyboardInterrupt):
+        import_dataset(Toy([3]), name, capacity=3, max_length=3, persist=True, progress=False)
+    made.pop().close()
+    with pytest.raises(StoreMissingError):
+        Store.open(name)
+
+
 def test_an_import_does_not_touch_a_store_that_is_there_already() -> None:
     with imported(Toy([4, 2])) as store:
         with pytest.raises(StoreExistsError):

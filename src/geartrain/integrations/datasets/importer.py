@@ -25,7 +25,7 @@ from geartrain.core.arguments import check_choice, check_flag, check_path, shown
 from geartrain.core.dtypes import as_dtype
 from geartrain.core.progress import Progress
 from geartrain.core.schema import Field
-from geartrain.errors import ArgumentError, SourceError, StoreExistsError, StoreMissingError
+from geartrain.errors import ArgumentError, SourceError, StoreError, StoreExistsError, StoreMissingError
 from geartrain.integrations.datasets.arguments import casts_of, checked_options
 from geartrain.integrations.datasets.episode import Array, DeferredSteps, Episode, FieldChoice, Source, reading
 from geartrain.integrations.datasets.row_filling import RowFiller
@@ -159,14 +159,28 @@ def import_dataset(
         name: Field(found.shape, casts.get(found.dtype, found.dtype), per_row=found.per_row)
         for name, found in opened.fields().items()
     }
-    store = Store.create(name, schema, max_length=max_length, capacity=capacity, persist=persist)
+    store, began_ns = None, time.time_ns()
     try:
+        store = Store.create(name, schema, max_length=max_length, capacity=capacity, persist=persist)
         ingest(opened, store, on_too_long=on_too_long, cast=casts, progress=progress)
     except BaseException:
-        store.unlink()
-        store.close()
+        if store is None:
+            _remove_begun(name, began_ns)
+        else:
+            store.unlink()
+            store.close()
         raise
     return store
+
+
+def _remove_begun(name: str, began_ns: int) -> None:
+    """Removes the store that this process has created since, and that an interrupt has kept `Store.create` from
+    returning: it would look like a whole import without rows."""
+    with contextlib.suppress(StoreError, OSError), Store.peek(name) as found:
+        about = found.native.describe()
+        mine = {each["pid"] for each in found.native.clients()} <= {os.getpid()}
+        if mine and about["created_ns"] >= began_ns and len(found) == 0:
+            found.unlink()
 
 
 def ingest(
