@@ -181,7 +181,7 @@ class Future:
         elif not self._finished:
             try:
                 value = self._source.value_of(outcome, elsewhere)
-            except GeartrainError as failure:
+            except Exception as failure:  # of unpickling, any
                 error = failure.with_traceback(None)
         with self._lock:
             if self._finished:
