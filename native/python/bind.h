@@ -166,6 +166,8 @@ nb::capsule keep_alive(std::shared_ptr<Mapping> mapping);
 
 // Registers the translation of this module's Errors to the classes of geartrain.errors.
 void register_errors();
+// The exception that is being handled, one of these or any other, as Python's. In a catch block, with the GIL.
+nb::object caught();
 
 void bind_base(nb::module_& module);
 void bind_store(nb::module_& module);

@@ -33,19 +33,6 @@
 namespace geartrain {
 namespace {
 
-template <typename Try>
-bool succeeds(Try&& attempt) {
-  try {
-    attempt();
-    return true;
-  } catch (const Error&) {
-    return false;
-  } catch (const nb::python_error& error) {
-    if (!error.matches(PyExc_Exception)) throw;
-    return false;
-  }
-}
-
 Arrived* arrived_from(const nb::bytes& header, const nb::list& buffers) {
   auto made = std::make_unique<Arrived>();
   Payload parts;
@@ -60,6 +47,10 @@ Arrived* arrived_from(const nb::bytes& header, const nb::list& buffers) {
   return made.release();
 }
 
+bool is_message_error(nb::handle error) {
+  return nb::isinstance(error, nb::module_::import_("geartrain.errors").attr("MessageError"));
+}
+
 nb::list views_of(const Message& message) {
   nb::list out;
   for (const auto& buffer : message.buffers) {
@@ -69,6 +60,14 @@ nb::list views_of(const Message& message) {
     out.append(nb::cast(nb::ndarray<nb::numpy, uint8_t>(reinterpret_cast<uint8_t*>(buffer.data()), 1, shape, keep)));
   }
   return out;
+}
+
+// A message's kind and payload, as a call encodes it: for one that is sent to many.
+nb::object encoded_message(const Codec& codec, uint32_t kind, nb::handle value, bool pickle, nb::handle tensors,
+                           double timeout_s) {
+  auto payload = std::make_unique<Payload>();
+  const uint32_t found = codec.encode_message(kind, value, pickle, tensors, 0, timeout_s, payload.get());
+  return nb::make_tuple(found, nb::cast(payload.release(), nb::rv_policy::take_ownership));
 }
 
 }  // namespace
@@ -94,16 +93,39 @@ Payload* Codec::encode(nb::handle value, bool pickle) const {
   return payload.release();
 }
 
-nb::object Codec::decode(const Arrived& arrived, bool pickle) const {
-  return geartrain::decode(types_, arrived.message, pickle);
+nb::object Codec::decode(const Message& message, bool pickle) const {
+  return geartrain::decode(types_, message, pickle);
 }
 
-bool Codec::try_encode(nb::handle value, bool pickle, Payload* payload) const {
-  return succeeds([&] { geartrain::encode(types_, value, pickle, payload); });
+uint32_t Codec::encode_message(uint32_t kind, nb::handle value, bool pickle, nb::handle tensors, uint64_t tag,
+                               double timeout_s, Payload* payload) const {
+  nb::object refusal;
+  try {
+    geartrain::encode(types_, value, pickle, payload);
+    if (payload->bytes() < kOutOfBandBytes) return kind;
+  } catch (...) {
+    refusal = caught();
+  }
+  const bool encodable = !refusal.is_valid();
+  nb::object instead = nb::none();
+  if (encodable || is_message_error(refusal)) instead = tensors.attr("out_of_band")(value, encodable, tag, timeout_s);
+  if (!instead.is_none()) {
+    const auto given = nb::cast<nb::tuple>(instead);
+    payload->clear();
+    geartrain::encode(types_, given[1], pickle, payload);
+    return kind | nb::cast<uint32_t>(given[0]);
+  }
+  if (encodable) return kind;
+  PyErr_SetObject(refusal.type().ptr(), refusal.ptr());
+  throw nb::python_error();
 }
 
-bool Codec::try_decode(const Message& message, bool pickle, nb::object* value) const {
-  return succeeds([&] { *value = geartrain::decode(types_, message, pickle); });
+Codec::Decoded Codec::decode_message(const Message& message, bool pickle) const {
+  try {
+    return {decode(message, pickle), nb::none()};
+  } catch (...) {
+    return {nb::none(), caught()};
+  }
 }
 
 void bind_codec(nb::module_& module) {
@@ -146,16 +168,17 @@ void bind_codec(nb::module_& module) {
                      }
                      return out;
                    })
-      .def_prop_ro("nbytes", [](const Payload& self) {
-        size_t bytes = self.header.size();
-        for (const Bytes& part : self.buffers()) bytes += part.size();
-        return bytes;
-      });
+      .def_prop_ro("nbytes", &Payload::bytes);
 
   nb::class_<Codec>(module, "Codec")
       .def(nb::init<nb::dict, const nb::dict&, nb::object, nb::object, nb::object, uint32_t>())
       .def("encode", &Codec::encode, nb::arg("value").none(), nb::arg("pickle") = false)
-      .def("decode", &Codec::decode, nb::arg("message"), nb::arg("pickle") = false);
+      .def(
+          "decode",
+          [](const Codec& codec, const Arrived& arrived, bool pickle) { return codec.decode(arrived.message, pickle); },
+          nb::arg("message"), nb::arg("pickle") = false)
+      .def("encode_message", &encoded_message);
+  module.attr("OUT_OF_BAND_BYTES") = Codec::kOutOfBandBytes;
 }
 
 }  // namespace geartrain

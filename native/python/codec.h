@@ -52,9 +52,7 @@ void encode(const CodecTypes& codec, nb::handle value, bool pickle, Payload* pay
 // Throws frame for a malformed message, untrusted for a pickle where none is accepted.
 nb::object decode(const CodecTypes& codec, const Message& message, bool pickle);
 
-// What Python has of it. For a binding that encodes, sends, receives and decodes in one call, on a hot path: false
-// where the value cannot be encoded, or the message decoded. Only what is no Exception (a signal's KeyboardInterrupt)
-// is thrown: the caller does the same by `encode` or `decode`, and gets the error from there.
+// What Python has of both.
 class Codec {
  public:
   // `numpy_codes`: dict of numpy dtypes to codes; `itemsizes`: dict of codes to sizes; `torch_part`: called once torch
@@ -64,9 +62,21 @@ class Codec {
   Codec(nb::dict numpy_codes, const nb::dict& itemsizes, nb::object torch_part, nb::object dumps, nb::object loads,
         uint32_t max_depth);
   Payload* encode(nb::handle value, bool pickle) const;
-  nb::object decode(const Arrived& arrived, bool pickle) const;
-  bool try_encode(nb::handle value, bool pickle, Payload* payload) const;
-  bool try_decode(const Message& message, bool pickle, nb::object* value) const;
+  nb::object decode(const Message& message, bool pickle) const;
+
+  // For a binding that sends what it encodes: encodes a value into an empty payload, and returns the message's kind.
+  // `tensors.out_of_band(value, encodable, tag, timeout_s)` is called with a value that cannot be encoded
+  // (MessageError), or that takes kOutOfBandBytes or more. It returns None, or (bit of the kind, value): then that
+  // value is encoded in place of the one given. Throws what encode() does, and what the function raises.
+  uint32_t encode_message(uint32_t kind, nb::handle value, bool pickle, nb::handle tensors, uint64_t tag,
+                          double timeout_s, Payload* payload) const;
+  static constexpr size_t kOutOfBandBytes = size_t{256} << 10;
+
+  // For a binding that decodes what it receives: the value; or None, and what decode() has raised.
+  struct Decoded {
+    nb::object value, error;
+  };
+  Decoded decode_message(const Message& message, bool pickle) const;
 
  private:
   CodecTypes types_;

@@ -62,25 +62,41 @@ const char* error_class(ErrorKind kind) {
   return "GeartrainError";
 }
 
+nb::object raised_of(const Error& error) {
+  const bool nobody = dynamic_cast<const NobodyListens*>(&error) != nullptr;
+  const char* const name = nobody ? "ListenerGoneError" : error_class(error.kind);
+  nb::object raised = nb::module_::import_("geartrain.errors").attr(name)(error.what());
+  if (const auto* unreached = dynamic_cast<const MembersUnreached*>(&error)) {
+    nb::list members;
+    for (const uint32_t member : unreached->members) members.append(member);
+    raised.attr("members") = nb::tuple(members);
+  }
+  return raised;
+}
+
 void translate(const std::exception_ptr& pointer, void*) {
   sleep_at_finalization();
   try {
     std::rethrow_exception(pointer);
   } catch (const Error& error) {
-    const bool nobody = dynamic_cast<const NobodyListens*>(&error) != nullptr;
-    const char* const name = nobody ? "ListenerGoneError" : error_class(error.kind);
-    const nb::object type = nb::module_::import_("geartrain.errors").attr(name);
-    const nb::object raised = type(error.what());
-    if (const auto* unreached = dynamic_cast<const MembersUnreached*>(&error)) {
-      nb::list members;
-      for (const uint32_t member : unreached->members) members.append(member);
-      raised.attr("members") = nb::tuple(members);
-    }
-    PyErr_SetObject(type.ptr(), raised.ptr());
+    const nb::object raised = raised_of(error);
+    PyErr_SetObject(raised.type().ptr(), raised.ptr());
   }
 }
 
 }  // namespace
+
+nb::object caught() {
+  try {
+    throw;
+  } catch (const Error& error) {
+    return raised_of(error);
+  } catch (const nb::python_error& error) {
+    return nb::borrow(error.value());
+  } catch (const std::bad_alloc&) {
+    return nb::handle(PyExc_MemoryError)();
+  }
+}
 
 void register_errors() {
   nb::register_exception_translator(translate);

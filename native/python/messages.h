@@ -28,8 +28,13 @@ class Payload {
   Payload() = default;
   Payload(const Payload&) = delete;
   Payload& operator=(const Payload&) = delete;
-  ~Payload() {
+  ~Payload() { clear(); }
+  void clear() {
     for (Py_buffer& view : views_) PyBuffer_Release(&view);
+    views_.clear();
+    buffers_.clear();
+    owners_.clear();
+    header.clear();
   }
 
   std::vector<std::byte> header;
@@ -47,6 +52,11 @@ class Payload {
     buffers_.push_back({static_cast<const std::byte*>(view.buf), static_cast<size_t>(view.len)});
   }
   const std::vector<Bytes>& buffers() const { return buffers_; }
+  size_t bytes() const {
+    size_t bytes = header.size();
+    for (const Bytes& part : buffers_) bytes += part.size();
+    return bytes;
+  }
 
  private:
   std::vector<Bytes> buffers_;

@@ -9,6 +9,7 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include "base/clock.h"
 #include "base/errors.h"
 #include "python/bind.h"
 #include "python/codec.h"
@@ -94,13 +95,18 @@ void send(Connection& connection, uint64_t tag, uint32_t kind, const Payload& pa
   connection.send({tag, kind, payload.header, payload.buffers()}, Deadline::after(timeout_s));
 }
 
-// A value, encoded and sent; false where it cannot be encoded.
-bool send_value(Connection& connection, const Codec& codec, uint64_t tag, uint32_t kind, nb::handle value, bool pickle,
-                double timeout_s) {
+// Encodes a value and sends it: None; or, before anything is sent, the exception that encoding has raised. (What is
+// thrown is the connection's.)
+nb::object send_value(Connection& connection, const Codec& codec, uint64_t tag, uint32_t kind, nb::handle value,
+                      bool pickle, double timeout_s, nb::handle tensors) {
   Payload payload;
-  if (!codec.try_encode(value, pickle, &payload)) return false;
+  try {
+    kind = codec.encode_message(kind, value, pickle, tensors, tag, timeout_s, &payload);
+  } catch (...) {
+    return caught();
+  }
   send(connection, tag, kind, payload, timeout_s);
-  return true;
+  return nb::none();
 }
 
 Arrived* receive(Connection& connection, double timeout_s) {
@@ -178,15 +184,10 @@ nb::dict counts(const Connection& connection) {
   return out;
 }
 
-nb::object arrived_of(Message&& message) {
-  auto arrived = std::make_unique<Arrived>(Arrived{std::move(message)});
-  return nb::cast(arrived.release(), nb::rv_policy::take_ownership);
-}
-
 // For threads of a server's alone, which are never Python's main one: no signals are checked, for which threads of
 // every idle node would wake up four times a second. None at the deadline; else (id, how many other threads wait, kind,
-// tag, bytes, value, message). The kind is -1 where the connection was lost, and the value the reason; a message that
-// cannot be decoded is there itself, else None.
+// tag, bytes, value, error). The kind is -1 where the connection was lost, and the value the reason. The error is what
+// decoding the message has raised, or None.
 nb::object next_event(Inbox& inbox, const Codec& codec, double timeout_s) {
   Inbox::Event event;
   {
@@ -196,26 +197,72 @@ nb::object next_event(Inbox& inbox, const Codec& codec, double timeout_s) {
   if (event.lost) return nb::make_tuple(event.id, event.standing_by, -1, 0, 0, event.reason, nb::none());
   const uint32_t kind = event.message.kind;
   const uint64_t tag = event.message.tag, bytes = event.message.bytes();
-  nb::object value = nb::none(), message = nb::none();
-  if (!codec.try_decode(event.message, event.trusted, &value)) message = arrived_of(std::move(event.message));
-  return nb::make_tuple(event.id, event.standing_by, kind, tag, bytes, value, message);
+  const Codec::Decoded found = codec.decode_message(event.message, event.trusted);
+  return nb::make_tuple(event.id, event.standing_by, kind, tag, bytes, found.value, found.error);
 }
 
-uint64_t start(PendingCalls& calls, uint32_t kind, const Payload& payload, bool detached, double timeout_s) {
+// The calls over one connection: requests and answers as values.
+class Calls : public PendingCalls {
+ public:
+  Calls(std::shared_ptr<Connection> connection, size_t max_open, nb::object codec, bool pickle)
+      : PendingCalls(std::move(connection), max_open),
+        codec(nb::cast<const Codec&>(codec)),
+        pickle(pickle),
+        held_(std::move(codec)) {}
+  const Codec& codec;
+  const bool pickle;
+
+ private:
+  const nb::object held_;
+};
+
+constexpr int kCodecError = -1;  // in place of an answer's kind: its value is what encoding or decoding has raised
+
+// (kind, value, tag, arrived) of an answer; `arrived` is time.perf_counter() before it was decoded, or 0.
+nb::object decoded(const Calls& calls, const Message& answer, bool traced) {
+  const double arrived_s = traced ? static_cast<double>(monotonic_ns()) / 1e9 : 0.0;
+  const Codec::Decoded found = calls.codec.decode_message(answer, calls.pickle);
+  if (!found.error.is_none()) return nb::make_tuple(kCodecError, found.error, answer.tag, arrived_s);
+  return nb::make_tuple(answer.kind, found.value, answer.tag, arrived_s);
+}
+
+// Encodes a request, or takes the payload of one that was encoded before, and sends it: its tag.
+uint64_t start(Calls& calls, uint32_t kind, nb::handle value, double timeout_s, nb::handle tensors) {
+  Payload encoded;
+  const Payload* payload = &encoded;
+  if (nb::isinstance<Payload>(value)) {
+    payload = &nb::cast<const Payload&>(value);
+  } else {
+    kind = calls.codec.encode_message(kind, value, calls.pickle, tensors, 0, timeout_s, &encoded);
+  }
   const Unlocked unlocked;
-  return calls.start(kind, payload.header, payload.buffers(), detached, Deadline::after(timeout_s));
+  return calls.start(kind, payload->header, payload->buffers(), false, Deadline::after(timeout_s));
 }
 
-Arrived* wait_for_answer(PendingCalls& calls, uint64_t tag, double timeout_s) {
-  auto arrived = std::make_unique<Arrived>();
-  patiently_or_throw(timeout_s, [&](Deadline slice) { calls.wait(tag, &arrived->message, slice); });
-  return arrived.release();
+nb::object wait_for_answer(Calls& calls, uint64_t tag, double timeout_s, bool traced) {
+  Message answer;
+  patiently_or_throw(timeout_s, [&](Deadline slice) { calls.wait(tag, &answer, slice); });
+  return decoded(calls, answer, traced);
 }
 
+nb::object next_detached(Calls& calls, double timeout_s, bool traced) {
+  Message answer;
+  patiently_or_throw(timeout_s, [&](Deadline slice) { calls.next_detached(&answer, slice); });
+  return decoded(calls, answer, traced);
+}
+
+// Encodes a request, sends it, waits for its answer and decodes that. The tag is 0 where the request cannot be encoded.
 // A call whose caller does not wait for it any more, for a signal's handler has raised, is cancelled by a message of
 // the kind `cancel`.
-void call_for(PendingCalls& calls, uint32_t kind, const Payload& payload, double timeout_s, uint32_t cancel,
-              Message* answer) {
+nb::object call(Calls& calls, uint32_t kind, nb::handle value, double timeout_s, uint32_t cancel, nb::handle tensors,
+                bool traced) {
+  Payload payload;
+  try {
+    kind = calls.codec.encode_message(kind, value, calls.pickle, tensors, 0, timeout_s, &payload);
+  } catch (...) {
+    return nb::make_tuple(kCodecError, caught(), 0, 0.0);
+  }
+  Message answer;
   const Deadline deadline = Deadline::after(timeout_s);
   uint64_t tag = 0;
   try {
@@ -223,7 +270,7 @@ void call_for(PendingCalls& calls, uint32_t kind, const Payload& payload, double
     patiently_or_throw(timeout_s, [&](Deadline slice) {
       if (!sent) tag = calls.start(kind, payload.header, payload.buffers(), false, deadline);
       sent = true;
-      calls.wait(tag, answer, slice);
+      calls.wait(tag, &answer, slice);
     });
   } catch (const nb::python_error&) {
     if (tag != 0) {
@@ -240,43 +287,7 @@ void call_for(PendingCalls& calls, uint32_t kind, const Payload& payload, double
     if (tag != 0) calls.forget(tag);
     throw;
   }
-}
-
-Arrived* call(PendingCalls& calls, uint32_t kind, const Payload& payload, double timeout_s, uint32_t cancel) {
-  auto arrived = std::make_unique<Arrived>();
-  call_for(calls, kind, payload, timeout_s, cancel, &arrived->message);
-  return arrived.release();
-}
-
-// (kind, value, tag) of an answer, or (-1, message, 0) of one that cannot be decoded.
-nb::object value_of(Message&& answer, const Codec& codec, bool pickle) {
-  nb::object value;
-  if (codec.try_decode(answer, pickle, &value)) return nb::make_tuple(answer.kind, value, answer.tag);
-  return nb::make_tuple(-1, arrived_of(std::move(answer)), 0);
-}
-
-// The same of a value: None where it cannot be encoded, before anything is sent; else its answer's value_of().
-nb::object call_with_value(PendingCalls& calls, const Codec& codec, uint32_t kind, nb::handle given, bool pickle,
-                           double timeout_s, uint32_t cancel) {
-  Payload payload;
-  if (!codec.try_encode(given, pickle, &payload)) return nb::none();
-  Message answer;
-  call_for(calls, kind, payload, timeout_s, cancel, &answer);
-  return value_of(std::move(answer), codec, pickle);
-}
-
-// Its two halves: the request's tag, or None; and the answer.
-nb::object start_with_value(PendingCalls& calls, const Codec& codec, uint32_t kind, nb::handle given, bool pickle,
-                            double timeout_s) {
-  Payload payload;
-  if (!codec.try_encode(given, pickle, &payload)) return nb::none();
-  return nb::int_(start(calls, kind, payload, false, timeout_s));
-}
-
-nb::object wait_for_value(PendingCalls& calls, const Codec& codec, uint64_t tag, bool pickle, double timeout_s) {
-  Message answer;
-  patiently_or_throw(timeout_s, [&](Deadline slice) { calls.wait(tag, &answer, slice); });
-  return value_of(std::move(answer), codec, pickle);
+  return decoded(calls, answer, traced);
 }
 
 }  // namespace
@@ -298,7 +309,7 @@ void bind_transport(nb::module_& module) {
   nb::class_<Connection>(module, "Connection")
       .def("send", &send)
       .def("send_value", &send_value, nb::arg("codec"), nb::arg("tag"), nb::arg("kind"), nb::arg("value").none(),
-           nb::arg("pickle"), nb::arg("timeout_s"))
+           nb::arg("pickle"), nb::arg("timeout_s"), nb::arg("tensors"))
       .def("receive", &receive)
       .def("close", &Connection::close, nb::call_guard<Unlocked>())
       .def("expose", [](Connection& connection, nb::handle array,
@@ -356,26 +367,18 @@ void bind_transport(nb::module_& module) {
       .def("receive", &next_event)
       .def("close", &Inbox::close, nb::call_guard<Unlocked>());
 
-  nb::class_<PendingCalls>(module, "Calls")
-      .def(nb::init<std::shared_ptr<Connection>, size_t>())
+  nb::class_<Calls>(module, "Calls")
+      .def(nb::init<std::shared_ptr<Connection>, size_t, nb::object, bool>())
       .def("start", &start)
-      .def("start_with_value", &start_with_value)
       .def("wait", &wait_for_answer)
-      .def("wait_for_value", &wait_for_value)
       .def("call", &call)
-      .def("call_with_value", &call_with_value)
       .def("ready", &PendingCalls::ready)
       .def("detach", &PendingCalls::detach)
       .def("forget", &PendingCalls::forget)
       .def("drop", &PendingCalls::drop)
-      .def("next_detached",
-           [](PendingCalls& calls, double timeout_s) {
-             auto arrived = std::make_unique<Arrived>();
-             patiently_or_throw(timeout_s, [&](Deadline slice) { calls.next_detached(&arrived->message, slice); });
-             return arrived.release();
-           })
+      .def("next_detached", &next_detached)
       .def("notify",
-           [](PendingCalls& calls, uint64_t tag, uint32_t kind, const Payload& payload, double timeout_s) {
+           [](Calls& calls, uint64_t tag, uint32_t kind, const Payload& payload, double timeout_s) {
              const Unlocked unlocked;
              calls.notify(tag, kind, payload.header, Deadline::after(timeout_s));
            })

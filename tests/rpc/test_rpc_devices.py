@@ -381,7 +381,6 @@ def test_a_stopped_peer_is_a_deadline(world: World) -> None:
 
 def test_messages_that_say_of_tensors_what_cannot_be_are_refused(world: World) -> None:
     from geartrain.rpc.protocol import CALL, CANCEL, OUT_OF_BAND
-    from geartrain.transport.codec import encode
 
     node = world.node(world.peer())
     peer = node.client("peer", timeout_s=5)
@@ -395,9 +394,10 @@ def test_messages_that_say_of_tensors_what_cannot_be_are_refused(world: World) -
         [("cuda_ipc", 0, 0, b"", [((1, -1), form)])],
         [("smoke", 0, 0, b"", [((1, 0), (12, (-4,), 0, "tensor"))])],
     ):
-        message = peer.calls.call(CALL | OUT_OF_BAND, encode((("where", (None,), {}), groups)), 5.0, CANCEL)
+        value = (("where", (None,), {}), groups)
+        reply = peer.calls.call(CALL | OUT_OF_BAND, value, 5.0, CANCEL, peer.tensors, False)
         with pytest.raises(RemoteError):
-            peer.value_of(message)
+            peer.value_of(reply)
     assert node.call("peer", "where", 1) == ["int"]
 
 

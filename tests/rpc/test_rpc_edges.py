@@ -57,6 +57,13 @@ class LateError(Exception):
         return late, ()
 
 
+class UnpicklableError(Exception):
+    """Its pickling raises what a connection raises, too."""
+
+    def __reduce__(self) -> Any:
+        return late()
+
+
 def late() -> Any:
     raise WaitTimeoutError("from a pickle")
 
@@ -329,6 +336,23 @@ def test_a_result_whose_unpickling_raises_is_no_timeout_of_the_call() -> None:
                     client.call_async("server", "edge-late").result()
     finally:
         del functions["edge-late"]
+
+
+def test_an_argument_or_a_result_whose_pickling_raises_is_no_timeout_and_ends_no_connection() -> None:
+    rpc.function(name="edge-unpicklable")(UnpicklableError)
+    secret = b"between us"
+    try:
+        with rpc.Node("server", secret=secret) as server:
+            peers = {"server": server.address}
+            with rpc.Node("client", secret=secret, peers=peers, timeout_s=patience(20)) as client:
+                for send in (client.call, client.call_async, client.tell):
+                    with pytest.raises(WaitTimeoutError, match="from a pickle"):
+                        send("server", "edge-unpicklable", UnpicklableError())
+                with pytest.raises(RemoteError, match="WaitTimeoutError: from a pickle"):
+                    client.call("server", "edge-unpicklable")
+                assert not client.client("server").connection.lost
+    finally:
+        del functions["edge-unpicklable"]
 
 
 def test_messages_around_the_size_that_leaves_in_one_buffer_arrive_whole() -> None:

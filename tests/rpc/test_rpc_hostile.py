@@ -25,6 +25,18 @@ def twice(n: int) -> int:
     return 2 * n
 
 
+class Unreadable:
+    """Whoever unpickles it gets an error of no class of geartrain's."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("no number",)
+
+
+@rpc.function(name="hostile-nodes.unreadable")
+def unreadable() -> Unreadable:
+    return Unreadable()
+
+
 @rpc.function(name="hostile-nodes.wait")
 def wait(seconds: float) -> None:
     _over.wait(seconds)
@@ -94,6 +106,23 @@ def test_a_callback_that_raises_holds_up_no_other_future(nodes, raised: type[Bas
     assert sorted(done) == [0, 2, 4]
     future.add_done_callback(fail)  # at once
     assert ends(lambda: capfd.readouterr().err.count("of a callback") > 0)
+
+
+def test_a_result_that_cannot_be_unpickled_ends_its_future_and_holds_up_no_other() -> None:
+    secret = b"between us"
+    with rpc.Node("server", secret=secret) as server:
+        peers = {"server": server.address}
+        with rpc.Node("client", secret=secret, peers=peers, timeout_s=patience(20)) as client:
+            for wait_in_background in (False, True):
+                future = client.call_async("server", "hostile-nodes.unreadable")
+                if wait_in_background:
+                    future.add_done_callback(lambda _: None)
+                for _ in range(2):
+                    with pytest.raises(ValueError, match="no number"):
+                        future.result()
+            other = client.call_async("server", "hostile-nodes.twice", 4)
+            other.add_done_callback(lambda _: None)
+            assert other.result() == 8
 
 
 def test_a_callback_about_a_lost_peer_may_raise_anything(nodes, capfd) -> None:

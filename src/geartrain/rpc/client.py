@@ -22,8 +22,8 @@ from geartrain.errors import (
     UntrustedPeerError,
     WaitTimeoutError,
 )
-from geartrain.rpc.future import Future, Reply
-from geartrain.rpc.protocol import CALL, CALL_OBJECT, CANCEL, ERROR, OUT_OF_BAND, RESULT, with_timeout
+from geartrain.rpc.future import CODEC_ERROR, Future, Reply
+from geartrain.rpc.protocol import CALL, CALL_OBJECT, CANCEL, ERROR, OUT_OF_BAND, RESULT, TELL, with_timeout
 from geartrain.rpc.registry import name_of, names
 from geartrain.rpc.tensors.device_map import DeviceMap
 from geartrain.rpc.tensors.endpoint import DeviceTensors
@@ -62,86 +62,102 @@ class Client:
         self.number = 0  # in the server's inbox
         self.caller = ""  # this node's name
         self.connection = connection
-        self.calls = _native.Calls(connection, max_open)
         self.forks = _native.forks()
         self.pickle = pickle and connection.authenticated
-        self.tensors = TensorSender(devices, name, connection, self.ask, device_map)
         self._codec = native_codec()
+        self.calls = _native.Calls(connection, max_open, self._codec, self.pickle)
+        self.tensors = TensorSender(devices, name, connection, self.ask, device_map)
         self._threads = threads
         self._timeout_s = timeout_s
         self._lock = threading.RLock()  # a signal's handler may come in between, in the same thread
         self._in_background: dict[int, Future] = {}
         self._completing = False  # a thread waits for their replies
 
-    def encode_call(
+    def _request(
         self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
     ) -> tuple[int, Any]:
-        """A call's kind and its encoded value. Tensors that are transferred out of band are sent by then, or queued."""
+        """A call's kind and value."""
         name = function if type(function) is str else _registered(function)
-        if name is not None:
-            out_of_band, payload = self.tensors.encode((name, args, kwargs), self.pickle, timeout_s)
-            return CALL | out_of_band, payload
-        if not self.pickle:
+        if name is None and not self.pickle:
             raise UntrustedPeerError(
                 f"{function!r} is not registered (@rpc.function), and functions go by pickle only between peers that "
                 "proved they know the cluster's secret"
             )
-        out_of_band, payload = self.tensors.encode((function, args, kwargs), True, timeout_s)
-        return CALL_OBJECT | out_of_band, payload
+        if self.tensors.forced:
+            self.tensors.negotiate(timeout_s)
+        return (CALL_OBJECT, (function, args, kwargs)) if name is None else (CALL, (name, args, kwargs))
+
+    def encode_call(
+        self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
+    ) -> tuple[int, _native.Payload]:
+        """A call's kind and payload, for `start_encoded`. Tensors that go out of band are sent by then, or queued."""
+        kind, value = self._request(function, args, kwargs, timeout_s)
+        return self._codec.encode_message(kind, value, self.pickle, self.tensors, timeout_s)
 
     def call(
         self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
     ) -> Any:
         """The result, waited for by this thread."""
-        if not trace.on and not self.tensors.forced:
-            name = function if type(function) is str else _registered(function)
-            if name is not None:
-                found = self._call_at_once((name, args, kwargs), timeout_s)
-                if found is not None:
-                    return found[1] if found[0] == RESULT else self.value_of(found)
-        began_s = time.perf_counter() if trace.on else 0.0
-        kind, payload = self.encode_call(function, args, kwargs, timeout_s)
+        kind, value = self._request(function, args, kwargs, timeout_s)
         try:
-            message = self.calls.call(with_timeout(kind, timeout_s), payload, timeout_s, CANCEL)
+            reply = self._exchange(function, with_timeout(kind, timeout_s), value, timeout_s)
         except (WaitTimeoutError, PeerLostError) as error:
             raise self._told(error, timeout_s) from None
-        if trace.on:
-            self.record(f"call {name_of(function)}", message.tag, began_s)
-        return self.value_of(message)
+        try:
+            return reply[1] if reply[0] == RESULT else self.value_of(reply)
+        finally:
+            del reply  # the traceback of an error in it holds this frame
 
-    def _call_at_once(
-        self, value: tuple[str, tuple[Any, ...], dict[str, Any]], timeout_s: float
-    ) -> tuple[int, Any, int] | None:
-        """Encodes, sends, waits and decodes in one native call. None where the call cannot be encoded so."""
-        word = with_timeout(CALL, timeout_s)
-        try:
-            return self.calls.call_with_value(self._codec, word, value, self.pickle, timeout_s, CANCEL)
-        except (WaitTimeoutError, PeerLostError) as error:
-            raise self._told(error, timeout_s) from None
+    def ask(self, name: str, args: tuple[Any, ...], timeout_s: float) -> Any:
+        """The result of one of geartrain.rpc's own functions, which have no deadline at the peer."""
+        return self.value_of(self._exchange(name, CALL, (name, args, {}), timeout_s))
+
+    def _exchange(self, function: str | Callable[..., Any], kind: int, value: Any, timeout_s: float) -> Reply:
+        """Encodes and sends a call, waits for its reply and decodes it, in one native call."""
+        traced = trace.on
+        began_s = time.perf_counter() if traced else 0.0
+        reply = self.calls.call(kind, value, timeout_s, CANCEL, self.tensors, traced)
+        if traced and reply[2]:
+            self._trace_call("call", function, reply[2], began_s, reply[3])
+            self._trace_reply(reply)
+        return reply
 
     def start(
         self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
     ) -> int:
         """Sends a call: the tag of its reply."""
-        if not trace.on and not self.tensors.forced:
-            name = function if type(function) is str else _registered(function)
-            if name is not None:
-                word = with_timeout(CALL, timeout_s)
-                tag = self.calls.start_with_value(self._codec, word, (name, args, kwargs), self.pickle, timeout_s)
-                if tag is not None:
-                    return tag
         began_s = time.perf_counter() if trace.on else 0.0
-        kind, payload = self.encode_call(function, args, kwargs, timeout_s)
-        tag = self.calls.start(with_timeout(kind, timeout_s), payload, False, timeout_s)
-        if trace.on:
-            self.record(f"send {name_of(function)}", tag, began_s)
+        kind, value = self._request(function, args, kwargs, timeout_s)
+        word = with_timeout(kind, timeout_s)
+        tag = self.calls.start(word, value, timeout_s, self.tensors)
+        if began_s:
+            self._trace_call("send", function, tag, began_s, time.perf_counter())
         return tag
+
+    def start_encoded(self, kind: int, payload: _native.Payload, timeout_s: float) -> int:
+        """Sends a call that `encode_call` has encoded, without a deadline at the peer: the tag of its reply."""
+        return self.calls.start(kind, payload, timeout_s, self.tensors)
+
+    def tell(
+        self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
+    ) -> None:
+        """Sends a call without a reply. Raises `MessageError` for a function that is not registered."""
+        kind, value = self._request(function, args, kwargs, timeout_s)
+        if kind != CALL:
+            raise MessageError("`tell` takes registered functions only")
+        refusal = self.connection.send_value(self._codec, 0, TELL, value, self.pickle, timeout_s, self.tensors)
+        if refusal is not None:
+            try:
+                raise refusal
+            finally:
+                del refusal  # its traceback holds this frame
 
     def wait(self, tag: int, timeout_s: float) -> Reply:
         """The reply to a call that was started, waited for by this thread."""
-        if trace.on:  # decoding is a slice of its own
-            return self.calls.wait(tag, timeout_s)
-        return self.calls.wait_for_value(self._codec, tag, self.pickle, timeout_s)
+        reply = self.calls.wait(tag, timeout_s, trace.on)
+        if reply[3]:
+            self._trace_reply(reply)
+        return reply
 
     def _told(self, error: GeartrainError, timeout_s: float) -> GeartrainError:
         """A call's error as its caller gets it."""
@@ -149,21 +165,23 @@ class Client:
             return WaitTimeoutError(f"no answer from {self.name!r} within {timeout_s} s")
         return self.named(error)
 
-    def record(self, what: str, tag: int, began_s: float) -> None:
-        """A slice of a trace: a call of this client, whose arrow leads to its execution."""
-        trace.slice_of(what, "rpc", began_s, time.perf_counter(), flow_out=self.flow(tag), peer=self.name)
+    def _trace_call(
+        self, what: str, function: str | Callable[..., Any], tag: int, began_s: float, ended_s: float
+    ) -> None:
+        """A slice of a call, whose arrow leads to its execution."""
+        name = f"{what} {name_of(function)}"
+        trace.slice_of(name, "rpc", began_s, ended_s, flow_out=self.flow(tag), peer=self.name)
+
+    def _trace_reply(self, reply: Reply) -> None:
+        """A slice of a reply's decoding, which has just ended."""
+        kind, _, tag, arrived_s = reply
+        if kind != CODEC_ERROR:
+            arrow = f"{self.flow(tag)}r"
+            trace.slice_of("reply", "rpc", arrived_s, time.perf_counter(), flow_in=arrow, peer=self.name)
 
     def flow(self, tag: int) -> str:
         """The arrow of a call, the same on the other side (`ServerSession.flow`)."""
         return f"{self.caller}>{self.name}:{tag}"
-
-    def ask(self, name: str, args: tuple[Any, ...], timeout_s: float) -> Any:
-        """The result of one of geartrain.rpc's own functions, whose values are plain."""
-        began_s = time.perf_counter() if trace.on else 0.0
-        message = self.calls.call(CALL, self._codec.encode((name, args, {})), timeout_s, CANCEL)
-        if trace.on:
-            self.record(f"call {name}", message.tag, began_s)
-        return self.value_of(message)
 
     def drop(self, tag: int) -> None:
         """Drops the reply when it comes; the call goes on."""
@@ -171,26 +189,16 @@ class Client:
 
     def value_of(self, reply: Reply, elsewhere: bool = False) -> Any:
         """The result, or the peer's error, raised. `elsewhere`: another thread than this one will use it."""
-        if type(reply) is tuple:
-            kind, value, tag = reply
-            if kind == RESULT:
-                return value
-            if kind != -1:
-                return self._value_in(kind, value, tag, elsewhere)
-            reply = value
-        message: Any = reply
-        began_s = time.perf_counter() if trace.on else 0.0
-        value = self._codec.decode(message, self.pickle)
-        if trace.on:
-            arrow = f"{self.flow(message.tag)}r"
-            trace.slice_of("reply", "rpc", began_s, time.perf_counter(), flow_in=arrow, peer=self.name)
-        return self._value_in(message.kind, value, message.tag, elsewhere)
-
-    def _value_in(self, kind: int, value: Any, tag: int, elsewhere: bool) -> Any:
+        kind, value, tag, _ = reply
         if kind == RESULT:
             return value
         if kind == RESULT | OUT_OF_BAND:
             return self.tensors.fetch(value, tag, self._timeout_s, elsewhere)
+        if kind == CODEC_ERROR:
+            try:
+                raise value
+            finally:
+                del value, reply  # the traceback holds this frame
         if kind != ERROR or type(value) is not tuple or [type(part) for part in value] != [str] * 3:
             raise MessageError(f"{self.name!r} answered with what is no answer")
         raise remote_error(value[0], value[1], value[2], self.name)
@@ -228,7 +236,7 @@ class Client:
     def _complete(self) -> None:
         while True:
             try:
-                message = self.calls.next_detached(0.5)
+                reply = self.calls.next_detached(0.5, trace.on)
             except WaitTimeoutError:
                 self._expire()
                 with self._lock:
@@ -242,10 +250,13 @@ class Client:
                 for future in left:
                     future.finish(self.named(error))
                 return
+            if reply[3]:
+                self._trace_reply(reply)
             with self._lock:
-                waiting = self._in_background.pop(message.tag, None)
+                waiting = self._in_background.pop(reply[2], None)
             if waiting is not None:
-                waiting.finish(message)
+                waiting.finish(reply)
+            del reply, waiting  # memory of the peer's, perhaps
 
     def _expire(self) -> None:
         now = time.monotonic()

@@ -10,15 +10,16 @@ from _thread import RLock
 from collections.abc import Callable, Generator
 from typing import Any, NoReturn, Protocol, SupportsIndex
 
-import geartrain._native as _native
 from geartrain._native import forks
 from geartrain.core.arguments import check_function, refuse_copies, timeout
 from geartrain.core.threads import ReentrantEvent, held, owns, refuse_within
 from geartrain.errors import CallCancelledError, ConnectionClosedError, GeartrainError, WaitTimeoutError
 from geartrain.rpc.running import about_to_wait
 
-#: A reply: its kind, value and tag; or its message, and -1 and the message, where it is still to be decoded.
-Reply = tuple[int, Any, int] | _native.Message
+#: A reply: its kind, value and tag, and in a trace the `time.perf_counter()` before it was decoded, else 0.
+Reply = tuple[int, Any, int, float]
+#: In place of a reply's kind: its value is what encoding the call, or decoding the reply, has raised.
+CODEC_ERROR = -1
 
 
 class ReplySource(Protocol):
@@ -183,7 +184,7 @@ class Future:
         elif not self._finished:
             try:
                 value = self._source.value_of(outcome, elsewhere)
-            except GeartrainError as failure:
+            except Exception as failure:  # of unpickling, any
                 error = failure.with_traceback(None)
         with self._lock:
             if self._finished:

@@ -33,7 +33,6 @@ from geartrain.errors import (
     ConnectionClosedError,
     GeartrainError,
     ListenerGoneError,
-    MessageError,
     PeerLostError,
     PeerUnreachableError,
     TransportError,
@@ -43,7 +42,7 @@ from geartrain.errors import (
 from geartrain.rpc.client import Client
 from geartrain.rpc.future import Future
 from geartrain.rpc.lifetime import Lifetime
-from geartrain.rpc.protocol import CALL, HELLO, OUT_OF_BAND, TELL
+from geartrain.rpc.protocol import HELLO
 from geartrain.rpc.pubsub import Topic, Topics
 from geartrain.rpc.registry import names
 from geartrain.rpc.remote_objects import MAKE, Remote
@@ -244,11 +243,7 @@ class Node:
     ) -> None:
         """Calls without a reply: returns once it is sent. What the function raises is printed there."""
         limit_s = self._limit(timeout_s)
-        client = self._client(peer, limit_s)
-        kind, payload = client.encode_call(function, args, kwargs, limit_s)
-        if kind & ~OUT_OF_BAND != CALL:
-            raise MessageError("`tell` takes registered functions only")
-        client.connection.send(0, TELL | (kind & OUT_OF_BAND), payload, limit_s)
+        self._client(peer, limit_s).tell(function, args, kwargs, limit_s)
 
     def remote(self, peer: str, cls: str | type, *args: Any, **kwargs: Any) -> Remote:
         """An object of a registered class, made and kept by the peer until closed, or until this node is lost."""

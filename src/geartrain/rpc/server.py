@@ -183,7 +183,7 @@ class Server:
                 return  # closed
             if event is None:
                 continue
-            number, standing_by, word, tag, nbytes, value, undecoded = event
+            number, standing_by, word, tag, nbytes, value, undecodable = event
             if standing_by == 0 and scheduler.claim_receiver():
                 try:
                     self._threads.start(self._receive, "serves")
@@ -194,10 +194,10 @@ class Server:
                 self._lost(number, value)
             elif session is not None:  # else another thread has seen the end of the connection meanwhile
                 try:
-                    self._dispatch(session, word, tag, nbytes, value, undecoded)
+                    self._dispatch(session, word, tag, nbytes, value, undecodable)
                 except Exception:  # ours, not the function's: the thread goes on
                     traceback.print_exc()
-            del event, value, undecoded, session  # memory of the peer's, perhaps
+            del event, value, undecodable, session  # memory of the peer's, perhaps
             if scheduler.retire_receiver():
                 self._inbox.yield_slot()
                 return
@@ -227,16 +227,19 @@ class Server:
         self.scheduler.cancel(session, tag)
 
     def _dispatch(
-        self, session: ServerSession, word: int, tag: int, nbytes: int, value: Any, undecoded: _native.Message | None
+        self, session: ServerSession, word: int, tag: int, nbytes: int, value: Any, undecodable: BaseException | None
     ) -> None:
-        """Handles one message, resumes the client's connection, and executes the call if it may run now."""
+        """Handles one message, resumes the client's connection, and executes the call if it may run now.
+
+        `undecodable` is the error of a message that cannot be decoded: the reply, then.
+        """
         kind, worker = word & KIND, None
         try:
             if kind == CANCEL:
                 self._cancel(session, tag)
+            elif undecodable is not None:
+                self._reply(session, kind, tag, error=undecodable)
             else:
-                if undecoded is not None:
-                    value = self._codec.decode(undecoded, session.pickle)  # raises
                 if word & OUT_OF_BAND:
                     value = session.tensors.received(value)
                 worker = self._schedule(session, kind, word, tag, nbytes, value)
@@ -245,7 +248,7 @@ class Server:
         finally:
             self._inbox.resume(session.number)
         if worker is not None:
-            del value, undecoded
+            del value
             self.scheduler.run(worker)
 
     def _schedule(
@@ -279,34 +282,25 @@ class Server:
 
     def _execute(self, call: Call) -> None:
         """Runs a call's function, and replies now or when a pending result is complete."""
-        if not trace.on:
-            self._run(call)
-            return
-        began_s = time.perf_counter()
-        try:
-            self._run(call)
-        finally:
-            arrow = None if call.kind & ~OUT_OF_BAND == TELL else call.session.flow(call.tag)
-            what = f"run {name_of(call.function)}"
-            ended_s, peer = time.perf_counter(), call.session.name
-            trace.slice_of(what, "rpc", began_s, ended_s, flow_in=arrow, flow_in_s=began_s, peer=peer)
-
-    def _run(self, call: Call) -> None:
         session, kind, tag, function, args, kwargs, _, until_s = call
+        began_s = time.perf_counter() if trace.on else 0.0
         try:
             result = function.submit(args, kwargs) if type(function) is Batcher else function(*args, **kwargs)
             if type(result) is CoroutineType:
                 result = self._begin(result)
         except BaseException as error:
             self._reply(session, kind, tag, error=error)
-            return
-        if type(result) is not PendingReply:
-            self._reply(session, kind, tag, result)
-            return
-        pending = result
-        pending.until_s = until_s
-        session.pending[tag] = pending
-        pending.when_done(lambda: self._finish(session, kind, tag, pending))
+        else:
+            if type(result) is PendingReply:
+                result.until_s = until_s
+                session.pending[tag] = result
+                result.when_done(partial(self._finish, session, kind, tag, result))
+            else:
+                self._reply(session, kind, tag, result)
+        if began_s:
+            arrow = None if kind == TELL else session.flow(tag)
+            what, ended_s = f"run {name_of(function)}", time.perf_counter()
+            trace.slice_of(what, "rpc", began_s, ended_s, flow_in=arrow, flow_in_s=began_s, peer=session.name)
 
     def _begin(self, coroutine: CoroutineType[Any, Any, Any]) -> PendingReply:
         """Has the event loop run an `async def`."""
@@ -337,30 +331,28 @@ class Server:
             if error is not None:
                 traceback.print_exception(error)
             return
-        reply, out_of_band = RESULT, 0
         if trace.on:
             now_s = time.perf_counter()
             trace.slice_of("answer", "rpc", now_s, now_s, flow_out=f"{session.flow(tag)}r", peer=session.name)
-        connection, pickle = session.connection, session.pickle
+        if error is None:
+            error = self._send(session, tag, RESULT, value)
+        if error is not None:
+            self._send(session, tag, ERROR, _described(error))
+
+    def _send(self, session: ServerSession, tag: int, kind: int, value: Any) -> BaseException | None:
+        """Sends a reply: None; or the error of a value that cannot be sent, where nothing was."""
+        connection = session.connection
         try:
-            at_once = error is None and session.tensors.forced != "nixl"  # as most replies: in one native call
-            if at_once and connection.send_value(self._codec, tag, RESULT, value, pickle, self._timeout_s):
-                return
-            if error is None:
-                try:
-                    out_of_band, payload = session.tensors.encode(value, pickle, tag)
-                except BaseException as unsendable:
-                    error = unsendable
-            if error is not None:
-                payload, reply, out_of_band = self._codec.encode(_described(error)), ERROR, 0
-            connection.send(tag, reply | out_of_band, payload, self._timeout_s)
+            return connection.send_value(
+                self._codec, tag, kind, value, session.pickle, self._timeout_s, session.tensors
+            )
         except MessageError as too_large:
-            if reply == RESULT:
-                self._reply(session, kind, tag, error=too_large)
+            return too_large
         except WaitTimeoutError:
             connection.close()  # the client does not read replies
         except GeartrainError:
             pass  # it is gone, which the inbox reports
+        return None
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:

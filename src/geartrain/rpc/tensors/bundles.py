@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+import geartrain._native as _native
 from geartrain.core.dtypes import DTYPES
 from geartrain.device.cuda_ipc import layout
 from geartrain.device.device import DeviceRuntime
@@ -15,7 +16,7 @@ from geartrain.rpc.tensors.device_map import CPU
 from geartrain.rpc.tensors.pytree import KeyPath, put_back
 
 #: Arrays and CPU tensors of so many bytes go over NIXL where it was asked for: a transfer costs some round trips.
-NIXL_BYTES = 256 << 10
+NIXL_BYTES = _native.OUT_OF_BAND_BYTES
 NONCE_BYTES = 64
 
 #: Channel, device of the receiver's (or, of a result, where the leaves are), number of a lease, token, and the key path

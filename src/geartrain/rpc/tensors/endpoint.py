@@ -15,19 +15,17 @@ does, tensors are copied through pinned host memory, and a log line says so once
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import geartrain.transport.nixl as nixl
 from geartrain.core.arguments import shown
 from geartrain.device.cuda_runtime import CudaRuntime
 from geartrain.device.device import DeviceRuntime
-from geartrain.errors import ArgumentError, MessageError, TransportError
-from geartrain.rpc.tensors.bundles import NIXL_BYTES, is_big
+from geartrain.errors import ArgumentError, TransportError
+from geartrain.rpc.tensors.bundles import is_big
 from geartrain.rpc.tensors.channels import TensorChannels
 from geartrain.rpc.tensors.device_map import Maps, maps_of
 from geartrain.rpc.tensors.pytree import KeyPath, take_out
-from geartrain.transport.codec import Payload, native_codec
 from geartrain.transport.nixl_memory import RegisteredMemoryPool
 
 #: Channels that can be forced; messages then still use the transport that was chosen for them.
@@ -55,7 +53,6 @@ class DeviceTensors:
             why = self.driver.why_no_ipc()
         if why is not None:
             raise TransportError(f"transport {self.forced!r} was asked for, and is not viable here: {why}")
-        self._codec = native_codec()
         self._memory = RegisteredMemoryPool()
         self._max_leased_bytes = max_leased_bytes
 
@@ -67,34 +64,22 @@ class DeviceTensors:
         """For one end of a connection."""
         return TensorChannels(self.driver, self._memory, self._max_leased_bytes)
 
-    def encode(self, value: Any, pickle: bool, over_nixl: bool) -> tuple[Payload | None, TakenOut | None]:
-        """The encoded value where all of it stands in the message; else the value without its leaves, and these.
+    def take_out(self, value: Any, encodable: bool, over_nixl: bool) -> TakenOut | None:
+        """A value without the leaves that do not go in the message, and these. None where all of it goes there.
 
         Args:
             value: arguments or a result.
-            pickle: whether what the codec does not know goes by pickle.
+            encodable: whether the codec knows all of it, so that it has no leaves on GPUs.
             over_nixl: whether big arrays and CPU tensors are taken out as well.
 
         Raises:
-            MessageError: the codec does not know something in it.
+            MessageError: it is nested too deep, or contains itself.
         """
-        try:
-            payload = self._codec.encode(value, pickle)
-        except MessageError:
-            taken = take_out(value, self._wanted(over_nixl))
-            if not taken[1]:
-                raise
-            return None, taken
-        if over_nixl and payload.nbytes >= NIXL_BYTES:
-            taken = take_out(value, self._wanted(over_nixl))
-            if taken[1]:
-                return None, taken
-        return payload, None
-
-    def _wanted(self, over_nixl: bool) -> Callable[[Any], bool]:
-        """Which leaves are taken out of a message."""
+        if encodable and not over_nixl:
+            return None
         on_device = self.driver.device_of
-        return lambda leaf: on_device(leaf) is not None or (over_nixl and is_big(leaf))
+        taken = take_out(value, lambda leaf: on_device(leaf) is not None or (over_nixl and is_big(leaf)))
+        return taken if taken[1] else None
 
 
 def _count_for(driver: DeviceRuntime, device_map: Any) -> int:

@@ -14,7 +14,6 @@ from geartrain.rpc.tensors.channels import HeldLeaves
 from geartrain.rpc.tensors.device_map import CPU
 from geartrain.rpc.tensors.endpoint import DeviceTensors
 from geartrain.rpc.tensors.pytree import put_back
-from geartrain.transport.codec import native_codec
 
 
 class TensorReceiver:
@@ -27,7 +26,6 @@ class TensorReceiver:
         self.handshake: nixl.Handshake | None = None
         self.result_channels: dict[int, str] = {}  # GPU here -> channel to the client
         self._connection = connection
-        self._codec = native_codec()
         self._held: dict[int, dict[int, tuple[str, int, list[Any]]]] = {}  # tag -> bundle -> channel, device, leaves
         self._lock = threading.RLock()  # a signal's handler may call in between
 
@@ -44,12 +42,13 @@ class TensorReceiver:
                 found += [(key_path, leaf) for (key_path, _), leaf in zip(entries, leaves, strict=True)]
         return put_back(tree, found)
 
-    def encode(self, value: Any, pickle: bool, tag: int) -> tuple[int, Any]:
-        """The bit of a result's kind, and its encoded value; leaves that are not in it are held for the call's tag."""
-        payload, taken = self.devices.encode(value, pickle, self.forced == "nixl")
-        if taken is None:
-            return 0, payload
-        return OUT_OF_BAND, self._codec.encode(self._hold(*taken, tag), pickle)
+    def out_of_band(self, value: Any, encodable: bool, tag: int, _: float) -> tuple[int, Any] | None:
+        """The bit of a result's kind, and what is sent in its place; leaves that are not in it are held for the call.
+
+        None where all of the result goes in the message.
+        """
+        taken = self.devices.take_out(value, encodable, self.forced == "nixl")
+        return None if taken is None else (OUT_OF_BAND, self._hold(*taken, tag))
 
     def _hold(self, tree: Any, leaves: list[Any], tag: int) -> tuple[Any, list[TensorBundle]]:
         driver = self.devices.driver

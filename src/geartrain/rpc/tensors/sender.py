@@ -40,7 +40,6 @@ from geartrain.rpc.tensors.channels import TensorChannels
 from geartrain.rpc.tensors.device_map import CPU, DeviceMap
 from geartrain.rpc.tensors.endpoint import DeviceTensors
 from geartrain.rpc.tensors.pytree import put_back
-from geartrain.transport.codec import native_codec
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +64,6 @@ class TensorSender:
         device_map: Callable[[], DeviceMap],
     ) -> None:
         self._devices, self._peer, self._connection, self._call = devices, peer, connection, ask
-        self._codec = native_codec()
         self._find_map = device_map
         self._map: DeviceMap | None = None
         self._channels: TensorChannels | None = None  # once negotiated
@@ -85,16 +83,17 @@ class TensorSender:
 
     # --- arguments --------------------------------------------------------------------------------------------------
 
-    def encode(self, value: Any, pickle: bool, timeout_s: float) -> tuple[int, Any]:
-        """The bit of a call's kind, and its encoded value; tensors that are not in it have been sent, or queued."""
-        if self._devices.forced is not None:
-            self._negotiate(timeout_s)
-        payload, taken = self._devices.encode(value, pickle, self._devices.forced == "nixl")
+    def out_of_band(self, value: Any, encodable: bool, _: int, timeout_s: float) -> tuple[int, Any] | None:
+        """The bit of a call's kind, and what is sent in its value's place; tensors not in it are sent now, or queued.
+
+        None where all of the value goes in the message.
+        """
+        taken = self._devices.take_out(value, encodable, self._devices.forced == "nixl")
         if taken is None:
-            return 0, payload
+            return None
         until_s = time.monotonic() + timeout_s
-        self._negotiate(timeout_s)
-        return OUT_OF_BAND, self._codec.encode(self._send(*taken, until_s), pickle)
+        self.negotiate(timeout_s)
+        return OUT_OF_BAND, self._send(*taken, until_s)
 
     def _send(self, tree: Any, leaves: list[Any], until_s: float) -> tuple[Any, list[TensorBundle]]:
         """Sends leaves in bundles, one per pair of devices that they go from and to."""
@@ -151,7 +150,7 @@ class TensorSender:
         """
         until_s = time.monotonic() + timeout_s
         tree, bundles = checked(value)
-        self._negotiate(timeout_s)
+        self.negotiate(timeout_s)
         found, held = [], False
         try:
             for i, (channel, source, _, _, entries) in enumerate(bundles):
@@ -290,7 +289,7 @@ class TensorSender:
             self._result_channels[there] = "host"
             self._note(f"its cuda:{there} -> cuda:{here}", "through host memory", f"no cuda_ipc: {error}")
 
-    def _negotiate(self, timeout_s: float) -> None:
+    def negotiate(self, timeout_s: float) -> None:
         """Tells the server which channel is asked for, and learns of its GPUs; links both over NIXL if that is it."""
         with self._lock:
             linked = self._devices.forced != "nixl" or (self._channels is not None and _is_up(self._channels.link))
