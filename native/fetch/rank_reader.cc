@@ -147,45 +147,55 @@ std::vector<uint64_t> RankReader::field_bytes() const {
 
 // --- draws ----------------------------------------------------------------------------------------------------------
 
-RankReader::Draws RankReader::draw(uint64_t step, size_t n, std::span<const uint64_t> totals) const {
-  if (totals.size() != shards_.size()) {
-    fail(ErrorKind::schema, totals.size(), " totals were given, there are ", shards_.size(), " shards");
+RankReader::Draws RankReader::draw(uint64_t step, std::span<const uint64_t> quotas,
+                                   std::span<const uint64_t> totals) const {
+  const size_t stores = settings_.stores.size();
+  if (totals.size() != shards_.size() || quotas.size() != stores) {
+    fail(ErrorKind::schema, totals.size(), " totals and ", quotas.size(), " quotas were given, there are ",
+         shards_.size(), " shards of ", stores, " stores");
   }
-  if (settings_.stores.size() != 1 || !settings_.stores[0].draws) {
-    fail(ErrorKind::schema, "draws by totals are of one store, by a strategy that draws natively");
-  }
-  const BatchSampler::Settings& by = *settings_.stores[0].draws;
   Draws made;
   made.step = step;
-  std::vector<uint64_t> ends;
-  for (const uint64_t total : totals) {
-    if (__builtin_add_overflow(made.whole, total, &made.whole)) {
-      fail(ErrorKind::schema,
-           "the priorities of all shards add up to more than 64 bits; use fewer priority_fraction_bits");
+  made.first = {0};
+  made.placed.resize(stores);
+  made.limits.resize(stores);
+  made.cursors.resize(stores);
+  made.whole.resize(stores);
+  made.share.resize(shards_.size());
+  size_t shard = 0;
+  for (uint32_t store = 0; store < stores; ++store) {
+    if (!settings_.stores[store].draws) fail(ErrorKind::schema, "a strategy's own code does not draw by totals");
+    const BatchSampler::Settings& by = *settings_.stores[store].draws;
+    const size_t first = shard, before = made.shard.size();
+    std::vector<uint64_t> ends;
+    for (; shard < shards_.size() && shards_[shard].of == store; ++shard) {
+      if (__builtin_add_overflow(made.whole[store], totals[shard], &made.whole[store])) {
+        fail(ErrorKind::schema,
+             "the priorities of all shards add up to more than 64 bits; use fewer priority_fraction_bits");
+      }
+      ends.push_back(made.whole[store]);
     }
-    ends.push_back(made.whole);
+    for (size_t each = first; each < shard; ++each) {
+      made.share[each] = static_cast<double>(totals[each]) / static_cast<double>(made.whole[store]);
+    }
+    const size_t n = quotas[store];
+    made.first.push_back(before + n);
+    if (n == 0) continue;
+    std::vector<uint32_t> numbers(n);
+    std::iota(numbers.begin(), numbers.end(), 0);
+    std::vector<uint64_t> targets(n);
+    const uint32_t strata = by.stratified ? static_cast<uint32_t>(n) : 0;
+    draw_targets({by.seed, step, kRowStream}, 0, strata, made.whole[store], numbers, targets);
+    for (const uint64_t target : targets) {
+      const auto owner = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), target) - ends.begin());
+      made.shard.push_back(static_cast<int64_t>(first + owner));
+      made.targets.push_back(target - (ends[owner] - totals[first + owner]));
+    }
   }
-  std::vector<uint32_t> numbers(n);
-  std::iota(numbers.begin(), numbers.end(), 0);
-  made.targets.resize(n);
-  const uint32_t strata = by.stratified ? static_cast<uint32_t>(n) : 0;
-  draw_targets({by.seed, step, kRowStream}, 0, strata, made.whole, numbers, made.targets);
-  made.shard.reserve(n);
-  for (uint64_t& target : made.targets) {
-    const auto owner = std::upper_bound(ends.begin(), ends.end(), target) - ends.begin();
-    made.shard.push_back(owner);
-    target -= ends[static_cast<size_t>(owner)] - totals[static_cast<size_t>(owner)];
-  }
-  made.first = {0, n};
+  const size_t n = made.shard.size();
   made.rows.assign(n, kNoRow);
   made.generations.resize(n);
   made.probability.resize(n);
-  made.placed = {0};
-  made.limits.resize(1);
-  made.cursors = {0};
-  for (const uint64_t total : totals) {
-    made.share.push_back(static_cast<double>(total) / static_cast<double>(made.whole));
-  }
   assign(made);
   return made;
 }
@@ -392,7 +402,7 @@ void RankReader::find(size_t number, Draws& draws, const std::vector<uint32_t>& 
   for (size_t i = 0; i < n; ++i) {
     draws.rows[which[i]] = rows[i];
     draws.generations[which[i]] = generations[i];
-    draws.probability[which[i]] = static_cast<double>(priorities[i]) / static_cast<double>(draws.whole);
+    draws.probability[which[i]] = static_cast<double>(priorities[i]) / static_cast<double>(draws.whole[shard.of]);
   }
 }
 

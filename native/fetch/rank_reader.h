@@ -93,11 +93,11 @@ class RankReader {
     std::vector<uint64_t> cursors;  // the same
     std::vector<double> share;      // of each shard: what a probability within it is multiplied with
     std::vector<uint64_t> targets;  // of draws by totals: within their shards
-    uint64_t whole = 0;             // the sum of these
+    std::vector<uint64_t> whole;    // of each store: the sum of its shards' totals
   };
-  // n draws from shards of one store with these totals, assigned. Throws empty where all are 0, schema where they add
-  // up to more than 64 bits.
-  Draws draw(uint64_t step, size_t n, std::span<const uint64_t> totals) const;
+  // Draws from the shards of all stores with these totals, so many of each store, assigned. Throws empty where all of a
+  // store's are 0, schema where they add up to more than 64 bits.
+  Draws draw(uint64_t step, std::span<const uint64_t> quotas, std::span<const uint64_t> totals) const;
   // Of draws with shards and the rest above: who trains on each, and who reads it.
   void assign(Draws& draws) const;
   // Sets what a probability within this rank's shard of a store is multiplied with.

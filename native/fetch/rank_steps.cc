@@ -129,7 +129,7 @@ RankSteps::Parts RankSteps::begin(uint64_t step, std::span<const GivenPriorities
 }
 
 RankSteps::Heard RankSteps::hear(uint64_t step, std::span<const std::span<const std::byte>> received,
-                                 std::span<const Told> told) const {
+                                 std::span<const Told> told, std::span<const uint64_t> quotas) const {
   if (received.size() != settings_.ranks)
     fail(ErrorKind::frame, "a round of ", settings_.ranks, " ranks has as many parts");
   const size_t stores = settings_.stores.size(), head = sizeof(RankStatus) + stores * sizeof(ShardStatus);
@@ -184,24 +184,42 @@ RankSteps::Heard RankSteps::hear(uint64_t step, std::span<const std::span<const 
     const Store::Call call(store);
     store.advance_sequence(static_cast<uint64_t>(next_sequence));
   }
-  for (const uint32_t leader : settings_.stores[0].leaders) {
-    made.rows += static_cast<uint64_t>(made.shards[leader * stores].rows);
-    made.totals.push_back(made.shards[leader * stores].total);
+  for (size_t number = 0; number < stores; ++number) {
+    made.rows.push_back(0);
+    for (const uint32_t leader : settings_.stores[number].leaders) {
+      const ShardStatus& shard = made.shards[leader * stores + number];
+      made.rows.back() += static_cast<uint64_t>(shard.rows);
+      made.totals.push_back(shard.total);
+    }
   }
-  made.refusal = refusal_of(made);
+  refuse(made, quotas);
   return heard;
 }
 
-// Of one store whose draws begin with totals; others are refused by those that draw.
-RankSteps::Refusal RankSteps::refusal_of(const Agreed& agreed) const {
-  if (settings_.stores.size() != 1 || !settings_.stores[0].by_totals) return Refusal::none;
-  if (agreed.rows < settings_.stores[0].min_rows) return Refusal::few_rows;
-  const bool empty = std::ranges::count(agreed.totals, uint64_t{0}) == std::ssize(agreed.totals);
-  return empty ? Refusal::nothing_to_draw : Refusal::none;
+bool RankSteps::by_totals() const {
+  return std::ranges::all_of(settings_.stores, &StoreView::by_totals);
+}
+
+// Others than draws by totals are refused by those that make them.
+void RankSteps::refuse(Agreed& agreed, std::span<const uint64_t> quotas) const {
+  agreed.refusal = Refusal::none;
+  size_t first = 0;
+  for (uint32_t number = 0; number < settings_.stores.size() && by_totals(); ++number) {
+    const StoreView& store = settings_.stores[number];
+    const std::span<const uint64_t> totals = std::span(agreed.totals).subspan(first, store.leaders.size());
+    first += store.leaders.size();
+    const bool empty = std::ranges::count(totals, uint64_t{0}) == std::ssize(totals);
+    const bool wanted = quotas.empty() || quotas[number] != 0;
+    if (agreed.refusal != Refusal::none) continue;
+    if (agreed.rows[number] < store.min_rows)
+      agreed.refusal = Refusal::few_rows, agreed.store = number;
+    else if (empty && wanted)
+      agreed.refusal = Refusal::nothing_to_draw, agreed.store = number;
+  }
 }
 
 RankSteps::Agreed RankSteps::agree(uint64_t step, std::span<const GivenPriorities> given, std::span<const Told> told,
-                                   const Hooks& hooks, RankExchange& exchange) const {
+                                   const Hooks& hooks, RankExchange& exchange, std::span<const uint64_t> quotas) const {
   Parts sent = begin(step, given, told);
   size_t sent_bytes = 0;
   for (uint32_t rank = 0; rank < settings_.ranks; ++rank) {
@@ -209,33 +227,35 @@ RankSteps::Agreed RankSteps::agree(uint64_t step, std::span<const GivenPrioritie
   }
   const Parts received = exchange.all_to_all(std::move(sent));
   const std::vector<std::span<const std::byte>> views(received.begin(), received.end());
-  Heard heard = hear(step, views, told);
+  Heard heard = hear(step, views, told, quotas);
   Agreed& made = heard.agreed;
   made.sent_bytes = sent_bytes;
   if (made.refusal == Refusal::disagree || !made.changed) return std::move(made);
   apply(std::move(heard.updates), hooks);
-  const bool by_totals = settings_.stores.size() == 1 && settings_.stores[0].by_totals;
-  if (!by_totals || !told.empty() || made.refusal == Refusal::few_rows) return std::move(made);
-  uint64_t mine = 0;
-  {
-    const Store::Call call(*settings_.stores[0].store);
-    mine = total(0);
+  if (!by_totals() || !told.empty() || made.refusal == Refusal::few_rows) return std::move(made);
+  std::vector<uint64_t> mine;
+  for (size_t number = 0; number < settings_.stores.size(); ++number) {
+    const Store::Call call(*settings_.stores[number].store);
+    mine.push_back(total(number));
+    if (leads(number)) made.sent_bytes += (settings_.ranks - 1) * sizeof mine[0];
   }
   made.totals = exchange.totals(mine);
-  if (made.totals.size() != settings_.stores[0].leaders.size()) fail(ErrorKind::frame, "every shard has a total");
-  if (leads(0)) made.sent_bytes += (settings_.ranks - 1) * sizeof mine;
-  made.refusal = refusal_of(made);
+  if (made.totals.size() != leader_of_.size()) fail(ErrorKind::frame, "every shard has a total");
+  refuse(made, quotas);
   return std::move(made);
 }
 
-std::optional<RankSteps::Outcome> RankSteps::tell(bool failed, double lowest, RankExchange& exchange) const {
-  const double both[2] = {failed ? 1.0 : 0.0, lowest};
+std::optional<RankSteps::Outcome> RankSteps::tell(bool failed, std::span<const double> lowest,
+                                                  RankExchange& exchange) const {
+  std::vector<double> both{failed ? 1.0 : 0.0};
+  both.insert(both.end(), lowest.begin(), lowest.end());
   const auto flag = static_cast<std::byte>(failed);
-  const std::span<const std::byte> mine = settings_.with_lowest ? std::as_bytes(std::span(both)) : std::span(&flag, 1);
+  const std::span<const std::byte> mine =
+      settings_.with_lowest ? std::as_bytes(std::span<const double>(both)) : std::span(&flag, 1);
   const auto every = exchange.outcomes(mine);
   if (!every) return std::nullopt;
   if (every->size() != settings_.ranks) fail(ErrorKind::frame, "every rank tells the outcome of its read");
-  Outcome made{.failed = {}, .lowest = std::numeric_limits<double>::infinity()};
+  Outcome made{.failed = {}, .lowest = std::vector<double>(lowest.size(), std::numeric_limits<double>::infinity())};
   for (uint32_t rank = 0; rank < settings_.ranks; ++rank) {
     const std::vector<std::byte>& each = (*every)[rank];
     if (each.size() != mine.size())
@@ -244,10 +264,12 @@ std::optional<RankSteps::Outcome> RankSteps::tell(bool failed, double lowest, Ra
       made.failed.push_back(static_cast<uint8_t>(each[0]) != 0);
       continue;
     }
-    double told[2];
-    std::memcpy(told, each.data(), sizeof told);
+    std::vector<double> told(both.size());
+    std::memcpy(told.data(), each.data(), each.size());
     made.failed.push_back(told[0] != 0);
-    made.lowest = std::min(made.lowest, told[1]);
+    for (size_t number = 0; number < lowest.size(); ++number) {
+      made.lowest[number] = std::min(made.lowest[number], told[number + 1]);
+    }
   }
   return made;
 }

@@ -66,8 +66,8 @@ class RankExchange {
   // parts[i] goes to rank i; what each rank has sent to this one, itself included. Beyond the ranks that send directly
   // to each other the updates may take rounds of their own.
   virtual std::vector<std::vector<std::byte>> all_to_all(std::vector<std::vector<std::byte>> parts) = 0;
-  // Of every shard the total that its leader gives.
-  virtual std::vector<uint64_t> totals(uint64_t mine) = 0;
+  // Of every shard of every store the total that its leader gives; `mine`: of this rank's shard of each store.
+  virtual std::vector<uint64_t> totals(std::span<const uint64_t> mine) = 0;
   // What every rank gives, of one size; none where the outcome travels with the rows, as the caller's next step.
   virtual std::optional<std::vector<std::vector<std::byte>>> outcomes(std::span<const std::byte> mine) = 0;
 };
@@ -107,9 +107,10 @@ class RankSteps {
     std::vector<RankStatus> status;              // of every rank
     std::vector<ShardStatus> shards;             // of every rank, of each store
     std::vector<std::vector<std::byte>> offers;  // of each store, those of all its shards
+    uint32_t store = 0;                          // few_rows, nothing_to_draw: of which
     bool changed = false;                        // there were updates, which are applied
-    uint64_t rows = 0;                           // selectable, of all shards of the first store
-    std::vector<uint64_t> totals;                // of every shard of the first store
+    std::vector<uint64_t> rows;                  // selectable, of all shards of each store
+    std::vector<uint64_t> totals;                // of every shard, of one store after the other
     size_t sent_bytes = 0;                       // by this rank, to the others
   };
   // How priorities are stored. `change` is called once for each store where any rank has updates, and may change the
@@ -121,9 +122,10 @@ class RankSteps {
                        const std::vector<double>& priorities)>
         set;
   };
-  // Steps 1 and 2, with the totals of after the updates where there is one store. `told`: of each store, or none.
+  // Steps 1 and 2, with the totals of after the updates where all draws begin with totals. `told`: of each store; none
+  // where they do. `quotas`: rows that are drawn of each store; empty: of all some.
   Agreed agree(uint64_t step, std::span<const GivenPriorities> given, std::span<const Told> told, const Hooks& hooks,
-               RankExchange& exchange) const;
+               RankExchange& exchange, std::span<const uint64_t> quotas = {}) const;
 
   // Step 1 in halves: what this rank tells each rank, and what all of them have told this one. `changed` says that
   // there are updates, of which `updates` are for this rank; none is applied.
@@ -133,23 +135,25 @@ class RankSteps {
     Agreed agreed;
     std::vector<PriorityRecord> updates;
   };
-  Heard hear(uint64_t step, std::span<const std::span<const std::byte>> received, std::span<const Told> told) const;
+  Heard hear(uint64_t step, std::span<const std::span<const std::byte>> received, std::span<const Told> told,
+             std::span<const uint64_t> quotas = {}) const;
   // Updates of one round, in the order of calls and draws.
   void apply(std::vector<PriorityRecord> updates, const Hooks& hooks) const;
 
   // Of all ranks' reads: whether each has lost rows for good, and the lowest probability of all (with_lowest).
   struct Outcome {
     std::vector<uint8_t> failed;
-    double lowest = 0;
+    std::vector<double> lowest;  // of each store
   };
-  std::optional<Outcome> tell(bool failed, double lowest, RankExchange& exchange) const;
+  std::optional<Outcome> tell(bool failed, std::span<const double> lowest, RankExchange& exchange) const;
 
   const Settings& settings() const { return settings_; }
 
  private:
   bool leads(size_t store) const;
   uint64_t total(size_t store) const;
-  Refusal refusal_of(const Agreed& agreed) const;  // of a batch of these rows and totals
+  bool by_totals() const;                                               // all draws begin with totals
+  void refuse(Agreed& agreed, std::span<const uint64_t> quotas) const;  // a batch of these rows and totals
   void add_updates(std::span<const GivenPriorities> given, Parts& parts) const;
 
   Settings settings_;

@@ -110,18 +110,21 @@ std::vector<std::vector<std::byte>> PythonRankExchange::all_to_all(std::vector<s
   return made;
 }
 
-std::vector<uint64_t> PythonRankExchange::totals(uint64_t mine) {
+std::vector<uint64_t> PythonRankExchange::totals(std::span<const uint64_t> mine) {
   std::vector<uint64_t> made;
   if (settings_.totals_by_rounds && by_rounds()) {
-    const auto every = gather(std::as_bytes(std::span(&mine, 1)));
-    for (const uint32_t leader : settings_.leaders) {
-      if (every[leader].size() != sizeof mine) fail(ErrorKind::frame, "rank ", leader, " sent no total");
-      std::memcpy(&made.emplace_back(), every[leader].data(), sizeof mine);
+    const auto every = gather(std::as_bytes(mine));
+    for (size_t store = 0; store < settings_.leaders.size(); ++store) {
+      for (const uint32_t leader : settings_.leaders[store]) {
+        if (every[leader].size() != mine.size_bytes()) fail(ErrorKind::frame, "rank ", leader, " sent no total");
+        std::memcpy(&made.emplace_back(), every[leader].data() + store * sizeof(uint64_t), sizeof(uint64_t));
+      }
     }
     return made;
   }
   call_python(*unlocked_, [&] {
-    const auto found = nb::cast<In<uint64_t>>(nb::object(settings_.totals(mine)));
+    const auto found =
+        nb::cast<In<uint64_t>>(nb::object(settings_.totals(to_numpy(std::vector<uint64_t>(mine.begin(), mine.end())))));
     made.assign(found.data(), found.data() + found.size());
   });
   return made;
@@ -166,7 +169,7 @@ void bind_rank_exchange(nb::module_& module) {
       .def(
           "__init__",
           [](PythonRankExchange* self, RankRounds* rounds, double timeout_s, bool totals_by_rounds,
-             bool outcomes_by_rounds, const std::vector<uint32_t>& leaders, const nb::object& all_to_all,
+             bool outcomes_by_rounds, const std::vector<std::vector<uint32_t>>& leaders, const nb::object& all_to_all,
              const nb::object& totals) {
             new (self) PythonRankExchange(
                 {rounds, timeout_s, totals_by_rounds, outcomes_by_rounds, leaders, all_to_all, totals});

@@ -50,10 +50,10 @@ class PythonRankExchange final : public RankExchange {
   struct Settings {
     RankRounds* rounds = nullptr;  // null: the group has none
     double timeout_s = 0;
-    bool totals_by_rounds = false;    // every shard's leader is a rank of its own, and one round reaches all
-    bool outcomes_by_rounds = false;  // no row moves between ranks, and one round reaches all
-    std::vector<uint32_t> leaders;
-    nb::object all_to_all, totals;  // list of arrays to list of arrays; total to array of totals
+    bool totals_by_rounds = false;               // every shard's leader is a rank of its own, and one round reaches all
+    bool outcomes_by_rounds = false;             // no row moves between ranks, and one round reaches all
+    std::vector<std::vector<uint32_t>> leaders;  // of each store's shards
+    nb::object all_to_all, totals;  // list of arrays to list of arrays; total of each store to array of totals
   };
   explicit PythonRankExchange(Settings settings) : settings_(std::move(settings)) {}
 
@@ -72,7 +72,7 @@ class PythonRankExchange final : public RankExchange {
   };
 
   std::vector<std::vector<std::byte>> all_to_all(std::vector<std::vector<std::byte>> parts) override;
-  std::vector<uint64_t> totals(uint64_t mine) override;
+  std::vector<uint64_t> totals(std::span<const uint64_t> mine) override;
   std::optional<std::vector<std::vector<std::byte>>> outcomes(std::span<const std::byte> mine) override;
 
  private:

@@ -380,8 +380,8 @@ class BoundRankReader {
   // weighs the rows, where the exchange does so. `change` is given the priorities of updates that this rank applies,
   // and returns those that are stored; None: they are taken as they are, but positive. `place` tells windows.
   RankRead build(const nb::object& batch, const BoundRankSteps& bound, PythonRankExchange& exchange, uint64_t step,
-                 size_t n, const std::vector<GivenTuple>& updates, const nb::object& change, std::optional<double> beta,
-                 const nb::object& place) const {
+                 const std::vector<uint64_t>& quotas, const std::vector<GivenTuple>& updates, const nb::object& change,
+                 std::optional<double> beta, const nb::object& place) const {
     const BatchMemory to = checked(batch);
     const std::span<double> weights = beta ? weights_to_fill(batch) : std::span<double>{};
     const std::vector<GivenPriorities> given = given_of(updates);
@@ -390,27 +390,28 @@ class BoundRankReader {
       const PythonRankExchange::Use use(exchange, unlocked);
       RankRead made;
       const RankSteps& steps = bound.steps();
-      made.agreed = steps.agree(step, given, {}, update_hooks(change, nb::none(), unlocked), exchange);
+      made.agreed = steps.agree(step, given, {}, update_hooks(change, nb::none(), unlocked), exchange, quotas);
       made.agreed_s = static_cast<double>(monotonic_ns()) * 1e-9;
       if (made.agreed.refusal != RankSteps::Refusal::none) return made;
-      read_by_totals(made, to, step, n, place, unlocked);
-      made.outcome = steps.tell(made.found.failed.has_value(), made.found.lowest[0], exchange);
+      read_by_totals(made, to, step, quotas, place, unlocked);
+      made.outcome = steps.tell(made.found.failed.has_value(), made.found.lowest, exchange);
       if (made.outcome && beta) {
-        importance_weights(to.arrays.probability, made.agreed.rows, *beta, made.outcome->lowest, weights);
+        importance_weights(to.arrays.probability, made.agreed.rows[0], *beta, made.outcome->lowest[0], weights);
       }
       return made;
     });
   }
 
   // Draws the batch of a step from what all ranks have told (`RankSteps.hear`), and reads this rank's rows.
-  void read_heard(const nb::object& batch, RankRead& heard, uint64_t step, size_t n, const nb::object& place) const {
+  void read_heard(const nb::object& batch, RankRead& heard, uint64_t step, const std::vector<uint64_t>& quotas,
+                  const nb::object& place) const {
     if (heard.agreed.refusal != RankSteps::Refusal::none || !heard.draws.empty()) {
       fail(ErrorKind::schema, "a batch is read once, and after all ranks have agreed");
     }
     const BatchMemory to = checked(batch);
     raising([&] {
       const Unlocked unlocked;
-      read_by_totals(heard, to, step, n, place, unlocked);
+      read_by_totals(heard, to, step, quotas, place, unlocked);
     });
   }
 
@@ -516,11 +517,11 @@ class BoundRankReader {
     return made;
   }
 
-  void read_by_totals(RankRead& made, const BatchMemory& to, uint64_t step, size_t n, const nb::object& place,
-                      const Unlocked& unlocked) const {
+  void read_by_totals(RankRead& made, const BatchMemory& to, uint64_t step, const std::vector<uint64_t>& quotas,
+                      const nb::object& place, const Unlocked& unlocked) const {
     StoreCalls calls(stores_);
     const Outside outside(unlocked, calls);
-    RankReader::Draws draws = reader_->draw(step, n, made.agreed.totals);
+    RankReader::Draws draws = reader_->draw(step, quotas, made.agreed.totals);
     std::vector<RankReader::Target> targets;
     read(made, draws, &to, true, targets, hooks_of(place, nb::none(), outside));
   }
@@ -664,7 +665,9 @@ void bind_rank_reader(nb::module_& module) {
                      return made;
                    })
       .def_prop_ro("changed", [](const RankRead& r) { return r.agreed.changed; })
+      // selectable, of each store; and of which there are too few
       .def_prop_ro("rows", [](const RankRead& r) { return r.agreed.rows; })
+      .def_prop_ro("refused_store", [](const RankRead& r) { return r.agreed.store; })
       .def_prop_ro("selection_bytes", [](const RankRead& r) { return r.agreed.sent_bytes; })
       .def_ro("agreed_s", &RankRead::agreed_s)
       .def_ro("read_s", &RankRead::read_s)
@@ -678,7 +681,7 @@ void bind_rank_reader(nb::module_& module) {
                    })
       .def_prop_ro("lowest_of_all",
                    [](const RankRead& r) -> nb::object {
-                     return r.outcome ? nb::float_(r.outcome->lowest) : nb::object(nb::none());
+                     return r.outcome ? nb::cast(r.outcome->lowest) : nb::object(nb::none());
                    })
       // (rank, message) each
       .def_prop_ro("sends", [](const RankRead& r) { return rows_of_peers(r.outgoing); })
@@ -766,8 +769,9 @@ void bind_rank_reader(nb::module_& module) {
           nb::arg("window"), nb::arg("pad_left"), nb::arg("threads"), nb::arg("in_order"), nb::arg("windows").none(),
           nb::arg("view").none(), nb::arg("replica").none())
       .def("build", &BoundRankReader::build, nb::arg("batch"), nb::arg("steps"), nb::arg("exchange"), nb::arg("step"),
-           nb::arg("n"), nb::arg("updates"), nb::arg("change").none(), nb::arg("beta").none(), nb::arg("place").none())
-      .def("read", &BoundRankReader::read_heard, nb::arg("batch"), nb::arg("heard"), nb::arg("step"), nb::arg("n"),
+           nb::arg("quotas"), nb::arg("updates"), nb::arg("change").none(), nb::arg("beta").none(),
+           nb::arg("place").none())
+      .def("read", &BoundRankReader::read_heard, nb::arg("batch"), nb::arg("heard"), nb::arg("step"), nb::arg("quotas"),
            nb::arg("place").none())
       .def("read_drawn", &BoundRankReader::read_drawn, nb::arg("own").none(), nb::arg("others"),
            nb::arg("in_host_memory"), nb::arg("drawn"), nb::arg("step"), nb::arg("place").none(),

@@ -230,9 +230,9 @@ class RankExchange:
         timeout_s: float,
         totals_by_rounds: bool,
         outcomes_by_rounds: bool,
-        leaders: Sequence[int],
+        leaders: Sequence[Sequence[int]],
         all_to_all: Callable[[list[NDArray[np.uint8]]], list[NDArray[np.uint8]]],
-        totals: Callable[[int], _U64],
+        totals: Callable[[_U64], _U64],
     ) -> None: ...
 
 # by name, what np.dtype makes a record of
@@ -274,7 +274,9 @@ class RankRead:
     @property
     def changed(self) -> bool: ...
     @property
-    def rows(self) -> int: ...
+    def rows(self) -> list[int]: ...
+    @property
+    def refused_store(self) -> int: ...
     @property
     def selection_bytes(self) -> int: ...
     @property
@@ -284,7 +286,7 @@ class RankRead:
     @property
     def outcome(self) -> list[bool] | None: ...
     @property
-    def lowest_of_all(self) -> float | None: ...
+    def lowest_of_all(self) -> list[float] | None: ...
     @property
     def sends(self) -> list[tuple[int, NDArray[np.uint8]]]: ...
     @property
@@ -335,13 +337,15 @@ class RankReader:
         steps: RankSteps,
         exchange: RankExchange,
         step: int,
-        n: int,
+        quotas: Sequence[int],
         updates: Sequence[GivenPriorities],
         change: Callable[[int, NDArray[np.float64]], NDArray[np.float64]] | None,
         beta: float | None,
         place: _Place | None,
     ) -> RankRead: ...
-    def read(self, batch: SampledBatch, heard: RankRead, step: int, n: int, place: _Place | None) -> None: ...
+    def read(
+        self, batch: SampledBatch, heard: RankRead, step: int, quotas: Sequence[int], place: _Place | None
+    ) -> None: ...
     def read_drawn(
         self,
         own: Any,

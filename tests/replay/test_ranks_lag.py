@@ -152,10 +152,10 @@ def test_rows_that_are_lost_are_drawn_again_by_ranks_of_which_some_are_a_batch_a
     first.limiter.set(min_size_to_sample=1)  # which counts
     read = RankReader.read_heard
 
-    def loses_and_reads(self: RankReader, step: int, heard: Any) -> Any:
+    def loses_and_reads(self: RankReader, step: int, heard: Any, *rest: Any) -> Any:
         if step == 3 and self.samplers[0].plan.store is last and len(last):
             last.delete(last.keys())
-        return read(self, step, heard)
+        return read(self, step, heard, *rest)
 
     monkeypatch.setattr(RankReader, "read_heard", loses_and_reads)
 
@@ -202,10 +202,10 @@ def test_a_batch_that_is_drawn_again_has_the_same_updates_from_ranks_that_are_ah
             ahead.set()
         return begun
 
-    def loses_and_reads(self: RankReader, step: int, heard: Any) -> Any:
+    def loses_and_reads(self: RankReader, step: int, heard: Any, *rest: Any) -> Any:
         if step == again and self.samplers[0].plan.store is last:
             last.delete(last.keys())
-        return read(self, step, heard)
+        return read(self, step, heard, *rest)
 
     def finishes(self: LaggedBuilder, begun: Any) -> Any:
         assert begun.step != again or ahead.wait(patience(30))

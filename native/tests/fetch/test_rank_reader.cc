@@ -58,10 +58,10 @@ class MeetingExchange final : public RankExchange {
       : meeting_(meeting), rank_(rank), ranks_(ranks), leaders_(std::move(leaders)), tells_(tells) {}
 
   Parts all_to_all(Parts parts) override { return meeting_.all_to_all(rank_, std::move(parts)); }
-  std::vector<uint64_t> totals(uint64_t mine) override {
+  std::vector<uint64_t> totals(std::span<const uint64_t> mine) override {
     std::vector<uint64_t> made;
-    const Parts every = gather(std::as_bytes(std::span(&mine, 1)));
-    for (const uint32_t leader : leaders_) std::memcpy(&made.emplace_back(), every[leader].data(), sizeof mine);
+    const Parts every = gather(std::as_bytes(mine));
+    for (const uint32_t leader : leaders_) std::memcpy(&made.emplace_back(), every[leader].data(), sizeof(uint64_t));
     return made;
   }
   std::optional<Parts> outcomes(std::span<const std::byte> mine) override {
@@ -228,7 +228,7 @@ class Job {
     Parts sent(ranks_);
     for (size_t i = 0; i < memory.size(); ++i) sent[targets[i].rank] = std::move(memory[i]);
     const Parts received = exchange.all_to_all(std::move(sent));
-    const auto outcome = steps.tell(found->failed.has_value(), found->lowest[0], exchange);
+    const auto outcome = steps.tell(found->failed.has_value(), found->lowest, exchange);
     for (const RankReader::Traffic& each : reader.incoming(draws)) {
       CHECK_EQ(received[each.rank].size(), reader.layout(own.rank, each.places.size()).bytes);
       if (!outcome->failed[each.rank]) reader.place(own, each.places, received[each.rank].data());
@@ -270,12 +270,12 @@ class Job {
         if (step != 0) given = {from(half, priorities.size() - half), from(0, half)};
         const RankSteps::Agreed agreed = steps.agree(step, given, {}, {}, exchange);
         CHECK(agreed.refusal == RankSteps::Refusal::none && agreed.changed == (step != 0));
-        RankReader::Draws draws = reader.draw(step, kRows, agreed.totals);
+        RankReader::Draws draws = reader.draw(step, {{kRows}}, agreed.totals);
         RankReader::Found found;
         const auto outcome = read(reader, steps, exchange, draws, part, &found);
         CHECK(!found.failed && std::ranges::count(outcome->failed, 1) == 0);
         std::vector<double> weights(part.probability.size());
-        importance_weights(part.probability, agreed.rows, 0.4, outcome->lowest, weights);
+        importance_weights(part.probability, agreed.rows[0], 0.4, outcome->lowest[0], weights);
         const std::vector<uint32_t> draws_of_mine = mine(draws, rank);
         priorities.clear(), numbers.clear(), shards.clear();
         const std::lock_guard lock(mutex);
@@ -349,7 +349,7 @@ TEST(rows_that_are_overwritten_while_ranks_read_them_are_drawn_again_and_never_m
       for (uint64_t step = 0; step < 200; ++step) {
         const RankSteps::Agreed agreed = steps.agree(step, {}, {}, {}, exchange);
         RankReader::Found found;
-        RankReader::Draws draws = reader.draw(step, kRows, agreed.totals);
+        RankReader::Draws draws = reader.draw(step, {{kRows}}, agreed.totals);
         const auto outcome = job.read(reader, steps, exchange, draws, part, &found);
         redrawn += found.redrawn[0];
         if (std::ranges::count(outcome->failed, 1) != 0) continue;  // all rows were being written
@@ -379,15 +379,15 @@ TEST(a_shard_that_loses_all_rows_after_its_total_was_told_is_told_to_all_ranks) 
       exchange.gather({});  // both know the totals, and one has lost its rows
       Part part(kRows / 2);
       RankReader::Found found;
-      RankReader::Draws draws = reader.draw(0, kRows, agreed.totals);
+      RankReader::Draws draws = reader.draw(0, {{kRows}}, agreed.totals);
       const auto outcome = job.read(reader, steps, exchange, draws, part, &found);
       CHECK(outcome->failed[1] != 0);
       if (rank == 1) CHECK(found.failed.has_value());
       // The next batch is of what is left.
       const RankSteps::Agreed left = steps.agree(1, {}, {}, {}, exchange);
       CHECK_EQ(left.totals[1], uint64_t{0});
-      CHECK_EQ(left.rows, uint64_t{20});
-      RankReader::Draws again = reader.draw(1, kRows, left.totals);
+      CHECK_EQ(left.rows[0], uint64_t{20});
+      RankReader::Draws again = reader.draw(1, {{kRows}}, left.totals);
       const auto whole = job.read(reader, steps, exchange, again, part, &found);
       CHECK_EQ(std::ranges::count(whole->failed, 1), 0);
       for (size_t i = 0; i < part.tags.size(); ++i) CHECK(part.whole(i) && part.shards[i] == 0);
@@ -428,7 +428,7 @@ TEST(what_ranks_find_wrong_all_of_them_find_before_any_of_them_draws) {
     const std::vector<double> zeros(rows.size());
     job.store(rank).update_priorities(rows, generations, zeros);
     CHECK(same.agree(3, {}, {}, {}, exchange).refusal == Refusal::nothing_to_draw);
-    CHECK_THROWS(schema, reader.draw(0, kRows, std::vector<uint64_t>(3, 1)));
+    CHECK_THROWS(schema, reader.draw(0, {{kRows}}, std::vector<uint64_t>(3, 1)));
     // Messages that no rank of this version sends.
     const int64_t nowhere = 2;
     const GivenPriorities lost{{&row, 1}, {&generation, 1}, {}, {&nowhere, 1}, {}, {&zero, 1}};

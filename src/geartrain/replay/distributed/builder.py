@@ -187,7 +187,7 @@ class DistributedBatchBuilder:
             each.fields == tuple(names) and not each.peers for each in self.members.consumers
         )
         by_totals = everyone_reads and config.device is None and draws_by_totals(self.samplers)
-        near = open_near(self.samplers[0], self.members, by_totals=by_totals, lagged=config.extra_lag > 0)
+        near = open_near(self.samplers, self.members, by_totals=by_totals, lagged=config.extra_lag > 0)
         try:
             return RankReader(self.sampler, config, near)
         except BaseException:
@@ -275,8 +275,8 @@ class DistributedBatchBuilder:
     ) -> BuiltBatch:
         reader = self.reader
         if reader.by_totals:
-            mine, read = reader.build(step, updates)
-            counts = [read.rows]
+            mine, read = reader.build(step, updates, self.admission.quotas(step))
+            counts = read.rows
             self.traffic.selection_bytes += read.selection_bytes
             selected_s = read.agreed_s
         else:

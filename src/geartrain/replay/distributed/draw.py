@@ -134,16 +134,18 @@ class ShardedSampler:
         """
         group: Any = self.members.group
         native = getattr(group, "native_rounds", None)  # of a group of the user's own there are none
-        leaders = self.members.stores[0].leaders
+        leaders = [store.leaders for store in self.members.stores]
         direct = group.size <= RADIX
         return _native.RankExchange(
             native,
             0.0 if native is None else group.timeout_s,
-            direct and len(leaders) == group.size,
+            direct and all(len(each) == group.size for each in leaders),
             direct and idle,
             leaders,
             self.send_parts,
-            lambda mine: self.members.all_gather_shards(0, np.array([mine], np.uint64))[:, 0].copy(),
+            lambda mine: np.concatenate(
+                [self.members.all_gather_shards(number, mine[number : number + 1])[:, 0] for number in range(len(mine))]
+            ),
         )
 
     @contextlib.contextmanager

@@ -175,8 +175,7 @@ class LaggedBuilder:
 
     def _tell(self, begun: _Begun, updates: list[PriorityUpdate]) -> None:
         self._apply(begun.step, self._later.due(begun.step))
-        if self._inner.members.leads(0):
-            self.samplers[0].expire()
+        self._reader.expire()
         begun.parts = self._agreed.steps.begin(begun.step, self._agreed.given(updates))
         updates.clear()
         begun.round = self._rounds.post({rank: begun.parts[rank] for rank in self._others})
@@ -203,7 +202,7 @@ class LaggedBuilder:
                 self._tell(begun, [])
             heard = self._hear(begun)
             self._reader.check(heard, begun.step)
-            begun.batch = self._reader.read_heard(begun.step, heard)
+            begun.batch = self._reader.read_heard(begun.step, heard, self._inner.admission.quotas(begun.step))
             begun.agreement = self._reader.agreement(heard)
             begun.told = begun.agreement.told
             begun.outcomes = self._rounds.post(dict.fromkeys(self._others, flat_bytes(begun.told)))
@@ -238,7 +237,7 @@ class LaggedBuilder:
             self._again(begun)
             return None
         self._reader.place(batch, heard)
-        self._reader.weigh(batch, heard, [heard.rows], agreement, begun.step)
+        self._reader.weigh(batch, heard, heard.rows, agreement, begun.step)
         made = self._reader.finish(batch, heard, begun.step)
         received = heard.received_rows * self._reader.row_bytes
         self._inner.count(heard, begun.began_s, heard.agreed_s, received)

@@ -52,21 +52,20 @@ def arrays_of(sampler: StoreSampler) -> dict[str, int]:
 
 
 def draws_by_totals(samplers: Sequence[StoreSampler]) -> bool:
-    """Whether all draws of a batch follow from the totals of one store's shards, which native code makes."""
-    first = samplers[0]
-    return (
-        len(samplers) == 1
-        and first.draws_natively
-        and is_independent(first.strategy)
-        and not (first.limited or first.may_refuse or first.plan.store.per_step)
+    """Whether all draws of a batch follow from the totals of the stores' shards, so that native code makes them."""
+    return all(
+        each.draws_natively
+        and is_independent(each.strategy)
+        and not (each.limited or each.may_refuse or each.plan.store.per_step)
+        for each in samplers
     )
 
 
 class NearStores(NamedTuple):
-    """Shards of other ranks of this host.
+    """Shards of other ranks of this host, by their numbers among those of all stores.
 
     Attributes:
-        stores: by number, those that this rank has open to read.
+        stores: those that this rank has open to read.
         reached: for every rank, the numbers of those that it has.
         by_totals: whether all ranks draw by totals.
     """
@@ -80,21 +79,23 @@ class NearStores(NamedTuple):
         _close_all(self.stores)
 
 
-def open_near(sampler: StoreSampler, members: Members, *, by_totals: bool, lagged: bool) -> NearStores:
+def open_near(samplers: Sequence[StoreSampler], members: Members, *, by_totals: bool, lagged: bool) -> NearStores:
     """Opens the shards of ranks of this host, where all ranks draw by totals. Collective.
 
     Args:
-        sampler: of this rank's shard of the first store.
+        samplers: of this rank's shards, one for each store.
         members: the ranks.
         by_totals: whether this rank draws so.
         lagged: only who leads a shard may read it.
     """
-    paths: list[str] = members.group.all_gather_object(str(sampler.plan.store.path))
+    mine = [sampler.plan.store for sampler in samplers]
+    paths: list[list[str]] = members.group.all_gather_object([str(store.path) for store in mine])
     found: dict[int, Store] = {}
     with contextlib.ExitStack() as opened:  # closes what is open where this fails
         opened.callback(_close_all, found)
         if by_totals and not lagged:
-            _open_near(found, sampler.plan.store, members, paths)
+            for number, store in enumerate(mine):
+                _open_near(found, store, members, number, [each[number] for each in paths])
         # What one rank has open all others know, since they do not send it those rows.
         told = members.group.all_gather_object((by_totals, sorted(found)))
         everyone = all(each for each, _ in told)
@@ -111,18 +112,18 @@ def _close_all(stores: Mapping[int, Store]) -> None:
         store.close()
 
 
-def _open_near(found: dict[int, Store], mine: Store, members: Members, paths: Sequence[str]) -> None:
-    group, shards = members.group, members.stores[0]
+def _open_near(found: dict[int, Store], mine: Store, members: Members, number: int, paths: Sequence[str]) -> None:
+    group, shards = members.group, members.stores[number]
     # A group of the user's own may not know which of its ranks are of one host.
     for peer in sorted(group.shm_peers()) if hasattr(group, "shm_peers") else ():
         shard = shards.of_rank[peer]
-        if shard == shards.of_rank[group.rank] or shard in found:
+        if shard == shards.of_rank[group.rank] or shards.first + shard in found:
             continue
         # Of another mount namespace, of another user, or no more files may be open: its rows come in messages.
         with contextlib.suppress(GeartrainError):
             store = Store.peek(paths[peer], trust=mine.trust)
             if store.id == shards.ids[shard]:
-                found[shard] = store
+                found[shards.first + shard] = store
             else:
                 store.close()
 
@@ -158,7 +159,6 @@ class RankReader:
         self.near = near
         self.by_totals = by_totals = near.by_totals
         self._agreed = agreed
-        self._n = config.batch_size
         rank = members.group.rank
         me = members.me
         names = list(arrays_of(samplers[0]))
@@ -174,7 +174,8 @@ class RankReader:
         reached = near.reached
         self.idle = not lagged and by_totals
         self.idle &= all(
-            len({members.stores[0].of_rank[other], *each}) == len(shard_ranks) for other, each in enumerate(reached)
+            len({*(store.first + store.of_rank[other] for store in members.stores), *each}) == len(shard_ranks)
+            for other, each in enumerate(reached)
         )
         assigner = Assigner(replicas, shard_ranks, {at: set(each) for at, each in enumerate(reached)})
         # Whether a batch can be drawn again by all ranks: draws that are independent or in an order use nothing up.
@@ -213,10 +214,10 @@ class RankReader:
     def _shard_view(
         self, number: int, shard: int, ranks: list[int], reached: Sequence[Sequence[int]], rank: int
     ) -> tuple[_native.Store | None, int, list[int], bool, int, int, list[int]]:
-        plan = self.samplers[number].plan
-        readers = [*ranks, *(other for other, each in enumerate(reached) if shard in each)]
-        mine = shard == self.members.stores[number].of_rank[rank]
-        store = plan.store if mine else self.near.stores.get(shard)
+        plan, shards = self.samplers[number].plan, self.members.stores[number]
+        readers = [*ranks, *(other for other, each in enumerate(reached) if shards.first + shard in each)]
+        mine = shard == shards.of_rank[rank]
+        store = plan.store if mine else self.near.stores.get(shards.first + shard)
         if store is None:
             return None, number, [], False, 0, 1, ranks
         fields = [store.field_number(name) for name in plan.names]
@@ -268,24 +269,27 @@ class RankReader:
         native = None if view is None else view.native
         return _native.SampledBatch(plan.store.native, n, plan.numbers, plan.window, True, native)
 
-    def build(self, step: int, updates: list[PriorityUpdate]) -> tuple[_native.SampledBatch, _native.RankRead]:
-        """Agrees, draws and reads in one native call; tells the outcome too, where no row ever moves.
+    def build(
+        self, step: int, updates: list[PriorityUpdate], quotas: Sequence[int]
+    ) -> tuple[_native.SampledBatch, _native.RankRead]:
+        """Agrees, draws so many rows of each store and reads; tells the outcome too, where no row ever moves.
+
+        All of it is one native call.
 
         Raises:
             RanksDisagreeError: a rank has another configuration or is at another step.
             CommonError: there is nothing to draw, or too little.
             PeerLostError: a rank is lost.
         """
-        sampler, agreed = self.samplers[0], self._agreed
-        if self.members.leads(0):
-            sampler.expire()
+        agreed = self._agreed
+        self.expire()
         self._step = step
-        batch = self.empty_batch(self._n // len(self.members.replicas))
-        beta = sampler.beta_at(step) if sampler.traits.importance else None
+        batch = self.empty_batch(sum(quotas) // len(self.members.replicas))
+        beta = self._beta_at(step)
         given, change = agreed.given(updates), agreed.change_at(step)
         with agreed.rounds():
             read = self._native.build(
-                batch, agreed.steps, self.exchange, step, self._n, given, change, beta, self._place
+                batch, agreed.steps, self.exchange, step, quotas, given, change, beta, self._place
             )
         if read.changed:
             updates.clear()  # they are not sent again when this batch fails
@@ -293,11 +297,22 @@ class RankReader:
         self._count(read)
         return batch, read
 
-    def read_heard(self, step: int, heard: _native.RankRead) -> _native.SampledBatch:
+    def expire(self) -> None:
+        """Removes rows that are too old from the shards that this rank leads."""
+        for number, sampler in enumerate(self.samplers):
+            if self.members.leads(number):
+                sampler.expire()
+
+    def _beta_at(self, step: int) -> float | None:
+        """The exponent of importance weights where native code makes them for the whole batch."""
+        first = self.samplers[0]
+        return first.beta_at(step) if len(self.samplers) == 1 and first.traits.importance else None
+
+    def read_heard(self, step: int, heard: _native.RankRead, quotas: Sequence[int]) -> _native.SampledBatch:
         """Draws the batch of a step that all ranks have begun, and reads this rank's rows."""
         self._step = step
-        batch = self.empty_batch(self._n // len(self.members.replicas))
-        self._native.read(batch, heard, step, self._n, self._place)
+        batch = self.empty_batch(sum(quotas) // len(self.members.replicas))
+        self._native.read(batch, heard, step, quotas, self._place)
         self._count(heard)
         return batch
 
@@ -364,11 +379,11 @@ class RankReader:
         if read.refusal == "disagree":
             self._agreed.check_ranks(read.status, step)
         elif read.refusal == "few rows":
-            self._agreed.check_count(0, read.rows)
+            self._agreed.check_count(read.refused_store, read.rows[read.refused_store])
         raise CommonError(
             EmptyStoreError(
                 "no selectable row has a priority above zero"
-                if self.samplers[0].traits.by_priority
+                if self.samplers[read.refused_store].traits.by_priority
                 else "no store of the group has a selectable row"
             )
         )
@@ -427,9 +442,9 @@ class RankReader:
             return
         lowest = agreement.lowest
         if lowest is None:
-            lowest = np.array([read.lowest_of_all], np.float64)
-        beta = self.samplers[0].beta_at(step)
-        if len(self.samplers) == 1 and beta is not None:
+            lowest = np.array(read.lowest_of_all, np.float64)
+        beta = self._beta_at(step)
+        if beta is not None:
             self._native.weigh(batch, counts[0], beta, float(lowest[0]))
             return
         weights = self.importance_weights(
