@@ -32,6 +32,14 @@ uint32_t allocate_one(Store& store) {
   return row;
 }
 
+// Zeroes a block of an allocated row unless `taken`, a set of fields' names, has its field's, and adds the name to it.
+// The GIL is held throughout: of two threads that ask for one block neither zeroes what the other has written.
+void take_block(Store& store, nb::set taken, nb::str name, uint32_t field, uint32_t row) {
+  if (taken.contains(name)) return;
+  entered(store, [&] { store.clear_block(field, row); });
+  taken.add(name);
+}
+
 uint32_t commit_one(Store& store, uint32_t row, uint32_t length, double priority, int64_t version) {
   uint32_t generation = 0;
   released(store, [&] { store.commit({&row, 1}, {{&length, 1}, {&priority, 1}, {&version, 1}}, {&generation, 1}); });
@@ -291,6 +299,7 @@ void journal_count(Store& store, uint64_t rows, uint64_t removals, uint64_t byte
 void bind_store_rows(nb::class_<Store>& store) {
   store.def("allocate", &allocate)
       .def("allocate_one", &allocate_one)
+      .def("take_block", &take_block)
       .def("commit", &commit, nb::arg("rows"), nb::arg("lengths").none(), nb::arg("priorities").none(),
            nb::arg("versions").none())
       .def("commit_one", &commit_one)

@@ -157,6 +157,9 @@ class Store final : public OpenStore {
   // Commit's checks of the values for n rows, for callers that validate before they write.
   void check_values(size_t n, const CommitValues& values) const;
 
+  // Zeroes a block of a row that this process is writing, without the lock. Throws stale_key for any other row.
+  void clear_block(uint32_t field, uint32_t row) const;
+
   // Frees rows that this process allocated and did not commit. When the lock cannot be acquired this throws
   // lock_timeout as ever, but the rows are not lost: the next allocate frees them.
   void abandon(std::span<const uint32_t> rows);

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/clock.h"
+#include "base/copy.h"
 #include "base/errors.h"
 #include "store/remover_heap.h"
 #include "store/store.h"
@@ -58,6 +59,18 @@ void Store::check_values(size_t n, const CommitValues& values) const {
     }
   }
   validate_priorities(values.priorities);
+}
+
+void Store::clear_block(uint32_t field, uint32_t row) const {
+  check_usable();
+  check_rows({&row, 1});
+  if (field >= header().field_count) fail(ErrorKind::schema, "no field number ", field);
+  const RowStatus& s = status()[row];
+  if (s.state != RowState::writing || s.owner != client_slot_.load(std::memory_order_acquire)) {
+    fail(ErrorKind::stale_key, "row ", row,
+         " is not being written by this process (committed, abandoned or another's)");
+  }
+  zero_block(block(field, row), fields()[field].block_bytes);
 }
 
 void Store::commit(std::span<const uint32_t> rows, const CommitValues& values, std::span<uint32_t> generations) {

@@ -27,10 +27,10 @@ def store() -> Any:
     with gt.Store.create(FIELDS, max_length=5, capacity=20) as store:
         for n in range(20):
             with store.row(version=n) as row:
-                row.length = 1 + n % 5
-                row["obs"][: row.length] = n + np.arange(row.length)[:, None]
-                row["half"][: row.length] = n
-                row["wide"][: row.length] = 60_000 + n
+                row.length = length = 1 + n % 5
+                row["obs"][:length] = n + np.arange(length)[:, None]
+                row["half"][:length] = n
+                row["wide"][:length] = 60_000 + n
                 row["goal"][...] = n, -n
         yield store
 
@@ -110,7 +110,7 @@ def test_fetchers_are_few_and_end_with_the_handle(store: gt.Store) -> None:
 def test_a_store_that_is_dropped_goes_without_a_collection_and_its_batches_stay() -> None:
     store = gt.Store.create(FIELDS, max_length=2, capacity=4)
     for _ in range(4):
-        with store.row() as row:
+        with store.row(zeros=FIELDS) as row:
             row.length, row["goal"][...] = 1, 1
     path, dropped = store.path, weakref.ref(store)
     batch = gt.fetch(store, store.keys(), output="numpy")

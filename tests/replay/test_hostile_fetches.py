@@ -88,7 +88,7 @@ def store() -> Any:
     ) as made:
         for n in range(4):
             with made.row() as row:
-                row["x"], row["h"] = n, n
+                row["x"], row["h"], row.length = n, n, 2
         yield made
 
 

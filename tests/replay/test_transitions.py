@@ -30,7 +30,7 @@ def make_store(max_length, capacity=4000, *, truncated=True, obs_shape=(2,), **o
 def record_episodes(store, lengths, seed=0, overlap=0, **options):
     """Episodes of those many actions; the first number of an observation is nowhere else."""
     rng = np.random.default_rng(seed)
-    recorder = store.recorder(1, autoreset="disabled", overlap=overlap, **options)
+    recorder = store.recorder(1, autoreset="disabled", overlap=overlap, zeros=["task"], **options)
     number = int(rng.integers(1000)) * 10_000
 
     def observation():
@@ -140,7 +140,7 @@ def test_views_of_one_window_where_no_row_ended_within_it():
 
 def test_rewards_before_a_transition_do_not_reach_it_whatever_they_are():
     with make_store(12) as store:
-        recorder = store.recorder(1, autoreset="disabled")
+        recorder = store.recorder(1, autoreset="disabled", zeros=["task"])
         recorder.reset(np.zeros(2))
         for t in range(6):
             recorder.step(
@@ -255,7 +255,7 @@ def test_the_same_seed_gives_the_same_transitions_and_resumes():
 
 def test_only_published_steps_of_a_growing_row_are_seen():
     with make_store(50, 8) as store:
-        recorder = store.recorder(1, autoreset="disabled", publish_every=5)
+        recorder = store.recorder(1, autoreset="disabled", publish_every=5, zeros=["task"])
         recorder.reset(np.zeros(2))
         for t in range(1, 13):
             recorder.step(np.full(2, t), action=t, reward=1.0, terminated=False, truncated=False)

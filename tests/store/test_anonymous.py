@@ -31,7 +31,7 @@ def store() -> Iterator[gt.Store]:
 def put(store: gt.Store, number: int) -> None:
     with store.row() as row:
         row["x"] = number
-        row["id"] = number
+        row["id"], row.length = number, store.max_length
 
 
 def ids(store: gt.Store) -> list[int]:

@@ -18,6 +18,7 @@ from mounts import file_system
 from saved_stores import FIELDS, bfloat16, chunks, contents, fill, small_files
 
 import geartrain as gt
+import geartrain._native as _native
 import geartrain.store.checkpoint_writer as saving
 from geartrain.errors import ArgumentError, CheckpointError, NoSpaceError, SchemaError
 from geartrain.store.checkpoint_directory import HeldDirectory
@@ -375,7 +376,7 @@ def test_a_checkpoint_larger_than_two_gigabytes_comes_back(store_name: Any, tmp_
         block = np.arange(1 << 20, dtype=np.uint64).astype(np.uint8)
         for i in range(2200):
             with store.row() as row:
-                row["x"] = block
+                row["x"], row.length = block, 1
                 row["x"][:8] = np.frombuffer(struct.pack("<Q", i), np.uint8)
         store.save(tmp_path / "ckpt")
         assert sum(path.stat().st_size for path in (tmp_path / "ckpt").glob("chunk-*.bin")) > 2**31
@@ -384,3 +385,28 @@ def test_a_checkpoint_larger_than_two_gigabytes_comes_back(store_name: Any, tmp_
         for i in (0, 1, 2047, 2048, 2199):
             assert struct.unpack("<Q", column[i, :8].tobytes())[0] == i
             assert np.array_equal(column[i, 8:], block[8:])
+
+
+def test_a_save_takes_two_chunks_of_memory_and_gives_them_back(store_name: Any, tmp_path: Path) -> None:
+    with gt.Store.create(store_name(), {"x": gt.Field((1 << 20,), "uint8", per_row=True)}, capacity=160) as store:
+        for _ in range(10):
+            store.insert({"x": np.ones((16, 1 << 20), np.uint8)})
+        before, kept, most = private_bytes(), _native.pool_counts()["bytes_kept"], [0]
+        write = saving._Writer.write
+
+        def look(writer: saving._Writer, array: Any) -> None:
+            most.append(private_bytes())
+            write(writer, array)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(saving._Writer, "write", look)
+            store.save(tmp_path / "ckpt")
+        assert max(most) - before < (64 + 8) << 20
+        assert private_bytes() - before < 8 << 20
+        assert _native.pool_counts()["bytes_kept"] - kept < 8 << 20
+
+
+def private_bytes() -> int:
+    """Memory of this process that is neither a file's nor shared."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) << 10

@@ -93,20 +93,20 @@ def test_all_rows_growing_is_a_named_error(store):
     with pytest.raises(StoreFullError, match="8 extended"):
         store.row()
     rows[3].commit()
-    with store.row() as row:
-        row["id"] = 99
+    with store.row(zeros=["t"]) as row:
+        row["id"], row.length = 99, 1
     assert store.audit() == []
 
 
 def test_a_store_that_spends_rows_takes_only_whole_ones(store_name):
     with gt.Store.create(store_name(), FIELDS, max_length=50, capacity=4, max_times_sampled=1) as store:
-        row = store.row()
+        row = store.row(zeros=FIELDS)
         with pytest.raises(SchemaError, match="max_times_sampled"):
             row.publish(length=1)
 
 
 def test_an_exception_ends_the_growth_and_keeps_the_steps(store):
-    with pytest.raises(ZeroDivisionError), store.row() as row:
+    with pytest.raises(ZeroDivisionError), store.row(zeros=["id"]) as row:
         row["t"][:2, 0] = 7
         row.publish(length=2)
         1 / 0  # noqa: B018

@@ -187,7 +187,7 @@ def test_keys_of_an_insert_are_keys(store):
     assert untouched.shard is None
     with pytest.raises(AttributeError, match="no attribute 'weights'"):
         _ = untouched.weights
-    with store.row() as row:
+    with store.row(zeros=store.fields) as row:
         row.length = 2
     assert row.key == store.keys()[6:]
     assert store.update_priorities(keys + row.key, 2.0) == 0

@@ -62,7 +62,7 @@ def test_a_store_comes_back_from_its_journal_as_it_was(tmp_path: Path) -> None:
 
 def test_rows_that_are_extended_come_back_once_they_are_sealed(tmp_path: Path) -> None:
     with create(tmp_path / "journal") as store:
-        open_row, sealed = store.row(), store.row()
+        open_row, sealed = store.row(zeros=tagged.FIELDS), store.row(zeros=tagged.FIELDS)
         for row in (open_row, sealed):
             row["steps"][:] = 0
             row.publish(length=3)

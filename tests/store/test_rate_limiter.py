@@ -130,17 +130,17 @@ def test_a_draw_that_failed_is_not_counted(store):
 
 def test_a_commit_that_failed_is_not_counted(store):
     store.limiter.set(samples_per_insert=1, min_size_to_sample=1, error_buffer=50)
-    row = store.row()
-    row.priority = -1.0
+    row = store.row(zeros=["x"])
+    row.length, row.priority = 4, -1.0
     with pytest.raises(ArgumentError):
         row.commit()
-    rows = store.rows(2)
-    rows.priorities = [1.0, -1.0]
+    rows = store.rows(2, zeros=["x"])
+    rows.lengths, rows.priorities = 4, [1.0, -1.0]
     with pytest.raises(ArgumentError):
         rows.commit()
     assert store.limiter.state().inserts == 0
-    with store.row():
-        pass
+    with store.row(zeros=["x"]) as row:
+        row.length = 4
     assert store.limiter.state().inserts == 1
 
 

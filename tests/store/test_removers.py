@@ -81,7 +81,7 @@ def test_a_large_store_evicts_in_batches_of_a_64th(store_name):
 def test_rows_are_evicted_in_any_order_a_caller_has(store_name):
     with made(store_name(), "fifo", capacity=9) as store:
         insert(store, range(8), [3, 1, 4, 1, 5, 9, 2, 6])
-        row = store.row()
+        row = store.row(zeros=store.fields)
         row["id"] = 100
         row.publish(length=1)
         gone = store.evict(3, by=lambda keys: -store.column("score")[keys.row])

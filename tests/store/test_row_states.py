@@ -20,7 +20,8 @@ def store(name):
 @pytest.mark.parametrize("end", ["commit", "abandon"])
 @pytest.mark.parametrize(("what", "value"), [("length", 1), ("priority", 2.0), ("version", 7)])
 def test_a_row_that_is_done_takes_no_length_priority_or_version(store, end, what, value):
-    row = store.row()
+    row = store.row(zeros=["x"])
+    row.length = 3
     setattr(row, what, value)
     getattr(row, end)()
     with pytest.raises(SchemaError, match=r"already committed or abandoned.*update_priorities"):
@@ -31,7 +32,8 @@ def test_a_row_that_is_done_takes_no_length_priority_or_version(store, end, what
 @pytest.mark.parametrize("end", ["commit", "abandon"])
 @pytest.mark.parametrize("what", ["lengths", "priorities", "versions"])
 def test_rows_that_are_done_take_no_lengths_priorities_or_versions(store, end, what):
-    rows = store.rows(2)
+    rows = store.rows(2, zeros=["x"])
+    rows.lengths = 3
     setattr(rows, what, 1)
     getattr(rows, end)()
     with pytest.raises(SchemaError, match="these rows were already committed or abandoned"):
@@ -39,7 +41,7 @@ def test_rows_that_are_done_take_no_lengths_priorities_or_versions(store, end, w
 
 
 def test_an_open_row_takes_its_steps_by_extend_alone(store):
-    row = store.row(version=3)
+    row = store.row(version=3, zeros=["x"])
     row.publish(length=1)
     with pytest.raises(SchemaError, match=r"the length of a row cannot be set .* extend\(length\)"):
         row.length = 3
@@ -53,8 +55,8 @@ def test_an_open_row_takes_its_steps_by_extend_alone(store):
 
 @pytest.mark.parametrize("end", ["commit", "abandon"])
 def test_a_view_of_one_of_several_rows_writes_nothing_once_they_are_done(store, end):
-    rows = store.rows(2)
-    view = rows[0]
+    rows = store.rows(2, zeros=["x"])
+    view, rows.lengths = rows[0], 3
     view["x"] = 1
     getattr(rows, end)()
     for write in (lambda: view["x"], lambda: view.torch("x"), lambda: view.__setitem__("x", 5)):
@@ -79,7 +81,8 @@ def test_misspelt_attributes_of_rows_are_refused(store):
 
 
 def test_the_key_of_a_row_cannot_be_set(store):
-    row = store.row()
+    row = store.row(zeros=["x"])
+    row.length = 3
     with pytest.raises(AttributeError):
         row.key = None
     assert row.key is None

@@ -99,7 +99,7 @@ def test_thousands_of_random_operations_leave_the_priorities_that_a_slow_model_h
             elif what == "delete" and known:
                 store.delete(known.pop(int(rng.integers(len(known))))[0])
             elif what == "begin" and len(growing) < 5:
-                row = store.row(priority=priority)
+                row = store.row(priority=priority, zeros=FIELDS)
                 key = row.publish(length=1)
                 model.add(key, 1, priority)
                 growing.append((row, key))
@@ -346,7 +346,7 @@ def _insert_for_ever(name, seed):
     with gt.Store.open(name) as store:
         while True:
             insert(store, rng.integers(1, LENGTH, 3), rng.random(3))
-            row = store.row(priority=float(rng.random()))
+            row = store.row(priority=float(rng.random()), zeros=FIELDS)
             row.publish(length=1)
             row.extend(int(rng.integers(2, LENGTH)))
             row.commit()

@@ -41,9 +41,9 @@ def test_a_row_that_fails_or_is_forgotten_gives_its_block_back(name):
         with pytest.raises(ZeroDivisionError), store.row() as row:
             row["x"] = 1 / 0
         with pytest.raises(SchemaError, match="length is 2"), store.row() as row:
-            row.length = 2
+            row["x"], row.length = 1, 2
         with pytest.raises(SchemaError, match="finite number >= 0, found -1"), store.row() as row:
-            row.priority = -1
+            row["x"], row.length, row.priority = 1, 1, -1
         forgotten = store.row(), store.rows(1)
         with pytest.raises(StoreFullError, match="2 are being written"):
             store.row()
@@ -57,7 +57,8 @@ def test_a_row_that_fails_or_is_forgotten_gives_its_block_back(name):
 
 def test_a_row_is_committed_once(name):
     with gt.Store.create(name, X, capacity=2) as store:
-        row = store.row()
+        row = store.row(zeros=["x"])
+        row.length = 1
         row.commit()
         for again in (row.commit, lambda: row["x"], lambda: row.torch("x")):
             with pytest.raises(SchemaError, match="already committed"):
@@ -65,7 +66,7 @@ def test_a_row_is_committed_once(name):
         row.abandon()
         assert len(store) == 1
         with store.rows(2) as rows:
-            rows[0]["x"], rows[1]["x"] = 5, 6
+            rows[0]["x"], rows[1]["x"], rows.lengths = 5, 6, 1
             rows.priorities = [1, 2]
             rows.versions = 3
         assert store.status(rows.keys)["version"].tolist() == [3, 3]
@@ -76,8 +77,8 @@ def test_a_row_is_committed_once(name):
 
 def test_rows_committed_together_are_all_or_nothing(name):
     with gt.Store.create(name, X, capacity=4) as store:
-        rows = store.rows(3)
-        rows.priorities = [1, float("nan"), 1]
+        rows = store.rows(3, zeros=["x"])
+        rows.lengths, rows.priorities = 1, [1, float("nan"), 1]
         with pytest.raises(SchemaError, match="priority 1 of 3 is nan"):
             rows.commit()
         assert len(store) == 0
@@ -126,6 +127,7 @@ def test_every_dtype_goes_in_as_a_tensor_and_comes_out_with_the_same_bits(name, 
         assert same_bits(found, tensor)
         with store.row() as row:
             row.torch("x")[...] = tensor[1]
+            row.length = 1
         assert same_bits(gt.fetch(store, row.key)["x"], tensor[1:2])
         if DTYPES[dtype].numpy_name is not None:
             array = tensor.numpy()
@@ -189,7 +191,8 @@ def test_at_most_max_rows_are_kept_and_the_rest_is_headroom(name):
     with gt.Store.create(name, X, capacity=6, max_rows=4) as store:
         put(store, *range(10))
         assert xs(store) == [6, 7, 8, 9]
-        held = store.rows(2)
+        held = store.rows(2, zeros=["x"])
+        held.lengths = 1
         assert len(store) == 4  # written rows evict nobody while there is headroom
         held.commit()
         assert len(store) == 4

@@ -204,5 +204,6 @@ def test_unknown_fields_are_named_with_the_known_ones(name):
         ):
             with pytest.raises(FieldError, match="no field 'reward'; it has obs, act, task"):
                 wrong()
-        with store.row() as row, pytest.raises(FieldError):
+        row = store.row()
+        with pytest.raises(FieldError):
             row["reward"] = 1

@@ -139,7 +139,8 @@ def test_a_forked_child_that_outlives_the_others_decides_whether_the_end_was_cle
 
 def test_a_forked_child_inserts_and_updates_as_a_process_of_its_own(name, fork):
     with tagged.create(name, capacity=8) as store:
-        mine = store.row()
+        mine = store.row(zeros=tagged.FIELDS)
+        mine.length = 1
 
         def child() -> int:
             keys = tagged.insert(store, [1, 2])

@@ -36,6 +36,7 @@ NATIVE_CALLS: dict[str, tuple[Any, ...]] = {
     "layout": (),
     "allocate": (1,),
     "allocate_one": (),
+    "take_block": (set(), "x", 0, 0),
     "commit": (ONE, None, None, None),
     "commit_one": (0, 1, 1.0, 0),
     "publish_one": (0, 1, 1.0, 0),
@@ -194,13 +195,13 @@ def _inserts(store: gt.Store) -> None:
 
 
 def _writes_rows(store: gt.Store) -> None:
-    with store.row() as row:
+    with store.row(zeros=store.fields) as row:
         row["tag"] = 1
         row.length = 1
 
 
 def _extends(store: gt.Store) -> None:
-    with store.row() as row:
+    with store.row(zeros=store.fields) as row:
         row.publish(length=1)
         for length in range(2, 12):
             row.extend(length)

@@ -246,7 +246,7 @@ def test_threads_may_share_a_handle(name):
             random = np.random.default_rng(seed)
             for value in range(300):
                 with store.row(priority=random.random()) as row:
-                    row["x"] = seed * 1000 + value
+                    row["x"], row.length = seed * 1000 + value, 1
                 store.update_priorities(row.key, random.random())
                 if value % 5 == 0:
                     store.delete(row.key)

@@ -99,11 +99,12 @@ def scalars(value):
 
 def test_priorities_of_rows_are_scalars_of_any_library(store):
     for priority in scalars(2):
-        with store.row(priority=priority) as row:
+        with store.row(priority=priority, zeros=store.fields) as row:
             row.publish(length=1)
             row.priority = priority
             row.extend(2)
-        store.rows(1, priority=priority).commit()
+        with store.rows(1, priority=priority, zeros=store.fields) as rows:
+            rows.lengths = 1
     assert (store.status()["priority"] == 2).all()
 
 
@@ -113,7 +114,7 @@ def test_priorities_of_rows_are_scalars_of_any_library(store):
 def test_what_is_no_priority_is_refused_by_each_call_that_takes_one(store, priority):
     with pytest.raises(SchemaError, match="priority"):
         store.row(priority=priority)
-    row = store.row()
+    row = store.row(zeros=store.fields)
     row.publish(length=1)
     row.priority = priority
     with pytest.raises(SchemaError, match="priority"):

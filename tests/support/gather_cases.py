@@ -41,6 +41,7 @@ def random_store(rng: np.random.Generator, name: str) -> gt.Store:
         for _ in range(store.capacity):
             with store.row(version=int(rng.integers(-5, 2**40))) as row:
                 for field, spec in fields.items():
+                    row.torch(field)
                     column = store.column(field)
                     raw = rng.integers(0, 2 if spec.dtype == "bool" else 100, spec.block_nbytes(length), dtype=np.uint8)
                     column[row.index] = raw.view(column.dtype).reshape(spec.block_shape(length))

@@ -46,7 +46,8 @@ def images(directory: Path, capacity: int = 16) -> list[bytes]:
         limit = 2 if remover == "lifo" else None
         store = gt.Store.create(path, FIELDS, max_length=4, capacity=capacity, remover=remover, max_times_sampled=limit)
         store.insert({"x": np.ones((6, 4, 3), "float32"), "id": np.arange(6)}, priorities=np.arange(6))
-        row = store.row()
+        row = store.row(zeros=FIELDS)
+        row.length = 4
         if limit is None:
             row.publish(length=2)
         made.append(path.read_bytes())

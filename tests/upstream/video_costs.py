@@ -57,7 +57,7 @@ def make(root: Path, frames: int) -> None:
     with gt.Store.create(name, fields, max_length=LENGTH, capacity=frames // LENGTH) as store:
         for episode in range(frames // LENGTH):
             with store.row() as row:
-                row["action"] = 0
+                row["action"], row.length = 0, LENGTH
                 for step in range(LENGTH):
                     at = 2 * (episode * LENGTH + step) % HEIGHT
                     moved = texture[at : at + HEIGHT, at : at + WIDTH, None]

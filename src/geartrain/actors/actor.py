@@ -19,7 +19,7 @@ from geartrain.actors.recorder import absent_values, check_fields
 from geartrain.actors.remote_store import RemoteRecorder, RemoteStore
 from geartrain.core.arguments import check_function, check_whole, shown, whole_number
 from geartrain.errors import ArgumentError, CallCancelledError
-from geartrain.store.recorder import StepRecorder
+from geartrain.store.recorder import StepRecorder, unfilled_fields
 from geartrain.store.store import Store
 
 
@@ -53,7 +53,7 @@ class Actor:
         policy: a `Policy`: anything with a `version` and with `act(observation)`, which returns the actions, alone or
             with extras.
         store: with the fields of the environments (see `recorded_fields`), and one for each extra; of this host, or of
-            a peer (`RemoteStore`).
+            a peer (`RemoteStore`). Fields that nobody gives are zeros.
         seed: of the environments' episodes; environment i gets seed + i.
         publish_every, overlap, priority: as for `Store.recorder`.
 
@@ -103,7 +103,13 @@ class Actor:
     def _made(self, store: Store | RemoteStore) -> StepRecorder | RemoteRecorder:
         check_fields(store)
         observations = [name for name in store.fields if name.partition(".")[0] == "observation"]
-        return store.recorder(self.environments.n, observations=observations, autoreset="disabled", **self._options)
+        return store.recorder(
+            self.environments.n,
+            observations=observations,
+            autoreset="disabled",
+            zeros=unfilled_fields(store.fields),
+            **self._options,
+        )
 
     @property
     def recorder_lost(self) -> bool:

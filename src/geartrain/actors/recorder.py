@@ -17,7 +17,7 @@ from geartrain.core.arguments import check_unmasked, shown
 from geartrain.core.dtypes import DTYPES
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, FieldError, SchemaError
-from geartrain.store.recorder import OPTIONAL_FIELDS, REQUIRED_FIELDS, StepRecorder, recorded_fields
+from geartrain.store.recorder import OPTIONAL_FIELDS, REQUIRED_FIELDS, StepRecorder, recorded_fields, unfilled_fields
 from geartrain.store.store import Store
 
 
@@ -168,7 +168,8 @@ class EpisodeRecorder:
         return made
 
     def _recorder(self, observations: list[str]) -> StepRecorder:
-        made = self.store.recorder(1, observations=observations, autoreset="disabled", **self._options)
+        zeros = unfilled_fields(self.store.fields)  # as the steps' fields that nobody gives
+        made = self.store.recorder(1, observations=observations, autoreset="disabled", zeros=zeros, **self._options)
         self._absent = absent_values(self.store, observations, 1)
         return made
 

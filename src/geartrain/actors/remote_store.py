@@ -18,7 +18,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from geartrain.actors.store_server import pack, unpack
-from geartrain.core.arguments import check_choice, check_text, check_unmasked, check_whole, refuse_copies, timeout
+from geartrain.core.arguments import (
+    check_choice,
+    check_text,
+    check_texts,
+    check_unmasked,
+    check_whole,
+    refuse_copies,
+    timeout,
+)
 from geartrain.core.dtypes import DTYPES, as_tensor
 from geartrain.core.keys import Keys, check_keys
 from geartrain.core.schema import Field
@@ -216,6 +224,7 @@ class RemoteStore(ServedRows):
         overlap: int = 0,
         priority: float = 1.0,
         autoreset: Any = None,
+        zeros: Sequence[str] = (),
         max_in_flight: int = 8,
     ) -> RemoteRecorder:
         """A recorder of the steps of `n_envs` environments, as `Store.recorder`.
@@ -228,6 +237,8 @@ class RemoteStore(ServedRows):
             check_names_of("observations", observations)
         if observations is not None:
             options["observations"] = [observations] if isinstance(observations, str) else list(observations)
+        if zeros.__class__ is not tuple or zeros:
+            options["zeros"] = check_texts("zeros", zeros)
         if autoreset is not None:
             options["autoreset"] = str(getattr(autoreset, "value", autoreset))
         if not 0 <= check_whole("max_in_flight", max_in_flight) <= 2**31:

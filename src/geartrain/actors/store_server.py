@@ -282,7 +282,7 @@ class ServedRecorder:
 
 @_called("recorder")
 def _recorder(caller: Caller, name: str, n_envs: int, options: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
-    allowed = {"observations", "publish_every", "overlap", "priority", "autoreset"}
+    allowed = {"observations", "publish_every", "overlap", "priority", "autoreset", "zeros"}
     if not isinstance(options, dict) or not set(options) <= allowed:
         raise MessageError(f"a recorder has {', '.join(sorted(allowed))}")
     made = ServedRecorder(lambda: _store_of(caller, name), n_envs, options)

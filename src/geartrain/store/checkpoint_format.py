@@ -6,7 +6,7 @@ Version 2, or 3 for a store with priorities of steps. A directory with
                       itself checksummed ("checksum": crc32 of the JSON without that entry, sorted keys, no spaces)
     rows.bin          56 bytes a row, little-endian, see ROW_RECORD: committed rows in the order of their commits,
                       then free rows in the order they will be reused. Every row of the store is in it once.
-    chunk-*.bin       blocks of rows, about 64 MB a file: for each field in the order of the schema, the blocks of
+    chunk-*.bin       blocks of rows, about 32 MB a file: for each field in the order of the schema, the blocks of
                       the chunk's rows, unpadded. A committed row says in rows.bin which chunk it is in, and where.
     steps.bin         version 3: priorities of steps, u32 fixed point: of each committed row's `length` steps, one row
                       after the other in the order of rows.bin, where priorities are 0

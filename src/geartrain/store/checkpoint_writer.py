@@ -5,10 +5,13 @@ The format stands in checkpoint_format.py.
 
 from __future__ import annotations
 
+import itertools
+import mmap
 import os
 import secrets
 import time
 import zlib
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -49,13 +52,15 @@ from geartrain.store.checkpoint_format import (
 from geartrain.store.checkpoint_reader import Checkpoint
 
 PIECE_BYTES = 16 << 20
-CHUNK_BYTES = 64 << 20
+# A save has memory for two chunks. Earlier builds wrote chunks of 64 MB.
+CHUNK_BYTES = 32 << 20
 
 # Dead rows that linked chunks may hold, as a share of the living ones.
 DEAD_SHARE = 0.5
 # A chunk of less than a quarter of the usual size is small; more of them than this are written anew as larger ones.
 SMALL_SHARE = 0.25
 MAX_SMALL = 16
+_HUGE_PAGE = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -367,14 +372,25 @@ class _Saving:
     ) -> None:
         """Copies rows into new chunks and notes where; rows that were overwritten meanwhile stay in none.
 
-        While one chunk is written and flushed the next is copied out of the store.
+        There is memory for two chunks, and a thread that writes and flushes each. One is written while the other is
+        flushed, or copied out of the store.
         """
+        if not len(wanted):
+            return
         numbers = list(range(len(self._fields)))
-        with ThreadPoolExecutor(1, "geartrain-save") as writer:
-            written: Future[dict[str, Any]] | None = None
+        # Not of the pool that batches share, which would keep them after the save.
+        most = min(len(wanted), self._per_chunk)
+        free = [_ChunkBuffer(self._store, numbers, most) for _ in range(1 + (len(wanted) > most))]
+        writing: deque[tuple[str, _ChunkBuffer, Future[dict[str, Any]]]] = deque()
+        with ThreadPoolExecutor(2, "geartrain-save") as writers:
             for at in range(0, len(wanted), self._per_chunk):
+                if not free:
+                    file, buffer, written = writing.popleft()
+                    self._files[file] = written.result()
+                    free.append(buffer)
                 part = wanted[at : at + self._per_chunk]
-                arrays, torn, *_ = _native.fetch(
+                arrays = free[-1].arrays(len(part))
+                _, torn, *_ = _native.fetch(
                     self._store,
                     rows[part],
                     generations[part],
@@ -383,30 +399,54 @@ class _Saving:
                     False,
                     None,
                     _native.available_cores(),
-                    None,
+                    arrays,
                 )
-                if written is not None:
-                    self._files[self._chunks[-1]["file"]] = written.result()
-                    written = None
                 whole = torn == 0
                 kept = part[whole]
                 bar.advance(len(part) * self._row_bytes, len(part))
                 if not len(kept):
                     continue
                 file = f"chunk-{self._id[:16]}-{at // self._per_chunk:06d}.bin"
-                written = writer.submit(_write_chunk, self._directory / file, arrays, None if whole.all() else whole)
+                written = writers.submit(_write_chunk, self._directory / file, arrays, None if whole.all() else whole)
+                writing.append((file, free.pop(), written))
                 chunk[kept] = len(self._chunks)
                 slot[kept] = np.arange(len(kept))
                 self._chunks.append({"file": file, "rows": len(kept)})
-            if written is not None:
-                self._files[self._chunks[-1]["file"]] = written.result()
+            for file, _, written in writing:
+                self._files[file] = written.result()
+
+
+class _ChunkBuffer:
+    """Memory for the blocks of `rows` rows, given back to the system when its last array is dropped."""
+
+    def __init__(self, store: _native.Store, fields: list[int], rows: int) -> None:
+        columns = [store.column(field) for field in fields]
+        self._blocks = [(column.dtype, column[0].size) for column in columns]
+        sizes = [-(-rows * size * dtype.itemsize // 64) * 64 for dtype, size in self._blocks]
+        # In whole huge pages: 32 MB are first written in 2.4 ms there, in 12 with small pages.
+        total = -(-sum(sizes) // _HUGE_PAGE) * _HUGE_PAGE
+        self._memory = mmap.mmap(-1, total + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory.madvise(mmap.MADV_HUGEPAGE)
+        first = -np.frombuffer(self._memory, np.uint8).ctypes.data % _HUGE_PAGE
+        self._begins = [first + begin for begin in itertools.accumulate(sizes[:-1], initial=0)]
+
+    def arrays(self, rows: int) -> list[NDArray[Any]]:
+        """Of each field the blocks of so many rows, (rows, elements)."""
+        return [
+            np.frombuffer(self._memory, dtype, rows * size, begin).reshape(rows, size)
+            for (dtype, size), begin in zip(self._blocks, self._begins, strict=True)
+        ]
 
 
 def _write_chunk(path: Path, arrays: list[NDArray[Any]], whole: NDArray[np.bool_] | None) -> dict[str, Any]:
     writer = _Writer(path, PIECE_BYTES)
+    edges = [0, len(arrays[0])]
+    if whole is not None:  # runs of rows that are whole, each written as it lies there
+        edges = np.flatnonzero(np.diff(whole, prepend=False, append=False)).tolist()
     try:
         for array in arrays:
-            writer.write(np.ascontiguousarray(array if whole is None else array[whole]))
+            for begin, end in zip(edges[::2], edges[1::2], strict=True):
+                writer.write(array[begin:end])
         return writer.finish()
     finally:
         writer.close()

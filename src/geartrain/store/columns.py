@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import check_unmasked, check_whole, did_you_mean, real_number, shown
+from geartrain.core.arguments import check_texts, check_unmasked, check_whole, did_you_mean, real_number, shown
 from geartrain.core.dtypes import DTYPES, as_tensor, numpy_dtype, plain_tensor
 from geartrain.core.schema import Field
 from geartrain.errors import FieldError, SchemaError
@@ -34,7 +34,8 @@ class Columns:
         self.max_length = max_length
         self._numbers = {name: number for number, name in enumerate(fields)}
         self._raw: dict[str, NDArray[Any]] = {}
-        self._numpy: dict[str, NDArray[Any]] = {}
+        #: What `numpy` has returned, by field: a row looks there first.
+        self.arrays: dict[str, NDArray[Any]] = {}
         self._torch: dict[str, torch.Tensor] = {}
 
     def number(self, name: str) -> int:
@@ -43,6 +44,13 @@ class Columns:
             return self._numbers[name]
         except (KeyError, TypeError):  # TypeError: what is no text may not even be hashed
             raise self._unknown(name) from None
+
+    def names(self, what: str, names: Any) -> tuple[str, ...]:
+        """Names of fields. Raises `ArgumentError` where they are no list of names, `FieldError` for an unknown one."""
+        found = tuple(check_texts(what, names))
+        for name in found:
+            self.number(name)
+        return found
 
     def _unknown(self, name: object) -> FieldError:
         return FieldError(
@@ -60,14 +68,14 @@ class Columns:
     def numpy(self, name: str) -> NDArray[Any]:
         """The column in its own dtype; raises `FieldError` where NumPy has none."""
         try:
-            return self._numpy[name]
+            return self.arrays[name]
         except KeyError:
             pass
         except TypeError:
             raise self._unknown(name) from None
         raw = self.raw(name)
-        self._numpy[name] = raw.view(numpy_dtype(DTYPES[self.fields[name].dtype]))
-        return self._numpy[name]
+        self.arrays[name] = raw.view(numpy_dtype(DTYPES[self.fields[name].dtype]))
+        return self.arrays[name]
 
     def torch(self, name: str) -> torch.Tensor:
         """The column as a tensor over the same memory."""
@@ -75,6 +83,14 @@ class Columns:
         if name not in self._torch:
             self._torch[name] = as_tensor(raw, DTYPES[self.fields[name].dtype])
         return self._torch[name]
+
+    def take(self, name: str, index: int, taken: set[str]) -> None:
+        """Zeroes a field's block of a row that is being written, the first time, which `taken` notes.
+
+        Raises:
+            StaleKeyError: another process writes the row.
+        """
+        self.native.take_block(taken, name, self._numbers[name], index)
 
 
 def check_priority(priority: Any) -> float:

@@ -75,6 +75,12 @@ _EPISODES_ROLE = 8
 _OBSERVATION, _VALUE, _NONE = 0, 1, 7
 
 
+def unfilled_fields(fields: Mapping[str, Field], *, share_rows: bool = False) -> list[str]:
+    """The `per_row` fields that a recorder of a store with these fields writes zeros to."""
+    filled = {*OPTIONAL_FIELDS, *([EPISODES] if share_rows else [])}
+    return [name for name, field in fields.items() if field.per_row and name not in filled]
+
+
 def shares_rows(fields: Mapping[str, Field]) -> bool:
     """Whether the rows of a store with these fields may hold several episodes."""
     return fields.get(EPISODES) == _EPISODES and fields.get("last") == Field((), "bool")
@@ -147,6 +153,7 @@ class StepRecorder:
         priority: float,
         autoreset: Any,
         share_rows: bool,
+        zeros: Sequence[str],
     ) -> None:
         self.n_envs = check_whole("n_envs", n_envs)
         if not 1 <= self.n_envs < 2**32:
@@ -162,6 +169,7 @@ class StepRecorder:
                 f"{EPISODES!r} and no 'episode_return', as a row has several; the store has {', '.join(fields)}"
             )
         self._shares_rows = bool(share_rows)
+        _check_zeros(unfilled_fields(fields, share_rows=self._shares_rows), columns.names("zeros", zeros))
         mode = autoreset_mode(autoreset)
         self._same_step = mode == "same_step"
         self._columns = columns
@@ -482,6 +490,19 @@ def _check_automatic(fields: Mapping[str, Field], observations: Sequence[str]) -
             raise FieldError(f"a recorder fills {name!r}, which must be {wanted}; the store has {fields[name]}")
 
 
+def _check_zeros(unfilled: list[str], zeros: Sequence[str]) -> None:
+    """Raises `FieldError` unless `zeros` names the fields that a recorder does not fill, and no others."""
+    filled = [name for name in zeros if name not in unfilled]
+    if filled:
+        raise FieldError(f"zeros names per_row fields that a recorder does not fill; it writes {filled[0]!r}")
+    left = tuple(name for name in unfilled if name not in zeros)
+    if left:
+        raise FieldError(
+            f"a recorder does not fill the per_row field {', '.join(map(repr, left))}: make it a field of steps, which "
+            f"you give at each step, or leave it zero with zeros={left!r}; Store.write(keys, ...) can set it later"
+        )
+
+
 __all__ = [
     "AUTORESETS",
     "EPISODES",
@@ -493,4 +514,5 @@ __all__ = [
     "autoreset_mode",
     "recorded_fields",
     "shares_rows",
+    "unfilled_fields",
 ]

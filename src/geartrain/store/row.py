@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from numbers import Real
 from types import TracebackType
@@ -27,15 +27,16 @@ if TYPE_CHECKING:
 class _Uncommitted(ABC):
     """Blocks of one writer, until it commits or abandons them. A context manager: commits on a clean exit."""
 
-    __slots__ = ("_columns", "_done")
+    __slots__ = ("_columns", "_done", "_zeros")
 
     _columns: Columns
     _done: bool
+    _zeros: Collection[str]
     _what = "this row was"
 
     @abstractmethod
-    def commit(self) -> Keys:
-        """Makes what was written selectable."""
+    def _commit(self) -> None:
+        """Makes what was written selectable; the keys are made when they are asked for."""
 
     @abstractmethod
     def _release(self, native: _native.Store) -> None:
@@ -62,6 +63,19 @@ class _Uncommitted(ABC):
         if self._columns.native.closed:
             self._columns.native.column(0)  # which refuses, and says why
 
+    def _check_written(self, index: int, taken: set[str]) -> None:
+        """Zeroes the fields of `zeros` that were not asked for. Raises `SchemaError` where another one was not."""
+        columns = self._columns
+        left = [name for name in columns.fields if name not in taken]
+        forgotten = tuple(name for name in left if name not in self._zeros)
+        if forgotten:
+            raise SchemaError(
+                f"a row cannot be committed without {', '.join(map(repr, forgotten))}: write every field, or open the "
+                f"row with zeros={forgotten!r}"
+            )
+        for name in left:
+            columns.take(name, index, taken)
+
     def __enter__(self) -> Self:
         return self
 
@@ -71,7 +85,7 @@ class _Uncommitted(ABC):
         if kind is not None:
             self.abandon()
         elif not self._done:
-            self.commit()
+            self._commit()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         refuse_copies(self, "its blocks are given back when one of two handles is dropped; copy the arrays")
@@ -88,12 +102,18 @@ class _Uncommitted(ABC):
 class Row(_Uncommitted):
     """A row being written: views of its blocks, its length, priority and version.
 
-    `row["obs"]` is a NumPy view of the shared memory, `row.torch("obs")` a tensor over the same bytes. Set
-    `length` when the row is shorter than the block.
+    `row["obs"]` is a NumPy view of the shared memory, `row.torch("obs")` a tensor over the same bytes. The first time
+    that you ask for a field, its block is zeroed: steps that you do not write are zeros. `row["obs"] = values` writes
+    the whole block and needs no zeroing. Set `length` before the commit, and write every field. A field that you did
+    not ask for is refused, unless `zeros` of `Store.row` names it.
 
     An episode can be sampled while it goes on (an open row): `publish` its first steps, `extend` it by later ones, and
-    `commit` it at its end. Published steps must not be changed any more, nor `per_row` fields. When its writer dies,
-    the row stays with its published steps.
+    `commit` it at its end. Published steps must not be changed any more, nor `per_row` fields, which are written
+    before the first `publish`. When its writer dies, the row stays with its published steps.
+
+    Args:
+        zeros: as in `Store.row`.
+        taken: fields that are not zeroed, because the caller writes every step of them.
 
     Example:
         >>> import geartrain as gt
@@ -111,26 +131,39 @@ class Row(_Uncommitted):
         >>> store.close()
     """
 
-    __slots__ = ("_index", "_key", "_length", "_open", "_priority", "_version")
+    __slots__ = ("_generation", "_index", "_key", "_length", "_open", "_priority", "_taken", "_version")
 
-    def __init__(self, columns: Columns, index: int, priority: float, version: int) -> None:
+    def __init__(
+        self,
+        columns: Columns,
+        index: int,
+        priority: float,
+        version: int,
+        zeros: Collection[str] = (),
+        taken: Collection[str] = (),
+    ) -> None:
         self._columns = columns
+        self._zeros = zeros
+        self._taken = {*taken}  # fields that were asked for
         self._done = False
         self._index = index
         self._open = False  # published, and still extended
-        self._length = columns.max_length
+        self._length: int | None = None
         self._priority = priority
         self._version = version
+        self._generation: int | None = None
         self._key: Keys | None = None
 
     @property
     def key(self) -> Keys | None:
         """The row's key; None before it is published or committed."""
+        if self._key is None and self._generation is not None:
+            self._key = Keys.packed((self._index, self._generation), self._columns.store_id)
         return self._key
 
     @property
-    def length(self) -> int:
-        """Steps that the row holds, to be set before it is published or committed. At first the block's."""
+    def length(self) -> int | None:
+        """Steps that the row holds, 1 to the store's `max_length`, to be set before the commit; None until then."""
         return self._length
 
     @length.setter
@@ -167,9 +200,15 @@ class Row(_Uncommitted):
             raise SchemaError(f"the {what} of a row cannot be set any more once it is published: {instead}")
 
     def __getitem__(self, field: str) -> NDArray[Any]:
-        if self._done or self._columns.native.closed:
+        columns = self._columns
+        if self._done or columns.native.closed:
             self._check_open()
-        view: NDArray[Any] = self._columns.numpy(field)[self._index, ...]
+        try:
+            view: NDArray[Any] = columns.arrays[field][self._index, ...]
+        except (KeyError, TypeError):
+            view = columns.numpy(field)[self._index, ...]
+        if field not in self._taken:
+            columns.take(field, self._index, self._taken)
         return view
 
     def __setitem__(self, field: str, value: Any) -> None:
@@ -177,11 +216,14 @@ class Row(_Uncommitted):
         if self._done or columns.native.closed:
             self._check_open()
         _put(field, columns.numpy(field)[self._index, ...], value)
+        self._taken.add(field)
 
     def torch(self, field: str) -> torch.Tensor:
         """A tensor over the block's memory."""
         self._check_open()
-        return self._columns.torch(field)[self._index, ...]
+        tensor = self._columns.torch(field)[self._index, ...]
+        self._columns.take(field, self._index, self._taken)
+        return tensor
 
     @property
     def index(self) -> int:
@@ -192,11 +234,19 @@ class Row(_Uncommitted):
         """Makes the row selectable, or closes an open row, and returns its key.
 
         Raises:
-            SchemaError: a length that the block does not have, or a priority that is no priority.
+            SchemaError: no length was set, or one that the block does not have; a field was not written; or a priority
+                that is no priority. The row is abandoned.
             WaitTimeoutError: the store's rate limiter did not admit it. CallCancelledError: the process is stopping.
         """
-        self._check_open()
+        self._commit()
+        key = self.key
+        assert key is not None
+        return key
+
+    def _commit(self) -> None:
         native = self._columns.native
+        if self._done or native.closed:
+            self._check_open()
         if self._open:
             self._done = True
             try:
@@ -204,14 +254,14 @@ class Row(_Uncommitted):
             except (NoSpaceError, LockTimeoutError):  # it stays open, as a journal's disk may have room later
                 self._done = False
                 raise
-            assert self._key is not None
-            return self._key
-        key = self._enter(native.commit_one, self._length)
+            return
+        self._enter(native.commit_one, self._length)
         self._done = True
-        return key
 
     def publish(self, *, length: int) -> Keys:
         """Makes the first `length` steps selectable while the row is still being written; returns its key.
+
+        Every field must have been asked for, as for `commit`.
 
         Raises:
             SchemaError: as for `commit`; or the store has `max_times_sampled`, whose rows are removed with
@@ -222,9 +272,11 @@ class Row(_Uncommitted):
         self._check_open()
         if self._open:
             raise SchemaError("this row was already published; add steps with extend()")
-        key = self._enter(self._columns.native.publish_one, length)
+        self._enter(self._columns.native.publish_one, length)
         self._open = True
         self._length = length
+        key = self.key
+        assert key is not None
         return key
 
     def extend(self, length: int) -> None:
@@ -242,26 +294,31 @@ class Row(_Uncommitted):
         self._columns.native.extend(self._index, length, priority)
         self._length = length
 
-    def _enter(self, call: Callable[[int, int, float, int], int], length: int) -> Keys:
+    def _enter(self, call: Callable[[int, int, float, int], int], length: int | None) -> None:
         limiter = self._columns.limiter
         admitted = False
         try:
+            if length is None:
+                raise SchemaError(
+                    f"the row has no length: set row.length to the number of its steps, at most "
+                    f"{self._columns.max_length}, before the commit"
+                )
             if length.__class__ is not int:
                 length = check_whole("the row's length", length)
             if not 0 < length <= self._columns.max_length:
                 raise SchemaError(f"the row's length is {length}, a block holds 1 to {self._columns.max_length} steps")
+            if len(self._taken) != len(self._columns.fields):
+                self._check_written(self._index, self._taken)
             if self._columns.native.limited:
                 limiter.admit_inserts(1)
                 admitted = True
             priority, version = check_entry(self._priority, self._version)
-            generation = call(self._index, length, priority, version)
+            self._generation = call(self._index, length, priority, version)
         except BaseException:
             if admitted:
                 limiter.give_back(inserts=1)
             self.abandon()
             raise
-        self._key = Keys.packed((self._index, generation), self._columns.store_id)
-        return self._key
 
     def _release(self, native: _native.Store) -> None:
         (native.seal_one if self._open else native.abandon_one)(self._index)
@@ -270,18 +327,28 @@ class Row(_Uncommitted):
 class Rows(_Uncommitted):
     """Several rows being written, committed together. `rows[i]["obs"]` is row i's block.
 
-    Set `lengths`, `priorities` and `versions` (arrays (n,)) before the commit.
+    Set `lengths`, and `priorities` and `versions` where rows differ in them (arrays (n,)), before the commit. Every
+    field of every row is to be written, as of a `Row`.
     """
 
-    __slots__ = ("_index", "_keys", "_lengths", "_priorities", "_versions")
+    __slots__ = ("_index", "_keys", "_lengths", "_priorities", "_taken", "_versions")
     _what = "these rows were"
 
-    def __init__(self, columns: Columns, index: NDArray[np.uint32], priority: float, version: int) -> None:
+    def __init__(
+        self,
+        columns: Columns,
+        index: NDArray[np.uint32],
+        priority: float,
+        version: int,
+        zeros: Collection[str] = (),
+    ) -> None:
         self._columns = columns
+        self._zeros = zeros
+        self._taken: dict[int, set[str]] = {}  # fields that were asked for, by the row's index
         self._done = False
         self._index = index
         n = len(index)
-        self._lengths: ArrayLike = np.full(n, columns.max_length, np.uint32)
+        self._lengths: ArrayLike | None = None
         self._priorities: ArrayLike = np.full(n, priority, np.float64)
         self._versions: ArrayLike = np.full(n, version, np.int64)
         self._keys: Keys | None = None
@@ -292,8 +359,8 @@ class Rows(_Uncommitted):
         return self._keys
 
     @property
-    def lengths(self) -> ArrayLike:
-        """Steps of each row, to be set before the commit; one number stands for all."""
+    def lengths(self) -> ArrayLike | None:
+        """Steps of each row, to be set before the commit; one number stands for all. None until then."""
         return self._lengths
 
     @lengths.setter
@@ -328,23 +395,41 @@ class Rows(_Uncommitted):
         """Row i of them. Raises `IndexError` where there is none."""
         self._check_open()
         try:
-            return RowView(self, int(self._index[i]))
+            index = int(self._index[i])
         except (IndexError, TypeError, OverflowError):
             raise IndexError(f"these are {len(self)} rows, found {shown(i)}") from None
+        return RowView(self, index, self._taken.setdefault(index, set()))
 
     def __iter__(self) -> Iterator[RowView]:
         return (self[i] for i in range(len(self)))
 
     def commit(self) -> Keys:
-        """Makes all the rows selectable and returns their keys. On an error all are abandoned."""
+        """Makes all the rows selectable and returns their keys. On an error all are abandoned.
+
+        Raises:
+            SchemaError: no lengths were set, or such as a block does not have; or a field of a row was not written.
+            WaitTimeoutError, CallCancelledError: as of `Row.commit`.
+        """
+        self._commit()
+        assert self._keys is not None
+        return self._keys
+
+    def _commit(self) -> None:
         self._check_open()
         n = len(self._index)
         limiter = self._columns.limiter
         admitted = 0
         try:
+            if self._lengths is None:
+                raise SchemaError(
+                    f"the rows have no lengths: set rows.lengths to the steps of each of them, at most "
+                    f"{self._columns.max_length}, before the commit"
+                )
             lengths = as_column(self._lengths, n, np.uint32, "lengths")
             priorities = as_column(self._priorities, n, np.float64, "priorities")
             versions = as_column(self._versions, n, np.int64, "versions")
+            for index in self._index.tolist():
+                self._check_written(index, self._taken.setdefault(index, set()))
             limiter.admit_inserts(n)
             admitted = n
             generations = self._columns.native.commit(self._index, lengths, priorities, versions)
@@ -354,7 +439,6 @@ class Rows(_Uncommitted):
             raise
         self._done = True
         self._keys = Keys.of_rows(self._index, generations, self._columns.store_id)
-        return self._keys
 
     def _release(self, native: _native.Store) -> None:
         native.abandon(self._index)
@@ -363,24 +447,30 @@ class Rows(_Uncommitted):
 class RowView:
     """One of several rows being written: its blocks as NumPy views, or as tensors with `torch`, until the commit."""
 
-    __slots__ = ("_index", "_rows")
+    __slots__ = ("_index", "_rows", "_taken")
 
-    def __init__(self, rows: Rows, index: int) -> None:
+    def __init__(self, rows: Rows, index: int, taken: set[str]) -> None:
         self._rows = rows  # which would give the blocks back if it were dropped
         self._index = index
+        self._taken = taken
 
     def __getitem__(self, field: str) -> NDArray[Any]:
         self._rows._check_open()
         view: NDArray[Any] = self._rows._columns.numpy(field)[self._index, ...]
+        self._rows._columns.take(field, self._index, self._taken)
         return view
 
     def __setitem__(self, field: str, value: Any) -> None:
-        _put(field, self[field], value)
+        self._rows._check_open()
+        _put(field, self._rows._columns.numpy(field)[self._index, ...], value)
+        self._taken.add(field)
 
     def torch(self, field: str) -> torch.Tensor:
         """A tensor over the block's memory."""
         self._rows._check_open()
-        return self._rows._columns.torch(field)[self._index, ...]
+        tensor = self._rows._columns.torch(field)[self._index, ...]
+        self._rows._columns.take(field, self._index, self._taken)
+        return tensor
 
 
 def _put(field: str, block: NDArray[Any], value: Any) -> None:

@@ -415,7 +415,8 @@ class Store(JournaledStore):
                 none or damaged.
             NoSpaceError: the file system, or a quota on it, is full, or files may not be so large (RLIMIT_FSIZE).
 
-        Cost: the bytes of new rows, 56 bytes for each row of the capacity, and a flush; memory for a chunk of 64 MB.
+        Cost: the bytes of new rows, 56 bytes for each row of the capacity, and a flush. Memory for two chunks of 32
+        MB, or of one row where that is larger, which is given back.
         """
         check_flag("progress", progress)
         if not check_flag("incremental", incremental) and base is not None:

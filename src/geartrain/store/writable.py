@@ -28,32 +28,45 @@ class WritableStore(StoreHandle):
 
     # --- writing --------------------------------------------------------------------------------------------
 
-    def row(self, *, priority: float = 1.0, version: int = 0) -> Row:
+    def row(self, *, priority: float = 1.0, version: int = 0, zeros: Sequence[str] = ()) -> Row:
         """One block in every column, to be written in place.
 
-        As a context manager it commits on a clean exit and abandons the block on an exception. By hand:
-        `row.commit()` or `row.abandon()`. An open row can be sampled while it is written: `row.publish()`, then
-        `row.extend(length)`. Where the store's `limiter` is set, committing waits for it.
+        Set `row.length` and write every field; steps that you leave out are zeros. As a context manager the row
+        commits on a clean exit and abandons the block on an exception. By hand: `row.commit()` or `row.abandon()`. An
+        open row can be sampled while it is written: `row.publish()`, then `row.extend(length)`. Where the store's
+        `limiter` is set, committing waits for it.
 
         Args:
             priority: the row's priority in prioritized selection; can be changed later.
             version: of the model that acted, kept with the row.
+            zeros: fields that may be left unwritten; they are all zeros then.
 
         Raises:
             StoreFullError: every block is being written.
+            ArgumentError: `zeros` is no list of names. FieldError: the store has no field of such a name.
         """
         priority, version = check_entry(priority, version)
-        return Row(self.columns, self.native.allocate_one(), priority, version)
+        if zeros.__class__ is not tuple or zeros:
+            zeros = self.columns.names("zeros", zeros)
+        return Row(self.columns, self.native.allocate_one(), priority, version, zeros)
 
-    def rows(self, n: int, *, priority: float = 1.0, version: int = 0) -> Rows:
+    def rows(self, n: int, *, priority: float = 1.0, version: int = 0, zeros: Sequence[str] = ()) -> Rows:
         """`n` blocks at once, to be written in place and committed together.
 
         All or nothing, also when the process is killed in the middle of the commit.
+
+        Args:
+            n: rows.
+            priority, version, zeros: of each row, as in `row`.
+
+        Raises:
+            StoreFullError: fewer than `n` blocks are not being written. ArgumentError, FieldError: as of `row`.
         """
         if not 1 <= check_whole("the number of rows", n) < 2**32:
             raise ArgumentError(f"at least one row must be asked for, and fewer than 2**32, found {shown(n)}")
         priority, version = check_entry(priority, version)
-        return Rows(self.columns, self.native.allocate(n), priority, version)
+        zeros = self.columns.names("zeros", zeros)
+        return Rows(self.columns, self.native.allocate(n), priority, version, zeros)
 
     def insert(
         self,
@@ -104,6 +117,7 @@ class WritableStore(StoreHandle):
         priority: float = 1.0,
         autoreset: Any = None,
         share_rows: bool = False,
+        zeros: Sequence[str] = (),
     ) -> StepRecorder:
         """A recorder of the steps of `n_envs` environments: one native call a step for all of them.
 
@@ -125,10 +139,12 @@ class WritableStore(StoreHandle):
                 A row is published with the first episode that ends in it. Needs the fields of
                 `recorded_fields(..., share_rows=True)` and a store without max_times_sampled; of its rows steps are
                 drawn, for `geartrain.Transitions`, windows or whole episodes.
+            zeros: `per_row` fields that stay zero. A recorder fills no other one than `episode_return`;
+                `write(keys, ...)` sets them in completed rows.
 
         Raises:
-            FieldError: a field that a recorder needs is missing or is something else; ArgumentError, SchemaError:
-                numbers that do not fit the store.
+            FieldError: a field that a recorder needs is missing or is something else, or it does not fill a `per_row`
+                field that `zeros` leaves out. ArgumentError, SchemaError: numbers that do not fit the store.
         """
         return StepRecorder(
             self.columns,
@@ -139,6 +155,7 @@ class WritableStore(StoreHandle):
             priority=priority,
             autoreset=autoreset,
             share_rows=share_rows,
+            zeros=zeros,
         )
 
     def agent_recorder(self, agents: int, **options: Any) -> AgentRecorder:

@@ -428,7 +428,7 @@ class _TableBench:
 
         def in_place(_: int) -> None:
             with store.row() as row:
-                row[name][...] = one
+                row[name], row.length = one, store.max_length
 
         def copied(_: int) -> None:
             store.insert(source)

@@ -21,7 +21,7 @@ from geartrain.launch import ActorPool
 from geartrain.launch.launcher import Launcher
 from hostile.jobs import Environments, Zeros, environments, episodes, policy, served, two_rows
 from hostile.subject import Tools
-from hostile.values import SECONDS, Door, choice, door, flag, nothing, number, path, whole
+from hostile.values import SECONDS, Door, choice, door, flag, no_names, nothing, number, path, whole
 
 # --- actors -----------------------------------------------------------------------------------------------------------
 
@@ -116,10 +116,10 @@ def remote_rest(tools: Tools) -> Door:
     return call, {"keys": there.insert(two_rows()), "priorities": np.ones(2)}
 
 
-@door("RemoteStore.recorder", n_envs=whole(1, 64), max_in_flight=whole(0, 2**31))
+@door("RemoteStore.recorder", n_envs=whole(1, 64), max_in_flight=whole(0, 2**31), zeros=no_names)
 def remote_recorder(tools: Tools) -> Door:
     given = {"observations": ["observation"], "publish_every": None, "overlap": 0, "priority": 1.0}
-    return near(tools).recorder, {"n_envs": 1, **given, "autoreset": "disabled", "max_in_flight": 0}
+    return near(tools).recorder, {"n_envs": 1, **given, "autoreset": "disabled", "zeros": [], "max_in_flight": 0}
 
 
 @door("RemoteRecorder.step")

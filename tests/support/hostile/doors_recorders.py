@@ -10,7 +10,7 @@ import geartrain as gt
 from geartrain.actors import EpisodeRecorder, recorded_fields
 from hostile.stores import CAPACITY, STEPS
 from hostile.subject import Tools
-from hostile.values import PRIORITY, VERSION, Door, choice, door, flag, nothing, whole
+from hostile.values import PRIORITY, VERSION, Door, choice, door, flag, no_names, nothing, whole
 
 RECORDED = {
     "obs": gt.Field((2,), "float32"),
@@ -44,11 +44,12 @@ def recorded_fields_of(tools: Tools) -> Door:
     priority=PRIORITY,
     autoreset=choice(None),
     share_rows=nothing,
+    zeros=no_names,
 )
 def recorder(tools: Tools) -> Door:
     there = recorded(tools)
     given = {"observations": ["obs"], "publish_every": 2, "overlap": 1, "priority": 1.0, "autoreset": None}
-    return there.recorder, {"n_envs": 2, **given, "share_rows": False}
+    return there.recorder, {"n_envs": 2, **given, "share_rows": False, "zeros": []}
 
 
 @door("StepRecorder.reset", observation=nothing, mask=choice(None), version=VERSION)

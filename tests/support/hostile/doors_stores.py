@@ -47,6 +47,10 @@ OPTIONS: dict[str, Any] = {
 PRIORITIES, VERSIONS = one_or_array(PRIORITY, 2), one_or_array(VERSION, 2)
 
 
+def lengths_of_two(value: Any) -> bool:
+    return value is not None and one_or_array(whole(1, STEPS), 2)(value)
+
+
 def a_name(value: Any) -> bool:
     return value is None or path(value)
 
@@ -202,11 +206,11 @@ def insert_a_field(tools: Tools) -> Door:
 def row(tools: Tools) -> Door:
     there = tools.enter(new_store(tools))
 
-    def call(priority: Any, version: Any) -> None:
-        with there.row(priority=priority, version=version) as one:
-            one["x"][:] = 1
+    def call(priority: Any, version: Any, zeros: Any) -> None:
+        with there.row(priority=priority, version=version, zeros=zeros) as one:
+            one["x"][:], one["tag"], one.length = 1, 1, STEPS
 
-    return call, {"priority": 1.0, "version": 0}
+    return call, {"priority": 1.0, "version": 0, "zeros": ["x"]}
 
 
 @door("Row", field=choice("x"), length=whole(1, STEPS), priority=PRIORITY, version=VERSION)
@@ -214,7 +218,7 @@ def a_row(tools: Tools) -> Door:
     there = tools.enter(new_store(tools))
 
     def call(**given: Any) -> None:
-        with there.row() as one:
+        with there.row(zeros=there.fields) as one:
             one[given["field"]] = given["value"]
             one.length, one.priority, one.version = given["length"], given["priority"], given["version"]
 
@@ -246,7 +250,7 @@ def publish(tools: Tools) -> Door:
     there = tools.enter(new_store(tools))
 
     def call(length: Any, extend: Any, priority: Any) -> None:
-        with there.row() as one:
+        with there.row(zeros=there.fields) as one:
             one.publish(length=length)
             one.priority = priority
             one.extend(extend)
@@ -258,18 +262,21 @@ def publish(tools: Tools) -> Door:
 def several_rows(tools: Tools) -> Door:
     there = tools.enter(new_store(tools))
 
-    def call(n: Any, priority: Any, version: Any) -> None:
-        there.rows(n, priority=priority, version=version).commit()
+    def call(n: Any, priority: Any, version: Any, zeros: Any) -> None:
+        with there.rows(n, priority=priority, version=version, zeros=zeros) as some:
+            some.lengths = STEPS
+            for one in some:
+                one["x"], one["tag"] = 1, 1
 
-    return call, {"n": 2, "priority": 1.0, "version": 0}
+    return call, {"n": 2, "priority": 1.0, "version": 0, "zeros": ["x"]}
 
 
-@door("Rows", field=choice("x"), lengths=one_or_array(whole(1, 8), 2), priorities=PRIORITIES, versions=VERSIONS)
+@door("Rows", field=choice("x"), lengths=lengths_of_two, priorities=PRIORITIES, versions=VERSIONS)
 def rows_of_one(tools: Tools) -> Door:
     there = tools.enter(new_store(tools))
 
     def call(**given: Any) -> None:
-        with there.rows(2) as some:
+        with there.rows(2, zeros=there.fields) as some:
             some[1][given["field"]] = given["value"]
             some.lengths, some.priorities, some.versions = given["lengths"], given["priorities"], given["versions"]
 

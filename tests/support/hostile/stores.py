@@ -32,7 +32,7 @@ def new_store(tools: Tools, **options: Any) -> gt.Store:
 def write(store: gt.Store) -> None:
     with store.row() as row:
         row["x"][:] = 1
-        row["tag"] = 7
+        row["tag"], row.length = 7, STEPS
 
 
 def store_calls(store: gt.Store) -> dict[str, Callable[[], object]]:
@@ -200,8 +200,10 @@ ROWS_ONE_THREAD = "a row has one writer; the store's scenarios write rows from s
 def row(tools: Tools) -> Subject:
     one = new_store(tools)
     held = one.row()
-    given = [one.row() for _ in range(24)]
-    open_row = one.row()
+    given = [one.row(zeros=FIELDS) for _ in range(24)]
+    for each in given:
+        each.length = STEPS
+    open_row = one.row(zeros=FIELDS)
     open_row.publish(length=1)
 
     def next_row() -> gt.Row:
@@ -227,7 +229,9 @@ def row(tools: Tools) -> Subject:
 def several_rows(tools: Tools) -> Subject:
     one = new_store(tools)
     held = one.rows(3)
-    given = [one.rows(2) for _ in range(16)]
+    given = [one.rows(2, zeros=FIELDS) for _ in range(16)]
+    for each in given:
+        each.lengths = STEPS
 
     def next_rows() -> gt.Rows:
         return given.pop() if len(given) > 1 else given[0]

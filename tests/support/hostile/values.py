@@ -123,6 +123,11 @@ def path(value: Any) -> bool:
     return isinstance(value, (str, Path)) and 0 < len(str(value)) < 256 and "\0" not in str(value)
 
 
+def no_names(value: Any) -> bool:
+    """What holds no name."""
+    return isinstance(value, list | tuple | dict | set) and not value
+
+
 def nothing(value: Any) -> bool:
     """No value of `VALUES`."""
     return False

@@ -55,9 +55,10 @@ class RowFiller:
             SourceError: deferred steps, of this episode or one before, cannot be made.
         """
         length = episode.length
-        filled = _Filled(self._store.row())
+        # All steps of the episode are written, so no block needs to be zeroed.
+        row = Row(self._store.columns, self._store.native.allocate_one(), 1.0, 0, taken=self._store.fields)
+        filled = _Filled(row)
         self._filling.append(filled)
-        row = filled.row
         row.length = length
         for name, values in episode.timed.items():
             block = row[name][:length]

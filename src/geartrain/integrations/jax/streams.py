@@ -205,7 +205,9 @@ class Streams:
         fresh: list[Row] = []
         try:
             for _ in range(self.n):
-                fresh.append(self.store.row())
+                index = self.store.native.allocate_one()
+                # No step is published before all of its fields are written, so no block needs to be zeroed.
+                fresh.append(Row(self.store.columns, index, 1.0, 0, taken=self._names))
         except BaseException:
             for row in fresh:
                 row.abandon()
