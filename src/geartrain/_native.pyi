@@ -156,6 +156,9 @@ class RowFetcher:
     ) -> None: ...
     def fetch(self, rows: _U32, generations: _U32) -> tuple[SampledBatch, int]: ...
 
+# rows, generations, probability, steps, whether these are all rows of the batch
+Chosen = tuple[_U32, _U32, _F64, _U32 | None, bool]
+
 class BatchSampler:
     def __init__(
         self,
@@ -174,18 +177,8 @@ class BatchSampler:
         over_steps: bool = False,
         transitions: TransitionView | None = None,
         windows: tuple[int, bool, bool, int] | None = None,
+        atom: int = 1,
     ) -> None: ...
-    def sample_into(
-        self,
-        batch: SampledBatch,
-        first: int,
-        n: int,
-        step: int,
-        limits: tuple[int, int, int] | None,
-        cursor: int,
-        admitted: bool,
-        beta: float | None,
-    ) -> tuple[int, int, int] | None: ...
     def sample(
         self,
         n: int,
@@ -194,22 +187,13 @@ class BatchSampler:
         cursor: int,
         admitted: bool,
         beta: float | None,
-    ) -> tuple[SampledBatch, int, int, int] | None: ...
+        rows: Callable[[int, _U32, _U32], Chosen] | None,
+        anchors: Callable[[int, _U32, _U32, _U32], _U32] | None,
+        into: SampledBatch | None = None,
+        first: int = 0,
+    ) -> tuple[Any, int, int, int] | None: ...
     @property
     def step_plan(self) -> tuple[int, int, int, int] | None: ...
-    def gather(
-        self,
-        batch: SampledBatch,
-        first: int,
-        n: int,
-        numbers: _U32,
-        rows: _U32,
-        generations: _U32,
-        probability: NDArray[np.float64],
-        step: int,
-        round: int,
-        steps: _U32 | None = None,
-    ) -> int: ...
 
 def importance_weights(
     probability: NDArray[np.float64], count: int, beta: float, lowest: float, /

@@ -6,7 +6,6 @@ from which thread builds, nor when.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import threading
@@ -18,7 +17,7 @@ from typing import Any
 
 import geartrain.core.trace as trace
 from geartrain.errors import StoreClosedError, WaitTimeoutError
-from geartrain.replay.admission import give_back
+from geartrain.replay.admission import Admission
 from geartrain.replay.batch import Batch
 from geartrain.replay.builder import (
     BatchBuilder,
@@ -34,7 +33,6 @@ from geartrain.replay.distributed.lagged_builder import LaggedBuilder
 from geartrain.replay.distributed.single_rank import SingleRankBuilder
 from geartrain.replay.distributed.torch_rank_group import NOTE_S
 from geartrain.replay.prefetch import BuildPlacement, Prefetcher, StillBuildingError
-from geartrain.replay.sampler import StoreSampler
 from geartrain.store.store import Store
 
 #: How long a rank that leaves waits for a batch that other ranks take part in, before it leaves them without it.
@@ -90,7 +88,7 @@ class BatchLoader:
         local = config.prefetch > 0 and builder.builds_anywhere
         self._placement = BuildPlacement(config.prefetch) if local else None
         self._updates: list[PriorityUpdate] = []
-        self._admitted: Sequence[int] = ()  # of the newest batch
+        self._admission = Admission()  # of the newest batch
         self._stop: int | None = None  # the step after the last one that is wanted
         self._asked = -1  # the last step that the thread has leave to build
         self._ahead: Prefetcher[BuiltBatch] | None = None
@@ -139,22 +137,18 @@ class BatchLoader:
         if placement is not None:
             placement.note(built.make_s, pause_s)
         if built.deliver is not nothing:
-            try:
+            with built.admission:
                 built.deliver()
-            except BaseException:
-                _drop(self._builder.samplers, built)
-                raise
         self.step += 1
         self.state = built.state
-        self._admitted = built.admitted
+        self._admission = built.admission
         return built
 
     def put_back(self, step: int, state: State) -> None:
         """Goes back to a step, whose batch nobody gets: it is built again, from this state, when it is asked for."""
         self.restart()
-        if self._admitted:
-            give_back(self._builder.samplers, self._admitted)
-        self.step, self.state, self._admitted = step, state, ()
+        self._admission.give_back()
+        self.step, self.state = step, state
 
     def _next_ahead(self) -> BuiltBatch:
         if self._ahead is not None and not self._ahead.is_mine():
@@ -215,10 +209,9 @@ class BatchLoader:
                 return started
 
             ready = builder.ready if isinstance(builder, LaggedBuilder) else None
-            drop = functools.partial(_drop, builder.samplers)
             try:
                 ahead = self._ahead = Prefetcher(
-                    start_next, "geartrain-prefetch", self._finish, builder.enter, builder.overlaps, ready, drop
+                    start_next, "geartrain-prefetch", self._finish, builder.enter, builder.overlaps, ready, _drop
                 )
             except BaseException as error:  # no more threads: other ranks do not wait for this one
                 self._return_updates(updates)
@@ -298,10 +291,9 @@ class BatchLoader:
             ahead.interrupt(error)
 
 
-def _drop(samplers: Sequence[StoreSampler], batch: StartedBatch) -> None:
+def _drop(batch: StartedBatch) -> None:
     """Gives back what rate limiters have admitted for a batch that nobody gets."""
-    if batch.admitted:
-        give_back(samplers, batch.admitted)
+    batch.admission.give_back()
 
 
 def _finish_with(builder: BatchBuilder[Any], transform: Callable[[Batch], Any] | None) -> Callable[[Any], BuiltBatch]:
@@ -315,10 +307,8 @@ def _finish_with(builder: BatchBuilder[Any], transform: Callable[[Batch], Any] |
         for sampler in builder.samplers:
             sampler.stage = "in `transform`"
         try:
-            made = transform(built.batch)
-        except BaseException:
-            _drop(builder.samplers, built)
-            raise
+            with built.admission:
+                made = transform(built.batch)
         finally:
             for sampler in builder.samplers:
                 sampler.stage = "idle"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -14,10 +14,9 @@ from numpy.typing import ArrayLike, NDArray
 import geartrain._native as _native
 from geartrain.core.keys import Keys, check_keys
 from geartrain.errors import ArgumentError
-from geartrain.replay.admission import Admission, give_back
+from geartrain.replay.admission import Admission
 from geartrain.replay.batch import Batch
 from geartrain.replay.native_batch import BatchPlan, native_batch
-from geartrain.replay.pass_sampler import PassSampler
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.store_waits import wait_together
 from geartrain.selection.mixture import Selection, quotas_of
@@ -79,8 +78,8 @@ class BuiltBatch:
     """A batch, the strategies' state after it, what the consumer's thread calls when it takes the batch, and how long
     it took to make where that is all there is to it (inf: there is more, such as other ranks or a device).
 
-    `admitted` are the rows of each store that its rate limiter has admitted for the batch, to be given back where the
-    consumer does not get it (none: of no store). `transformed` is what a transform made of the batch, in a tuple; None
+    `admission` is what rate limiters have admitted for the batch, to be given back where the consumer does not get it.
+    `transformed` is what a transform made of the batch, in a tuple; None
     where there is no transform. `flow` is the arrow of a trace from its making to its consumer.
     """
 
@@ -90,7 +89,7 @@ class BuiltBatch:
     make_s: float = float("inf")
     transformed: tuple[Any] | None = None
     flow: str | None = None
-    admitted: Sequence[int] = ()
+    admission: Admission = field(default_factory=Admission)
 
 
 class StartedBatch(Protocol):
@@ -102,8 +101,8 @@ class StartedBatch(Protocol):
         ...
 
     @property
-    def admitted(self) -> Sequence[int]:
-        """Rows of each store that its rate limiter has admitted for the batch by now."""
+    def admission(self) -> Admission:
+        """What rate limiters have admitted for the batch by now."""
         ...
 
 
@@ -186,9 +185,6 @@ class HostBatchBuilder:
         samplers: of each store.
         selection: the strategy, or the mixture.
         batch_size: rows of a batch.
-
-    Attributes:
-        admitted: rows of each store that its rate limiter has admitted for the batch that was sampled last.
     """
 
     builds_anywhere = True
@@ -198,14 +194,11 @@ class HostBatchBuilder:
     def __init__(self, samplers: list[StoreSampler], selection: Selection, batch_size: int) -> None:
         self.samplers = samplers
         self.rows = batch_size
-        self.admitted: Sequence[int] = (batch_size,)
         self.mixed = selection is not samplers[0].strategy
         self.store_ids = [sampler.plan.store.id for sampler in samplers]
         self._selection = selection
         self._transitions = samplers[0].transitions
         self._shown: BatchPlan = self._transitions or samplers[0].plan
-        first = samplers[0]
-        self._passes = first if isinstance(first, PassSampler) and not self.mixed else None
         self._make_s = 0.0
         self._built = 0
 
@@ -215,17 +208,14 @@ class HostBatchBuilder:
     def start(self, step: int, state: State, updates: list[PriorityUpdate]) -> BuiltBatch:
         """See `BatchBuilder`. The batch is finished when this returns."""
         began_s = time.perf_counter()
-        native, after = self.sample(step, state)
-        if self._transitions is not None:
-            try:
+        with Admission() as admission:
+            native, after = self.sample(step, state, admission)
+            if self._transitions is not None:
                 self._transitions.settle(native)  # which asks functions of the user's
-            except BaseException:
-                give_back(self.samplers, self.admitted)
-                raise
-        batch = native_batch(native, self._shown, step, self.store_ids)
-        make_s = time.perf_counter() - began_s
-        self.note(make_s)
-        return BuiltBatch(batch, after, make_s=make_s, admitted=self.admitted)
+            batch = native_batch(native, self._shown, step, self.store_ids)
+            make_s = time.perf_counter() - began_s
+            self.note(make_s)
+            return BuiltBatch(batch, after, make_s=make_s, admission=admission)
 
     def note(self, make_s: float) -> None:
         """Counts a batch that took so long to make."""
@@ -241,37 +231,27 @@ class HostBatchBuilder:
         return quotas_of(self._selection, self.rows, step)
 
     def sample(
-        self, step: int, state: State, into: _native.SampledBatch | None = None
+        self, step: int, state: State, admission: Admission, into: _native.SampledBatch | None = None
     ) -> tuple[_native.SampledBatch, State]:
         """The rows of a step, in `into` or in recycled memory, and the strategies' state after it.
 
-        Passes, whose last batch may be short, are always in recycled memory.
+        The last batch of a pass may be short; it is always in recycled memory.
         """
-        if self._passes is not None:
-            batch, after = self._passes.sample_pass(self.rows, step, state[0])
-            self.admitted = (len(batch),)
-            return batch, [after]
+        samplers = self.samplers
         if into is None and not self.mixed:
-            batch, after = self.samplers[0].sample(self.rows, step, state[0])
+            batch, after = samplers[0].sample(self.rows, step, state[0], admission)
             return batch, [after]
-        batch = self.samplers[0].empty_batch(self.rows, self.mixed) if into is None else into
+        batch = samplers[0].empty_batch(self.rows, self.mixed) if into is None else into
         if not self.mixed:
-            return batch, [self.samplers[0].sample_into(batch, 0, self.rows, step, state[0])]
+            return batch, [samplers[0].sample(self.rows, step, state[0], admission, batch)[1]]
         state = list(state)
         first = 0
-        admission = Admission(self.samplers)
-        wait_together(self.samplers)
-        try:
-            for number, (sampler, quota) in enumerate(zip(self.samplers, self.quotas(step), strict=True)):
-                if quota:
-                    state[number] = sampler.sample_into(batch, first, quota, step, state[number])
-                    admission.rows[number] = quota
-                    batch.set_shard(first, quota, number)
-                    first += quota
-        except BaseException:  # of the stores before the one that failed
-            admission.give_back()
-            raise
-        self.admitted = admission.rows
+        wait_together(samplers)
+        for number, (sampler, quota) in enumerate(zip(samplers, self.quotas(step), strict=True)):
+            if quota:
+                _, state[number] = sampler.sample(quota, step, state[number], admission, batch, first)
+                batch.set_shard(first, quota, number)
+                first += quota
         return batch, state
 
     def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
@@ -286,13 +266,8 @@ class HostBatchBuilder:
 
     def stats(self) -> dict[str, Any]:
         """See `BatchBuilder`."""
-        natively = all(sampler.draws_natively or isinstance(sampler, PassSampler) for sampler in self.samplers)
-        if isinstance(self.samplers[0], PassSampler) and not self.mixed:
-            return {**build_stats(self._built, self._make_s, self.samplers), "path": "native gather of a pass"}
-        path = "native" if natively else "native gather of rows drawn by the strategy's code"
-        if natively and any(sampler.placed for sampler in self.samplers):
-            path = "native gather of windows placed by a function"
-        return {**build_stats(self._built, self._make_s, self.samplers), "path": path}
+        callbacks = [name for sampler in self.samplers for name in sampler.callbacks]
+        return {**build_stats(self._built, self._make_s, self.samplers), "path": path_of(callbacks)}
 
     def describe(self) -> list[dict[str, Any]]:
         """See `BatchBuilder`."""
@@ -358,6 +333,11 @@ def raised(priorities: NDArray[np.float64], alpha: float) -> NDArray[np.float64]
         return powers
 
 
+def path_of(callbacks: Sequence[str]) -> str:
+    """How a batch is made: by native code, but for what it asks of Python code."""
+    return f"native, calls {', '.join(dict.fromkeys(callbacks))}" if callbacks else "native"
+
+
 def build_stats(built: int, make_s: float, samplers: Sequence[StoreSampler]) -> dict[str, float]:
     """What every builder says in `stats`."""
     return {"built": built, "make_s": make_s, "redrawn": sum(sampler.redrawn for sampler in samplers)}
@@ -383,5 +363,6 @@ __all__ = [
     "given_priorities",
     "join_importance",
     "nothing",
+    "path_of",
     "raised",
 ]

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from geartrain.errors import CallCancelledError, NotEnoughRowsError, StoreClosedError, WaitTimeoutError
+from geartrain.replay.admission import Admission
 from geartrain.store.store import Store
 
 # How often a wait for rows looks at the store.
@@ -43,17 +44,18 @@ class StoreWaits:
         self._store = store
         self._expires = store.options["max_age_s"] is not None
 
-    def wait_to_draw(self, n: int) -> None:
+    def wait_to_draw(self, n: int, admission: Admission) -> None:
         """Waits for rows, and until the rate limiter lets so many be drawn; raises what either raises."""
         until_s = time.monotonic() + self.timeout_s
         self.wait_for_rows(until_s)
-        self.admit(n, until_s)
+        self.admit(n, admission, until_s)
 
-    def admit(self, n: int, until_s: float = math.inf) -> None:
+    def admit(self, n: int, admission: Admission, until_s: float = math.inf) -> None:
         """Waits until the store's rate limiter lets so many rows be drawn, for `timeout_s` at most."""
         self.stage = "waiting for the rate limiter"
         left_s = max(0.0, min(self.timeout_s, min(until_s, self.until_s) - time.monotonic()))
         self._store.limiter.admit_samples(n, left_s, self.stopping)
+        admission[self] = n
         self.stage = "admitted by the rate limiter"
 
     def give_back(self, n: int) -> None:

@@ -83,11 +83,6 @@ class PendingBatch:
     admission: Admission
     made: BuiltBatch | None = None  # when it is finished already
 
-    @property
-    def admitted(self) -> list[int]:
-        """See `StartedBatch`."""
-        return self.admission.rows
-
 
 class DeviceBatchBuilder:
     """Builds batches on a device; see `BatchBuilder`.
@@ -164,23 +159,18 @@ class DeviceBatchBuilder:
 
     def start(self, step: int, state: State, updates: list[PriorityUpdate]) -> PendingBatch:
         """See `BatchBuilder`."""
-        admission = Admission(self.samplers)
-        try:
+        with Admission() as admission:
             if self.path != "staged":  # what is staged is admitted where it is sampled
                 self._admit(step, admission)
             with self._session.at_work():
                 return self._start(step, state, admission)
-        except BaseException:
-            admission.give_back()
-            raise
 
     def _admit(self, step: int, admission: Admission) -> None:
         """Waits for rows and for the stores' rate limiters, not holding what `close` waits for."""
         wait_together(self.samplers)
-        for number, (sampler, quota) in enumerate(zip(self.samplers, self._host.quotas(step), strict=True)):
+        for sampler, quota in zip(self.samplers, self._host.quotas(step), strict=True):
             if quota:
-                sampler.wait_to_draw(quota)
-                admission.rows[number] = quota
+                sampler.wait_to_draw(quota, admission)
 
     def _start(self, step: int, state: State, admission: Admission) -> PendingBatch:
         began_s = time.perf_counter()
@@ -197,12 +187,8 @@ class DeviceBatchBuilder:
         """See `BatchBuilder`."""
         if started.made is not None:
             return started.made
-        with self._session.at_work():
-            try:
-                return self._finish(started)
-            except BaseException:
-                started.admission.give_back()
-                raise
+        with self._session.at_work(), started.admission:
+            return self._finish(started)
 
     def _finish(self, pending: PendingBatch) -> BuiltBatch:
         began_s = time.perf_counter()
@@ -217,7 +203,7 @@ class DeviceBatchBuilder:
 
     def _ready(self, ready: ReadyBatch, state: State, admission: Admission, make_s: float = float("inf")) -> BuiltBatch:
         self._built += 1
-        return BuiltBatch(ready.batch, state, self._session.deliver(ready), make_s, admitted=admission.rows)
+        return BuiltBatch(ready.batch, state, self._session.deliver(ready), make_s, admission=admission)
 
     # --- staged ------------------------------------------------------------------------------------------------
 
@@ -226,8 +212,7 @@ class DeviceBatchBuilder:
         began_s = time.perf_counter()
         one = self._staged.take()
         try:
-            rows, after = self._host.sample(step, state, one.rows)
-            admission.rows[:] = self._host.admitted
+            rows, after = self._host.sample(step, state, admission, one.rows)
         except BaseException:
             self._staged.give_back(one)
             raise

@@ -233,12 +233,9 @@ class DistributedBatchBuilder:
     def _build(self, step: int, state: State, updates: list[PriorityUpdate], admitted: Admission | None) -> BuiltBatch:
         began_s, sent = time.perf_counter(), self.group.sent_bytes
         admission = self.admission.wait(step) if admitted is None else admitted
-        try:
+        with admission:
             built = self._draw_until_whole(step, state, updates, admission, began_s, sent)
-        except BaseException:
-            admission.give_back()
-            raise
-        built.admitted = admission.rows
+        built.admission = admission
         return built
 
     def _draw_until_whole(

@@ -22,7 +22,6 @@ from geartrain.replay.distributed.messages import PRIORITY_UPDATE, flat_bytes, r
 from geartrain.replay.distributed.priority_updates import apply_updates, parts_of
 from geartrain.replay.distributed.rank_collectives import DIRECT_RANKS, all_to_all_of_known_sizes
 from geartrain.replay.distributed.rank_group import Bytes
-from geartrain.replay.pass_sampler import PassSampler
 from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
 from geartrain.selection.sharded import (
     NO_ROW,
@@ -314,8 +313,9 @@ class ShardedSampler:
             sampler.min_length,
         )
         state = known.state[number] or None
-        if isinstance(sampler, PassSampler):
-            return common_errors(lambda: sampler.draw_pass(shard, quota, known.state[number]))
+        passes = sampler.passes
+        if passes is not None:
+            return common_errors(lambda: passes.draw(shard, quota, known.state[number]))
         drawn = common_errors(lambda: select_shards(sampler.strategy, shard, quota, step, state))
         return self._count_samples(number, shard, drawn, step) if sampler.limited else drawn
 

@@ -72,24 +72,13 @@ class _Begun:
         self.began_s = time.perf_counter()
         self.built: BuiltBatch | None = None
         self.error: BaseException | None = None
-        self.admission: Admission | None = None
+        self.admission = Admission()
         self.parts: list[Bytes] = []  # that it told; none: it has yet to tell, or its round is over
         self.round = self.outcomes = self.rows = 0
         self.read = False  # and its rows are sent; those below are kept until its batch is finished
         self.heard: _native.RankRead | None = None
         self.batch: Any = None
         self.told: Any = None
-
-    @property
-    def admitted(self) -> Sequence[int]:
-        if self.built is not None:
-            return self.built.admitted
-        return () if self.admission is None else self.admission.rows
-
-    def give_back(self) -> None:
-        """Where it has failed."""
-        if self.admission is not None:
-            self.admission.give_back()
 
 
 class LaggedBuilder:
@@ -142,6 +131,7 @@ class LaggedBuilder:
         self._inner.or_abort(lambda: self._apply_all(step))
         begun = _Begun(step, state)
         begun.built = self._inner.start(step, state, updates)
+        begun.admission = begun.built.admission
         self._first = False
         return begun
 
@@ -160,7 +150,7 @@ class LaggedBuilder:
         try:
             built = begun.built or self._inner.or_abort(lambda: self._finish(begun))
         except BaseException:
-            begun.give_back()
+            begun.admission.give_back()
             raise
         return built or self._inner.start(begun.step, begun.state, [], admitted=begun.admission)
 
@@ -207,7 +197,7 @@ class LaggedBuilder:
             begun.heard, begun.read = heard, True
         except BaseException as error:
             begun.error = error
-            begun.give_back()
+            begun.admission.give_back()
             raise
 
     def _finish(self, begun: _Begun) -> BuiltBatch | None:
@@ -235,7 +225,7 @@ class LaggedBuilder:
         made = native.finish(batch, heard, agreement, begun.step)
         self._inner.count(native, begun.began_s, heard)
         self._inner.note(time.perf_counter() - begun.began_s)
-        return BuiltBatch(made, begun.state, admitted=begun.admitted)
+        return BuiltBatch(made, begun.state, admission=begun.admission)
 
     def _told_by(self, rank: int, outcomes: Mapping[int, Bytes], begun: _Begun) -> NDArray[Any]:
         return _whole(rank, outcomes[rank], begun.told.nbytes).view(begun.told.dtype)
