@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from deadlines import patience
 from recorded_shards import Episodes
 
 import geartrain as gt
+import geartrain.core.trace as trace
 from geartrain.errors import ArgumentError, StoreClosedError
 from geartrain.selection import Candidates, Draw, Epochs, GroupSampling, Limits, Mixture, Prioritized, Uniform
 
@@ -60,6 +62,7 @@ PATHS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "beta": (Prioritized(seed=1, beta=lambda step: 0.5), {}, "native, calls Prioritized.beta"),
     "limits": (Uniform(seed=1, limits=Limits(lambda: 0)), {}, "native, calls Limits.min_version"),
     "weights": (Weighed(seed=1), {}, "native, calls Weighed.importance_weights"),
+    "transform": (Own(), {"transform": len}, "native, calls Own.select, transform"),
     "mixture": (Mixture([0.5, 0.5], [Own(), Uniform(seed=1)]), {}, "native, calls Own.select"),
 }
 
@@ -121,3 +124,32 @@ def test_another_number_of_rows_than_was_asked_for_is_refused(store: gt.Store, m
         with pytest.raises(ArgumentError, match=f"{B} rows were asked for, {B + more} were drawn"):
             replay.sample()
     assert store.limiter.state().samples == 0
+
+
+@pytest.mark.parametrize("transform", [None, len], ids=["batches", "transformed"])
+def test_tracing_changes_none_of_the_code_that_makes_a_batch(
+    store: gt.Store, transform: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace, "slice_of", lambda *_, **__: None)
+
+    def called() -> list[str]:
+        names: list[str] = []
+
+        def note(frame: Any, event: str, _: Any) -> None:
+            module = frame.f_globals.get("__name__", "")
+            if event == "call" and module.startswith("geartrain.replay"):
+                names.append(f"{module}.{frame.f_code.co_qualname}")
+
+        with gt.Replay(store, Uniform(seed=1), B, transform=transform, output="numpy", prefetch=0) as replay:
+            replay.sample()
+            sys.setprofile(note)
+            try:
+                replay.sample()
+            finally:
+                sys.setprofile(None)
+        return names
+
+    without = called()
+    monkeypatch.setattr(trace, "on", True)
+    told = {"geartrain.replay.native_batch.NativeBatch.__len__", "geartrain.replay.replay.Replay.step"}  # by the trace
+    assert [name for name in called() if name not in told] == [name for name in without if name not in told]

@@ -39,7 +39,7 @@ class Admission(dict[Admitting, int]):
     def __enter__(self) -> Admission:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is not None:
             self.give_back()
 

@@ -122,6 +122,8 @@ class BatchBuilder(Protocol[Started]):
         store_ids: of the stores, in their order; over several ranks, of all shards of all stores.
         rows: of a batch, as this process gets it.
         builds_anywhere: whether a batch may as well be built on the consumer's thread: nothing but rows is waited for.
+        own_thread: whether batches are built on the prefetch thread with prefetch=0 too: other ranks need this one's
+            part of what was asked for while its consumer does something else.
         overlaps: whether the next batch should be started before this one is finished.
         collective: whether other ranks take part in each batch, and so have to be asked for it too.
     """
@@ -130,6 +132,7 @@ class BatchBuilder(Protocol[Started]):
     store_ids: list[int]
     rows: int
     builds_anywhere: bool
+    own_thread: bool
     overlaps: bool
     collective: bool
 
@@ -139,6 +142,10 @@ class BatchBuilder(Protocol[Started]):
 
     def start(self, step: int, state: State, updates: list[PriorityUpdate]) -> Started:
         """Starts the batch of a step, after the priority updates that were kept for it."""
+        ...
+
+    def ready(self, started: Started) -> bool:
+        """Whether `finish` would not wait for other ranks; waits a little for them. What it raises `finish` raises."""
         ...
 
     def finish(self, started: Started) -> BuiltBatch:
@@ -185,18 +192,27 @@ class HostBatchBuilder:
         samplers: of each store.
         selection: the strategy, or the mixture.
         batch_size: rows of a batch.
+        transform: called with each batch; what it returns is delivered.
     """
 
     builds_anywhere = True
+    own_thread = False
     overlaps = False
     collective = False
 
-    def __init__(self, samplers: list[StoreSampler], selection: Selection, batch_size: int) -> None:
+    def __init__(
+        self,
+        samplers: list[StoreSampler],
+        selection: Selection,
+        batch_size: int,
+        transform: Callable[[Batch], Any] | None = None,
+    ) -> None:
         self.samplers = samplers
         self.rows = batch_size
         self.mixed = selection is not samplers[0].strategy
         self.store_ids = [sampler.plan.store.id for sampler in samplers]
         self._selection = selection
+        self._transform = transform
         self._transitions = samplers[0].transitions
         self._shown: BatchPlan = self._transitions or samplers[0].plan
         self._make_s = 0.0
@@ -206,10 +222,15 @@ class HostBatchBuilder:
         """See `BatchBuilder`."""
 
     def start(self, step: int, state: State, updates: list[PriorityUpdate]) -> BuiltBatch:
-        """See `BatchBuilder`. The batch is finished when this returns."""
+        """See `BatchBuilder`. All but the transform is done when this returns."""
         began_s = time.perf_counter()
         with Admission() as admission:
-            native, after = self.sample(step, state, admission)
+            if self.mixed:
+                native = self.samplers[0].empty_batch(self.rows, shards=True)
+                after = self.sample_into(native, step, state, admission)
+            else:
+                native, last = self.samplers[0].sample(self.rows, step, state[0], admission)
+                after = [last]
             if self._transitions is not None:
                 self._transitions.settle(native)  # which asks functions of the user's
             batch = native_batch(native, self._shown, step, self.store_ids)
@@ -222,37 +243,42 @@ class HostBatchBuilder:
         self._make_s += make_s
         self._built += 1
 
+    def ready(self, started: BuiltBatch) -> bool:
+        """See `BatchBuilder`."""
+        return True
+
     def finish(self, started: BuiltBatch) -> BuiltBatch:
         """See `BatchBuilder`."""
+        if self._transform is not None:
+            self._apply(self._transform, started)
         return started
+
+    def _apply(self, transform: Callable[[Batch], Any], built: BuiltBatch) -> None:
+        began_s = time.perf_counter()
+        for sampler in self.samplers:
+            sampler.stage = "in `transform`"
+        try:
+            with built.admission:
+                built.transformed = (transform(built.batch),)
+        finally:
+            for sampler in self.samplers:
+                sampler.stage = "idle"
+        built.make_s += time.perf_counter() - began_s
 
     def quotas(self, step: int) -> list[int]:
         """Rows from each store in the batch of a step."""
         return quotas_of(self._selection, self.rows, step)
 
-    def sample(
-        self, step: int, state: State, admission: Admission, into: _native.SampledBatch | None = None
-    ) -> tuple[_native.SampledBatch, State]:
-        """The rows of a step, in `into` or in recycled memory, and the strategies' state after it.
-
-        The last batch of a pass may be short; it is always in recycled memory.
-        """
-        samplers = self.samplers
-        if into is None and not self.mixed:
-            batch, after = samplers[0].sample(self.rows, step, state[0], admission)
-            return batch, [after]
-        batch = samplers[0].empty_batch(self.rows, self.mixed) if into is None else into
-        if not self.mixed:
-            return batch, [samplers[0].sample(self.rows, step, state[0], admission, batch)[1]]
-        state = list(state)
-        first = 0
-        wait_together(samplers)
-        for number, (sampler, quota) in enumerate(zip(samplers, self.quotas(step), strict=True)):
+    def sample_into(self, batch: _native.SampledBatch, step: int, state: State, admission: Admission) -> State:
+        """Fills a batch with the rows of a step; returns the strategies' state after it."""
+        state, first = list(state), 0
+        wait_together(self.samplers)
+        for number, (sampler, quota) in enumerate(zip(self.samplers, self.quotas(step), strict=True)):
             if quota:
                 _, state[number] = sampler.sample(quota, step, state[number], admission, batch, first)
                 batch.set_shard(first, quota, number)
                 first += quota
-        return batch, state
+        return state
 
     def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
         """See `BatchBuilder`."""
@@ -267,6 +293,7 @@ class HostBatchBuilder:
     def stats(self) -> dict[str, Any]:
         """See `BatchBuilder`."""
         callbacks = [name for sampler in self.samplers for name in sampler.callbacks]
+        callbacks += [] if self._transform is None else ["transform"]
         return {**build_stats(self._built, self._make_s, self.samplers), "path": path_of(callbacks)}
 
     def describe(self) -> list[dict[str, Any]]:

@@ -195,18 +195,21 @@ class StoreSampler(StoreWaits):
             self.stage = "idle"
         batch, cursor, redrawn, count = result
         self.redrawn += redrawn
-        if into is not None:
-            batch = into
-        elif len(batch) < n:
-            admission.keep(self, len(batch))
-        if self._weighs or rows is not None:
-            draw = self._drawn_of(batch, first, n) if rows is None else rows.draw
-            weights = None if draw is None else importance_of(self.strategy, draw, count, step)
-            if weights is not None:
-                batch.set_importance(first, weights)
+        batch = batch if into is None else into
         if rows is not None:
+            if len(batch) < n:  # where a pass ends
+                admission.keep(self, len(batch))
+            self._weigh(batch, first, rows.draw, count, step)
             return batch, rows.state
+        if self._weighs:
+            self._weigh(batch, first, _drawn_of(batch, first, n), count, step)
         return batch, {"after": cursor} if self.traits.cursor else {}
+
+    def _weigh(self, batch: _native.SampledBatch, first: int, draw: Draw | None, count: int, step: int) -> None:
+        """Gives rows the importance weights of the strategy's own code."""
+        weights = None if draw is None else importance_of(self.strategy, draw, count, step)
+        if weights is not None:
+            batch.set_importance(first, weights)
 
     def change_priorities(self, rows: NDArray[np.uint32], change: Callable[[], int]) -> int:
         """Calls `change`, which sets priorities of these rows; returns what it does, how many of them were gone."""
@@ -217,12 +220,6 @@ class StoreSampler(StoreWaits):
         if self.passes is not None:
             return (MixedPassRows if self.passes.mixed else PassRows)(self.passes, n, state)
         return StrategyRows(self.draw, n, step, state)
-
-    @staticmethod
-    def _drawn_of(batch: _native.SampledBatch, first: int, n: int) -> Draw:
-        """What native code has drawn."""
-        part = slice(first, first + n)
-        return Draw(batch.rows()[part], batch.generations()[part], batch.probability()[part])
 
     def beta_at(self, step: int) -> float | None:
         """The exponent of importance weights at a step; None where the strategy has none, or code of its own."""
@@ -426,3 +423,9 @@ class StoreSampler(StoreWaits):
         """Releases rows whose last allowed samples these were, once they are copied."""
         if self.limited:
             self.plan.store.native.release_exhausted(rows, generations)
+
+
+def _drawn_of(batch: _native.SampledBatch, first: int, n: int) -> Draw:
+    """What native code has drawn, as a strategy's own code weighs it."""
+    part = slice(first, first + n)
+    return Draw(batch.rows()[part], batch.generations()[part], batch.probability()[part])

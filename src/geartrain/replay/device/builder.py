@@ -97,6 +97,7 @@ class DeviceBatchBuilder:
         PinError, ArgumentError: what was asked for by name cannot be had.
     """
 
+    own_thread = False
     overlaps = True
     collective = False
 
@@ -183,6 +184,10 @@ class DeviceBatchBuilder:
             pending.state = pending.made.state
         return pending
 
+    def ready(self, started: PendingBatch) -> bool:
+        """See `BatchBuilder`."""
+        return True
+
     def finish(self, started: PendingBatch) -> BuiltBatch:
         """See `BatchBuilder`."""
         if started.made is not None:
@@ -212,11 +217,11 @@ class DeviceBatchBuilder:
         began_s = time.perf_counter()
         one = self._staged.take()
         try:
-            rows, after = self._host.sample(step, state, admission, one.rows)
+            after = self._host.sample_into(one.rows, step, state, admission)
         except BaseException:
             self._staged.give_back(one)
             raise
-        keys = keys_of(rows, self._host.store_ids, self.targets[0].plan.per_step, copied=True)
+        keys = keys_of(one.rows, self._host.store_ids, self.targets[0].plan.per_step, copied=True)
         ready = self._staged.send(one, keys, step)
         made = self._ready(ready, after, admission, time.perf_counter() - began_s)
         return PendingBatch(step, after, None, [], admission, made)

@@ -100,6 +100,7 @@ class DistributedBatchBuilder:
     """
 
     builds_anywhere = False
+    own_thread = True
     overlaps = False
     collective = True
 
@@ -208,6 +209,10 @@ class DistributedBatchBuilder:
         """Counts a batch that took so long to make."""
         self._make_s += make_s
         self._built += 1
+
+    def ready(self, started: BuiltBatch) -> bool:
+        """See `BatchBuilder`."""
+        return True
 
     def finish(self, started: BuiltBatch) -> BuiltBatch:
         """See `BatchBuilder`."""

@@ -93,6 +93,7 @@ class LaggedBuilder:
     """
 
     builds_anywhere = False
+    own_thread = True
     overlaps = True  # the next batch begins before this one's rows are received
     collective = True
 

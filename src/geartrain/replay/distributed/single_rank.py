@@ -81,6 +81,7 @@ class SingleRankBuilder:
         self._draw, _ = numbers_of(config.batch_size)
         self._row_bytes = sum(self._plan.row_bytes(name) for name in self._plan.names)
         self._later = LaterUpdates[list[PriorityUpdate]](config.extra_lag) if config.extra_lag else None
+        self.own_thread = config.extra_lag != 0  # such updates are counted from the start of the thread on
         self._first = True  # batch since the thread was started
         samplers[0].waits = False  # as in any group, whose ranks could not agree how long
         self.samplers = samplers
@@ -107,6 +108,10 @@ class SingleRankBuilder:
             batch = global_batch(rows, self._plan, step, self.store_ids)
             self._host.note(time.perf_counter() - began_s)
             return BuiltBatch(batch, [after], admission=admission)
+
+    def ready(self, started: BuiltBatch) -> bool:
+        """See `BatchBuilder`."""
+        return True
 
     def finish(self, started: BuiltBatch) -> BuiltBatch:
         """See `BatchBuilder`."""
