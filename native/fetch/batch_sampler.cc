@@ -173,7 +173,7 @@ BatchSampler::Result BatchSampler::draw_and_gather(const Room& room, size_t n, c
   };
   Redrawn made;
   do {
-    made = copy_until_whole(store_.header().capacity, numbers, made.round, copy, again);
+    made = copy_until_whole(store_.header().capacity, {}, made.round, copy, again);  // `from` says which are pending
     result.redrawn += made.rows;
     ++made.round;
   } while (!made.whole);

@@ -8,6 +8,7 @@
 
 #include "base/errors.h"
 #include "fetch/episodes.h"
+#include "store/priority_updates.h"
 
 namespace geartrain {
 namespace {
@@ -61,22 +62,21 @@ RankSteps::Parts RankSteps::parts(const RankStatus& mine, std::span<const GivenP
   return made;
 }
 
-// In the order of calls and draws, whichever rank they are of: of a row that was drawn twice the later draw's holds.
-void RankSteps::apply(std::vector<PriorityRecord> updates, const Change& change) const {
-  std::ranges::stable_sort(updates, {}, [](const PriorityRecord& each) { return std::pair(each.call, each.draw); });
+void RankSteps::apply(const std::vector<PriorityRecord>& updates, const Change& change) const {
   const size_t n = updates.size();
   std::vector<uint32_t> rows(n), generations(n);
+  std::vector<int64_t> order(n);
   std::vector<double> priorities(n);
   for (size_t i = 0; i < n; ++i) {
-    const bool there = updates[i].row < store_.header().capacity;  // else it counts as stale
-    rows[i] = there ? updates[i].row : 0;
-    generations[i] = there ? updates[i].generation : 0;
+    rows[i] = updates[i].row;
+    generations[i] = updates[i].generation;
+    order[i] = static_cast<int64_t>(updates[i].call) << 32 | updates[i].draw;
     priorities[i] = change ? updates[i].priority : std::fabs(updates[i].priority);
   }
   if (change) change(priorities);
   if (n == 0) return;
   const Store::Call call(store_);
-  store_.update_priorities(rows, generations, priorities);
+  geartrain::apply(store_, {rows, generations, {}, order, priorities});
 }
 
 RankSteps::Parts RankSteps::begin(uint64_t step, std::span<const GivenPriorities> given) const {
@@ -162,7 +162,7 @@ RankSteps::Agreed RankSteps::agree(uint64_t step, std::span<const GivenPrioritie
   Agreed& made = heard.agreed;
   made.sent_bytes = sent_bytes;
   if (made.refusal == Refusal::disagree || !made.changed) return std::move(made);
-  apply(std::move(heard.updates), change);
+  apply(heard.updates, change);
   if (made.refusal == Refusal::few_rows) return std::move(made);
   uint64_t mine = 0;
   {

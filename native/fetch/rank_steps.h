@@ -102,8 +102,8 @@ class RankSteps {
     std::vector<PriorityRecord> updates;
   };
   Heard hear(uint64_t step, std::span<const std::span<const std::byte>> received) const;
-  // Updates of one round, in the order of calls and draws. `change`: see agree.
-  void apply(std::vector<PriorityRecord> updates, const Change& change) const;
+  // Updates of one round, in whatever order (store/priority_updates.h). `change`: see agree.
+  void apply(const std::vector<PriorityRecord>& updates, const Change& change) const;
 
   // Of all ranks' reads: whether each has lost rows for good, and the lowest probability of all (with_lowest).
   struct Outcome {

@@ -65,22 +65,23 @@ Supplier::Rows rows_of(const nb::object& given) {
 
 // Asks Python, with the GIL, for the rows of a round, and makes room for a batch of as many where they are all of it.
 template <typename MakeRoom>
-auto rows_asked_of(const nb::object& rows, const Unlocked& unlocked, const MakeRoom& make_room) {
-  return [&](uint32_t round, std::span<const uint32_t> numbers, std::span<const uint32_t> kept) {
-    Supplier::Rows made;
-    call_python(unlocked, [&] {
-      made = rows_of(rows(round, array_of(numbers), array_of(kept)));
-      const size_t size = made.rows.size();
-      if (!made.anew && size != numbers.size()) {
-        fail(ErrorKind::schema, numbers.size(), " rows were asked for, ", size, " were drawn");
-      }
-      if (round == 0 || made.anew) make_room(size);
-    });
-    return made;
-  };
+auto rows_asked_of(nb::handle rows, const Unlocked& unlocked, const MakeRoom& make_room) {
+  return
+      [rows, &unlocked, &make_room](uint32_t round, std::span<const uint32_t> numbers, std::span<const uint32_t> kept) {
+        Supplier::Rows made;
+        call_python(unlocked, [&] {
+          made = rows_of(rows(round, array_of(numbers), array_of(kept)));
+          const size_t size = made.rows.size();
+          if (!made.anew && size != numbers.size()) {
+            fail(ErrorKind::schema, numbers.size(), " rows were asked for, ", size, " were drawn");
+          }
+          if (round == 0 || made.anew) make_room(size);
+        });
+        return made;
+      };
 }
-auto anchors_asked_of(const nb::object& anchors, const Unlocked& unlocked) {
-  return [&](uint32_t round, const DrawnRows& drawn) {
+auto anchors_asked_of(nb::handle anchors, const Unlocked& unlocked) {
+  return [anchors, &unlocked](uint32_t round, const DrawnRows& drawn) {
     std::vector<uint32_t> made;
     call_python(unlocked, [&] {
       made = copied(nb::cast<In<uint32_t>>(
@@ -112,8 +113,7 @@ class Sampler {
   // have to be waited for. Of `rows` and `anchors`, functions or None, see Supplier; the batch has as many rows as the
   // former returns. With `into` they fill its rows [first, first + n), and None stands for the batch.
   nb::object sample(size_t n, uint64_t step, const std::optional<LimitTuple>& limits, uint64_t cursor, bool admitted,
-                    std::optional<double> beta, const nb::object& rows, const nb::object& anchors, SampledBatch* into,
-                    size_t first) {
+                    std::optional<double> beta, nb::handle rows, nb::handle anchors, SampledBatch* into, size_t first) {
     std::optional<SampledBatch> made;
     BatchArrays part;
     const auto make_room = [&](size_t size) {  // with the GIL

@@ -127,7 +127,7 @@ void apply_round(const RankSteps& steps, const In<uint8_t>& updates, const nb::o
   if (!records.empty()) std::memcpy(records.data(), bytes.data(), bytes.size());
   raising([&] {
     const Unlocked unlocked;
-    steps.apply(std::move(records), change_by(change, unlocked));
+    steps.apply(records, change_by(change, unlocked));
   });
 }
 

@@ -20,7 +20,7 @@ from geartrain.replay.native_batch import BatchPlan, native_batch
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.store_waits import wait_together
 from geartrain.selection.mixture import Selection, quotas_of
-from geartrain.store.priorities import set_priorities
+from geartrain.store.priorities import apply_updates as apply_to_store
 
 _LARGEST = np.finfo(np.float64).max
 # What every strategy has to know at its next step.
@@ -235,7 +235,8 @@ class HostBatchBuilder:
                 self._transitions.settle(native)  # which asks functions of the user's
             batch = native_batch(native, self._shown, step, self.store_ids)
             make_s = time.perf_counter() - began_s
-            self.note(make_s)
+            self._make_s += make_s
+            self._built += 1
             return BuiltBatch(batch, after, make_s=make_s, admission=admission)
 
     def note(self, make_s: float) -> None:
@@ -335,7 +336,7 @@ def apply_updates(samplers: Sequence[StoreSampler], update: PriorityUpdate, step
 
 def _set(sampler: StoreSampler, keys: Keys, priorities: NDArray[np.float64]) -> int:
     store, given = sampler.plan.store, raised(priorities, sampler.alpha)
-    return sampler.change_priorities(keys.row, lambda: set_priorities(store, keys, given))
+    return sampler.change_priorities(keys.row, lambda: apply_to_store(store, keys, given))
 
 
 def check_priorities(priorities: NDArray[np.float64]) -> None:

@@ -125,6 +125,7 @@ class StoreSampler(StoreWaits):
         self._fixed_alpha = self.alpha if fixed else None
         self.raises = self._fixed_alpha != 1
         self.atom = self.traits.atom
+        self._cursor = self.traits.cursor
         # Built-in strategies and others that follow from their traits; the rest are asked for their draws.
         self.draws_natively = (
             self.traits.form in ("random", *ORDERS)
@@ -179,7 +180,7 @@ class StoreSampler(StoreWaits):
             limits = self._limits if self.traits.limits is None else self._limits_now()
             beta = self.beta_at(step)
         anchors = functools.partial(self._anchors, step) if self.placed else None
-        cursor = int(state.get("after", state.get("after/0", 0))) if self.traits.cursor else 0
+        cursor = int(state.get("after", state.get("after/0", 0))) if self._cursor else 0
         self.stage = "drawing and copying rows"
         try:
             result = self.batch_sampler.sample(n, step, limits, cursor, False, beta, rows, anchors, into, first)
@@ -203,7 +204,7 @@ class StoreSampler(StoreWaits):
             return batch, rows.state
         if self._weighs:
             self._weigh(batch, first, _drawn_of(batch, first, n), count, step)
-        return batch, {"after": cursor} if self.traits.cursor else {}
+        return batch, {"after": cursor} if self._cursor else {}
 
     def _weigh(self, batch: _native.SampledBatch, first: int, draw: Draw | None, count: int, step: int) -> None:
         """Gives rows the importance weights of the strategy's own code."""
