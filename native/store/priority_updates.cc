@@ -28,30 +28,32 @@ uint64_t apply(Store& store, const PriorityUpdates& updates) {
          updates.steps.size(), " steps, ", updates.order.size(), " draws and ", updates.priorities.size(),
          " priorities");
   }
-  std::vector<uint32_t> rows, generations, steps;
-  std::vector<double> priorities;
-  std::span<const double> given = updates.priorities;
-  if (std::ranges::is_sorted(updates.order)) {
-    rows.assign(updates.rows.begin(), updates.rows.end());
-    generations.assign(updates.generations.begin(), updates.generations.end());
-    steps.assign(updates.steps.begin(), updates.steps.end());
-  } else {
+  // Copies, as another thread may write to the caller's arrays after they were looked at.
+  std::vector<uint32_t> rows(updates.rows.begin(), updates.rows.end());
+  std::vector<uint32_t> steps(updates.steps.begin(), updates.steps.end()), own_generations;
+  std::vector<double> own_priorities;
+  std::span<const uint32_t> generations = updates.generations;
+  std::span<const double> priorities = updates.priorities;
+  if (!std::ranges::is_sorted(updates.order)) {
     std::vector<size_t> places(n);
     std::iota(places.begin(), places.end(), size_t{0});
     std::ranges::stable_sort(places, {}, [&](size_t place) { return updates.order[place]; });
     rows = permuted(updates.rows, places);
-    generations = permuted(updates.generations, places);
     if (of_steps) steps = permuted(updates.steps, places);
-    priorities = permuted(updates.priorities, places);
-    given = priorities;
+    generations = own_generations = permuted(updates.generations, places);
+    priorities = own_priorities = permuted(updates.priorities, places);
   }
   for (size_t i = 0; i < n; ++i) {
     if (rows[i] < store.header().capacity && (!of_steps || steps[i] < store.header().max_length)) continue;
-    rows[i] = generations[i] = 0;  // no row has this generation
+    if (own_generations.empty()) {
+      own_generations.assign(generations.begin(), generations.end());
+      generations = own_generations;
+    }
+    rows[i] = own_generations[i] = 0;  // no row has this generation
     if (of_steps) steps[i] = 0;
   }
-  if (of_steps) return store.update_step_priorities(rows, generations, steps, given);
-  return store.update_priorities(rows, generations, given);
+  if (of_steps) return store.update_step_priorities(rows, generations, steps, priorities);
+  return store.update_priorities(rows, generations, priorities);
 }
 
 }  // namespace geartrain

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,7 +19,8 @@ def set_priorities(store: StoreHandle, keys: Keys, priorities: NDArray[np.float6
         ArgumentError: the keys name steps and the store keeps priorities of rows, or the other way round.
         SchemaError: a priority that is none. None is set.
     """
-    check_named(store, keys)
+    if store.per_step != (keys.step is not None):
+        _refuse(store)
     if keys.step is not None:
         return store.native.update_step_priorities(keys.row, keys.generation, keys.step, priorities)
     return store.native.update_priorities(keys.row, keys.generation, priorities)
@@ -27,22 +30,21 @@ def apply_updates(store: StoreHandle, keys: Keys, priorities: NDArray[np.float64
     """The same of rows or steps of batches: in the order of their draws, so that of one that was drawn twice the later
     draw's priority holds. A key of a row or step that the store cannot have counts as stale.
     """
-    check_named(store, keys)
+    if store.per_step != (keys.step is not None):
+        _refuse(store)
     return store.native.apply_updates(keys.row, keys.generation, keys.step, keys.draw, priorities)
 
 
-def check_named(store: StoreHandle, keys: Keys) -> None:
-    """Raises `ArgumentError` unless keys name steps where a store keeps priorities of steps, and rows elsewhere."""
-    if store.per_step and keys.step is None:
+def _refuse(store: StoreHandle) -> NoReturn:
+    if store.per_step:
         raise ArgumentError(
             f"the store {store.name!r} keeps a priority for every step, and these keys name rows; those of its "
             f"batches name steps, and `keys.of_steps(step)` makes such keys of others"
         )
-    if not store.per_step and keys.step is not None:
-        raise ArgumentError(
-            f"these keys name steps, and the store {store.name!r} keeps priorities of rows (priority_per='row'); "
-            f"`keys.without_steps()` are those of their rows"
-        )
+    raise ArgumentError(
+        f"these keys name steps, and the store {store.name!r} keeps priorities of rows (priority_per='row'); "
+        f"`keys.without_steps()` are those of their rows"
+    )
 
 
-__all__ = ["apply_updates", "check_named", "set_priorities"]
+__all__ = ["apply_updates", "set_priorities"]
