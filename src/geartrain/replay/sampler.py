@@ -214,7 +214,10 @@ class StoreSampler(StoreWaits):
 
     def change_priorities(self, rows: NDArray[np.uint32], change: Callable[[], int]) -> int:
         """Calls `change`, which sets priorities of these rows; returns what it does, how many of them were gone."""
-        return change() if self.priority_copy is None else self.priority_copy.change(rows, change)
+        if self.priority_copy is None:
+            return change()
+        there = np.where(rows < self.plan.store.capacity, rows, np.uint32(0))  # others are stale
+        return self.priority_copy.change(there, change)
 
     def _rows_of(self, n: int, step: int, state: dict[str, int]) -> SuppliedRows:
         """The rows of a batch that Python code chooses."""
