@@ -25,6 +25,15 @@ struct Lost {
   }
 };
 
+// With each row that was torn those that stand and fall with it.
+void lose_atoms(std::span<uint8_t> torn, size_t atom) {
+  if (atom <= 1) return;
+  for (size_t first = 0; first < torn.size(); first += atom) {
+    const std::span<uint8_t> each = torn.subspan(first, std::min(atom, torn.size() - first));
+    if (std::ranges::find(each, uint8_t{1}) != each.end()) std::ranges::fill(each, uint8_t{1});
+  }
+}
+
 template <typename T>
 void scatter(std::span<const T> from, std::span<const uint32_t> numbers, std::span<T> to) {
   for (size_t i = 0; i < numbers.size(); ++i) to[numbers[i]] = from[i];
@@ -77,7 +86,12 @@ BatchSampler::BatchSampler(Store& store, const Settings& settings)
   from_ = population_of(store, true);
 }
 
-BatchSampler::Result BatchSampler::sample(const BatchArrays& out, const Step& step) const {
+BatchSampler::Result BatchSampler::sample(const Room& room, size_t n, const Step& step,
+                                          const Supplier& supplier) const {
+  if (supplier.rows && draws_steps()) {
+    fail(ErrorKind::schema, "the store has priorities of steps, and rows were drawn by code that knows none");
+  }
+  Store::Call call(store_);
   store_.repair_dead_updates();
   if (store_.header().max_age_ns != 0) store_.expire();
   if (store_.committed_count() < settings_.min_rows) {
@@ -85,46 +99,86 @@ BatchSampler::Result BatchSampler::sample(const BatchArrays& out, const Step& st
     fail(ErrorKind::not_enough, settings_.min_rows, " selectable rows are asked for, the store has ",
          store_.committed_count());
   }
-  if (step.admitted) return draw_and_gather(out, step);
-  RateLimiter& limiter = store_.control().limiter;
-  const size_t n = out.rows.size();
+  if (step.admitted) return draw_and_gather(room, n, step, supplier, call);
   if (!store_.admit_samples(n, 0.0)) return {};
   try {
-    return draw_and_gather(out, step);
+    return draw_and_gather(room, n, step, supplier, call);
   } catch (...) {
-    give_back(limiter, 0, n);
+    if (call.within()) give_back(store_.control().limiter, 0, n);  // else it was closed while the supplier was asked
     throw;
   }
 }
 
-BatchSampler::Result BatchSampler::draw_and_gather(const BatchArrays& out, const Step& step) const {
-  const size_t n = out.rows.size();
+BatchSampler::Result BatchSampler::draw_and_gather(const Room& room, size_t n, const Step& step,
+                                                   const Supplier& supplier, Store::Call& call) const {
   Result result{.done = true, .count = store_.committed_count(), .cursor = step.cursor, .redrawn = 0};
   std::vector<uint32_t> numbers(n);
   std::iota(numbers.begin(), numbers.end(), 0);
-  result.cursor = draw(step, n, 0, numbers, {}, {out.rows, out.generations, out.probability, out.steps});
-  const auto drawn = [&](std::span<const uint32_t> steps) {
-    return draws_steps() ? steps : std::span<const uint32_t>{};
+  const BatchArrays* out = nullptr;
+  Supplier::Rows drawn;  // of the round
+  DrawnRows from;
+  const auto steps_of = [&](std::span<const uint32_t> steps) {
+    return supplier.rows || draws_steps() ? steps : std::span<const uint32_t>{};
   };
-  std::vector<uint32_t> rows, generations, steps;
-  std::vector<double> probability;
-  DrawnRows from{numbers, out.rows, out.generations, out.probability, drawn(out.steps)};
+  // The supplier's rows, which are the whole batch, into the batch itself.
+  const auto begin_with = [&](Supplier::Rows rows) {
+    drawn = std::move(rows);
+    numbers.resize(drawn.rows.size());
+    std::iota(numbers.begin(), numbers.end(), 0);
+    out = &room(numbers.size());
+    std::ranges::copy(drawn.rows, out->rows.begin());
+    std::ranges::copy(drawn.generations, out->generations.begin());
+    std::ranges::copy(drawn.probability, out->probability.begin());
+    from = {numbers, out->rows, out->generations, out->probability, drawn.steps};
+  };
+  if (supplier.rows) {
+    begin_with(call.paused([&] { return supplier.rows(0, numbers, {}); }));
+  } else {
+    out = &room(n);
+    result.cursor = draw(step, n, 0, numbers, {}, {out->rows, out->generations, out->probability, out->steps});
+    from = {numbers, out->rows, out->generations, out->probability, steps_of(out->steps)};
+  }
+  std::vector<uint32_t> anchors;
   const auto copy = [&](const std::vector<uint32_t>&, uint32_t round) {
-    return gather(out, from, step.step, round) == 0 ? std::vector<uint32_t>{} : Lost(out).numbers;
+    if (supplier.anchors) {
+      anchors = call.paused([&] { return supplier.anchors(round, from); });
+      from.steps = anchors;
+    }
+    if (gather(*out, from, step.step, round) == 0) return std::vector<uint32_t>{};
+    lose_atoms(out->torn, settings_.atom);
+    return Lost(*out).numbers;
   };
   const bool needs_kept = settings_.form == Form::ordered || !settings_.replacement;
   const auto again = [&](const std::vector<uint32_t>& lost, uint32_t round) {
     const size_t count = lost.size();
-    rows.resize(count), generations.resize(count), probability.resize(count), steps.resize(count);
-    numbers = lost;
-    const std::vector<uint32_t> kept = needs_kept ? Lost(out).kept : std::vector<uint32_t>{};
-    Step next = step;
-    next.cursor = result.cursor;
-    result.cursor = draw(next, n, round, numbers, kept, {rows, generations, probability, steps});
-    from = {numbers, rows, generations, probability, drawn(steps)};
+    if (supplier.rows) {
+      const std::vector<uint32_t> kept = Lost(*out).kept;
+      Supplier::Rows rows = call.paused([&] { return supplier.rows(round, lost, kept); });
+      if (rows.anew) {
+        begin_with(std::move(rows));
+        return false;
+      }
+      drawn = std::move(rows);
+      numbers = lost;
+    } else {
+      drawn.rows.resize(count), drawn.generations.resize(count);
+      drawn.probability.resize(count), drawn.steps.resize(count);
+      numbers = lost;
+      const std::vector<uint32_t> kept = needs_kept ? Lost(*out).kept : std::vector<uint32_t>{};
+      Step next = step;
+      next.cursor = result.cursor;
+      result.cursor = draw(next, out->rows.size(), round, numbers, kept,
+                           {drawn.rows, drawn.generations, drawn.probability, drawn.steps});
+    }
+    from = {numbers, drawn.rows, drawn.generations, drawn.probability, steps_of(drawn.steps)};
     return true;
   };
-  result.redrawn = copy_until_whole(store_.header().capacity, numbers, 0, copy, again).rows;
+  Redrawn made;
+  do {
+    made = copy_until_whole(store_.header().capacity, {}, made.round, copy, again);  // `from` says which are pending
+    result.redrawn += made.rows;
+    ++made.round;
+  } while (!made.whole);
   return result;
 }
 

@@ -2,13 +2,15 @@
 // fields copied, and rows that were lost on the way drawn again, until all of them are whole.
 //
 // Every result is a function of the store's contents, the seed and the step: draws as selection/selection.h defines
-// them, windows as place_windows does, lost rows under the next round's attempts.
+// them, windows as place_windows does, lost rows under the next round's attempts. Rows and windows that follow from
+// somebody else's code are asked for (Supplier); everything after the draw is the same for them.
 //
 // Threads: any, each with batches of its own. Cost: that of the draw and of one copy of the batch; a few scratch
 // arrays of one entry a row.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <span>
 #include <vector>
@@ -37,12 +39,30 @@ struct BatchArrays {
   BatchArrays part(const Store& store, uint32_t window, const TransitionView* view, size_t first, size_t n) const;
 };
 
-// Rows drawn by somebody else, which a BatchSampler is to copy: `numbers` are their places in the batch's part. `steps`
-// are the anchors of their windows, or the steps of their transitions; empty: drawn from kWindowStream.
+// Drawn rows, which a BatchSampler is to copy: `numbers` are their places in the batch's part. `steps` are the anchors
+// of their windows, or the steps of their transitions; empty: drawn from kWindowStream.
 struct DrawnRows {
   std::span<const uint32_t> numbers, rows, generations;
   std::span<const double> probability;
   std::span<const uint32_t> steps = {};
+};
+
+// What of a batch follows from somebody else's code. Either function may be missing: then the sampler draws the rows,
+// or places the windows, itself. They may throw. They are called outside of the sampler's own call of the store
+// (Store::Call), so that they may use the store as anybody may.
+struct Supplier {
+  // Rows for some draws; `steps` as in DrawnRows. With `anew` they are all rows of the batch, of whatever number: the
+  // next of a pass, or what is left of it where no other row was found for some that are lost.
+  struct Rows {
+    std::vector<uint32_t> rows, generations;
+    std::vector<double> probability;
+    std::vector<uint32_t> steps;
+    bool anew = false;
+  };
+  // Of a round, 0 for the first one, the draws to be made, all of them or those that are lost, and the rows that stay.
+  std::function<Rows(uint32_t round, std::span<const uint32_t> numbers, std::span<const uint32_t> kept)> rows;
+  // The steps that the windows of a round's draws are told by.
+  std::function<std::vector<uint32_t>(uint32_t round, const DrawnRows& drawn)> anchors;
 };
 
 class BatchSampler {
@@ -64,6 +84,7 @@ class BatchSampler {
     std::optional<TransitionView> transitions;
     Order order = Order::oldest;
     bool cursor = false;  // ordered: rows up to the cursor are passed over, and it moves on
+    size_t atom = 1;      // rows that stand or fall together: when one of them is lost, all are
     uint64_t min_rows = 1;
   };
 
@@ -90,9 +111,14 @@ class BatchSampler {
   // How independent draws of a step are made: which steps count, and which rows.
   DrawPlan plan(const Step& step, uint32_t round, size_t rows) const;
 
-  // Draws and copies out.rows.size() rows. Throws what draws throw, turnover, and corrupt where sums stay at odds with
-  // rows after a repair. Where it throws, rows that the rate limiter admitted in here are given back to it.
-  Result sample(const BatchArrays& out, const Step& step) const;
+  // Where a batch of so many rows goes; what is returned stays until the next question, of which there is one where a
+  // supplier's rows are fewer than before.
+  using Room = std::function<const BatchArrays&(size_t rows)>;
+
+  // Draws and copies n rows, or as many as the supplier has for the first round, in a call of the store of its own.
+  // Throws closed, what draws and the supplier throw, turnover, and corrupt where sums stay at odds with rows after a
+  // repair. Where it throws, rows that the rate limiter admitted in here are given back to it.
+  Result sample(const Room& room, size_t n, const Step& step, const Supplier& supplier = {}) const;
 
   // Draws `numbers` of a batch of n rows under a round, none of `kept` (where no row comes twice), with steps where
   // these are drawn. Returns the cursor after it. Throws what draws throw; of a store that this process only reads,
@@ -100,15 +126,15 @@ class BatchSampler {
   uint64_t draw(const Step& step, size_t n, uint32_t round, std::span<const uint32_t> numbers,
                 std::span<const uint32_t> kept, const Draws& draws) const;
 
-  // Counts, places and copies rows that were drawn by other means. out.torn is 1 for those that were lost. Returns how
-  // many were.
+  // Counts, places and copies drawn rows. out.torn is 1 for those that were lost. Returns how many were.
   uint64_t gather(const BatchArrays& out, const DrawnRows& drawn, uint64_t step, uint32_t round) const;
 
   const TransitionView* view() const { return settings_.transitions ? &*settings_.transitions : nullptr; }
 
  private:
   uint64_t gather_transitions(const BatchArrays& out, const DrawnRows& drawn, uint64_t step, uint32_t round) const;
-  Result draw_and_gather(const BatchArrays& out, const Step& step) const;
+  Result draw_and_gather(const Room& room, size_t n, const Step& step, const Supplier& supplier,
+                         Store::Call& call) const;
 
   Store& store_;
   Settings settings_;

@@ -8,6 +8,7 @@
 
 #include "base/errors.h"
 #include "fetch/episodes.h"
+#include "store/priority_updates.h"
 
 namespace geartrain {
 namespace {
@@ -68,32 +69,26 @@ void RankSteps::add_updates(std::span<const GivenPriorities> given, Parts& parts
   }
 }
 
-// In the order of calls and draws, whichever rank they are of: of a row that was drawn twice the later draw's holds.
-void RankSteps::apply(std::vector<PriorityRecord> updates, const Hooks& hooks) const {
-  std::ranges::stable_sort(updates, {}, [](const PriorityRecord& each) { return std::pair(each.call, each.draw); });
+void RankSteps::apply(const std::vector<PriorityRecord>& updates, const Hooks& hooks) const {
   for (uint32_t number = 0; number < settings_.stores.size(); ++number) {
     Store& store = *settings_.stores[number].store;
-    const bool per_step = store.per_step();
     std::vector<uint32_t> rows, generations, steps;
+    std::vector<int64_t> order;
     std::vector<double> priorities;
     for (const PriorityRecord& each : updates) {
       if (each.store != number) continue;
-      // The key of a row or step that the store cannot have counts as stale.
-      const bool there = each.row < store.header().capacity && (!per_step || each.step < store.header().max_length);
-      rows.push_back(there ? each.row : 0);
-      generations.push_back(there ? each.generation : 0);
-      steps.push_back(there ? each.step : 0);
+      rows.push_back(each.row);
+      generations.push_back(each.generation);
+      if (store.per_step()) steps.push_back(each.step);
+      order.push_back(static_cast<int64_t>(each.call) << 32 | each.draw);
       priorities.push_back(hooks.change ? each.priority : std::fabs(each.priority));
     }
     if (hooks.change) hooks.change(number, priorities);
     if (rows.empty()) continue;
-    if (!per_step && hooks.set && hooks.set(number, rows, generations, priorities)) continue;
+    const PriorityUpdates given{rows, generations, steps, order, priorities};
+    if (hooks.set && hooks.set(number, given)) continue;
     const Store::Call call(store);
-    if (per_step) {
-      store.update_step_priorities(rows, generations, steps, priorities);
-    } else {
-      store.update_priorities(rows, generations, priorities);
-    }
+    geartrain::apply(store, given);
   }
 }
 
@@ -231,7 +226,7 @@ RankSteps::Agreed RankSteps::agree(uint64_t step, std::span<const GivenPrioritie
   Agreed& made = heard.agreed;
   made.sent_bytes = sent_bytes;
   if (made.refusal == Refusal::disagree || !made.changed) return std::move(made);
-  apply(std::move(heard.updates), hooks);
+  apply(heard.updates, hooks);
   if (!by_totals() || !told.empty() || made.refusal == Refusal::few_rows) return std::move(made);
   std::vector<uint64_t> mine;
   for (size_t number = 0; number < settings_.stores.size(); ++number) {

@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "selection/selection.h"
+#include "store/priority_updates.h"
 #include "store/store.h"
 
 namespace geartrain {
@@ -118,9 +119,7 @@ class RankSteps {
   // is given, stores those of rows, and returns false for the stores of which it does not.
   struct Hooks {
     std::function<void(uint32_t store, std::span<double>)> change;
-    std::function<bool(uint32_t store, const std::vector<uint32_t>& rows, const std::vector<uint32_t>& generations,
-                       const std::vector<double>& priorities)>
-        set;
+    std::function<bool(uint32_t store, const PriorityUpdates& updates)> set;
   };
   // Steps 1 and 2, with the totals of after the updates where all draws begin with totals. `told`: of each store; none
   // where they do. `quotas`: rows that are drawn of each store; empty: of all some.
@@ -137,8 +136,8 @@ class RankSteps {
   };
   Heard hear(uint64_t step, std::span<const std::span<const std::byte>> received, std::span<const Told> told,
              std::span<const uint64_t> quotas = {}) const;
-  // Updates of one round, in the order of calls and draws.
-  void apply(std::vector<PriorityRecord> updates, const Hooks& hooks) const;
+  // Updates of one round, in whatever order (store/priority_updates.h).
+  void apply(const std::vector<PriorityRecord>& updates, const Hooks& hooks) const;
 
   // Of all ranks' reads: whether each has lost rows for good, and the lowest probability of all (with_lowest).
   struct Outcome {

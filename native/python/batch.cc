@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <memory>
 #include <string_view>
+#include <tuple>
 #include <utility>
 
 #include "base/errors.h"
@@ -15,6 +16,7 @@
 #include "python/batch_memory.h"
 #include "python/batch_shapes.h"
 #include "python/bind.h"
+#include "python/call_python.h"
 #include "python/sampled_batch.h"
 #include "selection/importance_weights.h"
 
@@ -41,6 +43,58 @@ namespace {
 
 using LimitTuple = std::tuple<int64_t, uint64_t, uint32_t>;  // min_version, inserted_from_ns, min_length
 
+nb::object array_of(std::span<const uint32_t> values) {
+  return to_numpy(std::vector<uint32_t>(values.begin(), values.end()));
+}
+
+// From (rows, generations, probability, steps or None, anew), as Supplier::Rows.
+Supplier::Rows rows_of(const nb::object& given) {
+  using Tuple = std::tuple<In<uint32_t>, In<uint32_t>, In<double>, std::optional<In<uint32_t>>, bool>;
+  Tuple found;
+  if (!nb::try_cast(given, found)) {
+    throw nb::type_error("drawn rows and their generations, and steps, are uint32 (n,), probabilities float64 (n,)");
+  }
+  const auto& [rows, generations, probability, steps, anew] = found;
+  Supplier::Rows made{copied(rows), copied(generations), copied(probability), copied(steps), anew};
+  const size_t n = made.rows.size();
+  if (n == 0 || made.generations.size() != n || made.probability.size() != n || (steps && made.steps.size() != n)) {
+    fail(ErrorKind::schema, n, " rows were drawn, with ", made.generations.size(), " generations, ",
+         made.probability.size(), " probabilities and ", made.steps.size(), " steps");
+  }
+  return made;
+}
+
+// Asks Python, with the GIL, for the rows of a round, and makes room for a batch of as many where they are all of it.
+template <typename MakeRoom>
+auto rows_asked_of(nb::handle rows, const Unlocked& unlocked, const MakeRoom& make_room) {
+  return
+      [rows, &unlocked, &make_room](uint32_t round, std::span<const uint32_t> numbers, std::span<const uint32_t> kept) {
+        Supplier::Rows made;
+        call_python(unlocked, [&] {
+          made = rows_of(rows(round, array_of(numbers), array_of(kept)));
+          const size_t size = made.rows.size();
+          if (!made.anew && size != numbers.size()) {
+            fail(ErrorKind::schema, numbers.size(), " rows were asked for, ", size, " were drawn");
+          }
+          if (round == 0 || made.anew) make_room(size);
+        });
+        return made;
+      };
+}
+auto anchors_asked_of(nb::handle anchors, const Unlocked& unlocked) {
+  return [anchors, &unlocked](uint32_t round, const DrawnRows& drawn) {
+    std::vector<uint32_t> made;
+    call_python(unlocked, [&] {
+      made = copied(nb::cast<In<uint32_t>>(
+          anchors(round, array_of(drawn.numbers), array_of(drawn.rows), array_of(drawn.generations))));
+    });
+    if (made.size() != drawn.rows.size()) {
+      fail(ErrorKind::schema, drawn.rows.size(), " windows were asked for, ", made.size(), " were placed");
+    }
+    return made;
+  };
+}
+
 // A store's sampler; the store outlives it.
 class Sampler {
  public:
@@ -56,30 +110,40 @@ class Sampler {
     steps_ = view != nullptr ? view->frame_stack : window_ != 0 ? window_ : store.header().max_length;
   }
 
-  // A batch of a step's n rows, as (batch, cursor, rows redrawn, rows drawn from), or None where rows or the rate
-  // limiter have to be waited for.
+  // The n rows of a step, as (batch, cursor, rows redrawn, rows drawn from), or None where rows or the rate limiter
+  // have to be waited for. Of `rows` and `anchors`, functions or None, see Supplier; the batch has as many rows as the
+  // former returns. With `into` they fill its rows [first, first + n), and None stands for the batch.
   nb::object sample(size_t n, uint64_t step, const std::optional<LimitTuple>& limits, uint64_t cursor, bool admitted,
-                    std::optional<double> beta) {
-    if (layout_ == nullptr || layout_->size() != n) {
-      layout_ = entered(
-          store_, [&] { return std::make_shared<BatchLayout>(store_, n, fields_, window_, false, sampler_.view()); });
+                    std::optional<double> beta, nb::handle rows, nb::handle anchors, SampledBatch* into, size_t first) {
+    std::optional<SampledBatch> made;
+    BatchArrays part;
+    const auto make_room = [&](size_t size) {  // with the GIL
+      if (into == nullptr) {
+        made.emplace(layout_of(size));
+      } else if (size != n) {
+        fail(ErrorKind::schema, n, " rows were asked for, ", size, " were drawn");
+      }
+    };
+    if (into != nullptr) {
+      part = part_of(*into, first, n);
+    } else if (rows.is_none()) {
+      make_room(n);
     }
-    SampledBatch batch(layout_);
-    const BatchSampler::Result result = fill(batch, batch.arrays(), 0, n, what(step, limits, cursor, admitted), beta);
+    BatchSampler::Step what{.step = step, .limits = {}, .cursor = cursor, .admitted = admitted};
+    if (limits) what.limits = {std::get<0>(*limits), std::get<1>(*limits), std::get<2>(*limits)};
+    BatchSampler::Result result;
+    raising([&] {
+      const Unlocked unlocked;
+      Supplier supplier;
+      if (!rows.is_none()) supplier.rows = rows_asked_of(rows, unlocked, make_room);
+      if (!anchors.is_none()) supplier.anchors = anchors_asked_of(anchors, unlocked);
+      result = sampler_.sample([&](size_t) -> const BatchArrays& { return made ? made->arrays() : part; }, n, what,
+                               supplier);
+      if (result.done && beta) weigh(made ? *made : *into, first, made ? made->size() : n, result.count, *beta);
+    });
     if (!result.done) return nb::none();
-    return nb::make_tuple(std::move(batch), result.cursor, result.redrawn, result.count);
-  }
-
-  // Fills rows [first, first + n) of a batch. Returns (cursor, rows redrawn, rows drawn from), or None as `sample`.
-  nb::object sample_into(SampledBatch& batch, size_t first, size_t n, uint64_t step,
-                         const std::optional<LimitTuple>& limits, uint64_t cursor, bool admitted,
-                         std::optional<double> beta) {
-    const BatchArrays arrays = arrays_of(batch);
-    batch.check_part(first, n);
-    if (n == 0) fail(ErrorKind::schema, "at least one row is drawn");
-    const BatchSampler::Result result = fill(batch, arrays, first, n, what(step, limits, cursor, admitted), beta);
-    if (!result.done) return nb::none();
-    return nb::make_tuple(result.cursor, result.redrawn, result.count);
+    if (!made) return nb::make_tuple(nb::none(), result.cursor, result.redrawn, result.count);
+    return nb::make_tuple(std::move(*made), result.cursor, result.redrawn, result.count);
   }
 
   // Which steps count, as (max_steps, need, skip, stride) of a DrawPlan; None where rows are drawn and not steps.
@@ -89,64 +153,33 @@ class Sampler {
     return nb::make_tuple(plan.max_steps, plan.need, plan.skip, plan.stride);
   }
 
-  // Copies rows that Python has drawn to the places `numbers` of a part, with `steps` where it has drawn these as well.
-  // Returns how many were lost.
-  uint64_t gather(SampledBatch& batch, size_t first, size_t n, const In<uint32_t>& numbers, const In<uint32_t>& rows,
-                  const In<uint32_t>& generations, const In<double>& probability, uint64_t step, uint32_t round,
-                  const std::optional<In<uint32_t>>& steps) {
-    const BatchArrays arrays = arrays_of(batch);
-    batch.check_part(first, n);
-    if (rows.size() != numbers.size() || generations.size() != numbers.size() || probability.size() != numbers.size()) {
-      fail(ErrorKind::schema, numbers.size(), " numbers were given with ", rows.size(), " rows, ", generations.size(),
-           " generations and ", probability.size(), " probabilities");
-    }
-    if (steps && steps->size() != numbers.size()) {
-      fail(ErrorKind::schema, numbers.size(), " numbers were given with ", steps->size(), " steps");
-    }
-    for (uint32_t number : view(numbers)) {
-      if (number >= n) fail(ErrorKind::schema, "draw ", number, " is none of ", n);
-    }
-    if (sampler_.draws_steps()) {
-      fail(ErrorKind::schema, "the store has priorities of steps, and rows were drawn by code that knows none");
-    }
-    return released(store_, [&] {
-      return sampler_.gather(arrays.part(store_, window_, sampler_.view(), first, n),
-                             {view(numbers), view(rows), view(generations), view(probability), view(steps)}, step,
-                             round);
-    });
-  }
-
  private:
-  static BatchSampler::Step what(uint64_t step, const std::optional<LimitTuple>& limits, uint64_t cursor,
-                                 bool admitted) {
-    BatchSampler::Step made{.step = step, .limits = {}, .cursor = cursor, .admitted = admitted};
-    if (limits) made.limits = {std::get<0>(*limits), std::get<1>(*limits), std::get<2>(*limits)};
-    return made;
+  static void weigh(SampledBatch& batch, size_t first, size_t n, uint64_t count, double beta) {
+    const std::span<const double> probability = batch.arrays().probability.subspan(first, n);
+    importance_weights(probability, count, beta, 0.0, batch.weights(first, n));
   }
 
-  BatchSampler::Result fill(SampledBatch& batch, const BatchArrays& arrays, size_t first, size_t n,
-                            const BatchSampler::Step& step, std::optional<double> beta) {
-    return released(store_, [&] {
-      const bool whole = first == 0 && n == batch.size();
-      const auto part = [&] { return arrays.part(store_, window_, sampler_.view(), first, n); };
-      const BatchSampler::Result result = whole ? sampler_.sample(arrays, step) : sampler_.sample(part(), step);
-      if (result.done && beta) {
-        const std::span<const double> probability = arrays.probability.subspan(first, n);
-        importance_weights(probability, result.count, *beta, 0.0, batch.weights(first, n));
-      }
-      return result;
-    });
+  const std::shared_ptr<const BatchLayout>& layout_of(size_t n) {
+    if (layout_ == nullptr || layout_->size() != n) {
+      layout_ = entered(
+          store_, [&] { return std::make_shared<BatchLayout>(store_, n, fields_, window_, false, sampler_.view()); });
+    }
+    return layout_;
   }
 
-  // The batch's arrays by this store's field numbers: the stores of a mixture may number the same fields differently.
-  BatchArrays arrays_of(const SampledBatch& batch) const {
+  // Rows [first, first + n) of a batch, by this store's field numbers: the stores of a mixture may number the same
+  // fields differently.
+  BatchArrays part_of(const SampledBatch& batch, size_t first, size_t n) const {
     if (!batch.layout().fits(window_, steps_, row_bytes_, sampler_.view())) {
       fail(ErrorKind::schema, "the batch was made for other fields, windows or transitions");
     }
+    batch.check_part(first, n);
+    if (n == 0) fail(ErrorKind::schema, "at least one row is drawn");
     BatchArrays arrays = batch.arrays();
     for (size_t i = 0; i < arrays.fields.size(); ++i) arrays.fields[i].field = fields_[i];
     for (size_t i = 0; i < arrays.transitions.size(); ++i) arrays.transitions[i].field = fields_[i];
-    return arrays;
+    if (first == 0 && n == batch.size()) return arrays;
+    return entered(store_, [&] { return arrays.part(store_, window_, sampler_.view(), first, n); });
   }
 
   Store& store_;
@@ -251,7 +284,7 @@ void bind_batch(nb::module_& module) {
           [](Sampler* self, Store& store, const std::vector<uint32_t>& fields, uint32_t window, bool pad_left,
              unsigned threads, uint64_t seed, bool by_priority, bool replacement, bool stratified,
              std::optional<int> order, bool cursor, uint64_t min_rows, bool over_steps, const TransitionView* view,
-             const std::optional<WindowTuple>& windows) {
+             const std::optional<WindowTuple>& windows, size_t atom) {
             BatchSampler::Settings settings{.window = window_plan(window, windows),
                                             .pad_left = pad_left,
                                             .threads = threads,
@@ -262,6 +295,7 @@ void bind_batch(nb::module_& module) {
                                             .over_steps = over_steps,
                                             .transitions = {},
                                             .cursor = cursor,
+                                            .atom = atom,
                                             .min_rows = min_rows};
             if (view != nullptr) settings.transitions = *view;
             if (order) {
@@ -273,15 +307,11 @@ void bind_batch(nb::module_& module) {
           nb::keep_alive<1, 2>(), nb::arg("store"), nb::arg("fields"), nb::arg("window"), nb::arg("pad_left"),
           nb::arg("threads"), nb::arg("seed"), nb::arg("by_priority"), nb::arg("replacement"), nb::arg("stratified"),
           nb::arg("order").none(), nb::arg("cursor"), nb::arg("min_rows"), nb::arg("over_steps") = false,
-          nb::arg("transitions").none() = nb::none(), nb::arg("windows").none() = nb::none())
+          nb::arg("transitions").none() = nb::none(), nb::arg("windows").none() = nb::none(), nb::arg("atom") = 1)
       .def("sample", &Sampler::sample, nb::arg("n"), nb::arg("step"), nb::arg("limits").none(), nb::arg("cursor"),
-           nb::arg("admitted"), nb::arg("beta").none())
-      .def("sample_into", &Sampler::sample_into, nb::arg("batch"), nb::arg("first"), nb::arg("n"), nb::arg("step"),
-           nb::arg("limits").none(), nb::arg("cursor"), nb::arg("admitted"), nb::arg("beta").none())
-      .def_prop_ro("step_plan", &Sampler::step_plan)
-      .def("gather", &Sampler::gather, nb::arg("batch"), nb::arg("first"), nb::arg("n"), nb::arg("numbers"),
-           nb::arg("rows"), nb::arg("generations"), nb::arg("probability"), nb::arg("step"), nb::arg("round"),
-           nb::arg("steps").none() = nb::none());
+           nb::arg("admitted"), nb::arg("beta").none(), nb::arg("rows").none(), nb::arg("anchors").none(),
+           nb::arg("into").none() = nb::none(), nb::arg("first") = 0)
+      .def_prop_ro("step_plan", &Sampler::step_plan);
   module.def("importance_weights", &weights_of);
   module.def("place_windows", &placed_windows);
 }

@@ -216,7 +216,8 @@ std::vector<RankSteps::Told> told_of(const std::vector<ToldTuple>& told) {
 }
 
 // `change(store, priorities)` returns what is stored of them; None: they are taken as they are, but positive.
-// `set(store, rows, generations, priorities)` stores them, or returns False; None: they are stored here.
+// `set(store, rows, generations, order, priorities)` stores those of rows, or returns False; None: they are stored
+// here.
 RankSteps::Hooks update_hooks(const nb::object& change, const nb::object& set, const Unlocked& unlocked) {
   RankSteps::Hooks hooks;
   if (!change.is_none()) {
@@ -229,12 +230,11 @@ RankSteps::Hooks update_hooks(const nb::object& change, const nb::object& set, c
     };
   }
   if (!set.is_none()) {
-    hooks.set = [&](uint32_t store, const std::vector<uint32_t>& rows, const std::vector<uint32_t>& generations,
-                    const std::vector<double>& priorities) {
+    hooks.set = [&](uint32_t store, const PriorityUpdates& updates) {
       bool done = false;
       call_python(unlocked, [&] {
-        done = nb::cast<bool>(nb::object(
-            set(store, array_of<uint32_t>(rows), array_of<uint32_t>(generations), array_of<double>(priorities))));
+        done = nb::cast<bool>(nb::object(set(store, array_of(updates.rows), array_of(updates.generations),
+                                             array_of(updates.order), array_of(updates.priorities))));
       });
       return done;
     };
@@ -311,7 +311,7 @@ void apply_round(const BoundRankSteps& bound, const In<uint8_t>& updates, const 
   if (!records.empty()) std::memcpy(records.data(), bytes.data(), bytes.size());
   raising([&] {
     const Unlocked unlocked;
-    bound.steps().apply(std::move(records), update_hooks(change, nb::none(), unlocked));
+    bound.steps().apply(records, update_hooks(change, nb::none(), unlocked));
   });
 }
 

@@ -9,6 +9,7 @@
 #include "base/errors.h"
 #include "fetch/insert.h"
 #include "python/bind.h"
+#include "store/priority_updates.h"
 #include "store/store.h"
 
 namespace geartrain {
@@ -106,6 +107,14 @@ uint64_t update_step_priorities(Store& store, const In<uint32_t>& rows, const In
   const std::vector<uint32_t> own_rows = copied(rows), own_steps = copied(steps);
   return released(
       store, [&] { return store.update_step_priorities(own_rows, view(generations), own_steps, view(priorities)); });
+}
+
+uint64_t apply_updates(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
+                       const std::optional<In<uint32_t>>& steps, const std::optional<In<int64_t>>& draws,
+                       const In<double>& priorities) {
+  const std::vector<int64_t> order = copied(draws);
+  return released(store,
+                  [&] { return apply(store, {view(rows), view(generations), view(steps), order, view(priorities)}); });
 }
 
 void check_rows(const Store& store, std::span<const uint32_t> rows) {
@@ -323,6 +332,8 @@ void bind_store_rows(nb::class_<Store>& store) {
            nb::arg("lengths").none())
       .def("update_priorities", &update_priorities)
       .def("update_step_priorities", &update_step_priorities)
+      .def("apply_updates", &apply_updates, nb::arg("rows"), nb::arg("generations"), nb::arg("steps").none(),
+           nb::arg("draws").none(), nb::arg("priorities"))
       .def("step_priorities", &step_priorities)
       .def("sums_of_steps", &sums_of_steps)
       .def("copy_step_priorities", &copy_step_priorities)

@@ -94,12 +94,36 @@ class Store final : public OpenStore {
     explicit Call(const Store& store) : store_(store) {
       if (!store.calls_.enter()) store.check_open();
     }
-    ~Call() { store_.calls_.leave(); }
+    ~Call() {
+      if (within_) store_.calls_.leave();
+    }
     Call(const Call&) = delete;
     Call& operator=(const Call&) = delete;
 
+    // act() outside of the call, where any thread may close the handle. Throws what it throws, and closed.
+    template <typename Act>
+    auto paused(Act&& act) {
+      struct Pause {
+        Call& call;
+        explicit Pause(Call& of) : call(of) {
+          call.within_ = false;
+          call.store_.calls_.leave();
+        }
+        ~Pause() { call.within_ = call.store_.calls_.enter(); }
+      };
+      auto made = [&] {
+        const Pause pause(*this);
+        return std::forward<Act>(act)();
+      }();
+      if (!within_) store_.check_open();
+      return made;
+    }
+    // False where the handle was closed during a pause.
+    bool within() const { return within_; }
+
    private:
     const Store& store_;
+    bool within_ = true;
   };
 
   // Waits for the calls in flight, frees rows being written and leaves. The last client to leave in an orderly way

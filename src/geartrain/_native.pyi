@@ -141,6 +141,9 @@ class RowFetcher:
     ) -> None: ...
     def fetch(self, rows: _U32, generations: _U32) -> tuple[SampledBatch, int]: ...
 
+# rows, generations, probability, steps, whether these are all rows of the batch
+Chosen = tuple[_U32, _U32, _F64, _U32 | None, bool]
+
 class BatchSampler:
     def __init__(
         self,
@@ -159,18 +162,8 @@ class BatchSampler:
         over_steps: bool = False,
         transitions: TransitionView | None = None,
         windows: tuple[int, bool, bool, int] | None = None,
+        atom: int = 1,
     ) -> None: ...
-    def sample_into(
-        self,
-        batch: SampledBatch,
-        first: int,
-        n: int,
-        step: int,
-        limits: tuple[int, int, int] | None,
-        cursor: int,
-        admitted: bool,
-        beta: float | None,
-    ) -> tuple[int, int, int] | None: ...
     def sample(
         self,
         n: int,
@@ -179,22 +172,13 @@ class BatchSampler:
         cursor: int,
         admitted: bool,
         beta: float | None,
-    ) -> tuple[SampledBatch, int, int, int] | None: ...
+        rows: Callable[[int, _U32, _U32], Chosen] | None,
+        anchors: Callable[[int, _U32, _U32, _U32], _U32] | None,
+        into: SampledBatch | None = None,
+        first: int = 0,
+    ) -> tuple[Any, int, int, int] | None: ...
     @property
     def step_plan(self) -> tuple[int, int, int, int] | None: ...
-    def gather(
-        self,
-        batch: SampledBatch,
-        first: int,
-        n: int,
-        numbers: _U32,
-        rows: _U32,
-        generations: _U32,
-        probability: NDArray[np.float64],
-        step: int,
-        round: int,
-        steps: _U32 | None = None,
-    ) -> int: ...
 
 def importance_weights(
     probability: NDArray[np.float64], count: int, beta: float, lowest: float, /
@@ -254,7 +238,7 @@ class RankSteps:
         updates: Sequence[GivenPriorities],
         told: Sequence[tuple[int, int | None, NDArray[np.uint8] | None, int]],
         change: Callable[[int, NDArray[np.float64]], NDArray[np.float64]] | None,
-        set: Callable[[int, _U32, _U32, NDArray[np.float64]], bool] | None,
+        set: Callable[[int, _U32, _U32, NDArray[np.int64], NDArray[np.float64]], bool] | None,
     ) -> RankRead: ...
     def begin(self, step: int, updates: Sequence[GivenPriorities], /) -> list[NDArray[np.uint8]]: ...
     def hear(self, step: int, parts: Sequence[NDArray[np.uint8]], /) -> tuple[RankRead, NDArray[np.uint8]]: ...
@@ -487,6 +471,9 @@ class Store:
         threads: int,
     ) -> tuple[_U32, _U32]: ...
     def update_priorities(self, rows: _U32, generations: _U32, priorities: _F64, /) -> int: ...
+    def apply_updates(
+        self, rows: _U32, generations: _U32, steps: _U32 | None, draws: _I64 | None, priorities: _F64
+    ) -> int: ...
     def update_step_priorities(self, rows: _U32, generations: _U32, steps: _U32, priorities: _F64, /) -> int: ...
     def step_priorities(self, rows: _U32, generations: _U32, steps: _U32, /) -> _U32: ...
     def sums_of_steps(self, rows: _U32, /) -> _U64: ...

@@ -58,7 +58,8 @@ def test_a_batch_is_what_the_strategy_chooses_and_fetch_copies(strategy: Any, wi
     candidates = Candidates.of_store(store.native, store.column)
     state: dict[str, int] = {}
     with gt.Replay(store, strategy, B, window=window, prefetch=0, output="numpy") as replay:
-        assert replay.stats()["path"] == "native"
+        scheduled = isinstance(strategy, Prioritized) and callable(strategy.beta)
+        assert replay.stats()["path"] == ("native, calls Prioritized.beta" if scheduled else "native")
         for step in range(4):
             batch = replay.sample()
             draw = strategy.select(candidates, B, step, state=state or None)
@@ -160,9 +161,10 @@ def test_rows_whose_last_samples_a_batch_has_used_take_no_place_among_the_others
     batch = _native.SampledBatch(store.native, 8, [0], 0, False)
     others = np.setdiff1d(np.arange(16, dtype=np.uint32), drawn.rows)
     take_before(others[:4])
-    numbers = np.arange(8, dtype=np.uint32)
-    args = (drawn.rows, drawn.generations, drawn.probability)
-    assert sampler.batch_sampler.gather(batch, 0, 8, numbers, *args, 0, 0) == 0
+    chosen = (drawn.rows, drawn.generations, drawn.probability, None, False)
+    rows = iter([chosen])  # asked for once
+    made = sampler.batch_sampler.sample(8, 0, None, 0, False, None, lambda *_: next(rows), None, batch)
+    assert made == (None, 0, 0, 12)
     assert len(store) == 4
     again = sampler.candidates.native.draw_distinct(False, 1, 0, 1, 4, drawn.rows, None)
     assert sorted(again[0].tolist()) == sorted(others[4:].tolist())
@@ -182,7 +184,7 @@ class Own:
 def test_a_strategy_with_code_of_its_own_is_asked_and_its_rows_are_gathered() -> None:
     store = filled()
     with gt.Replay(store, Own(), B, prefetch=0, output="numpy") as replay:
-        assert replay.stats()["path"] != "native"
+        assert replay.stats()["path"] == "native, calls Own.select"
         replay.sample()
         batch = replay.sample()
         assert batch["id"].tolist() == list(range(1, B + 1))

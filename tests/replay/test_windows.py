@@ -85,7 +85,7 @@ def compare(lengths, windows, pad, strategy, seed):
                     anchors = [each[number] for each, number in zip(chosen, drawn, strict=True)]
                     check_batch(batch, lengths, windows, pad, anchors=anchors)
                 check_batch(batch, lengths, windows, pad)
-            assert replay.stats()["path"] in ("native", "native gather of a pass")
+            assert replay.stats()["path"] in ("native", "native, calls Epochs.take")
 
 
 @settings(max_examples=60, **EXAMPLES)
@@ -206,8 +206,8 @@ def test_a_function_places_windows_for_many_rows_at_once(strategy, prefetch):
                         check_batch(batch, lengths, gt.Windows(3, whole=windows.whole), "left")
                         record.append((batch["t"].tolist(), batch.start.tolist(), batch.probability.tolist()))
                         assert (batch.importance_weights is None) == (not isinstance(strategy, Prioritized))
-                    if not isinstance(strategy, Epochs):
-                        assert replay.stats()["path"] == "native gather of windows placed by a function"
+                    passes = "Epochs.take, " if isinstance(strategy, Epochs) else ""
+                    assert replay.stats()["path"] == f"native, calls {passes}Windows.at"
             assert made[0] == made[1] and all(each.min() > 0 for each in asked)
 
 

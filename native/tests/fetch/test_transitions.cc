@@ -193,12 +193,13 @@ TEST(transitions_of_rows_that_writers_replace_are_of_one_episode_each) {
     settings.transitions = make_view(n_step, stack, truncated);
     const BatchSampler sampler(*store, settings);
     const Transitions batch(16, *settings.transitions, truncated);
+    const BatchSampler::Room room = [&](size_t) -> const BatchArrays& { return batch.arrays; };
     uint64_t redrawn = 0, batches = 0;
     for (uint64_t step = 0; step < 20'000 && (batches < 300 || redrawn < 20); ++step) {
       try {
         BatchSampler::Step what{.step = step, .limits = {}, .cursor = 0, .admitted = false};
         what.limits.min_length = settings.over_steps ? 0 : 2;
-        const BatchSampler::Result result = sampler.sample(batch.arrays, what);
+        const BatchSampler::Result result = sampler.sample(room, batch.n, what);
         CHECK(result.done);
         redrawn += result.redrawn;
         ++batches;
@@ -276,9 +277,10 @@ TEST(transitions_of_rows_that_are_written_in_place_are_of_one_state_of_the_row) 
   settings.transitions = make_view(2, 1, false);
   const BatchSampler sampler(*store, settings);
   const Transitions batch(8, *settings.transitions, false);
+  const BatchSampler::Room room = [&](size_t) -> const BatchArrays& { return batch.arrays; };
   std::vector<uint64_t> values;
   for (uint64_t step = 0; step < 300'000 && (step < 300 || values.size() < 20); ++step) {
-    const auto result = sampler.sample(batch.arrays, {.step = step, .limits = {}, .cursor = 0, .admitted = false});
+    const auto result = sampler.sample(room, batch.n, {.step = step, .limits = {}, .cursor = 0, .admitted = false});
     CHECK_EQ(result.redrawn, uint64_t{0});
     for (size_t i = 0; i < batch.n; ++i) {
       const uint64_t value = batch.tags[i];

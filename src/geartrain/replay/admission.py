@@ -2,41 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from geartrain.replay.sampler import StoreSampler
+from typing import Protocol
 
 
-class Admission:
-    """Rows of one batch that the rate limiters of its stores have admitted.
+class Admitting(Protocol):
+    """A store whose rate limiter admits rows; see `StoreWaits`."""
 
-    Args:
-        samplers: of the stores.
+    def give_back(self, n: int) -> None:
+        """Tells the rate limiter that n of the rows that it admitted are not drawn."""
+        ...
 
-    Attributes:
-        rows: of each store.
+
+class Admission(dict[Admitting, int]):
+    """Rows that rate limiters have admitted for one batch, by store: kept with the batch, or given back.
+
+    with Admission() as admission:  # gives back where this raises
+        rows, state = sampler.sample(n, step, state, admission)
+        return BuiltBatch(rows, state, admission=admission)
     """
 
-    def __init__(self, samplers: Sequence[StoreSampler]) -> None:
-        self.rows = [0] * len(samplers)
-        self._samplers = samplers
+    __slots__ = ()
 
-    def keep(self, number: int, n: int) -> None:
-        """Gives back what a store has admitted beyond n rows."""
-        given = max(0, self.rows[number] - n)
-        self.rows[number] -= given
-        self._samplers[number].give_back(given)
+    def keep(self, store: Admitting, n: int) -> None:
+        """Gives back what the store's rate limiter has admitted beyond n rows."""
+        beyond = self.get(store, 0) - n
+        if beyond > 0:
+            self[store] = n
+            store.give_back(beyond)
 
     def give_back(self) -> None:
-        """Gives all of it back; a second time there is nothing left."""
-        for number in range(len(self.rows)):
-            self.keep(number, 0)
+        """Gives back all of it. A second time there is nothing left."""
+        while self:
+            store, n = self.popitem()
+            store.give_back(n)
+
+    def __enter__(self) -> Admission:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is not None:
+            self.give_back()
 
 
-def give_back(samplers: Sequence[StoreSampler], rows: Sequence[int]) -> None:
-    """Tells the stores' rate limiters that so many rows of each were admitted for a batch that nobody gets."""
-    for sampler, n in zip(samplers, rows, strict=True):
-        sampler.give_back(n)
-
-
-__all__ = ["Admission", "give_back"]
+__all__ = ["Admission", "Admitting"]

@@ -13,28 +13,22 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import geartrain.core.trace as trace
 from geartrain.errors import StoreClosedError, WaitTimeoutError
-from geartrain.replay.admission import give_back
-from geartrain.replay.batch import Batch
+from geartrain.replay.admission import Admission
 from geartrain.replay.builder import (
     BatchBuilder,
     BuiltBatch,
-    HostBatchBuilder,
     PriorityUpdate,
     StartedBatch,
     State,
     nothing,
 )
 from geartrain.replay.config import ReplayConfig
-from geartrain.replay.distributed.lagged_builder import LaggedBuilder
-from geartrain.replay.distributed.single_rank import SingleRankBuilder
 from geartrain.replay.distributed.torch_rank_group import NOTE_S
 from geartrain.replay.prefetch import BuildPlacement, Prefetcher, StillBuildingError
-from geartrain.replay.sampler import StoreSampler
 from geartrain.store.store import Store
 
 #: How long a rank that leaves waits for a batch that other ranks take part in, before it leaves them without it.
@@ -78,19 +72,13 @@ class BatchLoader:
         self._builder = builder
         self._stores = stores
         self._prefetch = config.prefetch
-        self._finish = _finish_with(builder, config.transform)
-        at_once = isinstance(builder, HostBatchBuilder | SingleRankBuilder)
-        self._finishes_at_once = config.transform is None and at_once and not trace.on
-        # One rank of a group of one asks nobody else, and keeps updates for the next request all the same; where they
-        # wait for a later one, they are counted from the start of the thread on, as over several ranks.
-        alone = isinstance(builder, SingleRankBuilder) and not config.extra_lag
-        self._never_ahead = config.prefetch == 0 and (not builder.collective or alone)
+        self._never_ahead = config.prefetch == 0 and not builder.own_thread
         self._timeout_s = config.timeout_s
         # Over ranks, and where a device has to be waited for, batches are always built on the prefetch thread.
         local = config.prefetch > 0 and builder.builds_anywhere
         self._placement = BuildPlacement(config.prefetch) if local else None
         self._updates: list[PriorityUpdate] = []
-        self._admitted: Sequence[int] = ()  # of the newest batch
+        self._admission = Admission()  # of the newest batch
         self._stop: int | None = None  # the step after the last one that is wanted
         self._asked = -1  # the last step that the thread has leave to build
         self._ahead: Prefetcher[BuiltBatch] | None = None
@@ -130,30 +118,24 @@ class BatchLoader:
         placement = self._placement
         if self._builds_here():
             updates = self.take_updates() if self._updates else _NO_UPDATES  # only what keeps them has any
-            built: BuiltBatch = self._builder.start(self.step, self.state, updates)
-            if not self._finishes_at_once:
-                built = self._finish(built)
+            built = _finish(self._builder, self._builder.start(self.step, self.state, updates))
         else:
             built = self._next_ahead()
         if placement is not None:
             placement.note(built.make_s, pause_s)
         if built.deliver is not nothing:
-            try:
+            with built.admission:
                 built.deliver()
-            except BaseException:
-                _drop(self._builder.samplers, built)
-                raise
         self.step += 1
         self.state = built.state
-        self._admitted = built.admitted
+        self._admission = built.admission
         return built
 
     def put_back(self, step: int, state: State) -> None:
         """Goes back to a step, whose batch nobody gets: it is built again, from this state, when it is asked for."""
         self.restart()
-        if self._admitted:
-            give_back(self._builder.samplers, self._admitted)
-        self.step, self.state, self._admitted = step, state, ()
+        self._admission.give_back()
+        self.step, self.state = step, state
 
     def _next_ahead(self) -> BuiltBatch:
         if self._ahead is not None and not self._ahead.is_mine():
@@ -213,11 +195,15 @@ class BatchLoader:
                 step, state = step + 1, started.state
                 return started
 
-            ready = builder.ready if isinstance(builder, LaggedBuilder) else None
-            drop = functools.partial(_drop, builder.samplers)
             try:
                 ahead = self._ahead = Prefetcher(
-                    start_next, "geartrain-prefetch", self._finish, builder.enter, builder.overlaps, ready, drop
+                    start_next,
+                    "geartrain-prefetch",
+                    functools.partial(_finish, builder),  # knows no loader, which the thread would keep alive
+                    builder.enter,
+                    builder.overlaps,
+                    builder.ready,
+                    _drop,
                 )
             except BaseException as error:  # no more threads: other ranks do not wait for this one
                 self._return_updates(updates)
@@ -297,48 +283,22 @@ class BatchLoader:
             ahead.interrupt(error)
 
 
-def _drop(samplers: Sequence[StoreSampler], batch: StartedBatch) -> None:
+def _drop(batch: StartedBatch) -> None:
     """Gives back what rate limiters have admitted for a batch that nobody gets."""
-    if batch.admitted:
-        give_back(samplers, batch.admitted)
+    batch.admission.give_back()
 
 
-def _finish_with(builder: BatchBuilder[Any], transform: Callable[[Batch], Any] | None) -> Callable[[Any], BuiltBatch]:
-    """The builder's `finish`, and then the transform. Knows no loader, which the thread would keep alive."""
-    if transform is None:
-        return _traced(builder.finish) if trace.on else builder.finish
-
-    def finish(started: Any) -> BuiltBatch:
-        built = builder.finish(started)
-        began_s = time.perf_counter()
-        for sampler in builder.samplers:
-            sampler.stage = "in `transform`"
-        try:
-            made = transform(built.batch)
-        except BaseException:
-            _drop(builder.samplers, built)
-            raise
-        finally:
-            for sampler in builder.samplers:
-                sampler.stage = "idle"
-        return replace(built, make_s=built.make_s + time.perf_counter() - began_s, transformed=(made,))
-
-    return _traced(finish) if trace.on else finish
-
-
-def _traced(finish: Callable[[Any], BuiltBatch]) -> Callable[[Any], BuiltBatch]:
-    """The same, with a slice for what it took to make the batch."""
-
-    def finish_and_record(started: Any) -> BuiltBatch:
-        began_s = time.perf_counter()
-        built = replace(finish(started), flow=trace.new_flow())
+def _finish(builder: BatchBuilder[Any], started: Any) -> BuiltBatch:
+    """The batch that was started, with a slice in the trace for what it took to make it."""
+    began_s = time.perf_counter() if trace.on else 0.0
+    built = builder.finish(started)
+    if trace.on:
+        built.flow = trace.new_flow()
         ended_s = time.perf_counter()
         if math.isfinite(built.make_s):  # from the draw on; else what is left after other ranks have sent theirs
             began_s = min(began_s, ended_s - built.make_s)
         trace.slice_of("make batch", "replay", began_s, ended_s, flow_out=built.flow, rows=len(built.batch))
-        return built
-
-    return finish_and_record
+    return built
 
 
 def _end(ahead: Prefetcher[Any], halt: _Flag, timeout_s: float, builder: BatchBuilder[Any]) -> None:

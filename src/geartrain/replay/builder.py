@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -14,14 +14,13 @@ from numpy.typing import ArrayLike, NDArray
 import geartrain._native as _native
 from geartrain.core.keys import Keys, check_keys
 from geartrain.errors import ArgumentError
-from geartrain.replay.admission import Admission, give_back
+from geartrain.replay.admission import Admission
 from geartrain.replay.batch import Batch
 from geartrain.replay.native_batch import BatchPlan, native_batch
-from geartrain.replay.pass_sampler import PassSampler
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.store_waits import wait_together
 from geartrain.selection.mixture import Selection, quotas_of
-from geartrain.store.priorities import set_priorities
+from geartrain.store.priorities import apply_updates as apply_to_store
 
 _LARGEST = np.finfo(np.float64).max
 # What every strategy has to know at its next step.
@@ -79,8 +78,8 @@ class BuiltBatch:
     """A batch, the strategies' state after it, what the consumer's thread calls when it takes the batch, and how long
     it took to make where that is all there is to it (inf: there is more, such as other ranks or a device).
 
-    `admitted` are the rows of each store that its rate limiter has admitted for the batch, to be given back where the
-    consumer does not get it (none: of no store). `transformed` is what a transform made of the batch, in a tuple; None
+    `admission` is what rate limiters have admitted for the batch, to be given back where the consumer does not get it.
+    `transformed` is what a transform made of the batch, in a tuple; None
     where there is no transform. `flow` is the arrow of a trace from its making to its consumer.
     """
 
@@ -90,7 +89,7 @@ class BuiltBatch:
     make_s: float = float("inf")
     transformed: tuple[Any] | None = None
     flow: str | None = None
-    admitted: Sequence[int] = ()
+    admission: Admission = field(default_factory=Admission)
 
 
 class StartedBatch(Protocol):
@@ -102,8 +101,8 @@ class StartedBatch(Protocol):
         ...
 
     @property
-    def admitted(self) -> Sequence[int]:
-        """Rows of each store that its rate limiter has admitted for the batch by now."""
+    def admission(self) -> Admission:
+        """What rate limiters have admitted for the batch by now."""
         ...
 
 
@@ -123,6 +122,8 @@ class BatchBuilder(Protocol[Started]):
         store_ids: of the stores, in their order; over several ranks, of all shards of all stores.
         rows: of a batch, as this process gets it.
         builds_anywhere: whether a batch may as well be built on the consumer's thread: nothing but rows is waited for.
+        own_thread: whether batches are built on the prefetch thread with prefetch=0 too: other ranks need this one's
+            part of what was asked for while its consumer does something else.
         overlaps: whether the next batch should be started before this one is finished.
         collective: whether other ranks take part in each batch, and so have to be asked for it too.
     """
@@ -131,6 +132,7 @@ class BatchBuilder(Protocol[Started]):
     store_ids: list[int]
     rows: int
     builds_anywhere: bool
+    own_thread: bool
     overlaps: bool
     collective: bool
 
@@ -140,6 +142,10 @@ class BatchBuilder(Protocol[Started]):
 
     def start(self, step: int, state: State, updates: list[PriorityUpdate]) -> Started:
         """Starts the batch of a step, after the priority updates that were kept for it."""
+        ...
+
+    def ready(self, started: Started) -> bool:
+        """Whether `finish` would not wait for other ranks; waits a little for them. What it raises `finish` raises."""
         ...
 
     def finish(self, started: Started) -> BuiltBatch:
@@ -186,26 +192,29 @@ class HostBatchBuilder:
         samplers: of each store.
         selection: the strategy, or the mixture.
         batch_size: rows of a batch.
-
-    Attributes:
-        admitted: rows of each store that its rate limiter has admitted for the batch that was sampled last.
+        transform: called with each batch; what it returns is delivered.
     """
 
     builds_anywhere = True
+    own_thread = False
     overlaps = False
     collective = False
 
-    def __init__(self, samplers: list[StoreSampler], selection: Selection, batch_size: int) -> None:
+    def __init__(
+        self,
+        samplers: list[StoreSampler],
+        selection: Selection,
+        batch_size: int,
+        transform: Callable[[Batch], Any] | None = None,
+    ) -> None:
         self.samplers = samplers
         self.rows = batch_size
-        self.admitted: Sequence[int] = (batch_size,)
         self.mixed = selection is not samplers[0].strategy
         self.store_ids = [sampler.plan.store.id for sampler in samplers]
         self._selection = selection
+        self._transform = transform
         self._transitions = samplers[0].transitions
         self._shown: BatchPlan = self._transitions or samplers[0].plan
-        first = samplers[0]
-        self._passes = first if isinstance(first, PassSampler) and not self.mixed else None
         self._make_s = 0.0
         self._built = 0
 
@@ -213,66 +222,64 @@ class HostBatchBuilder:
         """See `BatchBuilder`."""
 
     def start(self, step: int, state: State, updates: list[PriorityUpdate]) -> BuiltBatch:
-        """See `BatchBuilder`. The batch is finished when this returns."""
+        """See `BatchBuilder`. All but the transform is done when this returns."""
         began_s = time.perf_counter()
-        native, after = self.sample(step, state)
-        if self._transitions is not None:
-            try:
+        with Admission() as admission:
+            if self.mixed:
+                native = self.samplers[0].empty_batch(self.rows, shards=True)
+                after = self.sample_into(native, step, state, admission)
+            else:
+                native, last = self.samplers[0].sample(self.rows, step, state[0], admission)
+                after = [last]
+            if self._transitions is not None:
                 self._transitions.settle(native)  # which asks functions of the user's
-            except BaseException:
-                give_back(self.samplers, self.admitted)
-                raise
-        batch = native_batch(native, self._shown, step, self.store_ids)
-        make_s = time.perf_counter() - began_s
-        self.note(make_s)
-        return BuiltBatch(batch, after, make_s=make_s, admitted=self.admitted)
+            batch = native_batch(native, self._shown, step, self.store_ids)
+            make_s = time.perf_counter() - began_s
+            self._make_s += make_s
+            self._built += 1
+            return BuiltBatch(batch, after, make_s=make_s, admission=admission)
 
     def note(self, make_s: float) -> None:
         """Counts a batch that took so long to make."""
         self._make_s += make_s
         self._built += 1
 
+    def ready(self, started: BuiltBatch) -> bool:
+        """See `BatchBuilder`."""
+        return True
+
     def finish(self, started: BuiltBatch) -> BuiltBatch:
         """See `BatchBuilder`."""
+        if self._transform is not None:
+            self._apply(self._transform, started)
         return started
+
+    def _apply(self, transform: Callable[[Batch], Any], built: BuiltBatch) -> None:
+        began_s = time.perf_counter()
+        for sampler in self.samplers:
+            sampler.stage = "in `transform`"
+        try:
+            with built.admission:
+                built.transformed = (transform(built.batch),)
+        finally:
+            for sampler in self.samplers:
+                sampler.stage = "idle"
+        built.make_s += time.perf_counter() - began_s
 
     def quotas(self, step: int) -> list[int]:
         """Rows from each store in the batch of a step."""
         return quotas_of(self._selection, self.rows, step)
 
-    def sample(
-        self, step: int, state: State, into: _native.SampledBatch | None = None
-    ) -> tuple[_native.SampledBatch, State]:
-        """The rows of a step, in `into` or in recycled memory, and the strategies' state after it.
-
-        Passes, whose last batch may be short, are always in recycled memory.
-        """
-        if self._passes is not None:
-            batch, after = self._passes.sample_pass(self.rows, step, state[0])
-            self.admitted = (len(batch),)
-            return batch, [after]
-        if into is None and not self.mixed:
-            batch, after = self.samplers[0].sample(self.rows, step, state[0])
-            return batch, [after]
-        batch = self.samplers[0].empty_batch(self.rows, self.mixed) if into is None else into
-        if not self.mixed:
-            return batch, [self.samplers[0].sample_into(batch, 0, self.rows, step, state[0])]
-        state = list(state)
-        first = 0
-        admission = Admission(self.samplers)
+    def sample_into(self, batch: _native.SampledBatch, step: int, state: State, admission: Admission) -> State:
+        """Fills a batch with the rows of a step; returns the strategies' state after it."""
+        state, first = list(state), 0
         wait_together(self.samplers)
-        try:
-            for number, (sampler, quota) in enumerate(zip(self.samplers, self.quotas(step), strict=True)):
-                if quota:
-                    state[number] = sampler.sample_into(batch, first, quota, step, state[number])
-                    admission.rows[number] = quota
-                    batch.set_shard(first, quota, number)
-                    first += quota
-        except BaseException:  # of the stores before the one that failed
-            admission.give_back()
-            raise
-        self.admitted = admission.rows
-        return batch, state
+        for number, (sampler, quota) in enumerate(zip(self.samplers, self.quotas(step), strict=True)):
+            if quota:
+                _, state[number] = sampler.sample(quota, step, state[number], admission, batch, first)
+                batch.set_shard(first, quota, number)
+                first += quota
+        return state
 
     def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
         """See `BatchBuilder`."""
@@ -286,13 +293,9 @@ class HostBatchBuilder:
 
     def stats(self) -> dict[str, Any]:
         """See `BatchBuilder`."""
-        natively = all(sampler.draws_natively or isinstance(sampler, PassSampler) for sampler in self.samplers)
-        if isinstance(self.samplers[0], PassSampler) and not self.mixed:
-            return {**build_stats(self._built, self._make_s, self.samplers), "path": "native gather of a pass"}
-        path = "native" if natively else "native gather of rows drawn by the strategy's code"
-        if natively and any(sampler.placed for sampler in self.samplers):
-            path = "native gather of windows placed by a function"
-        return {**build_stats(self._built, self._make_s, self.samplers), "path": path}
+        callbacks = [name for sampler in self.samplers for name in sampler.callbacks]
+        callbacks += [] if self._transform is None else ["transform"]
+        return {**build_stats(self._built, self._make_s, self.samplers), "path": path_of(callbacks)}
 
     def describe(self) -> list[dict[str, Any]]:
         """See `BatchBuilder`."""
@@ -333,7 +336,7 @@ def apply_updates(samplers: Sequence[StoreSampler], update: PriorityUpdate, step
 
 def _set(sampler: StoreSampler, keys: Keys, priorities: NDArray[np.float64]) -> int:
     store, given = sampler.plan.store, raised(priorities, sampler.alpha)
-    return sampler.change_priorities(keys.row, lambda: set_priorities(store, keys, given))
+    return sampler.change_priorities(keys.row, lambda: apply_to_store(store, keys, given))
 
 
 def check_priorities(priorities: NDArray[np.float64]) -> None:
@@ -356,6 +359,11 @@ def raised(priorities: NDArray[np.float64], alpha: float) -> NDArray[np.float64]
     with np.errstate(over="ignore"):
         powers: NDArray[np.float64] = np.minimum(np.abs(priorities) ** alpha, _LARGEST)
         return powers
+
+
+def path_of(callbacks: Sequence[str]) -> str:
+    """How a batch is made: by native code, but for what it asks of Python code."""
+    return f"native, calls {', '.join(dict.fromkeys(callbacks))}" if callbacks else "native"
 
 
 def build_stats(built: int, make_s: float, samplers: Sequence[StoreSampler]) -> dict[str, float]:
@@ -383,5 +391,6 @@ __all__ = [
     "given_priorities",
     "join_importance",
     "nothing",
+    "path_of",
     "raised",
 ]

@@ -57,7 +57,7 @@ def open_builder(
 
     if alone:
         if config.device is None:
-            return HostBatchBuilder(make(), selection, config.batch_size), None
+            return HostBatchBuilder(make(), selection, config.batch_size, config.transform), None
         from geartrain.replay.device.builder import DeviceBatchBuilder
 
         on_device = DeviceBatchBuilder(make(), selection, config.batch_size, config.device)

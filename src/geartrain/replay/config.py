@@ -14,7 +14,6 @@ from geartrain.replay.distributed.assignment import ASSIGNMENTS, Assignment
 from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.replay.distributed.topology import Mesh
 from geartrain.replay.fetch_plan import As, FetchPlan, Pad, check_names_of, check_same_schema
-from geartrain.replay.pass_sampler import PassSampler
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.transitions import TransitionPlan, Transitions
 from geartrain.replay.windows import Windows, as_windows, check_windows
@@ -200,11 +199,8 @@ def make_samplers(stores: Sequence[Store], selection: Selection, config: ReplayC
         limited = store.options["max_times_sampled"] is not None
         least = (config.batch_size if limited else 1) if config.min_rows is None else config.min_rows
         transitions = None if view is None else TransitionPlan(view, plan)
-        if isinstance(strategy, Epochs):
-            mixed = isinstance(selection, Mixture)
-            samplers.append(PassSampler(plan, strategy, least, config.timeout_s, None, transitions, mixed))
-        else:
-            samplers.append(StoreSampler(plan, strategy, least, config.timeout_s, transitions=transitions))
+        mixed = isinstance(selection, Mixture)
+        samplers.append(StoreSampler(plan, strategy, least, config.timeout_s, transitions=transitions, mixed=mixed))
     return samplers
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,6 @@ from geartrain.core.keys import Keys
 from geartrain.errors import FieldError
 from geartrain.replay.batch import Array, Batch
 
-Made = TypeVar("Made", bound="NativeBatch")
 _METADATA = ("mask", "start", "length", "version", "probability", "importance_weights")
 
 
@@ -207,7 +206,13 @@ def numbers_of(n: int) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
     return draw, shard
 
 
-def native_batch(rows: _native.SampledBatch, plan: BatchPlan, step: int, store_ids: Sequence[int]) -> NativeBatch:
+def native_batch(
+    rows: _native.SampledBatch,
+    plan: BatchPlan,
+    step: int | None,
+    store_ids: Sequence[int] | NDArray[np.uint64],
+    kind: type[NativeBatch] = NativeBatch,
+) -> Any:
     """A batch over native memory.
 
     Args:
@@ -215,23 +220,30 @@ def native_batch(rows: _native.SampledBatch, plan: BatchPlan, step: int, store_i
         plan: names of the fields and the kind of arrays.
         step: the number of the batch.
         store_ids: of the stores that its rows are of, in the order of their shard numbers.
+        kind: the batch's class.
     """
-    made: NativeBatch = object.__new__(NativeBatch)
-    return _filled(made, rows, plan, step, store_ids)
+    made = object.__new__(kind)
+    # The dataclass is frozen, so by the slots themselves; other attributes are set when they are first asked for.
+    _put_rows(made, rows)
+    _put_plan(made, plan)
+    _put_shown(made, {})
+    _put_store_ids(made, store_ids)
+    _put_step(made, step)
+    return made
 
 
 def fetched_batch(rows: _native.SampledBatch, fields: BatchPlan, keys: Keys) -> FetchedBatch:
     """A batch over native memory of the rows behind `keys`, all of them whole."""
-    made: FetchedBatch = object.__new__(FetchedBatch)
+    made: FetchedBatch = native_batch(rows, fields, None, (), FetchedBatch)
     _put_keys(made, keys)
     _put_probability(made, None)
-    return _filled(made, rows, fields, None, ())
+    return made
 
 
 def global_batch(rows: _native.SampledBatch, plan: BatchPlan, step: int, store_ids: Sequence[int]) -> GlobalNativeBatch:
     """The same as the global batch of a group of one rank."""
-    made: GlobalNativeBatch = object.__new__(GlobalNativeBatch)
-    return _filled(made, rows, plan, step, store_ids)
+    made: GlobalNativeBatch = native_batch(rows, plan, step, store_ids, GlobalNativeBatch)
+    return made
 
 
 def rank_batch(
@@ -248,18 +260,8 @@ def rank_batch(
         shard_ids: (shards,) of all shards, by the numbers that the rows have.
         draws: (n,) the rows' numbers in the global batch.
     """
-    made: RankNativeBatch = object.__new__(RankNativeBatch)
+    made: RankNativeBatch = native_batch(rows, plan, step, shard_ids, RankNativeBatch)
     object.__setattr__(made, "_draws", draws)
-    return _filled(made, rows, plan, step, shard_ids)
-
-
-def _filled(made: Made, rows: _native.SampledBatch, plan: BatchPlan, step: int | None, store_ids: Any) -> Made:
-    # The dataclass is frozen, so by the slots themselves; other attributes are set when they are first asked for.
-    _put_rows(made, rows)
-    _put_plan(made, plan)
-    _put_shown(made, {})
-    _put_store_ids(made, store_ids)
-    _put_step(made, step)
     return made
 
 

@@ -1,10 +1,13 @@
-"""Sampling from one store: draw rows, count samples, place windows, fetch; redraw what was lost."""
+"""Sampling from one store: one native call draws, counts, places, copies, and redraws what was lost.
+
+Rows that Python code chooses are asked for out of that call (supplied_rows.py), and so are windows that a function
+places. Everything else is the same for every strategy.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,8 +20,11 @@ from geartrain.errors import (
     CorruptStoreError,
     TurnoverError,
 )
+from geartrain.replay.admission import Admission
 from geartrain.replay.fetch_plan import FetchPlan
+from geartrain.replay.passes import MixedPassRows, Passes, PassRows
 from geartrain.replay.store_waits import StoreWaits
+from geartrain.replay.supplied_rows import StrategyRows, SuppliedRows
 from geartrain.replay.transitions import TransitionPlan
 from geartrain.selection.declared import DeclaredStrategy, select_declared
 from geartrain.selection.epochs import Epochs
@@ -66,20 +72,6 @@ class Redrawable(Protocol):
         ...
 
 
-@dataclass
-class _DrawnInPython:
-    """Rows of a batch that the strategy's own code has drawn, until they are settled."""
-
-    draw: Draw
-    torn: NDArray[np.uint8]
-
-    def lost(self) -> NDArray[Any]:
-        return self.torn
-
-    def kept(self, lost: NDArray[np.intp]) -> NDArray[np.uint32]:
-        return np.delete(self.draw.rows, lost)
-
-
 class PriorityCopy(Protocol):
     """A copy of a store's priorities that somebody keeps, such as a device; see `StoreSampler.change_priorities`."""
 
@@ -96,6 +88,7 @@ class StoreSampler(StoreWaits):
         strategy: which rows.
         min_rows, timeout_s, stopping: as in `StoreWaits`.
         transitions: what of the rows is gathered instead of windows.
+        mixed: batches are a mixture's, of which this sampler fills a part.
 
     Attributes:
         redrawn: rows that were lost between their draw and their copy.
@@ -103,8 +96,10 @@ class StoreSampler(StoreWaits):
         raises: whether priorities that are given are not stored as they are: the alpha is not 1, or follows a schedule.
         atom: rows that stand or fall together (a group), and so are replaced together.
         draws_natively: whether rows are drawn by native code, or by the strategy's own.
+        placed: whether a function says which windows rows have.
+        passes: of `Epochs`; None for other strategies.
+        callbacks: what of a batch is asked of Python, by name.
         priority_copy: of the store, which has to learn what this process changes; None where there is none.
-        in_one_call: whether a whole batch is one native call; else Python draws its rows or places its windows.
     """
 
     def __init__(
@@ -115,6 +110,7 @@ class StoreSampler(StoreWaits):
         timeout_s: float = 60.0,
         stopping: Callable[[], bool] | None = None,
         transitions: TransitionPlan | None = None,
+        mixed: bool = False,
     ) -> None:
         super().__init__(plan.store, min_rows, timeout_s, stopping)
         self.plan = plan
@@ -129,6 +125,7 @@ class StoreSampler(StoreWaits):
         self._fixed_alpha = self.alpha if fixed else None
         self.raises = self._fixed_alpha != 1
         self.atom = self.traits.atom
+        self._cursor = self.traits.cursor
         # Built-in strategies and others that follow from their traits; the rest are asked for their draws.
         self.draws_natively = (
             self.traits.form in ("random", *ORDERS)
@@ -137,10 +134,12 @@ class StoreSampler(StoreWaits):
         )
         windows = plan.windows if transitions is None else None
         self.placed = windows is not None and windows.function is not None
-        self.in_one_call = self.draws_natively and not self.placed
-        if (transitions is not None or self.traits.over_steps) and not (
-            self.draws_natively or isinstance(strategy, Epochs)
-        ):
+        store = plan.store
+        self.candidates = Candidates.of_store(store.native, store.column)
+        self.passes = (
+            Passes(strategy, plan, transitions, self.candidates, mixed) if isinstance(strategy, Epochs) else None
+        )
+        if (transitions is not None or self.traits.over_steps) and not (self.draws_natively or self.passes):
             raise ArgumentError(
                 f"{type(strategy).__name__} chooses rows by code of its own, which knows nothing of transitions; use "
                 f"Uniform, Prioritized, Epochs or an ordered strategy"
@@ -155,83 +154,82 @@ class StoreSampler(StoreWaits):
         self._fixed_beta = None if self._beta is None or callable(self._beta) else checked_beta(float(self._beta))
         by_row = transitions is not None and not self.traits.over_steps
         self._limits = self.limits_now() if by_row and self.traits.limits is None else None
-        self._limits_at = None if self.traits.limits is None else self.limits_now
-        store = plan.store
-        self.candidates = Candidates.of_store(store.native, store.column)
+        self._by_step = self.traits.limits is not None or callable(self._beta)  # or asked for at each
         self.limited = store.options["max_times_sampled"] is not None
 
-    def sample(self, n: int, step: int, state: dict[str, int]) -> tuple[_native.SampledBatch, dict[str, int]]:
-        """A batch of the n rows of a step, in recycled memory, and the strategy's state after it.
+    def sample(
+        self,
+        n: int,
+        step: int,
+        state: dict[str, int],
+        admission: Admission,
+        into: _native.SampledBatch | None = None,
+        first: int = 0,
+    ) -> tuple[_native.SampledBatch, dict[str, int]]:
+        """The n rows of a step, and the strategy's state after it.
 
-        One native call draws, counts, places, copies and redraws. Where the strategy draws by code of its own (groups,
-        custom ones), that is called first, and the rest is native.
+        In a batch in recycled memory, which has fewer rows where a pass ends, or as rows [first, first + n) of one.
+
+        Args:
+            admission: to which the rate limiter's of the rows is added.
         """
-        if not self.in_one_call:
-            batch = self.empty_batch(n)
-            return batch, self._sample_in_python(batch, 0, n, step, state)
-        cursor = self._cursor(state)
-        batch, cursor, redrawn, count = self._drawn(self.batch_sampler.sample, (), n, step, cursor)
-        return batch, self._after(batch, 0, n, step, cursor, redrawn, count)
+        rows, limits, beta = None, self._limits, self._fixed_beta
+        if not self.draws_natively:  # by code that knows its limits, and weighs its rows itself
+            rows, beta = self._rows_of(n, step, state), None
+        elif self._by_step:
+            limits = self._limits if self.traits.limits is None else self.limits_now()
+            beta = self.beta_at(step)
+        anchors = functools.partial(self._anchors, step) if self.placed else None
+        cursor = int(state.get("after", state.get("after/0", 0))) if self._cursor else 0
+        self.stage = "drawing and copying rows"
+        try:
+            result = self.batch_sampler.sample(n, step, limits, cursor, False, beta, rows, anchors, into, first)
+            if result is None:  # rows, or the rate limiter, have to be waited for
+                self.wait_to_draw(n, admission)
+                self.check_count(len(self.plan.store))
+                self.stage = "drawing and copying rows"
+                result = self.batch_sampler.sample(n, step, limits, cursor, True, beta, rows, anchors, into, first)
+                assert result is not None
+            else:
+                admission[self] = n
+        finally:
+            self.stage = "idle"
+        batch, cursor, redrawn, count = result
+        self.redrawn += redrawn
+        batch = batch if into is None else into
+        if rows is not None:
+            if len(batch) < n:  # where a pass ends
+                admission.keep(self, len(batch))
+            self._weigh(batch, first, rows.draw, count, step)
+            return batch, rows.state
+        if self._weighs:
+            self._weigh(batch, first, _drawn_of(batch, first, n), count, step)
+        return batch, {"after": cursor} if self._cursor else {}
 
-    def sample_into(
-        self, batch: _native.SampledBatch, first: int, n: int, step: int, state: dict[str, int]
-    ) -> dict[str, int]:
-        """Fills rows [first, first + n) of a batch with those of a step; returns the strategy's state after it.
-
-        As `sample` does.
-        """
-        if not self.in_one_call:
-            return self._sample_in_python(batch, first, n, step, state)
-        cursor = self._cursor(state)
-        result = self._drawn(self.batch_sampler.sample_into, (batch, first), n, step, cursor)
-        return self._after(batch, first, n, step, *result)
+    def _weigh(self, batch: _native.SampledBatch, first: int, draw: Draw | None, count: int, step: int) -> None:
+        """Gives rows the importance weights of the strategy's own code."""
+        weights = None if draw is None else importance_of(self.strategy, draw, count, step)
+        if weights is not None:
+            batch.set_importance(first, weights)
 
     def change_priorities(self, rows: NDArray[np.uint32], change: Callable[[], int]) -> int:
         """Calls `change`, which sets priorities of these rows; returns what it does, how many of them were gone."""
-        return change() if self.priority_copy is None else self.priority_copy.change(rows, change)
+        if self.priority_copy is None:
+            return change()
+        there = np.where(rows < self.plan.store.capacity, rows, np.uint32(0))  # others are stale
+        return self.priority_copy.change(there, change)
 
-    def _cursor(self, state: dict[str, int]) -> int:
-        return int(state.get("after", state.get("after/0", 0))) if self.traits.cursor else 0
-
-    def _drawn(self, call: Callable[..., Any], into: tuple[Any, ...], n: int, step: int, cursor: int) -> Any:
-        """What the native call returns, once it has the rows and the rate limiter's leave that it needs."""
-        limits = self._limits if self._limits_at is None else self._limits_at()
-        beta = self.beta_at(step)
-        self.stage = "drawing and copying rows"
-        result = call(*into, n, step, limits, cursor, False, beta)
-        if result is None:  # rows, or the rate limiter, have to be waited for
-            self.wait_to_draw(n)
-            try:
-                self.check_count(len(self.plan.store))
-                self.stage = "drawing and copying rows"
-                result = call(*into, n, step, limits, cursor, True, beta)
-                assert result is not None
-            except BaseException:
-                self.give_back(n)
-                raise
-        self.stage = "idle"
-        return result
+    def _rows_of(self, n: int, step: int, state: dict[str, int]) -> SuppliedRows:
+        """The rows of a batch that Python code chooses."""
+        if self.passes is not None:
+            return (MixedPassRows if self.passes.mixed else PassRows)(self.passes, n, state)
+        return StrategyRows(self.draw, n, step, state)
 
     def beta_at(self, step: int) -> float | None:
         """The exponent of importance weights at a step; None where the strategy has none, or code of its own."""
         if self._fixed_beta is None and self._beta is not None:
             return checked_beta(at_step(self._beta, step))
         return self._fixed_beta
-
-    def _after(
-        self, batch: _native.SampledBatch, first: int, n: int, step: int, cursor: int, redrawn: int, count: int
-    ) -> dict[str, int]:
-        """The strategy's state after a batch, which gets the weights that the strategy's own code gives it."""
-        self.redrawn += redrawn
-        if self._weighs:
-            part = slice(first, first + n)
-            draw = Draw(batch.rows()[part], batch.generations()[part], batch.probability()[part])
-            try:
-                self._set_importance(batch, first, draw, count, step)
-            except BaseException:
-                self.give_back(n)
-                raise
-        return {"after": cursor} if self.traits.cursor else {}
 
     def limits_now(self) -> tuple[int, int, int]:
         """The strategy's limits; of transitions drawn by row, a row needs a step behind one."""
@@ -242,6 +240,28 @@ class StoreSampler(StoreWaits):
     def min_length(self) -> int:
         """Steps that a row must have for its view, where draws of steps do not see to it: a step behind one."""
         return 2 if self.transitions is not None and not self.traits.over_steps else 0
+
+    @property
+    def callbacks(self) -> list[str]:
+        """What a batch asks of Python code, by name: of the strategy's, and of functions that the user gave."""
+        strategy, name = type(self.strategy), type(self.strategy).__name__
+        found = []
+        if self.passes is not None:
+            found.append(f"{name}.take")
+        elif not self.draws_natively:
+            found.append(f"{name}.select")
+        if self.traits.limits is not None and callable(self.traits.limits.min_version):
+            found.append("Limits.min_version")
+        if self.placed:
+            found.append("Windows.at")
+        if self.transitions is not None:
+            found += self.transitions.callbacks
+        if self._beta is not None and callable(self._beta):
+            found.append(f"{name}.beta")
+        weigh = getattr(strategy, "importance_weights", None)
+        if weigh not in (None, DeclaredStrategy.importance_weights) and (self._weighs or not self.draws_natively):
+            found.append(f"{name}.importance_weights")
+        return found
 
     @functools.cached_property
     def step_plan(self) -> StepPlan | None:
@@ -275,6 +295,7 @@ class StoreSampler(StoreWaits):
             traits.over_steps,
             None if self.transitions is None else self.transitions.native,
             None if plan.windows is None or self.transitions is not None else plan.windows.native,
+            self.atom,
         )
 
     def empty_batch(self, n: int, shards: bool = False) -> _native.SampledBatch:
@@ -283,51 +304,9 @@ class StoreSampler(StoreWaits):
         native = None if view is None else view.native
         return _native.SampledBatch(plan.store.native, n, plan.numbers, plan.window, shards, native)
 
-    def _sample_in_python(
-        self, batch: _native.SampledBatch, first: int, n: int, step: int, state: dict[str, int]
-    ) -> dict[str, int]:
-        self.wait_to_draw(n)
-        try:
-            self.expire()
-            count = len(self.plan.store)
-            self.check_count(count)
-            self.stage = "drawing and copying rows"
-            drawn = _DrawnInPython(self.draw(n, step, state, None), batch.torn()[first : first + n])
-            self._gather(batch, first, n, np.arange(n, dtype=np.uint32), drawn.draw, step, 0)
-            for redraw in self.redraws(drawn):
-                again = self.draw(n, step, drawn.draw.state, redraw)
-                self._gather(batch, first, n, redraw.numbers, again, step, redraw.attempt)
-                drawn.draw = drawn.draw.with_redrawn(redraw.numbers, again)
-            self._set_importance(batch, first, drawn.draw, count, step)
-            return drawn.draw.state
-        except BaseException:
-            self.give_back(n)
-            raise
-        finally:
-            self.stage = "idle"
-
-    def _set_importance(self, batch: _native.SampledBatch, first: int, draw: Draw, count: int, step: int) -> None:
-        weights = importance_of(self.strategy, draw, count, step)
-        if weights is not None:
-            batch.set_importance(first, weights)
-
-    def _gather(
-        self,
-        batch: _native.SampledBatch,
-        first: int,
-        n: int,
-        numbers: NDArray[np.uint32],
-        draw: Draw,
-        step: int,
-        attempt: int,
-    ) -> None:
-        steps = self.asked(step, attempt, numbers, draw.rows, draw.generations)
-        self.batch_sampler.gather(
-            batch, first, n, numbers, draw.rows, draw.generations, draw.probability, step, attempt, steps
-        )
-
     def redraws(self, batch: Redrawable) -> Iterator[Redraw]:
-        """What is to be drawn again, attempt after attempt, until no row of a batch is lost: the one redraw loop.
+        """What is to be drawn again, attempt after attempt, until no row of a batch is lost, where no native call does
+        it: of batches that are gathered by a device, or over ranks step by step.
 
         Raises:
             TurnoverError: rows are lost faster than they can be replaced.
@@ -442,17 +421,15 @@ class StoreSampler(StoreWaits):
         found[here] = windows.anchors_of(lengths, steps[here])
         return found
 
-    def asked(
+    def _anchors(
         self,
         step: int,
         attempt: int,
         numbers: NDArray[np.uint32],
         rows: NDArray[np.uint32],
         generations: NDArray[np.uint32],
-    ) -> NDArray[np.uint32] | None:
-        """The steps that a function tells windows by; None where they are placed natively."""
-        if not self.placed:
-            return None
+    ) -> NDArray[np.uint32]:
+        """The steps that a function tells windows by."""
         ends = self.ends(step, attempt, numbers, rows, generations)
         assert ends is not None
         return ends.astype(np.uint32)
@@ -466,3 +443,9 @@ class StoreSampler(StoreWaits):
         """Releases rows whose last allowed samples these were, once they are copied."""
         if self.limited:
             self.plan.store.native.release_exhausted(rows, generations)
+
+
+def _drawn_of(batch: _native.SampledBatch, first: int, n: int) -> Draw:
+    """What native code has drawn, as a strategy's own code weighs it."""
+    part = slice(first, first + n)
+    return Draw(batch.rows()[part], batch.generations()[part], batch.probability()[part])

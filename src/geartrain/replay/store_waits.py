@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from geartrain.errors import CallCancelledError, NotEnoughRowsError, StoreClosedError, WaitTimeoutError
+from geartrain.replay.admission import Admission
 from geartrain.store.store import Store
 
 # How often a wait for rows looks at the store.
@@ -45,17 +46,18 @@ class StoreWaits:
         self._store = store
         self._expires = store.options["max_age_s"] is not None
 
-    def wait_to_draw(self, n: int) -> None:
+    def wait_to_draw(self, n: int, admission: Admission) -> None:
         """Waits for rows, and until the rate limiter lets so many be drawn; raises what either raises."""
         until_s = time.monotonic() + self.timeout_s
         self.wait_for_rows(until_s)
-        self.admit(n, until_s)
+        self.admit(n, admission, until_s)
 
-    def admit(self, n: int, until_s: float = math.inf, *, may_stop: bool = True) -> None:
+    def admit(self, n: int, admission: Admission, until_s: float = math.inf, *, may_stop: bool = True) -> None:
         """Waits until the store's rate limiter lets so many rows be drawn, for `timeout_s` at most.
 
         Args:
             n: rows.
+            admission: to which they are added.
             until_s: when the wait ends at the latest (`time.monotonic`).
             may_stop: whether `stopping` ends the wait. Over ranks it does not: the others need this one's part.
 
@@ -78,6 +80,7 @@ class StoreWaits:
             if store.writers.trouble:
                 raise WaitTimeoutError(f"{error}{store.writers.trouble}") from store.writers.failure
             raise
+        admission[self] = n
         self.stage = "admitted by the rate limiter"
 
     def is_stopped(self) -> bool:

@@ -276,6 +276,13 @@ class TransitionPlan:
             self._relabeller.relabel(batch)
 
     @property
+    def callbacks(self) -> list[str]:
+        """The user's functions that `settle` asks, by name."""
+        if self._relabeller is None or self.view.hindsight is None:
+            return []
+        return ["Hindsight.reward", *(["Hindsight.terminated"] if self.view.hindsight.terminated is not None else [])]
+
+    @property
     def frame_stack(self) -> int:
         """Observations in a stack."""
         return self.view.frame_stack

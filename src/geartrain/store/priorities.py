@@ -17,7 +17,8 @@ def set_priorities(store: StoreHandle, keys: Keys, priorities: NDArray[np.float6
         ArgumentError: the keys name steps and the store keeps priorities of rows, or the other way round.
         SchemaError: a priority that is none. None is set.
     """
-    check_keys_of(keys, per_step=store.per_step, whose=f"the store {store.name!r}")
+    if store.per_step != (keys.step is not None):
+        check_keys_of(keys, per_step=store.per_step, whose=f"the store {store.name!r}")
     if keys.step is not None:
         return store.native.update_step_priorities(keys.row, keys.generation, keys.step, priorities)
     return store.native.update_priorities(keys.row, keys.generation, priorities)
@@ -37,4 +38,13 @@ def check_keys_of(keys: Keys, *, per_step: bool, whose: str) -> None:
         )
 
 
-__all__ = ["check_keys_of", "set_priorities"]
+def apply_updates(store: StoreHandle, keys: Keys, priorities: NDArray[np.float64]) -> int:
+    """The same of rows or steps of batches: in the order of their draws, so that of one that was drawn twice the later
+    draw's priority holds. A key of a row or step that the store cannot have counts as stale.
+    """
+    if store.per_step != (keys.step is not None):
+        check_keys_of(keys, per_step=store.per_step, whose=f"the store {store.name!r}")
+    return store.native.apply_updates(keys.row, keys.generation, keys.step, keys.draw, priorities)
+
+
+__all__ = ["apply_updates", "check_keys_of", "set_priorities"]

@@ -83,11 +83,6 @@ class PendingBatch:
     admission: Admission
     made: BuiltBatch | None = None  # when it is finished already
 
-    @property
-    def admitted(self) -> list[int]:
-        """See `StartedBatch`."""
-        return self.admission.rows
-
 
 class DeviceBatchBuilder:
     """Builds batches on a device; see `BatchBuilder`.
@@ -102,6 +97,7 @@ class DeviceBatchBuilder:
         PinError, ArgumentError: what was asked for by name cannot be had.
     """
 
+    own_thread = False
     overlaps = True
     collective = False
 
@@ -164,23 +160,18 @@ class DeviceBatchBuilder:
 
     def start(self, step: int, state: State, updates: list[PriorityUpdate]) -> PendingBatch:
         """See `BatchBuilder`."""
-        admission = Admission(self.samplers)
-        try:
+        with Admission() as admission:
             if self.path != "staged":  # what is staged is admitted where it is sampled
                 self._admit(step, admission)
             with self._session.at_work():
                 return self._start(step, state, admission)
-        except BaseException:
-            admission.give_back()
-            raise
 
     def _admit(self, step: int, admission: Admission) -> None:
         """Waits for rows and for the stores' rate limiters, not holding what `close` waits for."""
         wait_together(self.samplers)
-        for number, (sampler, quota) in enumerate(zip(self.samplers, self._host.quotas(step), strict=True)):
+        for sampler, quota in zip(self.samplers, self._host.quotas(step), strict=True):
             if quota:
-                sampler.wait_to_draw(quota)
-                admission.rows[number] = quota
+                sampler.wait_to_draw(quota, admission)
 
     def _start(self, step: int, state: State, admission: Admission) -> PendingBatch:
         began_s = time.perf_counter()
@@ -193,16 +184,16 @@ class DeviceBatchBuilder:
             pending.state = pending.made.state
         return pending
 
+    def ready(self, started: PendingBatch) -> bool:
+        """See `BatchBuilder`."""
+        return True
+
     def finish(self, started: PendingBatch) -> BuiltBatch:
         """See `BatchBuilder`."""
         if started.made is not None:
             return started.made
-        with self._session.at_work():
-            try:
-                return self._finish(started)
-            except BaseException:
-                started.admission.give_back()
-                raise
+        with self._session.at_work(), started.admission:
+            return self._finish(started)
 
     def _finish(self, pending: PendingBatch) -> BuiltBatch:
         began_s = time.perf_counter()
@@ -217,7 +208,7 @@ class DeviceBatchBuilder:
 
     def _ready(self, ready: ReadyBatch, state: State, admission: Admission, make_s: float = float("inf")) -> BuiltBatch:
         self._built += 1
-        return BuiltBatch(ready.batch, state, self._session.deliver(ready), make_s, admitted=admission.rows)
+        return BuiltBatch(ready.batch, state, self._session.deliver(ready), make_s, admission=admission)
 
     # --- staged ------------------------------------------------------------------------------------------------
 
@@ -226,12 +217,11 @@ class DeviceBatchBuilder:
         began_s = time.perf_counter()
         one = self._staged.take()
         try:
-            rows, after = self._host.sample(step, state, one.rows)
-            admission.rows[:] = self._host.admitted
+            after = self._host.sample_into(one.rows, step, state, admission)
         except BaseException:
             self._staged.give_back(one)
             raise
-        keys = keys_of(rows, self._host.store_ids, self.targets[0].plan.per_step, copied=True)
+        keys = keys_of(one.rows, self._host.store_ids, self.targets[0].plan.per_step, copied=True)
         ready = self._staged.send(one, keys, step)
         made = self._ready(ready, after, admission, time.perf_counter() - began_s)
         return PendingBatch(step, after, None, [], admission, made)

@@ -36,7 +36,7 @@ from geartrain.device.nccl import DeviceGroup
 from geartrain.errors import PeerLostError
 from geartrain.replay.admission import Admission
 from geartrain.replay.batch import Batch
-from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State, build_stats, check_priorities
+from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State, build_stats, check_priorities, path_of
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.device import DeviceOptions
 from geartrain.replay.distributed.assembly import BatchAssembler, check_options, open_assembler
@@ -95,6 +95,7 @@ class DistributedBatchBuilder:
     """
 
     builds_anywhere = False
+    own_thread = True
     overlaps = False
     collective = True
 
@@ -223,6 +224,10 @@ class DistributedBatchBuilder:
         self._make_s += make_s
         self._built += 1
 
+    def ready(self, started: BuiltBatch) -> bool:
+        """See `BatchBuilder`."""
+        return True
+
     def finish(self, started: BuiltBatch) -> BuiltBatch:
         """See `BatchBuilder`."""
         return started
@@ -247,12 +252,9 @@ class DistributedBatchBuilder:
     def _build(self, step: int, state: State, updates: list[PriorityUpdate], admitted: Admission | None) -> BuiltBatch:
         began_s, sent = time.perf_counter(), self.group.sent_bytes
         admission = self.admission.wait(step) if admitted is None else admitted
-        try:
+        with admission:
             built = self._draw_until_whole(step, state, updates, admission, began_s, sent)
-        except BaseException:
-            admission.give_back()
-            raise
-        built.admitted = admission.rows
+        built.admission = admission
         return built
 
     def _draw_until_whole(
@@ -393,13 +395,9 @@ class DistributedBatchBuilder:
         moved = traffic["local_bytes"] + traffic["received_bytes"]
         traffic["local_share"] = traffic["local_bytes"] / moved if moved else 1.0
         traffic |= {f"peers_by_{name}": count for name, count in self.group.peers().items()}
-        return build_stats(self._built, self._make_s, self.samplers) | traffic | {"path": self.path}
-
-    @property
-    def path(self) -> str:
-        """What of a batch is code in Python."""
-        asks = self.reader.asks
-        return f"native, but for {', '.join(asks)}" if asks else "native"
+        return (
+            build_stats(self._built, self._make_s, self.samplers) | traffic | {"path": path_of(self.reader.callbacks)}
+        )
 
     def describe(self) -> list[dict[str, Any]]:
         """See `BatchBuilder`."""

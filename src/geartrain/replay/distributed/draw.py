@@ -24,7 +24,6 @@ from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import SHARD_STATUS, flat_bytes, rank_status
 from geartrain.replay.distributed.rank_collectives import DIRECT_RANKS, RADIX, all_to_all_of_known_sizes
 from geartrain.replay.distributed.rank_group import Bytes
-from geartrain.replay.pass_sampler import PassSampler
 from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
 from geartrain.selection.sharded import (
     NO_ROW,
@@ -181,14 +180,19 @@ class ShardedSampler:
         return raised(priorities, sampler.alpha)
 
     def _set(
-        self, number: int, rows: NDArray[np.uint32], generations: NDArray[np.uint32], priorities: NDArray[np.float64]
+        self,
+        number: int,
+        rows: NDArray[np.uint32],
+        generations: NDArray[np.uint32],
+        order: NDArray[np.int64],
+        priorities: NDArray[np.float64],
     ) -> bool:
         """Stores priorities of a shard that a device has a copy of, which has to learn of them."""
         sampler = self.samplers[number]
         if sampler.priority_copy is None:
             return False
         native = sampler.plan.store.native
-        sampler.change_priorities(rows, lambda: int(native.update_priorities(rows, generations, priorities)))
+        sampler.change_priorities(rows, lambda: native.apply_updates(rows, generations, None, order, priorities))
         return True
 
     def gather_totals(
@@ -396,8 +400,9 @@ class ShardedSampler:
             sampler.min_length,
         )
         state = known.state[number] or None
-        if isinstance(sampler, PassSampler):
-            return common_errors(lambda: sampler.draw_pass(shard, quota, known.state[number]))
+        passes = sampler.passes
+        if passes is not None:
+            return common_errors(lambda: passes.draw(shard, quota, known.state[number]))
         drawn = common_errors(lambda: select_shards(sampler.strategy, shard, quota, step, state))
         return self._count_samples(number, shard, drawn, step) if sampler.limited else drawn
 

@@ -73,7 +73,7 @@ class _Begun:
         self.began_s = time.perf_counter()
         self.built: BuiltBatch | None = None
         self.error: BaseException | None = None
-        self.admission: Admission | None = None
+        self.admission = Admission()
         self.parts: list[Bytes] = []  # that it told; none: it has yet to tell, or its round is over
         self.round = self.outcomes = self.rows = 0
         self.few = False  # there are too few rows: all ranks are to draw it again, once there are enough
@@ -82,17 +82,6 @@ class _Begun:
         self.batch: Any = None
         self.agreement: ReadAgreement | None = None
         self.told: Any = None
-
-    @property
-    def admitted(self) -> Sequence[int]:
-        if self.built is not None:
-            return self.built.admitted
-        return () if self.admission is None else self.admission.rows
-
-    def give_back(self) -> None:
-        """Where it has failed."""
-        if self.admission is not None:
-            self.admission.give_back()
 
 
 class LaggedBuilder:
@@ -107,6 +96,7 @@ class LaggedBuilder:
     """
 
     builds_anywhere = False
+    own_thread = True
     overlaps = True  # the next batch begins before this one's rows are received
     collective = True
 
@@ -144,6 +134,7 @@ class LaggedBuilder:
         self._inner.or_abort(lambda: self._apply_all(step))
         begun = _Begun(step, state)
         begun.built = self._inner.start(step, state, updates)
+        begun.admission = begun.built.admission
         self._first = False
         return begun
 
@@ -162,7 +153,7 @@ class LaggedBuilder:
         try:
             built = begun.built or self._inner.or_abort(lambda: self._finish(begun))
         except BaseException:
-            begun.give_back()
+            begun.admission.give_back()
             raise
         return built or self._inner.start(begun.step, begun.state, [], admitted=begun.admission)
 
@@ -212,7 +203,7 @@ class LaggedBuilder:
             begun.few = True
         except BaseException as error:
             begun.error = error
-            begun.give_back()
+            begun.admission.give_back()
             raise
 
     def _finish(self, begun: _Begun) -> BuiltBatch | None:
@@ -242,7 +233,7 @@ class LaggedBuilder:
         received = heard.received_rows * self._reader.row_bytes
         self._inner.count(heard, begun.began_s, heard.agreed_s, received)
         self._inner.note(time.perf_counter() - begun.began_s)
-        return BuiltBatch(made, begun.state, admitted=begun.admitted)
+        return BuiltBatch(made, begun.state, admission=begun.admission)
 
     def _told_by(self, rank: int, outcomes: Mapping[int, Bytes], begun: _Begun) -> NDArray[Any]:
         return _whole(rank, outcomes[rank], begun.told.nbytes).view(begun.told.dtype)

@@ -228,14 +228,11 @@ class RankReader:
     # --- what Python is asked for ---------------------------------------------------------------------------------
 
     @property
-    def asks(self) -> list[str]:
-        """What of a batch is code in Python, besides the raising of priorities: for `Replay.stats`."""
-        found = [] if self.by_totals else ["draws over ranks"]
-        if any(not sampler.draws_natively for sampler in self.samplers):
-            found.append("redraws")
-        if self._place is not None:
-            found.append("window function")
-        return found
+    def callbacks(self) -> list[str]:
+        """What a batch asks of Python code, by name: the draws that need more of other shards than totals, and what
+        `StoreSampler.callbacks` names."""
+        found = [name for sampler in self.samplers for name in sampler.callbacks]
+        return found if self.by_totals else ["select_shards", *found]
 
     def _placed(
         self,

@@ -37,23 +37,18 @@ class ShardAdmission:
 
     def wait(self, step: int) -> Admission:
         """Waits until the batch of a step is admitted. Raises what `StoreSampler.admit` raises, and none is then."""
-        admission = Admission(self._samplers)
         wait_together(self._samplers)
-        try:
+        with Admission() as admission:
             for number, quota in enumerate(self.quotas(step)):
                 share = self._share(number, quota)
                 if share:
-                    self._samplers[number].admit(share, may_stop=False)
-                    admission.rows[number] = share
-        except BaseException:
-            admission.give_back()
-            raise
+                    self._samplers[number].admit(share, admission, may_stop=False)
         return admission
 
     def keep(self, admission: Admission, found: Sequence[int]) -> None:
         """Gives back what a batch of so many rows of each store does not need: fewer are found where a pass ends."""
         for number, n in enumerate(found):
-            admission.keep(number, self._share(number, n))
+            admission.keep(self._samplers[number], self._share(number, n))
 
     def _share(self, number: int, n: int) -> int:
         return -(-n // len(self._members.stores[number].ranks)) if self._members.leads(number) else 0

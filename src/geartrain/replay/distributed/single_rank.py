@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from geartrain.core.keys import Keys
 from geartrain.errors import SchemaError
+from geartrain.replay.admission import Admission
 from geartrain.replay.builder import (
     BuiltBatch,
     HostBatchBuilder,
@@ -27,7 +28,6 @@ from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.later_updates import LaterUpdates
 from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.replay.native_batch import global_batch, numbers_of
-from geartrain.replay.pass_sampler import PassSampler
 from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.mixture import Selection
 from geartrain.selection.sharded import is_independent
@@ -45,8 +45,8 @@ def is_one_call(samplers: list[StoreSampler], selection: Selection, config: Repl
         and selection is sampler.strategy
         and config.device is None
         and names == inputs | targets
-        and not isinstance(sampler, PassSampler)
-        and sampler.in_one_call
+        and sampler.draws_natively
+        and not sampler.placed
         and is_independent(sampler.strategy)
         and sampler.traits.limits is None
         and not sampler.traits.over_steps
@@ -81,6 +81,7 @@ class SingleRankBuilder:
         self._draw, _ = numbers_of(config.batch_size)
         self._row_bytes = sum(self._plan.row_bytes(name) for name in self._plan.names)
         self._later = LaterUpdates[list[PriorityUpdate]](config.extra_lag) if config.extra_lag else None
+        self.own_thread = config.extra_lag != 0  # such updates are counted from the start of the thread on
         self._first = True  # batch since the thread was started
         samplers[0].counts_attached = False  # as in any group
         self.samplers = samplers
@@ -102,10 +103,15 @@ class SingleRankBuilder:
             self.settle(step, updates)
             self._first = False
         began_s = time.perf_counter()
-        rows, after = self._sampler.sample(self.rows, step, state[0])
-        batch = global_batch(rows, self._plan, step, self.store_ids)
-        self._host.note(time.perf_counter() - began_s)
-        return BuiltBatch(batch, [after], admitted=(self.rows,))
+        with Admission() as admission:
+            rows, after = self._sampler.sample(self.rows, step, state[0], admission)
+            batch = global_batch(rows, self._plan, step, self.store_ids)
+            self._host.note(time.perf_counter() - began_s)
+            return BuiltBatch(batch, [after], admission=admission)
+
+    def ready(self, started: BuiltBatch) -> bool:
+        """See `BatchBuilder`."""
+        return True
 
     def finish(self, started: BuiltBatch) -> BuiltBatch:
         """See `BatchBuilder`."""
