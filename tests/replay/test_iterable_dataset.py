@@ -127,7 +127,8 @@ def test_workers_with_replays_of_their_own_send_keys_to_the_process_that_trains(
         check(store, given)
 
 
-def test_a_replay_from_before_the_workers_is_refused_in_them(store: gt.Store) -> None:
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_replay_from_before_the_workers_is_refused_in_them(store: gt.Store, start: str) -> None:
     with gt.Replay(store, Uniform(seed=5), 4, num_batches=3) as replay:
         with pytest.raises(ArgumentError, match=r"would yield the same batches.*num_workers=0"):
-            list(DataLoader(gt.ReplayDataset(replay), batch_size=None, num_workers=1))
+            list(DataLoader(gt.ReplayDataset(replay), batch_size=None, num_workers=1, multiprocessing_context=start))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 from geartrain.core.extras import require_torch
 from geartrain.core.keys import Keys
@@ -14,6 +14,13 @@ from geartrain.replay.replay import Replay
 require_torch("ReplayDataset")
 import torch  # noqa: E402
 from torch.utils.data import IterableDataset, get_worker_info  # noqa: E402
+
+
+_FOR_WORKERS = (
+    "this replay was made before the loader's workers, each of which would yield the same batches. Use "
+    "DataLoader(..., batch_size=None, num_workers=0), as the replay prepares batches ahead by itself; or make a replay "
+    "in each worker, with a seed of its own"
+)
 
 
 class ReplayDataset(IterableDataset[Any]):
@@ -40,15 +47,14 @@ class ReplayDataset(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         if get_worker_info() is not None and self.replay.forked:
-            raise ArgumentError(
-                "this replay was made before the loader's workers, each of which would yield the same batches. Use "
-                "DataLoader(..., batch_size=None, num_workers=0), as the replay prepares batches ahead by itself; or "
-                "make a replay in each worker, with a seed of its own"
-            )
+            raise ArgumentError(_FOR_WORKERS)
         return map(_as_item, self.replay)
 
     def __len__(self) -> int:
         return len(self.replay)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise ArgumentError(_FOR_WORKERS)  # where workers are spawned, which pickles it
 
 
 def _as_item(made: Any) -> Any:
