@@ -15,7 +15,6 @@ require_torch("ReplayDataset")
 import torch  # noqa: E402
 from torch.utils.data import IterableDataset, get_worker_info  # noqa: E402
 
-
 _FOR_WORKERS = (
     "this replay was made before the loader's workers, each of which would yield the same batches. Use "
     "DataLoader(..., batch_size=None, num_workers=0), as the replay prepares batches ahead by itself; or make a replay "
