@@ -59,7 +59,7 @@ class HostAssembler:
         if read.outcome is not None:  # no row moves, and all ranks have told already
             agreement.check(read.outcome)
             return 0
-        agreement.exchange(read.sends, read.receives, idle=reader.idle)
+        agreement.exchange(read.sends, read.receives, idle=not read.moves)
         if mine is not None:
             reader.place(mine, read)
         return read.received_rows * reader.row_bytes
