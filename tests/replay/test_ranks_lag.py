@@ -32,12 +32,15 @@ def given(batch: gt.Batch) -> Any:
     return batch["number"] % 13 + batch.step
 
 
-def run(stores: list[gt.Store], ranks: int, selection: Any, prefetch: int, lag: int, **options: Any) -> list[Any]:
-    """Global batches of a job whose consumers update the priorities of each."""
+def run(
+    stores: list[gt.Store], ranks: int, selection: Any, prefetch: int, lag: int, *more: list[gt.Store], **options: Any
+) -> list[Any]:
+    """Global batches of a job whose consumers update the priorities of each; of a mixture with the shards of `more`."""
 
     def body(rank: ThreadRankGroup) -> list[gt.Batch]:
         settings = {"window": 4, "output": "numpy", "num_batches": BATCHES, "prefetch": prefetch, "update_lag": lag}
-        with gt.Replay(stores[rank.rank % len(stores)], selection, B, group=rank, **settings, **options) as replay:
+        mine: Any = [shards[rank.rank % len(shards)] for shards in (stores, *more)]
+        with gt.Replay(mine if more else mine[0], selection, B, group=rank, **settings, **options) as replay:
             made = []
             for batch in replay:
                 check(batch)
@@ -49,7 +52,7 @@ def run(stores: list[gt.Store], ranks: int, selection: Any, prefetch: int, lag: 
     return [join([result[step] for result in results]) for step in range(BATCHES)]
 
 
-def by_hand(store: gt.Store, selection: Any, lag: int, again: int = -1, lost: int = 0) -> list[Any]:
+def by_hand(store: Any, selection: Any, lag: int, again: int = -1, lost: int = 0) -> list[Any]:
     """The same by one process that sets priorities at once, and holds them back itself.
 
     Before batch `again` the last rows of the store are `lost`; it is drawn again, with the updates of one batch more.
@@ -79,6 +82,15 @@ def test_batches_are_those_of_one_process_that_holds_updates_back_on_any_number_
     assert len(np.unique(np.round(expected[-1]["probability"], 12))) > 5
     for shards, ranks in ((1, 1), (2, 2), (3, 3), (1, 2), (2, 4)):
         assert same(run(sharded_stores(shards), ranks, selection, prefetch, lag), expected), (shards, ranks)
+
+
+def test_mixtures_hold_updates_back_too(sharded_stores: Callable[..., list[gt.Store]]) -> None:
+    strategies = [Prioritized(seed=2, alpha=Linear(0.4, 1.0, 8), beta=0.4), Prioritized(seed=5)]
+    selection = gt.selection.Mixture([0.7, 0.3], strategies, seed=3)
+    expected = by_hand([sharded_stores(1)[0], sharded_stores(1)[0]], selection, 2)
+    for shards, ranks in ((1, 1), (2, 2), (2, 4)):
+        made = run(sharded_stores(shards), ranks, selection, 1, 2, sharded_stores(shards))
+        assert same(made, expected), (shards, ranks)
 
 
 def test_a_replay_without_a_group_holds_updates_back_as_well(sharded_stores: Callable[..., list[gt.Store]]) -> None:
@@ -402,14 +414,11 @@ def test_draws_that_are_not_independent_refuse_the_lag_on_all_ranks(
         run_ranks(ranks, body)
 
 
-def test_views_and_mixtures_refuse_the_lag(store_name: Callable[[], str]) -> None:
+def test_views_refuse_the_lag(store_name: Callable[[], str]) -> None:
     fields = recorded_fields({"obs": gt.Field((4,), "float32"), "reward": gt.Field((), "float32")})
     with gt.Store.create(store_name(), fields, max_length=5, capacity=4) as store:
-        with pytest.raises(ArgumentError, match="for batches of one store in host memory"):
+        with pytest.raises(ArgumentError, match="for batches in host memory"):
             gt.Replay(store, Uniform(seed=1), B, view=gt.Transitions(), prefetch=0, update_lag=1)
-        with pytest.raises(ArgumentError, match="for batches of one store in host memory"):
-            both = gt.selection.Mixture([0.5, 0.5], [Uniform(), Uniform()])
-            gt.Replay([store, store], both, B, prefetch=0, update_lag=1)
         with gt.Replay(store, Uniform(seed=1), B, view=gt.Transitions(), prefetch=0, update_lag=0):
             pass
 

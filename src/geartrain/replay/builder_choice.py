@@ -11,7 +11,7 @@ from geartrain.replay.config import ReplayConfig, make_samplers
 from geartrain.replay.distributed.lagged_builder import LaggedBuilder, check_lag
 from geartrain.replay.distributed.rank_collectives import run_on_all_ranks
 from geartrain.replay.distributed.rank_group import RankGroup, SingleRank
-from geartrain.replay.distributed.single_rank import SingleRankBuilder, is_one_call
+from geartrain.replay.distributed.single_rank import SingleRankBuilder, is_single_store
 from geartrain.replay.distributed.topology import Mesh, topology_of
 from geartrain.replay.distributed.torch_rank_group import as_rank_group
 from geartrain.replay.epochs import check_epochs
@@ -52,7 +52,7 @@ def open_builder(
 
     def make() -> list[StoreSampler]:
         samplers = make_samplers(stores, selection, config)
-        check_lag(samplers, selection, config)
+        check_lag(samplers, config)
         return samplers
 
     if alone:
@@ -71,7 +71,7 @@ def open_builder(
     members = None if ranks is group else topology.members
     try:
         samplers = run_on_all_ranks(ranks, make)
-        if ranks.size == 1 and is_one_call(samplers, selection, config):
+        if ranks.size == 1 and is_single_store(samplers, config):
             return SingleRankBuilder(samplers, selection, config, ranks), None
         builder = DistributedBatchBuilder(samplers, selection, config, ranks, topology.position, members)
         if config.extra_lag:

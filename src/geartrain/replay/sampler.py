@@ -270,6 +270,15 @@ class StoreSampler(StoreWaits):
         return None if plan is None else StepPlan(*plan)
 
     @property
+    def by_totals(self) -> bool:
+        """Whether draws from many shards follow from the shards' totals alone, so that native code makes them.
+
+        They are independent, none of them is refused, and none of them uses a sample up.
+        """
+        independent = self.draws_natively and self.traits.independent and not hasattr(self.strategy, "select_shards")
+        return independent and not (self.limited or self.may_refuse or self.plan.store.per_step)
+
+    @property
     def may_refuse(self) -> bool:
         """Whether a draw may find a row, or a step of it, that cannot be drawn, and be made again."""
         needs = self.step_plan is not None and max(self.step_plan.need, self.step_plan.skip) > 0

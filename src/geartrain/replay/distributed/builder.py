@@ -48,7 +48,7 @@ from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.messages import flat_bytes
 from geartrain.replay.distributed.rank_collectives import run_on_all_ranks
 from geartrain.replay.distributed.rank_group import Message, RankGroup
-from geartrain.replay.distributed.rank_reader import RankReader, arrays_of, draws_by_totals, open_near
+from geartrain.replay.distributed.rank_reader import RankReader, arrays_of, open_near
 from geartrain.replay.distributed.read_agreement import RowsLostError
 from geartrain.replay.distributed.row_wait import wait_for_rows
 from geartrain.replay.distributed.shard_admission import ShardAdmission
@@ -187,7 +187,7 @@ class DistributedBatchBuilder:
         everyone_reads = len(self.members.consumers) == self.group.size and all(
             each.fields == tuple(names) and not each.peers for each in self.members.consumers
         )
-        by_totals = everyone_reads and config.device is None and draws_by_totals(self.samplers)
+        by_totals = everyone_reads and config.device is None and all(each.by_totals for each in self.samplers)
         near = open_near(self.samplers, self.members, by_totals=by_totals, lagged=config.extra_lag > 0)
         try:
             return RankReader(self.sampler, config, near)

@@ -36,25 +36,30 @@ from geartrain.replay.distributed.messages import flat_bytes
 from geartrain.replay.distributed.rank_group import Bytes
 from geartrain.replay.distributed.read_agreement import ReadAgreement, RowsLostError
 from geartrain.replay.distributed.rounds_in_flight import rounds_of
-from geartrain.replay.distributed.single_rank import is_one_call
 from geartrain.replay.sampler import StoreSampler
-from geartrain.selection.mixture import Selection
 
 if TYPE_CHECKING:
     from geartrain.replay.distributed.builder import DistributedBatchBuilder
 
 
-def check_lag(samplers: Sequence[StoreSampler], selection: Selection, config: ReplayConfig) -> None:
+def check_lag(samplers: Sequence[StoreSampler], config: ReplayConfig) -> None:
     """Raises `ArgumentError` where updates cannot take effect later than with the batch that they come with."""
-    if config.extra_lag and not is_one_call(list(samplers), selection, config):
+    if config.extra_lag and not (config.device is None and _everyone_reads(samplers, config)):
         raise _refusal(config.extra_lag)
+
+
+def _everyone_reads(samplers: Sequence[StoreSampler], config: ReplayConfig) -> bool:
+    """Whether draws are by totals, and the first and the last stage of a pipeline get all fields."""
+    names = set(samplers[0].plan.names)
+    stages = [names if given is None else set(given) for given in (config.inputs, config.targets)]
+    return all(sampler.by_totals for sampler in samplers) and names == set.union(*stages)
 
 
 def _refusal(extra_lag: int) -> ArgumentError:
     return ArgumentError(
-        f"an update_lag of prefetch + {extra_lag} is for batches of one store in host memory whose draws are "
-        f"independent (Uniform or Prioritized with replacement, of whole rows or windows, without limits, views and "
-        f"stages of a pipeline); with others it is prefetch"
+        f"an update_lag of prefetch + {extra_lag} is for batches in host memory whose draws are independent: Uniform or "
+        f"Prioritized with replacement, or a Mixture of them, of whole rows or windows, without limits, views and stages "
+        f"of a pipeline. With others update_lag is prefetch: leave it out"
     )
 
 

@@ -51,16 +51,6 @@ def arrays_of(sampler: StoreSampler) -> dict[str, int]:
     return {name: int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for name, (shape, dtype) in made.items()}
 
 
-def draws_by_totals(samplers: Sequence[StoreSampler]) -> bool:
-    """Whether all draws of a batch follow from the totals of the stores' shards, so that native code makes them."""
-    return all(
-        each.draws_natively
-        and is_independent(each.strategy)
-        and not (each.limited or each.may_refuse or each.plan.store.per_step)
-        for each in samplers
-    )
-
-
 class NearStores(NamedTuple):
     """Shards of other ranks of this host, by their numbers among those of all stores.
 
@@ -168,9 +158,10 @@ class RankReader:
         lagged = config.extra_lag > 0
         shard_ranks = [ranks for store in members.stores for ranks in store.ranks]
         replicas = members.replicas
-        if lagged:  # of one store
-            shard_ranks = [[leader] for leader in members.stores[0].leaders]
-            replicas = [_with_led_shards(each, members.stores[0].leaders) for each in replicas]
+        if lagged:
+            leaders = members.leader_of_shard.tolist()
+            shard_ranks = [[leader] for leader in leaders]
+            replicas = [_with_led_shards(each, leaders) for each in replicas]
         reached = near.reached
         self.idle = not lagged and by_totals
         self.idle &= all(
@@ -475,4 +466,4 @@ def _plan_of(sampler: StoreSampler) -> tuple[tuple[Any, ...] | None, int, int, b
     return draws, seed_of(sampler.strategy), sampler.atom, sampler.limited
 
 
-__all__ = ["NearStores", "RankReader", "Target", "arrays_of", "draws_by_totals", "open_near"]
+__all__ = ["NearStores", "RankReader", "Target", "arrays_of", "open_near"]

@@ -30,30 +30,14 @@ from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.replay.native_batch import global_batch, numbers_of
 from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.mixture import Selection
-from geartrain.selection.sharded import is_independent
 from geartrain.store.priorities import check_keys_of
 
 
-def is_one_call(samplers: list[StoreSampler], selection: Selection, config: ReplayConfig) -> bool:
-    """Whether a rank's batches can be one native call each: in a group of one, or over ranks (native_read.py)."""
-    sampler = samplers[0]
-    names = set(sampler.plan.names)
-    inputs = names if config.inputs is None else set(config.inputs)
-    targets = names if config.targets is None else set(config.targets)
-    return (
-        len(samplers) == 1
-        and selection is sampler.strategy
-        and config.device is None
-        and names == inputs | targets
-        and sampler.draws_natively
-        and not sampler.placed
-        and is_independent(sampler.strategy)
-        and sampler.traits.limits is None
-        and not sampler.traits.over_steps
-        and not sampler.plan.store.per_step
-        and not sampler.limited
-        and sampler.transitions is None
-    )
+def is_single_store(samplers: list[StoreSampler], config: ReplayConfig) -> bool:
+    """Whether batches are of one store in host memory, by draws that use nothing up, and each has all fields."""
+    names = set(samplers[0].plan.names)
+    stages = [names if given is None else set(given) for given in (config.inputs, config.targets)]
+    return len(samplers) == 1 and config.device is None and samplers[0].by_totals and names == set.union(*stages)
 
 
 class SingleRankBuilder:
@@ -182,4 +166,4 @@ class SingleRankBuilder:
         self._group.close()
 
 
-__all__ = ["SingleRankBuilder", "is_one_call"]
+__all__ = ["SingleRankBuilder", "is_single_store"]
