@@ -57,9 +57,9 @@ def _everyone_reads(samplers: Sequence[StoreSampler], config: ReplayConfig) -> b
 
 def _refusal(extra_lag: int) -> ArgumentError:
     return ArgumentError(
-        f"an update_lag of prefetch + {extra_lag} is for batches in host memory whose draws are independent: Uniform or "
-        f"Prioritized with replacement, or a Mixture of them, of whole rows or windows, without limits, views and stages "
-        f"of a pipeline. With others update_lag is prefetch: leave it out"
+        f"an update_lag of prefetch + {extra_lag} is for batches in host memory whose draws are independent: Uniform "
+        f"or Prioritized with replacement, or a Mixture of them, of whole rows or windows, without limits, views and "
+        f"stages of a pipeline. With others update_lag is prefetch: leave it out"
     )
 
 

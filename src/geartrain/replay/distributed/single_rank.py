@@ -1,8 +1,8 @@
 """Batches of a group of one rank, each by one native call, as those of a replay without a group.
 
 They are the batches that any number of ranks would make, with the same attributes, and priority updates take effect
-when they do there: with the next request. Where a batch is more than one native call (mixtures, limits, limited stores,
-devices, views, fields for some stages only) a group of one takes the steps of all groups (builder.py).
+when they do there: with the next request. Of other draws than those by totals, of mixtures, on devices and with fields
+for some stages only a group of one takes the steps of all groups (builder.py).
 """
 
 from __future__ import annotations
@@ -11,10 +11,7 @@ import time
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from geartrain.core.keys import Keys
-from geartrain.errors import SchemaError
 from geartrain.replay.admission import Admission
 from geartrain.replay.builder import (
     BuiltBatch,
@@ -124,21 +121,8 @@ class SingleRankBuilder:
     def _apply(self, step: int, updates: list[PriorityUpdate]) -> None:
         for update in updates:
             self._sampler.follow_alpha(step)
-            keys, priorities = update.keys, update.priorities
-            draw = keys.draw
-            # Of a row that was drawn twice the later draw's priority holds. A batch has them in that order.
-            if draw is not self._draw and draw is not None and (draw[1:] < draw[:-1]).any():
-                order = np.argsort(draw, kind="stable")
-                keys, priorities = keys[order], priorities[order]
-            try:
-                self._set(keys, priorities)
-            except SchemaError:  # the key of a row that the store does not have, which is counted as stale
-                there = keys.row < self._store.capacity
-                rows, generations = np.where(there, keys.row, 0), np.where(there, keys.generation, 0)
-                self._set(Keys(rows, generations), priorities)
-
-    def _set(self, keys: Keys, priorities: NDArray[np.float64]) -> None:
-        self._store.native.update_priorities(keys.row, keys.generation, raised(priorities, self._sampler.alpha))
+            keys, priorities = update.keys, raised(update.priorities, self._sampler.alpha)
+            self._store.native.apply_updates(keys.row, keys.generation, None, keys.draw, priorities)
 
     def rewind(self) -> None:
         """See `BatchBuilder`. What is kept besides the state are updates that are not applied yet."""
