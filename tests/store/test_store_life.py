@@ -52,6 +52,7 @@ NATIVE_CALLS: dict[str, tuple[Any, ...]] = {
     "abandon_one": (0,),
     "insert": (1, [(0, np.zeros((1, 8), np.int64)[:, 0])], None, None, None, 1),
     "rewrite": (ONE, ONE, [(0, np.zeros((1, 8), np.int64)[:, 0])], None, None),
+    "apply_updates": (ONE, ONE, None, None, DOUBLE),
     "update_priorities": (ONE, ONE, DOUBLE),
     "update_step_priorities": (ONE, ONE, ONE, DOUBLE),
     "step_priorities": (ONE, ONE, ONE),
