@@ -229,7 +229,7 @@ def rebalance(tools: Tools) -> Door:
     "save_checkpoint",
     store=nothing,
     directory=path,
-    ranks=choice(None),
+    group=choice(None),
     step=whole(0, 10**18),
     keep=whole(1, 10**400),
     timeout_s=SECONDS,
@@ -242,7 +242,7 @@ def save_checkpoint(tools: Tools) -> Door:
     def call(directory: Any, **rest: Any) -> None:
         gt.save_checkpoint(directory=folder / str(next(numbers)) if directory is folder else directory, **rest)
 
-    given = {"ranks": None, "step": 1, "shard": None, "state": {"seed": 1}, "keep": 2, "companions": ()}
+    given = {"group": None, "step": 1, "shard": None, "state": {"seed": 1}, "keep": 2, "companions": ()}
     return call, {"store": there, "directory": folder, **given, "timeout_s": 5.0, "progress": False}
 
 
@@ -250,7 +250,7 @@ def save_checkpoint(tools: Tools) -> Door:
     "load_checkpoint",
     directory=nothing,
     name=path,
-    ranks=choice(None),
+    group=choice(None),
     reshard=flag,
     adopt=flag,
     timeout_s=SECONDS,
@@ -266,7 +266,7 @@ def load_checkpoint(tools: Tools) -> Door:
         made.unlink()
         made.close()
 
-    given = {"ranks": None, "shard": None, "step": None, "reshard": False, "together": None, "capacity": None}
+    given = {"group": None, "shard": None, "step": None, "reshard": False, "together": None, "capacity": None}
     more = {"part": 0, "adopt": False, "timeout_s": 5.0, "progress": False, "persist": None, "reserve": False}
     return call, {"directory": folder, "name": tools.name(), **given, **more}
 
