@@ -34,6 +34,7 @@ from geartrain.errors import (
     StoreMissingError,
 )
 from geartrain.launch import ActorPool
+from geartrain.launch.actor_process import last_error
 
 pytestmark = pytest.mark.usefixtures("preloaded_children")
 
@@ -250,6 +251,7 @@ import geartrain.core.counters as counters
 from counting import Counting
 from geartrain.actors import RandomPolicy, environments_of, recorded_fields
 from geartrain.launch import ActorPool
+from geartrain.launch.actor_process import last_error
 
 def environments(length, context):
     return [Counting(length)]
@@ -311,6 +313,7 @@ import time
 import geartrain as gt
 import geartrain.core.counters as counters
 from geartrain.launch import ActorPool
+from geartrain.launch.actor_process import last_error
 from test_actor_pool import environments, policy, wait_for
 if __name__ == "__main__":
     store = gt.Store.open({store.name!r})
@@ -406,7 +409,7 @@ def tiring(context):
 @pytest.mark.parametrize(("made", "publish_every"), [(environments, None), (long_episodes, 10)])
 def test_actors_that_die_after_an_insert_are_started_again(store, made, publish_every):
     pool = ActorPool(store, made, tiring, 2, publish_every=publish_every, max_restarts=4)
-    with pytest.raises(ActorDiedError, match=r"(?s)RuntimeError: tired.*5 actors have died, and 4 may be started"):
+    with pytest.raises(ActorDiedError, match=r"(?s)RuntimeError: tired.*5 deaths are more than max_restarts=4"):
         wait_for(pool.check)
     wait_for(lambda: pool.stats()["alive"] == 0)  # the other one, too, before the pool is stopped
     pool.stop()
@@ -434,3 +437,52 @@ def test_actors_that_never_insert_end_the_pool_and_the_waits_for_them(store, lim
     assert len(warnings) == 1
     for said in ("actor ", "failed with exit code 1", "RuntimeError: no policy for actor", "pool.check()"):
         assert said in warnings[0]
+
+
+UNGUARDED = """
+import geartrain as gt
+from counting import Counting, Numbers
+from geartrain.actors import recorded_fields
+from geartrain.launch import ActorPool
+
+def environments(context):
+    return [Counting()]
+
+def policy(context):
+    return Numbers()
+
+fields = recorded_fields({"observation": gt.Field((1,), "float32"), "action": gt.Field((), "int64")})
+with gt.Store.create(fields, max_length=4, capacity=4) as store:
+    with ActorPool(store, environments, policy, 1) as pool:
+        for batch in gt.Replay(store, gt.selection.Uniform(), 1, output="numpy", num_batches=1):
+            print(batch)
+"""
+
+
+def test_a_script_without_the_main_guard_is_told_what_it_lacks(tmp_path, real_interpreters):
+    script = tmp_path / "train.py"
+    script.write_text(UNGUARDED)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "support")}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+        env=environment,
+    )
+    assert done.returncode == 1
+    assert "a pool is not made within an actor" in done.stderr
+    assert "put what that runs under `if __name__ == '__main__':`" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("trace", "told"),
+    [
+        ('Traceback (most recent call last):\n  File "a.py"\n    f()\nValueError: one\ntwo\n', "ValueError: one"),
+        ('Traceback (most recent call last):\n  File "a.py"\n    f()\nKeyError: 3\n', "KeyError: 3"),
+        ("", ""),
+    ],
+)
+def test_a_death_is_told_by_its_error_and_not_by_the_last_line_of_its_message(trace, told):
+    assert last_error(trace) == told

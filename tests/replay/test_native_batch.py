@@ -16,7 +16,7 @@ from deadlines import patience
 
 import geartrain as gt
 import geartrain._native as _native
-from geartrain.errors import ArgumentError, EmptyStoreError, NotEnoughRowsError
+from geartrain.errors import ArgumentError, EmptyStoreError, FieldError, NotEnoughRowsError
 from geartrain.replay.prefetch import HAND_OVER_S, BuildPlacement
 from geartrain.selection import Candidates, Draw, Fifo, Lifo, Limits, Mixture, Prioritized, TopK, Uniform
 
@@ -459,3 +459,13 @@ def test_the_thread_ends_where_batches_are_cheap_and_none_is_skipped_or_repeated
                 alive.append(any(thread.name == "geartrain-prefetch" for thread in threading.enumerate()))
     assert all(alive[:8]) and not any(alive[12:25]) and all(alive[33:])
     assert steps == list(range(40))
+
+
+def test_what_a_batch_has_as_an_attribute_is_named_by_the_error_for_a_field() -> None:
+    with filled() as store, gt.Replay(store, Uniform(seed=1), 2, output="numpy") as replay:
+        batch = replay.sample()
+        for name in ("importance_weights", "mask", "keys"):
+            with pytest.raises(FieldError, match=f"has no field '{name}'.*; it is an attribute: batch.{name}$"):
+                batch[name]
+        with pytest.raises(FieldError, match="did you mean 'id'"):
+            batch["ids"]

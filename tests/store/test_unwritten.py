@@ -144,3 +144,13 @@ def test_a_recorder_refuses_a_field_that_it_does_not_fill_unless_zeros_names_it(
             flag = {"ann": True} if many else np.array([True])
             key = recorder.step(many["observations"] if many else np.ones((1, 1)), terminated=flag, truncated=flag)
         assert gt.fetch(store, key, output="numpy")["agent"].tolist() == [0]
+
+
+@pytest.mark.parametrize("value", [np.array([0.7] * STEPS), np.float32(1.5), 1.5, [0.7] * STEPS, float("nan")])
+def test_fractions_are_not_cut_by_a_field_of_integers(store: gt.Store, value: Any) -> None:
+    with store.row(zeros=("a", "c", "d")) as row:
+        with pytest.raises(SchemaError, match=r"field 'b' takes int64.*fractions would be lost: convert it first"):
+            row["b"] = value
+        row["b"] = np.arange(STEPS, dtype=np.int32)
+        row.length = STEPS
+    assert only(store, row.key)["b"] == list(range(STEPS))

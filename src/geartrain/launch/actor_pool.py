@@ -26,13 +26,14 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import IO, Any, NoReturn, SupportsIndex
 
+import geartrain.launch.actor_process as actor_process
 from geartrain.actors.policy import Policy
 from geartrain.core.arguments import check_function, check_whole, default_threads, refuse_copies, shown, whole_number
 from geartrain.core.counters import SharedCounters
 from geartrain.core.process_report import register
 from geartrain.core.threads import DaemonThread, ReentrantEvent
 from geartrain.errors import ActorDiedError, ArgumentError, StoreClosedError
-from geartrain.launch.actor_process import ActorTask, task_bytes
+from geartrain.launch.actor_process import MAIN_GUARD, ActorTask, last_error, task_bytes
 from geartrain.launch.actor_role import ActorContext
 from geartrain.launch.metrics import COLUMNS, METRICS
 from geartrain.launch.process import ChildProcess, python_command
@@ -86,6 +87,8 @@ class ActorPool:
     ) -> None:
         if not isinstance(store, Store):
             raise ArgumentError(f"a pool's actors write into a Store of this host, found {shown(store)}")
+        if actor_process.importing_main:
+            raise ArgumentError(f"a pool is not made within an actor: {MAIN_GUARD}")
         check_function("make_environments", make_environments)
         check_function("make_policy", make_policy)
         if not 1 <= check_whole("actors", actors) <= MOST_ACTORS:
@@ -269,13 +272,13 @@ class ActorPool:
     def _handle_exit(self, process: _ActorProcess) -> None:
         trace = process.traceback()
         reason = f"actor {process.number} {process.exit_reason()}"
-        brief = f"{reason} ({trace.splitlines()[-1]})" if trace else reason
+        brief = f"{reason} ({last_error(trace)})" if trace else reason
         with contextlib.suppress(Exception):  # the next insert does it as well
             self.store.reap()
         self.restarts += 1
         process.barren = 0 if self._inserted(process.number) > process.began_with else process.barren + 1
         if self.restarts > self._max_restarts:
-            why = f"{self.restarts} actors have died, and {self._max_restarts} may be started again"
+            why = f"{self.restarts} deaths are more than max_restarts={self._max_restarts}"
         elif process.barren == BARREN_DEATHS:
             why = f"it has died {BARREN_DEATHS} times before it had inserted a row"
         else:

@@ -21,6 +21,11 @@ from geartrain.launch.actor_role import ActorContext, actor_seed, run_actor
 from geartrain.launch.metrics import Reporter
 from geartrain.store.store import Store
 
+#: What to do about an error of a program's main file while an actor imports it.
+MAIN_GUARD = "an actor imports the program's main file: put what that runs under `if __name__ == '__main__':`"
+#: Whether this process is an actor that imports the program's main file.
+importing_main = False
+
 
 @dataclass(frozen=True)
 class ActorTask:
@@ -64,8 +69,11 @@ def main() -> None:
     preparation, number, restart, parent, error_fd = pickle.load(sys.stdin.buffer)
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # interrupts are the pool's owner's affair
+    global importing_main
     try:
+        importing_main = True
         multiprocessing.spawn.prepare(preparation)  # sys.path, and the main module that functions may be in
+        importing_main = False
         task: ActorTask = pickle.load(sys.stdin.buffer)
         with Path(os.devnull).open("rb") as nothing:
             os.dup2(nothing.fileno(), 0)
@@ -75,7 +83,7 @@ def main() -> None:
         _act(task, number, restart)
     except BaseException:
         with contextlib.suppress(OSError), os.fdopen(error_fd, "w") as errors:
-            errors.write(traceback.format_exc())
+            errors.write(traceback.format_exc() + (f"{MAIN_GUARD}\n" if importing_main else ""))
         raise SystemExit(1) from None
 
 
@@ -106,4 +114,13 @@ def _act(task: ActorTask, number: int, restart: int) -> None:
     )
 
 
-__all__ = ["ActorTask", "main", "task_bytes"]
+def last_error(trace: str) -> str:
+    """The line of a traceback that says what was raised, with what to do about it; empty for no traceback."""
+    lines = trace.splitlines()
+    after = max((number for number, line in enumerate(lines) if line.startswith("  ")), default=-1) + 1
+    if after >= len(lines):
+        return ""
+    return f"{lines[after]}; {MAIN_GUARD}" if lines[-1] == MAIN_GUARD else lines[after]
+
+
+__all__ = ["MAIN_GUARD", "ActorTask", "last_error", "main", "task_bytes"]

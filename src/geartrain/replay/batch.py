@@ -65,10 +65,7 @@ class Batch(_WeaklyReferable):
         try:
             return self.fields[name]
         except (KeyError, TypeError):
-            raise FieldError(
-                f"the batch has no field {shown(name)}; it has {', '.join(self.fields)}"
-                f"{did_you_mean(name, self.fields)}"
-            ) from None
+            raise unknown_field(name, self.fields) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.fields)
@@ -220,3 +217,11 @@ def check_names(names: Iterable[str]) -> None:
 
 
 METADATA = ("mask", "start", "length", "version", "probability", "importance_weights", "draw", "cu_seqlens")
+
+
+def unknown_field(name: object, fields: Iterable[str]) -> FieldError:
+    """The error for a name that is no field of a batch; entries that are attributes are named so."""
+    names = list(fields)
+    is_attribute = isinstance(name, str) and name in ("keys", *METADATA)
+    hint = f"; it is an attribute: batch.{name}" if is_attribute else did_you_mean(name, names)
+    return FieldError(f"the batch has no field {shown(name)}; it has {', '.join(names)}{hint}")

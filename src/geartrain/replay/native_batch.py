@@ -13,10 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.arguments import did_you_mean, shown
 from geartrain.core.keys import Keys
-from geartrain.errors import FieldError
-from geartrain.replay.batch import Array, Batch
+from geartrain.replay.batch import Array, Batch, unknown_field
 
 _METADATA = ("mask", "start", "length", "version", "probability", "importance_weights")
 
@@ -103,10 +101,7 @@ class NativeBatch(Batch):
         if found is None:
             plan = self._plan
             if name not in self:
-                raise FieldError(
-                    f"the batch has no field {shown(name)}; it has {', '.join(plan.names)}"
-                    f"{did_you_mean(name, plan.names)}"
-                )
+                raise unknown_field(name, plan.names)
             place = plan.exchanged.get(name)
             make = plan.from_dlpack
             if place is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,7 +47,7 @@ class Columns:
 
     def names(self, what: str, names: Any) -> tuple[str, ...]:
         """Names of fields. Raises `ArgumentError` where they are no list of names, `FieldError` for an unknown one."""
-        if not isinstance(names, Sequence):
+        if not isinstance(names, Collection):  # an iterator would be empty the second time
             raise ArgumentError(f"{what} is a list of names of fields, found {shown(names)}")
         found = tuple(check_texts(what, names))
         for name in found:

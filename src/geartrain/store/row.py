@@ -474,12 +474,12 @@ class RowView:
 
 
 def _put(field: str, block: NDArray[Any], value: Any) -> None:
-    """Writes a value into a block as NumPy does, but for what NumPy would read as a number: text, times, masks."""
+    """Writes a value into a block as NumPy does, but for what would lose something: text, times, masks, fractions."""
     try:
         if value.__class__ is np.ndarray:
-            if value.dtype is not block.dtype and value.dtype.kind not in "biuf":
+            if value.dtype is not block.dtype and (value.dtype.kind not in "biu" or block.dtype.kind not in "biuf"):
                 value = _numbers(value, block.dtype)
-        elif value.__class__ is not float and value.__class__ is not int:
+        elif value.__class__ is not int:
             value = _numbers(value, block.dtype)
         block[...] = value
     except (
@@ -499,6 +499,8 @@ def _numbers(value: Any, dtype: np.dtype[Any]) -> Any:
     check_unmasked("it", value)
     array = _of_tensor(value) if hasattr(value, "detach") else np.asarray(value)
     kind = array.dtype.kind
+    if kind == "f" and dtype.kind in "biu" and not (array == np.rint(array)).all():
+        raise TypeError("its fractions would be lost: convert it first")
     if kind in "biuf":
         return array
     if kind in "SUMm" or (kind == "O" and not _are_numbers(array)):

@@ -231,7 +231,9 @@ def _stores_here(wanted: str) -> str:
         return ""
     names = [path.name.removeprefix(_PREFIX) for path in shared_files(f"{_PREFIX}*")]
     named = [name for name in names if not is_anonymous(name)]
-    return f". The stores here are {some_of(named)}{did_you_mean(wanted, named)}"
+    return (
+        f". The stores here are {some_of(named)}{did_you_mean(wanted, named)}" if named else ". There is no store here"
+    )
 
 
 def _describe_existing(name: str, trust: Trust) -> str:
