@@ -205,12 +205,9 @@ def test_the_reducer_command_wants_a_secret_beyond_loopback_and_stops_when_told(
 
 def test_the_reducer_command_serves_metrics(processes: list[Process]) -> None:
     pytest.importorskip("prometheus_client")
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    reducer_process(processes, "--metrics-port", str(port))
-    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=patience(20)).read().decode()
+    process, _ = reducer_process(processes, "--metrics-port", "0")
+    url = process.line().removeprefix("metrics on ")
+    text = urllib.request.urlopen(url, timeout=patience(20)).read().decode()
     assert "geartrain_reducer_groups_served_total 0.0" in text
     assert "geartrain_reducer_memory_bytes 0.0" in text
 

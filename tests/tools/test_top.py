@@ -444,6 +444,8 @@ def test_stores_in_use_come_first_and_names_choose_lines(host: Path) -> None:
         assert processes.lines
         shown = [each.plain for each in plain_lines([snapshot], findings, 140, ["idle"])]
         assert any(line.startswith("a-idle") for line in shown) and not any("b-used" in line for line in shown)
+        shown = [each.plain for each in plain_lines([snapshot], findings, 140, ["elsewhere"])]
+        assert shown[-1] == "no line has elsewhere in it"
         shown = [each.plain for each in Screen([snapshot], names=["b-", "a-"]).lines(140, 40)]
         assert "only b-, a-" in shown[0] and any(line.startswith("a-idle") for line in shown)
     refused = preloaded.run([sys.executable, "-m", "geartrain", "top", "idle", "--json"], timeout=patience(60))

@@ -55,12 +55,14 @@ def serve(
         reducer = Reducer(bind, secret=secret, max_window_bytes=window_bytes, threads=threads)
         if metrics_port is not None:
             host = reducer.address.rpartition(":")[0]
-            stack.callback(serve_metrics(reducer, host, metrics_port).close)
+            metrics = stack.enter_context(contextlib.closing(serve_metrics(reducer, host, metrics_port)))
         stack.callback(reducer.close, grace_s)
         print(
             f"reducer listening on {','.join(reducer.addresses)}, {'with' if secret else 'without'} a secret",
             flush=True,
         )
+        if metrics_port is not None:
+            print(f"metrics on http://{host}:{metrics.port}/metrics", flush=True)
         before, at = reducer.metrics(), time.monotonic()
         while not stopped.wait(every_s or None):
             now, now_at = reducer.metrics(), time.monotonic()

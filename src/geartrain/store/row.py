@@ -499,7 +499,7 @@ def _numbers(value: Any, dtype: np.dtype[Any]) -> Any:
     check_unmasked("it", value)
     array = _of_tensor(value) if hasattr(value, "detach") else np.asarray(value)
     kind = array.dtype.kind
-    if kind == "f" and dtype.kind in "biu" and not (array == np.rint(array)).all():
+    if kind == "f" and dtype.kind in "biu" and not (np.isfinite(array) & (array == np.rint(array))).all():
         raise TypeError("its fractions would be lost: convert it first")
     if kind in "biuf":
         return array

@@ -183,9 +183,12 @@ def plain_lines(
     """All sections from top to bottom, for `--once`."""
     screen = Screen(snapshots, findings, names=names)
     lines = [*screen._findings(width, 1 << 20)]
-    for number, section in enumerate(sections_of(snapshots, names)):
+    sections = sections_of(snapshots, names)
+    for number, section in enumerate(sections):
         if section.lines:
             lines += [Text(), *screen._table(number, section, width, 1 << 20)]
+    if names and not any(section.lines for section in sections):
+        lines += [Text(f"no line has {' or '.join(map(printable, names))} in it", "yellow")]
     return lines
 
 
