@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from geartrain.core.schema import Field
+from geartrain.replay.distributed.torch_rank_group import TorchRankGroup
 from geartrain.replay.replay import Replay
 from geartrain.selection.groups import GroupSampling
 from geartrain.selection.mixture import Mixture
@@ -56,15 +57,20 @@ def measure(rank: int, meeting: str, blocks: int) -> tuple[list[Row], float]:
 
     dist.init_process_group("gloo", f"file://{meeting}", world_size=2, rank=rank)
     one, other = _store(rank), _store(rank)
+    selections: dict[str, Any] = {
+        "Uniform": Uniform(seed=1),
+        "Prioritized, weights": Prioritized(seed=1, beta=0.4),
+        "Mixture of two stores": Mixture([0.5, 0.5], [Uniform(seed=1), Uniform(seed=2)]),
+        "Lifo": Lifo(),
+        "TopK": TopK(),
+        "Limits": Uniform(seed=1, limits=Limits(min_length=2)),
+        "without replacement": Uniform(seed=1, replacement=False),
+        "groups of 4": GroupSampling(by="group", size=4, seed=1),
+    }
+    groups = {name: TorchRankGroup(range(2)) for name in selections}
     replays = {
-        "Uniform": _replay(one, Uniform(seed=1)),
-        "Prioritized, weights": _replay(one, Prioritized(seed=1, beta=0.4)),
-        "Mixture of two stores": _replay([one, other], Mixture([0.5, 0.5], [Uniform(seed=1), Uniform(seed=2)])),
-        "Lifo": _replay(one, Lifo()),
-        "TopK": _replay(one, TopK()),
-        "Limits": _replay(one, Uniform(seed=1, limits=Limits(min_length=2))),
-        "without replacement": _replay(one, Uniform(seed=1, replacement=False)),
-        "groups of 4": _replay(one, GroupSampling(by="group", size=4, seed=1)),
+        name: _replay([one, other] if isinstance(each, Mixture) else one, each, groups[name])
+        for name, each in selections.items()
     }
     took: dict[str, list[tuple[float, float]]] = {name: [] for name in replays}
     sent: dict[str, float] = {}
@@ -77,7 +83,7 @@ def measure(rank: int, meeting: str, blocks: int) -> tuple[list[Row], float]:
         floor.append(BATCHES / (time.perf_counter() - began_s))
         for name, replay in replays.items():
             dist.barrier()
-            group: Any = replay._builder.group  # type: ignore[attr-defined]
+            group = groups[name]
             messages, began_s, cpu_s = group.sent_messages, time.perf_counter(), time.process_time()
             for _ in range(BATCHES):
                 replay.sample()
@@ -106,10 +112,8 @@ def _store(rank: int) -> Store:
     return store
 
 
-def _replay(store: Any, selection: Any) -> Replay:
-    import torch.distributed as dist
-
-    return Replay(store, selection, ROWS, group=dist.group.WORLD, prefetch=0, output="numpy", fields=["x"])
+def _replay(store: Any, selection: Any, group: TorchRankGroup) -> Replay:
+    return Replay(store, selection, ROWS, group=group, prefetch=0, output="numpy", fields=["x"])
 
 
 def main(arguments: list[str]) -> None:
