@@ -495,6 +495,7 @@ void RankReader::copy(size_t number, const Draws& draws, const Reads& reads, std
 
   struct Part {
     const Target* target;
+    bool all = false;  // of those found
     std::vector<uint32_t> of, rows, generations, places, numbers;
     std::vector<int32_t> ends;
     RowsToCopy asked;
@@ -518,14 +519,21 @@ void RankReader::copy(size_t number, const Draws& draws, const Reads& reads, std
       part.places.push_back(to.places[i]);
     }
     if (part.of.empty()) continue;
-    part.rows = picked(rows, part.of);
-    part.generations = picked(generations, part.of);
-    part.numbers = picked(numbers, part.of);
-    if (!ends.empty()) part.ends = picked(ends, part.of);
+    part.all = part.of.size() == found.size();  // in the order of reads, as those found are
+    if (!part.all) {
+      part.rows = picked(rows, part.of);
+      part.generations = picked(generations, part.of);
+      part.numbers = picked(numbers, part.of);
+      if (!ends.empty()) part.ends = picked(ends, part.of);
+    }
     parts.push_back(std::move(part));
   }
   for (Part& part : parts) {
-    part.asked = {shard.of, part.rows, part.generations, part.ends, part.places, part.numbers, round};
+    if (part.all) {
+      part.asked = {shard.of, rows, generations, ends, part.places, numbers, round};
+    } else {
+      part.asked = {shard.of, part.rows, part.generations, part.ends, part.places, part.numbers, round};
+    }
     if (part.target->copier != nullptr) part.target->copier->launch(part.asked);
   }
   for (Part& part : parts) {
@@ -537,8 +545,8 @@ void RankReader::copy(size_t number, const Draws& draws, const Reads& reads, std
     for (size_t i = 0; i < part.of.size(); ++i) {
       const uint32_t read = found[part.of[i]];
       if (copied.torn[i] != 0) torn[read] = 1;
-      part.target->headers[part.places[i]] = {.row = part.rows[i],
-                                              .generation = part.generations[i],
+      part.target->headers[part.places[i]] = {.row = part.asked.rows[i],
+                                              .generation = part.asked.generations[i],
                                               .shard = static_cast<uint32_t>(number),
                                               .length = copied.lengths[i],
                                               .start = copied.starts[i],

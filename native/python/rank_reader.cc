@@ -10,6 +10,7 @@
 
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <tuple>
 #include <utility>
 
@@ -87,6 +88,7 @@ struct RankRead {
   std::vector<RowHeader> headers;             // of this rank's batch, in host memory
   std::vector<int64_t> draws;                 // of this rank's batch: their numbers in the global one
   std::vector<size_t> parts;  // of each store the first row of the batch; and one more, how many there are
+  uint64_t sent_bytes = 0;    // of fields, in the messages to others
   bool moves = false;         // some row goes from one rank to another
 };
 
@@ -548,6 +550,7 @@ class BoundRankReader {
       const size_t rows = each.places.size(), bytes = reader_->layout(each.rank, rows).bytes;
       const RowsOfPeer& message = made.outgoing.emplace_back(std::move(each), bytes);
       targets.push_back(reader_->message(message.peer, message.memory.base(), rows));
+      made.sent_bytes += rows * row_bytes(message.peer);
     }
     std::vector<RankReader::Traffic> incoming = reader_->incoming(draws);
     made.incoming.reserve(incoming.size());
@@ -692,14 +695,15 @@ void bind_rank_reader(nb::module_& module) {
                      for (const RowsOfPeer& each : r.incoming) rows += each.places.size();
                      return rows;
                    })
-      // (rank, rows) of each message
-      .def_prop_ro("sent_rows",
+      .def_ro("sent_bytes", &RankRead::sent_bytes)
+      // all ranks have told that they have all of their rows, and none is on its way
+      .def_prop_ro(
+          "whole",
+          [](const RankRead& r) { return r.outcome && std::ranges::count(r.outcome->failed, uint8_t{1}) == 0; })
+      // rows that were drawn again, of all stores
+      .def_prop_ro("lost",
                    [](const RankRead& r) {
-                     nb::list made;
-                     for (const RowsOfPeer& each : r.outgoing) {
-                       made.append(nb::make_tuple(each.peer, each.places.size()));
-                     }
-                     return made;
+                     return std::accumulate(r.found.redrawn.begin(), r.found.redrawn.end(), uint64_t{0});
                    })
       // (rank, places in this rank's batch) each, of rows whose memory is the caller's
       .def_prop_ro("expected",

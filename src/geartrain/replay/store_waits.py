@@ -44,7 +44,7 @@ class StoreWaits:
         self.counts_attached = True
         self.stage = "idle"
         self._store = store
-        self._expires = store.options["max_age_s"] is not None
+        self.expires = store.options["max_age_s"] is not None
 
     def wait_to_draw(self, n: int, admission: Admission) -> None:
         """Waits for rows, and until the rate limiter lets so many be drawn; raises what either raises."""
@@ -137,7 +137,7 @@ class StoreWaits:
 
     def expire(self) -> None:
         """Removes rows that are too old, before they are counted."""
-        if self._expires:
+        if self.expires:
             self._store.expire()
 
     def check_count(self, count: int) -> None:

@@ -99,7 +99,7 @@ class BatchAssembler(Protocol):
 
     def weigh(
         self,
-        agreement: ReadAgreement,
+        agreement: ReadAgreement | None,
         reader: RankReader,
         read: _native.RankRead,
         mine: Any,

@@ -156,7 +156,7 @@ class DeviceAssembler(HostAssembler):
 
     def weigh(
         self,
-        agreement: ReadAgreement,
+        agreement: ReadAgreement | None,
         reader: RankReader,
         read: _native.RankRead,
         mine: Any,
@@ -164,7 +164,7 @@ class DeviceAssembler(HostAssembler):
         step: int,
     ) -> NDArray[np.float64] | None:
         """See `BatchAssembler`."""
-        if agreement.lowest is None:
+        if agreement is None or agreement.lowest is None:
             return None
         rows, generations, probability = (mine.headers[name] for name in ("row", "generation", "probability"))
         return reader.importance_weights(read, rows, generations, probability, counts, agreement.lowest, step)

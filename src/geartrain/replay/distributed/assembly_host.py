@@ -66,7 +66,7 @@ class HostAssembler:
 
     def weigh(
         self,
-        agreement: ReadAgreement,
+        agreement: ReadAgreement | None,
         reader: RankReader,
         read: _native.RankRead,
         mine: _native.SampledBatch,

@@ -150,6 +150,9 @@ class DistributedBatchBuilder:
             for each in samplers
         ]
         self._has_peers = any(consumer.peers for consumer in self.members.consumers)
+        me = self.members.me  # whose batch this rank has; it gets rows itself where it is not another's copy
+        self._mine = me if me is not None and me.fields else None
+        self._reads_own = self._mine is not None and self._mine.rank == group.rank
         self.sampler = ShardedSampler(samplers, self.members, fingerprint_of(job))
         self.assembler: BatchAssembler = HostAssembler()
 
@@ -283,9 +286,10 @@ class DistributedBatchBuilder:
             selected_s = read.agreed_s
         else:
             mine, read, counts, state, selected_s = self._draw_and_read(step, state, updates, admission, sent)
-        agreement = reader.agreement(read)
-        received = self.assembler.exchange(agreement, reader, read, mine)
-        weights = None
+        agreement, received, weights = None, 0, None
+        if not read.whole:
+            agreement = reader.agreement(read)
+            received = self.assembler.exchange(agreement, reader, read, mine)
         if self._has_importance and mine is not None:
             weights = self.assembler.weigh(agreement, reader, read, mine, counts, step)
         batch, deliver = self._finish(mine, read, weights, step)
@@ -316,12 +320,6 @@ class DistributedBatchBuilder:
         read = self.reader.read(step, drawn, own, others, in_host_memory=self.assembler.in_host_memory)
         return mine, read, known.counts, state, selected_s
 
-    @property
-    def _reads_own(self) -> bool:
-        """Whether this rank gets rows itself, and not a copy of another's batch."""
-        me = self.members.me
-        return me is not None and me.rank == self.group.rank and bool(me.fields)
-
     def _buffer(self, n: int) -> Any:
         """Memory for this rank's batch, of a global one of n rows; None where it has none of them."""
         me = self.members.me
@@ -338,8 +336,8 @@ class DistributedBatchBuilder:
         self, mine: Any, read: _native.RankRead, weights: NDArray[np.float64] | None, step: int
     ) -> tuple[Batch, Callable[[], None]]:
         """Step 7: the batch, of this rank and of its tensor-parallel peers."""
-        me = self.members.me
-        if me is None or not me.fields:
+        me = self._mine
+        if me is None:
             self._copy_to_peers(None, 0, None)
             return self.assembler.empty_batch(self.samplers[0], None, step)
         if not self._reads_own:
@@ -347,7 +345,8 @@ class DistributedBatchBuilder:
             weights = np.empty(len(read.draws())) if self._has_importance else None
         if mine is None:
             return self.assembler.empty_batch(self.samplers[0], self._plans[0][me.fields], step)
-        self._copy_to_peers(mine, len(read.draws()), weights)
+        if self._has_peers:
+            self._copy_to_peers(mine, len(read.draws()), weights)
         return self.assembler.batch(self.reader, read, mine, weights, step)
 
     def _copy_to_peers(self, mine: Any, rows: int, weights: NDArray[np.float64] | None) -> None:
@@ -372,7 +371,7 @@ class DistributedBatchBuilder:
         """Counts a batch that is finished now."""
         traffic, ended_s = self.traffic, time.perf_counter()
         traffic.local_bytes += read.local_rows * self.reader.row_bytes
-        traffic.sent_bytes += self.reader.sent_bytes(read)
+        traffic.sent_bytes += read.sent_bytes
         traffic.received_bytes += received
         traffic.select_s += selected_s - began_s
         traffic.fetch_s += read.read_s - selected_s

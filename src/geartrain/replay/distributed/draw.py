@@ -8,10 +8,9 @@ row is read, and those that came too late are redrawn.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -114,6 +113,7 @@ class ShardedSampler:
         self._held: list[list[tuple[NDArray[np.uint32], NDArray[np.uint32]]]] = [[] for _ in samplers]
         self._raises = any(sampler.raises for sampler in samplers)
         group = members.group
+        self._native_rounds = getattr(group, "native_rounds", None) is not None
         self.steps = _native.RankSteps(
             group.rank,
             group.size,
@@ -147,18 +147,17 @@ class ShardedSampler:
             ),
         )
 
-    @contextlib.contextmanager
-    def rounds(self) -> Iterator[None]:
-        """Around native code that exchanges messages: its errors become those of the group."""
+    def over_ranks(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Calls native code that exchanges messages; its errors become those of the group."""
         group: Any = self.members.group
-        if getattr(group, "native_rounds", None) is None:
-            yield
-            return
+        if not self._native_rounds:
+            return call(*arguments)
         group.check_usable()
         try:
-            yield
+            return call(*arguments)
         except GeartrainError as error:
             group.round_failed(error)
+            raise  # which it has done
 
     # --- status and priority updates ------------------------------------------------------------------------------
 
@@ -290,10 +289,8 @@ class ShardedSampler:
         """Every rank's status, with the offers of the shards that it leads; the updates of all ranks are applied."""
         told = [self._told(number, quotas[number], state[number]) for number in range(len(self.samplers))]
         copies = any(sampler.priority_copy is not None for sampler in self.samplers)
-        with self.rounds():
-            agreed = self.steps.agree(
-                exchange, step, self.given(updates), told, self.change_at(step), self._set if copies else None
-            )
+        given, change, set_copy = self.given(updates), self.change_at(step), self._set if copies else None
+        agreed = self.over_ranks(self.steps.agree, exchange, step, given, told, change, set_copy)
         if agreed.refusal == "disagree":
             self.check_ranks(agreed.status, step)
         if agreed.changed:

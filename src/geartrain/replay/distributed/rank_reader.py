@@ -199,6 +199,7 @@ class RankReader:
         )
         self.row_bytes = self._native.row_bytes(rank if me is None else me.rank)
         self.exchange = agreed.exchange_of(idle=self.idle)
+        self._led = [sampler for number, sampler in enumerate(samplers) if members.leads(number) and sampler.expires]
         self._step = 0  # of the batch that is read
         self._failed: EmptyStoreError | None = None  # why rows of it were not drawn again
 
@@ -273,12 +274,18 @@ class RankReader:
         self.expire()
         self._step = step
         batch = self.empty_batch(sum(quotas) // len(self.members.replicas))
-        beta = self._beta_at(step)
-        given, change = agreed.given(updates), agreed.change_at(step)
-        with agreed.rounds():
-            read = self._native.build(
-                batch, agreed.steps, self.exchange, step, quotas, given, change, beta, self._place
-            )
+        read = agreed.over_ranks(
+            self._native.build,
+            batch,
+            agreed.steps,
+            self.exchange,
+            step,
+            quotas,
+            agreed.given(updates),
+            agreed.change_at(step),
+            self._beta_at(step),
+            self._place,
+        )
         if read.changed:
             updates.clear()  # they are not sent again when this batch fails
         self.check(read, step)
@@ -287,9 +294,8 @@ class RankReader:
 
     def expire(self) -> None:
         """Removes rows that are too old from the shards that this rank leads."""
-        for number, sampler in enumerate(self.samplers):
-            if self.members.leads(number):
-                sampler.expire()
+        for sampler in self._led:
+            sampler.expire()
 
     def _beta_at(self, step: int) -> float | None:
         """The exponent of importance weights where native code makes them for the whole batch."""
@@ -355,6 +361,8 @@ class RankReader:
         return read
 
     def _count(self, read: _native.RankRead) -> None:
+        if not read.lost:
+            return
         for number, sampler in enumerate(self.samplers):
             sampler.redrawn += read.redrawn[number]
             if sampler.traits.cursor:
@@ -389,10 +397,6 @@ class RankReader:
         if read.received_rows:
             self._native.place(batch, read)
 
-    def sent_bytes(self, read: _native.RankRead) -> int:
-        """Bytes of the fields in the messages of a read."""
-        return sum(self._native.row_bytes(rank) * rows for rank, rows in read.sent_rows)
-
     # --- a finished batch -----------------------------------------------------------------------------------------
 
     def importance_weights(
@@ -422,13 +426,13 @@ class RankReader:
         batch: _native.SampledBatch,
         read: _native.RankRead,
         counts: Sequence[int],
-        agreement: ReadAgreement,
+        agreement: ReadAgreement | None,
         step: int,
     ) -> None:
-        """Gives a batch in host memory its importance weights, where `build` has not."""
+        """Gives a batch its importance weights, where `build` has not. No `agreement`: all ranks have told already."""
         if not self._with_lowest or (batch.weighed and read.outcome is not None):
             return
-        lowest = agreement.lowest
+        lowest = None if agreement is None else agreement.lowest
         if lowest is None:
             lowest = np.array(read.lowest_of_all, np.float64)
         beta = self._beta_at(step)

@@ -30,10 +30,11 @@ class ShardAdmission:
         self._members = members
         self._selection = selection
         self._batch_size = batch_size
+        self._fixed = [batch_size] if len(samplers) == 1 else []
 
     def quotas(self, step: int) -> list[int]:
         """Rows of each store in the global batch of a step."""
-        return quotas_of(self._selection, self._batch_size, step)
+        return self._fixed or quotas_of(self._selection, self._batch_size, step)
 
     def wait(self, step: int) -> Admission:
         """Waits until the batch of a step is admitted. Raises what `StoreSampler.admit` raises, and none is then."""
