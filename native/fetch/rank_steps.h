@@ -149,6 +149,7 @@ class RankSteps {
   const Settings& settings() const { return settings_; }
 
  private:
+  void check_of_stores(size_t given, const char* what) const;  // one for each store, or none
   bool leads(size_t store) const;
   uint64_t total(size_t store) const;
   bool by_totals() const;                                               // all draws begin with totals

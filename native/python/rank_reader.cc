@@ -461,6 +461,11 @@ class BoundRankReader {
   void place(const nb::object& batch, RankRead& read) const {
     const BatchMemory to = checked(batch);
     if (read.headers.size() != to.shards.size()) fail(ErrorKind::schema, "the rows were read for another batch");
+    for (const RowsOfPeer& each : read.incoming) {
+      if (each.bytes != reader_->layout(reader_->settings().rank, each.places.size()).bytes) {
+        fail(ErrorKind::schema, "the rows were read by another reader");
+      }
+    }
     const Unlocked unlocked;
     const RankReader::Target own = own_target(read, to);
     for (const RowsOfPeer& each : read.incoming) reader_->place(own, each.places, each.memory.base());
@@ -573,6 +578,9 @@ class BoundRankReader {
   RankReader::Target target_of(uint32_t rank, const std::vector<AnyArray>& arrays, const Writable& headers,
                                bool on_host) const {
     if (headers.size() % sizeof(RowHeader) != 0) fail(ErrorKind::schema, "headers are of whole rows");
+    if (reinterpret_cast<uintptr_t>(headers.data()) % alignof(RowHeader) != 0) {
+      fail(ErrorKind::schema, "headers begin at a multiple of ", alignof(RowHeader));
+    }
     const size_t rows = headers.size() / sizeof(RowHeader);
     RankReader::Target target{.rank = rank, .arrays = {}, .headers = {}};
     target.headers = {reinterpret_cast<RowHeader*>(headers.data()), rows};
