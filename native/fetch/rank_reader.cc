@@ -4,6 +4,7 @@
 #include <cstring>
 #include <limits>
 #include <numeric>
+#include <ranges>
 
 #include "base/errors.h"
 #include "fetch/episodes.h"
@@ -90,6 +91,9 @@ struct RankReader::Reads {
 RankReader::RankReader(Settings settings, std::vector<ShardView> shards, const Assigner& assigner)
     : settings_(std::move(settings)), shards_(std::move(shards)), samplers_(shards_.size()), assigner_(assigner) {
   check(settings_.window);
+  for (const StorePlan& store : settings_.stores) {
+    if (store.atom == 0) fail(ErrorKind::schema, "an atom has one row at least");
+  }
   const std::optional<TransitionView>& view = settings_.view;
   for (size_t number = 0; number < shards_.size(); ++number) {
     const ShardView& shard = shards_[number];
@@ -116,16 +120,24 @@ RankReader::RankReader(Settings settings, std::vector<ShardView> shards, const A
   }
   if (steps_ == 0) fail(ErrorKind::schema, "a rank has one shard at least");
   array_bytes_ = view ? transition_bytes(*view, field_bytes_) : field_bytes_;
+  const size_t arrays = array_bytes_.size();
   for (uint32_t i = 0; i < settings_.consumers.size(); ++i) {
     const Consumer& consumer = settings_.consumers[i];
     for (const uint32_t array : consumer.arrays) {
-      if (array >= array_bytes_.size()) fail(ErrorKind::schema, "a row has no array number ", array);
+      if (array >= arrays) fail(ErrorKind::schema, "a row has no array number ", array);
     }
-    if (view && !consumer.arrays.empty() && consumer.arrays.size() != array_bytes_.size()) {
+    if (view && !consumer.arrays.empty() && !std::ranges::equal(consumer.arrays, std::views::iota(size_t{0}, arrays))) {
       fail(ErrorKind::schema, "transitions are handed out as a whole");
+    }
+    if (std::ranges::count(settings_.consumers, consumer.rank, &Consumer::rank) != 1) {
+      fail(ErrorKind::schema, "rank ", consumer.rank, " gets the rows of one replica");
     }
     if (consumer.replica >= of_replica_.size()) of_replica_.resize(consumer.replica + size_t{1});
     if (!consumer.arrays.empty()) of_replica_[consumer.replica].push_back(i);
+  }
+  const Consumer* const me = consumer_of(settings_.rank);
+  if (me != nullptr && settings_.replica != me->replica) {
+    fail(ErrorKind::schema, "this rank's batch is of another replica than its rows");
   }
 }
 
@@ -169,6 +181,9 @@ RankReader::Draws RankReader::draw(uint64_t step, std::span<const uint64_t> quot
     const size_t first = shard, before = made.shard.size();
     std::vector<uint64_t> ends;
     for (; shard < shards_.size() && shards_[shard].of == store; ++shard) {
+      if (samplers_[shard] && samplers_[shard]->draws_steps()) {
+        fail(ErrorKind::schema, "steps are not drawn by the totals of rows");
+      }
       if (__builtin_add_overflow(made.whole[store], totals[shard], &made.whole[store])) {
         fail(ErrorKind::schema,
              "the priorities of all shards add up to more than 64 bits; use fewer priority_fraction_bits");
@@ -371,6 +386,7 @@ RankReader::Found RankReader::read(Draws& draws, std::span<const Target> targets
 // Samples of rows that are read by ranks that have the shard open to read.
 void RankReader::count_for_others(size_t number, const Draws& draws) const {
   const ShardView& shard = shards_[number];
+  if (draws.targets.empty()) fail(ErrorKind::schema, "samples are counted for others of draws by totals only");
   std::vector<uint64_t> targets;
   for (size_t i = 0; i < draws.shard.size(); ++i) {
     if (draws.shard[i] != static_cast<int64_t>(number)) continue;
@@ -709,7 +725,8 @@ void RankReader::settle(std::span<const RowHeader> headers, const BatchArrays& b
     batch.lengths[i] = header.length;
     batch.versions[i] = header.version;
     if (!batch.steps.empty()) {
-      batch.steps[i] = static_cast<uint32_t>(header.start + (from_first ? 0 : std::max(header.steps - 1, 0)));
+      const int64_t behind = from_first ? 0 : std::max(int64_t{header.steps} - 1, int64_t{0});
+      batch.steps[i] = static_cast<uint32_t>(header.start + behind);
     }
     shards[i] = static_cast<uint16_t>(header.shard);
     const size_t count = std::clamp<int64_t>(header.steps, 0, static_cast<int64_t>(steps_));

@@ -92,8 +92,14 @@ void RankSteps::apply(const std::vector<PriorityRecord>& updates, const Hooks& h
   }
 }
 
+void RankSteps::check_of_stores(size_t given, const char* what) const {
+  const size_t stores = settings_.stores.size();
+  if (given != 0 && given != stores) fail(ErrorKind::schema, given, " ", what, " were given for ", stores, " stores");
+}
+
 RankSteps::Parts RankSteps::begin(uint64_t step, std::span<const GivenPriorities> given,
                                   std::span<const Told> told) const {
+  check_of_stores(told.size(), "offers");
   RankStatus mine{.fingerprint = settings_.fingerprint, .step = static_cast<int64_t>(step), .updates = 0};
   // One of no rows counts, too: as without a group, alpha follows its schedule with it.
   for (const GivenPriorities& each : given)
@@ -125,6 +131,8 @@ RankSteps::Parts RankSteps::begin(uint64_t step, std::span<const GivenPriorities
 
 RankSteps::Heard RankSteps::hear(uint64_t step, std::span<const std::span<const std::byte>> received,
                                  std::span<const Told> told, std::span<const uint64_t> quotas) const {
+  check_of_stores(told.size(), "offers");
+  check_of_stores(quotas.size(), "quotas");
   if (received.size() != settings_.ranks)
     fail(ErrorKind::frame, "a round of ", settings_.ranks, " ranks has as many parts");
   const size_t stores = settings_.stores.size(), head = sizeof(RankStatus) + stores * sizeof(ShardStatus);

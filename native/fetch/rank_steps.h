@@ -114,9 +114,9 @@ class RankSteps {
     std::vector<uint64_t> totals;                // of every shard, of one store after the other
     size_t sent_bytes = 0;                       // by this rank, to the others
   };
-  // How priorities are stored. `change` is called once for each store where any rank has updates, and may change the
-  // priorities of those that this rank applies; without it they are taken as they are, but positive. `set`, where it
-  // is given, stores those of rows, and returns false for the stores of which it does not.
+  // How priorities are stored. `change` is called once for each store where any rank has updates, of whichever store,
+  // and may change the priorities of those that this rank applies; without it they are taken as they are, but positive.
+  // `set`, where it is given, stores those of rows, and returns false for the stores of which it does not.
   struct Hooks {
     std::function<void(uint32_t store, std::span<double>)> change;
     std::function<bool(uint32_t store, const PriorityUpdates& updates)> set;
@@ -149,6 +149,7 @@ class RankSteps {
   const Settings& settings() const { return settings_; }
 
  private:
+  void check_of_stores(size_t given, const char* what) const;  // one for each store, or none
   bool leads(size_t store) const;
   uint64_t total(size_t store) const;
   bool by_totals() const;                                               // all draws begin with totals

@@ -78,7 +78,7 @@ std::vector<std::vector<std::byte>> PythonRankExchange::round(std::vector<std::v
   const std::vector<Bytes> sent(parts.begin(), parts.end());
   std::vector<Message> received(sent.size());
   const Interruption interruption([this] {
-    call_python(*unlocked_, [] {
+    call_python(*unlocked_.load(), [] {
       if (PyErr_CheckSignals() != 0) throw nb::python_error();
     });
   });
@@ -99,7 +99,7 @@ std::vector<std::vector<std::byte>> PythonRankExchange::all_to_all(std::vector<s
   for (const auto& each : parts) most = std::max(most, each.size());
   if (settings_.rounds != nullptr && settings_.rounds->carries(most)) return round(std::move(parts));
   std::vector<std::vector<std::byte>> made;
-  call_python(*unlocked_, [&] {
+  call_python(*unlocked_.load(), [&] {
     nb::list given;
     for (const auto& each : parts) given.append(array_of(each));
     for (const nb::handle each : nb::object(settings_.all_to_all(given))) {
@@ -113,16 +113,18 @@ std::vector<std::vector<std::byte>> PythonRankExchange::all_to_all(std::vector<s
 std::vector<uint64_t> PythonRankExchange::totals(std::span<const uint64_t> mine) {
   std::vector<uint64_t> made;
   if (settings_.totals_by_rounds && by_rounds()) {
+    if (mine.size() != settings_.leaders.size()) fail(ErrorKind::schema, "every store has leaders of its shards");
     const auto every = gather(std::as_bytes(mine));
     for (size_t store = 0; store < settings_.leaders.size(); ++store) {
       for (const uint32_t leader : settings_.leaders[store]) {
+        if (leader >= every.size()) fail(ErrorKind::schema, "rank ", leader, " is none of the group");
         if (every[leader].size() != mine.size_bytes()) fail(ErrorKind::frame, "rank ", leader, " sent no total");
         std::memcpy(&made.emplace_back(), every[leader].data() + store * sizeof(uint64_t), sizeof(uint64_t));
       }
     }
     return made;
   }
-  call_python(*unlocked_, [&] {
+  call_python(*unlocked_.load(), [&] {
     const auto found =
         nb::cast<In<uint64_t>>(nb::object(settings_.totals(to_numpy(std::vector<uint64_t>(mine.begin(), mine.end())))));
     made.assign(found.data(), found.data() + found.size());

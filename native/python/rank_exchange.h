@@ -2,11 +2,13 @@
 // group's own functions in Python elsewhere.
 #pragma once
 
+#include <atomic>
 #include <optional>
 #include <span>
 #include <utility>
 #include <vector>
 
+#include "base/errors.h"
 #include "fetch/rank_steps.h"
 #include "python/bind.h"
 #include "python/call_python.h"
@@ -26,11 +28,14 @@ class PythonRankExchange final : public RankExchange {
   };
   explicit PythonRankExchange(Settings settings) : settings_(std::move(settings)) {}
 
-  // The thread's GIL for the time of one piece of work.
+  // The thread's GIL for the time of one piece of work. Throws schema where another is at work.
   class Use {
    public:
     Use(PythonRankExchange& exchange, const Unlocked& unlocked) : exchange_(exchange) {
-      exchange.unlocked_ = &unlocked;
+      const Unlocked* none = nullptr;
+      if (!exchange.unlocked_.compare_exchange_strong(none, &unlocked)) {
+        fail(ErrorKind::schema, "ranks exchange messages for one call at a time");
+      }
     }
     ~Use() { exchange_.unlocked_ = nullptr; }
     Use(const Use&) = delete;
@@ -50,7 +55,7 @@ class PythonRankExchange final : public RankExchange {
   bool by_rounds() const { return settings_.rounds != nullptr && settings_.rounds->carries(0); }
 
   Settings settings_;
-  const Unlocked* unlocked_ = nullptr;
+  std::atomic<const Unlocked*> unlocked_ = nullptr;
 };
 
 }  // namespace geartrain

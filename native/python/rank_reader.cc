@@ -137,17 +137,16 @@ std::vector<T> taken(const nb::object& from, size_t at, size_t n) {
 }
 
 // read(store, rows, generations, ends, places, numbers, round) starts to copy rows, and what it returns completes it:
-// (torn, lengths, starts, steps, versions).
+// (torn, lengths, starts, steps, versions). Made and destroyed with the GIL, and so outside of calls of stores: the end
+// of what it holds may run any Python code, which may close one.
 class PythonCopier final : public RankReader::Copier {
  public:
-  PythonCopier(nb::object read, const Outside& outside) : read_(std::move(read)), outside_(outside) {}
-  ~PythonCopier() override {
-    outside_.unlocked().locked([&] { read_.reset(), finish_.reset(); });
-  }
+  explicit PythonCopier(nb::object read) : read_(std::move(read)) {}
+  void work_in(const Outside& outside) { outside_ = &outside; }
 
   void launch(const RankReader::RowsToCopy& rows) override {
     n_ = rows.rows.size();
-    outside_.call([&] {
+    outside_->call([&] {
       finish_ = read_(rows.store, array_of(rows.rows), array_of(rows.generations),
                       rows.ends.empty() ? nb::none() : array_of(rows.ends), array_of(rows.places),
                       array_of(rows.numbers), rows.round);
@@ -155,7 +154,7 @@ class PythonCopier final : public RankReader::Copier {
   }
   RankReader::CopiedRows resolve() override {
     RankReader::CopiedRows made;
-    outside_.call([&] {
+    outside_->call([&] {
       const nb::object found = finish_();
       made = {taken<uint8_t>(found, 0, n_), taken<int32_t>(found, 1, n_), taken<int32_t>(found, 2, n_),
               taken<int32_t>(found, 3, n_), taken<int64_t>(found, 4, n_)};
@@ -165,7 +164,7 @@ class PythonCopier final : public RankReader::Copier {
 
  private:
   nb::object read_, finish_;
-  const Outside& outside_;
+  const Outside* outside_ = nullptr;
   size_t n_ = 0;
 };
 
@@ -429,17 +428,20 @@ class BoundRankReader {
     if (batched) to = checked(own);
     std::vector<TargetTuple> given = others;
     if (!batched && !own.is_none()) given.push_back(nb::cast<TargetTuple>(own));
+    std::vector<std::unique_ptr<PythonCopier>> copiers;  // of each target; null: the CPU copies its rows
+    for (const auto& [rank, arrays, headers, copier] : given) {
+      copiers.push_back(copier.is_none() ? nullptr : std::make_unique<PythonCopier>(copier));
+    }
     return raising([&] {
       const Unlocked unlocked;
       StoreCalls calls(stores_);
       const Outside outside(unlocked, calls);
-      std::vector<std::unique_ptr<PythonCopier>> copiers;
       std::vector<RankReader::Target> targets;
-      for (const auto& [rank, arrays, headers, copier] : given) {
-        targets.push_back(target_of(rank, arrays, headers, copier.is_none()));
-        if (copier.is_none()) continue;
-        unlocked.locked([&, &copier = copier] { copiers.push_back(std::make_unique<PythonCopier>(copier, outside)); });
-        targets.back().copier = copiers.back().get();
+      for (size_t i = 0; i < given.size(); ++i) {
+        const auto& [rank, arrays, headers, copier] = given[i];
+        targets.push_back(target_of(rank, arrays, headers, copiers[i] == nullptr));
+        targets.back().copier = copiers[i].get();
+        if (copiers[i] != nullptr) copiers[i]->work_in(outside);
       }
       RankRead made;
       reader_->assign(draws);
@@ -463,6 +465,11 @@ class BoundRankReader {
   void place(const nb::object& batch, RankRead& read) const {
     const BatchMemory to = checked(batch);
     if (read.headers.size() != to.shards.size()) fail(ErrorKind::schema, "the rows were read for another batch");
+    for (const RowsOfPeer& each : read.incoming) {
+      if (each.bytes != reader_->layout(reader_->settings().rank, each.places.size()).bytes) {
+        fail(ErrorKind::schema, "the rows were read by another reader");
+      }
+    }
     const Unlocked unlocked;
     const RankReader::Target own = own_target(read, to);
     for (const RowsOfPeer& each : read.incoming) reader_->place(own, each.places, each.memory.base());
@@ -576,6 +583,9 @@ class BoundRankReader {
   RankReader::Target target_of(uint32_t rank, const std::vector<AnyArray>& arrays, const Writable& headers,
                                bool on_host) const {
     if (headers.size() % sizeof(RowHeader) != 0) fail(ErrorKind::schema, "headers are of whole rows");
+    if (reinterpret_cast<uintptr_t>(headers.data()) % alignof(RowHeader) != 0) {
+      fail(ErrorKind::schema, "headers begin at a multiple of ", alignof(RowHeader));
+    }
     const size_t rows = headers.size() / sizeof(RowHeader);
     RankReader::Target target{.rank = rank, .arrays = {}, .headers = {}};
     target.headers = {reinterpret_cast<RowHeader*>(headers.data()), rows};

@@ -338,3 +338,42 @@ def test_some_ranks_may_be_without_a_device(make_shards: Callable[..., list[str]
                 check_same(host, landed, {}, False)
 
     run_pairs(3, body)
+
+
+class NotedGroup(ThreadRankGroup):
+    """Notes which calls a rank makes."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.calls: list[str] = []
+
+    def all_gather(self, mine: Any) -> Any:
+        self.calls.append("all_gather")
+        return super().all_gather(mine)
+
+    def exchange(self, *messages: Any) -> None:
+        self.calls.append("exchange")
+        super().exchange(*messages)
+
+
+@pytest.mark.parametrize("path", ["staged", "gather"])
+def test_ranks_with_and_without_a_device_make_the_same_calls_where_no_row_moves(
+    make_shards: Callable[..., list[str]], path: Any
+) -> None:
+    """As a group of the user's own may ask of them, whose all-gather need not be an exchange."""
+    (shard,) = make_shards(1)
+
+    def body(rank: ThreadRankGroup) -> None:
+        device = SimulatedDevice(rank.rank)
+        options = DeviceOptions(device, path=path) if rank.rank else None
+        with (
+            gt.Store.open(shard) as store,
+            gt.Replay(store, Uniform(seed=1), B, group=rank, device=options, num_batches=3) as replay,
+        ):
+            for _ in replay:
+                device.finish()
+            assert replay.stats()["sent_bytes"] == 0
+
+    group = NotedGroup.make(2)
+    run_ranks(group, body)
+    assert group[0].calls == group[1].calls

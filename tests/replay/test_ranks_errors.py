@@ -70,6 +70,24 @@ def test_an_error_of_one_rank_ends_the_others_with_its_reason(sharded_stores: Ca
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("selection", [Uniform(seed=1), Fifo()], ids=["one call", "drawn first"])
+def test_a_rank_whose_store_was_closed_tells_the_others(
+    sharded_stores: Callable[..., list[gt.Store]], selection: Any
+) -> None:
+    stores = sharded_stores(2)
+
+    def body(rank: ThreadRankGroup) -> None:
+        with gt.Replay(stores[rank.rank], selection, B, group=rank, prefetch=0) as replay:
+            replay.sample()
+            if rank.rank == 1:
+                stores[1].close()
+            expected = StoreClosedError if rank.rank == 1 else PeerLostError
+            with pytest.raises(expected, match="was closed"):
+                replay.sample()
+
+    run_ranks(ThreadRankGroup.make(2, timeout_s=patience(10)), body)
+
+
 def test_too_few_rows_are_the_same_error_on_all_ranks_and_not_the_end(
     sharded_stores: Callable[..., list[gt.Store]],
 ) -> None:

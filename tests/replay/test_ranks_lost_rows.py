@@ -18,7 +18,7 @@ from geartrain.errors import EmptyStoreError
 from geartrain.replay.distributed.draw import ShardedSampler
 from geartrain.replay.distributed.rank_collectives import DIRECT_RANKS
 from geartrain.replay.distributed.rank_reader import RankReader
-from geartrain.selection import Fifo, GroupSampling, Lifo, Prioritized, TopK, Uniform
+from geartrain.selection import Draw, Fifo, GroupSampling, Lifo, Prioritized, TopK, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
 STRATEGIES = {
@@ -135,6 +135,38 @@ def test_rows_in_order_are_drawn_again_and_none_is_left_out(
         assert before == every[:B]
         used = before if isinstance(selection, Fifo) else []
         assert after == [number for number in left if number not in used][:B]
+
+
+class OwnFifo(Fifo):
+    """The rows that its traits say, by code of its own."""
+
+    def select(self, *given: Any, **options: Any) -> Draw:
+        return super().select(*given, **options)
+
+
+@pytest.mark.parametrize("selection", [Fifo(), OwnFifo()], ids=["declared", "own"])
+def test_an_order_that_moves_on_gives_no_row_twice_where_some_are_lost(
+    sharded_stores: Callable[..., list[gt.Store]], monkeypatch: pytest.MonkeyPatch, selection: Any
+) -> None:
+    stores = sharded_stores(2)
+    for store in stores:
+        store.delete(store.keys())
+    for number in range(0, N, 2):  # in turn, so that every batch has rows of both
+        for at, store in enumerate(stores):
+            store.native.advance_sequence(2 * N + number + at)
+            insert(store, number + at, number + at + 1)
+    few = slice(B // 2, B // 2 + 4)
+    lost = lose_rows(monkeypatch, stores[0], step=1, which=few)
+
+    def body(rank: ThreadRankGroup) -> list[gt.Batch]:
+        with gt.Replay(stores[rank.rank], selection, B, group=rank, output="numpy", prefetch=0) as replay:
+            return [replay.sample() for _ in range(3)]
+
+    parts = run_ranks(2, body)
+    assert lost.is_set()
+    made = [number for step in range(3) for number in join([part[step] for part in parts])["number"].tolist()]
+    left = [number for number in range(N) if number not in range(0, N, 2)[few]]
+    assert sorted(made) == left[: 3 * B]
 
 
 @pytest.mark.parametrize("selection", STRATEGIES.values(), ids=STRATEGIES.keys())

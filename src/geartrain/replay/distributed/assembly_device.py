@@ -132,12 +132,13 @@ class DeviceAssembler(HostAssembler):
     def exchange(self, agreement: ReadAgreement, reader: RankReader, read: _native.RankRead, mine: Any) -> int:
         """See `BatchAssembler`."""
         if mine is None or not read.expected:
-            agreement.exchange(read.sends, [])
+            agreement.exchange(read.sends, [], idle=not read.moves)
             return 0
         peers, places = [peer for peer, _ in read.expected], [at for _, at in read.expected]
         memory = self._message_memory(mine.plan, [len(at) for at in places])
         messages = [RowMessage(mine.plan, len(at), data) for at, data in zip(places, memory, strict=True)]
-        agreement.exchange(read.sends, [(peer, each.data) for peer, each in zip(peers, messages, strict=True)])
+        receives = [(peer, each.data) for peer, each in zip(peers, messages, strict=True)]
+        agreement.exchange(read.sends, receives, idle=False)
         received = list(zip(messages, places, strict=True))
         for message, at in received:
             mine.headers[at] = message.headers

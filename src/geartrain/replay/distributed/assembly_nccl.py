@@ -88,6 +88,7 @@ class NcclAssembler(GatherAssembler):
         agreement.exchange(
             [(peer, flat_bytes(buffer.headers)) for peer, buffer in sorted(outgoing.items())],
             [(peer, flat_bytes(headers)) for peer, headers in received.items()],
+            idle=not read.moves,
         )
         self._pending = nothing
         if not read.moves:

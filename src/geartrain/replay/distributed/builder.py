@@ -22,6 +22,7 @@ step 6, and draw the batch again (read_agreement.py). A rank that fails aborts t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.device.nccl import DeviceGroup
-from geartrain.errors import PeerLostError
+from geartrain.errors import PeerLostError, StoreClosedError
 from geartrain.replay.admission import Admission
 from geartrain.replay.batch import Batch
 from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State, build_stats, check_priorities, path_of
@@ -409,7 +410,8 @@ class DistributedBatchBuilder:
     def abort(self, reason: str) -> None:
         """Leaves the group at once and tells the other ranks why; the segments stay in shared memory."""
         for part in self.samplers:
-            part.plan.store.native.keep_segment()
+            with contextlib.suppress(StoreClosedError):  # it may be why this rank leaves
+                part.plan.store.native.keep_segment()
         self.group.abort(reason)
 
     def close(self) -> None:

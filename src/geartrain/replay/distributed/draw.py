@@ -222,8 +222,6 @@ class ShardedSampler:
         state = [dict(each) for each in state]
         for number, (sampler, store) in enumerate(zip(self.samplers, self.members.stores, strict=True)):
             shards = status[:, number]
-            if self.members.leads(number):
-                sampler.plan.store.native.advance_sequence(int(shards["next_sequence"].max()))
             leaders = shards[store.leaders]
             counts.append(int(leaders["rows"].sum()))
             known = self._by_totals[number] and not changed

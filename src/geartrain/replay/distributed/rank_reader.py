@@ -201,6 +201,7 @@ class RankReader:
         self.exchange = agreed.exchange_of(idle=self.idle)
         self._led = [sampler for number, sampler in enumerate(samplers) if members.leads(number) and sampler.expires]
         self._step = 0  # of the batch that is read
+        self._after = [0 for _ in samplers]  # sequence numbers that its draws have used, in orders that move on
         self._failed: EmptyStoreError | None = None  # why rows of it were not drawn again
 
     def _shard_view(
@@ -242,12 +243,15 @@ class RankReader:
         self, store: int, n: int, attempt: int, numbers: NDArray[np.uint32], kept: NDArray[np.uint32]
     ) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.float64]] | None:
         """Other rows in the place of lost ones, by the strategy's own code; None where there are none."""
-        sampler = self.samplers[store]
+        sampler, cursors = self.samplers[store], self._agreed.cursors
+        state = {"after": self._after[store]} if sampler.traits.cursor else {}
         try:
-            drawn = sampler.draw(n, self._step, {}, Redraw(attempt, numbers, kept))
+            drawn = sampler.draw(n, self._step, state, Redraw(attempt, numbers, kept))
         except EmptyStoreError as error:
             self._failed = error
             return None
+        if sampler.traits.cursor:
+            cursors[store] = max(cursors[store], drawn.state["after"])
         return drawn.rows, drawn.generations, drawn.probability
 
     # --- a batch --------------------------------------------------------------------------------------------------
@@ -320,7 +324,7 @@ class RankReader:
         rounds = None if drawn.rounds is None else drawn.rounds.astype(np.uint32)
         shard = store.of_rank[self.members.group.rank]
         limits = sampler.limits_now() if sampler.draws_natively else None
-        cursor = state.get(f"after/{shard}", 0)
+        cursor = self._after[number] = state.get(f"after/{shard}", 0)
         return (
             drawn.shard + store.first,
             drawn.rows,

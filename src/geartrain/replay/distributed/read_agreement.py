@@ -58,22 +58,20 @@ class ReadAgreement:
         failed, lowest = self._outcome.failed is not None, self._outcome.lowest
         return np.array([failed, *lowest] if self._with_lowest else [failed])
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], *, idle: bool = False) -> None:
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], *, idle: bool) -> None:
         """Sends and receives rows as `RankGroup.exchange` does. Collective.
 
         Args:
             sends, receives: the rows.
-            idle: no row moves between any two ranks, as far as this one knows: of ranks that share a store those with
-                batches on devices do not say so. Then there are no `sends` and no `receives`.
+            idle: no row moves between any two ranks, which all of them know. Then there are no `sends` and no
+                `receives`.
 
         Raises:
             RowsLostError: a rank lost rows, and its shard has no others; on all ranks, which can make the draws again.
             CommonError: the same, where they cannot.
         """
         group, mine = self.members.group, self.told
-        if idle and group.size <= RADIX:
-            # An all-gather of one round, which a rank that does not know (its batches are on a device) meets below with
-            # the one exchange that it makes: another call here would be one that it does not make.
+        if idle and group.size <= RADIX:  # an all-gather of one round
             self.take(self.members.all_gather(mine))
             return
         if group.size > DIRECT_RANKS:  # to tell each of the others would take longer than the rounds of an all-gather

@@ -7,11 +7,13 @@ for some stages only a group of one takes the steps of all groups (builder.py).
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
 import numpy as np
 
+from geartrain.errors import StoreClosedError
 from geartrain.replay.admission import Admission
 from geartrain.replay.builder import (
     BuiltBatch,
@@ -142,7 +144,8 @@ class SingleRankBuilder:
 
     def abort(self, reason: str) -> None:
         """See `BatchBuilder`; the segment stays in shared memory."""
-        self._store.native.keep_segment()
+        with contextlib.suppress(StoreClosedError):
+            self._store.native.keep_segment()
         self._group.abort(reason)
 
     def close(self) -> None:
