@@ -489,9 +489,6 @@ void RankReader::copy(size_t number, const Draws& draws, const Reads& reads, std
     numbers.push_back(draw - first);
   }
   if (found.empty()) return;
-  std::vector<uint8_t> taken(found.size(), 1);
-  if (!counted && !store.read_only()) store.count_samples(rows, generations, taken);
-
   RowsToCopy all{shard.of, rows, generations, {}, {}, numbers, round};
   std::vector<int32_t> ends;
   if (draws.placed[shard.of] != 0) {
@@ -508,6 +505,10 @@ void RankReader::copy(size_t number, const Draws& draws, const Reads& reads, std
       place_windows(settings_.window, {plan.seed, draws.step, kWindowStream}, round, numbers, ends, ends);
     }
   }
+
+  // Behind the call-back: where that raises, no row is left held as one on its last sample.
+  std::vector<uint8_t> taken(found.size(), 1);
+  if (!counted && !store.read_only()) store.count_samples(rows, generations, taken);
 
   struct Part {
     const Target* target;
