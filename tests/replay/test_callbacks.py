@@ -153,3 +153,23 @@ def test_tracing_changes_none_of_the_code_that_makes_a_batch(
     monkeypatch.setattr(trace, "on", True)
     told = {"geartrain.replay.native_batch.NativeBatch.__len__", "geartrain.replay.replay.Replay.step"}  # by the trace
     assert [name for name in called() if name not in told] == [name for name in without if name not in told]
+
+
+def test_one_row_that_goes_between_its_draw_and_its_copy_is_drawn_again() -> None:
+    fields = {"t": gt.Field((), "int64"), "id": gt.Field((), "int64", per_row=True)}
+    with gt.Store.create(fields, max_length=3, capacity=20) as store:
+        store.insert({"t": np.zeros((20, 3), np.int64), "id": np.arange(20)})
+        gone: list[gt.Keys] = []
+
+        def at(keys: gt.Keys, lengths: Any, random: Any) -> Any:
+            if not gone:
+                gone.append(keys[2:3])
+                store.delete(gone[0])
+            return lengths - 1
+
+        selection = gt.selection.Uniform(seed=1, replacement=False)
+        with gt.Replay(store, selection, 8, window=gt.Windows(1, at=at), output="numpy", prefetch=0) as replay:
+            batch = replay.sample()
+            assert replay.stats()["redrawn"] == 1
+        assert gone[0].row[0] not in batch.keys.row
+        assert np.array_equal(batch["id"], np.arange(20)[batch.keys.row])
