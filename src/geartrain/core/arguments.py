@@ -6,7 +6,7 @@ import inspect
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -201,8 +201,8 @@ def some_of(names: Iterable[str], most: int = 20) -> str:
 
 
 def check_texts(what: str, values: Any) -> list[str]:
-    """Several texts as a list; one text is refused, which would be taken for its characters."""
-    if isinstance(values, (str, bytes)):
+    """Several texts as a list. One text is refused, which would be taken for its characters; an iterator too."""
+    if isinstance(values, (str, bytes)) or not isinstance(values, Collection):
         raise ArgumentError(f"{what} is a list of texts, found {shown(values)}")
     try:
         return [check_text(f"each of {what}", value) for value in values]

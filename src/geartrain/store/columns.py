@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import geartrain._native as _native
 from geartrain.core.arguments import check_texts, check_unmasked, check_whole, did_you_mean, real_number, shown
 from geartrain.core.dtypes import DTYPES, as_tensor, numpy_dtype, plain_tensor
 from geartrain.core.schema import Field
-from geartrain.errors import ArgumentError, FieldError, SchemaError
+from geartrain.errors import FieldError, SchemaError
 from geartrain.store.rate_limiter import RateLimiter
 
 if TYPE_CHECKING:
@@ -47,8 +47,6 @@ class Columns:
 
     def names(self, what: str, names: Any) -> tuple[str, ...]:
         """Names of fields. Raises `ArgumentError` where they are no list of names, `FieldError` for an unknown one."""
-        if not isinstance(names, Collection):  # an iterator would be empty the second time
-            raise ArgumentError(f"{what} is a list of names of fields, found {shown(names)}")
         found = tuple(check_texts(what, names))
         for name in found:
             self.number(name)
