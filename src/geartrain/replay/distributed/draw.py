@@ -157,7 +157,7 @@ class ShardedSampler:
             return call(*arguments)
         except GeartrainError as error:
             group.round_failed(error)
-            raise  # which it has done
+            raise  # for type checkers: round_failed never returns
 
     # --- status and priority updates ------------------------------------------------------------------------------
 
