@@ -44,7 +44,8 @@ def slurm(
         typer.Option(help="A line of shell before the start, such as 'module load cuda'; repeat it."),
     ] = None,
     python: Annotated[
-        str, typer.Option(help="Interpreter on the hosts, with geartrain; by default the one that runs this command.")
+        str,
+        typer.Option(help="Interpreter on the hosts, with geartrain.", show_default="the one that runs this command"),
     ] = sys.executable,
 ) -> None:
     """Write a batch script for Slurm: sbatch starts the job on --hosts nodes, one launcher each.
