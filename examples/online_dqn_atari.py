@@ -42,7 +42,7 @@ from geartrain.launch import ActorContext, ActorPool
 
 FRAME, STACK, N_STEP, GAMMA = (42, 40), 4, 20, 0.99
 VIEW = gt.Transitions(n_step=N_STEP, gamma=GAMMA, frame_stack=STACK)
-OVERLAP = STACK - 1  # steps of a row that repeat the row before, so that stacks are whole
+OVERLAP = STACK - 1 + N_STEP - 1  # steps of a row that repeat the row before, so that stacks and sums are whole
 ROW = 128 + OVERLAP + 1  # steps of a row: 128 new ones, and the observation that the last one led to
 EVERY = 50  # learner steps from one version of the weights to the next
 PATIENCE_S = 300.0  # without a new step or batch; where other programs run, everything is slow and nothing is wrong
@@ -127,17 +127,14 @@ def make_policy(chosen: argparse.Namespace, reader: str, context: ActorContext) 
 # ----------------------------------------------------------------------------------------------- the learner
 
 
-def errors_of(online: QNetwork, target: QNetwork, batch: gt.Batch, widen: float = 0.0) -> tuple[Tensor, Tensor]:
-    """(B,) temporal-difference errors, and which of them mean anything.
-
-    The first steps of a row that continues an episode lack frames of their stacks; they are the row before's.
+def errors_of(online: QNetwork, target: QNetwork, batch: gt.Batch, widen: float = 0.0) -> Tensor:
+    """(B,) temporal-difference errors.
 
     Args:
         widen: how much of what an action is behind the best one its target is lowered by, from 0 to below 1. The best
             action stays the best, and the others fall behind by up to 1 / (1 - widen) times as much.
     """
     stacks, following = batch["observation.frame"], batch["next_observation.frame"]
-    real = batch.mask.all(1) | (batch["observation.age"][:, -1] < STACK - 1)
     action = batch["action"][:, None]
     with torch.no_grad():
         best = online(following).argmax(1, keepdim=True)
@@ -145,7 +142,7 @@ def errors_of(online: QNetwork, target: QNetwork, batch: gt.Batch, widen: float 
         before = target(stacks)
         wanted -= widen * (before.amax(1) - before.gather(1, action)[:, 0])
     values = online(stacks).gather(1, action)[:, 0]
-    return torch.where(real, wanted - values, 0.0), real
+    return wanted - values
 
 
 class Learner:
@@ -168,12 +165,12 @@ class Learner:
         for network in (self.online, self.mean):
             network.background.copy_(batch["observation.frame"].float().mean((0, 1)))
 
-    def train(self, batch: gt.Batch, follow: float = 0.01) -> tuple[Tensor, Tensor]:
-        """One step; the sizes of the errors, and which of them mean anything."""
-        error, real = errors_of(self.online, self.mean, batch, self.widen)
+    def train(self, batch: gt.Batch, follow: float = 0.01) -> Tensor:
+        """One step; the sizes of the errors, (B,)."""
+        error = errors_of(self.online, self.mean, batch, self.widen)
         size = error.abs()
         huber = torch.where(size < 1, 0.5 * error.square(), size - 0.5)
-        loss = (batch.importance_weights * huber).sum() / real.sum().clamp(min=1)
+        loss = (batch.importance_weights * huber).mean()
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.online.parameters(), 10.0)
@@ -182,7 +179,7 @@ class Learner:
         with torch.no_grad():
             for mean, value in zip(self.mean.parameters(), self.online.parameters(), strict=True):
                 mean.lerp_(value, follow)
-        return size.detach(), real
+        return size.detach()
 
 
 def first_steps(
@@ -242,8 +239,8 @@ def learn(
             if since is None:
                 since = time.perf_counter()  # it starts when there is something to learn from
                 learner.look_at(batch)
-            size, real = learner.train(batch)
-            replay.update_priorities(batch.keys, torch.where(real, size + 0.01, 0.0))  # 0: is not drawn again
+            size = learner.train(batch)
+            replay.update_priorities(batch.keys, size + 0.01)
             if step % EVERY == 0:
                 publisher.publish(1 + step, learner.mean.state_dict())
                 pool.check()
@@ -343,7 +340,7 @@ def main(arguments: list[str] | None = None) -> int:
         play_without_learning(chosen, screen)
         return 0
     curve = curves.Curve(f"DQN on {chosen.game}", "environment steps", "return", chosen)
-    fields = recorded_fields(make(f"atari/{chosen.game}").fields())
+    fields = recorded_fields(make(f"atari/{chosen.game}").fields(), overlap=True)
     rows = max(64, chosen.capacity // (ROW - OVERLAP - 1))
     name = f"atari-{os.getpid()}"
     with gt.Store.create(name, fields, max_length=ROW, capacity=rows, priority_per="step") as store:

@@ -187,12 +187,15 @@ DrawPlan BatchSampler::plan(const Step& step, uint32_t round, size_t rows) const
   if (settings_.form != Form::random || !settings_.replacement) return plan;
   if (settings_.stratified) plan.strata = static_cast<uint32_t>(rows);
   if (settings_.over_steps) plan.max_steps = store_.header().max_length;
-  if (settings_.over_steps || draws_steps()) {
+  if (settings_.over_steps || from_.row_steps != 0) {
     // The last step has none after it; a whole window needs as many as it is long.
     const uint32_t need = settings_.transitions ? 1 : settings_.window.need();
     const bool before = from_.row_steps != 0 && !settings_.transitions && !settings_.window.from_first;
     (before ? plan.skip : plan.need) = need;
     if (settings_.over_steps && !settings_.transitions) plan.stride = settings_.window.stride;
+    if (from_.repeats) plan.needs = settings_.transitions ? settings_.transitions->needs() : settings_.window.needs();
+    const bool numbered = settings_.over_steps && !settings_.transitions;
+    if (plan.needs.after != 0 && numbered) plan.shift = settings_.window.first_anchor();
   }
   return plan;
 }
@@ -285,16 +288,14 @@ uint64_t BatchSampler::gather(const BatchArrays& out, const DrawnRows& drawn, ui
   std::vector<int32_t> ends;
   if (settings_.window.length != 0) {
     ends.resize(n);
-    for (size_t i = 0; i < n; ++i) {
-      ends[i] = static_cast<int32_t>(
-          std::min(store_.status()[drawn.rows[i]].length.load(std::memory_order_relaxed), store_.header().max_length));
-    }
     if (drawn.steps.empty()) {
-      place_windows(settings_.window, {settings_.seed, step, kWindowStream}, round, drawn.numbers, ends, ends);
-    } else {
+      place_windows(from_, drawn.rows, settings_.window, {settings_.seed, step, kWindowStream}, round, drawn.numbers,
+                    ends);
+    }
+    for (size_t i = 0; i < drawn.steps.size(); ++i) {
+      const uint32_t length = store_.status()[drawn.rows[i]].length.load(std::memory_order_relaxed);
       // A length only grows, so that the step is there unless the row is another by now, and torn.
-      for (size_t i = 0; i < n; ++i)
-        ends[i] = std::clamp(static_cast<int32_t>(drawn.steps[i]), 0, std::max(ends[i], 0));
+      ends[i] = static_cast<int32_t>(std::min({drawn.steps[i], length, store_.header().max_length}));
     }
   }
   FetchRequest request;

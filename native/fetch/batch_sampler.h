@@ -106,7 +106,7 @@ class BatchSampler {
   BatchSampler(Store& store, const Settings& settings);
 
   // Whether steps are drawn and not rows: windows then end at them, or are placed around them.
-  bool draws_steps() const { return from_.row_steps != 0 || (settings_.over_steps && from_.marks); }
+  bool draws_steps() const { return from_.row_steps != 0 || plan({}, 0, 1).finds_steps(from_); }
 
   // How independent draws of a step are made: which steps count, and which rows.
   DrawPlan plan(const Step& step, uint32_t round, size_t rows) const;

@@ -498,11 +498,9 @@ void RankReader::copy(size_t number, const Draws& draws, const Reads& reads, std
       ends = hooks.place(all);
       if (ends.size() != found.size()) fail(ErrorKind::schema, "a window is placed for every row");
     } else {
-      for (const uint32_t row : rows) {
-        ends.push_back(static_cast<int32_t>(
-            std::min(store.status()[row].length.load(std::memory_order_relaxed), store.header().max_length)));
-      }
-      place_windows(settings_.window, {plan.seed, draws.step, kWindowStream}, round, numbers, ends, ends);
+      ends.resize(rows.size());
+      place_windows(population_of(store, false), rows, settings_.window, {plan.seed, draws.step, kWindowStream}, round,
+                    numbers, ends);
     }
   }
 

@@ -36,6 +36,8 @@ struct TransitionView {
   // its own, since a row that ends early brings them closer together.
   bool shares_window() const { return n_step == 1 && frame_stack > 1; }
   uint32_t window_frames() const { return shares_window() ? frame_stack + 1 : frame_stack; }
+  // What a transition needs around its step: frames before it, and steps that are summed up.
+  StepNeeds needs() const { return {frame_stack - 1, n_step}; }
   // Bytes from one row to the next in a field's output; of rewards, float32. Observations: in each of the two.
   uint64_t row_bytes(const FieldRecord& field, TransitionRole role) const;
   // Throws schema unless the store's fields can have these roles: one reward and one terminated, ...

@@ -30,7 +30,8 @@ class TransitionGather {
         view_(view),
         request_(request),
         numbers_(request.numbers.empty() ? request.places : request.numbers),
-        marks_(store.episode_marks()) {
+        marks_(store.episode_marks()),
+        from_(population_of(store, false)) {
     uint64_t row_bytes = 0;
     for (size_t i = 0; i < request.fields.size(); ++i) {
       const FieldRecord& record = store.fields()[request.fields[i].field];
@@ -91,6 +92,7 @@ class TransitionGather {
     uint32_t row, generation, length, step, count, to;
     uint32_t goal;                                        // the step whose achieved goal is taken
     uint32_t first, end;                                  // steps of its episode, as far as they matter
+    bool goes_on;                                         // in the next row, at the row's last step
     uint32_t behind() const { return step + 1 - first; }  // frames up to its own
   };
 
@@ -121,7 +123,19 @@ class TransitionGather {
     out.length = std::min(store_.status()[out.row].length.load(std::memory_order_acquire), store_.header().max_length);
     if (out.length < 2) return;
     const uint32_t steps = out.length - 1;  // the last one has none after it
-    out.step = !request_.steps.empty() ? request_.steps[i] : static_cast<uint32_t>(below(bits, steps));
+    if (!request_.steps.empty()) {
+      out.step = request_.steps[i];
+    } else if (from_.repeats) {
+      const StepRange mine = from_.drawn_steps(out.row, view_.needs());
+      const uint32_t until = std::min(mine.until, steps);
+      if (mine.first >= until) {
+        refused_.fetch_add(1, std::memory_order_relaxed);
+        return;
+      }
+      out.step = mine.first + static_cast<uint32_t>(below(bits, until - mine.first));
+    } else {
+      out.step = static_cast<uint32_t>(below(bits, steps));
+    }
     if (out.step >= steps) return;
     out.first = 0;
     out.end = steps;
@@ -130,6 +144,7 @@ class TransitionGather {
       return;
     }
     out.count = std::min(view_.n_step, out.end - out.step);
+    out.goes_on = from_.repeats && out.step + out.count == steps && from_.repeats.of(out.row).goes_on_there;
     out.goal = view_.goals.strategy == GoalStrategy::none ? kOwnGoal : draw_goal(out, numbers_[i]);
     ++block.size;
   }
@@ -268,9 +283,9 @@ class TransitionGather {
     for (size_t i = first; i < last; ++i) {
       const Placed& one = placed[i];
       // A byte that is to be a bool may hold anything.
-      const bool ended = terminated[i - first] != 0;
+      const bool ended = terminated[i - first] != 0, cut = ends[i - first] != 0 && !one.goes_on;
       request_.terminated[one.to] = ended;
-      request_.truncated[one.to] = has_truncated ? truncated[i - first] != 0 : ends[i - first] != 0 && !ended;
+      request_.truncated[one.to] = has_truncated ? truncated[i - first] != 0 : cut && !ended;
       request_.discount[one.to] = ended ? 0.0F : static_cast<float>(view_.powers[one.count]);
       request_.starts[one.to] = static_cast<int32_t>(one.step);
       request_.lengths[one.to] = static_cast<int32_t>(one.length);
@@ -338,6 +353,7 @@ class TransitionGather {
   const TransitionRequest& request_;
   std::span<const uint32_t> numbers_;
   const EpisodeMarks marks_;
+  const Population from_;
   std::vector<Part> parts_;
   RewardSum rewards_;
   mutable std::atomic<uint64_t> refused_{0};

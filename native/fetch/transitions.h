@@ -6,7 +6,7 @@
 //   reward          sum of gamma ** k * reward[t + k], k < m, summed in double precision and rounded to float32
 //   discount        gamma ** m, 0 where terminated[t + m - 1]
 //   truncated       truncated[t + m - 1] where the store has it, else: not terminated, and last[t + m], or without that
-//                   field t + m == length - 1
+//                   field t + m == length - 1; not where the next row repeats steps of this one and t + m == length - 1
 //   any other       its value at t; of a field without time its block
 //
 // Hindsight (n_step 1): of draw i, unless below(k + 1) of its bits of kGoalStream is 0, the frames of the desired goal

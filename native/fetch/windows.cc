@@ -38,4 +38,26 @@ void place_windows(const WindowPlan& plan, const DrawKey& key, uint32_t round, s
   }
 }
 
+void place_windows(const Population& from, std::span<const uint32_t> rows, const WindowPlan& plan, const DrawKey& key,
+                   uint32_t round, std::span<const uint32_t> numbers, std::span<int32_t> anchors) {
+  const size_t n = rows.size();
+  for (size_t i = 0; i < n; ++i) {
+    anchors[i] =
+        static_cast<int32_t>(std::min(from.status[rows[i]].length.load(std::memory_order_relaxed), from.max_steps));
+  }
+  const StepNeeds needs = plan.needs();
+  if (!from.repeats || needs.after == 0) return place_windows(plan, key, round, numbers, anchors, anchors);
+  std::vector<int32_t> counts(n), firsts(n);
+  for (size_t i = 0; i < n; ++i) {
+    const uint32_t first = plan.first_anchor(), until = first + plan.count(static_cast<uint32_t>(anchors[i]));
+    StepRange mine = from.drawn_steps(rows[i], needs);
+    mine = {std::max(mine.first, first), std::min(mine.until, until)};
+    if (mine.size() == 0) mine = {first, until};
+    counts[i] = static_cast<int32_t>(mine.size());
+    firsts[i] = static_cast<int32_t>(mine.first);
+  }
+  draw_window_ends(key, round, numbers, counts, anchors);
+  for (size_t i = 0; i < n; ++i) anchors[i] = counts[i] == 0 ? 0 : anchors[i] + firsts[i];
+}
+
 }  // namespace geartrain

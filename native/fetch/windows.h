@@ -36,6 +36,13 @@ struct WindowPlan {
   // Steps at a row's end, or before its first anchor, that are none.
   uint32_t need() const { return whole && length != 0 ? length - 1 : 0; }
   uint32_t count(uint32_t row_length) const { return row_length > need() ? (row_length - need() - 1) / stride + 1 : 0; }
+  // What a step needs around it to be an anchor; where windows have a stride, or are not drawn, each row has its own.
+  StepNeeds needs() const {
+    if (length == 0 || stride != 1 || at != At::drawn) return {};
+    return from_first ? StepNeeds{0, length} : StepNeeds{length - 1, 1};
+  }
+  // The first step that may be an anchor.
+  uint32_t first_anchor() const { return from_first ? 0 : need(); }
   // Of window `number`, below count(row_length).
   uint32_t anchor(uint32_t row_length, uint32_t number) const {
     return from_first ? number * stride : row_length - 1 - (count(row_length) - 1 - number) * stride;
@@ -46,6 +53,11 @@ struct WindowPlan {
 // `anchors` may be `lengths`.
 void place_windows(const WindowPlan& plan, const DrawKey& key, uint32_t round, std::span<const uint32_t> numbers,
                    std::span<const int32_t> lengths, std::span<int32_t> anchors);
+
+// The same of drawn rows, by their lengths as of now. Where rows repeat steps, a window that is drawn uniformly is one
+// that its row does not leave to a neighbour; a row that has none of its own has any of its windows.
+void place_windows(const Population& from, std::span<const uint32_t> rows, const WindowPlan& plan, const DrawKey& key,
+                   uint32_t round, std::span<const uint32_t> numbers, std::span<int32_t> anchors);
 
 // Throws schema for plans that mean nothing.
 void check(const WindowPlan& plan);

@@ -146,11 +146,12 @@ class Sampler {
     return nb::make_tuple(std::move(*made), result.cursor, result.redrawn, result.count);
   }
 
-  // Which steps count, as (max_steps, need, skip, stride) of a DrawPlan; None where rows are drawn and not steps.
+  // Which steps count, as a StepTuple (selection.cc); None where rows are drawn and not steps.
   nb::object step_plan() const {
     const DrawPlan plan = sampler_.plan({}, 0, 1);
     if (!sampler_.draws_steps() && plan.max_steps == 0) return nb::none();
-    return nb::make_tuple(plan.max_steps, plan.need, plan.skip, plan.stride);
+    return nb::make_tuple(plan.max_steps, plan.need, plan.skip, plan.stride, plan.needs.before, plan.needs.after,
+                          plan.shift);
   }
 
  private:

@@ -101,16 +101,23 @@ void check_stride(const Candidates& from, uint32_t stride) {
   }
 }
 
-// Which steps count: max_steps, need, skip and stride of a DrawPlan.
-using StepTuple = std::tuple<uint32_t, uint32_t, uint32_t, uint32_t>;
+// Which steps count: max_steps, need, skip, stride, needs (before, after) and shift of a DrawPlan.
+using StepTuple = std::tuple<uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t>;
+// needs (before, after) and shift of an EpochPlan.
+using NeedsTuple = std::tuple<uint32_t, uint32_t, uint32_t>;
+
+void check_needs(const Candidates& from, const StepNeeds& needs) {
+  if (needs.after != 0 && !from.population().repeats) fail(ErrorKind::schema, "no row of these repeats steps");
+}
 
 DrawPlan plan_of(const Candidates& from, bool by_priority, const DrawKey& key, const std::optional<LimitTuple>& limits,
                  const std::optional<StepTuple>& steps) {
   DrawPlan plan{.key = key, .by = by_priority ? By::priority : By::row, .limits = limits_of(from, limits)};
   if (!steps) return plan;
   if (from.is_array()) fail(ErrorKind::schema, "bare arrays have no steps to count");
-  std::tie(plan.max_steps, plan.need, plan.skip, plan.stride) = *steps;
+  std::tie(plan.max_steps, plan.need, plan.skip, plan.stride, plan.needs.before, plan.needs.after, plan.shift) = *steps;
   check_stride(from, plan.stride);
+  check_needs(from, plan.needs);
   return plan;
 }
 
@@ -371,9 +378,12 @@ nb::object window_ends(uint64_t seed, uint64_t step, uint32_t round, const In<ui
 }
 
 // Sequence and number of elements of a pass that begins now.
-nb::tuple begin_pass(const Candidates& from, uint32_t row_steps, uint32_t need, uint32_t stride, bool episodes) {
+nb::tuple begin_pass(const Candidates& from, uint32_t row_steps, uint32_t need, uint32_t stride, bool episodes,
+                     const NeedsTuple& needs) {
   check_stride(from, stride);
-  const EpochPlan plan{.row_steps = row_steps, .need = need, .stride = stride, .episodes = episodes};
+  EpochPlan plan{.row_steps = row_steps, .need = need, .stride = stride, .episodes = episodes};
+  std::tie(plan.needs.before, plan.needs.after, plan.shift) = needs;
+  check_needs(from, plan.needs);
   const EpochStart start = from.at_work([&] { return start_epoch(from.population(), plan); });
   return nb::make_tuple(start.upto, start.count);
 }
@@ -381,10 +391,12 @@ nb::tuple begin_pass(const Candidates& from, uint32_t row_steps, uint32_t need, 
 // Returns (taken, rows, generations, steps), (n,) each, of n positions.
 nb::tuple find_in_pass(const Candidates& from, uint64_t seed, uint64_t pass, bool shuffle, uint64_t first,
                        uint64_t total, uint64_t upto, uint32_t row_steps, uint32_t need, uint64_t position, size_t n,
-                       uint32_t stride, bool episodes) {
+                       uint32_t stride, bool episodes, const NeedsTuple& needs) {
   check_stride(from, stride);
   if (n > (size_t{1} << 31)) fail(ErrorKind::schema, n, " positions are more than one call looks at");
-  const EpochPlan plan{seed, pass, shuffle, first, total, upto, row_steps, need, stride, episodes};
+  EpochPlan plan{seed, pass, shuffle, first, total, upto, row_steps, need, stride, episodes};
+  std::tie(plan.needs.before, plan.needs.after, plan.shift) = needs;
+  check_needs(from, plan.needs);
   std::vector<uint8_t> taken(n);
   std::vector<uint32_t> rows(n), generations(n), steps(n);
   from.at_work([&] {
@@ -406,11 +418,12 @@ void bind_selection(nb::module_& module) {
       .def("count", [](const Candidates& c) { return c.at_work([&] { return c.population().bits.total(); }); })
       .def("rows", [](const Candidates& c) { return c.population().rows(); })
       .def_prop_ro("shares_rows", [](const Candidates& c) { return static_cast<bool>(c.population().marks); })
+      .def_prop_ro("repeats_steps", [](const Candidates& c) { return static_cast<bool>(c.population().repeats); })
       .def("begin_pass", &begin_pass, nb::arg("row_steps"), nb::arg("need"), nb::arg("stride") = 1,
-           nb::arg("episodes") = false)
+           nb::arg("episodes") = false, nb::arg("needs") = NeedsTuple{})
       .def("find_in_pass", &find_in_pass, nb::arg("seed"), nb::arg("number"), nb::arg("shuffle"), nb::arg("first"),
            nb::arg("total"), nb::arg("upto"), nb::arg("row_steps"), nb::arg("need"), nb::arg("position"), nb::arg("n"),
-           nb::arg("stride") = 1, nb::arg("episodes") = false)
+           nb::arg("stride") = 1, nb::arg("episodes") = false, nb::arg("needs") = NeedsTuple{})
       .def("priorities", &priorities_of)
       .def("sequences", &sequences_of)
       .def("draw", &draw_rows, nb::arg("by_priority"), nb::arg("seed"), nb::arg("step"), nb::arg("round"),

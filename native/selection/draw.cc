@@ -106,14 +106,17 @@ struct Refusals {
         per_row(kRefusing == Refusing::no_row ? 0 : kind.from.row_steps),
         over_steps(!kPlain && plan.max_steps != 0),
         finds_steps(!kPlain && plan.finds_steps(kind.from)),
-        limited(!kPlain && (!plan.limits.none() || over_steps || (per_row != 0 && (plan.need | plan.skip) != 0))),
+        limited(!kPlain && (!plan.limits.none() || over_steps || (per_row != 0 && plan.refuses_steps()))),
         most_counted(over_steps ? plan.counted(plan.max_steps) : 0) {}
 
   // Before `take` for n draws that have found these leaves, kMostInFlight at most.
   void look_ahead(const uint32_t* leaves, const uint32_t* draws, size_t n, uint32_t attempt) {
     if (limited) {
       for (size_t i = 0; i < n; ++i) {
-        if (leaves[i] != kNoRow) __builtin_prefetch(&kind.from.status[per_row != 0 ? leaves[i] / per_row : leaves[i]]);
+        if (leaves[i] == kNoRow) continue;
+        const uint32_t row = per_row != 0 ? leaves[i] / per_row : leaves[i];
+        __builtin_prefetch(&kind.from.status[row]);
+        if (plan.needs.after != 0) __builtin_prefetch(kind.from.repeats.at(row));
       }
     }
     if (over_steps) {
@@ -134,14 +137,14 @@ struct Refusals {
     if (!limited) return out;
     if (!plan.limits.allow(from.status[out.row])) return {};
     if (per_row != 0 && (out.step < plan.skip || out.step + uint64_t{plan.need} >= length_of(from, out.row) ||
-                         plan.crosses(from, out.row, out.step))) {
+                         plan.crosses(from, out.row, out.step) || plan.elsewhere(from, out.row, out.step))) {
       return {};
     }
     if (over_steps) {
       const uint64_t number = below({high[i], low[i]}, most_counted);
       if (number >= plan.steps_of(from.status[out.row])) return {};
       if (finds_steps) {
-        if (plan.crosses(from, out.row, number)) return {};
+        if (plan.crosses(from, out.row, number) || plan.elsewhere(from, out.row, number)) return {};
         out.step = static_cast<uint32_t>(number);
       }
     }
@@ -319,7 +322,7 @@ uint64_t draw_by(const Population& from, const Tree& tree, const DrawPlan& plan,
                  const Draws& out) {
   const uint64_t total = total_of(tree, plan);
   const Kind kind(from, total, numbers.size());
-  const bool plain = plan.limits.none() && plan.max_steps == 0 && (from.row_steps == 0 || (plan.need | plan.skip) == 0);
+  const bool plain = plan.limits.none() && plan.max_steps == 0 && (from.row_steps == 0 || !plan.refuses_steps());
   if (!plain) return Attempts<Refusing::some, Kind>(kind, plan, numbers, out).make(total);
   if constexpr (std::is_same_v<Kind, ByPriority>) {
     if (from.row_steps != 0) return Attempts<Refusing::no_step, Kind>(kind, plan, numbers, out).make(total);
@@ -391,6 +394,23 @@ void find_drawn(const Population& from, const DrawPlan& plan, uint32_t attempt, 
                 std::span<const uint64_t> targets, const Found& out) {
   if (plan.by == By::priority) return find_drawn_by(ByPriority{from, 0, 0}, plan, attempt, numbers, targets, out);
   find_drawn_by(ByRow{from, from.bits.total(), targets.size()}, plan, attempt, numbers, targets, out);
+}
+
+StepRange Population::drawn_steps(uint32_t row, const StepNeeds& needs) const {
+  const std::atomic<uint64_t>& word = words[row_steps != 0 ? uint64_t{row} * row_steps : row];
+  const uint64_t before = word.load(std::memory_order_acquire);
+  const SharedSteps shared = repeats.of(row);
+  const uint32_t length = status[row].length.load(std::memory_order_relaxed);
+  if (!shared.goes_on_here || shared.first >= needs.least()) {
+    return RowRepeats::drawn(shared, length, needs);
+  }
+  std::atomic_thread_fence(std::memory_order_acquire);
+  const uint64_t now = word.load(std::memory_order_relaxed);
+  // Of a row that was replaced meanwhile this says nothing; whoever copies it finds it torn.
+  if (!is_committed(before) || generation_of(now) != generation_of(before)) return {};
+  fail(ErrorKind::schema, "row ", row, " goes on with the episode of the row before and repeats ", shared.first,
+       " of its steps; this view needs ", needs.least(),
+       " for the steps at the border: record with overlap=", needs.least(), " or more");
 }
 
 uint32_t select_bit(uint64_t word, uint32_t rank) {

@@ -36,7 +36,7 @@ uint64_t AllowedSteps::word_of(uint32_t row, uint32_t step) const {
 }
 
 uint32_t AllowedSteps::share_of(uint64_t word, uint32_t row, uint32_t step) const {
-  if (plan_.crosses(from_, row, step)) return 0;
+  if (plan_.crosses(from_, row, step) || plan_.elsewhere(from_, row, step)) return 0;
   return from_.row_steps != 0 ? priority_of(word) : is_committed(word) ? 1 : 0;
 }
 

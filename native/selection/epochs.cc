@@ -41,9 +41,16 @@ uint64_t steps_of(const Population& from, const EpochPlan& plan, uint64_t row) {
 // The same where the row holds several episodes, or where its episodes count.
 uint64_t counted_steps_of(const Population& from, const EpochPlan& plan, uint64_t row) {
   const uint64_t steps = steps_of(from, plan, row);
-  if (plan.episodes) return from.marks.beginnings(static_cast<uint32_t>(row), steps);
-  if (!from.marks || plan.need == 0) return steps;
-  return from.marks.unmarked(static_cast<uint32_t>(row), steps, plan.need);
+  const auto number = static_cast<uint32_t>(row);
+  if (plan.episodes) return from.marks.beginnings(number, steps);
+  const bool marked = from.marks && plan.need != 0;
+  if (plan.needs.after == 0) return marked ? from.marks.unmarked(number, steps, plan.need) : steps;
+  const StepRange range = from.drawn_steps(number, plan.needs);
+  uint64_t count = 0;
+  for (uint64_t step = 0; step < steps; ++step) {
+    count += range.contains(step + plan.shift) && !(marked && from.marks.any(number, step, plan.need));
+  }
+  return count;
 }
 
 bool has_steps(const Population& from, const EpochPlan& plan, uint64_t row) {
@@ -127,6 +134,7 @@ void find_epoch(const Population& from, const EpochPlan& plan, uint64_t position
         continue;
       }
       if (plan.episodes && !from.marks.begins(static_cast<uint32_t>(row), step)) continue;
+      if (plan.elsewhere(from, static_cast<uint32_t>(row), step)) continue;
       taken[first + i] = 1;
       out.rows[first + i] = static_cast<uint32_t>(row);
       out.generations[first + i] = generation_of(word);

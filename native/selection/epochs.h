@@ -51,6 +51,13 @@ struct EpochPlan {
   uint32_t need = 0;       // a row's last steps that do not count
   uint32_t stride = 1;     // of steps: a row has one element for every so many; `step` is then its number
   bool episodes = false;   // of steps those that begin an episode (in a row of one: its first); need 0, stride 1
+  StepNeeds needs = {};    // around a step, in rows that repeat steps; `after` 0 elsewhere
+  uint32_t shift = 0;      // from an element's number to the step
+
+  // Whether a neighbouring row has the element as well, and it is taken there.
+  bool elsewhere(const Population& from, uint32_t row, uint64_t step) const {
+    return needs.after != 0 && !from.drawn_steps(row, needs).contains(step + shift);
+  }
 
   // Of rows of several episodes (Population::marks) steps count that `need` more of their episode follow; their stride
   // is 1.

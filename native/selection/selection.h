@@ -35,6 +35,9 @@
 // steps the number that decides, below(x), is the drawn step itself, and is refused likewise: so steps come alike often
 // whatever stands beside them, and the copy that is drawn from in the end is one of steps.
 //
+// Rows that repeat steps of the row before (`repeats`): a step that is drawn from the neighbour (row_repeats.h) is
+// refused likewise.
+//
 // Cost: one cache miss per level of the tree, 64 draws in flight; no locks. Large batches skip the upper levels
 // (guide_table.h) and go in the order of their targets. By row, where few runs of rows are missing, none but the row's
 // own (missing_rows.h). The copies cost a pass over the population.
@@ -49,6 +52,7 @@
 #include "segment/segment.h"
 #include "segment/sum_tree.h"
 #include "selection/episode_marks.h"
+#include "selection/row_repeats.h"
 
 namespace geartrain {
 
@@ -63,8 +67,12 @@ struct Population {
   // `status` are of the rows.
   uint32_t row_steps = 0;
   EpisodeMarks marks = {};  // of rows that hold several episodes
+  RowRepeats repeats = {};  // of rows that repeat steps of the row before
+  uint32_t max_steps = 0;   // of a row
 
   uint64_t rows() const { return priorities.shape().leaves; }
+  // The steps of a row that are drawn from it and not from a neighbour. Throws schema where it repeats too few.
+  StepRange drawn_steps(uint32_t row, const StepNeeds& needs) const;
 };
 
 // Rows outside these limits are not chosen.
@@ -102,6 +110,8 @@ struct DrawPlan {
   uint32_t need = 0;       // over steps, or where they are the unit: steps at a row's end that do not count
   uint32_t skip = 0;       // where steps are the unit: steps at a row's beginning that do not count
   uint32_t stride = 1;     // over steps: every so many-th counts
+  StepNeeds needs = {};    // around a step, in rows that repeat steps; `after` 0 elsewhere
+  uint32_t shift = 0;      // from the number that is drawn over steps to the step
 
   // How many of a row's steps count.
   uint32_t steps_of(const RowStatus& status) const {
@@ -112,13 +122,19 @@ struct DrawPlan {
     return stride == 1 ? length - need : (length - need - 1) / stride + 1;
   }
   // Whether draws over steps of these find the step, and not its row alone.
-  bool finds_steps(const Population& from) const { return max_steps != 0 && from.marks; }
+  bool finds_steps(const Population& from) const { return max_steps != 0 && (from.marks || needs.after != 0); }
   // Whether [step - skip, step + need] crosses from one episode of a row to the next.
   bool crosses(const Population& from, uint32_t row, uint64_t step) const {
     return from.marks && (skip | need) != 0 && from.marks.any(row, step - skip, uint64_t{skip} + need);
   }
+  // Whether a neighbouring row has the step as well, and it is drawn from there.
+  bool elsewhere(const Population& from, uint32_t row, uint64_t step) const {
+    return needs.after != 0 && !from.drawn_steps(row, needs).contains(step + shift);
+  }
   // Whether a row or step that a draw finds may be refused.
-  bool refuses() const { return !limits.none() || max_steps != 0 || (need | skip) != 0; }
+  bool refuses() const { return !limits.none() || max_steps != 0 || refuses_steps(); }
+  // Whether a step may be, by where it is in its row.
+  bool refuses_steps() const { return (need | skip | needs.after) != 0; }
 };
 
 // Attempts that belong to one round. The last is the one made from a copy.

@@ -1,4 +1,4 @@
-// Rows that hold several episodes: their marks, and the field that counts them.
+// Rows that hold several episodes, and rows that repeat steps of the row before: the fields that tell so.
 
 #include <string_view>
 
@@ -33,6 +33,19 @@ int32_t Store::find_episodes_field() const {
                      last->itemsize == 1 && episodes != nullptr && episodes->timed == 0 && episodes->dtype == kInt32 &&
                      episodes->ndim == 0;
   return found ? static_cast<int32_t>(episodes - fields()) : -1;
+}
+
+int32_t Store::find_repeats_field() const {
+  const FieldRecord* const repeats = field_called(*this, "geartrain.repeats");
+  const bool found = repeats != nullptr && repeats->timed == 0 && repeats->dtype == kInt32 && repeats->ndim == 1 &&
+                     repeats->shape[0] == 3;
+  return found ? static_cast<int32_t>(repeats - fields()) : -1;
+}
+
+RowRepeats Store::row_repeats() const {
+  if (repeats_field_ < 0) return {};
+  const auto field = static_cast<uint32_t>(repeats_field_);
+  return {block(field, 0), fields()[field].stride};
 }
 
 void Store::set_episodes(uint32_t row, uint32_t episodes) {

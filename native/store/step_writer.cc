@@ -75,6 +75,7 @@ StepWriter::StepWriter(Store& store, const StepWriterOptions& options)
     const FieldRecord& record = store.fields()[f];
     if (options.roles[f] == FieldRole::episode_return) return_field_ = static_cast<int32_t>(f);
     if (options.roles[f] == FieldRole::episodes) episodes_field_ = static_cast<int32_t>(f);
+    if (options.roles[f] == FieldRole::repeats) repeats_field_ = static_cast<int32_t>(f);
     if (record.timed == 0) {
       per_row_.push_back(f);
       continue;
@@ -96,6 +97,9 @@ StepWriter::StepWriter(Store& store, const StepWriterOptions& options)
       fail(ErrorKind::schema, "rows of several episodes need a field of their number, an int32 a row");
     }
     if (return_field_ >= 0) fail(ErrorKind::schema, "a row of several episodes has no episode_return");
+  }
+  if (repeats_field_ >= 0 && !store.row_repeats()) {
+    fail(ErrorKind::schema, "rows that repeat steps need a field of how many, three int32 a row");
   }
   environments_.resize(options.environments);
   reset_next_.assign(options.environments, 0);
@@ -256,6 +260,24 @@ void StepWriter::open_row(uint32_t environment, int64_t version) {
   }
 }
 
+std::atomic_ref<int32_t> StepWriter::repeats(uint32_t row, int number) const {
+  auto* const numbers = reinterpret_cast<int32_t*>(store_.block(static_cast<uint32_t>(repeats_field_), row));
+  return std::atomic_ref<int32_t>(numbers[number]);
+}
+
+void StepWriter::set_followed(uint32_t row, bool followed, uint32_t steps) const {
+  if (repeats_field_ < 0) return;
+  const int32_t edges = repeats(row, 2).load(kRelaxed), there = RowRepeats::kGoesOnThere;
+  repeats(row, 1).store(static_cast<int32_t>(steps), kRelaxed);
+  repeats(row, 2).store(followed ? edges | there : edges & ~there, kRelaxed);
+}
+
+void StepWriter::set_repeated(uint32_t row, uint32_t steps, bool goes_on) const {
+  if (repeats_field_ < 0) return;
+  repeats(row, 0).store(static_cast<int32_t>(steps), kRelaxed);
+  repeats(row, 2).store(goes_on ? RowRepeats::kGoesOnHere : 0, kRelaxed);
+}
+
 // The call to the store, one for all groups: it is made whole or, where it throws, not at all. What it takes to know of
 // it afterwards is allocated before.
 void StepWriter::settle(CompletedRows* completed) {
@@ -405,12 +427,12 @@ size_t StepWriter::step(const StepInput& input, bool admitted, CompletedRows* co
     size_t next_fresh = fresh_.size();
     for (const uint32_t e : full_) {  // full_ takes the last of the fresh rows, in this order
       const Environment& mine = environments_[e];
-      const uint32_t to = fresh_[--next_fresh], repeated = std::min(options_.overlap, mine.steps + 1 - mine.first),
-                     first = mine.steps + 1 - repeated;
+      const uint32_t to = fresh_[--next_fresh], count = repeated(mine), first = mine.steps + 1 - count;
+      set_followed(mine.row, true, count);
       end_row(e, mine.steps + 1);
       for (const TimedField& field : timed_) {
-        if (field.large >= 0) map_steps(field, to, 0, repeated + 1);
-        std::memcpy(at(field, to, 0), at(field, mine.row, first), (repeated + 1) * field.step_bytes);
+        if (field.large >= 0) map_steps(field, to, 0, count + 1);
+        std::memcpy(at(field, to, 0), at(field, mine.row, first), (count + 1) * field.step_bytes);
       }
     }
     for (const uint32_t e : ended_) {
@@ -429,14 +451,17 @@ size_t StepWriter::step(const StepInput& input, bool admitted, CompletedRows* co
     settle(completed);
   } catch (...) {
     for (size_t i = 0; i < sums_.size(); ++i) environments_[stepped_[i]].sum = sums_[i];
+    for (const uint32_t e : full_) set_followed(environments_[e].row, false, 0);
     give_back_fresh();
     throw;
   }
   for (const uint32_t e : stepped_) ++environments_[e].steps;
   for (const uint32_t e : full_) {
-    const uint32_t repeated = std::min(options_.overlap, environments_[e].steps - environments_[e].first);
+    const Environment& mine = environments_[e];  // whose step is counted by now
+    const uint32_t behind = mine.steps - mine.first, count = std::min(options_.overlap, behind);
     open_row(e, input.version);
-    environments_[e].steps = repeated;
+    set_repeated(environments_[e].row, count, count != behind);
+    environments_[e].steps = count;
   }
   go_on_in_rows();
   for (const uint32_t e : ended_) {

@@ -7,7 +7,8 @@
 // A row holds one episode, or a piece of it. Step t of it has the observation that was acted on, the action, what the
 // action brought, and `terminated`; the step after the last action has the observation that it led to, zeros, and is
 // marked `last`. So n actions fill n + 1 steps. An episode that fills its row goes on in a new one, which repeats
-// `overlap` steps. With `publish_every` a row can be sampled before its episode ends.
+// `overlap` steps, and both note how many (selection/row_repeats.h). With `publish_every` a row can be sampled before
+// its episode ends.
 //
 //   step      0    1    2    3              the row of an episode of three actions
 //   obs      o0   o1   o2   o3
@@ -38,6 +39,7 @@
 // others are reclaimed.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -64,13 +66,14 @@ enum class FieldRole : uint8_t {
   step_version,
   episode_return,
   none,
-  episodes
+  episodes,
+  repeats
 };
 
 struct StepWriterOptions {
   uint32_t environments = 1;
   uint32_t publish_every = 0;  // steps; 0: rows are committed when they end
-  uint32_t overlap = 0;        // steps
+  uint32_t overlap = 0;        // steps; each is drawn once where there is a field of role `repeats`
   double priority = 1.0;
   Autoreset autoreset = Autoreset::next_step;
   std::vector<FieldRole> roles;  // of every field
@@ -186,6 +189,13 @@ class StepWriter {
   void take_fresh(size_t count);
   void give_back_fresh();
   void open_row(uint32_t environment, int64_t version);
+  // Steps of the present episode that the next row repeats, if this step fills the environment's row.
+  uint32_t repeated(const Environment& mine) const { return std::min(options_.overlap, mine.steps + 1 - mine.first); }
+  // Notes how many of a row's last steps the next row repeats, and that the episode goes on there; or takes it back.
+  void set_followed(uint32_t row, bool followed, uint32_t steps) const;
+  // Notes how many of a row's first steps repeat, and whether its episode began in the row before.
+  void set_repeated(uint32_t row, uint32_t steps, bool goes_on) const;
+  std::atomic_ref<int32_t> repeats(uint32_t row, int number) const;
   void settle(CompletedRows* completed);
   void clear_groups();
 
@@ -205,6 +215,7 @@ class StepWriter {
   int32_t return_field_ = -1;
   int32_t episodes_field_ = -1;
   int32_t reward_field_ = -1;
+  int32_t repeats_field_ = -1;
   std::vector<uint8_t> reset_next_;  // next_step: the next call begins an episode here
   uint64_t completed_rows_ = 0;
 

@@ -112,6 +112,7 @@ void Store::bind_trees() {
   bit_tree_ = BitTree(region<std::atomic<uint64_t>>(kBitsRegion), region<std::atomic<uint64_t>>(kBitNodesRegion),
                       (rows + 63) / 64);
   episodes_field_ = find_episodes_field();
+  repeats_field_ = find_repeats_field();
   content_mask_ = (header().required_features & kContentNumbers) != 0 ? ~uint64_t{0} : 0;
   if (!read_only_) reserve_for_ranking();
   if (per_step()) {

@@ -53,6 +53,7 @@
 #include "segment/sum_tree.h"
 #include "segment/validate.h"
 #include "selection/episode_marks.h"
+#include "selection/row_repeats.h"
 #include "store/calls.h"
 #include "store/open_stores.h"
 #include "store/row_values.h"
@@ -210,6 +211,8 @@ class Store final : public OpenStore {
 
   // Where the ends of episodes are marked; none where a row is one.
   EpisodeMarks episode_marks() const;
+  // Where it is kept which of their steps rows repeat; none where no row does.
+  RowRepeats row_repeats() const;
 
   // A row's content number, to be compared before and after a copy of it (segment.h); 0 where there is none.
   uint64_t content_number(uint32_t row) const {
@@ -437,6 +440,7 @@ class Store final : public OpenStore {
   bool finish_pending(uint32_t row, RowStatus& status);
   void seal_locked(uint32_t row, uint64_t now_ns);
   int32_t find_episodes_field() const;
+  int32_t find_repeats_field() const;
   void set_episodes(uint32_t row, uint32_t episodes);
   void count_episodes(uint32_t row);  // a row whose writer is gone, by its marks; nothing where a row is one episode
   void check_the_cap(size_t rows) const;
@@ -490,6 +494,7 @@ class Store final : public OpenStore {
   double lock_timeout_s_ = 10.0;
   uint64_t content_mask_ = 0;    // all ones in segments with content numbers
   int32_t episodes_field_ = -1;  // that counts the episodes of a row; -1: a row is one
+  int32_t repeats_field_ = -1;   // that counts the steps which a row shares with its neighbours; -1: with none
   bool read_only_ = false;
   bool lost_in_fork_ = false;
   std::atomic<bool> keep_{false};

@@ -178,7 +178,7 @@ class BatchSampler:
         first: int = 0,
     ) -> tuple[Any, int, int, int] | None: ...
     @property
-    def step_plan(self) -> tuple[int, int, int, int] | None: ...
+    def step_plan(self) -> tuple[int, int, int, int, int, int, int] | None: ...
 
 def importance_weights(
     probability: NDArray[np.float64], count: int, beta: float, lowest: float, /
@@ -545,7 +545,16 @@ class Candidates:
     def rows(self) -> int: ...
     @property
     def shares_rows(self) -> bool: ...
-    def begin_pass(self, row_steps: int, need: int, stride: int = 1, episodes: bool = False) -> tuple[int, int]: ...
+    @property
+    def repeats_steps(self) -> bool: ...
+    def begin_pass(
+        self,
+        row_steps: int,
+        need: int,
+        stride: int = 1,
+        episodes: bool = False,
+        needs: tuple[int, int, int] = (0, 0, 0),
+    ) -> tuple[int, int]: ...
     def find_in_pass(
         self,
         seed: int,
@@ -560,6 +569,7 @@ class Candidates:
         n: int,
         stride: int = 1,
         episodes: bool = False,
+        needs: tuple[int, int, int] = (0, 0, 0),
     ) -> tuple[NDArray[np.uint8], _U32, _U32, _U32]: ...
     def priorities(self, rows: _U32, /) -> _U32: ...
     def sequences(self, rows: _U32, /) -> _U64: ...
@@ -582,7 +592,7 @@ class Candidates:
         numbers: _U32,
         strata: int,
         limits: tuple[int, int, int] | None,
-        steps: tuple[int, int, int, int],
+        steps: tuple[int, int, int, int, int, int, int],
     ) -> tuple[_U32, _U32, _F64, _U32, int]: ...
     def find_drawn(
         self,
@@ -593,7 +603,7 @@ class Candidates:
         numbers: _U32,
         targets: _U64,
         limits: tuple[int, int, int] | None,
-        steps: tuple[int, int, int, int] | None,
+        steps: tuple[int, int, int, int, int, int, int] | None,
     ) -> tuple[_U32, _U32, _U32, _U32]: ...
     def draw_distinct(
         self,
@@ -622,7 +632,7 @@ class AllowedRows:
         by_priority: bool,
         limits: tuple[int, int, int] | None,
         excluded: _U32,
-        steps: tuple[int, int, int, int] | None = None,
+        steps: tuple[int, int, int, int, int, int, int] | None = None,
     ) -> None: ...
     def total(self) -> int: ...
     def count(self) -> int: ...
@@ -634,7 +644,10 @@ class AllowedSteps:
     """The steps that count of the rows that limits allow: of a store with priorities of steps, or over steps."""
 
     def __init__(
-        self, candidates: Candidates, limits: tuple[int, int, int] | None, steps: tuple[int, int, int, int]
+        self,
+        candidates: Candidates,
+        limits: tuple[int, int, int] | None,
+        steps: tuple[int, int, int, int, int, int, int],
     ) -> None: ...
     def total(self) -> int: ...
     def find(self, targets: _U64, /) -> tuple[_U32, _U32, _U32, _U32]: ...

@@ -52,6 +52,7 @@ class Together:
 def make_store(store_name, environments, max_steps=32, **options):
     fields = recorded_fields(
         environments.fields(),
+        overlap=True,
         twice=gt.Field((), "float32"),
         step_version=gt.Field((), "int64"),
         episode_return=gt.Field((), "float32", per_row=True),

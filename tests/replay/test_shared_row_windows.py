@@ -112,7 +112,7 @@ def test_a_pass_has_every_window_once(windows):
 
 def test_a_pass_over_transitions_has_every_transition_once():
     with make_store() as store:
-        episodes = record(store, "next_step", 80, overlap=0)
+        episodes = record(store, "next_step", 80)
         known, seen = by_observation(episodes), []
         view = gt.Transitions(n_step=3, gamma=GAMMA, frame_stack=2)
         with gt.Replay(store, Epochs(seed=2, over="steps"), 64, view=view, output="numpy") as replay:

@@ -25,7 +25,7 @@ def make_store(fields=OBS, *, name=(), max_length=17, capacity=400, **options):
     return gt.Store.create(*name, made, max_length=max_length, capacity=capacity, **options)
 
 
-def record(store, mode, steps, n_envs=3, seed=0, publish_every=None, overlap=4):
+def record(store, mode, steps, n_envs=3, seed=0, publish_every=None):
     """Random episodes of every environment; returns them: observations, actions, rewards, terminated, truncated."""
     rng = np.random.default_rng(seed)
     goals = "obs" not in store.fields
@@ -48,7 +48,7 @@ def record(store, mode, steps, n_envs=3, seed=0, publish_every=None, overlap=4):
             episodes.append({name: np.array(values) for name, values in current[env].items()})
         current[env] = None
 
-    options = {"autoreset": mode, "publish_every": publish_every, "overlap": overlap, "share_rows": True}
+    options = {"autoreset": mode, "publish_every": publish_every, "share_rows": True}
     with store.recorder(n_envs, **options) as recorder:
         first = observe()
         recorder.reset(given(first))
@@ -150,7 +150,7 @@ def test_transitions_are_those_of_a_slow_reference(mode, n_step, stack):
 
 def test_steps_that_end_an_episode_have_no_priority():
     with make_store(priority_per="step", max_length=40) as store:
-        episodes = record(store, "next_step", 400, overlap=0)
+        episodes = record(store, "next_step", 400)
         known = by_observation(episodes)
         view = gt.Transitions(n_step=2, gamma=GAMMA)
         with gt.Replay(store, Prioritized(seed=0, beta=0.4), 256, view=view, output="numpy") as replay:
@@ -173,7 +173,7 @@ def test_a_step_is_one_call_to_the_store_marks_included():
 @pytest.mark.parametrize("strategy", ["future", "final", "episode"])
 def test_goals_are_of_the_same_episode(strategy):
     with make_store(GOALS) as store:
-        episodes = record(store, "next_step", 300, overlap=0)
+        episodes = record(store, "next_step", 300)
         known = by_observation(episodes)
         hindsight = gt.Hindsight(strategy, k=4, reward=lambda achieved, desired: (achieved == desired)[:, 0] - 1.0)
         view = gt.Transitions(hindsight=hindsight)
@@ -227,7 +227,7 @@ def pieces_of(rows, lengths):
 
 def test_exports_part_rows_where_episodes_end(tmp_path):
     with make_store() as store:
-        episodes = record(store, "next_step", 60, overlap=0)
+        episodes = record(store, "next_step", 60)
         keys = store.keys()
         rows, lengths = gt.fetch(store, keys, output="numpy"), store.status(keys)["length"]
         pieces = pieces_of(rows.fields, lengths)
@@ -268,7 +268,7 @@ def test_exports_part_rows_where_episodes_end(tmp_path):
 
 def test_short_episodes_fill_their_rows():
     with make_store(max_length=101, capacity=60) as store:
-        episodes = record(store, "same_step", 1500, n_envs=2, overlap=0)
+        episodes = record(store, "same_step", 1500, n_envs=2)
         steps = sum(len(episode["action"]) for episode in episodes)
         used = len(store) * 101
         assert int(store.status()["length"].sum()) > 0.95 * used

@@ -21,7 +21,7 @@ B = 48
 def recorded(seed: int = 5, steps: int = 250) -> tuple[dict[str, Any], Any, Any]:
     """Rows of a recorder, their lengths, and the episodes that they were made of."""
     with make_store(priority_per="step") as store:
-        episodes = record(store, "next_step", steps, seed=seed, overlap=0)
+        episodes = record(store, "next_step", steps, seed=seed)
         keys = store.keys()
         rows = {name: store.column(name)[keys.row] for name in store.fields}
         return rows, store.status(keys)["length"], episodes

@@ -27,10 +27,10 @@ def make_store(max_length, capacity=4000, *, truncated=True, obs_shape=(2,), **o
     return gt.Store.create(fields, max_length=max_length, capacity=capacity, **options)
 
 
-def record_episodes(store, lengths, seed=0, overlap=0, **options):
+def record_episodes(store, lengths, seed=0, **options):
     """Episodes of those many actions; the first number of an observation is nowhere else."""
     rng = np.random.default_rng(seed)
-    recorder = store.recorder(1, autoreset="disabled", overlap=overlap, zeros=["task"], **options)
+    recorder = store.recorder(1, autoreset="disabled", zeros=["task"], **options)
     number = int(rng.integers(1000)) * 10_000
 
     def observation():
@@ -111,7 +111,7 @@ def check(batch, rows, n_step, gamma, frame_stack):
 def test_every_transition_is_what_its_episode_says(over, n_step, gamma, frame_stack, truncated):
     rng = np.random.default_rng(n_step)
     with make_store(12, truncated=truncated) as store:
-        record_episodes(store, rng.integers(1, 30, 1200), overlap=2)
+        record_episodes(store, rng.integers(1, 30, 1200))
         rows = rows_of(store)
         view = gt.Transitions(n_step=n_step, gamma=gamma, frame_stack=frame_stack)
         with gt.Replay(store, Uniform(seed=1, over=over), 256, view=view, output="numpy", prefetch=0) as replay:

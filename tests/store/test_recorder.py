@@ -118,7 +118,7 @@ def test_every_episode_is_recorded_as_it_happened(mode, n, longest, max_length, 
     envs = SyncVectorEnv([lambda one=one: one for one in made], autoreset_mode=mode)
     for one in made:
         one.episodes.clear()
-    with store_of(max_length) as store:
+    with store_of(max_length, overlap=overlap > 0) as store:
         recorder = store.recorder(n, autoreset=mode, overlap=overlap, publish_every=publish_every)
         completed = record(envs, recorder, 150, np.random.default_rng(0))
         assert len(completed) == recorder.rows

@@ -125,7 +125,7 @@ def test_no_final_observation_is_wanted_of_environments_that_took_no_step():
 
 
 def test_environments_whose_newest_step_has_other_values_are_told():
-    with store_of(4) as store:
+    with store_of(4, overlap=True) as store:
         recorder = store.recorder(2, autoreset="disabled", overlap=1)
         recorder.reset(np.zeros((2, 3)))
         given = {"action": np.array([1, 2], np.int32), "reward": np.array([0.5, np.nan], np.float32)}

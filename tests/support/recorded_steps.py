@@ -8,13 +8,14 @@ import geartrain as gt
 from geartrain.store.recorder import recorded_fields
 
 
-def store_of(max_length, capacity=4000, **more):
+def store_of(max_length, capacity=4000, *, overlap=False, **more):
     """Of observations, actions and rewards of three, one and one number a step."""
     fields = recorded_fields(
         {"obs": gt.Field((3,), "float32"), "action": gt.Field((), "int32"), "reward": gt.Field((), "float32")},
         truncated=gt.Field((), "bool"),
         step_version=gt.Field((), "int64"),
         episode_return=gt.Field((), "float32", per_row=True),
+        overlap=overlap,
         **more,
     )
     return gt.Store.create(fields, max_length=max_length, capacity=capacity)

@@ -11,6 +11,7 @@ import numpy as np
 from geartrain.core.arguments import check_flag, did_you_mean, shown
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, FieldError, MissingDependencyError
+from geartrain.store.recorder import REPEATS
 
 if TYPE_CHECKING:
     import torch
@@ -83,6 +84,20 @@ class Batch(_WeaklyReferable):
     def values(self) -> ValuesView[Array]:
         """Arrays of the fields."""
         return self.fields.values()
+
+    @property
+    def context(self) -> Array | None:
+        """Steps at each row's beginning that repeat the row before, (B,) int32, as `recorder(overlap=...)` writes them.
+
+        They are burn-in: the loss of these steps belongs to the row before. Of windows, those within the window. None
+        where the store does not keep this (`recorded_fields(..., overlap=True)`) or the batch does not have its field.
+        """
+        if REPEATS not in self.fields:
+            return None
+        shared: Any = self.fields[REPEATS][:, 0]
+        most = None if self.mask is None else self.mask.shape[1]
+        repeated: Array = (shared - self.start).clip(0, most)
+        return repeated
 
     @property
     def batch_size(self) -> int:

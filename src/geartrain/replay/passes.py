@@ -40,11 +40,16 @@ class Passes:
     def take(self, shard: Shard, n: int, state: dict[str, int], of_batch: int | None = None) -> Taken:
         """The next n rows or steps of a pass, fewer at its end; see `Epochs.take`."""
         row_steps = self.plan.store.max_length if self.strategy.over == "steps" else 0
-        need, stride, episodes = 1, 1, False
+        need, stride, episodes, needs = 1, 1, False, (0, 0, 0)
+        windows = self.plan.windows
+        repeats = row_steps != 0 and shard.candidates.native.repeats_steps
         if self.transitions is None:
-            windows = self.plan.windows
             need, stride = (0, 1) if windows is None else (windows.need, windows.stride if row_steps else 1)
             episodes = row_steps != 0 and windows is not None and windows.at == "episode"
+            if repeats and windows is not None:
+                needs = windows.needs
+        elif repeats:
+            needs = self.transitions.view.needs
         return self.strategy.take(
             shard,
             n,
@@ -53,6 +58,7 @@ class Passes:
             need=need,
             stride=stride,
             episodes=episodes,
+            needs=needs,
             of_batch=of_batch,
             same_n=not self.mixed,
         )

@@ -38,7 +38,7 @@ from geartrain.errors import ArgumentError, FieldError
 from geartrain.replay.fetch_plan import FetchPlan
 from geartrain.replay.hindsight import RELABELLED, GatheredFields, Hindsight, Relabeller, native_goals
 from geartrain.selection.arguments import check_number
-from geartrain.store.recorder import OBSERVATIONS
+from geartrain.store.recorder import OBSERVATIONS, REPEATS
 from geartrain.store.store import Store
 
 #: Fields that a transition is made of, apart from observations; and those that are not handed out.
@@ -121,6 +121,11 @@ class Transitions:
         """Steps that are gathered for a transition."""
         return self.n_step + self.frame_stack
 
+    @property
+    def needs(self) -> tuple[int, int, int]:
+        """Steps that a transition needs before its step, and from it on, where rows repeat steps; and 0."""
+        return self.frame_stack - 1, self.n_step, 0
+
     def observations_in(self, fields: Mapping[str, Field]) -> list[str]:
         """The observation fields of a store."""
         if self.observations is None:
@@ -171,7 +176,7 @@ class Transitions:
         clash = [name for name in made if name in fields]
         if clash:
             raise FieldError(f"the store's fields {clash} have the names of what transitions make")
-        names = list(asked) if asked is not None else [name for name in fields if name != _LAST]
+        names = list(asked) if asked is not None else [name for name in fields if name not in (_LAST, REPEATS)]
         ends = [name for name in (_TRUNCATED, _LAST) if name in fields][:1]
         return list(dict.fromkeys([*names, *goals, _REWARD, _TERMINATED, *ends]))
 

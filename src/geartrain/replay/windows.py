@@ -126,6 +126,16 @@ class Windows:
         return self.length - 1 if self.whole else 0
 
     @property
+    def needs(self) -> tuple[int, int, int]:
+        """Steps that an anchor needs before and after it, where rows repeat steps, and the first step that may be one.
+
+        native/fetch/windows.h, WindowPlan::needs. Zeros where each row has windows of its own.
+        """
+        if self.stride != 1 or self.at != "any":
+            return 0, 0, 0
+        return (0, self.length, 0) if self.from_first else (self.length - 1, 1, self.need)
+
+    @property
     def function(self) -> WindowFunction | None:
         """What places the windows, where a function does."""
         return self.at if callable(self.at) else None

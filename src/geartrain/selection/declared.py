@@ -196,7 +196,7 @@ def _draw_random(
         rows, generations, probability, found, failed = native.draw_steps(
             traits.by_priority, seed, step, attempt, numbers, strata, limits, steps
         )
-        known = traits.by_priority or native.shares_rows
+        known = traits.by_priority or native.shares_rows or steps.after > 0
         return Draw(rows, generations, probability, failed=failed, steps=found if known else None)
     if traits.replacement:
         rows, generations, probability, failed = native.draw(

@@ -159,6 +159,7 @@ class Epochs:
         need: int = 0,
         stride: int = 1,
         episodes: bool = False,
+        needs: tuple[int, int, int] = (0, 0, 0),
         of_batch: int | None = None,
         same_n: bool = True,
     ) -> Taken:
@@ -170,6 +171,8 @@ class Epochs:
             need: steps at a row's end that do not count.
             stride: of the others every so many-th counts, and `Taken.steps` are their numbers.
             episodes: of steps only those that begin an episode count.
+            needs: what a step needs before and after it, and the distance from its number to it, where rows repeat
+                steps of the row before; see `StepPlan`.
             of_batch: these are to replace some of a batch of so many; fewer than n will do.
             same_n: the next batch takes as many. With drop_last the pass is then over as soon as fewer are left;
                 otherwise, as in a mixture, when a batch finds too few.
@@ -196,7 +199,7 @@ class Epochs:
             raise ArgumentError(f"this is no state of a pass over such stores: it has no {', '.join(lacking)}")
         if "position" not in now:
             all_shards = shard.gather(
-                np.array([*native.begin_pass(row_steps, need, stride, episodes), mine], np.uint64)
+                np.array([*native.begin_pass(row_steps, need, stride, episodes, needs), mine], np.uint64)
             )
             now |= {"position": 0, "given": 0, "count": int(all_shards[:, 1].sum())}
             for number, (upto, _, places) in enumerate(all_shards.tolist()):
@@ -228,6 +231,7 @@ class Epochs:
                 span,
                 stride,
                 episodes,
+                needs,
             )
             flags = np.unpackbits(shard.gather(np.packbits(taken)), axis=1, count=span)
             at = np.flatnonzero(flags.any(0))

@@ -21,13 +21,18 @@ class StepPlan(NamedTuple):
 
     `max_steps`: rows are drawn in proportion to their steps, of so many at most; 0 where steps are drawn by priority.
     `need` and `skip`: steps at a row's end and at its beginning that do not count. `stride`: of the others every so
-    many-th does.
+    many-th does. `before` and `after`: steps that a step needs around it, where rows repeat steps of the row before, so
+    that it is drawn from the row that has them (native/selection/row_repeats.h); `after` is 0 elsewhere. `shift`: from
+    the number that is drawn over steps to the step.
     """
 
     max_steps: int
     need: int
     skip: int
     stride: int
+    before: int = 0
+    after: int = 0
+    shift: int = 0
 
 
 @dataclass(frozen=True)

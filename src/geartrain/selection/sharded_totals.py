@@ -54,8 +54,10 @@ class RowSums:
 
     @property
     def finds_steps(self) -> bool:
-        """Whether steps are drawn, and not rows: by priority, or over steps where rows hold several episodes."""
-        return self._steps is not None and (self._by_priority or self._candidates.shares_rows)
+        """Whether steps are drawn, and not rows: by priority, or over steps where rows hold several episodes or repeat
+        steps of the row before."""
+        steps = self._steps
+        return steps is not None and (self._by_priority or self._candidates.shares_rows or steps.after > 0)
 
     def total(self) -> int:
         """What numbers of draws are below, and probabilities are of; no matter what is refused."""

@@ -16,8 +16,10 @@ that the action brought, and whether it ended the episode (`terminated`). The st
 observation that it led to and nothing else; it is marked `last`. So a row of n actions has n + 1 steps, an observation
 is stored once however many windows, frame stacks and n-step targets use it, and no window crosses episodes.
 
-An episode that is longer than a row continues in the next one, which repeats `overlap` steps, so that stacks and
-targets across the boundary are not lost.
+An episode that is longer than a row continues in the next one, which repeats the last `overlap` steps. So frame stacks
+and n-step sums across the boundary are not lost. Each row notes how many steps it shares with its neighbours, and each
+step is drawn from one of its copies: the one that has what the view needs around it. `overlap` of frame_stack - 1 +
+n_step - 1 is enough for `geartrain.Transitions`, length - 1 for `geartrain.Windows`.
 
 With `share_rows=True` an episode that ends before its row does is followed by the environment's next one in that row,
 so that short episodes take no more memory than long ones. The steps marked `last` tell them apart. Of such a store
@@ -69,15 +71,22 @@ OBSERVATIONS = ("observation", "obs")
 EPISODES = "geartrain.episodes"
 _EPISODES = Field((), "int32", per_row=True)
 
+#: How many of a row's first steps repeat the row before, how many of its last ones the next row repeats, and the sum of
+#: GOES_ON_HERE, if its first episode began in the row before, and 2, if its last one goes on in the next. Where a store
+#: has it, rows may repeat steps. native/selection/row_repeats.h
+REPEATS = "geartrain.repeats"
+_REPEATS = Field((3,), "int32", per_row=True)
+GOES_ON_HERE = 1
+
 # native/store/step_writer.h, FieldRole
 _ROLES = {"terminated": 2, "truncated": 3, "last": 4, "step_version": 5, "episode_return": 6}
-_EPISODES_ROLE = 8
+_EPISODES_ROLE, _REPEATS_ROLE = 8, 9
 _OBSERVATION, _VALUE, _NONE = 0, 1, 7
 
 
 def unfilled_fields(fields: Mapping[str, Field], *, share_rows: bool = False) -> list[str]:
     """The `per_row` fields that a recorder of a store with these fields writes zeros to."""
-    filled = {*OPTIONAL_FIELDS, *([EPISODES] if share_rows else [])}
+    filled = {*OPTIONAL_FIELDS, *([EPISODES] if share_rows else []), *([REPEATS] if repeats_steps(fields) else [])}
     return [name for name, field in fields.items() if field.per_row and name not in filled]
 
 
@@ -86,7 +95,14 @@ def shares_rows(fields: Mapping[str, Field]) -> bool:
     return fields.get(EPISODES) == _EPISODES and fields.get("last") == Field((), "bool")
 
 
-def recorded_fields(fields: Mapping[str, Field], *, share_rows: bool = False, **extras: Field) -> dict[str, Field]:
+def repeats_steps(fields: Mapping[str, Field]) -> bool:
+    """Whether the rows of a store with these fields may repeat steps of the row before."""
+    return fields.get(REPEATS) == _REPEATS
+
+
+def recorded_fields(
+    fields: Mapping[str, Field], *, share_rows: bool = False, overlap: bool = False, **extras: Field
+) -> dict[str, Field]:
     """The fields of a store that a recorder writes to.
 
     Args:
@@ -97,21 +113,23 @@ def recorded_fields(fields: Mapping[str, Field], *, share_rows: bool = False, **
             that are published before (`publish_every`): they may be read already.
         share_rows: for a recorder that shares rows: with `geartrain.episodes`, int32 a row, the number of episodes in
             it. The name is reserved for this.
+        overlap: for a recorder with `overlap=`: with `geartrain.repeats`, three int32 a row, which note how many steps
+            it shares with the row before and with the row after. The name is reserved for this.
 
     Raises:
-        FieldError: a field that is called `geartrain.episodes` and is another one.
+        FieldError: a field of a reserved name that is another one.
     """
     check_flag("share_rows", share_rows)
-    check_fields({EPISODES: _EPISODES, **fields, **extras} if isinstance(fields, Mapping) else fields)
-    for given in (fields, extras):
-        if given.get(EPISODES, _EPISODES) != _EPISODES or (EPISODES in given and not share_rows):
-            raise FieldError(f"{EPISODES!r} is the field of recorded_fields(share_rows=True): give yours another name")
-    return {
-        **fields,
-        **{name: Field((), dtype) for name, dtype in REQUIRED_FIELDS.items()},
-        **({EPISODES: _EPISODES} if share_rows else {}),
-        **extras,
-    }
+    check_flag("overlap", overlap)
+    own: dict[str, Field] = {EPISODES: _EPISODES, REPEATS: _REPEATS}
+    check_fields({**own, **fields, **extras} if isinstance(fields, Mapping) else fields)
+    for name, option, wanted in ((EPISODES, "share_rows", share_rows), (REPEATS, "overlap", overlap)):
+        for given in (fields, extras):
+            if given.get(name, own.get(name)) != own[name] or (name in given and not wanted):
+                raise FieldError(f"{name!r} is the field of recorded_fields({option}=True): give yours another name")
+        if not wanted:
+            del own[name]
+    return {**fields, **{name: Field((), dtype) for name, dtype in REQUIRED_FIELDS.items()}, **own, **extras}
 
 
 class StepRecorder:
@@ -168,6 +186,12 @@ class StepRecorder:
                 "share_rows needs a store with the fields of recorded_fields(..., share_rows=True), which has "
                 f"{EPISODES!r} and no 'episode_return', as a row has several; the store has {', '.join(fields)}"
             )
+        if overlap and not repeats_steps(fields):
+            raise FieldError(
+                f"overlap={overlap} needs a store with the fields of recorded_fields(..., overlap=True), which has "
+                f"{REPEATS!r}: rows note there which steps they repeat, so that each is drawn once; the store has "
+                f"{', '.join(fields)}"
+            )
         self._shares_rows = bool(share_rows)
         _check_zeros(unfilled_fields(fields, share_rows=self._shares_rows), columns.names("zeros", zeros))
         mode = autoreset_mode(autoreset)
@@ -194,6 +218,8 @@ class StepRecorder:
             return _ROLES[name]
         if name == EPISODES and self._shares_rows:
             return _EPISODES_ROLE
+        if name == REPEATS and repeats_steps(self._columns.fields):
+            return _REPEATS_ROLE
         if self._columns.fields[name].per_row:
             return _NONE
         return _OBSERVATION if name in self.observations else _VALUE
@@ -506,13 +532,16 @@ def _check_zeros(unfilled: list[str], zeros: Sequence[str]) -> None:
 __all__ = [
     "AUTORESETS",
     "EPISODES",
+    "GOES_ON_HERE",
     "OBSERVATIONS",
     "OPTIONAL_FIELDS",
+    "REPEATS",
     "REQUIRED_FIELDS",
     "Autoreset",
     "StepRecorder",
     "autoreset_mode",
     "recorded_fields",
+    "repeats_steps",
     "shares_rows",
     "unfilled_fields",
 ]

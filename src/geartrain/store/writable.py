@@ -131,7 +131,9 @@ class WritableStore(StoreHandle):
                 a dot.
             publish_every: publish an unfinished row every so many steps, so that it can be sampled while its episode
                 goes on. By default only finished rows can be.
-            overlap: steps that the next row of a long episode repeats.
+            overlap: steps that the next row of a long episode repeats, so that stacks and n-step sums are whole there:
+                frame_stack - 1 + n_step - 1 of them for `Transitions`. Each step is drawn from one of its copies.
+                Needs a store with the fields of `recorded_fields(..., overlap=True)`.
             priority: of new rows.
             autoreset: what happens where an episode ends: "next_step" (Gymnasium's default), "same_step" or
                 "disabled", or `envs.metadata["autoreset_mode"]`.

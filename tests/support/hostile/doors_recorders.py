@@ -26,13 +26,13 @@ def an_end(value: Any) -> bool:
 
 
 def recorded(tools: Tools, **options: Any) -> gt.Store:
-    fields = recorded_fields(RECORDED, **options)
+    fields = recorded_fields(RECORDED, overlap=True, **options)
     return tools.enter(gt.Store.create(tools.name(), fields, max_length=STEPS, capacity=CAPACITY))
 
 
-@door("recorded_fields", fields=lambda value: value == {}, share_rows=flag)
+@door("recorded_fields", fields=lambda value: value == {}, share_rows=flag, overlap=flag)
 def recorded_fields_of(tools: Tools) -> Door:
-    return recorded_fields, {"fields": RECORDED, "share_rows": False}
+    return recorded_fields, {"fields": RECORDED, "share_rows": False, "overlap": False}
 
 
 @door(

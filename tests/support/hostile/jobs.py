@@ -90,7 +90,7 @@ def policy(_: object) -> Zeros:
 
 
 def episodes(tools: Tools) -> gt.Store:
-    return gt.Store.create(tools.name(), recorded_fields(ENVIRONMENTS), max_length=8, capacity=64)
+    return gt.Store.create(tools.name(), recorded_fields(ENVIRONMENTS, overlap=True), max_length=8, capacity=64)
 
 
 ACTOR_ONE_THREAD = "an actor, its environments and its recorders are one thread's, as their docstrings say"

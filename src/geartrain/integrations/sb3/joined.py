@@ -24,6 +24,7 @@ from geartrain.integrations.transitions.layout import (
     environment_of,
     writer_of,
 )
+from geartrain.store.recorder import GOES_ON_HERE, REPEATS
 
 _LAST = "last"
 
@@ -65,9 +66,12 @@ def joined(rows: Contents, overlap: int, observations: Sequence[str], priority: 
         behind = np.zeros(len(row), np.bool_)  # an end of a row that was there
         for joint in np.flatnonzero(np.diff(row)) + 1:
             behind[joint : joint + overlap - 1] = True
+        first = rows.fields[REPEATS][chain[0]]
         for begin in range(0, max(1, len(row) - overlap), longest - 1 - overlap):
             part = slice(begin, begin + longest - 1)
             one = _row(rows, row[part], step[part], alone[part])
+            # No step follows the last transition, so that the row after has none of its windows.
+            one.fields[REPEATS][0] = (overlap, 0, GOES_ON_HERE) if begin else (first[0], 0, first[2] & GOES_ON_HERE)
             if one.priorities is not None:
                 steps = one.priorities[0, : len(row[part])]
                 steps[behind[part] & (steps == 0)] = priority
@@ -104,6 +108,9 @@ def _row(rows: Contents, row: NDArray[np.int64], step: NDArray[np.int64], alone:
     longest = rows.fields[FLAGS].shape[1]
     fields = {}
     for name, values in rows.fields.items():
+        if name == REPEATS:
+            fields[name] = np.zeros((1, *values.shape[1:]), values.dtype)
+            continue
         fields[name] = np.zeros((1, longest, *values.shape[2:]), values.dtype)
         fields[name][0, : len(row)] = values[row, step]
     fields[FLAGS][0, : len(row)][alone] = 0

@@ -39,6 +39,7 @@ from geartrain.integrations.transitions.layout import (
     rows_needed,
 )
 from geartrain.integrations.transitions.writer import TransitionWriter, packed_infos
+from geartrain.store.recorder import REPEATS
 from geartrain.store.segment import PriorityPer
 from geartrain.store.store import Store
 
@@ -430,6 +431,8 @@ class ReplayBuffer(stock.ReplayBuffer):
         contents, written = state.pop("_contents"), state.pop("_written")
         self.__dict__.update(state)
         self._open(None)
+        if len(contents.lengths):  # of a buffer that was saved before rows noted which steps they repeat
+            contents.fields.setdefault(REPEATS, np.zeros((len(contents.lengths), 3), np.int32))
         for part in joined(contents, self.reach, list(self._shapes), self._new_priority()):
             part.put(self.store)
         self._attach(*written)

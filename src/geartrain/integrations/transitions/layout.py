@@ -54,7 +54,7 @@ def fields_of(
     fields[NUMBER] = Field((), "int64")
     if info_bytes:
         fields[INFO] = Field((info_bytes,), "uint8")
-    return recorded_fields(fields)
+    return recorded_fields(fields, overlap=True)
 
 
 def observation_field(key: str | None) -> str:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from geartrain.errors import ArgumentError
 from geartrain.integrations.transitions.layout import MOST_WRITERS, NUMBER, numbers
-from geartrain.store.recorder import REQUIRED_FIELDS, RecorderPriority
+from geartrain.store.recorder import REPEATS, REQUIRED_FIELDS, RecorderPriority
 from geartrain.store.store import Store
 
 #: Entries of an info that are not stored: it is the transition's next observation.
@@ -60,7 +60,7 @@ class TransitionWriter(RecorderPriority):
         self._nothing: dict[str, Any] = {
             name: np.zeros((n_envs, *fields[name].shape), fields[name].numpy_dtype)
             for name in fields
-            if name not in (*observations, NUMBER, *REQUIRED_FIELDS)
+            if name not in (*observations, NUMBER, REPEATS, *REQUIRED_FIELDS)
         }
 
     def add(self, observations: dict[str, Any], step: dict[str, Any]) -> None:

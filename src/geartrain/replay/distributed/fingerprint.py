@@ -36,7 +36,8 @@ def describe_job(
             job[f"windows{which}"] = _as_text(plan.windows)
         job[f"min_rows{which}"] = int(part.min_rows)
         if part.step_plan is not None:
-            job[f"steps{which}"] = list(part.step_plan)  # of rows as long as they can be in every shard
+            steps = part.step_plan  # of rows as long as they can be in every shard
+            job[f"steps{which}"] = list(steps if steps.after else steps[:4])
         for name in ("priority_fraction_bits", "priority_per", "max_times_sampled", "max_age_s"):
             job[f"{name}{which}"] = options[name]
         for name, spec in plan.store.fields.items():
