@@ -217,8 +217,8 @@ std::vector<RankSteps::Told> told_of(const std::vector<ToldTuple>& told) {
 }
 
 // `change(store, priorities)` returns what is stored of them; None: they are taken as they are, but positive.
-// `set(store, rows, generations, order, priorities)` stores those of rows, or returns False; None: they are stored
-// here.
+// `set(store, rows, generations, priorities)` stores those of rows, in their order, or returns False; None: they are
+// stored here.
 RankSteps::Hooks update_hooks(const nb::object& change, const nb::object& set, const Unlocked& unlocked) {
   RankSteps::Hooks hooks;
   if (!change.is_none()) {
@@ -234,8 +234,8 @@ RankSteps::Hooks update_hooks(const nb::object& change, const nb::object& set, c
     hooks.set = [&](uint32_t store, const PriorityUpdates& updates) {
       bool done = false;
       call_python(unlocked, [&] {
-        done = nb::cast<bool>(nb::object(set(store, array_of(updates.rows), array_of(updates.generations),
-                                             array_of(updates.order), array_of(updates.priorities))));
+        done = nb::cast<bool>(nb::object(
+            set(store, array_of(updates.rows), array_of(updates.generations), array_of(updates.priorities))));
       });
       return done;
     };
@@ -349,13 +349,6 @@ nb::dict wire_records() {
                                                       {"next_sequence", "<i8", offsetof(ShardStatus, next_sequence)},
                                                       {"cursor", "<i8", offsetof(ShardStatus, cursor)},
                                                       {"total", "<u8", offsetof(ShardStatus, total)}});
-  made["priority_update"] = record(sizeof(PriorityRecord), {{"store", "<u4", offsetof(PriorityRecord, store)},
-                                                            {"row", "<u4", offsetof(PriorityRecord, row)},
-                                                            {"generation", "<u4", offsetof(PriorityRecord, generation)},
-                                                            {"step", "<u4", offsetof(PriorityRecord, step)},
-                                                            {"call", "<u4", offsetof(PriorityRecord, call)},
-                                                            {"draw", "<u4", offsetof(PriorityRecord, draw)},
-                                                            {"priority", "<f8", offsetof(PriorityRecord, priority)}});
   return made;
 }
 

@@ -183,7 +183,6 @@ class ShardedSampler:
         number: int,
         rows: NDArray[np.uint32],
         generations: NDArray[np.uint32],
-        order: NDArray[np.int64],
         priorities: NDArray[np.float64],
     ) -> bool:
         """Stores priorities of a shard that a device has a copy of, which has to learn of them."""
@@ -191,7 +190,7 @@ class ShardedSampler:
         if sampler.priority_copy is None:
             return False
         native = sampler.plan.store.native
-        sampler.change_priorities(rows, lambda: native.apply_updates(rows, generations, None, order, priorities))
+        sampler.change_priorities(rows, lambda: native.apply_updates(rows, generations, None, None, priorities))
         return True
 
     def gather_totals(
