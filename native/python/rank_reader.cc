@@ -21,13 +21,13 @@
 #include "python/bind.h"
 #include "python/rank_exchange.h"
 #include "python/sampled_batch.h"
+#include "python/window_plan.h"
 #include "selection/importance_weights.h"
 
 namespace geartrain {
 namespace {
 
-using PlacedWindowTuple = std::tuple<uint32_t, bool, bool, uint8_t>;  // stride, whole, from_first, at
-using LimitTuple = std::tuple<int64_t, uint64_t, uint32_t>;           // min_version, inserted_from_ns, min_length
+using LimitTuple = std::tuple<int64_t, uint64_t, uint32_t>;  // min_version, inserted_from_ns, min_length
 // rank, replica, which of a row's arrays it gets
 using ConsumerTuple = std::tuple<uint32_t, uint32_t, std::vector<uint32_t>>;
 // by priority, with replacement, stratified, order (none), with a cursor, over steps
@@ -731,10 +731,9 @@ void bind_rank_reader(nb::module_& module) {
           "__init__",
           [](BoundRankReader* self, uint32_t rank, const std::vector<ConsumerTuple>& consumers,
              const std::vector<StoreTuple>& stores, const std::vector<ShardTuple>& shards, const nb::object& assigner,
-             uint32_t window, bool pad_left, unsigned threads, bool in_order,
-             const std::optional<PlacedWindowTuple>& windows, const TransitionView* view,
-             std::optional<uint32_t> replica) {
-            RankReader::Settings settings{.window = {.length = window},
+             uint32_t window, bool pad_left, unsigned threads, bool in_order, const std::optional<WindowTuple>& windows,
+             const TransitionView* view, std::optional<uint32_t> replica) {
+            RankReader::Settings settings{.window = window_plan(window, windows),
                                           .pad_left = pad_left,
                                           .threads = threads,
                                           .view = {},
@@ -743,10 +742,6 @@ void bind_rank_reader(nb::module_& module) {
                                           .replica = replica,
                                           .consumers = {},
                                           .stores = {}};
-            if (windows) {
-              const auto [stride, whole, from_first, at] = *windows;
-              settings.window = {window, stride, whole, from_first, static_cast<WindowPlan::At>(at)};
-            }
             if (view != nullptr) settings.view = *view;
             for (const auto& [of, replica, arrays] : consumers) settings.consumers.push_back({of, replica, arrays});
             for (const auto& [draws, seed, atom, limited] : stores) {
