@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <utility>
 
@@ -59,12 +60,10 @@ void RankSteps::add_updates(std::span<const GivenPriorities> given, Parts& parts
         fail(ErrorKind::schema, "an update is of shard ", shard, ", there are ", leader_of_.size());
       }
       const auto [store, leader] = leader_of_[static_cast<size_t>(shard)];
-      const int64_t draw = from.draws.empty() ? 0 : from.draws[i];  // keys made by hand may have any number
-      const int64_t most = std::numeric_limits<uint32_t>::max();
       append_record(parts[leader],
                     PriorityRecord{store, from.rows[i], from.generations[i], from.steps.empty() ? 0 : from.steps[i],
-                                   static_cast<uint32_t>(call),
-                                   static_cast<uint32_t>(std::clamp<int64_t>(draw, 0, most)), from.priorities[i]});
+                                   static_cast<uint32_t>(call), from.draws.empty() ? 0 : draw_order(from.draws[i]),
+                                   from.priorities[i]});
     }
   }
 }
@@ -72,20 +71,20 @@ void RankSteps::add_updates(std::span<const GivenPriorities> given, Parts& parts
 void RankSteps::apply(const std::vector<PriorityRecord>& updates, const Hooks& hooks) const {
   for (uint32_t number = 0; number < settings_.stores.size(); ++number) {
     Store& store = *settings_.stores[number].store;
+    std::vector<PriorityRecord> ordered;
+    std::ranges::copy_if(updates, std::back_inserter(ordered), [&](const auto& each) { return each.store == number; });
+    std::ranges::stable_sort(ordered, {}, [](const PriorityRecord& each) { return std::pair(each.call, each.draw); });
     std::vector<uint32_t> rows, generations, steps;
-    std::vector<int64_t> order;
     std::vector<double> priorities;
-    for (const PriorityRecord& each : updates) {
-      if (each.store != number) continue;
+    for (const PriorityRecord& each : ordered) {
       rows.push_back(each.row);
       generations.push_back(each.generation);
       if (store.per_step()) steps.push_back(each.step);
-      order.push_back(static_cast<int64_t>(each.call) << 32 | each.draw);
       priorities.push_back(hooks.change ? each.priority : std::fabs(each.priority));
     }
     if (hooks.change) hooks.change(number, priorities);
     if (rows.empty()) continue;
-    const PriorityUpdates given{rows, generations, steps, order, priorities};
+    const PriorityUpdates given{rows, generations, steps, {}, priorities};
     if (hooks.set && hooks.set(number, given)) continue;
     const Store::Call call(store);
     geartrain::apply(store, given);

@@ -18,6 +18,7 @@
 #include "python/bind.h"
 #include "python/call_python.h"
 #include "python/sampled_batch.h"
+#include "python/window_plan.h"
 #include "selection/importance_weights.h"
 
 namespace geartrain {
@@ -191,18 +192,6 @@ class Sampler {
   BatchSampler sampler_;
   std::shared_ptr<const BatchLayout> layout_;  // of the batches that were asked for last
 };
-
-using WindowTuple = std::tuple<uint32_t, bool, bool, uint8_t>;  // stride, whole, from_first, at
-
-WindowPlan window_plan(uint32_t length, const std::optional<WindowTuple>& windows) {
-  WindowPlan plan{.length = length};
-  if (windows) {
-    const auto [stride, whole, from_first, at] = *windows;
-    plan = {length, stride, whole, from_first, static_cast<WindowPlan::At>(at)};
-  }
-  check(plan);
-  return plan;
-}
 
 // For each draw of rows of these lengths, the step that its window is told by.
 nb::object placed_windows(uint32_t length, const WindowTuple& windows, uint64_t seed, uint64_t step, uint32_t round,

@@ -21,13 +21,13 @@
 #include "python/bind.h"
 #include "python/rank_exchange.h"
 #include "python/sampled_batch.h"
+#include "python/window_plan.h"
 #include "selection/importance_weights.h"
 
 namespace geartrain {
 namespace {
 
-using PlacedWindowTuple = std::tuple<uint32_t, bool, bool, uint8_t>;  // stride, whole, from_first, at
-using LimitTuple = std::tuple<int64_t, uint64_t, uint32_t>;           // min_version, inserted_from_ns, min_length
+using LimitTuple = std::tuple<int64_t, uint64_t, uint32_t>;  // min_version, inserted_from_ns, min_length
 // rank, replica, which of a row's arrays it gets
 using ConsumerTuple = std::tuple<uint32_t, uint32_t, std::vector<uint32_t>>;
 // by priority, with replacement, stratified, order (none), with a cursor, over steps
@@ -38,10 +38,9 @@ using StoreTuple = std::tuple<std::optional<DrawsTuple>, uint64_t, uint32_t, boo
 // turns, ranks that may write
 using ShardTuple =
     std::tuple<nb::object, uint32_t, std::vector<uint32_t>, bool, uint32_t, uint32_t, std::vector<uint32_t>>;
-// shards (among those of all stores), rows, generations, probability, anchors (none), rounds (none), share, limits
-// (none), cursor
+// shards (among those of all stores), rows, generations, probability, anchors (none), rounds (none), share, cursor
 using DrawnTuple = std::tuple<In<int64_t>, In<uint32_t>, In<uint32_t>, In<double>, std::optional<In<uint32_t>>,
-                              std::optional<In<uint32_t>>, double, std::optional<LimitTuple>, uint64_t>;
+                              std::optional<In<uint32_t>>, double, uint64_t>;
 using Writable = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 // rank, arrays, headers as bytes, and what copies its rows in the place of the CPU (none)
 using TargetTuple = std::tuple<uint32_t, std::vector<AnyArray>, Writable, nb::object>;
@@ -168,7 +167,10 @@ class PythonCopier final : public RankReader::Copier {
   size_t n_ = 0;
 };
 
-RankReader::Hooks hooks_of(const nb::object& place, const nb::object& again, const Outside& outside) {
+// `place(store, numbers, rows, generations, round)` tells windows, `again(store, n, round, numbers, kept)` draws rows
+// again, or returns None, and `limits(store)` says which rows native code may draw again. None: as RankReader::Hooks.
+RankReader::Hooks hooks_of(const nb::object& place, const nb::object& again, const nb::object& limits,
+                           const Outside& outside) {
   RankReader::Hooks hooks;
   if (!place.is_none()) {
     hooks.place = [&](const RankReader::RowsToCopy& rows) {
@@ -197,6 +199,16 @@ RankReader::Hooks hooks_of(const nb::object& place, const nb::object& again, con
       return there;
     };
   }
+  if (!limits.is_none()) {
+    hooks.limits = [&](uint32_t store) {
+      Limits made;
+      outside.call([&] {
+        const auto [version, from_ns, length] = nb::cast<LimitTuple>(nb::object(limits(store)));
+        made = {version, from_ns, length};
+      });
+      return made;
+    };
+  }
   return hooks;
 }
 
@@ -217,8 +229,8 @@ std::vector<RankSteps::Told> told_of(const std::vector<ToldTuple>& told) {
 }
 
 // `change(store, priorities)` returns what is stored of them; None: they are taken as they are, but positive.
-// `set(store, rows, generations, order, priorities)` stores those of rows, or returns False; None: they are stored
-// here.
+// `set(store, rows, generations, priorities)` stores those of rows, in their order, or returns False; None: they are
+// stored here.
 RankSteps::Hooks update_hooks(const nb::object& change, const nb::object& set, const Unlocked& unlocked) {
   RankSteps::Hooks hooks;
   if (!change.is_none()) {
@@ -234,8 +246,8 @@ RankSteps::Hooks update_hooks(const nb::object& change, const nb::object& set, c
     hooks.set = [&](uint32_t store, const PriorityUpdates& updates) {
       bool done = false;
       call_python(unlocked, [&] {
-        done = nb::cast<bool>(nb::object(set(store, array_of(updates.rows), array_of(updates.generations),
-                                             array_of(updates.order), array_of(updates.priorities))));
+        done = nb::cast<bool>(nb::object(
+            set(store, array_of(updates.rows), array_of(updates.generations), array_of(updates.priorities))));
       });
       return done;
     };
@@ -349,13 +361,6 @@ nb::dict wire_records() {
                                                       {"next_sequence", "<i8", offsetof(ShardStatus, next_sequence)},
                                                       {"cursor", "<i8", offsetof(ShardStatus, cursor)},
                                                       {"total", "<u8", offsetof(ShardStatus, total)}});
-  made["priority_update"] = record(sizeof(PriorityRecord), {{"store", "<u4", offsetof(PriorityRecord, store)},
-                                                            {"row", "<u4", offsetof(PriorityRecord, row)},
-                                                            {"generation", "<u4", offsetof(PriorityRecord, generation)},
-                                                            {"step", "<u4", offsetof(PriorityRecord, step)},
-                                                            {"call", "<u4", offsetof(PriorityRecord, call)},
-                                                            {"draw", "<u4", offsetof(PriorityRecord, draw)},
-                                                            {"priority", "<f8", offsetof(PriorityRecord, priority)}});
   return made;
 }
 
@@ -418,10 +423,10 @@ class BoundRankReader {
 
   // Reads this rank's rows of a batch that somebody else has drawn, of each store a DrawnTuple or None. `own` is a
   // batch, a target, or None where this rank gets no rows; `others` are targets of other ranks, where their messages
-  // are not in host memory. `again(store, n, round, numbers, kept)` draws rows again, or returns None.
+  // are not in host memory.
   RankRead read_drawn(const nb::object& own, const std::vector<TargetTuple>& others, bool in_host_memory,
                       const std::vector<std::optional<DrawnTuple>>& drawn, uint64_t step, const nb::object& place,
-                      const nb::object& again) const {
+                      const nb::object& again, const nb::object& limits) const {
     RankReader::Draws draws = draws_of(drawn, step);
     const bool batched = nb::isinstance<SampledBatch>(own);
     std::optional<BatchMemory> to;
@@ -445,7 +450,7 @@ class BoundRankReader {
       }
       RankRead made;
       reader_->assign(draws);
-      read(made, draws, to ? &*to : nullptr, in_host_memory, targets, hooks_of(place, again, outside));
+      read(made, draws, to ? &*to : nullptr, in_host_memory, targets, hooks_of(place, again, limits, outside));
       return made;
     });
   }
@@ -491,7 +496,6 @@ class BoundRankReader {
     made.step = step;
     made.first = {0};
     made.placed.resize(stores);
-    made.limits.resize(stores);
     made.cursors.resize(stores);
     made.share.assign(reader_->shards(), 1.0);
     const auto add = [](auto& to, const auto& values, size_t n, const char* what) {
@@ -501,7 +505,7 @@ class BoundRankReader {
     for (size_t store = 0; store < stores; ++store) {
       made.first.push_back(made.first.back());
       if (!drawn[store]) continue;
-      const auto& [shard, rows, generations, probability, anchors, rounds, share, limits, cursor] = *drawn[store];
+      const auto& [shard, rows, generations, probability, anchors, rounds, share, cursor] = *drawn[store];
       const size_t n = shard.size(), before = made.shard.size();
       made.first.back() += n;
       add(made.shard, shard, n, "shards");
@@ -519,7 +523,6 @@ class BoundRankReader {
         add(made.rounds, *rounds, n, "rounds");
       }
       reader_->share_of(static_cast<uint32_t>(store), share, made);
-      if (limits) made.limits[store] = {std::get<0>(*limits), std::get<1>(*limits), std::get<2>(*limits)};
       made.cursors[store] = cursor;
     }
     if (!made.rounds.empty()) made.rounds.resize(made.shard.size());
@@ -532,7 +535,7 @@ class BoundRankReader {
     const Outside outside(unlocked, calls);
     RankReader::Draws draws = reader_->draw(step, quotas, made.agreed.totals);
     std::vector<RankReader::Target> targets;
-    read(made, draws, &to, true, targets, hooks_of(place, nb::none(), outside));
+    read(made, draws, &to, true, targets, hooks_of(place, nb::none(), nb::none(), outside));
   }
 
   // Into the targets, a batch in host memory if there is one, and messages to the other ranks that get rows.
@@ -738,10 +741,9 @@ void bind_rank_reader(nb::module_& module) {
           "__init__",
           [](BoundRankReader* self, uint32_t rank, const std::vector<ConsumerTuple>& consumers,
              const std::vector<StoreTuple>& stores, const std::vector<ShardTuple>& shards, const nb::object& assigner,
-             uint32_t window, bool pad_left, unsigned threads, bool in_order,
-             const std::optional<PlacedWindowTuple>& windows, const TransitionView* view,
-             std::optional<uint32_t> replica) {
-            RankReader::Settings settings{.window = {.length = window},
+             uint32_t window, bool pad_left, unsigned threads, bool in_order, const std::optional<WindowTuple>& windows,
+             const TransitionView* view, std::optional<uint32_t> replica) {
+            RankReader::Settings settings{.window = window_plan(window, windows),
                                           .pad_left = pad_left,
                                           .threads = threads,
                                           .view = {},
@@ -750,10 +752,6 @@ void bind_rank_reader(nb::module_& module) {
                                           .replica = replica,
                                           .consumers = {},
                                           .stores = {}};
-            if (windows) {
-              const auto [stride, whole, from_first, at] = *windows;
-              settings.window = {window, stride, whole, from_first, static_cast<WindowPlan::At>(at)};
-            }
             if (view != nullptr) settings.view = *view;
             for (const auto& [of, replica, arrays] : consumers) settings.consumers.push_back({of, replica, arrays});
             for (const auto& [draws, seed, atom, limited] : stores) {
@@ -789,7 +787,7 @@ void bind_rank_reader(nb::module_& module) {
            nb::arg("place").none())
       .def("read_drawn", &BoundRankReader::read_drawn, nb::arg("own").none(), nb::arg("others"),
            nb::arg("in_host_memory"), nb::arg("drawn"), nb::arg("step"), nb::arg("place").none(),
-           nb::arg("again").none())
+           nb::arg("again").none(), nb::arg("limits").none())
       .def("outgoing", &BoundRankReader::outgoing, nb::arg("drawn"))
       .def("place", &BoundRankReader::place, nb::arg("batch"), nb::arg("read"))
       .def("row_bytes", &BoundRankReader::row_bytes, nb::arg("rank"))

@@ -112,7 +112,8 @@ uint64_t update_step_priorities(Store& store, const In<uint32_t>& rows, const In
 uint64_t apply_updates(Store& store, const In<uint32_t>& rows, const In<uint32_t>& generations,
                        const std::optional<In<uint32_t>>& steps, const std::optional<In<int64_t>>& draws,
                        const In<double>& priorities) {
-  const std::vector<int64_t> order = copied(draws);
+  std::vector<int64_t> order = copied(draws);
+  for (int64_t& each : order) each = draw_order(each);
   return released(store,
                   [&] { return apply(store, {view(rows), view(generations), view(steps), order, view(priorities)}); });
 }

@@ -6,7 +6,9 @@
 // is gone.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <span>
 
 #include "store/store.h"
@@ -20,6 +22,12 @@ struct PriorityUpdates {
   std::span<const int64_t> order;
   std::span<const double> priorities;
 };
+
+// The place of a draw among those of its batch. Keys that are made by hand may name any number; it counts as the
+// nearest one that a draw may have.
+inline uint32_t draw_order(int64_t draw) {
+  return static_cast<uint32_t>(std::clamp<int64_t>(draw, 0, std::numeric_limits<uint32_t>::max()));
+}
 
 // Within a call of the store (Store::Call). Returns how many were stale. Throws schema for a priority that is none,
 // then none is set; and for steps of a store of rows, or the other way round.

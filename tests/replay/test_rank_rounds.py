@@ -16,7 +16,7 @@ import geartrain.replay.distributed.draw as draw
 import geartrain.replay.distributed.members as members
 import geartrain.replay.distributed.read_agreement as read_agreement
 from geartrain.replay.distributed.carrier import Bytes, Message
-from geartrain.replay.distributed.messages import PRIORITY_UPDATE, rank_status
+from geartrain.replay.distributed.messages import rank_status
 from geartrain.replay.distributed.rank_collectives import DIRECT_RANKS
 from geartrain.replay.distributed.read_agreement import ReadAgreement
 from geartrain.selection import Fifo, GroupSampling, Lifo, Prioritized, TopK, Uniform
@@ -86,7 +86,7 @@ def rounds_of(
 
 
 STATUS = rank_status(1).itemsize
-UPDATE = PRIORITY_UPDATE.itemsize
+UPDATE = 32  # native/fetch/rank_steps.h, PriorityRecord
 # Rounds of a batch: without updates and after updates; where ranks have a shard each, and where they share one.
 STRATEGIES = {
     "uniform": (Uniform(seed=3), (1, 2), (1, 2)),

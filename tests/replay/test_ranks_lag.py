@@ -16,7 +16,7 @@ from rank_batches import B, as_record, check, insert, join, same
 import geartrain as gt
 from geartrain.errors import ArgumentError, EmptyStoreError, PeerLostError, WaitTimeoutError
 from geartrain.replay.distributed.carrier import INLINE_BYTES
-from geartrain.replay.distributed.lagged_builder import LaggedBuilder
+from geartrain.replay.distributed.lagged_rows import LaggedRows
 from geartrain.replay.distributed.rank_reader import RankReader
 from geartrain.replay.distributed.rounds_in_flight import LateRounds, TransportRounds
 from geartrain.replay.distributed.topology import MeshPosition
@@ -113,7 +113,7 @@ def test_a_group_without_rounds_in_flight_makes_the_same_batches(
     selection = Prioritized(seed=2, beta=0.4)
     expected = run(sharded_stores(3), 3, selection, 2, 3)
     monkeypatch.setattr(
-        "geartrain.replay.distributed.lagged_builder.rounds_of", LateRounds
+        "geartrain.replay.distributed.lagged_rows.rounds_of", LateRounds
     )  # as of a group of the user's own, and of Gloo
     assert same(run(sharded_stores(3), 3, selection, 2, 3), expected)
 
@@ -199,16 +199,16 @@ def test_a_batch_that_is_drawn_again_has_the_same_updates_from_ranks_that_are_ah
     stores = sharded_stores(4)  # of which the second is empty
     last, ahead = stores[3], threading.Event()
     lost = len(last)
-    begin, read, finish = LaggedBuilder._begin, RankReader.read_heard, LaggedBuilder._finish
-    is_ready = LaggedBuilder.ready
+    begin, read, finish = LaggedRows._begin, RankReader.read_heard, LaggedRows._finish
+    is_ready = LaggedRows.ready
 
-    def ready(self: LaggedBuilder, begun: Any) -> bool:  # the first rank finishes it when it is ahead, and no earlier
-        if self._rank == 0 and begun.step == again and not ahead.is_set():
+    def ready(self: LaggedRows, begun: Any) -> bool:  # the first rank finishes it when it is ahead, and no earlier
+        if self.group.rank == 0 and begun.step == again and not ahead.is_set():
             time.sleep(0.002)
             return False
         return is_ready(self, begun)
 
-    def begins(self: LaggedBuilder, step: int, *rest: Any) -> Any:
+    def begins(self: LaggedRows, step: int, *rest: Any) -> Any:
         begun = begin(self, step, *rest)
         if step == again + 1:
             ahead.set()
@@ -219,14 +219,14 @@ def test_a_batch_that_is_drawn_again_has_the_same_updates_from_ranks_that_are_ah
             last.delete(last.keys())
         return read(self, step, heard, *rest)
 
-    def finishes(self: LaggedBuilder, begun: Any) -> Any:
+    def finishes(self: LaggedRows, begun: Any) -> Any:
         assert begun.step != again or ahead.wait(patience(30))
         return finish(self, begun)
 
-    monkeypatch.setattr(LaggedBuilder, "_begin", begins)
+    monkeypatch.setattr(LaggedRows, "_begin", begins)
     monkeypatch.setattr(RankReader, "read_heard", loses_and_reads)
-    monkeypatch.setattr(LaggedBuilder, "_finish", finishes)
-    monkeypatch.setattr(LaggedBuilder, "ready", ready)
+    monkeypatch.setattr(LaggedRows, "_finish", finishes)
+    monkeypatch.setattr(LaggedRows, "ready", ready)
 
     def body(rank: ThreadRankGroup) -> list[gt.Batch]:
         options: dict[str, Any] = {"window": 4, "output": "numpy", "num_batches": BATCHES}
@@ -403,24 +403,105 @@ def test_a_replay_with_rounds_in_flight_closes_within_a_second(sharded_stores: C
 def test_draws_that_are_not_independent_refuse_the_lag_on_all_ranks(
     sharded_stores: Callable[..., list[gt.Store]], selection: Any
 ) -> None:
-    for ranks in (1, 2):
-        stores = sharded_stores(ranks)
+    stores = sharded_stores(2)
 
-        def body(rank: ThreadRankGroup, stores: Any = stores) -> None:
-            store = stores[rank.rank]
-            with pytest.raises(ArgumentError, match=r"update_lag of prefetch \+ 2 is for .* independent"):
-                gt.Replay(store, selection, B, group=rank, prefetch=1, update_lag=3)
+    def body(rank: ThreadRankGroup) -> None:
+        with pytest.raises(ArgumentError, match=r"update_lag of prefetch \+ 2 is for .* independent"):
+            gt.Replay(stores[rank.rank], selection, B, group=rank, prefetch=1, update_lag=3)
 
-        run_ranks(ranks, body)
+    run_ranks(2, body)
 
 
-def test_views_refuse_the_lag(store_name: Callable[[], str]) -> None:
+def test_views_of_ranks_refuse_the_lag() -> None:
     fields = recorded_fields({"obs": gt.Field((4,), "float32"), "reward": gt.Field((), "float32")})
-    with gt.Store.create(store_name(), fields, max_length=5, capacity=4) as store:
+    stores = [gt.Store.create(fields, max_length=5, capacity=4) for _ in range(2)]
+
+    def body(rank: ThreadRankGroup) -> None:
         with pytest.raises(ArgumentError, match="for batches in host memory"):
-            gt.Replay(store, Uniform(seed=1), B, view=gt.Transitions(), prefetch=0, update_lag=1)
-        with gt.Replay(store, Uniform(seed=1), B, view=gt.Transitions(), prefetch=0, update_lag=0):
-            pass
+            gt.Replay(stores[rank.rank], Uniform(seed=1), B, group=rank, view=gt.Transitions(), update_lag=3)
+
+    run_ranks(2, body)
+    for store in stores:
+        store.close()
+
+
+@pytest.mark.parametrize(
+    "selection",
+    [
+        TopK(),
+        Prioritized(seed=1, replacement=False),
+        Prioritized(seed=1, beta=0.4, limits=Limits(min_length=2)),
+        gt.selection.Mixture([0.7, 0.3], [TopK(), Prioritized(seed=5, beta=0.4)], seed=3),
+    ],
+    ids=["top-k", "without replacement", "limits", "mixture"],
+)
+@pytest.mark.parametrize("in_group", [False, True], ids=["no group", "group of one"])
+@pytest.mark.parametrize(("prefetch", "lag"), [(0, 2), (1, 3)])
+def test_one_rank_holds_updates_back_whatever_draws_the_rows(
+    sharded_stores: Callable[..., list[gt.Store]], selection: Any, in_group: bool, prefetch: int, lag: int
+) -> None:
+    def stores() -> Any:
+        made = [sharded_stores(1)[0] for _ in getattr(selection, "strategies", [None])]
+        return made if len(made) > 1 else made[0]
+
+    options: dict[str, Any] = {"window": 4, "output": "numpy", "num_batches": BATCHES, "prefetch": prefetch}
+    group = ThreadRankGroup.make(1)[0] if in_group else None
+    made = []
+    with gt.Replay(stores(), selection, B, update_lag=lag, group=group, **options) as replay:
+        for batch in replay:
+            replay.update_priorities(batch.keys, given(batch))
+            made.append(as_record(batch))
+    assert same(made, by_hand(stores(), selection, lag))
+
+
+def test_updates_between_an_iterations_begin_and_its_first_batch_take_effect_alike_on_any_number_of_ranks(
+    sharded_stores: Callable[..., list[gt.Store]],
+) -> None:
+    runs = []
+    for ranks in (1, 2):
+        (store,) = sharded_stores(1)
+
+        def body(rank: ThreadRankGroup, store: Any = store) -> list[gt.Batch]:
+            options: dict[str, Any] = {"output": "numpy", "num_batches": 5, "prefetch": 1}
+            with gt.Replay(store, Prioritized(seed=2), B, group=rank, window=4, **options) as replay:
+                batches = iter(replay)
+                keys = store.keys() if rank.rank == 0 else store.keys()[:0]
+                replay.update_priorities(keys, np.arange(len(keys)) % 7 + 1.0)
+                return list(batches)
+
+        results = run_ranks(ranks, body)
+        runs.append([join([result[step] for result in results]) for step in range(5)])
+    assert same(runs[0], runs[1])
+
+
+@pytest.mark.parametrize(("prefetch", "lag"), [(0, 3), (2, 3)])
+def test_after_an_error_any_number_of_ranks_sees_all_updates(
+    sharded_stores: Callable[..., list[gt.Store]], prefetch: int, lag: int
+) -> None:
+    runs = []
+    for ranks in (1, 2):
+        (store,) = sharded_stores(1)
+        keys = store.keys()
+        met = threading.Barrier(ranks)
+
+        def body(
+            rank: ThreadRankGroup, store: Any = store, keys: Any = keys, met: threading.Barrier = met
+        ) -> list[gt.Batch]:
+            settings: dict[str, Any] = {"window": 4, "output": "numpy", "prefetch": prefetch, "update_lag": lag}
+            with gt.Replay(store, Prioritized(seed=2), B, group=rank, **settings) as replay:
+                replay.sample()
+                mine = keys if rank.rank == 0 else keys[:0]
+                replay.update_priorities(mine, np.zeros(len(mine)))
+                with pytest.raises(EmptyStoreError):
+                    for _ in range(lag + 2):
+                        replay.sample()
+                replay.update_priorities(mine, np.arange(len(mine)) % 7 + 1.0)
+                met.wait(patience(10))
+                return [replay.sample(), replay.sample()]
+
+        results = run_ranks(ranks, body)
+        runs.append([join([result[step] for result in results]) for step in range(2)])
+    assert same(runs[0], runs[1])
 
 
 def test_stages_of_a_pipeline_refuse_the_lag(sharded_stores: Callable[..., list[gt.Store]]) -> None:

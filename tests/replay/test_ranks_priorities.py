@@ -11,7 +11,7 @@ from rank_batches import B, as_record, join, same
 
 import geartrain as gt
 from geartrain.errors import ArgumentError, NotEnoughRowsError
-from geartrain.selection import Fifo, Limits, Linear, Prioritized
+from geartrain.selection import Fifo, Limits, Linear, Prioritized, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
 
@@ -102,6 +102,25 @@ def test_priorities_of_a_row_drawn_twice_are_set_in_the_order_of_calls_and_draws
         expected = [as_record(batch) for batch in loop(replay)]
     for shards, ranks in ((1, 1), (2, 2), (3, 3), (4, 8)):
         assert same(run(shards, ranks), expected), (shards, ranks)
+
+
+def test_draws_that_are_named_by_hand_are_the_nearest_that_there_can_be(
+    sharded_stores: Callable[..., list[gt.Store]],
+) -> None:
+    for ranks in (None, 1, 2):
+        (store,) = sharded_stores(1)
+        key = store.keys()[:1]
+        draws = np.array([2**40, -5, 2**32 - 1, 0])  # the last of the largest holds
+        keys = gt.Keys(np.repeat(key.row, 4), np.repeat(key.generation, 4), draw=draws, store=store.id)
+
+        def body(rank: ThreadRankGroup | None, store: Any = store, keys: Any = keys) -> None:
+            with gt.Replay(store, Uniform(seed=1), B, group=rank, output="numpy", prefetch=0) as replay:
+                if rank is None or rank.rank == 0:
+                    replay.update_priorities(keys, np.array([1.0, 2.0, 3.0, 4.0]))
+                replay.settle()
+
+        body(None) if ranks is None else run_ranks(ranks, body)
+        assert store.status(key)["priority"].tolist() == [3.0], ranks
 
 
 def test_limits_hold_their_promise_with_updates_and_shared_shards(

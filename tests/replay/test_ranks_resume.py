@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_batches import B, as_record, same
+from rank_batches import B, as_record, join, same
 
 import geartrain as gt
 from geartrain.selection import Fifo, Linear, Prioritized
@@ -83,3 +83,32 @@ def test_one_process_and_a_group_take_up_each_others_state(sharded_stores: Calla
     with gt.Replay(store, Fifo(), 24, output="numpy", prefetch=0) as replay:
         replay.load_state_dict(state)
         assert np.array_equal(replay.sample().keys.row, expected)
+
+
+@pytest.mark.parametrize("first", [None, 1, 2], ids=["no group", "one rank", "two ranks"])
+def test_any_number_of_ranks_of_a_shard_takes_up_the_state_of_fifo(
+    sharded_stores: Callable[..., list[gt.Store]], first: int | None
+) -> None:
+    (store,) = sharded_stores(1)
+
+    def run(ranks: int | None, state: Any) -> tuple[Any, Any]:
+        def body(rank: ThreadRankGroup | None) -> tuple[Any, gt.Batch]:
+            with gt.Replay(store, Fifo(), 24, output="numpy", prefetch=0, group=rank) as replay:
+                if state is not None:
+                    replay.load_state_dict(state)
+                batch = replay.sample()
+                return replay.state_dict(), batch
+
+        if ranks is None:
+            after, batch = body(None)
+            assert list(after["state"][0]) == ["after"]
+            return after, batch["number"]
+        results = run_ranks(ranks, body)
+        assert all(list(after["state"][0]) == ["after/0"] for after, _ in results)
+        return results[0][0], join([batch for _, batch in results])["number"]
+
+    state, number = run(first, None)
+    for ranks in (None, 1, 2):
+        again, after = run(ranks, state)
+        assert np.array_equal(after, number + 24)
+        assert again["state"][0].popitem()[1] > state["state"][0].copy().popitem()[1]

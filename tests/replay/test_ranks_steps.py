@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from geartrain.errors import (
     SchemaError,
     StoreClosedError,
 )
+from geartrain.replay.distributed.draw import ShardedSampler
 from geartrain.replay.distributed.rank_reader import RankReader
 from geartrain.selection import Epochs, Fifo, Lifo, Limits, Mixture, Prioritized, Uniform
 from geartrain.tools.testing import ThreadRankGroup, run_ranks
@@ -307,12 +309,15 @@ def test_draws_made_again_for_want_of_samples_show_what_one_process_shows(select
 
 
 def test_lost_rows_are_drawn_again_from_their_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    episodes, drawn = Episodes(60), RankReader.drawn
+    episodes, draw_all = Episodes(60), ShardedSampler.draw_all
 
-    def stale_at_first(self: RankReader, *given: Any) -> Any:
-        ((shard, rows, generations, *rest),) = drawn(self, *given)
-        stale = np.arange(len(rows)) % 3 == 0
-        return [(shard, rows, np.where(stale, generations + 2, generations).astype(np.uint32), *rest)]
+    def stale_at_first(self: ShardedSampler, *given: Any) -> Any:
+        drawn = draw_all(self, *given)
+        (found,) = drawn.found
+        assert found is not None
+        stale = np.arange(len(found.rows)) % 3 == 0
+        generations = np.where(stale, found.generations + 2, found.generations).astype(np.uint32)
+        return drawn._replace(found=[dataclasses.replace(found, generations=generations)])
 
     lost = np.arange(B) % 3 == 0
     for shards, per, selection in (
@@ -325,7 +330,7 @@ def test_lost_rows_are_drawn_again_from_their_shard(monkeypatch: pytest.MonkeyPa
             settings: dict[str, Any] = {"ranks": 2, "view": gt.Transitions(), "prefetch": 0}
             (whole, *_), _ = over_ranks(stores, selection, B, 3, **settings)
             with monkeypatch.context() as patched:
-                patched.setattr(RankReader, "drawn", stale_at_first)
+                patched.setattr(ShardedSampler, "draw_all", stale_at_first)
                 (batch, *others), stats = over_ranks(stores, selection, B, 3, **settings)
         assert sum(each["redrawn"] for each in stats) == B
         row, t = np.divmod(batch["action"], STEPS)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import geartrain as gt
-from geartrain.errors import ArgumentError, WaitTimeoutError
+from geartrain.errors import ArgumentError, PeerLostError, WaitTimeoutError
 from geartrain.selection import Fifo, Uniform
+from geartrain.tools.testing import ThreadRankGroup, run_ranks
 
 
 def make_store(rows: int = 20) -> gt.Store:
@@ -94,8 +95,48 @@ def test_what_is_no_transform_is_refused() -> None:
     with make_store() as store:
         with pytest.raises(ArgumentError, match="transform is a function of a batch"):
             gt.Replay(store, Uniform(), 2, transform="shuffle")  # type: ignore[arg-type]
-        with pytest.raises(ArgumentError, match="leave out group, mesh, device and update_lag"):
+        with pytest.raises(ArgumentError, match="in host memory: leave out device"):
             gt.Replay(store, Uniform(), 2, transform=by_hand, device="cuda")
+
+
+@pytest.mark.parametrize("lag", [None, 3])
+def test_over_ranks_it_gets_the_part_of_its_rank(lag: int | None) -> None:
+    options: dict[str, Any] = {"output": "numpy", "num_batches": 6, "update_lag": lag}
+    with make_store() as store, gt.Replay(store, Uniform(seed=0), 4, **options) as replay:
+        expected = [batch["x"].sum(1) for batch in replay]
+        for ranks in (1, 2):
+
+            def body(rank: ThreadRankGroup) -> list[Any]:
+                with gt.Replay(store, Uniform(seed=0), 4, group=rank, transform=by_hand, **options) as replay:
+                    made = list(replay)
+                    assert replay.stats()["path"].endswith("transform")
+                    return made
+
+            parts = zip(*run_ranks(ranks, body), strict=True)
+            for part, wanted in zip(parts, expected, strict=True):
+                draws = np.concatenate([keys.draw for _, keys in part])
+                sums = np.concatenate([sums for sums, _ in part])
+                assert np.array_equal(sums[np.argsort(draws)], wanted)
+
+
+def test_a_rank_whose_transform_raises_ends_the_job() -> None:
+    def picky(batch: gt.Batch) -> gt.Batch:
+        raise KeyError("no such thing in this batch")
+
+    with make_store() as store:
+
+        def body(rank: ThreadRankGroup) -> None:
+            options: dict[str, Any] = {"output": "numpy", "transform": picky} if rank.rank else {"output": "numpy"}
+            with gt.Replay(store, Uniform(seed=0), 4, group=rank, **options) as replay:
+                if rank.rank:
+                    with pytest.raises(KeyError, match="no such thing"):
+                        replay.sample()
+                    return
+                with pytest.raises(PeerLostError, match="its transform raised KeyError"):
+                    for _ in range(8):
+                        replay.sample()
+
+        run_ranks(2, body)
 
 
 def test_a_timeout_says_that_the_transform_is_at_it() -> None:

@@ -72,11 +72,10 @@ class BatchLoader:
         self._builder = builder
         self._stores = stores
         self._prefetch = config.prefetch
-        self._never_ahead = config.prefetch == 0 and not builder.own_thread
         self._timeout_s = config.timeout_s
-        # Over ranks, and where a device has to be waited for, batches are always built on the prefetch thread.
-        local = config.prefetch > 0 and builder.builds_anywhere
-        self._placement = BuildPlacement(config.prefetch) if local else None
+        # Whichever thread costs less, unless other ranks or a device are waited for, or updates count requests.
+        either = config.prefetch > 0 and not builder.overlaps and builder.update_lag is None
+        self._placement = BuildPlacement(config.prefetch) if either else None
         self._updates: list[PriorityUpdate] = []
         self._admission = Admission()  # of the newest batch
         self._stop: int | None = None  # the step after the last one that is wanted
@@ -104,8 +103,9 @@ class BatchLoader:
     def begin(self, stop: int | None) -> None:
         """Begins an iteration that ends before step `stop` (None: it has no end)."""
         self._stop = stop
-        if self._builder.collective and self._prefetch and stop != self.step:
-            # All ranks have to ask before any of them gets a batch, and engines may ask one after the other.
+        if self._builder.update_lag is not None and self._prefetch and stop != self.step:
+            # All ranks have to ask before any of them gets a batch, and engines may ask one after the other. A group of
+            # one asks alike: which updates a batch sees is told by requests.
             self._ask(self.take_updates())
 
     def next(self, pause_s: float) -> BuiltBatch:
@@ -116,11 +116,7 @@ class BatchLoader:
             StoreClosedError: `shut` was called. And what the builder raises.
         """
         placement = self._placement
-        if self._builds_here():
-            updates = self.take_updates() if self._updates else _NO_UPDATES  # only what keeps them has any
-            built = _finish(self._builder, self._builder.start(self.step, self.state, updates))
-        else:
-            built = self._next_ahead()
+        built = self._build_here() if self._builds_here() else self._next_ahead()
         if placement is not None:
             placement.note(built.make_s, pause_s)
         if built.deliver is not nothing:
@@ -130,6 +126,15 @@ class BatchLoader:
         self.state = built.state
         self._admission = built.admission
         return built
+
+    def _build_here(self) -> BuiltBatch:
+        updates = self.take_updates() if self._updates else _NO_UPDATES  # only what keeps them has any
+        try:
+            return _finish(self._builder, self._builder.start(self.step, self.state, updates))
+        except BaseException:
+            self._return_updates(updates)
+            self._builder.restart()
+            raise
 
     def put_back(self, step: int, state: State) -> None:
         """Goes back to a step, whose batch nobody gets: it is built again, from this state, when it is asked for."""
@@ -169,7 +174,7 @@ class BatchLoader:
     def _builds_here(self) -> bool:
         """Whether this thread builds the next batch; the prefetch thread is ended once its batches are used up."""
         if self._placement is None:
-            return self._never_ahead
+            return self._prefetch == 0 and not self._builder.collective
         if not self._placement.here:
             return False
         if self._ahead is not None and self._ahead.is_mine() and self._asked >= self.step:
@@ -256,6 +261,7 @@ class BatchLoader:
         if finalizer is not None:
             finalizer.detach()  # or it would keep every prefetcher there ever was
             self._finalizer = None
+        self._builder.restart()
 
     def _give_up(self, reason: str) -> None:
         self._builder.abort(reason)

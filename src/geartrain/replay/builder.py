@@ -1,4 +1,4 @@
-"""Batch builders: the protocol that `Replay` speaks, and batches built on the host from one store or several."""
+"""Batch builders: the protocol that `Replay` speaks, and the builder of batches that the host draws and reads."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-import geartrain._native as _native
 from geartrain.core.keys import Keys, check_keys
 from geartrain.errors import ArgumentError
 from geartrain.replay.admission import Admission
 from geartrain.replay.batch import Batch
-from geartrain.replay.native_batch import BatchPlan, native_batch
 from geartrain.replay.sampler import StoreSampler
-from geartrain.replay.store_waits import wait_together
-from geartrain.selection.mixture import Selection, quotas_of
 from geartrain.store.priorities import apply_updates as apply_to_store
 
 _LARGEST = np.finfo(np.float64).max
@@ -110,38 +106,41 @@ Started = TypeVar("Started", bound=StartedBatch)
 
 
 class BatchBuilder(Protocol[Started]):
-    """Builds the batch of each step: on the host, on a device, or together with other ranks.
+    """Builds the batch of each step: in host memory, on a device, or together with other ranks.
 
-    `start` and `finish` are called on one thread at a time, the replay's own where it prefetches; the other methods on
-    the consumer's while no batch is being built, apart from `submit_updates`, `stats`, `describe`, `abort` and `close`.
-    Where `start` or `finish` raise they give back what rate limiters have admitted for the batch; of one that they
-    return and nobody gets whoever drops it does.
+    `start` and `finish` are called on one thread at a time, the prefetch thread while there is one; the other methods
+    on the consumer's while no batch is being built, apart from `submit_updates`, `stats`, `describe`, `abort` and
+    `close`. Where `start` or `finish` raise they give back what rate limiters have admitted for the batch; of one that
+    they return and nobody gets whoever drops it does.
 
     Attributes:
         samplers: of each store.
         store_ids: of the stores, in their order; over several ranks, of all shards of all stores.
         rows: of a batch, as this process gets it.
-        builds_anywhere: whether a batch may as well be built on the consumer's thread: nothing but rows is waited for.
-        own_thread: whether batches are built on the prefetch thread with prefetch=0 too: other ranks need this one's
-            part of what was asked for while its consumer does something else.
-        overlaps: whether the next batch should be started before this one is finished.
-        collective: whether other ranks take part in each batch, and so have to be asked for it too.
+        update_lag: after how many batches priority updates take effect; None: at once. Where it is a number updates
+            come with requests, and so every batch has to be requested `prefetch` batches ahead, on the prefetch thread.
+        overlaps: whether the next batch should be started before this one is finished: `finish` waits for others.
+        collective: whether a batch takes rounds of messages among ranks. It is built on the prefetch thread, with
+            prefetch=0 too: other ranks need this one's part of what was requested while its consumer is at work.
     """
 
     samplers: list[StoreSampler]
     store_ids: list[int]
     rows: int
-    builds_anywhere: bool
-    own_thread: bool
+    update_lag: int | None
     overlaps: bool
     collective: bool
 
     def enter(self) -> None:
-        """Called first on a thread that builds batches."""
+        """Called first on a prefetch thread."""
         ...
 
     def start(self, step: int, state: State, updates: list[PriorityUpdate]) -> Started:
-        """Starts the batch of a step, after the priority updates that were kept for it."""
+        """Starts the batch of a step, with the priority updates that came with its request.
+
+        Updates that have reached their stores, or wait there, are taken out of the list: they are not given again when
+        the batch fails.
+        """
         ...
 
     def ready(self, started: Started) -> bool:
@@ -161,15 +160,19 @@ class BatchBuilder(Protocol[Started]):
         ...
 
     def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
-        """Applies the updates that were kept. Collective where `start` is."""
+        """Applies all updates that wait, and these. Collective where `start` is."""
+        ...
+
+    def restart(self) -> None:
+        """The next batch is the first one of a new run: it sees all updates that were given by then."""
         ...
 
     def rewind(self) -> None:
-        """Forgets what later batches have used, before the state of an earlier one is loaded."""
+        """Forgets what later batches have used, and updates that wait, before the state of an earlier one is loaded."""
         ...
 
     def stats(self) -> dict[str, Any]:
-        """`built` (batches), `make_s` and `redrawn`; and more where several ranks take part, or on the host `path`."""
+        """`built` (batches), `make_s`, `redrawn` and `path`; and more over ranks."""
         ...
 
     def describe(self) -> list[dict[str, Any]]:
@@ -185,74 +188,132 @@ class BatchBuilder(Protocol[Started]):
         ...
 
 
+class RowSource(Protocol[Started]):
+    """Where the batches of a `HostBatchBuilder` come from: the stores of this process, or the shards of many ranks.
+
+    The methods that a `BatchBuilder` has as well are called as its own, and so are the attributes.
+    """
+
+    samplers: list[StoreSampler]
+    store_ids: list[int]
+    rows: int
+    update_lag: int | None
+    overlaps: bool
+    collective: bool
+
+    @property
+    def callbacks(self) -> Sequence[str]:
+        """What a batch asks of Python code, by name."""
+        ...
+
+    def enter(self) -> None:
+        """See `BatchBuilder`."""
+        ...
+
+    def start(self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission) -> Started:
+        """Applies the updates that are due, and draws and reads the batch of a step: all of it unless `overlaps`.
+
+        Args:
+            admission: to which what rate limiters admit is added, by now or by the end of `finish`.
+        """
+        ...
+
+    def ready(self, started: Started) -> bool:
+        """See `BatchBuilder`."""
+        ...
+
+    def finish(self, started: Started) -> BuiltBatch:
+        """See `BatchBuilder`. Called where `overlaps`."""
+        ...
+
+    def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
+        """See `BatchBuilder`."""
+        ...
+
+    def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
+        """See `BatchBuilder`."""
+        ...
+
+    def restart(self) -> None:
+        """See `BatchBuilder`."""
+        ...
+
+    def rewind(self) -> None:
+        """See `BatchBuilder`."""
+        ...
+
+    def stats(self, make_s: float) -> dict[str, Any]:
+        """Figures beside those of all builders, whose batches took so many seconds."""
+        ...
+
+    def describe(self) -> list[dict[str, Any]]:
+        """See `BatchBuilder`."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """See `BatchBuilder`."""
+        ...
+
+    def close(self) -> None:
+        """See `BatchBuilder`."""
+        ...
+
+
 class HostBatchBuilder:
-    """Builds batches in host memory; see `BatchBuilder`.
+    """Builds the batches that the host draws and reads; see `BatchBuilder`.
+
+    One body: admit, apply the updates that are due, draw, read and weigh the rows of a source, transform. Where the
+    source is the shards of many ranks its assembler may put the rows on a device.
 
     Args:
-        samplers: of each store.
-        selection: the strategy, or the mixture.
-        batch_size: rows of a batch.
+        source: of the rows.
         transform: called with each batch; what it returns is delivered.
     """
 
-    builds_anywhere = True
-    own_thread = False
-    overlaps = False
-    collective = False
-
-    def __init__(
-        self,
-        samplers: list[StoreSampler],
-        selection: Selection,
-        batch_size: int,
-        transform: Callable[[Batch], Any] | None = None,
-    ) -> None:
-        self.samplers = samplers
-        self.rows = batch_size
-        self.mixed = selection is not samplers[0].strategy
-        self.store_ids = [sampler.plan.store.id for sampler in samplers]
-        self._selection = selection
+    def __init__(self, source: RowSource[Any], transform: Callable[[Batch], Any] | None = None) -> None:
+        self.source = source
+        self.samplers = source.samplers
+        self.store_ids = source.store_ids
+        self.rows = source.rows
+        self.update_lag = source.update_lag
+        self.overlaps = source.overlaps
+        self.collective = source.collective
         self._transform = transform
-        self._transitions = samplers[0].transitions
-        self._shown: BatchPlan = self._transitions or samplers[0].plan
         self._make_s = 0.0
         self._built = 0
 
     def enter(self) -> None:
         """See `BatchBuilder`."""
+        self.source.enter()
 
-    def start(self, step: int, state: State, updates: list[PriorityUpdate]) -> BuiltBatch:
-        """See `BatchBuilder`. All but the transform is done when this returns."""
+    def start(self, step: int, state: State, updates: list[PriorityUpdate]) -> Any:
+        """See `BatchBuilder`. All but the transform is done when this returns, unless `overlaps`."""
         began_s = time.perf_counter()
         with Admission() as admission:
-            if self.mixed:
-                native = self.samplers[0].empty_batch(self.rows, shards=True)
-                after = self.sample_into(native, step, state, admission)
-            else:
-                native, last = self.samplers[0].sample(self.rows, step, state[0], admission)
-                after = [last]
-            if self._transitions is not None:
-                self._transitions.settle(native)  # which asks functions of the user's
-            batch = native_batch(native, self._shown, step, self.store_ids)
-            make_s = time.perf_counter() - began_s
-            self._make_s += make_s
-            self._built += 1
-            return BuiltBatch(batch, after, make_s=make_s, admission=admission)
-
-    def note(self, make_s: float) -> None:
-        """Counts a batch that took so long to make."""
-        self._make_s += make_s
-        self._built += 1
-
-    def ready(self, started: BuiltBatch) -> bool:
-        """See `BatchBuilder`."""
-        return True
-
-    def finish(self, started: BuiltBatch) -> BuiltBatch:
-        """See `BatchBuilder`."""
-        if self._transform is not None:
-            self._apply(self._transform, started)
+            started = self.source.start(step, state, updates, admission)
+        if not self.overlaps:
+            self._note(started, began_s)
         return started
+
+    def ready(self, started: Any) -> bool:
+        """See `BatchBuilder`."""
+        return not self.overlaps or self.source.ready(started)
+
+    def finish(self, started: Any) -> BuiltBatch:
+        """See `BatchBuilder`."""
+        built: BuiltBatch = started
+        if self.overlaps:
+            with started.admission:
+                built = self.source.finish(started)
+            self._note(built, started.began_s)
+        if self._transform is not None:
+            self._apply(self._transform, built)
+        return built
+
+    def _note(self, built: BuiltBatch, began_s: float) -> None:
+        built.make_s = time.perf_counter() - began_s
+        self._make_s += built.make_s
+        self._built += 1
 
     def _apply(self, transform: Callable[[Batch], Any], built: BuiltBatch) -> None:
         began_s = time.perf_counter()
@@ -261,51 +322,48 @@ class HostBatchBuilder:
         try:
             with built.admission:
                 built.transformed = (transform(built.batch),)
+        except BaseException as error:
+            if self.collective:  # the other ranks have their parts of the batch, and do not build it again
+                self.abort(f"its transform raised {type(error).__name__}: {error}")
+            raise
         finally:
             for sampler in self.samplers:
                 sampler.stage = "idle"
         built.make_s += time.perf_counter() - began_s
 
-    def quotas(self, step: int) -> list[int]:
-        """Rows from each store in the batch of a step."""
-        return quotas_of(self._selection, self.rows, step)
-
-    def sample_into(self, batch: _native.SampledBatch, step: int, state: State, admission: Admission) -> State:
-        """Fills a batch with the rows of a step; returns the strategies' state after it."""
-        state, first = list(state), 0
-        wait_together(self.samplers)
-        for number, (sampler, quota) in enumerate(zip(self.samplers, self.quotas(step), strict=True)):
-            if quota:
-                _, state[number] = sampler.sample(quota, step, state[number], admission, batch, first)
-                batch.set_shard(first, quota, number)
-                first += quota
-        return state
-
     def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
         """See `BatchBuilder`."""
-        return apply_updates(self.samplers, update, step)
+        return self.source.submit_updates(update, step)
 
     def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
-        """See `BatchBuilder`. None are kept."""
+        """See `BatchBuilder`."""
+        self.source.settle(step, updates)
+
+    def restart(self) -> None:
+        """See `BatchBuilder`."""
+        self.source.restart()
 
     def rewind(self) -> None:
-        """See `BatchBuilder`. Nothing is kept but the state."""
+        """See `BatchBuilder`."""
+        self.source.rewind()
 
     def stats(self) -> dict[str, Any]:
         """See `BatchBuilder`."""
-        callbacks = [name for sampler in self.samplers for name in sampler.callbacks]
-        callbacks += [] if self._transform is None else ["transform"]
-        return {**build_stats(self._built, self._make_s, self.samplers), "path": path_of(callbacks)}
+        callbacks = [*self.source.callbacks, *([] if self._transform is None else ["transform"])]
+        figures = build_stats(self._built, self._make_s, self.samplers)
+        return {**figures, **self.source.stats(self._make_s), "path": path_of(callbacks)}
 
     def describe(self) -> list[dict[str, Any]]:
         """See `BatchBuilder`."""
-        return []
+        return self.source.describe()
 
     def abort(self, reason: str) -> None:
-        """See `BatchBuilder`. No other rank waits."""
+        """See `BatchBuilder`."""
+        self.source.abort(reason)
 
     def close(self) -> None:
-        """See `BatchBuilder`. Host memory is recycled by itself."""
+        """See `BatchBuilder`."""
+        self.source.close()
 
 
 def apply_updates(samplers: Sequence[StoreSampler], update: PriorityUpdate, step: int) -> int:
@@ -314,24 +372,38 @@ def apply_updates(samplers: Sequence[StoreSampler], update: PriorityUpdate, step
     Raises:
         ArgumentError: a priority that is not finite, or keys of other stores. None of the priorities is set.
     """
+    check_priorities(update.priorities)
+    return apply_checked(samplers, update, step)
+
+
+def check_update(samplers: Sequence[StoreSampler], update: PriorityUpdate) -> None:
+    """Raises what `apply_updates` raises, and sets nothing."""
+    check_priorities(update.priorities)
+    _places_of(samplers, update.keys)
+
+
+def apply_checked(samplers: Sequence[StoreSampler], update: PriorityUpdate, step: int) -> int:
+    """`apply_updates`, of finite priorities."""
     keys, priorities = update.keys, update.priorities
-    check_priorities(priorities)
     if len(samplers) == 1:
-        sampler, store = samplers[0], samplers[0].plan.store
-        if type(keys.store) is not int or keys.store != store.id:
-            keys.places_among(np.array([store.id], np.uint64), "stores of this replay")
+        sampler = samplers[0]
+        if type(keys.store) is not int or keys.store != sampler.plan.store.id:
+            _places_of(samplers, keys)
         sampler.follow_alpha(step)
         return _set(sampler, keys, priorities) if len(priorities) else 0
-    place = keys.places_among(
-        np.array([sampler.plan.store.id for sampler in samplers], np.uint64), "stores of this replay"
-    )
-    gone = 0
+    places, gone = _places_of(samplers, keys), 0
     for number, sampler in enumerate(samplers):
         sampler.follow_alpha(step)
-        mine = np.flatnonzero(place == number)
+        mine = np.flatnonzero(places == number)
         if len(mine):
             gone += _set(sampler, keys[mine], priorities[mine])
     return gone
+
+
+def _places_of(samplers: Sequence[StoreSampler], keys: Keys) -> NDArray[np.int64]:
+    """(n,) which store each key is of."""
+    ids = np.array([sampler.plan.store.id for sampler in samplers], np.uint64)
+    return keys.places_among(ids, "stores of this replay")
 
 
 def _set(sampler: StoreSampler, keys: Keys, priorities: NDArray[np.float64]) -> int:
@@ -383,11 +455,14 @@ __all__ = [
     "BuiltBatch",
     "HostBatchBuilder",
     "PriorityUpdate",
+    "RowSource",
     "StartedBatch",
     "State",
+    "apply_checked",
     "apply_updates",
     "build_stats",
     "check_priorities",
+    "check_update",
     "given_priorities",
     "join_importance",
     "nothing",

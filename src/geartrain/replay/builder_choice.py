@@ -1,4 +1,4 @@
-"""Choice of a replay's builder: on the host, on a device, or together with other ranks."""
+"""Choice of a replay's builder, and of where its rows come from: this process's stores, or the shards of many ranks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 from geartrain.errors import ArgumentError
 from geartrain.replay.builder import BatchBuilder, HostBatchBuilder
 from geartrain.replay.config import ReplayConfig, make_samplers
-from geartrain.replay.distributed.lagged_builder import LaggedBuilder, check_lag
 from geartrain.replay.distributed.rank_collectives import run_on_all_ranks
 from geartrain.replay.distributed.rank_group import RankGroup, SingleRank
-from geartrain.replay.distributed.single_rank import SingleRankBuilder, is_single_store
 from geartrain.replay.distributed.topology import Mesh, topology_of
 from geartrain.replay.distributed.torch_rank_group import as_rank_group
 from geartrain.replay.epochs import check_epochs
+from geartrain.replay.local_rows import LocalRows
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.step_priorities import check_step_priorities
 from geartrain.selection.mixture import Selection
@@ -36,12 +35,8 @@ def open_builder(
     Raises:
         ArgumentError: options that do not go together, or with these stores.
     """
-    alone = group is None and mesh is None and config.update_lag is None
-    if config.transform is not None and not (alone and config.device is None):
-        raise ArgumentError(
-            "transforms are of batches of this process's stores, in host memory: leave out group, mesh, device and "
-            "update_lag"
-        )
+    if config.transform is not None and config.device is not None:
+        raise ArgumentError("transforms are of batches in host memory: leave out device")
     check_epochs(
         stores,
         selection,
@@ -51,33 +46,45 @@ def open_builder(
     check_step_priorities(stores, selection, windows=config.view is not None or config.window is not None)
 
     def make() -> list[StoreSampler]:
-        samplers = make_samplers(stores, selection, config)
-        check_lag(samplers, config)
-        return samplers
+        return make_samplers(stores, selection, config)
 
-    if alone:
-        if config.device is None:
-            return HostBatchBuilder(make(), selection, config.batch_size, config.transform), None
-        from geartrain.replay.device.builder import DeviceBatchBuilder
-
-        on_device = DeviceBatchBuilder(make(), selection, config.batch_size, config.device)
-        return on_device, on_device.close
-    from geartrain.replay.distributed.builder import DistributedBatchBuilder
+    def local(samplers: list[StoreSampler], lag: int | None, group: RankGroup | None) -> HostBatchBuilder:
+        rows = LocalRows(samplers, selection, config.batch_size, lag, config.extra_lag, group)
+        return HostBatchBuilder(rows, config.transform)
 
     if group is None and mesh is None:
+        if config.device is None:
+            return local(make(), config.update_lag, None), None
+        if config.update_lag is None:
+            from geartrain.replay.device.builder import DeviceBatchBuilder
+
+            on_device = DeviceBatchBuilder(make(), selection, config.batch_size, config.device)
+            return on_device, on_device.close
         group = SingleRank()  # a group of one, whose updates wait as those of any group
+    from geartrain.replay.distributed.lagged_rows import LaggedRows, check_lag
+    from geartrain.replay.distributed.members import join_job
+    from geartrain.replay.distributed.rank_rows import RankRows
+
     topology = topology_of(group, mesh)
     ranks = as_rank_group(group, topology.members, config.timeout_s)
     members = None if ranks is group else topology.members
+    alone = ranks.size == 1 and config.device is None
+
+    def make_checked() -> list[StoreSampler]:
+        samplers = make()
+        if not alone:
+            check_lag(samplers, config)
+        return samplers
+
     try:
-        samplers = run_on_all_ranks(ranks, make)
-        if ranks.size == 1 and is_single_store(samplers, config):
-            return SingleRankBuilder(samplers, selection, config, ranks), None
-        builder = DistributedBatchBuilder(samplers, selection, config, ranks, topology.position, members)
-        if config.extra_lag:
-            return LaggedBuilder(builder, config.extra_lag), builder.assembler.close
+        samplers = run_on_all_ranks(ranks, make_checked)
+        if alone:
+            join_job(ranks, topology.position, samplers, selection, config)  # which has its checks
+            return local(samplers, config.prefetch + config.extra_lag, ranks), None
+        source = LaggedRows if config.extra_lag else RankRows
+        rows = source(samplers, selection, config, ranks, topology.position, members)
     except BaseException:
         if ranks is not group:
             ranks.close()
         raise
-    return builder, builder.assembler.close
+    return HostBatchBuilder(rows, config.transform), rows.assembler.close

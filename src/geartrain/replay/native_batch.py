@@ -139,7 +139,7 @@ class FetchedBatch(NativeBatch):
 
 
 class GlobalNativeBatch(NativeBatch):
-    """A native batch that is a global one, of a group of one rank: with the numbers of its rows in it."""
+    """A native batch that is a global one, of one rank: with the numbers of its rows in it."""
 
     __slots__ = ()
 
@@ -150,8 +150,12 @@ class GlobalNativeBatch(NativeBatch):
         if name == "draw":
             value = self._plan.as_output(np.arange(len(self)))
         else:
-            rows, (draw, shard) = self._rows, numbers_of(len(self))
-            value = Keys.of_rows(rows.rows(), rows.generations(), self._store_ids[0], shard=shard, draw=draw)
+            rows, (draw, alone) = self._rows, _numbers_of(len(self))
+            shard, store = rows.shard(), self._store_ids[0]
+            steps = rows.steps() if self._plan.per_step else None
+            of: Any = store if shard is None else np.array(self._store_ids, np.uint64)[shard]
+            shard = alone if shard is None else shard
+            value = Keys.of_rows(rows.rows(), rows.generations(), of, shard=shard, draw=draw, step=steps)
         object.__setattr__(self, name, value)
         return value
 
@@ -194,7 +198,7 @@ _put_rows, _put_plan, _put_shown, _put_store_ids, _put_step, _put_keys, _put_pro
 
 
 @functools.lru_cache(8)
-def numbers_of(n: int) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
+def _numbers_of(n: int) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
     """The numbers of the n rows of a global batch of one rank, and their shard, for keys: shared, so not writeable."""
     draw, shard = np.arange(n), np.zeros(n, np.uint16)
     draw.flags.writeable = shard.flags.writeable = False
@@ -232,12 +236,6 @@ def fetched_batch(rows: _native.SampledBatch, fields: BatchPlan, keys: Keys) -> 
     made: FetchedBatch = native_batch(rows, fields, None, (), FetchedBatch)
     _put_keys(made, keys)
     _put_probability(made, None)
-    return made
-
-
-def global_batch(rows: _native.SampledBatch, plan: BatchPlan, step: int, store_ids: Sequence[int]) -> GlobalNativeBatch:
-    """The same as the global batch of a group of one rank."""
-    made: GlobalNativeBatch = native_batch(rows, plan, step, store_ids, GlobalNativeBatch)
     return made
 
 
@@ -281,9 +279,7 @@ __all__ = [
     "NativeBatch",
     "RankNativeBatch",
     "fetched_batch",
-    "global_batch",
     "keys_of",
     "native_batch",
-    "numbers_of",
     "rank_batch",
 ]

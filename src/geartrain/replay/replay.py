@@ -1,7 +1,8 @@
 """Replay: an iterator of training batches, drawn and fetched ahead of the consumer.
 
 A builder (builder.py) draws rows, places their windows, copies them and redraws what was lost, on a thread of its own:
-on the host, on a device (device/builder.py), or together with other ranks (distributed/builder.py).
+from the stores of this process (local_rows.py) or the shards of many ranks (distributed/rank_rows.py), in host memory
+or on a device (device/builder.py).
 """
 
 from __future__ import annotations
@@ -88,9 +89,10 @@ class Replay:
         update_lag: after how many batches priority updates take effect, the same on one rank and on many: batch t is
             drawn with those that were given before batch `t - update_lag` was asked for, and no others. At least
             `prefetch`, which it is over several ranks by default; without a group the default is at once. With more
-            than `prefetch`, for independent draws, ranks draw without waiting for each other's updates, which hides
-            the delay between hosts (docs/ranks.md); a batch that is drawn again, where a shard lost rows, sees those
-            of one batch more. A replay without a group is that of a group of one then.
+            than `prefetch` ranks draw without waiting for each other's updates, which hides the delay between hosts
+            (docs/ranks.md); several ranks take it for independent draws alone. A batch that is drawn again, where a
+            shard lost rows, sees the updates of one batch more. A replay without a group is that of a group of one
+            then.
         group: the ranks of a job that train together, each with the shard of its host as `store`: a process group of
             `torch.distributed` (data parallel), or a `RankGroup` (geartrain.replay.distributed.rank_group). Every rank
             makes the replay and asks for batches alike; each gets its part of one global batch (docs/ranks.md).
@@ -109,7 +111,8 @@ class Replay:
             they are gathered where the rows are, and only transitions travel.
         transform: called with each batch where it is built, on the prefetch thread while there is one; the replay gives
             what it returns. What it raises is raised by `sample`, which draws the same batch again the next time. It
-            counts to what decides on the thread. In host memory, of this process's stores.
+            counts to what decides on the thread. Over several ranks each transforms its own part of the global batch,
+            and what it raises ends the group. In host memory.
 
     Raises:
         FieldError, ArgumentError: what was asked for does not fit the store.
@@ -201,7 +204,8 @@ class Replay:
         if release is not None:  # one that is dropped unpins its memory, leaves its group; its thread ends before that
             weakref.finalize(self._loader, close_here, os.getpid(), release)
         self._forks = forks()
-        self._one_process = self._builder.collective or config.device is not None  # not shared by a fork
+        self._of_job = group is not None or mesh is not None or update_lag is not None
+        self._one_process = self._of_job or config.device is not None  # not shared by a fork
         self._make_locks()
         self._iteration = 0
         self._closed = False  # from the beginning of `close` on
@@ -394,7 +398,7 @@ class Replay:
     def _identities(self) -> dict[str, list[str]]:
         """What the stores are known by, in their order. Names may differ between ranks, which save one state."""
         found = {"stores": [f"{store:016x}" for store in self._builder.store_ids]}
-        return found if self._builder.collective else {**found, "names": [store.name for store in self.stores]}
+        return found if self._of_job else {**found, "names": [store.name for store in self.stores]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state_dict` was taken.

@@ -30,7 +30,7 @@ from geartrain.selection.declared import DeclaredStrategy, select_declared
 from geartrain.selection.epochs import Epochs
 from geartrain.selection.random import Prioritized, Uniform, checked_beta
 from geartrain.selection.schedule import at_step
-from geartrain.selection.shard import NO_ROW, StepPlan
+from geartrain.selection.shard import NO_ROW, Shard, StepPlan
 from geartrain.selection.strategy import (
     ORDERS,
     Candidates,
@@ -125,7 +125,8 @@ class StoreSampler(StoreWaits):
         self._fixed_alpha = self.alpha if fixed else None
         self.raises = self._fixed_alpha != 1
         self.atom = self.traits.atom
-        self._cursor = self.traits.cursor
+        self._cursor_name = "after" if self.traits.cursor else ""
+        self._asks_shards = False  # of code of the strategy's own: for many shards
         # Built-in strategies and others that follow from their traits; the rest are asked for their draws.
         self.draws_natively = (
             self.traits.form in ("random", *ORDERS)
@@ -180,7 +181,7 @@ class StoreSampler(StoreWaits):
             limits = self._limits if self.traits.limits is None else self.limits_now()
             beta = self.beta_at(step)
         anchors = functools.partial(self._anchors, step) if self.placed else None
-        cursor = int(state.get("after", state.get("after/0", 0))) if self._cursor else 0
+        cursor = int(state.get("after", state.get("after/0", 0))) if self._cursor_name else 0
         self.stage = "drawing and copying rows"
         try:
             result = self.batch_sampler.sample(n, step, limits, cursor, False, beta, rows, anchors, into, first)
@@ -204,7 +205,35 @@ class StoreSampler(StoreWaits):
             return batch, rows.state
         if self._weighs:
             self._weigh(batch, first, _drawn_of(batch, first, n), count, step)
-        return batch, {"after": cursor} if self._cursor else {}
+        return batch, {self._cursor_name: cursor} if self._cursor_name else {}
+
+    def join_group(self) -> None:
+        """Draws from here on what a group of ranks draws whose only shard this store is.
+
+        Any number of ranks takes up its states. Other processes that have the store open do not count as writers: they
+        may be ranks.
+        """
+        self.counts_attached = False
+        self._cursor_name = "after/0" if self.traits.cursor else ""
+        if self.passes is None and hasattr(self.strategy, "select_shards"):
+            self.draws_natively, self._asks_shards = False, True
+
+    def _select_shards(self, n: int, step: int, state: dict[str, int], redraw: Redraw | None) -> Draw:
+        """What a strategy's own code for many shards chooses from this one."""
+        if redraw is not None:
+            return self.draw(n, step, state, redraw)
+        strategy: Any = self.strategy
+        alone = Shard(self.candidates, 0, 1, lambda array: array[None], exact=self.limited, steps=self.step_plan)
+        drawn = strategy.select_shards(alone, n, step, state=state or None)
+        return Draw(drawn.rows, drawn.generations, drawn.probability, state=drawn.state)
+
+    @property
+    def arrays(self) -> dict[str, int]:
+        """The arrays of a row in a batch, and the bytes of a row in each, by name."""
+        if self.transitions is None:
+            return {name: self.plan.row_bytes(name) for name in self.plan.names}
+        made = self.transitions.arrays()
+        return {name: int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for name, (shape, dtype) in made.items()}
 
     def _weigh(self, batch: _native.SampledBatch, first: int, draw: Draw | None, count: int, step: int) -> None:
         """Gives rows the importance weights of the strategy's own code."""
@@ -223,7 +252,7 @@ class StoreSampler(StoreWaits):
         """The rows of a batch that Python code chooses."""
         if self.passes is not None:
             return (MixedPassRows if self.passes.mixed else PassRows)(self.passes, n, state)
-        return StrategyRows(self.draw, n, step, state)
+        return StrategyRows(self._select_shards if self._asks_shards else self.draw, n, step, state)
 
     def beta_at(self, step: int) -> float | None:
         """The exponent of importance weights at a step; None where the strategy has none, or code of its own."""
@@ -249,6 +278,7 @@ class StoreSampler(StoreWaits):
         if self.passes is not None:
             found.append(f"{name}.take")
         elif not self.draws_natively:
+            found += ["select_shards"] if self._asks_shards else []
             found.append(f"{name}.select")
         if self.traits.limits is not None and callable(self.traits.limits.min_version):
             found.append("Limits.min_version")

@@ -22,7 +22,6 @@ from geartrain.errors import ArgumentError
 from geartrain.replay.admission import Admission
 from geartrain.replay.builder import (
     BuiltBatch,
-    HostBatchBuilder,
     PriorityUpdate,
     State,
     apply_updates,
@@ -36,6 +35,7 @@ from geartrain.replay.device.session import DeviceSession
 from geartrain.replay.device.staged_batches import StagedBatches
 from geartrain.replay.device.target import DeviceTarget
 from geartrain.replay.device.transfer import BatchTransfer, ReadyBatch
+from geartrain.replay.local_rows import LocalRows
 from geartrain.replay.native_batch import keys_of
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.store_waits import wait_together
@@ -97,8 +97,7 @@ class DeviceBatchBuilder:
         PinError, ArgumentError: what was asked for by name cannot be had.
     """
 
-    own_thread = False
-    overlaps = True
+    update_lag: int | None = None
     collective = False
 
     def __init__(
@@ -110,7 +109,7 @@ class DeviceBatchBuilder:
         self.options = options
         self._make_s = 0.0
         self._built = 0
-        self._host = HostBatchBuilder(samplers, selection, batch_size)
+        self._host = LocalRows(samplers, selection, batch_size)
         self._session = DeviceSession(options.device)
         self.device = self._session.device
         self.targets = self._session.targets
@@ -127,7 +126,7 @@ class DeviceBatchBuilder:
         except BaseException:
             self.close()
             raise
-        self.builds_anywhere = self._staged is not None
+        self.overlaps = self._staged is None  # what is staged is finished when it is started
         # Where a batch may depend on the one before (a cursor, a limit on samples), it is finished before the next one
         # is started.
         self._alone = any(sampler.limited or sampler.traits.stateful for sampler in samplers)
@@ -396,6 +395,9 @@ class DeviceBatchBuilder:
 
     def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
         """See `BatchBuilder`. None are kept."""
+
+    def restart(self) -> None:
+        """See `BatchBuilder`. No updates wait."""
 
     def rewind(self) -> None:
         """See `BatchBuilder`. Nothing is kept but the state."""

@@ -48,12 +48,7 @@ class BatchAssembler(Protocol):
     """Buffers, exchange and finished batches of one rank. Called on the replay's thread, apart from `close`.
 
     A buffer is the assembler's own kind of object: the memory of this rank's batch.
-
-    Attributes:
-        in_host_memory: rows of other ranks are read into messages in host memory, which native code has.
     """
-
-    in_host_memory: bool
 
     def enter(self) -> None:
         """Called first on the thread that builds batches."""
@@ -79,8 +74,8 @@ class BatchAssembler(Protocol):
         """A buffer as native code reads rows into it: a native batch, or a `Target`."""
         ...
 
-    def targets_of(self, wanted: Sequence[tuple[int, FetchPlan, int]]) -> list[Target]:
-        """Where native code reads the rows of each (rank, plan, rows), unless `in_host_memory`."""
+    def targets_of(self, wanted: Callable[[], Sequence[tuple[int, FetchPlan, int]]]) -> list[Target] | None:
+        """Where native code reads the rows of each (rank, plan, rows); None: into messages in host memory."""
         ...
 
     def exchange(self, agreement: ReadAgreement, reader: RankReader, read: _native.RankRead, mine: Any) -> int:

@@ -23,7 +23,7 @@ from geartrain.replay.device.session import DeviceSession
 from geartrain.replay.device.staging import StagingBuffer
 from geartrain.replay.device.target import DeviceTarget, gather_plan_of
 from geartrain.replay.device.transfer import BatchTransfer, ReadyBatch
-from geartrain.replay.distributed.assembly_host import HostAssembler
+from geartrain.replay.distributed.assembly_host import HostAssembler, importance_weights
 from geartrain.replay.distributed.messages import ROW_HEADER, RowLayout, RowMessage, flat_bytes
 from geartrain.replay.distributed.rank_group import Bytes
 from geartrain.replay.distributed.rank_reader import RankReader, Target
@@ -168,7 +168,7 @@ class DeviceAssembler(HostAssembler):
         if agreement is None or agreement.lowest is None:
             return None
         rows, generations, probability = (mine.headers[name] for name in ("row", "generation", "probability"))
-        return reader.importance_weights(read, rows, generations, probability, counts, agreement.lowest, step)
+        return importance_weights(reader.samplers, read, rows, generations, probability, counts, agreement.lowest, step)
 
     def pieces(self, mine: Any) -> list[Bytes]:
         """See `BatchAssembler`."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,16 +18,19 @@ from geartrain.replay.distributed.rank_group import Bytes
 from geartrain.replay.distributed.rank_reader import RankReader, Target
 from geartrain.replay.distributed.read_agreement import ReadAgreement
 from geartrain.replay.fetch_plan import FetchPlan
+from geartrain.replay.native_batch import rank_batch
 from geartrain.replay.sampler import StoreSampler
+from geartrain.selection.strategy import Draw, importance_of
 
 if TYPE_CHECKING:
     from geartrain.replay.device.priority_mirror import DevicePriorities
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 class HostAssembler:
     """Batches in host memory; see `geartrain.replay.distributed.assembly.BatchAssembler`."""
-
-    in_host_memory = True
 
     def enter(self) -> None:
         """See `BatchAssembler`."""
@@ -35,10 +39,9 @@ class HostAssembler:
         """See `BatchAssembler`. Rows are drawn on the host."""
         return [None for _ in samplers]
 
-    @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
+    def at_work(self) -> AbstractContextManager[None]:
         """See `BatchAssembler`."""
-        yield
+        return _NOTHING
 
     def buffer(self, reader: RankReader, plan: FetchPlan, n: int) -> Any:
         """See `BatchAssembler`."""
@@ -48,9 +51,9 @@ class HostAssembler:
         """See `BatchAssembler`."""
         return mine
 
-    def targets_of(self, wanted: Sequence[tuple[int, FetchPlan, int]]) -> list[Target]:
+    def targets_of(self, wanted: Callable[[], Sequence[tuple[int, FetchPlan, int]]]) -> list[Target] | None:
         """See `BatchAssembler`. Messages are in host memory."""
-        return []
+        return None
 
     def exchange(
         self, agreement: ReadAgreement, reader: RankReader, read: _native.RankRead, mine: _native.SampledBatch | None
@@ -60,9 +63,7 @@ class HostAssembler:
             agreement.check(read.outcome)
             return 0
         agreement.exchange(read.sends, read.receives, idle=not read.moves)
-        if mine is not None:
-            reader.place(mine, read)
-        return read.received_rows * reader.row_bytes
+        return 0 if mine is None else reader.place(mine, read)
 
     def weigh(
         self,
@@ -74,7 +75,19 @@ class HostAssembler:
         step: int,
     ) -> NDArray[np.float64] | None:
         """See `BatchAssembler`."""
-        reader.weigh(mine, read, counts, agreement, step)
+        if not reader.with_lowest or (mine.weighed and read.outcome is not None):  # `RankReader.build` has done it
+            return mine.importance_weights()
+        lowest = None if agreement is None else agreement.lowest
+        if lowest is None:  # all ranks have told already
+            lowest = np.array(read.lowest_of_all, np.float64)
+        beta = reader.beta_at(step)
+        if beta is not None:
+            reader.native.weigh(mine, counts[0], beta, float(lowest[0]))
+        else:
+            rows, generations, probability = mine.rows(), mine.generations(), mine.probability()
+            mine.set_importance(
+                0, importance_weights(reader.samplers, read, rows, generations, probability, counts, lowest, step)
+            )
         return mine.importance_weights()
 
     def pieces(self, mine: _native.SampledBatch) -> list[Bytes]:
@@ -92,7 +105,10 @@ class HostAssembler:
         """See `BatchAssembler`."""
         if weights is not None and not mine.weighed:  # of the tensor-parallel peer whose batch this is
             mine.set_importance(0, weights)
-        return reader.finish(mine, read, step), nothing
+        view = reader.samplers[0].transitions
+        if view is not None:
+            view.settle(mine)  # which asks functions of the user's
+        return rank_batch(mine, view or reader.plan, step, reader.members.shard_ids, read.draws()), nothing
 
     def empty_batch(self, sampler: StoreSampler, plan: FetchPlan | None, step: int) -> tuple[Batch, Callable[[], None]]:
         """See `BatchAssembler`."""
@@ -130,4 +146,27 @@ class HostAssembler:
         """See `BatchAssembler`."""
 
 
-__all__ = ["HostAssembler"]
+def importance_weights(
+    samplers: Sequence[StoreSampler],
+    read: _native.RankRead,
+    rows: NDArray[np.uint32],
+    generations: NDArray[np.uint32],
+    probability: NDArray[np.float64],
+    counts: Sequence[int],
+    lowest: NDArray[np.float64],
+    step: int,
+) -> NDArray[np.float64]:
+    """Importance weights of this rank's rows, scaled by the largest of the global batch; 1 where there are none."""
+    made = np.ones(len(rows))
+    for number, sampler in enumerate(samplers):
+        part = slice(read.parts[number], read.parts[number + 1])
+        if not sampler.traits.importance or part.start == part.stop:
+            continue
+        draw = Draw(rows[part], generations[part], probability[part], lowest=float(lowest[number]))
+        weights = importance_of(sampler.strategy, draw, counts[number], step)
+        if weights is not None:
+            made[part] = weights
+    return made
+
+
+__all__ = ["HostAssembler", "importance_weights"]

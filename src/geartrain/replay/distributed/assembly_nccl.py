@@ -43,8 +43,6 @@ class NcclAssembler(GatherAssembler):
         others: for each set of fields that some rank gets, targets of them, one for each store.
     """
 
-    in_host_memory = False
-
     def __init__(
         self,
         session: DeviceSession,
@@ -61,11 +59,11 @@ class NcclAssembler(GatherAssembler):
         self._outgoing: dict[int, DeviceRowBuffer] = {}
         self._pending: Callable[[], None] = nothing  # the all-to-all of the batch that is being built
 
-    def targets_of(self, wanted: Sequence[tuple[int, FetchPlan, int]]) -> list[Target]:
+    def targets_of(self, wanted: Callable[[], Sequence[tuple[int, FetchPlan, int]]]) -> list[Target] | None:
         """See `BatchAssembler`. All of them in one device buffer, in the order in which the group sends."""
         import torch
 
-        ordered = sorted(wanted, key=lambda each: self._group.order[each[0]])
+        ordered = sorted(wanted(), key=lambda each: self._group.order[each[0]])
         targets = [self._others[tuple(plan.names)] for _, plan, _ in ordered]
         layouts = [of[0].gather.arena(n) for of, (_, _, n) in zip(targets, ordered, strict=True)]
         with self.device.on(self.stream):

@@ -82,6 +82,25 @@ class ShardTotals(NamedTuple):
     offers: list[NDArray[np.uint64] | None]
 
 
+class DrawnBatch(NamedTuple):
+    """A global batch as one rank knows it.
+
+    Attributes:
+        counts: selectable rows of each store, over all its shards.
+        state: the strategies' state after it.
+        found: the draws of each store; None where it gives none.
+    """
+
+    counts: list[int]
+    state: State
+    found: list[ShardedDraw | None]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of each store: fewer than were asked for where a pass ends."""
+        return [0 if each is None else len(each.shard) for each in self.found]
+
+
 class ShardedSampler:
     """Draws from the shards of all stores, together with all other ranks.
 
@@ -183,7 +202,6 @@ class ShardedSampler:
         number: int,
         rows: NDArray[np.uint32],
         generations: NDArray[np.uint32],
-        order: NDArray[np.int64],
         priorities: NDArray[np.float64],
     ) -> bool:
         """Stores priorities of a shard that a device has a copy of, which has to learn of them."""
@@ -191,7 +209,7 @@ class ShardedSampler:
         if sampler.priority_copy is None:
             return False
         native = sampler.plan.store.native
-        sampler.change_priorities(rows, lambda: native.apply_updates(rows, generations, None, order, priorities))
+        sampler.change_priorities(rows, lambda: native.apply_updates(rows, generations, None, None, priorities))
         return True
 
     def gather_totals(
@@ -370,6 +388,20 @@ class ShardedSampler:
                     f"their state, at the same steps"
                 )
 
+    def draw_all(
+        self,
+        step: int,
+        state: State,
+        updates: list[PriorityUpdate],
+        quotas: Sequence[int],
+        exchange: _native.RankExchange,
+    ) -> DrawnBatch:
+        """Steps 1 to 3: the batch of a step, so many rows of each store; see `gather_totals` and `draw`."""
+        known = self.gather_totals(step, state, updates, quotas, exchange)
+        found = [self.draw(number, quota, step, known) for number, quota in enumerate(quotas)]
+        after = [old if each is None else each.state for old, each in zip(known.state, found, strict=True)]
+        return DrawnBatch(known.counts, after, found)
+
     # --- step 3 -------------------------------------------------------------------------------------------------
 
     def draw(self, number: int, quota: int, step: int, known: ShardTotals) -> ShardedDraw | None:
@@ -449,4 +481,4 @@ class ShardedSampler:
         self._held[number].clear()
 
 
-__all__ = ["CommonError", "ShardTotals", "ShardedSampler", "TooFewRowsError", "common_errors"]
+__all__ = ["CommonError", "DrawnBatch", "ShardTotals", "ShardedSampler", "TooFewRowsError", "common_errors"]

@@ -18,10 +18,15 @@ from numpy.typing import NDArray
 
 from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, RanksDisagreeError
-from geartrain.replay.distributed.assignment import Replica
+from geartrain.replay.config import ReplayConfig
+from geartrain.replay.distributed.assignment import Replica, check_sizes
+from geartrain.replay.distributed.fingerprint import describe_job
 from geartrain.replay.distributed.rank_collectives import DIRECT_RANKS, all_gather_among
 from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.replay.distributed.topology import MeshPosition
+from geartrain.replay.sampler import StoreSampler
+from geartrain.selection.mixture import Selection
+from geartrain.selection.sharded import check_strategy
 
 
 @dataclass(frozen=True)
@@ -89,11 +94,13 @@ class Members:
     ) -> None:
         self.group = group
         self.position = position
+        self.job = dict(job)
+        self.fields = tuple(fields)
         mine = {
-            "job": dict(job),
+            "job": self.job,
             "position": dataclasses.astuple(position),
             "stores": list(store_ids),
-            "fields": tuple(fields),
+            "fields": self.fields,
             "row_bytes": int(row_bytes),
         }
         everyone: list[dict[str, Any]] = group.all_gather_object(mine)
@@ -194,6 +201,40 @@ class Members:
         return copied
 
 
+def join_job(
+    group: RankGroup,
+    position: MeshPosition,
+    samplers: Sequence[StoreSampler],
+    selection: Selection,
+    config: ReplayConfig,
+) -> Members:
+    """The ranks of a replay, which have told each other what they draw. Collective.
+
+    Raises:
+        RanksDisagreeError: the ranks differ in strategy, seed, schema or sizes.
+        ArgumentError: a strategy cannot draw from many shards; or the batch cannot be divided evenly.
+    """
+    for sampler in samplers:
+        check_strategy(sampler.strategy)
+    arrays, options = samplers[0].arrays, config.device
+    inputs = list(arrays) if config.inputs is None else config.inputs
+    targets = list(arrays) if config.targets is None else config.targets
+    mine = [*(inputs if position.is_first_stage else ()), *(targets if position.is_last_stage else ())]
+    fields = tuple(dict.fromkeys(mine))
+    job = describe_job(samplers, selection, config.batch_size, config.view)
+    job |= {name: getattr(config, name) for name in ("assignment", "prefetch", "num_batches")}
+    job["update_lag"] = config.prefetch + config.extra_lag
+    job["exchange"] = "host" if options is None else options.exchange
+    if options is not None and options.exchange == "nccl":
+        # The consumer's batch holds what the reader's GPU has converted.
+        job["convert"] = {name: repr(into) for name, into in sorted(options.convert.items())}
+    store_ids = [sampler.plan.store.id for sampler in samplers]
+    members = Members(group, position, job, store_ids, fields, sum(arrays[name] for name in fields))
+    atoms = [sampler.atom for sampler in samplers]
+    check_sizes(atoms, len(members.replicas), config.batch_size, config.assignment)
+    return members
+
+
 def _check(everyone: list[dict[str, Any]]) -> None:
     first = everyone[0]
     for rank, other in enumerate(everyone):
@@ -245,4 +286,4 @@ def _consumers(everyone: list[dict[str, Any]]) -> list[Consumer]:
     ]
 
 
-__all__ = ["Consumer", "Members", "StoreShards", "check_same"]
+__all__ = ["Consumer", "Members", "StoreShards", "check_same", "join_job"]

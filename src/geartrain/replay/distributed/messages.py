@@ -33,9 +33,6 @@ ROW_HEADER: np.dtype[Any] = np.dtype(_RECORDS["row_header"])
 # What a store keeps of a row beside fields and metadata.
 STORED_ROW = np.dtype([("priority", "<f8"), ("times_sampled", "<u4"), ("reserved", "<u4")])
 
-#: A priority given to a row, or to a step of it (native/fetch/rank_steps.h, PriorityRecord).
-PRIORITY_UPDATE: np.dtype[Any] = np.dtype(_RECORDS["priority_update"])
-
 #: A rank's shard of one store, in the all-gather that begins every batch (native/fetch/rank_steps.h, ShardStatus).
 SHARD_STATUS: np.dtype[Any] = np.dtype(_RECORDS["shard_status"])
 
@@ -104,7 +101,6 @@ def flat_bytes(array: NDArray[Any]) -> Bytes:
 
 
 __all__ = [
-    "PRIORITY_UPDATE",
     "PROTOCOL",
     "ROW_HEADER",
     "SHARD_STATUS",

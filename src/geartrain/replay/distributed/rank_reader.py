@@ -25,30 +25,21 @@ from numpy.typing import NDArray
 
 import geartrain._native as _native
 from geartrain.errors import EmptyStoreError, GeartrainError
-from geartrain.replay.builder import PriorityUpdate, State
+from geartrain.replay.builder import PriorityUpdate
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.assignment import Assigner, Replica
-from geartrain.replay.distributed.draw import CommonError, ShardedSampler
+from geartrain.replay.distributed.draw import CommonError, DrawnBatch, ShardedSampler
 from geartrain.replay.distributed.members import Members
 from geartrain.replay.distributed.rank_group import Bytes
 from geartrain.replay.distributed.read_agreement import ReadAgreement, ReadOutcome
-from geartrain.replay.native_batch import RankNativeBatch, rank_batch
 from geartrain.replay.sampler import StoreSampler
 from geartrain.selection.shard import ShardedDraw
 from geartrain.selection.sharded import begins_with_offers, is_independent
-from geartrain.selection.strategy import Draw, Redraw, importance_of, seed_of
+from geartrain.selection.strategy import Redraw, seed_of
 from geartrain.store.store import Store
 
 #: A buffer in memory of the caller's: the consumer's rank, its arrays, its headers as bytes, and what copies its rows.
 Target = tuple[int, list[Any], Bytes, Callable[..., Any] | None]
-
-
-def arrays_of(sampler: StoreSampler) -> dict[str, int]:
-    """The arrays of a row as ranks exchange them, and the bytes of a row in each, by name."""
-    if sampler.transitions is None:
-        return {name: sampler.plan.row_bytes(name) for name in sampler.plan.names}
-    made = sampler.transitions.arrays()
-    return {name: int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for name, (shape, dtype) in made.items()}
 
 
 class NearStores(NamedTuple):
@@ -136,7 +127,10 @@ class RankReader:
         near: shards of other ranks that this rank reads.
 
     Attributes:
+        native: the native reader.
+        plan: of the rows of this rank's batch.
         by_totals: whether `build` makes the draws.
+        with_lowest: importance weights are wanted, for which ranks tell each other their lowest probabilities.
         idle: no row ever moves from one rank to another.
         row_bytes: of a row in this rank's batch.
         exchange: what native code exchanges messages with other ranks by.
@@ -151,10 +145,10 @@ class RankReader:
         self._agreed = agreed
         rank = members.group.rank
         me = members.me
-        names = list(arrays_of(samplers[0]))
-        self._plan = samplers[0].plan
+        names = list(samplers[0].arrays)
+        self.plan = samplers[0].plan
         if samplers[0].transitions is None and me is not None:
-            self._plan = samplers[0].plan.of_fields(me.fields)
+            self.plan = samplers[0].plan.of_fields(me.fields)
         lagged = config.extra_lag > 0
         shard_ranks = [ranks for store in members.stores for ranks in store.ranks]
         replicas = members.replicas
@@ -175,11 +169,11 @@ class RankReader:
             and not (each.limited or each.may_refuse)
             for each in samplers
         )
-        self._with_lowest = any(sampler.traits.importance for sampler in samplers)
+        self.with_lowest = any(sampler.traits.importance for sampler in samplers)
         self._place = self._placed if any(sampler.placed for sampler in samplers) else None
         plan = samplers[0].plan
         view = samplers[0].transitions
-        self._native = _native.RankReader(
+        self.native = _native.RankReader(
             rank,
             [(each.rank, each.replica, [names.index(name) for name in each.fields]) for each in members.consumers],
             [_plan_of(sampler) for sampler in samplers],
@@ -197,11 +191,12 @@ class RankReader:
             None if view is None else view.native,
             None if me is None or not me.fields else me.replica,
         )
-        self.row_bytes = self._native.row_bytes(rank if me is None else me.rank)
+        self.row_bytes = self.native.row_bytes(rank if me is None else me.rank)
         self.exchange = agreed.exchange_of(idle=self.idle)
         self._led = [sampler for number, sampler in enumerate(samplers) if members.leads(number) and sampler.expires]
         self._step = 0  # of the batch that is read
         self._after = [0 for _ in samplers]  # sequence numbers that its draws have used, in orders that move on
+        self._limits_now: dict[int, tuple[int, int, int]] = {}  # of stores whose rows were drawn again for it
         self._failed: EmptyStoreError | None = None  # why rows of it were not drawn again
 
     def _shard_view(
@@ -254,11 +249,18 @@ class RankReader:
             cursors[store] = max(cursors[store], drawn.state["after"])
         return drawn.rows, drawn.generations, drawn.probability
 
+    def _limits(self, store: int) -> tuple[int, int, int]:
+        """Which rows may be drawn again in the place of lost ones; asked for once a batch at most."""
+        found = self._limits_now.get(store)
+        if found is None:
+            found = self._limits_now[store] = self.samplers[store].limits_now()
+        return found
+
     # --- a batch --------------------------------------------------------------------------------------------------
 
     def empty_batch(self, n: int) -> _native.SampledBatch:
         """Recycled memory for n rows of this rank's batch."""
-        plan, view = self._plan, self.samplers[0].transitions
+        plan, view = self.plan, self.samplers[0].transitions
         native = None if view is None else view.native
         return _native.SampledBatch(plan.store.native, n, plan.numbers, plan.window, True, native)
 
@@ -279,7 +281,7 @@ class RankReader:
         self._step = step
         batch = self.empty_batch(sum(quotas) // len(self.members.replicas))
         read = agreed.over_ranks(
-            self._native.build,
+            self.native.build,
             batch,
             agreed.steps,
             self.exchange,
@@ -287,7 +289,7 @@ class RankReader:
             quotas,
             agreed.given(updates),
             agreed.change_at(step),
-            self._beta_at(step),
+            self.beta_at(step),
             self._place,
         )
         if read.changed:
@@ -301,7 +303,7 @@ class RankReader:
         for sampler in self._led:
             sampler.expire()
 
-    def _beta_at(self, step: int) -> float | None:
+    def beta_at(self, step: int) -> float | None:
         """The exponent of importance weights where native code makes them for the whole batch."""
         first = self.samplers[0]
         return first.beta_at(step) if len(self.samplers) == 1 and first.traits.importance else None
@@ -310,20 +312,15 @@ class RankReader:
         """Draws the batch of a step that all ranks have begun, and reads this rank's rows."""
         self._step = step
         batch = self.empty_batch(sum(quotas) // len(self.members.replicas))
-        self._native.read(batch, heard, step, quotas, self._place)
+        self.native.read(batch, heard, step, quotas, self._place)
         self._count(heard)
         return batch
-
-    def drawn(self, drawn: Sequence[ShardedDraw | None], state: State) -> list[tuple[Any, ...] | None]:
-        """The draws of each store as native code takes them."""
-        return [None if each is None else self._drawn(number, each, state[number]) for number, each in enumerate(drawn)]
 
     def _drawn(self, number: int, drawn: ShardedDraw, state: dict[str, int]) -> tuple[Any, ...]:
         sampler, store = self.samplers[number], self.members.stores[number]
         steps = None if drawn.steps is None else sampler.anchors(drawn.rows, drawn.steps)
         rounds = None if drawn.rounds is None else drawn.rounds.astype(np.uint32)
         shard = store.of_rank[self.members.group.rank]
-        limits = sampler.limits_now() if sampler.draws_natively else None
         cursor = self._after[number] = state.get(f"after/{shard}", 0)
         return (
             drawn.shard + store.first,
@@ -333,34 +330,35 @@ class RankReader:
             steps,
             rounds,
             drawn.share,
-            limits,
             cursor,
         )
-
-    def messages(self, drawn: Sequence[tuple[Any, ...] | None]) -> list[tuple[int, int]]:
-        """How many rows each other rank gets from this one: (rank, rows)."""
-        return self._native.outgoing(drawn)
 
     def read(
         self,
         step: int,
-        drawn: Sequence[tuple[Any, ...] | None],
+        drawn: DrawnBatch,
         own: _native.SampledBatch | Target | None,
-        others: Sequence[Target],
-        *,
-        in_host_memory: bool,
+        targets_of: Callable[[Callable[[], list[tuple[int, int]]]], Sequence[Target] | None],
     ) -> _native.RankRead:
         """Reads this rank's rows of a batch that was drawn.
 
         Args:
             step: of the batch.
-            drawn: the draws, of `drawn`.
+            drawn: the batch.
             own: where this rank's own rows go; None where it gets none.
-            others: where those of other ranks go, unless `in_host_memory`.
-            in_host_memory: rows of other ranks go into messages in host memory.
+            targets_of: where those of other ranks go: asked with what tells how many each gets, (rank, rows); None for
+                messages in host memory.
         """
         self._step = step
-        read = self._native.read_drawn(own, others, in_host_memory, drawn, step, self._place, self._again)
+        self._limits_now.clear()
+        draws = [
+            None if each is None else self._drawn(number, each, drawn.state[number])
+            for number, each in enumerate(drawn.found)
+        ]
+        others = targets_of(lambda: self.native.outgoing(draws))
+        read = self.native.read_drawn(
+            own, others or [], others is None, draws, step, self._place, self._again, self._limits
+        )
         self._count(read)
         return read
 
@@ -394,66 +392,13 @@ class RankReader:
         if read.failed is not None and failed is None:
             failed = EmptyStoreError(read.failed)
         outcome = ReadOutcome(read.lowest, failed)
-        return ReadAgreement(self.members, outcome, with_lowest=self._with_lowest, can_redraw=self._can_redraw)
+        return ReadAgreement(self.members, outcome, with_lowest=self.with_lowest, can_redraw=self._can_redraw)
 
-    def place(self, batch: _native.SampledBatch, read: _native.RankRead) -> None:
-        """Puts rows that were received to their places."""
+    def place(self, batch: _native.SampledBatch, read: _native.RankRead) -> int:
+        """Puts rows that were received to their places; returns the bytes of their fields."""
         if read.received_rows:
-            self._native.place(batch, read)
-
-    # --- a finished batch -----------------------------------------------------------------------------------------
-
-    def importance_weights(
-        self,
-        read: _native.RankRead,
-        rows: NDArray[np.uint32],
-        generations: NDArray[np.uint32],
-        probability: NDArray[np.float64],
-        counts: Sequence[int],
-        lowest: NDArray[np.float64],
-        step: int,
-    ) -> NDArray[np.float64]:
-        """Importance weights of this rank's rows, scaled by the largest of the global batch; 1 where there are none."""
-        made = np.ones(len(rows))
-        for number, sampler in enumerate(self.samplers):
-            part = slice(read.parts[number], read.parts[number + 1])
-            if not sampler.traits.importance or part.start == part.stop:
-                continue
-            draw = Draw(rows[part], generations[part], probability[part], lowest=float(lowest[number]))
-            weights = importance_of(sampler.strategy, draw, counts[number], step)
-            if weights is not None:
-                made[part] = weights
-        return made
-
-    def weigh(
-        self,
-        batch: _native.SampledBatch,
-        read: _native.RankRead,
-        counts: Sequence[int],
-        agreement: ReadAgreement | None,
-        step: int,
-    ) -> None:
-        """Gives a batch its importance weights, where `build` has not. No `agreement`: all ranks have told already."""
-        if not self._with_lowest or (batch.weighed and read.outcome is not None):
-            return
-        lowest = None if agreement is None else agreement.lowest
-        if lowest is None:
-            lowest = np.array(read.lowest_of_all, np.float64)
-        beta = self._beta_at(step)
-        if beta is not None:
-            self._native.weigh(batch, counts[0], beta, float(lowest[0]))
-            return
-        weights = self.importance_weights(
-            read, batch.rows(), batch.generations(), batch.probability(), counts, lowest, step
-        )
-        batch.set_importance(0, weights)
-
-    def finish(self, batch: _native.SampledBatch, read: _native.RankRead, step: int) -> RankNativeBatch:
-        """The batch as users get it."""
-        view = self.samplers[0].transitions
-        if view is not None:
-            view.settle(batch)  # which asks functions of the user's
-        return rank_batch(batch, view or self._plan, step, self.members.shard_ids, read.draws())
+            self.native.place(batch, read)
+        return read.received_rows * self.row_bytes
 
     def close(self) -> None:
         """Closes the shards of other ranks."""
@@ -474,4 +419,4 @@ def _plan_of(sampler: StoreSampler) -> tuple[tuple[Any, ...] | None, int, int, b
     return draws, seed_of(sampler.strategy), sampler.atom, sampler.limited
 
 
-__all__ = ["NearStores", "RankReader", "Target", "arrays_of", "open_near"]
+__all__ = ["NearStores", "RankReader", "Target", "open_near"]

@@ -36,15 +36,18 @@ class ShardAdmission:
         """Rows of each store in the global batch of a step."""
         return self._fixed or quotas_of(self._selection, self._batch_size, step)
 
-    def wait(self, step: int) -> Admission:
-        """Waits until the batch of a step is admitted. Raises what `StoreSampler.admit` raises, and none is then."""
+    def wait(self, step: int, admission: Admission) -> None:
+        """Waits until the batch of a step is admitted; raises what `StoreSampler.admit` raises.
+
+        Args:
+            step: of the batch.
+            admission: to which its rows are added.
+        """
         wait_together(self._samplers)
-        with Admission() as admission:
-            for number, quota in enumerate(self.quotas(step)):
-                share = self._share(number, quota)
-                if share:
-                    self._samplers[number].admit(share, admission, may_stop=False)
-        return admission
+        for number, quota in enumerate(self.quotas(step)):
+            share = self._share(number, quota)
+            if share:
+                self._samplers[number].admit(share, admission, may_stop=False)
 
     def keep(self, admission: Admission, found: Sequence[int]) -> None:
         """Gives back what a batch of so many rows of each store does not need: fewer are found where a pass ends."""

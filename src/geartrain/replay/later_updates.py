@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Generic, TypeVar
 
 Updates = TypeVar("Updates")
@@ -11,12 +12,12 @@ class LaterUpdates(Generic[Updates]):
     """Updates that have come and are not applied yet, in the order of batches.
 
     Args:
-        lag: batches after which they are.
+        lag: batches after which they are applied; with 0 before the batch that they came with.
     """
 
     def __init__(self, lag: int) -> None:
         self._lag = lag
-        self._kept: list[tuple[int, Updates]] = []
+        self._kept: deque[tuple[int, Updates]] = deque()
 
     def keep(self, step: int, updates: Updates) -> None:
         """Keeps what has come with the batch of a step."""
@@ -24,14 +25,16 @@ class LaterUpdates(Generic[Updates]):
 
     def due(self, step: int) -> list[Updates]:
         """Those that the batch of a step is drawn with; they are the caller's to apply."""
-        count = sum(1 for came, _ in self._kept if came + self._lag <= step)
-        due, self._kept = self._kept[:count], self._kept[count:]
-        return [updates for _, updates in due]
+        due = []
+        while self._kept and self._kept[0][0] + self._lag <= step:
+            due.append(self._kept.popleft()[1])
+        return due
 
     def all(self) -> list[Updates]:
         """All of them, which are the caller's now."""
-        kept, self._kept = self._kept, []
-        return [updates for _, updates in kept]
+        kept = [updates for _, updates in self._kept]
+        self._kept.clear()
+        return kept
 
 
 __all__ = ["LaterUpdates"]

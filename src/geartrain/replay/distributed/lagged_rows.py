@@ -1,7 +1,7 @@
-"""Lagged batch builder: batches over ranks whose priority updates take effect a stated number of batches later.
+"""Rank rows with rounds in flight: priority updates take effect a stated number of batches later.
 
 With its status a rank tells the total of its shard, and in the same message sends the updates for the others. Where
-those take effect with this batch (builder.py), totals need another round. Here they take effect with a later one, so
+those take effect with this batch (rank_rows.py), totals need another round. Here they take effect with a later one, so
 that the totals that came with the status are those of the draws, and nothing has to wait for a round trip:
 
     batch t      begin: status, totals, updates of t  |  hear all: draw, read, send rows  |  receive rows: finished
@@ -14,13 +14,16 @@ batch after a start, an error or `settle` sees all updates that were given by th
 All ranks begin and receive rounds in one order: of batch t the status, the outcome of its read and its rows, and then
 those of t + 1. Where rows were lost for good, which ranks learn last, some may have begun batch t + 1: all begin it
 then, with the updates that are due before it, take those that come with it, and draw batch t again.
+
+The steps are those of rank_rows.py, cut where they wait for other ranks: that is why batches with rounds in flight are
+begun, read and finished here one call at a time, and others by one native call, which waits within.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,15 +34,15 @@ from geartrain.replay.admission import Admission
 from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.distributed.draw import TooFewRowsError
-from geartrain.replay.distributed.later_updates import LaterUpdates
 from geartrain.replay.distributed.messages import flat_bytes
-from geartrain.replay.distributed.rank_group import Bytes
+from geartrain.replay.distributed.rank_group import Bytes, RankGroup
+from geartrain.replay.distributed.rank_rows import RankRows
 from geartrain.replay.distributed.read_agreement import ReadAgreement, RowsLostError
 from geartrain.replay.distributed.rounds_in_flight import rounds_of
+from geartrain.replay.distributed.topology import MeshPosition
+from geartrain.replay.later_updates import LaterUpdates
 from geartrain.replay.sampler import StoreSampler
-
-if TYPE_CHECKING:
-    from geartrain.replay.distributed.builder import DistributedBatchBuilder
+from geartrain.selection.mixture import Selection
 
 
 def check_lag(samplers: Sequence[StoreSampler], config: ReplayConfig) -> None:
@@ -72,13 +75,13 @@ def _whole(rank: int, received: Bytes, nbytes: int) -> Bytes:
 class _Begun:
     """A batch whose round has begun on this rank: what it has told and heard, and what it has read."""
 
-    def __init__(self, step: int, state: State) -> None:
+    def __init__(self, step: int, state: State, admission: Admission) -> None:
         self.step = step
         self.state = state
+        self.admission = admission
         self.began_s = time.perf_counter()
         self.built: BuiltBatch | None = None
         self.error: BaseException | None = None
-        self.admission = Admission()
         self.parts: list[Bytes] = []  # that it told; none: it has yet to tell, or its round is over
         self.round = self.outcomes = self.rows = 0
         self.few = False  # there are too few rows: all ranks are to draw it again, once there are enough
@@ -89,90 +92,85 @@ class _Begun:
         self.told: Any = None
 
 
-class LaggedBuilder:
-    """See `geartrain.replay.builder.BatchBuilder`.
-
-    Args:
-        inner: builds batches whose updates take effect at once, in the same group: the first one after a start.
-        lag: batches after the one that they came with.
+class LaggedRows(RankRows):
+    """`RankRows` whose updates take effect `config.extra_lag` batches after the one that they came with.
 
     Raises:
         ArgumentError: on all ranks alike, where batches are more than one native call.
     """
 
-    builds_anywhere = False
-    own_thread = True
     overlaps = True  # the next batch begins before this one's rows are received
-    collective = True
 
-    def __init__(self, inner: DistributedBatchBuilder, lag: int) -> None:
-        if not inner.reader.by_totals:
-            inner.assembler.close()
-            raise _refusal(lag)
-        self.samplers = inner.samplers
-        self.rows = inner.rows
-        self.store_ids = inner.store_ids
-        self._inner = inner
-        self._reader, self._agreed = inner.reader, inner.sampler
-        self._rank = inner.group.rank
-        self._others = [rank for rank in range(inner.group.size) if rank != inner.group.rank]
+    def __init__(
+        self,
+        samplers: list[StoreSampler],
+        selection: Selection,
+        config: ReplayConfig,
+        group: RankGroup,
+        position: MeshPosition,
+        members: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(samplers, selection, config, group, position, members)
+        self._others = [rank for rank in range(group.size) if rank != group.rank]
         try:
-            self._rounds = rounds_of(inner.group)
+            if not self.reader.by_totals:
+                raise _refusal(config.extra_lag)
+            self._rounds = rounds_of(group)
         except BaseException:
-            inner.assembler.close()
+            self.assembler.close()
             raise
-        self._later = LaterUpdates[Bytes](lag)
-        self._first = True  # batch since the thread was started
+        self._later = LaterUpdates[Bytes](config.extra_lag)
+        self._first = True  # batch of a run
         self._newest: _Begun | None = None
 
-    def enter(self) -> None:
+    def restart(self) -> None:
         """See `BatchBuilder`."""
-        self._inner.enter()
         self._first, self._newest = True, None
 
     # --- a batch ----------------------------------------------------------------------------------------------------
 
-    def start(self, step: int, state: State, updates: list[PriorityUpdate]) -> _Begun:
-        """See `BatchBuilder`. Reads the batch before it, where that was only begun."""
+    def start(self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission) -> _Begun:
+        """See `RowSource`. Reads the batch before it, where that was only begun."""
         if not self._first:
-            return self._inner.or_abort(lambda: self._begin(step, state, updates))
-        self._inner.or_abort(lambda: self._apply_all(step))
-        begun = _Begun(step, state)
-        begun.built = self._inner.start(step, state, updates)
-        begun.admission = begun.built.admission
+            with self.together:
+                return self._begin(step, state, updates, admission)
+        with self.together:
+            self._apply_all(step)
+        begun = _Begun(step, state, admission)
+        begun.built = super().start(step, state, updates, admission)
         self._first = False
         return begun
 
-    def ready(self, begun: _Begun) -> bool:
+    def ready(self, started: _Begun) -> bool:
         """Whether all ranks have sent what this one needs to finish a batch; waits a little for their rows."""
-        if begun.built is None:
-            self._inner.or_abort(lambda: self._read(begun))
-        heard = begun.heard
+        if started.built is None:
+            with self.together:
+                self._read(started)
+        heard = started.heard
         return heard is None or (
-            self._rounds.arrived(begun.outcomes, self._others)
-            and self._rounds.arrived(begun.rows, [peer for peer, _ in heard.receives])
+            self._rounds.arrived(started.outcomes, self._others)
+            and self._rounds.arrived(started.rows, [peer for peer, _ in heard.receives])
         )
 
-    def finish(self, begun: _Begun) -> BuiltBatch:
-        """See `BatchBuilder`."""
-        try:
-            built = begun.built or self._inner.or_abort(lambda: self._finish(begun))
-        except BaseException:
-            begun.admission.give_back()
-            raise
-        return built or self._inner.start(begun.step, begun.state, [], admitted=begun.admission)
+    def finish(self, started: _Begun) -> BuiltBatch:
+        """See `RowSource`."""
+        if started.built is not None:
+            return started.built
+        with self.together:
+            built = self._finish(started)
+            return built or self.build(started.step, started.state, [], started.admission, started.began_s)
 
-    def _begin(self, step: int, state: State, updates: list[PriorityUpdate]) -> _Begun:
+    def _begin(self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission) -> _Begun:
         if self._newest is not None:
             self._read(self._newest)
-        self._newest = begun = _Begun(step, state)
+        self._newest = begun = _Begun(step, state, admission)
         self._tell(begun, updates)
         return begun
 
     def _tell(self, begun: _Begun, updates: list[PriorityUpdate]) -> None:
         self._apply(begun.step, self._later.due(begun.step))
-        self._reader.expire()
-        begun.parts = self._agreed.steps.begin(begun.step, self._agreed.given(updates))
+        self.reader.expire()
+        begun.parts = self.sampler.steps.begin(begun.step, self.sampler.given(updates))
         updates.clear()
         begun.round = self._rounds.post({rank: begun.parts[rank] for rank in self._others})
 
@@ -180,10 +178,10 @@ class LaggedBuilder:
         received = self._rounds.collect(begun.round, self._others)
         parts, begun.parts = begun.parts, []
         every = [received.get(rank, part) for rank, part in enumerate(parts)]
-        heard, updates = self._agreed.steps.hear(begun.step, every)
+        heard, updates = self.sampler.steps.hear(begun.step, every)
         if heard.changed:
             self._later.keep(begun.step, updates)
-        self._inner.traffic.selection_bytes += sum(parts[rank].size for rank in self._others)
+        self.traffic.selection_bytes += sum(parts[rank].size for rank in self._others)
         return heard
 
     def _read(self, begun: _Begun) -> None:
@@ -193,13 +191,13 @@ class LaggedBuilder:
         if begun.error is not None:  # as it was
             raise begun.error
         try:
-            begun.admission = self._inner.admission.wait(begun.step)
+            self.admission.wait(begun.step, begun.admission)
             if not begun.parts:  # its round was over before, with that of a batch that was drawn again
                 self._tell(begun, [])
             heard = self._hear(begun)
-            self._reader.check(heard, begun.step)
-            begun.batch = self._reader.read_heard(begun.step, heard, self._inner.admission.quotas(begun.step))
-            begun.agreement = self._reader.agreement(heard)
+            self.reader.check(heard, begun.step)
+            begun.batch = self.reader.read_heard(begun.step, heard, self.admission.quotas(begun.step))
+            begun.agreement = self.reader.agreement(heard)
             begun.told = begun.agreement.told
             begun.outcomes = self._rounds.post(dict.fromkeys(self._others, flat_bytes(begun.told)))
             begun.rows = self._rounds.post(dict(heard.sends))
@@ -208,7 +206,6 @@ class LaggedBuilder:
             begun.few = True
         except BaseException as error:
             begun.error = error
-            begun.admission.give_back()
             raise
 
     def _finish(self, begun: _Begun) -> BuiltBatch | None:
@@ -217,7 +214,7 @@ class LaggedBuilder:
         if begun.few:
             self._again(begun)
             return None
-        heard, batch, agreement = begun.heard, begun.batch, begun.agreement
+        heard, mine, agreement = begun.heard, begun.batch, begun.agreement
         assert heard is not None
         assert agreement is not None
         begun.heard = begun.batch = None
@@ -232,13 +229,10 @@ class LaggedBuilder:
         except RowsLostError:
             self._again(begun)
             return None
-        self._reader.place(batch, heard)
-        self._reader.weigh(batch, heard, heard.rows, agreement, begun.step)
-        made = self._reader.finish(batch, heard, begun.step)
-        received = heard.received_rows * self._reader.row_bytes
-        self._inner.count(heard, begun.began_s, heard.agreed_s, received)
-        self._inner.note(time.perf_counter() - begun.began_s)
-        return BuiltBatch(made, begun.state, admission=begun.admission)
+        received = self.reader.place(mine, heard)
+        batch, deliver = self.complete(mine, heard, heard.rows, agreement, begun.step)
+        self.count(heard, begun.began_s, heard.agreed_s, received)
+        return BuiltBatch(batch, begun.state, deliver, admission=begun.admission)
 
     def _told_by(self, rank: int, outcomes: Mapping[int, Bytes], begun: _Begun) -> NDArray[Any]:
         return _whole(rank, outcomes[rank], begun.told.nbytes).view(begun.told.dtype)
@@ -251,7 +245,7 @@ class LaggedBuilder:
         updates that came with that one."""
         after = self._newest
         if after is None or after is begun or not after.parts:
-            after = _Begun(begun.step + 1, begun.state)
+            after = _Begun(begun.step + 1, begun.state, Admission())
             self._tell(after, [])
         self._hear(after)
         self._rounds.flush()
@@ -263,42 +257,27 @@ class LaggedBuilder:
 
     def _apply(self, step: int, updates: Sequence[Bytes]) -> None:
         for each in updates:
-            self._agreed.steps.apply(each, self._agreed.change_at(step))
+            self.sampler.steps.apply(each, self.sampler.change_at(step))
 
     # --- priorities, state, leaving ---------------------------------------------------------------------------------
 
-    def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
-        """See `BatchBuilder`. They go to the rows' shards with the next batch, and wait there."""
-        return self._inner.submit_updates(update, step)
-
     def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
         """See `BatchBuilder`."""
-        self._inner.or_abort(lambda: self._apply_all(step))
-        self._inner.settle(step, updates)
+        with self.together:
+            self._apply_all(step)
+        super().settle(step, updates)
 
     def rewind(self) -> None:
         """See `BatchBuilder`: with updates that are not applied yet."""
         self._later.all()
-        self._inner.rewind()
-
-    def stats(self) -> dict[str, float]:
-        """See `BatchBuilder`: as of all groups."""
-        return self._inner.stats()
-
-    def describe(self) -> list[dict[str, Any]]:
-        """See `BatchBuilder`."""
-        return self._inner.describe()
-
-    def abort(self, reason: str) -> None:
-        """See `BatchBuilder`."""
-        self._inner.abort(reason)
+        super().rewind()
 
     def close(self) -> None:
         """See `BatchBuilder`. What other ranks have yet to receive is sent before."""
         try:
             self._rounds.flush()
         finally:
-            self._inner.close()
+            super().close()
 
 
-__all__ = ["LaggedBuilder", "check_lag"]
+__all__ = ["LaggedRows", "check_lag"]

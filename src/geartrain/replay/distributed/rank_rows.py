@@ -1,4 +1,4 @@
-"""Distributed batch builder: one global batch from the shards of many ranks, moving only the surplus.
+"""Rows of a global batch from the shards of many ranks: a source of batches, which moves the surplus and nothing else.
 
 For every batch all ranks take the same steps, in the same order (GEAR, sections 3.3 and 3.4):
 
@@ -27,7 +27,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,29 +37,26 @@ from geartrain.device.nccl import DeviceGroup
 from geartrain.errors import PeerLostError, StoreClosedError
 from geartrain.replay.admission import Admission
 from geartrain.replay.batch import Batch
-from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State, build_stats, check_priorities, path_of
+from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State, check_priorities
 from geartrain.replay.config import ReplayConfig
 from geartrain.replay.device import DeviceOptions
 from geartrain.replay.distributed.assembly import BatchAssembler, check_options, open_assembler
 from geartrain.replay.distributed.assembly_host import HostAssembler
-from geartrain.replay.distributed.assignment import check_sizes, sizes_of
+from geartrain.replay.distributed.assignment import sizes_of
 from geartrain.replay.distributed.draw import CommonError, ShardedSampler, TooFewRowsError
-from geartrain.replay.distributed.fingerprint import describe_job, fingerprint_of
-from geartrain.replay.distributed.members import Members
+from geartrain.replay.distributed.fingerprint import fingerprint_of
+from geartrain.replay.distributed.members import join_job
 from geartrain.replay.distributed.messages import flat_bytes
 from geartrain.replay.distributed.rank_collectives import run_on_all_ranks
 from geartrain.replay.distributed.rank_group import Message, RankGroup
-from geartrain.replay.distributed.rank_reader import RankReader, arrays_of, open_near
-from geartrain.replay.distributed.read_agreement import RowsLostError
+from geartrain.replay.distributed.rank_reader import RankReader, open_near
+from geartrain.replay.distributed.read_agreement import ReadAgreement, RowsLostError
 from geartrain.replay.distributed.row_wait import wait_for_rows
 from geartrain.replay.distributed.shard_admission import ShardAdmission
 from geartrain.replay.distributed.topology import MeshPosition
 from geartrain.replay.sampler import MAX_ATTEMPTS, StoreSampler
 from geartrain.selection.mixture import Selection
-from geartrain.selection.sharded import check_strategy
 from geartrain.store.priorities import check_keys_of
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -75,8 +72,43 @@ class Traffic:
     exchange_s: float = 0.0
 
 
-class DistributedBatchBuilder:
-    """Builds this rank's part of the global batch of each step, together with all other ranks.
+class Together:
+    """Steps that all ranks take: a rank that fails within them leaves the group, and all others fail as well.
+
+    An error that all ranks have alike leaves it as it is.
+
+    Args:
+        group: the rank group.
+        samplers: of this rank's shards.
+    """
+
+    def __init__(self, group: RankGroup, samplers: Sequence[StoreSampler]) -> None:
+        self._group = group
+        self._samplers = samplers
+
+    def __enter__(self) -> None:
+        """Nothing."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return
+        if isinstance(error, CommonError):
+            raise error.error from None
+        self.abort(str(error) if isinstance(error, PeerLostError) else f"{type(error).__name__}: {error}")
+
+    def abort(self, reason: str) -> None:
+        """Leaves the group at once and tells the other ranks why; the segments stay in shared memory."""
+        for sampler in self._samplers:
+            with contextlib.suppress(StoreClosedError):  # it may be why this rank leaves
+                sampler.plan.store.native.keep_segment()
+        self._group.abort(reason)
+
+
+class RankRows:
+    """This rank's part of the global batch of each step, drawn and read together with all other ranks.
+
+    See `geartrain.replay.builder.RowSource`. Its batches are finished when they are started; with rounds in flight
+    (lagged_rows.py) they are not.
 
     Args:
         samplers: of this rank's shards, one for each store; their plans name all fields that some rank reads.
@@ -89,14 +121,13 @@ class DistributedBatchBuilder:
 
     Attributes:
         admission: of each batch by the rate limiters of this rank's shards.
+        together: the context of steps that all ranks take.
 
     Raises:
         RanksDisagreeError: the ranks differ in strategy, seed, schema or sizes.
         ArgumentError: the batch cannot be divided evenly.
     """
 
-    builds_anywhere = False
-    own_thread = True
     overlaps = False
     collective = True
 
@@ -109,40 +140,15 @@ class DistributedBatchBuilder:
         position: MeshPosition,
         members: Sequence[int] | None = None,
     ) -> None:
-        for sampler in samplers:
-            check_strategy(sampler.strategy)
         self.samplers = samplers
         self.group = group
-        self.position = position
+        self.update_lag: int | None = config.prefetch + config.extra_lag
         self.traffic = Traffic()
-        self._make_s = 0.0
-        self._built = 0
+        self.together = Together(group, samplers)
         self._has_importance = any(sampler.traits.importance for sampler in samplers)
-        options, arrays = config.device, arrays_of(samplers[0])
-        names = list(arrays)
-        inputs = names if config.inputs is None else config.inputs
-        targets = names if config.targets is None else config.targets
-        mine = [*(inputs if position.is_first_stage else ()), *(targets if position.is_last_stage else ())]
-        fields = tuple(dict.fromkeys(mine))
-        job = describe_job(samplers, selection, config.batch_size, config.view)
-        job |= {name: getattr(config, name) for name in ("assignment", "prefetch", "num_batches")}
-        job["update_lag"] = config.prefetch + config.extra_lag
-        job["exchange"] = "host" if options is None else options.exchange
-        if options is not None and options.exchange == "nccl":
-            # The consumer's batch holds what the reader's GPU has converted.
-            job["convert"] = {name: repr(into) for name, into in sorted(options.convert.items())}
-        self.members = Members(
-            group,
-            position,
-            job,
-            [sampler.plan.store.id for sampler in samplers],
-            fields,
-            sum(arrays[name] for name in fields),
-        )
+        self.members = join_job(group, position, samplers, selection, config)
         self.store_ids: list[int] = self.members.shard_ids.tolist()
-        replicas = len(self.members.replicas)
-        check_sizes([sampler.atom for sampler in samplers], replicas, config.batch_size, config.assignment)
-        self.rows = config.batch_size // replicas
+        self.rows = config.batch_size // len(self.members.replicas)
         self.admission = ShardAdmission(samplers, self.members, selection, config.batch_size)
         # Fetch plans by the fields of each consumer; those of the first store serve as memory format for all stores.
         wanted = {consumer.fields for consumer in self.members.consumers if consumer.fields}
@@ -154,16 +160,16 @@ class DistributedBatchBuilder:
         me = self.members.me  # whose batch this rank has; it gets rows itself where it is not another's copy
         self._mine = me if me is not None and me.fields else None
         self._reads_own = self._mine is not None and self._mine.rank == group.rank
-        self.sampler = ShardedSampler(samplers, self.members, fingerprint_of(job))
+        self.sampler = ShardedSampler(samplers, self.members, fingerprint_of(self.members.job))
         self.assembler: BatchAssembler = HostAssembler()
 
         def open_mine() -> None:
-            self.assembler = self._open_assembler(fields, names, options, members, config.timeout_s)
+            self.assembler = self._open_assembler(config.device, members, config.timeout_s)
             self.sampler.mirrors = self.assembler.open_mirrors(samplers)
 
         try:
             run_on_all_ranks(group, open_mine)
-            self.reader = self._open_reader(config, names)
+            self.reader = self._open_reader(config)
         except BaseException:
             self.assembler.close()
             raise
@@ -171,25 +177,21 @@ class DistributedBatchBuilder:
     # --- set-up -------------------------------------------------------------------------------------------------
 
     def _open_assembler(
-        self,
-        fields: tuple[str, ...],
-        names: Sequence[str],
-        options: DeviceOptions | None,
-        members: Sequence[int] | None,
-        timeout_s: float,
+        self, options: DeviceOptions | None, members: Sequence[int] | None, timeout_s: float
     ) -> BatchAssembler:
         if options is None:
             return HostAssembler()
-        check_options(options, names, self._has_peers)
+        check_options(options, list(self.samplers[0].arrays), self._has_peers)
         make_group = None
         if members is not None:
             make_group = lambda device: DeviceGroup(device.collectives, members, timeout_s)  # noqa: E731
-        return open_assembler(options, self._plans, fields, self._has_peers, make_group, self.group.rank)
+        return open_assembler(options, self._plans, self.members.fields, self._has_peers, make_group, self.group.rank)
 
-    def _open_reader(self, config: ReplayConfig, names: Sequence[str]) -> RankReader:
+    def _open_reader(self, config: ReplayConfig) -> RankReader:
         """Collective: what one rank can do all others have to do alike."""
+        names = tuple(self.samplers[0].arrays)
         everyone_reads = len(self.members.consumers) == self.group.size and all(
-            each.fields == tuple(names) and not each.peers for each in self.members.consumers
+            each.fields == names and not each.peers for each in self.members.consumers
         )
         by_totals = everyone_reads and config.device is None and all(each.by_totals for each in self.samplers)
         near = open_near(self.samplers, self.members, by_totals=by_totals, lagged=config.extra_lag > 0)
@@ -199,75 +201,40 @@ class DistributedBatchBuilder:
             near.close()
             raise
 
+    @property
+    def callbacks(self) -> list[str]:
+        """See `RowSource`."""
+        return self.reader.callbacks
+
     # --- a batch ------------------------------------------------------------------------------------------------
 
     def enter(self) -> None:
         """See `BatchBuilder`."""
         self.assembler.enter()
 
-    def start(
-        self, step: int, state: State, updates: list[PriorityUpdate], *, admitted: Admission | None = None
-    ) -> BuiltBatch:
-        """See `BatchBuilder`. This rank's part of the batch is finished when this returns.
-
-        Args:
-            admitted: of the batch, where it was admitted before.
+    def start(self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission) -> Any:
+        """See `RowSource`. This rank's part of the batch is finished when this returns.
 
         Raises:
             EmptyStoreError, NotEnoughRowsError: on all ranks alike; the replay can go on.
             PeerLostError: a rank failed or is lost; the replay is over.
         """
         began_s = time.perf_counter()
-        with self.assembler.at_work():
-            built = self.or_abort(lambda: self._build(step, state, updates, admitted))
-        self.note(time.perf_counter() - began_s)
-        return built
+        with self.assembler.at_work(), self.together:
+            self.admission.wait(step, admission)
+            return self.build(step, state, updates, admission, began_s)
 
-    def note(self, make_s: float) -> None:
-        """Counts a batch that took so long to make."""
-        self._make_s += make_s
-        self._built += 1
-
-    def ready(self, started: BuiltBatch) -> bool:
-        """See `BatchBuilder`."""
-        return True
-
-    def finish(self, started: BuiltBatch) -> BuiltBatch:
-        """See `BatchBuilder`."""
-        return started
-
-    def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
-        """Steps 1 and 2 alone: applies the priority updates of all ranks. Raises `PeerLostError`."""
-        self.or_abort(lambda: self.sampler.settle(step, updates, self.reader.exchange))
-
-    def or_abort(self, body: Callable[[], T]) -> T:
-        """Runs steps of the protocol; a rank that fails in the middle of them aborts the group."""
-        try:
-            return body()
-        except CommonError as error:
-            raise error.error from None
-        except PeerLostError as error:
-            self.abort(str(error))
-            raise
-        except BaseException as error:
-            self.abort(f"{type(error).__name__}: {error}")
-            raise
-
-    def _build(self, step: int, state: State, updates: list[PriorityUpdate], admitted: Admission | None) -> BuiltBatch:
-        began_s, sent = time.perf_counter(), self.group.sent_bytes
-        admission = self.admission.wait(step) if admitted is None else admitted
-        with admission:
-            built = self._draw_until_whole(step, state, updates, admission, began_s, sent)
-        built.admission = admission
-        return built
-
-    def _draw_until_whole(
-        self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission, began_s: float, sent: int
+    def build(
+        self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission, began_s: float
     ) -> BuiltBatch:
+        """The batch of a step that was admitted: drawn by all ranks together, until all of them have all of their rows.
+
+        Another attempt is a round of messages, in which all ranks learn of lost rows, and so no loop of native code.
+        """
         used, attempt = list(self.sampler.cursors), 1
         while True:
             try:
-                return self._build_once(step, state, updates, admission, began_s, sent)
+                return self._build_once(step, state, updates, admission, began_s)
             except TooFewRowsError as error:
                 wait_for_rows(error, self.samplers, self.members)  # on all ranks, which then count again
             except CommonError as error:
@@ -277,49 +244,31 @@ class DistributedBatchBuilder:
                 attempt += 1
 
     def _build_once(
-        self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission, began_s: float, sent: int
+        self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission, began_s: float
     ) -> BuiltBatch:
-        reader = self.reader
+        reader, traffic, quotas = self.reader, self.traffic, self.admission.quotas(step)
+        mine: Any
         if reader.by_totals:
-            mine, read = reader.build(step, updates, self.admission.quotas(step))
-            counts = read.rows
-            self.traffic.selection_bytes += read.selection_bytes
-            selected_s = read.agreed_s
+            mine, read = reader.build(step, updates, quotas)
+            counts, selected_s = read.rows, read.agreed_s
+            traffic.selection_bytes += read.selection_bytes
         else:
-            mine, read, counts, state, selected_s = self._draw_and_read(step, state, updates, admission, sent)
-        agreement, received, weights = None, 0, None
+            sent_bytes = self.group.sent_bytes
+            drawn = self.sampler.draw_all(step, state, updates, quotas, reader.exchange)
+            counts, state = drawn.counts, drawn.state
+            self.admission.keep(admission, drawn.sizes)
+            traffic.selection_bytes += self.group.sent_bytes - sent_bytes
+            selected_s = time.perf_counter()
+            mine = self._buffer(sum(drawn.sizes)) if self._reads_own else None
+            own = None if mine is None else self.assembler.own(mine)
+            read = reader.read(step, drawn, own, self._targets)
+        agreement, received = None, 0
         if not read.whole:
             agreement = reader.agreement(read)
             received = self.assembler.exchange(agreement, reader, read, mine)
-        if self._has_importance and mine is not None:
-            weights = self.assembler.weigh(agreement, reader, read, mine, counts, step)
-        batch, deliver = self._finish(mine, read, weights, step)
+        batch, deliver = self.complete(mine, read, counts, agreement, step)
         self.count(read, began_s, selected_s, received)
-        return BuiltBatch(batch, state, deliver)
-
-    def _draw_and_read(
-        self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission, sent: int
-    ) -> tuple[Any, _native.RankRead, list[int], State, float]:
-        """Steps 1 to 5 of draws that native code does not make.
-
-        Returns:
-            The buffer of this rank's batch, what was read, selectable rows and state of each store, and when the rows
-            were known.
-        """
-        quotas = self.admission.quotas(step)
-        known = self.sampler.gather_totals(step, state, updates, quotas, self.reader.exchange)
-        found = [self.sampler.draw(number, quota, step, known) for number, quota in enumerate(quotas)]
-        state = [old if each is None else each.state for old, each in zip(known.state, found, strict=True)]
-        sizes = [0 if each is None else len(each.shard) for each in found]  # fewer where a pass ends
-        self.admission.keep(admission, sizes)
-        self.traffic.selection_bytes += self.group.sent_bytes - sent
-        selected_s = time.perf_counter()
-        drawn = self.reader.drawn(found, state)
-        mine = self._buffer(sum(sizes)) if self._reads_own else None
-        others = [] if self.assembler.in_host_memory else self.assembler.targets_of(self._messages(drawn))
-        own = None if mine is None else self.assembler.own(mine)
-        read = self.reader.read(step, drawn, own, others, in_host_memory=self.assembler.in_host_memory)
-        return mine, read, known.counts, state, selected_s
+        return BuiltBatch(batch, state, deliver, admission=admission)
 
     def _buffer(self, n: int) -> Any:
         """Memory for this rank's batch, of a global one of n rows; None where it has none of them."""
@@ -328,16 +277,33 @@ class DistributedBatchBuilder:
         rows = int(sizes_of(n, len(self.members.replicas))[me.replica])
         return self.assembler.buffer(self.reader, self._plans[0][me.fields], rows) if rows else None
 
-    def _messages(self, drawn: Sequence[tuple[Any, ...] | None]) -> list[tuple[int, Any, int]]:
-        """What this rank reads for others: (rank, plan, rows)."""
+    def _targets(self, outgoing: Callable[[], list[tuple[int, int]]]) -> Any:
+        """Where rows for other ranks, (rank, rows) each, are read; None where their messages are in host memory."""
         fields = {consumer.rank: consumer.fields for consumer in self.members.consumers}
-        return [(rank, self._plans[0][fields[rank]], rows) for rank, rows in self.reader.messages(drawn)]
+        return self.assembler.targets_of(
+            lambda: [(rank, self._plans[0][fields[rank]], rows) for rank, rows in outgoing()]
+        )
 
-    def _finish(
-        self, mine: Any, read: _native.RankRead, weights: NDArray[np.float64] | None, step: int
+    def complete(
+        self,
+        mine: Any,
+        read: _native.RankRead,
+        counts: Sequence[int],
+        agreement: ReadAgreement | None,
+        step: int,
     ) -> tuple[Batch, Callable[[], None]]:
-        """Step 7: the batch, of this rank and of its tensor-parallel peers."""
-        me = self._mine
+        """The batch of this rank, whose rows are all there, and step 7, that of its tensor-parallel peers.
+
+        Args:
+            mine: the buffer of this rank's batch; None where it has read no rows for itself.
+            read: what it has read.
+            counts: selectable rows of each store.
+            agreement: of all ranks on what they have read; None where they have told already.
+            step: of the batch.
+        """
+        me, weights = self._mine, None
+        if self._has_importance and mine is not None:
+            weights = self.assembler.weigh(agreement, self.reader, read, mine, counts, step)
         if me is None:
             self._copy_to_peers(None, 0, None)
             return self.assembler.empty_batch(self.samplers[0], None, step)
@@ -378,6 +344,15 @@ class DistributedBatchBuilder:
         traffic.fetch_s += read.read_s - selected_s
         traffic.exchange_s += ended_s - read.read_s
 
+    def ready(self, started: Any) -> bool:
+        """See `BatchBuilder`."""
+        return True
+
+    def finish(self, started: Any) -> BuiltBatch:
+        """See `BatchBuilder`."""
+        built: BuiltBatch = started
+        return built
+
     # --- priorities, state, leaving -------------------------------------------------------------------------------
 
     def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
@@ -389,30 +364,32 @@ class DistributedBatchBuilder:
             self.members.shard_of(keys)
         return None
 
-    def stats(self) -> dict[str, Any]:
-        """See `BatchBuilder`: with this rank's `Traffic`, and the share of bytes read on its own host."""
-        traffic: dict[str, float] = dataclasses.asdict(self.traffic)
-        moved = traffic["local_bytes"] + traffic["received_bytes"]
-        traffic["local_share"] = traffic["local_bytes"] / moved if moved else 1.0
-        traffic |= {f"peers_by_{name}": count for name, count in self.group.peers().items()}
-        return (
-            build_stats(self._built, self._make_s, self.samplers) | traffic | {"path": path_of(self.reader.callbacks)}
-        )
+    def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
+        """Steps 1 and 2 alone: applies the priority updates of all ranks. Raises `PeerLostError`."""
+        with self.together:
+            self.sampler.settle(step, updates, self.reader.exchange)
 
-    def describe(self) -> list[dict[str, Any]]:
-        """See `BatchBuilder`."""
-        return self.assembler.describe()
+    def restart(self) -> None:
+        """See `BatchBuilder`. No updates wait here."""
 
     def rewind(self) -> None:
         """Forgets the redraws of later batches, before the state of an earlier one is loaded."""
         self.sampler.rewind()
 
+    def stats(self, make_s: float) -> dict[str, Any]:
+        """See `RowSource`: this rank's `Traffic`, and the share of bytes read on its own host."""
+        traffic: dict[str, Any] = dataclasses.asdict(self.traffic)
+        moved = traffic["local_bytes"] + traffic["received_bytes"]
+        traffic["local_share"] = traffic["local_bytes"] / moved if moved else 1.0
+        return traffic | {f"peers_by_{name}": count for name, count in self.group.peers().items()}
+
+    def describe(self) -> list[dict[str, Any]]:
+        """See `BatchBuilder`."""
+        return self.assembler.describe()
+
     def abort(self, reason: str) -> None:
-        """Leaves the group at once and tells the other ranks why; the segments stay in shared memory."""
-        for part in self.samplers:
-            with contextlib.suppress(StoreClosedError):  # it may be why this rank leaves
-                part.plan.store.native.keep_segment()
-        self.group.abort(reason)
+        """See `BatchBuilder`."""
+        self.together.abort(reason)
 
     def close(self) -> None:
         """Leaves the group."""
@@ -422,4 +399,4 @@ class DistributedBatchBuilder:
         self.group.close()
 
 
-__all__ = ["DistributedBatchBuilder", "Traffic"]
+__all__ = ["RankRows", "Together", "Traffic"]

@@ -1,0 +1,183 @@
+"""Rows of the stores that this process has: the batches of a replay without a group, and of a group of one rank."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import geartrain._native as _native
+from geartrain.errors import StoreClosedError
+from geartrain.replay.admission import Admission
+from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State, apply_checked, apply_updates, check_update
+from geartrain.replay.distributed.rank_group import RankGroup
+from geartrain.replay.later_updates import LaterUpdates
+from geartrain.replay.native_batch import BatchPlan, GlobalNativeBatch, NativeBatch, native_batch
+from geartrain.replay.sampler import StoreSampler
+from geartrain.replay.store_waits import wait_together
+from geartrain.selection.mixture import Selection, quotas_of
+from geartrain.store.priorities import check_keys_of
+
+#: Figures of a job's ranks that one rank has nothing to tell of.
+_OF_RANKS = dict.fromkeys(("sent_bytes", "received_bytes", "selection_bytes", "select_s", "exchange_s"), 0)
+
+
+class LocalRows:
+    """Draws and reads batches from the stores of this process; see `RowSource`.
+
+    With a number as `update_lag` they are those that any number of ranks would make: global batches, whose keys have
+    the numbers of their draws, states that any number of ranks takes up, and updates that come with requests.
+
+    Args:
+        samplers: of each store.
+        selection: the strategy, or the mixture.
+        batch_size: rows of a batch.
+        update_lag: after how many batches priority updates take effect; None: at once.
+        extra_lag: how many of these batches are requested after the one that updates come with.
+        group: the group of one rank that is left when the replay is closed; None for none.
+
+    Attributes:
+        mixed: batches are a mixture's.
+    """
+
+    overlaps = False
+    collective = False
+
+    def __init__(
+        self,
+        samplers: list[StoreSampler],
+        selection: Selection,
+        batch_size: int,
+        update_lag: int | None = None,
+        extra_lag: int = 0,
+        group: RankGroup | None = None,
+    ) -> None:
+        self.samplers = samplers
+        self.store_ids = [sampler.plan.store.id for sampler in samplers]
+        self.rows = batch_size
+        self.update_lag = update_lag
+        self.mixed = selection is not samplers[0].strategy
+        self._selection = selection
+        self._transitions = samplers[0].transitions
+        self._shown: BatchPlan = self._transitions or samplers[0].plan
+        self._kind = NativeBatch if update_lag is None else GlobalNativeBatch
+        self._group = group
+        self._first = True  # batch of a run
+        self._later = None if update_lag is None else LaterUpdates[list[PriorityUpdate]](extra_lag)
+        self._read = 0  # rows
+        if update_lag is not None:
+            for sampler in samplers:
+                sampler.join_group()
+
+    @property
+    def callbacks(self) -> list[str]:
+        """See `RowSource`."""
+        return [name for sampler in self.samplers for name in sampler.callbacks]
+
+    def enter(self) -> None:
+        """See `BatchBuilder`."""
+
+    # --- a batch ------------------------------------------------------------------------------------------------
+
+    def start(self, step: int, state: State, updates: list[PriorityUpdate], admission: Admission) -> BuiltBatch:
+        """See `RowSource`."""
+        if self._later is not None:
+            self._apply_due(self._later, step, updates)
+        if self.mixed:
+            rows = self.samplers[0].empty_batch(self.rows, shards=True)
+            after = self.sample_into(rows, step, state, admission)
+        else:
+            rows, last = self.samplers[0].sample(self.rows, step, state[0], admission)
+            after = [last]
+        if self._transitions is not None:
+            self._transitions.settle(rows)  # which asks functions of the user's
+        self._read += len(rows)
+        return BuiltBatch(native_batch(rows, self._shown, step, self.store_ids, self._kind), after, admission=admission)
+
+    def quotas(self, step: int) -> list[int]:
+        """Rows from each store in the batch of a step."""
+        return quotas_of(self._selection, self.rows, step)
+
+    def sample_into(self, batch: _native.SampledBatch, step: int, state: State, admission: Admission) -> State:
+        """Fills a batch with the rows of a step; returns the strategies' state after it."""
+        state, first = list(state), 0
+        wait_together(self.samplers)
+        for number, (sampler, quota) in enumerate(zip(self.samplers, self.quotas(step), strict=True)):
+            if quota:
+                _, state[number] = sampler.sample(quota, step, state[number], admission, batch, first)
+                batch.set_shard(first, quota, number)
+                first += quota
+        return state
+
+    def ready(self, started: BuiltBatch) -> bool:
+        """See `BatchBuilder`."""
+        return True
+
+    def finish(self, started: BuiltBatch) -> BuiltBatch:
+        """See `BatchBuilder`."""
+        return started
+
+    # --- priorities, state, leaving -------------------------------------------------------------------------------
+
+    def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
+        """See `BatchBuilder`."""
+        if self._later is None:
+            return apply_updates(self.samplers, update, step)
+        if len(update.keys):
+            per_step = self.samplers[0].plan.store.per_step
+            check_keys_of(update.keys, per_step=per_step, whose="a store of this replay")
+        check_update(self.samplers, update)
+        return None
+
+    def _apply_due(self, later: LaterUpdates[list[PriorityUpdate]], step: int, updates: list[PriorityUpdate]) -> None:
+        """Takes the updates that came with a batch, and applies those that it is drawn with."""
+        if updates:
+            later.keep(step, updates.copy())
+            updates.clear()
+        for came in later.all() if self._first else later.due(step):
+            for update in came:
+                apply_checked(self.samplers, update, step)
+        self._first = False
+
+    def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
+        """See `BatchBuilder`."""
+        if self._later is not None:
+            self._first = True
+            self._apply_due(self._later, step, updates)
+            self._first = True
+
+    def restart(self) -> None:
+        """See `BatchBuilder`."""
+        self._first = True
+
+    def rewind(self) -> None:
+        """See `BatchBuilder`."""
+        if self._later is not None:
+            self._later.all()
+
+    def stats(self, make_s: float) -> dict[str, Any]:
+        """See `RowSource`: where any number of ranks would make the batches, with the figures of ranks."""
+        if self.update_lag is None:
+            return {}
+        local_bytes = self._read * sum(self.samplers[0].arrays.values())
+        return {**_OF_RANKS, "local_bytes": local_bytes, "local_share": 1.0, "fetch_s": make_s}
+
+    def describe(self) -> list[dict[str, Any]]:
+        """See `BatchBuilder`."""
+        return []
+
+    def abort(self, reason: str) -> None:
+        """See `BatchBuilder`. The segments stay where a group is left so."""
+        if self._group is None:
+            return
+        for sampler in self.samplers:
+            with contextlib.suppress(StoreClosedError):
+                sampler.plan.store.native.keep_segment()
+        self._group.abort(reason)
+
+    def close(self) -> None:
+        """See `BatchBuilder`. Host memory is recycled by itself."""
+        if self._group is not None:
+            self._group.close()
+
+
+__all__ = ["LocalRows"]
