@@ -20,7 +20,9 @@ namespace {
 
 struct Buffers {
   std::mutex mutex;
-  std::multimap<size_t, void*> kept;  // by size
+  // By size; of one size the one that returned last comes first. Its lines and page translations are still in the
+  // caches: with five buffers of 1.1 MB in the pool, the oldest first, 32 Atari transitions took 10 us longer.
+  std::multimap<size_t, void*> kept;
   std::unordered_map<void*, size_t> in_use;
   size_t largest = 0;
   PoolCounts counts{};
@@ -103,7 +105,7 @@ void give_buffer(void* buffer) noexcept {
   pool.in_use.erase(found);
   pool.counts.bytes_in_use -= size;
   try {
-    pool.kept.emplace(size, buffer);
+    pool.kept.emplace_hint(pool.kept.lower_bound(size), size, buffer);
   } catch (...) {  // no memory to remember it by; destructors call this
     ::munmap(buffer, size);
     return;

@@ -195,6 +195,8 @@ RankReader::Draws RankReader::draw(uint64_t step, std::span<const uint64_t> quot
     const size_t n = quotas[store];
     made.first.push_back(before + n);
     if (n == 0) continue;
+    made.shard.reserve(before + n);
+    made.targets.reserve(before + n);
     std::vector<uint32_t> numbers(n);
     std::iota(numbers.begin(), numbers.end(), 0);
     std::vector<uint64_t> targets(n);
@@ -279,6 +281,7 @@ bool RankReader::moves(const Draws& draws) const {
 
 std::vector<int64_t> RankReader::own(const Draws& draws) const {
   std::vector<int64_t> made;
+  made.reserve(draws.shard.size());
   for (size_t i = 0; settings_.replica && i < draws.shard.size(); ++i) {
     if (draws.assigned.replica[i] == int64_t{*settings_.replica}) made.push_back(static_cast<int64_t>(i));
   }
@@ -337,6 +340,7 @@ RankReader::Found RankReader::read(Draws& draws, std::span<const Target> targets
   // A job may have a thousand shards, and this rank reads few of them: all draws are walked once, not once a shard.
   std::vector<Reads> reads(shards_.size());
   std::vector<uint8_t> has_draws(shards_.size(), 0);
+  std::vector<uint32_t> read_of(shards_.size(), 0);  // how many of a shard's draws this rank reads
   std::vector<uint32_t> filled(targets.size(), 0);
   std::vector<uint32_t> target_of(settings_.consumers.size());
   for (size_t i = 0; i < settings_.consumers.size(); ++i) {
@@ -347,11 +351,16 @@ RankReader::Found RankReader::read(Draws& draws, std::span<const Target> targets
     const auto number = static_cast<size_t>(draws.shard[i]);
     if (number >= shards_.size()) fail(ErrorKind::schema, "a draw is of shard ", number);
     has_draws[number] = 1;
+    read_of[number] += draws.assigned.reader[i] == settings_.rank;
+  }
+  for (size_t i = 0; i < draws.shard.size(); ++i) {
+    const auto number = static_cast<size_t>(draws.shard[i]);
     if (draws.assigned.reader[i] != settings_.rank) continue;
     if (shards_[number].store == nullptr) {
       fail(ErrorKind::schema, "shard ", number, " is read by a rank that does not have it");
     }
     Reads& mine = reads[number];
+    if (mine.draws.empty()) mine.draws.reserve(read_of[number]);
     const auto which = static_cast<uint32_t>(mine.draws.size());
     mine.draws.push_back(static_cast<uint32_t>(i));
     for (const uint32_t consumer : of_replica_[static_cast<size_t>(draws.assigned.replica[i])]) {
@@ -361,7 +370,11 @@ RankReader::Found RankReader::read(Draws& draws, std::span<const Target> targets
              ", which gets rows");
       }
       auto to = std::ranges::find(mine.to, target, &Reads::To::target);
-      if (to == mine.to.end()) to = mine.to.insert(mine.to.end(), {target, {}, {}});
+      if (to == mine.to.end()) {
+        to = mine.to.insert(mine.to.end(), {target, {}, {}});
+        to->which.reserve(read_of[number]);
+        to->places.reserve(read_of[number]);
+      }
       to->which.push_back(which);
       // A message holds its rows in the order of draws, whatever their shard.
       const bool own = targets[target].rank == settings_.rank;
@@ -475,6 +488,7 @@ void RankReader::copy(size_t number, const Draws& draws, const Reads& reads, std
   Store& store = *shard.store;
   const auto first = static_cast<uint32_t>(draws.first[shard.of]);
   std::vector<uint32_t> found, rows, generations, numbers;
+  for (auto* of_found : {&found, &rows, &generations, &numbers}) of_found->reserve(which.size());
   std::vector<uint32_t> at(reads.draws.size(), kNoRow);  // of each read, its place among those found
   for (const uint32_t i : which) {
     torn[i] = 1;
@@ -490,6 +504,7 @@ void RankReader::copy(size_t number, const Draws& draws, const Reads& reads, std
   if (found.empty()) return;
   RowsToCopy all{shard.of, rows, generations, {}, {}, numbers, round};
   std::vector<int32_t> ends;
+  ends.reserve(found.size());
   if (draws.placed[shard.of] != 0) {
     for (const uint32_t i : found) ends.push_back(static_cast<int32_t>(draws.anchors[reads.draws[i]]));
   } else if (settings_.window.length != 0 && !settings_.view) {
@@ -526,6 +541,8 @@ void RankReader::copy(size_t number, const Draws& draws, const Reads& reads, std
               .ends = {},
               .asked = {},
               .copied = {}};
+    part.of.reserve(to.which.size());
+    part.places.reserve(to.which.size());
     for (size_t i = 0; i < to.which.size(); ++i) {
       const uint32_t place = at[to.which[i]];
       if (place == kNoRow) continue;

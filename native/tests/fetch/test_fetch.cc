@@ -172,6 +172,15 @@ TEST(a_buffer_is_reused_once_it_came_back_and_never_before) {
   CHECK_EQ(pool_counts().bytes_in_use, size_t{0});
 }
 
+TEST(of_buffers_of_one_size_the_one_that_came_back_last_is_taken_first) {
+  constexpr size_t kBytes = 5'000'000;
+  void* buffers[3];
+  for (void*& buffer : buffers) buffer = take_buffer(kBytes);
+  for (void* buffer : buffers) give_buffer(buffer);
+  for (size_t i = std::size(buffers); i-- > 0;) CHECK_EQ(take_buffer(kBytes), buffers[i]);
+  for (void* buffer : buffers) give_buffer(buffer);
+}
+
 TEST(what_does_not_fit_the_store_is_refused) {
   auto store = tagged_store(2);
   const uint32_t rows[1] = {2}, generations[1] = {1};

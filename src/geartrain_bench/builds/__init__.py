@@ -1,0 +1,1 @@
+"""Benchmark: two builds of geartrain in turn."""
