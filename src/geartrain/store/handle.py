@@ -303,8 +303,9 @@ class StoreHandle:
             raise ArgumentError("keep=True needs a name: a store without one is removed with its last process")
 
     def unlink(self) -> bool:
-        """Removes the segment's name; returns False if it was gone already. The last process to close it frees the
-        memory.
+        """Removes the segment's name; returns False if it was gone already.
+
+        The last process to close the segment frees the memory.
         """
         return bool(self.native.unlink())
 
