@@ -37,8 +37,14 @@ def package() -> Any:
 @functools.cache
 def published(page: str) -> list[Any]:
     """What a page of docs/api shows, and what is inside of it."""
-    names = re.findall(r"^::: ([\w.]+)", (ROOT / "docs" / "api" / f"{page}.md").read_text(), re.MULTILINE)
-    return list({one.path: one for name in names for one in shown(package()[name])}.values())
+    text = (ROOT / "docs" / "api" / f"{page}.md").read_text()
+    found = {}
+    for name, options in re.findall(r"^::: ([\w.]+)((?:\n .*)*)", text, re.MULTILINE):
+        for one in shown(package()[name]):
+            found[one.path] = one
+            if "members: false" in options:
+                break
+    return list(found.values())
 
 
 def shown(one: Any) -> Iterator[Any]:
