@@ -23,9 +23,7 @@ class JournaledStore(WritableStore):
 
     @property
     def journal(self) -> JournalStatus | None:
-        """Figures of the store's journal; None if it has none. Raises `StoreClosedError` if it has one and the store is
-        closed.
-        """
+        """Figures of the store's journal; None if it has none. Raises `StoreClosedError` once the store is closed."""
         return None if self._journal is None else self._journal.status()
 
     def sync_journal(self, timeout_s: float = 10.0) -> None:

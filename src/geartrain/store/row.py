@@ -175,8 +175,9 @@ class Row(_Uncommitted):
 
     @property
     def priority(self) -> float:
-        """Priority of the row. Set it before the commit. In an open row it is the priority of steps that are still to
-        come.
+        """Priority of the row; set it before the commit.
+
+        In an open row it is the priority of steps that are still to come.
         """
         return self._priority
 

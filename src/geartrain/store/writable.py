@@ -171,8 +171,7 @@ class WritableStore(StoreHandle):
         )
 
     def agent_recorder(self, agents: int, **options: Any) -> AgentRecorder:
-        """A recorder of agents that come and go, as in PettingZoo's parallel environments. Its arguments are dicts by
-        agent.
+        """A recorder of agents that come and go, as in PettingZoo's parallel environments: dicts by agent.
 
         Args:
             agents: the largest number of agents in an episode at once. An agent that leaves in a step and one that
@@ -327,7 +326,8 @@ class WritableStore(StoreHandle):
         return int(self.native.reap())
 
     def audit(self) -> list[str]:
-        """Checks the store's metadata, and returns one sentence for each inconsistency. The list is empty for a sound
-        store.
+        """Checks the store's metadata, and returns one sentence for each inconsistency.
+
+        The list is empty for a sound store.
         """
         return list(self.native.audit())
