@@ -474,14 +474,11 @@ def names(directory: str | Path | None = None) -> list[str]:
 
 
 def unlink(name: str, directory: str | Path | None = None) -> None:
-    """Removes the name of weights. Attached processes keep them; a publisher that starts makes a new segment.
+    """Removes the name of weights, if it exists. Attached processes keep them; a new publisher makes a new segment.
 
     Args:
         name: name of the weights.
         directory: as for `Publisher`.
-
-    Raises:
-        StoreMissingError: this host has no weights of that name.
 
     Examples:
         >>> import numpy as np
