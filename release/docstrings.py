@@ -20,10 +20,11 @@ class DocstringSections(griffe.Extension):
         """Called for every module, class, function and attribute."""
         if obj.docstring is None:
             return
+        if obj.docstring.value.startswith("Internal:"):
+            obj.docstring = None  # the site shows no object without one
+            return
         # Griffe would take the heading for that of a note with prose.
         obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
-        if obj.docstring.value.startswith("Internal:"):
-            obj.public = False
 
     def on_package(self, *, pkg: Any, **_: Any) -> None:
         """Called when every module of a package is known."""
