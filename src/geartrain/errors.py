@@ -1,78 +1,78 @@
-"""Errors: operating events, and arguments that are refused.
+"""Errors of geartrain, all below `GeartrainError`.
 
-Every class here derives from `GeartrainError`, most through `StoreError`, `ReplayError`, `PeerError` or `JobError`.
-Those that report a caller's mistake also derive from the built-in that Python users expect (`ValueError`, `KeyError`,
-`FileExistsError`, ...), so that code which does not know geartrain catches them.
+Most derive from `StoreError`, `ReplayError`, `PeerError` or `JobError`. Errors for a caller's mistake also derive from
+the built-in that Python users expect (`ValueError`, `KeyError`, `FileExistsError`, ...), so code that does not know
+geartrain catches them.
 """
 
 from __future__ import annotations
 
 
 class GeartrainError(Exception):
-    """Base of every error that geartrain raises on purpose."""
+    """Base of all errors that geartrain raises on purpose."""
 
 
 class ArgumentError(GeartrainError, ValueError):
-    """An argument that cannot be used; the message says what was given, and which values are allowed."""
+    """An argument is invalid. The message says what was given and which values are allowed."""
 
 
 class StoreError(GeartrainError):
-    """Base of what goes wrong with a store: its segment, its rows, its keys, its checkpoints."""
+    """Base of errors of a store: its segment, rows, keys and checkpoints."""
 
 
 class ReplayError(GeartrainError):
-    """Base of what keeps a batch from being made."""
+    """Base of errors that prevent a batch."""
 
 
 class PeerError(GeartrainError):
-    """Base of what goes wrong between processes: connections, messages, calls, collectives."""
+    """Base of errors between processes: connections, messages, calls, collectives."""
 
 
 class JobError(GeartrainError):
-    """Base of what ends a job, or one of its processes."""
+    """Base of errors that end a job, or one of its processes."""
 
 
 class SchemaError(StoreError, ArgumentError):
-    """A field, dtype, shape, length or priority that the store does not hold."""
+    """A field, dtype, shape, length or priority does not fit the store."""
 
 
 class FieldError(SchemaError, KeyError):
-    """A field name that the store does not have, or a field that cannot be shown as asked."""
+    """The store has no field of this name, or cannot show it as requested."""
 
     def __str__(self) -> str:  # KeyError would show the repr, quotes and all
         return str(self.args[0]) if self.args else ""
 
 
 class StoreExistsError(StoreError, FileExistsError):
-    """A segment of that name is already there, alive or left behind."""
+    """A segment of this name exists already, in use or left behind."""
 
 
 class StoreMissingError(StoreError, FileNotFoundError):
-    """No segment of that name is on this host."""
+    """No segment of this name is on this host."""
 
 
 class StaleStoreError(StoreError):
-    """The segment was left by a run that has ended; joining it must be asked for (`adopt=True`)."""
+    """The processes that used the segment died. Open it with `adopt=True` to keep its rows, or replace it."""
 
 
 class IncompatibleStoreError(StoreError):
-    """The segment is not geartrain's, or has another format version, layout or schema."""
+    """The file is not a segment of geartrain, or has another format version, layout or schema."""
 
 
 class UntrustedStoreError(StoreError, PermissionError):
-    """A segment that others may write to than the caller trusts: another user's, of a wider mode, or behind a link."""
+    """More users may write to the segment than `trust` allows: another user's file, a wide mode, or a symbolic link."""
 
 
 class StoreClosedError(StoreError, ValueError):
-    """The handle was closed; the segment may well live on."""
+    """The handle was closed. The segment itself may still exist."""
 
 
 class StoreFullError(StoreError):
-    """No block can be had: all of them are being written right now."""
+    """No block is free: all of them are being written right now."""
 
 
 class EmptyStoreError(ReplayError):
-    """Nothing can be drawn: no selectable row, or none with a positive weight."""
+    """There is nothing to draw: no available row, or none with a priority above 0."""
 
 
 class TurnoverError(ReplayError):
@@ -80,91 +80,91 @@ class TurnoverError(ReplayError):
 
 
 class NotEnoughRowsError(EmptyStoreError, ValueError):
-    """More rows were asked for than are selectable."""
+    """A batch needs more rows than are available, and no other process could add some."""
 
 
 class EmptyBufferError(NotEnoughRowsError, RuntimeError):
-    """A replay buffer that nothing was added to; a `RuntimeError` too, as its project raises there."""
+    """A replay buffer is empty; also a `RuntimeError`, which the library that it stands in for raises."""
 
 
 class SplitGroupError(ReplayError, ValueError):
-    """Over several ranks: the rows of a group that is to be drawn as a whole are in more than one shard."""
+    """Over several ranks: a group that is drawn as a whole has rows in more than one shard."""
 
 
 class StaleKeyError(StoreError, KeyError):
-    """Keys whose rows were overwritten or removed since the keys were made."""
+    """Rows were overwritten or removed since their keys were made."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
 
 
 class NoSpaceError(StoreError, MemoryError):
-    """The file system (most often /dev/shm) cannot hold the segment."""
+    """The file system, usually /dev/shm, is too small for the segment."""
 
 
 class PinError(ReplayError, MemoryError):
-    """Memory that a GPU is to read in place cannot be pinned; the message says what is in the way."""
+    """Memory that a GPU should read in place cannot be pinned. The message says why."""
 
 
 class LockTimeoutError(StoreError, TimeoutError):
-    """Another process held the segment's lock for longer than the deadline (stopped, perhaps)."""
+    """Another process held the segment's lock beyond the deadline, probably because it is stopped."""
 
 
 class WaitTimeoutError(GeartrainError, TimeoutError):
-    """A wait, such as the one for the next batch, met its deadline."""
+    """A wait, such as that for the next batch, reached its deadline."""
 
 
 class BuffersHeldError(WaitTimeoutError):
-    """Readers hold every buffer of the weights but the newest version's, and none released one before the deadline."""
+    """Readers held all buffers of the weights but the newest version's until the deadline."""
 
 
 class PeerLostError(PeerError, ConnectionError):
-    """A peer, or a rank of the group, is gone, hung up or did not answer in time; the message says which and why."""
+    """A peer, or a rank of the group, is gone or did not answer in time. The message says which and why."""
 
 
 class RankLostError(PeerLostError):
-    """A rank of a collective group died, hung up or left; `ranks` says which, `reducers` is empty."""
+    """A rank of a collective group died, disconnected or left; `ranks` names it, `reducers` is empty."""
 
     ranks: tuple[int, ...] = ()
     reducers: tuple[str, ...] = ()
 
 
 class ReducerLostError(PeerLostError):
-    """A reducer of a collective group died or was stopped; `reducers` says which, as host:port."""
+    """A reducer of a collective group died or is stopped; `reducers` names it as "host:port"."""
 
     ranks: tuple[int, ...] = ()
     reducers: tuple[str, ...] = ()
 
 
 class CollectiveTimeoutError(PeerError, WaitTimeoutError):
-    """A collective operation was not over in time; `ranks` and `reducers` say who it waited for."""
+    """A collective operation did not end in time; `ranks` and `reducers` name the members that it waited for."""
 
     ranks: tuple[int, ...] = ()
     reducers: tuple[str, ...] = ()
 
 
 class TransportError(PeerError, OSError):
-    """A way of reaching a peer that is not viable here; the message says why."""
+    """A transport cannot reach the peer from here. The message says why."""
 
 
 class PeerUnreachableError(PeerLostError, TransportError):
-    """Nobody answers where a peer was: it died, or was never there; the message has every transport's reason."""
+    """Nothing answers at a peer's address: it died, or never was there. The message has each transport's reason."""
 
 
 class ListenerGoneError(TransportError):
-    """Nobody listens at the address: its host has refused the connection."""
+    """Nothing listens at the address: its host refused the connection."""
 
 
 class UntrustedPeerError(PeerError, PermissionError):
-    """The other side did not prove that it knows the secret, or something is only done between those who do."""
+    """The peer did not prove that it knows the secret, or an operation is allowed only between peers that did."""
 
 
 class MessageError(PeerError, ValueError):
-    """A message that is malformed, exceeds a limit, or holds what cannot be sent."""
+    """A message is malformed, exceeds a limit, or contains something that cannot be sent."""
 
 
 class DeviceError(PeerError, ValueError):
-    """A tensor, or a device map, names a device that is not there or that nothing can be sent from or to."""
+    """A tensor or a device map names a device that does not exist, or that tensors cannot be sent from or to."""
 
 
 class ConnectionClosedError(PeerError, ValueError):
@@ -172,18 +172,18 @@ class ConnectionClosedError(PeerError, ValueError):
 
 
 class RegionError(PeerError, ValueError):
-    """A region of a peer's memory that is closed, too small for what was asked, or only for reading."""
+    """A region of a peer's memory is closed, too small, or read-only."""
 
 
 class CollectiveClosedError(ConnectionClosedError):
-    """The group was closed on this rank, or aborted by one of them."""
+    """The group was closed on this rank, or aborted by a rank."""
 
     ranks: tuple[int, ...] = ()
     reducers: tuple[str, ...] = ()
 
 
 class ObjectGoneError(PeerLostError, KeyError):
-    """A peer does not keep the object of a `Remote` any more: it was dropped, or went with a lost connection."""
+    """The peer no longer keeps the object of a `Remote`: it was dropped, or its connection was lost."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
@@ -192,7 +192,8 @@ class ObjectGoneError(PeerLostError, KeyError):
 class RemoteError(PeerError):
     """A function of a peer raised. `remote_type` and `remote_traceback` say what and where.
 
-    When the peer raised a built-in exception or one of these, this is also one: `except ValueError` catches it here.
+    It is also of the type that the peer raised, if that is a built-in exception or one of geartrain's: `except
+    ValueError` catches it here.
     """
 
     remote_type: str = ""
@@ -207,34 +208,34 @@ class CallCancelledError(PeerError):
 
 
 class BusyError(PeerError):
-    """A queue of the peer is full: it is asked for more than it can do."""
+    """A queue of the peer is full: it gets more calls than it can handle."""
 
 
 class UnknownPeerError(PeerError, KeyError):
-    """No peer of that name has joined within the deadline."""
+    """No peer of this name joined before the deadline."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
 
 
 class NameTakenError(PeerError, ValueError):
-    """A node of that name has joined before, and is alive or not proven gone."""
+    """Another node has this name, and is alive or may be."""
 
 
 class RanksDisagreeError(ReplayError, ValueError):
-    """The ranks of one replay were set up differently; the message names two of them and the difference."""
+    """The ranks have different arguments. The message names two of them and the difference."""
 
 
 class ActorDiedError(JobError):
-    """More actors died than may be started again; the message says what the last one died of."""
+    """Actors died more often than `max_restarts` allows. The message has the last one's traceback."""
 
 
 class ProcessDiedError(JobError):
-    """A process of a job died and may not be started again; the message has its last lines and where its log is."""
+    """A process of a job died and may not be restarted. The message has its last lines and the path of its log."""
 
 
 class JobTimeoutError(JobError, WaitTimeoutError):
-    """A job was not over within its time limit."""
+    """A job reached its time limit."""
 
 
 class JobInterruptedError(JobError):
@@ -242,24 +243,24 @@ class JobInterruptedError(JobError):
 
 
 class CorruptStoreError(StoreError):
-    """The segment's own records do not agree: it is damaged; the message says in what, and what mends it."""
+    """The segment is damaged: its metadata is inconsistent. The message says where, and how to repair it."""
 
 
 class CheckpointError(StoreError):
-    """A checkpoint that is absent, incomplete, of another version, or damaged; or one that cannot be written."""
+    """A checkpoint is missing, incomplete, of another version, or damaged; or it cannot be written."""
 
 
 class JournalError(StoreError):
-    """A journal that is in use, damaged, of another version, or of a store with another schema."""
+    """A journal is in use, damaged, of another version, or of a store with another schema."""
 
 
 class SourceError(StoreError, ValueError):
-    """A dataset, or one episode of it, that cannot go into the store; or rows that cannot go into a dataset."""
+    """A dataset, or an episode of it, does not fit the store; or rows do not fit a dataset."""
 
 
 class DatasetExistsError(StoreError, FileExistsError):
-    """There is something where a dataset was to be written."""
+    """Something exists already where a dataset should be written."""
 
 
 class MissingDependencyError(GeartrainError, ImportError):
-    """An optional package is needed; the message carries the line that installs it."""
+    """An optional package is not installed. The message has the command that installs it."""

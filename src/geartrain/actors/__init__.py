@@ -5,9 +5,9 @@
     actor = Actor(environments, LocalPolicy(act, model, weights.Reader("policy")), store)
     actor.run(steps=100_000)
 
-recorder.py describes the contents of a row. An observation is stored once, whatever windows, frame stacks and n-step
-targets are made of it; a long episode can be sampled before it ends (`publish_every`); every row carries the version of
-the model that acted; and with the store's rate limiter actors wait while the learners are behind.
+Each observation is stored once, whatever windows, frame stacks and n-step returns are drawn later. A long episode can
+be sampled before it ends (`publish_every`). Every row carries the version of the model that acted. With the store's
+rate limiter, actors wait while the learner is behind. recorder.py describes the contents of a row.
 """
 
 from geartrain.actors.actor import Actor, ActorStats

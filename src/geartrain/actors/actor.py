@@ -25,14 +25,17 @@ from geartrain.store.store import Store
 
 @dataclass
 class ActorStats:
-    """What an actor has done, and where its time went.
+    """What an actor has done, and where its time went. `Actor.run` returns it.
 
     Attributes:
-        steps, episodes, rows: since it began; a step of one environment counts as one.
-        policy_s, environment_s, store_s: seconds spent in the policy, in the environments, and in the store (waits for
-            the rate limiter included).
-        returns: of the last 100 episodes; the mean over the agents where there are several.
-        version: of the model that acted last.
+        steps: steps so far; a step of one environment counts as one.
+        episodes: episodes that ended.
+        rows: rows completed.
+        policy_s: seconds spent in the policy.
+        environment_s: seconds spent in the environments.
+        store_s: seconds spent in the store, waits for the rate limiter included.
+        returns: returns of the last 100 episodes; the mean over agents if there are several.
+        version: version of the model that acted last.
     """
 
     steps: int = 0
@@ -49,23 +52,23 @@ class Actor:
     """Steps environments with a policy and records them in a store.
 
     Args:
-        environments: a `VectorEnv`, or whatever `environments_of` adapts.
+        environments: a `VectorEnv`, or anything that `environments_of` adapts.
         policy: a `Policy`: anything with a `version` and with `act(observation)`, which returns the actions, alone or
             with extras.
-        store: with the fields of the environments (see `recorded_fields`), and one for each extra; of this host, or of
-            a peer (`RemoteStore`). Fields that nobody gives are zeros.
-        seed: of the environments' episodes; environment i gets seed + i.
+        store: a store of this host, or of a peer (`RemoteStore`), with the fields of the environments
+            (`recorded_fields`) and one for each extra. Fields without values are zeros.
+        seed: seed of the episodes; environment i gets seed + i.
         publish_every, overlap, priority: as for `Store.recorder`.
 
-    Example:
+    Examples:
         >>> import gymnasium as gym
         >>> import geartrain as gt
         >>> from geartrain.actors import Actor, RandomPolicy, environments_of, recorded_fields
-        >>> environments = environments_of([gym.make("CartPole-v1") for _ in range(2)])
+        >>> environments = environments_of([gym.make("CartPole-v1") for _ in range(2)])  # a VectorEnv
         >>> fields = recorded_fields(environments.fields())
         >>> store = gt.Store.create("doc-actor", fields, max_length=100, capacity=20)
         >>> actor = Actor(environments, RandomPolicy(gym.make("CartPole-v1").action_space), store, seed=0)
-        >>> stats = actor.run(steps=200)
+        >>> stats = actor.run(steps=200)  # ActorStats
         >>> stats.steps, len(store) == stats.rows
         (200, True)
         >>> actor.close(); store.close()
@@ -113,14 +116,17 @@ class Actor:
 
     @property
     def recorder_lost(self) -> bool:
-        """Whether the store's peer was lost: `record_into` goes on, with another `RemoteStore`."""
+        """Whether the store's peer was lost. Continue with `record_into` and another `RemoteStore`."""
         return isinstance(self._recorder, RemoteRecorder) and self._recorder.lost
 
     def record_into(self, store: Store | RemoteStore) -> None:
-        """Goes on with another store of the same fields, or with the same one after its peer was lost.
+        """Continues with another store of the same fields, or with the same one after its peer was lost.
 
-        The environments stay where they are: the rest of their episodes becomes rows of its own, which do not count
-        among `stats.returns`. Steps that had not been published are lost with the recorder before.
+        The environments keep their state. The rest of their episodes becomes new rows, which do not count among
+        `stats.returns`. Steps that were not published are lost with the old recorder.
+
+        Args:
+            store: the store to record into.
         """
         recorder = self._made(store)
         self._rows += self._recorder.rows
@@ -134,12 +140,21 @@ class Actor:
         episodes: int | None = None,
         until: Callable[[], bool] | None = None,
     ) -> ActorStats:
-        """Acts for so many more steps (of all environments together) or episodes, or until `until()` is true.
+        """Acts for a number of steps (of all environments together) or episodes, or until a condition holds.
 
-        Episodes continue in the next call; `close` ends them.
+        Episodes continue in the next call; `close` ends them. Give at least one of the three.
+
+        Args:
+            steps: steps to take from now on.
+            episodes: episodes to end from now on.
+            until: a function that is called after each step; True stops the run.
+
+        Returns:
+            What the actor has done since it was made.
 
         Raises:
-            FieldError: the policy's extras and the store's fields do not agree.
+            ArgumentError: no limit was given, or one is out of range.
+            FieldError: the policy's extras and the store's fields differ.
             WaitTimeoutError: the store's rate limiter blocked an insert for too long.
         """
         if steps is None and episodes is None and until is None:
@@ -161,7 +176,7 @@ class Actor:
         return stats
 
     def step(self) -> None:
-        """One step of every environment."""
+        """Takes one step of every environment."""
         began_s = time.perf_counter()
         if self._observation is None:
             self._observation = self.environments.reset(self._seed)
@@ -188,9 +203,9 @@ class Actor:
         stats.store_s += time.perf_counter() - stepped_s
 
     def close(self) -> None:
-        """Ends the episodes where they are, keeping their steps, and closes the environments. The store stays open.
+        """Ends all episodes, keeps their steps, and closes the environments. The store stays open.
 
-        A row that the store's rate limiter blocks while `limiter.stopping` is true is abandoned.
+        If `limiter.stopping` is true, rows that the store's rate limiter blocks are abandoned.
         """
         with contextlib.suppress(CallCancelledError):
             self._recorder.cut()

@@ -23,15 +23,17 @@ from geartrain.store.store import Store
 
 
 class JobStores(ServedRows, Mapping[str, "Store | RemoteStore"]):
-    """Stores by name, local and remote, which keys name rows of. It owns none of them, and any thread may use it.
+    """Several stores, local and remote, behind one interface: each key finds its store.
+
+    It does not own the stores. Any thread may use it.
 
     Args:
-        stores: of the same fields, by names of the caller's.
+        stores: stores of the same fields, by names of your choice.
 
     Raises:
-        ArgumentError: no stores; fields that differ; one store twice.
+        ArgumentError: there are no stores, their fields differ, or one store is there twice.
 
-    Example:
+    Examples:
         >>> import geartrain as gt
         >>> from geartrain.actors import JobStores
         >>> fields = {"x": gt.Field((), "float32")}
@@ -92,10 +94,18 @@ class JobStores(ServedRows, Mapping[str, "Store | RemoteStore"]):
         output: Literal["torch", "numpy"] = "torch",
         on_stale: Literal["raise", "drop"] = "raise",
     ) -> Batch:
-        """The rows behind the keys, as one batch, in the keys' order; arguments and errors as of `gt.fetch`.
+        """Reads rows by key, as one batch in the order of the keys.
 
-        Cost: one request to each other host whose rows are among them, all under way at once, while this host's are
-        copied; and one copy more of all, where they come from several stores.
+        Args:
+            keys, fields, window, ends, pad, output, on_stale: as for `geartrain.fetch`.
+
+        Raises:
+            ArgumentError: a key is of none of these stores, or an argument does not fit them.
+            StaleKeyError: rows were overwritten or removed since the keys were made, or during the copy.
+            PeerLostError: a store's server is lost.
+
+        Cost: one request to each other host, all at the same time, while this host's rows are copied. Rows of several
+        stores are copied once more.
         """
         keys = check_keys(keys)
         places = self._places(keys)
@@ -133,12 +143,17 @@ class JobStores(ServedRows, Mapping[str, "Store | RemoteStore"]):
         return _merged(parts, kept, keys)
 
     def update_priorities(self, keys: Keys | ArrayLike, priorities: ArrayLike) -> int:
-        """Sets the priorities of rows or steps, in each one's store; returns how many keys were stale.
+        """Sets priorities of rows or steps, each in its own store; returns how many keys were stale.
+
+        Args:
+            keys: keys of rows or steps.
+            priorities: (n,) finite and >= 0.
 
         Raises:
-            ArgumentError, SchemaError: keys of no store of these, other than one priority a key, or one that is
-                negative or no finite number. Nothing is changed then.
-            PeerLostError: a store's server is lost; others may have been updated.
+            ArgumentError: a key is of none of these stores, or there are not as many priorities as keys. Nothing is
+                changed.
+            SchemaError: a priority is negative or not finite. Nothing is changed.
+            PeerLostError: a store's server is lost. Other stores may have been updated.
         """
         keys = check_keys(keys)
         places = self._places(keys)
@@ -159,7 +174,11 @@ class JobStores(ServedRows, Mapping[str, "Store | RemoteStore"]):
         return stale
 
     def delete(self, keys: Keys | ArrayLike) -> int:
-        """Removes rows, each from its store; returns how many keys were stale."""
+        """Removes rows, each from its own store; returns how many keys were stale.
+
+        Args:
+            keys: keys of the rows.
+        """
         keys = check_keys(keys)
         places = self._places(keys)
         wanted = [(store, np.flatnonzero(places == number)) for number, store in enumerate(self._stores.values())]

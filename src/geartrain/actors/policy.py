@@ -24,21 +24,36 @@ _RETRY_EVERY_S = 0.1
 
 
 class Policy(Protocol):
-    """Actions for n environments at once.
+    """Interface of a policy: it chooses actions for n environments at once.
 
     Attributes:
-        version: of the model that acts, where its answers do not say.
+        version: version of the model that acts, unless its answers say.
     """
 
     version: int
 
     def act(self, observation: Arrays) -> Any:
-        """The actions for n environments, alone or with extras: an answer (geartrain/actors/answers.py)."""
+        """Actions for n environments, alone or with extras: an answer (geartrain/actors/answers.py).
+
+        Args:
+            observation: by field, (n, ...).
+        """
         ...
 
 
 class RandomPolicy:
-    """Actions sampled from the action space, as at the beginning of a run."""
+    """A policy that samples from the action space, for the beginning of a run.
+
+    Args:
+        action_space: of one environment.
+        seed: seed of the actions.
+
+    Examples:
+        >>> import gymnasium as gym, numpy as np
+        >>> policy = RandomPolicy(gym.spaces.Discrete(2), seed=0)  # a Policy
+        >>> policy.act({"obs": np.zeros((4, 3))})[0].shape
+        (4,)
+    """
 
     version = 0
 
@@ -47,7 +62,11 @@ class RandomPolicy:
         self._space.seed(seed)
 
     def act(self, observation: Arrays) -> Acted:
-        """Actions, (n, ...), and no extras."""
+        """Random actions, (n, ...), without extras.
+
+        Args:
+            observation: by field, (n, ...); only n counts.
+        """
         answer = join_answers([{"action": self._space.sample()} for _ in range(_rows(observation))], "the action space")
         return answer.actions, {}
 
@@ -56,12 +75,18 @@ class LocalPolicy:
     """A model in the actor's own process, which loads the trainer's newest weights.
 
     Args:
-        act: `act(model, observation)` returns an answer for n environments: the actions, alone or with extras
-            (geartrain/actors/answers.py).
+        act: function `act(model, observation)` that returns an answer for n environments: the actions, alone or with
+            extras (geartrain/actors/answers.py).
         model: a torch module, or anything with `load_state_dict`.
-        reader: of the weights (`geartrain.weights.Reader`). None for a model that stays as it is.
-        refresh_every: check for a newer version every so many calls. A check costs a microsecond.
-        timeout_s: longest wait for the first version.
+        reader: a `geartrain.weights.Reader`. None for a model that does not change.
+        refresh_every: check for a newer version every this many calls. A check costs a microsecond.
+        timeout_s: longest wait for the first version, in seconds.
+
+    Examples:
+        >>> import torch
+        >>> policy = LocalPolicy(lambda model, seen: model(seen["obs"]).argmax(-1), torch.nn.Linear(3, 2))
+        >>> policy.act({"obs": torch.zeros(4, 3)})[0].shape
+        (4,)
     """
 
     def __init__(
@@ -87,7 +112,14 @@ class LocalPolicy:
             self._load(reader.latest(timeout_s=timeout_s))
 
     def act(self, observation: Arrays) -> Acted:
-        """Actions and extras, (n, ...) each. Raises `ArgumentError` where the function returned something else."""
+        """Actions and extras for n environments, (n, ...) each.
+
+        Args:
+            observation: by field, (n, ...).
+
+        Raises:
+            ArgumentError: the function returned something that is not an answer.
+        """
         self._calls += 1
         if self._reader is not None and self._calls % self._every == 0:
             newest = self._reader.version
@@ -104,20 +136,33 @@ class LocalPolicy:
 
 
 class RemotePolicy:
-    """Remote inference: calls an agent by `geartrain.rpc`; `@rpc.batched` there turns calls of many actors into one.
+    """Remote inference: calls an agent over RPC. `@rpc.batched` at the agent merges the calls of many actors.
 
-    The n environments of an actor call at the same time. The agent's function takes the observation of one of them, an
-    array or a dict of arrays, and returns an answer for that one: its action, alone or with extras
-    (geartrain/actors/answers.py). With `@rpc.batched(stack=True)` it takes the observations of many environments, and
+    The actor calls once for each of its n environments, all at the same time. The agent's function gets the observation
+    of one environment, an array or a dict of arrays, and returns an answer for it: its action, alone or with extras
+    (geartrain/actors/answers.py). With `@rpc.batched(stack=True)` it gets the observations of many environments, and
     returns their actions, or a dict with "action" and the extras, (n, ...) each.
 
     Args:
         node: this process's node.
-        peer: the agent's name.
-        function: its name there.
-        timeout_s: longest wait for a reply.
-        retry_s: how long to retry when the agent is lost, until it is started again under its name. 0 raises
+        peer: name of the agent.
+        function: name of the agent's function.
+        timeout_s: longest wait for a reply, in seconds.
+        retry_s: how long to retry after the agent is lost, in seconds, until it is restarted under its name. 0 raises
             `PeerLostError` at once.
+
+    Examples:
+        >>> import numpy as np
+        >>> from geartrain import rpc
+        >>> @rpc.function
+        ... def act(observation):
+        ...     return np.zeros(2, np.float32)
+        >>> agent = rpc.Node("agent")
+        >>> actor = rpc.Node("actor", peers={"agent": agent.address})
+        >>> policy = RemotePolicy(actor, "agent", "act")
+        >>> policy.act({"obs": np.zeros((4, 3), np.float32)})[0].shape
+        (4, 2)
+        >>> actor.close(); agent.close()
     """
 
     def __init__(self, node: Node, peer: str, function: str, *, timeout_s: float = 30.0, retry_s: float = 0.0) -> None:
@@ -129,11 +174,16 @@ class RemotePolicy:
         self.version = 0
 
     def act(self, observation: Arrays) -> Acted:
-        """Actions and extras, (n, ...) each.
+        """Actions and extras for n environments, (n, ...) each.
+
+        Args:
+            observation: by field, (n, ...).
 
         Raises:
-            ArgumentError: the agent returned something else than answers for one environment each.
-            RemoteError: its function raised. PeerLostError, WaitTimeoutError: it is lost, or does not reply.
+            ArgumentError: the agent did not return one answer for each environment.
+            RemoteError: the agent's function raised.
+            PeerLostError: the agent is lost.
+            WaitTimeoutError: the agent did not reply in time.
         """
         until_s = time.monotonic() + self._retry_s
         while True:

@@ -67,12 +67,23 @@ class EpisodeRecorder:
     """Records the episodes of one environment, one after the other. Not thread-safe.
 
     Args:
-        store: with the fields of `recorded_fields`; `step_version` (int64: the model's version at each step)
-            and `episode_return` (float32, per_row: of the steps in this row) are filled where the store has them.
-        publish_every: publish an unfinished row every so many steps, so that it can be sampled while its episode goes
-            on. By default only finished rows can be.
+        store: store with the fields of `recorded_fields`. If it has `step_version` (int64) and `episode_return`
+            (float32, per_row), they are filled with the model's version at each step and the sum of the row's rewards.
+        publish_every: make an unfinished row available for sampling every this many steps. By default only finished
+            rows are.
         overlap: steps that the next row of a long episode repeats.
-        priority: of new rows.
+        priority: priority of new rows.
+
+    Examples:
+        >>> import geartrain as gt
+        >>> fields = gt.recorded_fields({"obs": gt.Field((1,), "float32"), "reward": gt.Field((), "float32")})
+        >>> store = gt.Store.create(fields, max_length=10, capacity=4)
+        >>> recorder = EpisodeRecorder(store)
+        >>> recorder.begin({"obs": [0.0]})
+        >>> key = recorder.step({"reward": 1.0}, {"obs": [1.0]}, terminated=True, truncated=False)
+        >>> store.status(key)["length"].tolist()
+        [2]
+        >>> store.close()
     """
 
     def __init__(
@@ -87,16 +98,19 @@ class EpisodeRecorder:
 
     @property
     def rows(self) -> int:
-        """Rows completed so far."""
+        """Number of rows completed so far."""
         return 0 if self._steps is None else self._steps.rows
 
     def begin(self, observation: Mapping[str, Any], version: int = 0, *, index: int | None = None) -> None:
-        """Begins an episode. One that was not ended is kept as it is.
+        """Begins an episode. An unfinished one is ended and kept.
 
         Args:
-            observation: the first one, by field.
-            version: of the model that acts.
-            index: the arrays are of n environments, and this is one of them.
+            observation: the first observation, by field.
+            version: version of the model that acts.
+            index: if given, the arrays are of n environments and this is the index of the recorded one.
+
+        Raises:
+            ArgumentError: an observation is missing.
         """
         if not isinstance(observation, Mapping):
             raise ArgumentError(f"an observation is a dict of arrays by field, found {shown(observation)}")
@@ -116,14 +130,18 @@ class EpisodeRecorder:
         version: int = 0,
         index: int | None = None,
     ) -> Keys | None:
-        """Records one step. Returns the row's key when that completes a row.
+        """Records one step; returns the row's key if that completes a row.
 
         Args:
-            values: action, reward and the policy's extras, by field; what is left out is zero.
-            observation: after the step, by field; in full, also at the end of an episode.
-            terminated, truncated: the episode has ended by its rules, or was cut off.
-            version: of the model that chose the action.
-            index: the arrays of `values` and `observation` are of n environments, and this is one of them.
+            values: action, reward and the policy's extras, by field; missing ones are zero.
+            observation: all observation fields after the step, also at the end of an episode.
+            terminated: the episode ended by its own rules.
+            truncated: the episode was cut off.
+            version: version of the model that chose the action.
+            index: if given, the arrays are of n environments and this is the index of the recorded one.
+
+        Raises:
+            SchemaError: no episode was begun, or a value does not fit its field.
         """
         if self._steps is None or not self._steps.in_episode(0):
             raise SchemaError("no episode was begun: call begin(observation) first")
@@ -136,7 +154,7 @@ class EpisodeRecorder:
         )
 
     def cut(self) -> Keys | None:
-        """Ends the episode here, as when the actor stops; its steps are kept."""
+        """Ends the episode and keeps its steps, for example when the actor stops."""
         return None if self._steps is None else self._steps.cut()
 
     def _taken(self, arrays: Mapping[str, Any], index: int | None) -> dict[str, Any]:

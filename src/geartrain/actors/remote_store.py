@@ -57,29 +57,46 @@ _LOOK_EVERY_S = 0.1
 
 
 class RemoteStore(ServedRows):
-    """A store that a peer serves. Any thread may use it; it holds nothing but the peer's name.
+    """A store that a peer serves with `StoreServer`. Any thread may use it.
 
-    Keys are the store's own: those that an insert returns here, that a learner's batch has there and that were sent by
-    hand name the same rows. Arrays go without pickle, in one message there and one back; big ones through shared memory
+    Keys are the same on both sides: those that `insert` returns here, and those of a learner's batch there, name the
+    same rows. Arrays are sent without pickle, one message there and one back; large ones go through shared memory
     within a host.
 
     Args:
-        node: of `geartrain.rpc`, that knows the peer.
-        peer: its name.
-        name: of the store at the peer.
-        timeout_s: for each call, from 0 to 1e9; inserts and steps wait for the store's rate limiter meanwhile.
+        node: the `geartrain.rpc` node that knows the peer.
+        peer: name of the peer.
+        name: name of the store at the peer.
+        timeout_s: longest wait of each call, 0 to 1e9 seconds. Inserts and steps wait this long for the store's rate
+            limiter.
 
     Raises:
-        PeerLostError, UnknownPeerError, WaitTimeoutError: the peer cannot be reached. So do all methods.
-        LookupError: it serves no store of that name. What the store refuses is raised here as it is there, as a
-            `RemoteError` that is a `SchemaError`, say, too.
+        PeerLostError, UnknownPeerError, WaitTimeoutError: the peer cannot be reached. All methods may raise these.
+        LookupError: the peer serves no store of that name. Errors of the store itself are raised here as a
+            `RemoteError` that is also of the original type, such as `SchemaError`.
 
     Attributes:
-        name: of the store at the peer.
-        id: of the store, which its keys carry.
-        fields, max_length, capacity, per_step: as of `Store`.
-        stopping: set it to have recorders stop waiting: while it is true, steps that would wait for earlier ones raise
-            `CallCancelledError`, as those of a store whose `limiter.stopping` is true.
+        name: name of the store at the peer.
+        id: the store's id, which its keys carry.
+        fields, max_length, capacity, per_step: as for `Store`.
+        stopping: a function. While it returns True, steps that would wait for earlier ones raise `CallCancelledError`.
+
+    Examples:
+        >>> import numpy as np
+        >>> import geartrain as gt
+        >>> from geartrain import rpc
+        >>> from geartrain.actors import StoreServer
+        >>> fields = gt.recorded_fields({"obs": gt.Field((1,), "float32"), "reward": gt.Field((), "float32")})
+        >>> store = gt.Store.create(fields, max_length=10, capacity=8)
+        >>> learner = rpc.Node("learner")
+        >>> server = StoreServer(learner, store, "replay")
+        >>> host = rpc.Node("host", peers={"learner": learner.address})
+        >>> with RemoteStore(host, "learner", "replay").recorder(autoreset="disabled") as recorder:  # a RemoteRecorder
+        ...     _ = recorder.reset(np.zeros((1, 1)))
+        ...     _ = recorder.step(np.ones((1, 1)), reward=[1.0], terminated=[True], truncated=[False])
+        >>> store.status()["length"].tolist()
+        [2]
+        >>> server.close(); host.close(); learner.close(); store.close()
     """
 
     stopping: Callable[[], bool] | None = None
@@ -106,11 +123,11 @@ class RemoteStore(ServedRows):
         return int(self._call("figures")[0])
 
     def stats(self) -> dict[str, int]:
-        """The store's counters, as `Store.stats`."""
+        """The store's counters, as `Store.stats` returns them."""
         return dict(self._call("figures")[1])
 
     def keys(self) -> Keys:
-        """Keys of all rows, oldest first; for big stores a large message."""
+        """Keys of all rows, oldest first. For a large store this is a large message."""
         return unpack(self._call("keys"))
 
     def insert(
@@ -122,10 +139,16 @@ class RemoteStore(ServedRows):
         versions: ArrayLike | None = None,
         casting: Literal["no", "safe", "same_kind"] = "no",
     ) -> Keys:
-        """Inserts `n` rows and returns their keys; arguments and errors as of `Store.insert`.
+        """Inserts `n` rows and returns their keys.
 
-        Where the peer is lost meanwhile (`PeerLostError`) the rows may be there or not; after `PeerUnreachableError`
-        they are not.
+        If the peer is lost during the call, `PeerLostError` leaves open whether the rows were inserted; after
+        `PeerUnreachableError` they were not.
+
+        Args:
+            fields, lengths, priorities, versions, casting: as for `Store.insert`.
+
+        Raises:
+            ArgumentError: an argument does not fit the store. The other errors are those of `Store.insert`.
         """
         if not isinstance(fields, Mapping):
             raise ArgumentError(f"an insert takes arrays by field, found {type(fields).__name__}")
@@ -149,9 +172,15 @@ class RemoteStore(ServedRows):
         output: Literal["torch", "numpy"] = "torch",
         on_stale: Literal["raise", "drop"] = "raise",
     ) -> Batch:
-        """The rows behind the keys, as one batch; arguments and errors as of `gt.fetch`.
+        """Reads rows by key, as one batch.
 
-        Cost: a copy at the peer, and its bytes once over the transport.
+        Args:
+            keys, fields, window, ends, pad, output, on_stale: as for `geartrain.fetch`.
+
+        Raises:
+            StaleKeyError: rows were overwritten or removed since the keys were made.
+
+        Cost: a copy at the peer; then the bytes cross the transport once.
         """
         return self.begin_fetch(
             keys, fields=fields, window=window, ends=ends, pad=pad, output=output, on_stale=on_stale
@@ -168,7 +197,14 @@ class RemoteStore(ServedRows):
         output: Literal["torch", "numpy"] = "torch",
         on_stale: Literal["raise", "drop"] = "raise",
     ) -> Callable[[], Batch]:
-        """Asks for rows as `fetch` does, and returns at once: what it returns waits for them, to be called once."""
+        """Requests rows as `fetch` does and returns at once.
+
+        Args:
+            keys, fields, window, ends, pad, output, on_stale: as for `geartrain.fetch`.
+
+        Returns:
+            A function that waits for the batch. Call it once.
+        """
         keys = check_keys(keys)
         keys.check_store(self.id, self.name)
         check_choice("output", output, ("torch", "numpy"))
@@ -204,13 +240,21 @@ class RemoteStore(ServedRows):
         return value if value is None or output == "torch" else value.numpy()
 
     def update_priorities(self, keys: Keys | ArrayLike, priorities: ArrayLike) -> int:
-        """Sets the priorities of rows or steps, as `Store.update_priorities`; returns how many keys were stale."""
+        """Sets priorities of rows or steps; returns how many keys were stale.
+
+        Args:
+            keys, priorities: as for `Store.update_priorities`.
+        """
         keys = check_keys(keys)
         keys.check_store(self.id, self.name)
         return int(self._call("update_priorities", pack(keys), np.asarray(priorities)))
 
     def delete(self, keys: Keys | ArrayLike) -> int:
-        """Removes rows; returns how many keys were stale."""
+        """Removes rows; returns how many keys were stale.
+
+        Args:
+            keys: keys of the rows.
+        """
         keys = check_keys(keys)
         keys.check_store(self.id, self.name)
         return int(self._call("delete", pack(keys)))
@@ -227,10 +271,14 @@ class RemoteStore(ServedRows):
         zeros: Sequence[str] = (),
         max_in_flight: int = 8,
     ) -> RemoteRecorder:
-        """A recorder of the steps of `n_envs` environments, as `Store.recorder`.
+        """A recorder of the steps of `n_envs` environments in the peer's store.
 
         Args:
-            max_in_flight: steps that are sent before the first of them is known to be recorded; 0 waits for each.
+            n_envs, observations, publish_every, overlap, priority, autoreset, zeros: as for `Store.recorder`.
+            max_in_flight: steps that are sent before the first is acknowledged; 0 waits for each.
+
+        Raises:
+            ArgumentError: an argument does not fit the store.
         """
         options: dict[str, Any] = {"publish_every": publish_every, "overlap": overlap, "priority": priority}
         if observations is not None and not isinstance(observations, str):
@@ -262,17 +310,22 @@ def serves_no_more(error: BaseException) -> bool:
 
 
 class RemoteRecorder:
-    """Records steps of n environments in a peer's store; made by `RemoteStore.recorder`. One thread at a time.
+    """Records steps of n environments in a peer's store.
 
-    `reset`, `step`, `cut` and `rows` are those of `StepRecorder`, but up to `max_in_flight` steps are under way: a step
-    returns the keys of rows that became known as completed meanwhile, and raises what an earlier one was refused with.
-    The episodes then end where they were, and the recorder refuses everything with that error, as it does once the peer
-    is lost; make another one, and reset. With `max_in_flight=0` a step that is refused can be given again.
+    `RemoteStore.recorder` makes one. Use it from one thread at a time.
 
-    When this process ends or loses the peer, rows that were not published are given back there.
+    It has the methods of `StepRecorder`, but up to `max_in_flight` steps may be unacknowledged. A step returns the keys
+    of rows that were completed by now, and raises the error of an earlier step. After an error, or after the peer is
+    lost, the episodes are ended and every call raises: make another recorder and call `reset`. With `max_in_flight=0`
+    you can pass a refused step again.
+
+    If this process ends or loses the peer, rows that were not published are abandoned there.
+
+    Args:
+        remote, max_in_flight, store: set by `RemoteStore.recorder`, which makes the object.
 
     Attributes:
-        n_envs: environments.
+        n_envs: number of environments.
         observations: names of the fields that are observations.
     """
 
@@ -290,7 +343,11 @@ class RemoteRecorder:
         self._error: GeartrainError | None = None
 
     def reset(self, observation: Any, *, mask: Any = None, version: int = 0) -> Keys | None:
-        """Begins an episode in every environment (of `mask`); one that is in progress is kept as it is."""
+        """Begins an episode in every environment. An episode in progress is ended and kept.
+
+        Args:
+            observation, mask, version: as for `StepRecorder.reset`.
+        """
         return self._send("reset", {"observation": _plain(observation), "mask": _plain(mask), "version": version})
 
     def step(
@@ -304,7 +361,11 @@ class RemoteRecorder:
         version: int = 0,
         **values: Any,
     ) -> Keys | None:
-        """Records one step of all environments; arguments as of `StepRecorder.step`. Sent when it returns."""
+        """Sends one step of all environments; returns keys of rows that were completed by now.
+
+        Args:
+            observation, terminated, truncated, final_observation, mask, version, values: as for `StepRecorder.step`.
+        """
         flags = {"terminated": _plain(terminated), "truncated": _plain(truncated), "mask": _plain(mask)}
         given = {name: _plain(value) for name, value in values.items()}
         given |= {"observation": _plain(observation), "version": version, **flags}
@@ -313,14 +374,18 @@ class RemoteRecorder:
         return self._send("step", given)
 
     def cut(self, mask: Any = None) -> Keys | None:
-        """Ends the episodes (of `mask`) where they are; all steps are recorded when it returns."""
+        """Ends episodes and keeps their steps. All steps are recorded when it returns.
+
+        Args:
+            mask: (n_envs,) bool: environments whose episodes end; all by default.
+        """
         completed = self._send("cut", {"mask": _plain(mask)})
         self._settle(0)
         rest = self._known()
         return rest if completed is None else completed if rest is None else completed + rest
 
     def close(self) -> None:
-        """Ends all episodes where they are and keeps their steps; the recorder refuses everything from then on."""
+        """Ends all episodes and keeps their steps. Later calls raise."""
         if self._error is None:
             self.cut()
             self._error = ConnectionClosedError("the recorder was closed")
@@ -337,12 +402,12 @@ class RemoteRecorder:
 
     @property
     def lost(self) -> bool:
-        """Whether the peer was lost, or serves that store no more: another recorder may reach it again."""
+        """Whether the peer was lost, or no longer serves the store. Another recorder may reach it again."""
         return self._error is not None and serves_no_more(self._error)
 
     @property
     def rows(self) -> int:
-        """Rows completed, of the steps that are known to be recorded."""
+        """Number of rows completed, in the steps that are known to be recorded."""
         return self._rows
 
     def __enter__(self) -> Self:

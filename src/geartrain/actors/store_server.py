@@ -43,23 +43,22 @@ PackedKeys = tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32] | 
 
 
 class StoreServer:
-    """Serves a store to the peers of a node, under a name, until it is closed or the node or the store is.
+    """Serves a store to the peers of a node, until the server, the node or the store is closed.
 
-    Peers may insert at any time, so replays of this store handle wait for rows while it is served.
-
-    Several servers of a node have several names. Peers need no permission beyond their connection: a node that listens
-    beyond loopback has a secret, and whoever knows it may write, as may processes of this host that open the store.
+    Peers may insert at any time, so replays of this store handle wait for rows while it is served. Whoever can connect
+    to the node may write. A node that listens beyond loopback has a secret; on one host, processes that may open the
+    store can write anyway. One node can serve several stores under different names.
 
     Args:
-        node: of `geartrain.rpc`, whose peers may call.
-        store: open, and not read-only.
-        name: by which peers ask for it; the store's own by default.
+        node: the `geartrain.rpc` node whose peers may call.
+        store: an open store that is not read-only.
+        name: name by which peers ask for it; the store's own by default.
 
     Raises:
-        ArgumentError: the node serves another store under that name; no node or store.
+        ArgumentError: the node serves another store under that name, or an argument is not a node or a store.
         StoreClosedError: the store is closed.
 
-    Example:
+    Examples:
         >>> import geartrain as gt
         >>> from geartrain import rpc
         >>> from geartrain.actors import RemoteStore, StoreServer
@@ -90,7 +89,7 @@ class StoreServer:
         self._writers = store.expect_writers()
 
     def close(self) -> None:
-        """Peers are refused from now on; calls in flight end. The store stays open."""
+        """Stops serving: calls in flight end, later ones are refused. The store stays open."""
         self._writers.close()
         with _lock:
             served = _served.get(self.node, {})

@@ -5,10 +5,10 @@
     work = group.all_reduce_async(gradient, op="avg")      # overlaps with the caller's computation
     work.wait()
 
-Every share of an array has one owner, which sums it in rank order and returns it to all. Owners are the ranks
-themselves, dedicated reducers (`geartrain reducer`), or any mixture, as the vector of shares says; the planner picks
-the best vector for the rates of the links. With `hierarchical=True` ranks of one host are summed first.
-native/collectives/sharded_allreduce.h is the manual, docs/collectives.md the guide.
+Each share of an array has one owner, which sums it in rank order and returns it to all ranks. Owners are the ranks
+themselves, dedicated reducers (`geartrain reducer`), or both. The planner picks the best shares for the speed of the
+links. With `hierarchical=True` the ranks of a host are summed first. The guide is docs/collectives.md, the manual of
+the protocol native/collectives/sharded_allreduce.h.
 """
 
 from pathlib import Path
@@ -25,13 +25,25 @@ __all__ = ["Group", "Reducer", "Work", "include_path", "library_path"]
 def library_path() -> Path:
     """Path of the shared library with the C interface.
 
-    Raises `MissingDependencyError` in a build that has none.
+    Raises:
+        MissingDependencyError: this build has none.
+
+    Examples:
+        >>> from geartrain import collectives
+        >>> collectives.library_path().name
+        'libgeartrain_allreduce.so'
     """
     return _shipped("lib/libgeartrain_allreduce.so")
 
 
 def include_path() -> Path:
-    """Directory of geartrain_allreduce.h."""
+    """Directory of geartrain_allreduce.h, the header of the C interface.
+
+    Examples:
+        >>> from geartrain import collectives
+        >>> (collectives.include_path() / "geartrain_allreduce.h").exists()
+        True
+    """
     return _shipped("include/geartrain_allreduce.h").parent
 
 

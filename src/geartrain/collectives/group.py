@@ -33,21 +33,28 @@ _FORKED = "this group belongs to the process that this one was forked from; make
 
 
 class Group:
-    """A group of ranks for collectives; one on every rank, made with the same arguments but `rank`.
+    """A group of ranks for collectives. Every rank makes one, with the same arguments except `rank`.
 
-        group = Group(rank, world_size, store=store)
-        group.all_reduce(gradient, op="avg")
+    All ranks make their calls in the same order, and get the same bits. Elements are summed in rank order, whichever
+    member owns which share. Only `algorithm="ring"` sums around the ring instead.
 
-    Calls are made in the same order on all ranks. They return the same bits on all ranks: elements are summed in rank
-    order, whichever member owns which share (but for `algorithm="ring"`, which sums around the ring).
+    A failure ends the group on every rank, with an error that names the members that caused it. Make another group with
+    the next `epoch`.
 
-    A failure ends the group on every rank, with an error that names the members to blame: make another group with the
-    next `epoch`.
+    Any thread may call. `close` may be called at any time, more than once: calls in progress then end with a result or
+    `CollectiveClosedError`, and later calls raise `CollectiveClosedError`. Arrays of operations in progress stay alive
+    until these end. A group that is garbage-collected, or alive at the interpreter's exit, closes itself. A forked
+    child cannot use its parent's group.
 
-    Any thread may call. `close` may be called at any time, also beside other calls and itself: these end with a result
-    or `CollectiveClosedError`, and so does every later call but `close`, `abort`, `error` and the properties. Arrays of
-    operations in progress stay alive until they are done or the group's thread has ended; a group that is dropped, or
-    alive when the interpreter ends, ends by itself. A forked child may drop it, and nothing else.
+    Examples:
+        >>> import numpy as np
+        >>> group = Group(rank=0, world_size=1)  # with more ranks: store=..., or init_method="tcp://..."
+        >>> group.all_reduce(np.array([1.0, 2.0]), op="avg").tolist()
+        [1.0, 2.0]
+        >>> work = group.all_reduce_async(np.ones(3))  # a Work
+        >>> work.wait().tolist()
+        [1.0, 1.0, 1.0]
+        >>> group.close()
     """
 
     def __init__(
@@ -76,49 +83,50 @@ class Group:
         hierarchical: bool = False,
         hosts: Sequence[Hashable] | None = None,
     ) -> None:
-        """Bootstraps; returns when all ranks and reducers are connected.
+        """Connects to the other members; returns when all ranks and reducers are connected.
 
         Args:
-            rank, world_size: this process's number, and of how many.
-            store: for the bootstrap: a `torch.distributed` store, or anything with its set, get, check and wait. Not
-                needed for a group of one.
+            rank: number of this process, from 0.
+            world_size: number of ranks.
+            store: key-value store for the bootstrap: a `torch.distributed` store, or an object with its set, get, check
+                and wait. Not needed for a group of one.
             init_method: "tcp://host:port", "env://" or "file:///path" instead of a store; needs torch.
-            name: of the group, unique on its store. The same name is used again with another `epoch` only.
-            reducers: host:port of each.
-            shares: "auto" (the best for `rates`), "equal" (on the ranks), or a number for each rank and each reducer,
-                1 in all.
-            algorithm: "shares"; or "ring", for networks where ranks reach their neighbours only.
-            rates: bytes/s of every rank's and every reducer's link, for shares="auto"; equal when not given.
-            timeout_s: of the bootstrap, and the default of operations.
-            secret: ranks and reducers must prove that they know it. Without one, ranks are accepted that know the key
-                in the store, and reducers must have no secret.
-            epoch: number of this incarnation of the group.
-            transport: "auto" shares memory between members of one host and uses TCP between hosts; "tcp" always.
-            cross_memory: whether ranks of one host read arrays out of each other's memory, where the kernel allows it;
-                False copies everything through rings. Ranks may differ.
-            least_read_bytes: all-reduces and reduce-scatters of so many bytes or more are read from the ranks' memory
-                too. Not given: with a core for each rank, from 64 KB on what is faster, which is tried now and then;
-                4 MB with four ranks or more for each core; else never. Given it needs algorithm="shares",
-                transport="auto", cross_memory. No effect with reducers, ranks of several hosts or a `wire_dtype`, nor
-                where the kernel allows no reading (docs/decisions/065, 083, 089). Results are the same; an array whose
-                operation failed has undefined contents. Ranks may differ: one without it is sent all.
-            host: to listen on; every interface when not given, or loopback for a group of one.
-            window_bytes: how far a rank may run ahead of its results; adapts to the network when not given.
-            spin_us: how long a wait busy-waits before it sleeps, where all ranks share memory: 50, unless others need
-                the cores, when not given; 1e6, say, for ranks that own their cores; 0: never.
-            on_reducer_loss: "raise"; or "continue": ranks finish all operations in place of a reducer that died or is
-                silent, until it is back, and log that; each keeps its last results, 16 MB at most. Or "reform": they
-                bootstrap again without it and repeat operations, which keep their inputs and results until then.
-            reducer_silence_s: with "continue": when a reducer is given up that is waited for and moves no byte.
-            hierarchical: all-reduce within each host first, through its shared memory, and once across hosts: a host
-                sends what one rank would, whatever the number of its ranks. Elements are summed in rank order within
-                each host, and then in the order of the hosts, by their lowest rank. All other collectives are refused.
-            hosts: with `hierarchical`, the name of each rank's host, or of whatever shares a link to the rest, the same
-                on all ranks; found by default.
+            name: name of the group, unique on its store. Use the same name again only with another `epoch`.
+            reducers: "host:port" of each dedicated reducer.
+            shares: "auto" (best for `rates`), "equal" (equal on the ranks, none on reducers), or a number for each rank
+                and then each reducer, of sum 1.
+            algorithm: "shares", or "ring" for networks where a rank reaches only its neighbours.
+            rates: bytes/s of each rank's and then each reducer's link, for shares="auto"; equal by default.
+            timeout_s: deadline of the bootstrap and default deadline of operations, in seconds.
+            secret: ranks and reducers must prove that they know it. Without one, ranks prove that they know the key in
+                the store, and reducers must have no secret either.
+            epoch: number of this incarnation of the group. Connections of earlier ones are refused.
+            transport: "auto" uses shared memory within a host and TCP between hosts; "tcp" uses TCP everywhere.
+            cross_memory: let ranks of one host read arrays out of each other's memory if the kernel allows it. False
+                copies everything through rings. Ranks may differ.
+            least_read_bytes: smallest all-reduce or reduce-scatter that is read out of the ranks' memory. By default:
+                with a core for each rank, whichever is faster from 64 KB on, measured now and then; with four or more
+                ranks a core, 4 MB; otherwise never. Needs algorithm="shares", transport="auto" and cross_memory. It has
+                no effect with reducers, several hosts or a `wire_dtype` (docs/decisions/065, 083, 089). If such an
+                operation fails, its array is undefined. Ranks may differ.
+            host: address to listen on; by default every interface, or loopback for a group of one.
+            window_bytes: how far a rank may run ahead of its results; by default it adapts to the network.
+            spin_us: how long a wait spins before it sleeps, if all ranks share memory, in microseconds. By default 50,
+                or less if others need the cores. Use 1e6 for ranks that own their cores, and 0 to never spin.
+            on_reducer_loss: what happens if a reducer dies or is silent. "raise" fails. "continue": the ranks do its
+                work until it is back, and log that; each keeps up to 16 MB of results for this. "reform": the ranks
+                bootstrap again without it and repeat operations, which keep their inputs until then.
+            reducer_silence_s: with "continue", a reducer that is waited for and sends nothing for this many seconds
+                counts as lost.
+            hierarchical: all-reduce within each host first, through shared memory, and then across hosts. A host sends
+                what one rank would. Elements are summed in rank order within a host, then in the order of the hosts'
+                lowest ranks. Other collectives are refused.
+            hosts: with `hierarchical`, the name of each rank's host, the same on all ranks; found by default.
 
         Raises:
-            WaitTimeoutError: ranks or reducers did not join in time; the message names them.
-            RanksDisagreeError: ranks were given different arguments.
+            ArgumentError: an argument is out of range, or two exclude each other.
+            WaitTimeoutError: a rank or reducer did not join in time. The message names it.
+            RanksDisagreeError: the ranks have different arguments.
             UntrustedPeerError: a member has another secret.
         """
         reducers = check_texts("reducers", reducers)
@@ -183,12 +191,12 @@ class Group:
 
     @property
     def reducers(self) -> tuple[str, ...]:
-        """host:port of the reducers in use."""
+        """Addresses ("host:port") of the reducers in use."""
         return self._session.owners.reducers
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The share of an array that each rank, and then each reducer, owns."""
+        """Share of an array that each rank, and then each reducer, owns."""
         return self._session.owners.shares
 
     # --- operations ---------------------------------------------------------------------------------------------------
@@ -196,7 +204,14 @@ class Group:
     def all_reduce(
         self, array: Any, op: str = "sum", wire_dtype: str | None = None, timeout_s: float | None = None
     ) -> Any:
-        """Reduces the array over all ranks, in place, and returns it. See `all_reduce_async`, `Work.wait`."""
+        """Reduces an array over all ranks, in place, and returns it.
+
+        Args:
+            array, op, wire_dtype, timeout_s: as for `all_reduce_async`.
+
+        Raises:
+            ArgumentError: the array or the op cannot be reduced. Other errors are those of `Work.wait`.
+        """
         memory = buffer_of(array)
         return self.all_reduce_memory(
             *memory, op=op, wire_dtype=wire_dtype, timeout_s=timeout_s, keep=array, soon=True
@@ -205,23 +220,25 @@ class Group:
     def all_reduce_async(
         self, array: Any, op: str = "sum", wire_dtype: str | None = None, timeout_s: float | None = None
     ) -> Work:
-        """Begins to reduce the array over all ranks, in place. Neither read nor write it until the work is done.
+        """Begins to reduce an array over all ranks, in place. Do not read or write it until the work is done.
 
-        Several operations may be in progress; all ranks begin them in the same order.
+        Several operations may be in progress. All ranks begin them in the same order.
 
         Args:
-            array: a C-contiguous NumPy array, torch tensor on the CPU, or anything with the buffer protocol or DLPack,
-                of float32, float64, bfloat16, float16, int8 to int64, uint8 to uint64, bool, complex64 or complex128,
-                of any shape. The same number of elements on all ranks.
-            op: "sum", "avg" (floats and complex), "min", "max", "product" (none of these three of complex), "band",
-                "bor" or "bxor" (integers and bool). 16-bit floats are reduced in float32 and rounded once; a sum of
-                bool is "or".
-            wire_dtype: "bfloat16" or "float16" to halve the bytes of a float32 array: every rank's elements and the
-                result are rounded once each.
-            timeout_s: deadline of the operation, from now; the group's by default.
+            array: a C-contiguous array with the same number of elements on all ranks: a NumPy array, a torch tensor on
+                the CPU, or an object with the buffer protocol or DLPack. float32, float64, bfloat16, float16, int8 to
+                int64, uint8 to uint64, bool, complex64 or complex128.
+            op: "sum", "avg" (floats and complex), "min", "max", "product" (not complex), "band", "bor" or "bxor"
+                (integers and bool). 16-bit floats are reduced in float32 and rounded once. The sum of bools is "or".
+            wire_dtype: "bfloat16" or "float16" to halve the bytes of a float32 array. Each rank's elements and the
+                result are rounded once.
+            timeout_s: deadline from now, in seconds; the group's by default.
+
+        Returns:
+            The operation in progress.
 
         Raises:
-            ArgumentError: an array or op that cannot be reduced. Other ranks are not affected.
+            ArgumentError: the array or the op cannot be reduced. Other ranks are not affected.
             CollectiveClosedError: the group was closed.
         """
         return self.all_reduce_memory(*buffer_of(array), op=op, wire_dtype=wire_dtype, timeout_s=timeout_s, keep=array)
@@ -238,7 +255,7 @@ class Group:
         keep: Any = None,
         soon: bool = False,
     ) -> Work:
-        """`all_reduce_async` of `count` elements at a memory address, for callers that have no array.
+        """Internal: `all_reduce_async` of `count` elements at a memory address, for callers without an array.
 
         `keep` is held, and returned by `Work.wait`: whatever owns the memory. `soon`: this thread waits for it next.
         """
@@ -270,7 +287,11 @@ class Group:
     def reduce_scatter(
         self, inputs: Sequence[Any], output: Any, op: str = "sum", timeout_s: float | None = None
     ) -> Any:
-        """Reduces `inputs[r]` of all ranks into the `output` of rank r, and returns the output."""
+        """Reduces `inputs[r]` of all ranks into the `output` of rank r, and returns the output.
+
+        Args:
+            inputs, output, op, timeout_s: as for `reduce_scatter_async`.
+        """
         return self._exchange(
             exchange_of("reduce_scatter", inputs, [output], op, 0), timeout_s, output, inputs, True
         ).wait()
@@ -278,61 +299,110 @@ class Group:
     def reduce_scatter_async(
         self, inputs: Sequence[Any], output: Any, op: str = "sum", timeout_s: float | None = None
     ) -> Work:
-        """Begins `reduce_scatter`. Inputs stay unchanged until the work is done, which is when all owners have them.
+        """Begins to reduce `inputs[r]` of all ranks into the `output` of rank r.
+
+        Do not change the inputs until it is done.
 
         Args:
             inputs: one array for each rank. `inputs[r]` has the same size on all ranks.
-            output: of the size of this rank's own input.
-            op, timeout_s: as in `all_reduce_async`.
+            output: array of the size of this rank's own input.
+            op: as for `all_reduce_async`.
+            timeout_s: deadline from now, in seconds; the group's by default.
+
+        Returns:
+            The operation in progress. It is done when all owners have the inputs.
 
         Raises:
-            ArgumentError: arrays that cannot be exchanged, or a group with reducers, with ranks without a share, or of
-                algorithm "ring".
+            ArgumentError: the arrays do not fit each other; or the group has reducers, ranks without a share, or
+                algorithm="ring".
             CollectiveClosedError: the group was closed.
         """
         return self._exchange(exchange_of("reduce_scatter", inputs, [output], op, 0), timeout_s, output, inputs)
 
     def all_gather(self, array: Any, outputs: Sequence[Any], timeout_s: float | None = None) -> Sequence[Any]:
-        """Copies the `array` of rank r into `outputs[r]` on all ranks, and returns the outputs."""
+        """Copies the `array` of rank r into `outputs[r]` on all ranks, and returns the outputs.
+
+        Args:
+            array, outputs, timeout_s: as for `all_gather_async`.
+        """
         asked = exchange_of("all_gather", [array], outputs, "sum", 0)
         result: Sequence[Any] = self._exchange(asked, timeout_s, outputs, array, soon=True).wait()
         return result
 
     def all_gather_async(self, array: Any, outputs: Sequence[Any], timeout_s: float | None = None) -> Work:
-        """Begins `all_gather`. Raises as `reduce_scatter_async`.
+        """Begins to copy the `array` of rank r into `outputs[r]` on all ranks.
 
         Args:
-            array: this rank's; sent from where it is, and unchanged until all ranks have it.
-            outputs: one array for each rank, of the size of that rank's.
+            array: this rank's array. Do not change it until the work is done.
+            outputs: one array for each rank, of the size of that rank's array.
+            timeout_s: deadline from now, in seconds; the group's by default.
+
+        Returns:
+            The operation in progress.
+
+        Raises:
+            ArgumentError, CollectiveClosedError: as for `reduce_scatter_async`.
         """
         return self._exchange(exchange_of("all_gather", [array], outputs, "sum", 0), timeout_s, outputs, array)
 
     def all_to_all(
         self, inputs: Sequence[Any], outputs: Sequence[Any], timeout_s: float | None = None
     ) -> Sequence[Any]:
-        """Copies `inputs[r]` into `outputs[this rank]` on rank r, and returns the outputs."""
+        """Copies `inputs[r]` into `outputs[this rank]` on rank r, and returns the outputs.
+
+        Args:
+            inputs, outputs, timeout_s: as for `all_to_all_async`.
+        """
         asked = exchange_of("all_to_all", inputs, outputs, "sum", 0)
         result: Sequence[Any] = self._exchange(asked, timeout_s, outputs, inputs, soon=True).wait()
         return result
 
     def all_to_all_async(self, inputs: Sequence[Any], outputs: Sequence[Any], timeout_s: float | None = None) -> Work:
-        """Begins `all_to_all`: an array from each rank to each rank, of any sizes. Raises as `reduce_scatter_async`."""
+        """Begins to copy `inputs[r]` of every rank into its place among the `outputs` of rank r.
+
+        Args:
+            inputs: one array for each rank, of any sizes.
+            outputs: one array for each rank, of the size that that rank sends.
+            timeout_s: deadline from now, in seconds; the group's by default.
+
+        Returns:
+            The operation in progress.
+
+        Raises:
+            ArgumentError, CollectiveClosedError: as for `reduce_scatter_async`.
+        """
         return self._exchange(exchange_of("all_to_all", inputs, outputs, "sum", 0), timeout_s, outputs, inputs)
 
     def broadcast(self, array: Any, root: int, timeout_s: float | None = None) -> Any:
-        """Copies the array of rank `root` into that of all others, and returns it."""
+        """Copies the array of rank `root` into that of all others, and returns it.
+
+        Args:
+            array, root, timeout_s: as for `broadcast_async`.
+        """
         return self._exchange(
             exchange_of("broadcast", [array], [array], "sum", root), timeout_s, array, None, True
         ).wait()
 
     def broadcast_async(self, array: Any, root: int, timeout_s: float | None = None) -> Work:
-        """Begins `broadcast`. Raises as `reduce_scatter_async`. A rank that only receives may be done before others."""
+        """Begins to copy the array of rank `root` into that of all others. A rank that only receives may be done first.
+
+        Args:
+            array: array of the same size on all ranks.
+            root: rank whose array is copied.
+            timeout_s: deadline from now, in seconds; the group's by default.
+
+        Returns:
+            The operation in progress.
+
+        Raises:
+            ArgumentError, CollectiveClosedError: as for `reduce_scatter_async`.
+        """
         return self._exchange(exchange_of("broadcast", [array], [array], "sum", root), timeout_s, array, None)
 
     def exchange_memory(
         self, exchange: Exchange, timeout_s: float | None = None, keep: Any = None, soon: bool = False
     ) -> Work:
-        """Begins an exchange of numbers at memory addresses. `keep`, `soon`: as for `all_reduce_memory`."""
+        """Internal: begins an exchange of numbers at memory addresses. `keep`, `soon`: as for `all_reduce_memory`."""
         return self._exchange(exchange, timeout_s, keep, None, soon)
 
     def _exchange(
@@ -378,14 +448,22 @@ class Group:
     # --- the group ----------------------------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, Any]:
-        """Counters of this session.
+        """Counters of this group since its epoch began.
 
-        operations, elements, array_bytes; by_callers: ended on who waits's thread; bytes_sent and bytes_received by
-        path ("tcp", "shm"), headers and all; reduced_bytes as an owner; read_bytes out of other ranks' memory, not
-        sent; read_operations, reductions that were to be read so; links by path; window_bytes and least_delay_us of the
-        flow control; refused connections; read_denied: links whose peer's memory could be read, until the kernel denied
-        it; lost_reducers, now, reducer_losses and reducer_returns so far, and taken_over_bytes, reduced in their place.
-        Of a ring also `ring`: its hops between hosts (`crossings`), and the fewest of any order (`least_crossings`).
+        | key | meaning |
+        |---|---|
+        | operations, elements, array_bytes | operations that ended, and their size |
+        | by_callers | operations that ended on a thread that waited for them |
+        | bytes_sent, bytes_received | by path ("tcp", "shm"), with headers |
+        | reduced_bytes | bytes summed as an owner |
+        | read_bytes, read_operations | read out of other ranks' memory instead of sent |
+        | read_denied | links whose peer's memory was readable until the kernel denied it |
+        | links | number of links by path |
+        | window_bytes, least_delay_us | state of the flow control |
+        | refused | connections refused |
+        | lost_reducers, reducer_losses, reducer_returns | reducers lost now, and losses and returns so far |
+        | taken_over_bytes | bytes reduced in place of lost reducers |
+        | ring | of a ring: hops between hosts (`crossings`) and the fewest of any order (`least_crossings`) |
         """
         self._check_process()
         try:
@@ -403,7 +481,7 @@ class Group:
         return RingOrder.of(self._session.bootstrap.hosts)
 
     def error(self) -> GeartrainError | None:
-        """The error that ended the group; None while it is usable."""
+        """Error that ended the group; None while it is usable."""
         if forks() != self._forks:
             return CollectiveClosedError(_FORKED)
         fault = (session := self._session).native.fault()
@@ -442,14 +520,18 @@ class Group:
         self._session = new  # `close` ends it, if it came meanwhile
 
     def reform(self, without: Sequence[str] = ()) -> None:
-        """Starts the next epoch without some reducers. Called by all ranks, at the same point of their order of calls.
+        """Starts the next epoch, without some reducers. All ranks call it at the same point of their order of calls.
 
-        Operations in progress are completed in the new epoch. `Work.wait` does this by itself when a reducer is lost;
-        call it to take one out, or to begin again without those that are lost.
+        Operations in progress are completed in the new epoch. `Work.wait` does this itself when a reducer is lost. Call
+        it to take a reducer out, or to start again without those that are lost.
+
+        Args:
+            without: addresses of reducers to leave out, besides those that are lost.
 
         Raises:
-            WaitTimeoutError: ranks did not join in time.
-            ArgumentError: no reducer of that name, or a hierarchical group.
+            WaitTimeoutError: a rank did not join in time.
+            ArgumentError: the group has no such reducer, or is hierarchical.
+            CollectiveClosedError: the group was closed.
         """
         self._check_process()
         if isinstance(self._session, HierarchicalSession):
@@ -468,15 +550,21 @@ class Group:
             self._replace_session(self._session, tuple(without))
 
     def abort(self, reason: str) -> None:
-        """Ends the group on all ranks: their operations raise `CollectiveClosedError` with this reason."""
+        """Ends the group on all ranks. Their operations raise `CollectiveClosedError` with this reason.
+
+        Args:
+            reason: text of the error.
+        """
         self._check_process()
         self._session.native.abort(check_text("the reason", reason))
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Leaves the group, after sending what other members still need, for up to `timeout_s`.
+        """Leaves the group, after sending what other members still need.
 
-        Where operations are in progress here, they have a moment to complete and then fail, and this takes less than a
-        second.
+        Operations in progress here get a moment to complete and then fail; `close` then takes less than a second.
+
+        Args:
+            timeout_s: longest wait until the other members have what they need, in seconds.
         """
         timeout(timeout_s)
         if forks() != self._forks:

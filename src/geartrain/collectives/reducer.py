@@ -13,13 +13,19 @@ from geartrain.errors import ArgumentError
 
 
 class Reducer:
-    """Owns shares of ranks' arrays: receives them, sums them in rank order, returns the results.
+    """A dedicated reducer: it owns shares of the ranks' arrays, sums them in rank order, and returns the results.
 
-    Serves any number of groups at once, on `threads` threads of its own. It buffers a window of every rank, never whole
-    arrays: `max_window_bytes` for each rank and thread at most.
+    It serves any number of groups, on `threads` threads of its own. It buffers a window of each rank's array, at most
+    `max_window_bytes` for each rank and thread, never whole arrays.
 
-        reducer = Reducer("127.0.0.1:0", threads=2)
-        group = Group(rank, world_size, store=store, reducers=reducer.addresses)
+    Examples:
+        >>> import numpy as np
+        >>> from geartrain.collectives import Group
+        >>> reducer = Reducer("127.0.0.1:0")  # any free port
+        >>> group = Group(0, 1, reducers=[reducer.address])
+        >>> group.all_reduce(np.ones(2)).tolist()
+        [1.0, 1.0]
+        >>> group.close(); reducer.close()
     """
 
     #: The most that `threads` may be.
@@ -38,17 +44,18 @@ class Reducer:
         """Listens at once.
 
         Args:
-            bind: host:port; port 0 is any free one. Anything but loopback needs a secret.
+            bind: "host:port"; port 0 is any free one. Any host but loopback needs a secret.
             secret: ranks must prove that they know it. Nothing is encrypted.
             transport: "auto" shares memory with ranks of this host, "tcp" does not.
-            max_window_bytes: how far ahead of its results a rank may send.
-            max_groups: more groups at once are refused.
-            threads: that receive, sum and send, 1 to 64. Each serves other groups, or another share of a group that
-                lists the address as often: see `addresses`.
+            max_window_bytes: how far a rank may run ahead of its results.
+            max_groups: most groups at once; further ones are refused.
+            threads: threads that receive, sum and send, 1 to 64. Each serves different groups, or another share of a
+                group that lists the address more than once: see `addresses`.
 
         Raises:
-            UntrustedPeerError: no secret, and not loopback.
-            GeartrainError: the port is taken, or the host is not this one.
+            UntrustedPeerError: `bind` is not loopback, and there is no secret.
+            ArgumentError: an argument is out of range.
+            GeartrainError: the port is taken, or the address is not of this host.
         """
         check_choice("transport", transport, ("auto", "tcp"))
         threads = check_whole("threads", threads)
@@ -77,21 +84,28 @@ class Reducer:
 
     @property
     def address(self) -> str:
-        """host:port, for `Group(reducers=)`."""
+        """Address of the reducer ("host:port"), for `Group(reducers=...)`."""
         return self._native.address
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The address once for each thread: a group that is given them has a share on each, all by the same port."""
+        """The address, once for each thread. A group that is given all of them has a share on each thread."""
         return (self.address,) * self._threads
 
     def metrics(self) -> dict[str, Any]:
-        """Counters: groups and ranks now, groups served and failed, operations (counted for each share that a group has
-        here), bytes each way, bytes of memory in use for chunks, connections refused."""
+        """Counters of the reducer.
+
+        Groups and ranks now; groups served and failed; operations, counted once for each share that a group has here;
+        bytes each way; bytes of memory in use for chunks; connections refused.
+        """
         return self._native.counts()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Refuses new groups, waits for those in use to leave, then ends the rest with an error."""
+        """Refuses new groups, waits for those in use to leave, then ends the rest with an error.
+
+        Args:
+            timeout_s: longest wait, in seconds.
+        """
         self._native.close(timeout(timeout_s))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:

@@ -71,8 +71,12 @@ class Issue:
 class Work:
     """An operation in progress. Its arrays belong to the group until it is done.
 
-    Made by `Group.all_reduce_async` and the like. A group that continues without a lost reducer issues the operation
-    again in its next session; the handle stays.
+    `Group.all_reduce_async` and its siblings return it. If a reducer is lost and the group continues, the operation is
+    repeated and the handle stays valid.
+
+    Args:
+        name, recover, address, count, dtype, wire_dtype, op, timeout_s, array, exchange: set by the group, which makes
+            the object.
     """
 
     __slots__ = (
@@ -132,12 +136,12 @@ class Work:
 
     @property
     def what(self) -> str:
-        """The collective and its group, for people."""
+        """Name of the collective and of its group, for messages."""
         collective = "all-reduce" if self.exchange is None else self.exchange.collective.replace("_", "-")
         return f"{collective} of {self.name}"
 
     def done(self) -> bool:
-        """Whether it has ended, with a result or an error. Never waits."""
+        """Whether it has ended, with a result or an error. Returns at once."""
         issue = self.issue
         if self._complete or issue is None or forks() != self._forks:
             return self._complete
@@ -148,15 +152,19 @@ class Work:
         return True
 
     def wait(self, timeout_s: float | None = None) -> Any:
-        """Waits for the result, and returns the array, or the outputs.
+        """Waits for the result, and returns the array or the outputs.
 
-        The operation has a deadline of its own, counted from its call; a shorter `timeout_s` ends this wait only. When
-        a reducer was lost and the group continues without it (`on_reducer_loss`), so does the operation.
+        If a reducer is lost and the group continues without it (`on_reducer_loss`), so does the operation.
+
+        Args:
+            timeout_s: longest wait, in seconds. The operation has a deadline of its own, counted from its call; a
+                shorter `timeout_s` ends only this wait.
 
         Raises:
             CollectiveTimeoutError: not complete in time; `ranks` and `reducers` name the members that are behind.
-            RankLostError, ReducerLostError: a member died, disconnected or left.
-            RanksDisagreeError: another rank issued a different operation.
+            RankLostError: a rank died, disconnected or left.
+            ReducerLostError: a reducer died or disconnected.
+            RanksDisagreeError: another rank began a different operation.
             CollectiveClosedError: the group was closed or aborted.
         """
         # The operation's own deadline ends it; what is added covers the event loop's time to report that.
@@ -180,7 +188,7 @@ class Work:
         return self.array if self.exchange is None else self.array[0]
 
     def trace_begin(self, session: str, rank: int, world_size: int, began_s: float) -> None:
-        """Traces that this rank began it, in a session of that name; an arrow leads to where the next rank waits."""
+        """Internal: traces that this rank began it, in a session of that name."""
         assert self.issue is not None
         number, ended_s = self.issue.number, time.perf_counter()
         self.trace_arrow, ahead = (f"{session}/{number}/{(rank + n) % world_size}" for n in (0, 1))
@@ -188,7 +196,7 @@ class Work:
         trace.slice_of(f"begin {self.what}", "collective", began_s, ended_s, flow_out=ahead, **more)
 
     def error(self) -> GeartrainError | None:
-        """Why it failed; None when it succeeded, or has not ended."""
+        """Error that it ended with; None if it succeeded, or has not ended."""
         issue = self.issue
         if self._complete or issue is None or forks() != self._forks or not issue.native.done():
             return None
@@ -196,7 +204,7 @@ class Work:
         return None if fault is None else issue.session.error_of(fault)
 
     def complete(self, issue: Issue) -> None:
-        """Marks it as complete, after copying a result that was kept beside the array into it."""
+        """Internal: marks it as complete, after copying a result that was kept apart into the array."""
         with self._lock:
             if not self._complete and issue.result is not None:
                 ctypes.memmove(self.address, issue.result.ctypes.data, self.nbytes)

@@ -15,30 +15,37 @@ from geartrain.errors import ArgumentError
 
 @dataclass(frozen=True, eq=False)
 class Keys:
-    """Rows of one store or several, each with the generation it had: (n,) uint32 and (n,) uint32.
+    """Keys of n rows: each names one trajectory, and never the one that overwrites it.
 
-    A row's generation changes whenever it is overwritten or removed, so a key names one trajectory and never its
-    successor. Functions that take keys skip and count stale ones.
+    A row's generation changes whenever the row is overwritten or removed. A key whose generation differs is stale.
+    Functions that take keys skip stale ones and count them.
 
-    `store` is the id of the segment that the rows are in (`Store.id`): an int for all of them, or (n,) uint64. Ids are
-    random numbers of 64 bits, so a key names one trajectory in the whole job, and stays what it is when it is pickled,
-    sent or saved. A store refuses the keys of another; a segment that is created anew under an old name, and one that
-    is loaded from a checkpoint, is another (`of_store` says on purpose that the rows are the same). Keys made by hand
-    have None, and are of the store that they are given to.
+    Index keys with an integer, slice, mask or index array; `+` joins them. `==` compares rows, generations and shards,
+    but not stores, so that you can compare the batches of two runs.
 
-    `step` (n,) uint32 is the step of its row that a key names, where a store keeps priorities of steps
-    (`priority_per="step"`): batches have it; `Store.insert` and `Store.keys` return keys of rows, with None. It goes
-    stale with its row.
-
-    `shard` (n,) uint16 is the number of each row's store or shard in its replay, of several; None when there is only
-    one. `draw` (n,) int64 is the row's number in a global batch, where it is part of one.
-
-    Index with an integer, slice, mask or index array to get the keys of some; `+` joins. `==` compares rows,
-    generations and shards, not stores, so that the batches of two runs can be compared.
+    Args:
+        row: (n,) uint32, row numbers.
+        generation: (n,) uint32, generation that each row had.
+        shard: (n,) uint16, number of each row's store or shard in its replay; None if there is only one.
+        draw: (n,) int64, the row's number in a global batch; None outside of one.
+        store: id of the rows' segment (`Store.id`), an int for all or (n,) uint64. Ids are random, so a key stays valid
+            when it is pickled, sent or saved, and a store refuses the keys of another. A segment that is created again,
+            or loaded from a checkpoint, has a new id: see `of_store`. None stands for the store that the keys are given
+            to.
+        step: (n,) uint32, step of the row, for stores with `priority_per="step"`. Batches have it; `Store.insert` and
+            `Store.keys` return keys of rows, with None.
 
     Raises:
-        ArgumentError: arrays of other shapes, or numbers that no row, generation, shard or store has.
-        IndexError: an index that is none, or of a key that is not there.
+        ArgumentError: an array has the wrong shape, or a number is out of range.
+        IndexError: an index is out of range or has the wrong type.
+
+    Examples:
+        >>> import geartrain as gt
+        >>> keys = gt.Keys([3, 5], [1, 1])
+        >>> keys[1] == gt.Keys([5], [1])
+        True
+        >>> len(keys + keys)
+        4
     """
 
     __array_ufunc__ = None  # NumPy's operators leave keys alone
@@ -79,10 +86,10 @@ class Keys:
 
     @classmethod
     def packed(cls, raw: bytes | tuple[int, int], store: int) -> Keys:
-        """Keys of a store's rows of which the native layer gave the bytes (rows, then generations, uint32), or of one
-        row the numbers.
+        """Internal: keys of a store's rows from the bytes of the native layer (rows, then generations, uint32), or from
+        the numbers of one row.
 
-        Their arrays are made when they are first looked at: writers often drop the keys of what they insert.
+        The arrays are made when they are first used: writers often drop the keys of what they insert.
         """
         keys = cls.__new__(cls)
         keys.__dict__.update(_raw=raw, store=store)
@@ -101,7 +108,7 @@ class Keys:
         return len(self.row)
 
     def __call__(self) -> NoReturn:
-        """Raises `TypeError`: who calls the keys of a batch, as `dict(batch)` does, takes it for a mapping."""
+        """Raises `TypeError`. `dict(batch)` would call it, because a batch has an attribute `keys`."""
         raise TypeError(
             "these are keys of rows, and no method: a batch's fields are dict(batch.fields) or batch.items(), their "
             "names list(batch), and batch.as_dict() has the metadata too"
@@ -151,7 +158,11 @@ class Keys:
         return f"Keys({len(self)}: {shown}{', ...' if len(self) > 4 else ''})"
 
     def of_shard(self, number: int) -> Keys:
-        """The same keys with `number` as their shard."""
+        """The same keys with another shard number.
+
+        Args:
+            number: the shard.
+        """
         return Keys(
             self.row,
             self.generation,
@@ -162,10 +173,13 @@ class Keys:
         )
 
     def of_store(self, store: int | None) -> Keys:
-        """The same rows and generations in another store, by its id; None for any store.
+        """The same rows and generations in another store.
 
-        For a store that was loaded from a checkpoint, in which the rows have their places and generations: keys made
-        before the checkpoint was saved name the same trajectories there. Those made later may name others.
+        Use it after `Store.load`: rows keep their places and generations, so keys made before the save name the same
+        trajectories in the new store. Keys made after the save may name others.
+
+        Args:
+            store: id of the other store; None for any store.
         """
         return Keys(self.row, self.generation, None, self.draw, store, self.step)
 
@@ -180,23 +194,30 @@ class Keys:
         draw: NDArray[np.int64] | None = None,
         step: NDArray[np.uint32] | None = None,
     ) -> Keys:
-        """Keys of a store's rows from the arrays that its native layer returned, without a check of them."""
+        """Internal: keys from arrays of the native layer, without a check."""
         made = cls.__new__(cls)
         made.__dict__.update(row=row, generation=generation, shard=shard, draw=draw, store=store, step=step)
         return made
 
     def of_steps(self, step: ArrayLike) -> Keys:
-        """The keys of steps (n,) of these rows; one number is the step of each."""
+        """Keys of single steps of these rows.
+
+        Args:
+            step: (n,) step of each row, or one number for all.
+        """
         steps = np.broadcast_to(_whole("steps", step, np.uint32), self.row.shape) if np.ndim(step) == 0 else step
         return Keys(self.row, self.generation, self.shard, self.draw, self.store, np.array(steps))
 
     def without_steps(self) -> Keys:
-        """The same keys without steps: of the rows."""
+        """The same keys without steps: keys of rows."""
         return Keys(self.row, self.generation, self.shard, self.draw, self.store)
 
     @staticmethod
     def join(parts: Iterable[Keys]) -> Keys:
-        """The keys of all parts.
+        """Concatenates keys.
+
+        Args:
+            parts: keys to concatenate.
 
         Raises:
             ArgumentError: only some of the parts have a shard, a store or steps.
@@ -227,10 +248,10 @@ class Keys:
         )
 
     def as_array(self) -> NDArray[np.int64]:
-        """The keys as numbers, (n, 6) int64: store, row, generation, step, shard and draw; -1 for those that are None.
+        """The keys as numbers, (n, 6) int64: store, row, generation, step, shard and draw; -1 for None.
 
-        For what only moves arrays and tensors, such as a torch `DataLoader`. `from_array` is the way back, which
-        functions that take keys go by themselves.
+        Use it where only arrays and tensors pass, such as a torch `DataLoader`. Functions that take keys accept these
+        numbers too.
         """
         made = np.full((len(self), 6), -1, np.int64)
         if self.store is not None:
@@ -242,10 +263,13 @@ class Keys:
 
     @classmethod
     def from_array(cls, array: ArrayLike) -> Keys:
-        """Keys of the numbers that `as_array` made: (..., 6), an array, or a tensor on any device.
+        """Keys from the numbers that `as_array` made.
+
+        Args:
+            array: (..., 6) integers: an array, or a tensor on any device.
 
         Raises:
-            ArgumentError: another shape, or numbers that no keys have.
+            ArgumentError: another shape, or numbers that are out of range.
         """
         given: Any = array
         found = np.asarray(given.detach().cpu() if hasattr(given, "detach") else given)
@@ -263,20 +287,26 @@ class Keys:
 
     @staticmethod
     def empty() -> Keys:
-        """No key at all."""
+        """No keys: n = 0."""
         return Keys(np.empty(0, np.uint32), np.empty(0, np.uint32))
 
     # --- their stores -----------------------------------------------------------------------------------------
 
     def is_of(self, store: int) -> NDArray[np.bool_]:
-        """(n,) bool: whether each row is in the store with this id. Keys made by hand may be of any store."""
+        """(n,) bool: whether each row is in a store. Keys with `store=None` may be of any.
+
+        Args:
+            store: id of the store.
+        """
         if isinstance(self.store, np.ndarray):
             mine: NDArray[np.bool_] = self.store == np.uint64(store)
             return mine
         return np.full(len(self), self.store is None or self.store == store)
 
     def check_store(self, store: int, name: str) -> None:
-        """Raises `ArgumentError` unless all rows are in the store with this id. Cost: at most one comparison a key."""
+        """Internal: raises `ArgumentError` unless all rows are in the store with this id. Cost: at most one comparison
+        a key.
+        """
         mine = self.store
         if mine is None:
             if self.shard is not None and len(self):
@@ -292,16 +322,11 @@ class Keys:
             _refuse(len(foreign), len(self), int(mine[foreign[0]]), store, name)
 
     def places_among(self, stores: NDArray[np.uint64], what: str = "stores") -> NDArray[np.int64]:
-        """(n,) int64: the place of each row's store among some stores, given by their ids.
+        """Internal: (n,) int64, the place of each row's store among `stores`, which are ids (k,) uint64.
 
-        Where a store stands there more than once it is the key's `shard`, if that is one of its places, or the first.
-
-        Args:
-            stores: (k,) uint64, the ids.
-            what: they are, for error messages.
-
-        Raises:
-            ArgumentError: rows of none of these stores; or, of keys made by hand, none of several is named.
+        A store that occurs more than once is found by the key's `shard` if that is one of its places, else at its first
+        place. `what` says in errors what the stores are. Raises `ArgumentError` for rows of none of the stores, and for
+        keys without a store if there are several.
         """
         shard = None if self.shard is None else self.shard.astype(np.int64)
         if self.store is None:

@@ -33,19 +33,19 @@ def round_up(nbytes: int, alignment: int = ALIGNMENT) -> int:
 
 @dataclass(frozen=True, init=False)
 class Field:
-    """One column of a store: the shape and dtype of one step, or of a value that a row has once.
+    """One column of a store: the dtype and the shape of one step.
 
     Args:
-        shape: shape of one step; `()` for a scalar. How many steps a row holds at most is the store's
-            `max_length`. At most 7 axes, or 8 with `per_row=True`.
-        dtype: a name ("float32", "bfloat16", ...), a NumPy dtype or its code ("f4", "<i8"), or a torch dtype. "float"
-            and "int" are refused: NumPy and torch mean different ones.
-        per_row: the field has no time: a row has one value of this shape, however many steps it has.
+        shape: shape of one step; `()` for a scalar. A row holds up to `max_length` steps of it. At most 7 axes, or 8
+            with `per_row=True`.
+        dtype: a name ("float32", "bfloat16", ...), a NumPy dtype or its code ("f4", "<i8"), or a torch dtype. Write
+            "float64" instead of "float" and "int64" instead of "int": NumPy and torch disagree on the short names.
+        per_row: a row has one value of this shape instead of one for each step.
 
     Raises:
-        SchemaError: an empty axis, too many axes, an unknown dtype.
+        SchemaError: an axis is empty, there are too many axes, or the dtype is unknown.
 
-    Example:
+    Examples:
         >>> Field((11,), "float32").nbytes
         44
     """
@@ -77,20 +77,28 @@ class Field:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one step, or of the value that a row has once."""
+        """Bytes of one step, or of the row's one value with `per_row=True`."""
         return math.prod(self.shape) * self.itemsize
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """The NumPy dtype of the elements; raises `FieldError` where NumPy has none."""
+        """NumPy dtype of the elements. Raises `FieldError` for a dtype that NumPy lacks, such as bfloat16."""
         return numpy_dtype(DTYPES[self.dtype])
 
     def block_shape(self, max_length: int) -> tuple[int, ...]:
-        """Shape of a row's block in a store of `max_length` steps a row: time in front."""
+        """Shape of this field in one row: `(max_length, *shape)`, or `shape` with `per_row=True`.
+
+        Args:
+            max_length: the store's longest row, in steps.
+        """
         return self.shape if self.per_row else (max_length, *self.shape)
 
     def block_nbytes(self, max_length: int) -> int:
-        """Bytes of a row's block in a store of `max_length` steps a row, without the padding up to 64."""
+        """Bytes of this field in one row, without the padding to 64 bytes.
+
+        Args:
+            max_length: the store's longest row, in steps.
+        """
         return self.nbytes if self.per_row else max_length * self.nbytes
 
 

@@ -1,11 +1,10 @@
 """Integrations: dataset importers and exporters, other libraries' replay buffers, JAX and CuPy arrays, DI-engine.
 
-`import_dataset(source, into)` imports a dataset of another format into a new store; `ingest` fills an existing store,
-and `open_source` gives the episodes alone. `export_store(store, path)` writes a store as a dataset. One file per
-format, each with one optional dependency that is imported on use.
+`import_dataset(source, into)` imports a dataset into a new store. `ingest` fills an existing store, and `open_source`
+gives the episodes alone. `export_store(store, path)` writes a store as a dataset.
 
-Replay buffers over a store are in `sb3`, `torchrl`, `lerobot`, `rlinf` and `jax`, arrays of batches in `jax` and
-`cupy`, and a message queue for DI-engine in `di_engine`.
+Replay buffers over a store are in `sb3`, `torchrl`, `lerobot`, `rlinf` and `jax`. Arrays of batches are in `jax` and
+`cupy`. A message queue for DI-engine is in `di_engine`. Optional packages are imported on first use.
 """
 
 from geartrain.integrations.datasets.episode import Episode, Extent, Source

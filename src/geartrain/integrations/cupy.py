@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 def as_cupy(batch: Batch) -> dict[str, Any]:
     """A batch's fields and metadata (`Batch.as_dict`) as CuPy arrays over the same memory.
 
-    The memory stays the batch's for as long as an array over it lives. CuPy's current stream waits for the one that the
-    batch was taken on. CuPy has no bfloat16: convert to float16 or float32 on the way.
+    The memory belongs to the batch while an array over it lives. CuPy's current stream waits for the one that the batch
+    was taken on. CuPy has no bfloat16: convert to float16 or float32 (`DeviceOptions(convert=...)`).
+
+    Args:
+        batch: a batch in device memory.
 
     Raises:
         MissingDependencyError: CuPy is not installed.

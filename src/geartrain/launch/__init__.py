@@ -11,13 +11,13 @@
         ],
     )
 
-`geartrain launch pendulum.py` runs it, and `geartrain launch pendulum.toml` the same from a file of tables. Each
-function of a learner or an agent gets a `Context`: the job's store, weights and RPC node, and reports for the table. A
-script that is run as a command gets it by `launch.context()`.
+`geartrain launch pendulum.py` runs it. `geartrain launch pendulum.toml` runs the same from a TOML file. Each function
+of a learner or an agent gets a `Context`: the job's store, weights and RPC node, and reports for the table. A script
+that is run as a command gets it from `launch.context()`.
 
-The job is over when its learners have returned; when any process dies more often than it may be started again; at
-Ctrl-C; or at its time limit. However it ends, every process ends, rows that were being written are freed, and after a
-failure the store stays for the next start to adopt. docs/launch.md has all of it, several hosts included.
+The job ends when its learners return, when a process dies more often than `max_restarts` allows, at Ctrl-C, or at its
+time limit. In every case all processes end, and rows that were being written are freed. After a failure the store
+stays, and the next start adopts it. docs/launch.md has the details, and several hosts.
 """
 
 from __future__ import annotations
@@ -45,23 +45,36 @@ def run(
     every_s: float = 10.0,
     metrics_port: int | None = None,
 ) -> Summary:
-    """Runs a job to its end on this host. For several hosts, each calls it.
+    """Runs a job to its end on this host. On several hosts, call it on each.
 
     Args:
-        job: see `Job`, or `load`.
-        folder: for a log of each process, launch.log and summary.json; by default runs/NAME-TIME.
-        position: of this host among those of the job; by default from the variables of torchrun or Slurm.
-        fresh: start with an empty store; by default rows that a failed job has left are adopted.
-        live: a live table, or lines; by default a table on a terminal.
+        job: a `Job`, or one that `load` returned.
+        folder: folder for a log of each process, launch.log and summary.json; by default runs/NAME-TIME.
+        position: position of this host among those of the job; by default from the variables of torchrun or Slurm.
+        fresh: start with an empty store; by default rows that a failed job left are adopted.
+        live: True shows a table, False prints lines; by default a table on a terminal.
         every_s: seconds between lines.
-        metrics_port: serve metrics for Prometheus on this port of the host; 0 is a free one.
+        metrics_port: port of this host that serves metrics for Prometheus; 0 is a free one.
+
+    Returns:
+        How the job went.
 
     Raises:
-        ProcessDiedError: a process died, and may not be started again; with its last lines of output.
+        ArgumentError: an argument is out of range, or the job does not fit the hosts.
+        ProcessDiedError: a process died and may not be restarted. The message has its last lines of output.
         JobTimeoutError: the job took longer than its `timeout_s`.
         JobInterruptedError: Ctrl-C, or SIGTERM.
         PeerLostError: the launcher of another host is lost.
         StoreExistsError: a job of this name runs already.
+
+    Examples:
+        >>> import contextlib, io, tempfile
+        >>> from geartrain import launch
+        >>> job = launch.Job("doc-hello", [launch.Role("greeter", ["echo", "hello"])])
+        >>> with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        ...     summary = launch.run(job, folder=folder, live=False)  # a Summary
+        >>> summary.outcome
+        'finished'
     """
     from geartrain.launch.launcher import Launcher  # a job's processes do not need it, and start faster
 

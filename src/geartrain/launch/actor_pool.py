@@ -53,23 +53,29 @@ _log = logging.getLogger(__name__)
 class ActorPool:
     """Processes that act until they are stopped.
 
+    As a context manager, leaving it stops the actors, which end their episodes and keep the steps. Any thread may stop
+    it, more than once. It belongs to the process that made it: in a forked child `stop` does nothing.
+
     Args:
-        store: where they write; they attach by its name.
+        store: the store that they write to; they open it by its name.
         make_environments: called in each process with its `ActorContext`; returns what `environments_of` takes. It is
-            pickled: a module's function, or a `functools.partial` of one.
+            pickled: use a module's function, or a `functools.partial` of one.
         make_policy: the same for the policy.
-        actors: how many processes.
-        seed: actor i uses seed + i * 1,000, and another one after each restart.
+        actors: number of processes.
+        seed: actor i uses seed + i * 1,000, and another seed after each restart.
         publish_every, overlap: as for `Store.recorder`.
-        max_restarts: of all actors together. With 0 the pool gives up at the first death.
-        threads: that torch may use in each process.
+        max_restarts: restarts of all actors together. 0 gives up at the first death.
+        threads: threads that torch may use in each process.
 
     Raises:
-        ArgumentError: no actors.
+        ArgumentError: there are no actors, or another argument is out of range.
         StoreClosedError: the store is closed.
 
-    Use it as a context manager; leaving it stops the actors, which end their episodes where they are. Any thread may
-    stop it, more than once. It belongs to the process that made it: in a forked child `stop` does nothing.
+    Examples:
+        >>> def collect(store, make_environments, make_policy):
+        ...     with ActorPool(store, make_environments, make_policy, actors=4) as pool:
+        ...         while len(store) < 1000:
+        ...             pool.check()  # raises if the actors died
     """
 
     def __init__(
@@ -152,11 +158,15 @@ class ActorPool:
             raise
 
     def stats(self) -> dict[str, Any]:
-        """What all actors have done, those that died included.
+        """What all actors have done, including those that died.
 
-        steps, episodes, rows; policy_share, environment_share, store_share (of their time, waits for the rate limiter
-        in the last); oldest_version, newest_version (of the models that act); mean_return (of their last episodes);
-        restarts; alive (processes).
+        | key | meaning |
+        |---|---|
+        | steps, episodes, rows | totals |
+        | policy_share, environment_share, store_share | shares of the actors' time, rate limiter in the last |
+        | oldest_version, newest_version | versions of the models that act |
+        | mean_return | mean return of the last episodes |
+        | restarts, alive | restarts so far, processes now |
         """
         column = self.counters.column
         steps = column("steps")
@@ -182,12 +192,13 @@ class ActorPool:
             raise self._failed
 
     def stop(self, timeout_s: float = STOP_S) -> None:
-        """Ends all actors: each after the step it is at, by SIGTERM after half of `timeout_s`, by SIGKILL at its end.
+        """Ends all actors: each after its present step, by SIGTERM after half of `timeout_s`, by SIGKILL at its end.
 
-        SIGTERM raises SystemExit in an actor that is still in its constructors, or in a step. Steps that it has not
-        published are lost with it then.
+        SIGTERM raises SystemExit in an actor that is still starting, or in a step. Its unpublished steps are then lost.
+        Rows that wait for the store's rate limiter are abandoned, because there may be no learner any more.
 
-        Rows that wait for the store's rate limiter are given back: there may be no learner any more to sample others.
+        Args:
+            timeout_s: time until the last actor is killed, in seconds.
         """
         if self._pid != os.getpid():
             return

@@ -22,14 +22,20 @@ _ACTOR_SEEDS, _RESTART_SEEDS = 1000, 1_000_003
 
 @dataclass(frozen=True)
 class ActorContext:
-    """Identity and seed of an actor's process.
+    """Identity and seed of an actor's process. The functions that make environments and policies get it.
 
     Attributes:
-        number, actors: which of how many it is.
-        seed: of its episodes, and for anything random of its policy (`actor_seed`).
-        restart: how often it was started again.
-        environments: the environments, for a policy that wants to know their spaces.
+        number: number of this actor, from 0.
+        actors: number of actors.
+        seed: seed of its episodes, and of anything random in its policy (`actor_seed`).
+        restart: how often it was restarted.
+        environments: the environments, for a policy that needs their spaces.
         job: under `geartrain launch`, this process's `launch.Context`; None in an `ActorPool`.
+
+    Examples:
+        >>> from geartrain.actors import RandomPolicy
+        >>> def make_policy(context):  # an ActorContext
+        ...     return RandomPolicy(context.environments.action_space, seed=context.seed)
     """
 
     number: int

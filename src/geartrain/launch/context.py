@@ -84,19 +84,33 @@ class ProcessSpec:
 
 
 class Context:
-    """A process's access to its job. `launch.context()` returns it; functions of a role get it as first argument.
+    """A process's access to its job. Functions of a role get it as first argument, others from `launch.context()`.
+
+    Args:
+        spec: set by the launcher; do not call the class itself.
 
     Attributes:
-        job: the job's name, which is also its store's and its weights'.
-        role, number, processes: name of its role, and which of how many processes of that role it is, over all hosts.
-        name: "ROLE-NUMBER", which is also its node's.
-        host, hosts: which of how many.
-        address: of this host, for others of the job.
-        has_store: whether a store of the job is on this host; otherwise `store` is that of a learners' host.
-        rank, world_size: of a learner; 0 of 1 for others.
-        restart: how often it was started again.
-        folder: of the job's logs, for files of the process; None outside of a launch.
-        reporter: its counters; `report` writes to them.
+        job: name of the job, of its store and of its weights.
+        role: name of the process's role.
+        number: number of this process in its role, over all hosts.
+        processes: number of processes of the role, over all hosts.
+        name: "ROLE-NUMBER", also the name of its node.
+        host: number of this host.
+        hosts: number of hosts.
+        address: address of this host, for other hosts of the job.
+        has_store: whether this host has a store of the job; otherwise `store` is one of a learners' host.
+        rank, world_size: of a learner; 0 and 1 for others.
+        restart: how often this process was restarted.
+        folder: folder of the job's logs, for files of the process; None outside of a launch.
+        reporter: counters of this process; `report` writes to them.
+
+    Examples:
+        >>> def learn(context, steps=1000):  # of launch.learners("file.py:learn")
+        ...     store, publisher = context.store(), context.publisher()
+        ...     for step in range(steps):
+        ...         context.report(steps=step + 1)
+        ...         if context.stopping:
+        ...             break
     """
 
     def __init__(self, spec: ProcessSpec | None = None) -> None:
@@ -130,14 +144,14 @@ class Context:
         refuse_copies(self, "call launch.context() there")
 
     def after_fork(self) -> None:
-        """In a forked child, whose node is the parent's: the lock anew, which another thread may have held."""
+        """Internal: in a forked child, replaces the lock that another thread may have held."""
         self._lock = threading.RLock()
 
     @property
     def stopping(self) -> bool:
         """Whether the job is ending and the function should return soon. Costs a microsecond.
 
-        Ranks that train together may see it at different steps: all-reduce it, or one of them waits for the others
+        Ranks that train together may see it at different steps. All-reduce it, so that no rank waits for the others
         until it is killed.
         """
         return self._signalled > 0 or self.reporter.stop_requested
@@ -156,10 +170,10 @@ class Context:
         """Reports progress of this process, which also counts as a heartbeat. Costs microseconds: call it every step.
 
         Args:
-            steps, samples, rows, episodes: totals of this process since it was started.
-            wait_s: total seconds that it has waited for other processes.
-            version: of the weights that it has trained last, or acts with.
-            metrics: other numbers to show: losses, returns; 16 names at most.
+            steps, samples, rows, episodes: totals of this process since it started.
+            wait_s: total time that it waited for other processes, in seconds.
+            version: version of the weights that it trained last, or acts with.
+            metrics: other numbers to show, such as losses and returns; at most 16 names.
         """
         for replay in self._replays:
             stats = replay.stats()
@@ -176,7 +190,11 @@ class Context:
         self.reporter.heartbeat()
 
     def watch(self, replay: Any) -> Any:
-        """Has `report` include this replay's samples and waits; returns it."""
+        """Adds a replay's samples and waits to `report`; returns the replay.
+
+        Args:
+            replay: a `geartrain.Replay`.
+        """
         self._replays.append(replay)
         return replay
 
@@ -198,26 +216,26 @@ class Context:
         timeout_s: float | None = None,
         **options: Any,
     ) -> Store | RemoteStore:
-        """The job's store on this host, or on a host with learners where this one has none (`has_store`).
+        """The job's store on this host, or one of a learners' host if this host has none (`has_store`).
 
-        Under a launcher it stays until the job is over, and `Job.keep_store` decides whether it is removed then. The
-        processes of hosts without learners are spread over the stores of those with, in order.
-
-        In a job with actors, replays of the job's store wait for rows while actors start (`Store.expect_writers`).
+        Under a launcher the store stays until the job is over; then `Job.keep_store` decides. Hosts without learners
+        are spread over the stores of those with learners, in order. In a job with actors, replays of the job's store
+        wait for rows while the actors start (`Store.expect_writers`).
 
         Args:
-            fields: of the store: it is created on this host if there is none, and its rows are adopted if a job that
-                died has left it. Without them this waits for another process to create it.
-            name: of another store, of this host; the job's name by default.
-            timeout_s: how long to wait for it; 60 by default, and 360 for one of another host, whose processes may
+            fields: fields of the store. If there is no store on this host, it is created; one that a dead job left is
+                adopted with its rows. Without fields this waits for another process to create the store.
+            name: name of another store of this host; the job's name by default.
+            timeout_s: longest wait, in seconds; by default 60, and 360 for a store of another host, whose processes may
                 start later.
-            options: for `Store.create`. In a launched job `trust` is what `Job.trust` says, for this process and all
-                others; only stores of other names may have another one.
+            options: as for `Store.create`. In a launched job `trust` is that of `Job.trust`, for all processes; only
+                stores of other names may differ.
 
         Raises:
-            ArgumentError: the job's store, with another `trust` than the job has; with fields, where there is none.
-            WaitTimeoutError: no process created it in time.
-            IncompatibleStoreError: a store of that name has other fields; `geartrain remove NAME`, or --fresh.
+            ArgumentError: `trust` differs from the job's, or fields were given on a host without a store.
+            WaitTimeoutError: no process created the store in time.
+            IncompatibleStoreError: a store of that name has other fields. Run `geartrain remove NAME`, or start with
+                --fresh.
         """
         of_job = self.folder is not None and name in ("", self.job)
         if of_job and not self.has_store:
@@ -264,16 +282,16 @@ class Context:
     def stores(self, own: Store | None = None, *, timeout_s: float = REMOTE_STORE_S) -> JobStores:
         """The stores of all hosts with learners, by their servers' names: "store-0", "store-1", ...
 
-        Rows of any of them are fetched (`gt.fetch(stores, keys)`), updated and removed by key, and inserted by name.
-        Their servers are there where `Job.serve_stores` says so, or a host without learners needs them.
+        Fetch rows of any of them by key (`gt.fetch(stores, keys)`), update and remove rows by key, and insert by name.
+        The servers run if `Job.serve_stores` is set, or if a host without learners needs them.
 
         Args:
-            own: this host's, which is opened once more by default.
-            timeout_s: how long to wait for each.
+            own: this host's store, if it is open already.
+            timeout_s: longest wait for each server, in seconds.
 
         Raises:
             ArgumentError: no process serves the job's stores.
-            WaitTimeoutError: one is not served in time.
+            WaitTimeoutError: a store is not served in time.
         """
         from geartrain.actors.job_stores import JobStores
 
@@ -329,7 +347,11 @@ class Context:
         time.sleep(pause_s)
 
     def publisher(self, **options: Any) -> weights.Publisher:
-        """A publisher of the job's weights (`weights.Publisher`): for one process of the job."""
+        """A publisher of the job's weights (`weights.Publisher`). One process of the job may have it.
+
+        Args:
+            options: as for `weights.Publisher`.
+        """
         import geartrain.weights as weights
 
         check_keywords("publisher", options, weights.Publisher)
@@ -339,7 +361,12 @@ class Context:
         return weights.Publisher(self.job, **options)
 
     def reader(self, source: str = "learner-0", **options: Any) -> weights.Reader:
-        """A reader of the job's weights (`weights.Reader`). `source` is the process that publishes, for other hosts."""
+        """A reader of the job's weights (`weights.Reader`).
+
+        Args:
+            source: name of the process that publishes, for other hosts.
+            options: as for `weights.Reader`.
+        """
         import geartrain.weights as weights
 
         check_keywords("reader", options, weights.Reader)
@@ -349,10 +376,10 @@ class Context:
         return weights.Reader(self.job, **options)
 
     def node(self, **options: Any) -> Node:
-        """This process's `rpc.Node`, which the job's other processes call by this process's name; created at first use.
+        """This process's `rpc.Node`, made at the first call. The job's other processes call it by this process's name.
 
         Args:
-            options: for `Node`.
+            options: as for `rpc.Node`.
         """
         from geartrain.rpc import Node
 
@@ -375,12 +402,16 @@ class Context:
     def policy(self, function: str, *, agent: str = "agent", timeout_s: float = 30.0) -> RemotePolicy:
         """A policy that calls an agent of this host, or of the hosts that the role runs on.
 
-        A call to an agent that dies is retried until it is back, within `timeout_s`.
+        A call to an agent that dies is retried until the agent is back, within `timeout_s`.
 
         Args:
-            function: its name there (`rpc.batched` or `rpc.function`).
-            agent: the role's name; processes are distributed round-robin over its agents, of this host if it has any.
-            timeout_s: longest wait for a reply.
+            function: name of the agent's function (`rpc.batched` or `rpc.function`).
+            agent: name of the agents' role. Processes are distributed round-robin over its agents, of this host if it
+                has any.
+            timeout_s: longest wait for a reply, in seconds.
+
+        Raises:
+            ArgumentError: the job has no such role.
         """
         from geartrain.actors.policy import RemotePolicy
 
@@ -405,13 +436,16 @@ class Context:
     # --- signals --------------------------------------------------------------------------------------------------
 
     def on_signals(self) -> None:
-        """Handles signals: SIGTERM sets `stopping`, a second one raises SystemExit; Ctrl-C is left to the launcher."""
+        """Internal: handles signals.
+
+        SIGTERM sets `stopping`, a second one raises SystemExit; Ctrl-C is left to the launcher.
+        """
         signal.signal(signal.SIGTERM, self._on_term)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         atexit.register(self.ends)
 
     def ends(self) -> None:
-        """The process ends by itself: SIGTERM is ignored, which would interrupt its exit or change its exit code."""
+        """Internal: the process ends by itself; SIGTERM is ignored, which would change its exit code."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

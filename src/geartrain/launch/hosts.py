@@ -22,14 +22,16 @@ POD_HOSTS, POD_FIRST_HOST, POD_MASTER = "GEARTRAIN_HOSTS", "GEARTRAIN_FIRST_HOST
 
 @dataclass(frozen=True)
 class HostPosition:
-    """Position of a launcher among the hosts of a job, and the addresses of its rendezvous.
+    """Position of a launcher among the hosts of a job, and the addresses of the rendezvous.
 
     Attributes:
-        host, hosts: which of how many.
-        master_addr, master_port: rendezvous of the ranks; port 0 is a free one, on one host.
-        coordinator_port: of the launchers' coordinator on host 0; master_port + 1 by default.
+        host: number of this host.
+        hosts: number of hosts.
+        master_addr: host of the ranks' rendezvous.
+        master_port: port of the ranks' rendezvous; 0 is a free one, on one host.
+        coordinator_port: port of the launchers' coordinator on host 0; master_port + 1 by default.
         agent_store: the ranks use torchrun's store, which listens at master_port already.
-        name_s: how long the name of host 0 may take to be known here.
+        name_s: longest wait until the name of host 0 can be resolved, in seconds.
     """
 
     host: int = 0
@@ -49,17 +51,24 @@ def host_position(
     master: str | None = None,
     coordinator_port: int | None = None,
 ) -> HostPosition:
-    """This launcher's position.
+    """This launcher's position among the hosts of a job, from its environment.
 
     Args:
-        environment: with torchrun's variables (one launcher a host: `--nproc-per-node 1`), or Slurm's (one task a
-            host), or those of a pod (`geartrain generate kubernetes`), or none: one host.
-        hosts, host: how many, and which this is, instead.
+        environment: variables of torchrun (one launcher a host: `--nproc-per-node 1`), of Slurm (one task a host), or
+            of a pod (`geartrain generate kubernetes`); without any of these, one host.
+        hosts: number of hosts, instead of the environment's.
+        host: number of this host, instead of the environment's.
         master: "host:port" of host 0 for the ranks' rendezvous; needed with `hosts`.
-        coordinator_port: of the launchers' coordinator on host 0; the ranks' port and one by default.
+        coordinator_port: port of the launchers' coordinator on host 0; by default the one after the ranks' port.
 
     Raises:
-        ArgumentError: the arguments or variables contradict each other; several hosts of Slurm's without srun.
+        ArgumentError: arguments or variables contradict each other, or a Slurm job of several hosts was started without
+            srun.
+
+    Examples:
+        >>> from geartrain import launch
+        >>> launch.host_position({}, hosts=2, host=1, master="10.0.0.1:29500").host  # of a HostPosition
+        1
     """
     if hosts is not None or host is not None or master is not None:
         if hosts is None or host is None or (hosts > 1 and master is None):

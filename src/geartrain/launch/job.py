@@ -36,27 +36,28 @@ _WORD = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 @dataclass(frozen=True)
 class Role:
-    """Processes of a job that do the same. `learners`, `agents`, `actors`, `reducers` make the usual ones.
+    """Processes of a job that do the same. `learners`, `agents`, `actors` and `reducers` make the usual ones.
 
     Attributes:
-        name: of the role; its processes are NAME-0, NAME-1, ...
-        run: what they run: "module:function", "file.py:function", a function of a module, or a command (a list of
-            words). A function is called with its `Context` and `args`; a command gets it by `launch.context()`.
-        processes: how many, on each of its hosts.
-        kind: "learner": ranks, with torchrun's environment variables; the job is over when all have returned.
-            "agent", "reducer": must not end by themselves, and are stopped last. "actor", "other": may return when they
-            are done.
-        args: further arguments of the function, by name: what JSON can hold.
-        max_restarts: of all its processes together, on each host. Learners die and start again together.
-        threads: that OpenMP, and so torch, may use in each process; None leaves it alone.
+        name: name of the role; its processes are NAME-0, NAME-1, ...
+        run: "module:function", "file.py:function", a function of a module, or a command as a list of words. A function
+            is called with its `Context` and `args`; a command gets the context from `launch.context()`.
+        processes: number of processes on each of its hosts.
+        kind: "learner": ranks, with torchrun's environment variables; the job ends when all have returned. "agent",
+            "reducer": must not return, and are stopped last. "actor", "other": may return when they are done.
+        args: keyword arguments of the function; values that JSON can hold.
+        max_restarts: restarts of all its processes together, on each host. Learners are restarted together.
+        threads: threads that OpenMP, and so torch, may use in each process; None does not limit them.
         env: further environment variables.
-        hosts: which run it: "all", "first" (host 0), ranges such as "0-3,6-", or classes of `Job.hosts`, as a string;
-            or a list of host numbers. Hosts without learners have no store: there `Context.store` is that of a
-            learners' host (`RemoteStore`).
-        silent_s: heartbeat timeout: a process that has not reported for so long is killed, and counts as dead; it first
-            reports when it gets its context. None for no timeout.
-        cpus, gpus, memory_gb: of each process, which Slurm, Kubernetes and Ray are asked for (resources.py). Without
-            `cpus` that is `threads`; without `memory_gb` it is left to them. The launcher allots none of it.
+        hosts: hosts that run it: "all", "first" (host 0), ranges such as "0-3,6-", classes of `Job.hosts`, or a list of
+            host numbers. Hosts without learners have no store; `Context.store` is then a `RemoteStore` of a learners'
+            host.
+        silent_s: heartbeat timeout in seconds: a process that does not report for so long is killed and counts as dead.
+            None for no timeout.
+        cpus: cores of each process to request from Slurm, Kubernetes or Ray; by default `threads`. The launcher itself
+            enforces none of these three.
+        gpus: GPUs of each process to request.
+        memory_gb: memory of each process to request; by default the scheduler decides.
     """
 
     name: str
@@ -105,17 +106,31 @@ class Role:
 
 
 def learners(run: Target, processes: int = 1, *, name: str = "learner", **options: Any) -> Role:
-    """The ranks that train, with torchrun's environment variables (RANK, WORLD_SIZE, MASTER_ADDR, ...).
+    """Role of the ranks that train, with torchrun's environment variables (RANK, WORLD_SIZE, MASTER_ADDR, ...).
 
-    With `max_restarts` a rank's death has all ranks of the host killed and started again (one host only); with 0, the
-    default, it ends the job. `options`: as for `Role`.
+    A rank's death ends the job. With `max_restarts` all ranks of the host are killed and restarted instead (one host
+    only).
+
+    Args:
+        run: as for `Role`.
+        processes: number of ranks on each host.
+        name: name of the role.
+        options: as for `Role`.
     """
     check_keywords("launch.learners", options, Role)
     return Role(name, run, processes, "learner", **options)
 
 
 def agents(run: Target, processes: int = 1, *, name: str = "agent", max_restarts: int = 3, **options: Any) -> Role:
-    """Inference servers of actors (`Context.node`, `rpc.batched`); they serve until `Context.stopping`."""
+    """Role of inference servers for actors (`Context.node`, `rpc.batched`). They serve until `Context.stopping`.
+
+    Args:
+        run: as for `Role`.
+        processes: number of processes on each host.
+        name: name of the role.
+        max_restarts: restarts of all of them together, on each host.
+        options: as for `Role`.
+    """
     check_keywords("launch.agents", options, Role)
     return Role(name, run, processes, "agent", max_restarts=max_restarts, **options)
 
@@ -134,18 +149,22 @@ def actors(
     max_restarts: int = 10,
     **options: Any,
 ) -> Role:
-    """Processes that step environments and write episodes into the job's store, as `ActorPool`'s do.
+    """Role of processes that step environments and write episodes into the job's store.
 
     Args:
-        environments: called in each process with its `ActorContext`; returns what `environments_of` takes.
+        environments: function that is called in each process with its `ActorContext`; returns what `environments_of`
+            takes.
         policy: the same for the policy. The context's `job` is the process's `launch.Context`.
-        processes: how many, on each host.
-        name: of the role.
-        seed: process i uses seed + i * 1,000, and another one after each restart.
+        processes: number of processes on each host.
+        name: name of the role.
+        seed: process i uses seed + i * 1,000, and another seed after each restart.
         publish_every, overlap, priority: as for `Store.recorder`.
-        steps: of each process, after which it returns; by default it acts until the job ends.
-        max_restarts: of all of them together, on each host.
+        steps: steps of each process, after which it returns; by default it acts until the job ends.
+        max_restarts: restarts of all of them together, on each host.
         options: as for `Role`.
+
+    Raises:
+        ArgumentError: `environments` or `policy` is a command instead of a function.
     """
     check_keywords("launch.actors", options, Role)
     about = f"role {name!r}"
@@ -172,17 +191,17 @@ def reducers(
     max_restarts: int = 3,
     **options: Any,
 ) -> Role:
-    """Reducers of the learners' all-reduces: processes that own shares of them, on hosts with or without learners.
+    """Role of reducers for the learners' all-reduces, on hosts with or without learners.
 
-    The learners start once all reducers are there, with their addresses in GEARTRAIN_REDUCERS; DDP uses them with the
-    backend "geartrain", or by `geartrain_autoload` (docs/collectives-torch.md).
+    The learners start once all reducers are there, and find their addresses in GEARTRAIN_REDUCERS. DDP uses them with
+    the backend "geartrain", or through `geartrain_autoload` (docs/collectives-torch.md).
 
     Args:
-        processes: how many, on each host of the role.
-        name: of the role.
-        window_bytes: how far ahead of its results a rank may send.
-        threads: of each process, 1 to 64, each with a share of its own.
-        max_restarts: of all of them together, on each host. Groups that exist do not find one that was restarted.
+        processes: number of processes on each host.
+        name: name of the role.
+        window_bytes: how far a rank may run ahead of its results.
+        threads: threads of each process, 1 to 64, each with a share of its own.
+        max_restarts: restarts of all of them together, on each host. Existing groups do not find a restarted one.
         options: as for `Role`.
     """
     check_keywords("launch.reducers", options, Role)
@@ -194,26 +213,27 @@ def reducers(
 
 @dataclass(frozen=True)
 class Job:
-    """A job: its name, which is also its store's and its weights', and its roles.
+    """A job: its name and its roles.
 
     Attributes:
-        name: a plain word. One job of a name runs on a host at a time.
-        roles: of different names; one of learners at most. Without learners the job is over when all but agents are.
-        timeout_s: the job is stopped, with `JobTimeoutError`, when it takes longer. None for no limit.
-        stop_s: time for processes to end after SIGTERM; then they are killed.
-        keep_store: whether the store's segment stays when the job is over, for the next start to adopt its rows:
-            "never", "on_failure" (a death or the time limit, not Ctrl-C) or "always".
-        directory: where processes run and modules are found; the current one by default.
-        trust: who may write to the job's store and weights besides this process's user, as for `Store.create`: programs
-            of other users join them so. The processes of the job, and its launcher, open them with it.
-        serve_stores: each host with learners has a process that serves its store to the others (`Context.stores`); so
-            it is anyhow where actors or others run on hosts without learners.
-        hosts: classes of hosts, for roles to name: such as {"trainers": "0-1", "simulators": "2-"}.
-        shared_memory_gb: that the job's stores, weights and messages take in /dev/shm of a host, for schedulers that
-            limit it (resources.py): a number for all hosts, or by hosts as roles name them, such as
-            {"trainers": 20, "simulators": 1}.
+        name: a plain word, also the name of the store and the weights. A host runs one job of a name at a time.
+        roles: roles of different names; at most one of learners. Without learners the job ends when all roles but
+            agents have ended.
+        timeout_s: time limit in seconds, after which the job is stopped with `JobTimeoutError`; None for no limit.
+        stop_s: time for processes to end after SIGTERM, in seconds; then they are killed.
+        keep_store: whether the store stays when the job is over, for the next start to adopt its rows: "never",
+            "on_failure" (a death or the time limit, not Ctrl-C) or "always".
+        directory: working directory of the processes, where modules are found; the current one by default.
+        trust: who may write to the job's store and weights besides this user, as for `Store.create`. Programs of other
+            users join the store with it.
+        hosts: classes of hosts for roles to name, such as {"trainers": "0-1", "simulators": "2-"}.
+        serve_stores: each host with learners serves its store to the others (`Context.stores`). On by itself if roles
+            run on hosts without learners.
+        shared_memory_gb: memory that the job's stores, weights and messages take in /dev/shm of a host, for schedulers
+            that limit it: a number for all hosts, or by hosts as roles name them, such as {"trainers": 20,
+            "simulators": 1}.
 
-    Example:
+    Examples:
         >>> from geartrain import launch
         >>> job = launch.Job(
         ...     "pendulum",
@@ -221,11 +241,13 @@ class Job:
         ...         launch.learners("pendulum:learn", 2, args={"steps": 1000}),
         ...         launch.agents("pendulum:serve"),
         ...         launch.actors("pendulum:environments", "pendulum:policy", 4),
+        ...         launch.reducers(2),
+        ...         launch.Role("logger", ["python", "log.py"]),
         ...     ],
         ...     timeout_s=3600,
         ... )
         >>> [f"{role.name} x {role.processes}" for role in job.roles]
-        ['learner x 2', 'agent x 1', 'actor x 4']
+        ['learner x 2', 'agent x 1', 'actor x 4', 'reducer x 2', 'logger x 1']
     """
 
     name: str
@@ -288,11 +310,19 @@ class Job:
 
     @property
     def learner(self) -> Role | None:
-        """The role whose processes are ranks."""
+        """Role whose processes are ranks."""
         return next((role for role in self.roles if role.kind == "learner"), None)
 
     def hosts_of(self, role: Role, hosts: int) -> tuple[int, ...]:
-        """The hosts that run a role, of so many. Raises `ArgumentError` where it names one that is not there."""
+        """Numbers of the hosts that run a role.
+
+        Args:
+            role: the role.
+            hosts: number of hosts of the job.
+
+        Raises:
+            ArgumentError: the role names a host that is not there.
+        """
         classes = {name: str(terms) for name, terms in self.hosts.items()}
         return resolve_hosts(f"role {role.name!r}", str(role.hosts), classes, hosts)
 
@@ -301,14 +331,23 @@ class Job:
 
 
 def load(description: str) -> Job:
-    """The job that a description names.
+    r"""Loads the job that a description names.
 
     Args:
-        description: a TOML file; "module:name" or "file.py:name", where the name is a `Job` or a function that
-            returns one (`job` when left out).
+        description: a TOML file; or "module:name" or "file.py:name" of a `Job` or of a function that returns one.
+            Without a name it is `job`.
 
     Raises:
-        ArgumentError: there is none, or it is wrong; says where.
+        ArgumentError: there is no such job, or it is invalid. The message says where.
+
+    Examples:
+        >>> import pathlib, tempfile
+        >>> from geartrain import launch
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder, "hello.toml")
+        ...     _ = path.write_text('name = "hello"\n[role.greeter]\nrun = ["echo", "hello"]\n')
+        ...     launch.load(str(path)).name
+        'hello'
     """
     check_text("the description of a job", description)
     if description.endswith(".toml"):

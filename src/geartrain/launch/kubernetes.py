@@ -57,24 +57,30 @@ def job_set(
     max_restarts: int = 0,
     command: Sequence[str] = ("geartrain",),
 ) -> dict[str, Any]:
-    """A JobSet that runs a job, as the tables that its YAML or JSON stands for.
+    """A Kubernetes JobSet that runs a job, as nested dicts. `manifest` turns it into YAML.
 
     Args:
-        job: what `description` names, for its roles and resources.
-        description: as for `launch.load`: a path or module within the image, where launchers read it.
-        image: of all pods: has geartrain, the job's code and its description.
-        hosts: how many pods.
-        name: of the JobSet; the job's by default, in lower case and with dashes.
-        namespace: of the JobSet; that of kubectl by default.
+        job: the job that `description` names, for its roles and resources.
+        description: as for `launch.load`: a path or module within the image, where the launchers read it.
+        image: image of all pods, with geartrain, the job's code and its description.
+        hosts: number of pods.
+        name: name of the JobSet; by default the job's, in lower case with dashes.
+        namespace: namespace of the JobSet; kubectl's by default.
         secret: name of the Secret whose key "secret" is GEARTRAIN_SECRET; NAME-secret by default. For several hosts.
         env: further environment variables of all pods.
-        gpu_resource: what accelerators are called in the cluster.
-        max_restarts: how often all pods are started again after a failure; their stores are not those of before.
-        command: what starts `launch` in the image.
+        gpu_resource: name of the accelerators in the cluster.
+        max_restarts: how often all pods are restarted after a failure, with empty stores.
+        command: command that runs `launch` in the image.
 
     Raises:
-        ArgumentError: the job cannot be placed on so many hosts, or does not say what it takes in a host's shared
-            memory; a name is none for Kubernetes.
+        ArgumentError: the job cannot be placed on so many hosts, has no `shared_memory_gb`, or has a name that
+            Kubernetes does not allow.
+
+    Examples:
+        >>> from geartrain import launch
+        >>> job = launch.Job("pendulum", [launch.learners("pendulum:learn", 2)], shared_memory_gb=4)
+        >>> job_set(job, "pendulum.toml", image="registry/pendulum:1")["kind"]
+        'JobSet'
     """
     name = name or re.sub(r"[^a-z0-9-]", "-", job.name.lower()).strip("-")
     _check_label("the JobSet's name (--name)", name)
@@ -145,9 +151,12 @@ def job_set(
 
 
 def manifest(made: Mapping[str, Any]) -> str:
-    """The YAML of a JobSet, with a comment that says what else the cluster needs.
+    """YAML of a JobSet, with a comment that says what else the cluster needs.
 
-    Example:
+    Args:
+        made: what `job_set` returned.
+
+    Examples:
         >>> print(manifest({"kind": "JobSet", "metadata": {"name": "x"}, "spec": {"replicatedJobs": []}}), end="")
         # By `geartrain generate kubernetes`. The cluster needs JobSet: https://jobset.sigs.k8s.io
         kind: JobSet

@@ -61,26 +61,34 @@ def run(
     metrics_port: int | None = None,
     place_s: float = PLACE_S,
 ) -> list[Summary]:
-    """Runs a job to its end on nodes of a Ray cluster, one a host; the summaries of its hosts, in order.
+    """Runs a job to its end on nodes of a Ray cluster, one node a host.
 
     Args:
-        job: see `Job`, or `load`; the nodes have its code in the same directory, and geartrain in their environment.
-        hosts: how many nodes.
-        address: of the cluster, as for `ray.init`: "auto", "host:port", or "local" for one on this machine until this
-            process ends. Not needed where Ray is initialized.
-        folder: of the logs on each node, with -hostN added for several; runs/NAME-TIME of this directory by default.
-        directory: of the job's code on the nodes, instead of the job's; "." is that of Ray's runtime environment.
-        fresh, every_s, metrics_port: as for `launch.run`; lines are printed by the launchers, and shown by Ray.
-        place_s: how long Ray has to find the nodes.
+        job: a `Job`, or one that `load` returned. The nodes need its code in the same directory, and geartrain.
+        hosts: number of nodes.
+        address: address of the cluster, as for `ray.init`: "auto", "host:port", or "local" for one on this machine
+            until this process ends. Not needed if Ray is initialized.
+        folder: folder of the logs on each node, followed by -hostN for several; by default runs/NAME-TIME.
+        directory: directory of the job's code on the nodes, instead of the job's; "." is that of Ray's runtime
+            environment.
+        fresh, every_s, metrics_port: as for `launch.run`. Ray shows the lines that the launchers print.
+        place_s: longest wait for Ray to find the nodes, in seconds.
+
+    Returns:
+        The summaries of the hosts, in order.
 
     Raises:
         ArgumentError: the job cannot be placed on so many hosts.
         MissingDependencyError: ray is not installed.
-        WaitTimeoutError: Ray has not found so many nodes with the resources of the hosts (`Role.cpus`, `gpus`,
+        WaitTimeoutError: Ray did not find so many nodes with the resources of the hosts (`Role.cpus`, `gpus`,
             `memory_gb`, `Job.shared_memory_gb`) in time.
         GeartrainError: there is no cluster at the address.
-        ProcessDiedError, JobTimeoutError, JobInterruptedError, PeerLostError, StoreExistsError: as for `launch.run`, of
-            whichever host it was.
+        ProcessDiedError, JobTimeoutError, JobInterruptedError, PeerLostError, StoreExistsError: as for `launch.run`, on
+            any host.
+
+    Examples:
+        >>> def train(job):  # a launch.Job
+        ...     return run(job, hosts=2, address="auto")
     """
     needed = host_resources(job, hosts)
     if address == "local" and hosts > 1:

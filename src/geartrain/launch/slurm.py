@@ -38,22 +38,22 @@ def batch_script(
     options: Mapping[str, str] | None = None,
     setup: Sequence[str] = (),
 ) -> str:
-    """The text of a batch script that runs a job.
+    """Text of an sbatch script that runs a job.
 
     Args:
-        job: what `description` names, for its resources.
+        job: the job that `description` names, for its resources.
         description: as for `launch.load`; the hosts read it again.
-        hosts: how many.
-        python: interpreter of the launchers, which has geartrain.
-        directory: where the script runs and its logs go: `runs` below it.
-        options: further ones of sbatch by their long names, such as {"partition": "gpu"}; they replace those that
+        hosts: number of hosts.
+        python: Python interpreter of the launchers, which has geartrain.
+        directory: directory where the script runs; logs go to `runs` below it.
+        options: further options of sbatch by their long names, such as {"partition": "gpu"}. They replace those that
             follow from the description. An empty value is an option without one.
-        setup: lines of shell before the launchers are started, such as "module load cuda".
+        setup: shell lines before the launchers start, such as "module load cuda".
 
     Raises:
-        ArgumentError: the job cannot be placed on so many hosts; an option is no option, or one that `hosts` decides.
+        ArgumentError: the job cannot be placed on so many hosts; or an option is invalid, or follows from `hosts`.
 
-    Example:
+    Examples:
         >>> from geartrain import launch
         >>> job = launch.Job("pendulum", [launch.learners("pendulum:learn", 2)], timeout_s=3600)
         >>> [line for line in batch_script(job, "pendulum.toml", hosts=2).splitlines() if "#SBATCH" in line][:4]

@@ -8,16 +8,16 @@ from typing import Any
 
 @dataclass
 class Summary:
-    """How a job went, on this host; summary.json in its folder has the same.
+    """How a job went on this host. `launch.run` returns it; summary.json in the job's folder has the same.
 
     Attributes:
         outcome: "finished", "failed", "interrupted" or "timed out".
-        elapsed_s: of the whole job.
-        error: what ended it, if it did not finish.
-        folder: of the logs.
-        processes: by name: restarts, exit code, totals and metrics.
-        restarts: of each role.
-        store: rows, and counts of the store's life (`Store.stats`); empty without a store.
+        elapsed_s: duration of the whole job, in seconds.
+        error: what ended it; "" if it finished.
+        folder: folder of the logs.
+        processes: for each process by name: restarts, exit code, totals and metrics.
+        restarts: restarts of each role.
+        store: rows and counters of the store (`Store.stats`); empty without a store.
     """
 
     outcome: str = "finished"

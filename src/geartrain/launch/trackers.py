@@ -1,12 +1,13 @@
-"""Callbacks for experiment trackers (TensorBoard, Weights & Biases): what Prometheus is shown, as curves of a run.
+"""Callbacks for experiment trackers (TensorBoard, Weights & Biases): a host's metrics as curves of a run.
 
     callback = TensorBoardCallback(SummaryWriter("runs/1"))
     for step, batch in enumerate(replay):
         ...
         callback(step)
 
-Names are those of `host_metrics.METRICS`, then the labels: `geartrain/store_rows/hopper`. Counters become rates a
-second since the snapshot before, so they are there from the second one on.
+The metrics are those for Prometheus. A name is that of `host_metrics.METRICS`, followed by the labels:
+`geartrain/store_rows/hopper`. Counters become rates per second since the snapshot before, so they appear from the
+second snapshot on.
 """
 
 from __future__ import annotations
@@ -25,18 +26,22 @@ _MOST_STEPS = 2**63 - 1
 
 
 class TrackerCallback:
-    """Hands a host's metrics to a function, at most every so many seconds.
-
-    Several threads may not share one.
+    """Passes a host's metrics to a function, at most once in `every_s` seconds. Use one from one thread.
 
     Args:
-        write: takes scalars by name, and the step.
-        every_s: seconds between snapshots; a call before that costs a look at the clock. A snapshot is taken by the
-            calling thread, and opens a file for each store, weights and process of the host.
+        write: function of the scalars by name and the step.
+        every_s: seconds between snapshots. A call in between reads only the clock. The calling thread takes the
+            snapshot, and opens a file for each store, weights and process of the host.
         trust: whose segments are read, as for `Store.open`.
 
     Raises:
-        ArgumentError: `write` is no function, `every_s` below zero, or `trust` none of the three.
+        ArgumentError: `write` is not a function, `every_s` is below zero, or `trust` is unknown.
+
+    Examples:
+        >>> curves = []
+        >>> callback = TrackerCallback(lambda scalars, step: curves.append((step, scalars)), every_s=0)
+        >>> callback(step=100)
+        True
     """
 
     def __init__(
@@ -53,13 +58,13 @@ class TrackerCallback:
         self._counted: tuple[float, dict[str, float]] = (0.0, {})
 
     def __call__(self, step: int) -> bool:
-        """Writes the metrics of now, where it is time; returns whether it did.
+        """Writes the present metrics if `every_s` seconds have passed; returns whether it did.
 
         Args:
-            step: of the training, for the axis of the curves.
+            step: step of the training, for the axis of the curves.
 
         Raises:
-            ArgumentError: `step` is no whole number from 0 to 2^63 - 1.
+            ArgumentError: `step` is not a whole number from 0 to 2^63 - 1.
         """
         step = whole_number("step", step, _MOST_STEPS)
         now_s = time.monotonic()
@@ -83,11 +88,17 @@ class TensorBoardCallback(TrackerCallback):
     """Writes a host's metrics to TensorBoard.
 
     Args:
-        writer: a `torch.utils.tensorboard.SummaryWriter`, or one of tensorboardX; it stays the caller's to close.
-        every_s, trust: see `TrackerCallback`.
+        writer: a `torch.utils.tensorboard.SummaryWriter`, or one of tensorboardX. Close it yourself.
+        every_s, trust: as for `TrackerCallback`.
 
     Raises:
         ArgumentError: `writer` has no `add_scalar`.
+
+    Examples:
+        >>> def train(replay, writer):  # writer = SummaryWriter("runs/1")
+        ...     callback = TensorBoardCallback(writer)
+        ...     for step, batch in enumerate(replay):
+        ...         callback(step)
     """
 
     def __init__(self, writer: Any, every_s: float = 10.0, trust: Trust = "user") -> None:
@@ -105,12 +116,18 @@ class WandbCallback(TrackerCallback):
     """Logs a host's metrics to a run of Weights & Biases.
 
     Args:
-        run: what `wandb.init` returns; it stays the caller's to finish. The metrics go into the row of `step`, so call
-            it before `run.log(..., step=step)` of later steps.
-        every_s, trust: see `TrackerCallback`.
+        run: what `wandb.init` returns; finish it yourself. The metrics go into the row of `step`: call the callback
+            before `run.log(..., step=step)` of later steps.
+        every_s, trust: as for `TrackerCallback`.
 
     Raises:
         ArgumentError: `run` has no `log`.
+
+    Examples:
+        >>> def train(replay, run):  # run = wandb.init(...)
+        ...     callback = WandbCallback(run)
+        ...     for step, batch in enumerate(replay):
+        ...         callback(step)
     """
 
     def __init__(self, run: Any, every_s: float = 10.0, trust: Trust = "user") -> None:

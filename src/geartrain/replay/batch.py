@@ -26,28 +26,39 @@ class _WeaklyReferable:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Batch(_WeaklyReferable):
-    """Fields of the sampled rows, `batch["obs"]` of shape (B, ...), with the metadata of each row as attributes.
+    """A batch: `batch["obs"]` is a field of the sampled rows, (B, ...); metadata of the rows are attributes.
 
-    Timed fields have shape (B, W, ...) for windows of W steps and (B, max_length, ...) for whole rows; steps
-    that are not there are zero and False in `mask`.
+    Fields with time have shape (B, W, ...) for windows of W steps, and (B, max_length, ...) for whole rows. Missing
+    steps are zero, and False in `mask`.
 
-    The arrays lie in one buffer that is recycled when the last of them (and of views into them) is dropped. A
-    batch that is kept is never overwritten; it only costs memory. All of them support DLPack.
+    The arrays share one buffer, which is recycled when the last of them, and the last view into them, is dropped. A
+    batch that you keep is never overwritten. All arrays support DLPack.
 
     Attributes:
-        fields: the arrays by name; `batch[name]` is one of them, `for name in batch` goes through the names, and
-            `batch.items()` and `batch.values()` through the arrays, as a dict's do. `dict(batch.fields)` is that dict.
-        keys: of the rows, for `update_priorities`.
-        probability: (B,) float64, of the row in one draw; None for a fetch by key.
-        importance_weights: (B,) float64; None unless the strategy makes them (`Prioritized(beta=...)`).
-        step: the number of the batch; None for a fetch by key.
+        fields: arrays by name. `for name in batch`, `batch.items()` and `batch.values()` work as for a dict;
+            `dict(batch.fields)` is one.
+        keys: keys of the rows, for `update_priorities`.
         mask: (B, W) bool, True for a real step.
         start: (B,) int32, the first step of the row that the batch holds.
         length: (B,) int32, steps of the whole row.
-        version: (B,) int64, of the model that produced the row.
-        draw: (B,) int64, the number of each row in the global batch; None where one rank has all of it.
-        cu_seqlens: (B + 1,) int32, where each row's steps begin in packed timed fields, which are (steps, ...) and have
-            no mask; None where windows are padded.
+        version: (B,) int64, version of the model that acted.
+        probability: (B,) float64, probability of the row in one draw; None for a fetch by key.
+        importance_weights: (B,) float64; None unless the strategy has them (`Prioritized(beta=...)`).
+        step: number of the batch; None for a fetch by key.
+        draw: (B,) int64, number of each row in the global batch; None if one rank has all of it.
+        cu_seqlens: (B + 1,) int32, where each row's steps begin in packed fields, which are (steps, ...) without a
+            mask; None for padded windows.
+
+    Examples:
+        >>> import numpy as np
+        >>> import geartrain as gt
+        >>> store = gt.Store.create({"obs": gt.Field((3,), "float32")}, max_length=10, capacity=4)
+        >>> _ = store.insert({"obs": np.zeros((2, 6, 3), np.float32)})
+        >>> with gt.Replay(store, gt.selection.Uniform(seed=0), batch_size=5, window=4) as replay:
+        ...     batch = replay.sample()  # a Batch
+        >>> tuple(batch["obs"].shape), tuple(batch.mask.shape), batch.step
+        ((5, 4, 3), (5, 4), 0)
+        >>> store.close()
     """
 
     fields: dict[str, Array]
@@ -110,10 +121,17 @@ class Batch(_WeaklyReferable):
         return sum(int(array.nbytes) for array in self.fields.values())
 
     def to(self, device: str | torch.device, *, non_blocking: bool = False) -> Batch:
-        """The batch with its tensors on another device.
+        """Copies the tensors to another device.
+
+        Args:
+            device: such as "cuda" or "cuda:1".
+            non_blocking: as for `torch.Tensor.to`.
+
+        Returns:
+            A batch of the tensors there.
 
         Raises:
-            ArgumentError: a batch of NumPy arrays, or what names no device.
+            ArgumentError: the batch has NumPy arrays, or the device is unknown.
         """
         if isinstance(self.start, np.ndarray):
             raise ArgumentError(
@@ -147,11 +165,13 @@ class Batch(_WeaklyReferable):
         )
 
     def copy_(self, other: Batch) -> Batch:
-        """Overwrites this batch's tensors with another's of the same shapes, and returns itself.
+        """Overwrites this batch's tensors with another's of the same shapes, and returns this batch.
 
-        For a CUDA graph, which reads its input where it was when it was captured: keep one batch (`clone`), capture
-        with it, and copy each new one into it before a replay. Keys and step stay those of the first; take them from
-        `other`.
+        Use it with a CUDA graph, which reads its input at a fixed address: `clone` one batch, capture with it, and copy
+        each new batch into it before a replay. Keys and step stay those of the first batch; take them from `other`.
+
+        Args:
+            other: the batch to copy.
         """
         mine: Any
         for name, mine in self.fields.items():
@@ -163,7 +183,7 @@ class Batch(_WeaklyReferable):
         return self
 
     def clone(self) -> Batch:
-        """A batch of its own memory. Needs torch tensors."""
+        """A copy of the batch in memory of its own. Needs torch tensors."""
 
         def copy(value: Any) -> Any:
             return None if value is None else value.clone()
@@ -173,10 +193,10 @@ class Batch(_WeaklyReferable):
         return Batch(fields, self.keys, step=self.step, **metadata)
 
     def as_dict(self) -> dict[str, Array]:
-        """Fields and metadata in one plain dict. For a data loader see `ReplayDataset`, whose items have the keys too.
+        """Fields and metadata in one dict. For a data loader use `ReplayDataset`, whose items have the keys too.
 
         Raises:
-            ArgumentError: a field has the name of a batch's own entry, such as "mask" or "length".
+            ArgumentError: a field has the name of a metadata entry, such as "mask" or "length".
         """
         metadata = {"mask": self.mask} if self.mask is not None else {"cu_seqlens": self.cu_seqlens}
         metadata |= {"start": self.start, "length": self.length, "version": self.version}
@@ -187,13 +207,13 @@ class Batch(_WeaklyReferable):
     def to_tensordict(self) -> Any:
         """Fields and metadata as a `tensordict.TensorDict` of batch size (B,), over the same memory.
 
-        A field "next.reward" becomes the entry ("next", "reward"). Keys and step are not in it: keep the batch for
-        `update_priorities`. Works for NumPy arrays too, which become tensors over their memory.
+        A field "next.reward" becomes the entry ("next", "reward"). The keys are not in it: keep the batch for
+        `update_priorities`. NumPy arrays become tensors over their memory.
 
         Raises:
-            ArgumentError: fields are packed, so that their first axis is not B; a field has the name of one of the
-                batch's own entries, or of the entry that another one is nested in. MissingDependencyError: tensordict
-                is not installed.
+            ArgumentError: the fields are packed; or a field has the name of a metadata entry, or of the entry that
+                another field is nested in.
+            MissingDependencyError: tensordict is not installed.
         """
         try:
             from tensordict import TensorDict

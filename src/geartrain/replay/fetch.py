@@ -63,42 +63,51 @@ def fetch(
     on_stale: Literal["raise", "drop"] = "raise",
     path: Path = "auto",
 ) -> Batch:
-    """The rows behind the keys, as one batch.
+    """Reads rows by key, as one batch.
 
     Args:
-        store: where the rows are; for keys of several stores, such as those of a mixture, all of these stores
-            (`replay.stores`), whose fields must be alike. Also a store of another host (`actors.RemoteStore`), or
-            stores of this and others (`actors.JobStores`): then without `starts`, `out`, `threads` and `Windows`.
-        keys: which rows; duplicates are fine. Also the numbers (n, 6) int64 of `Keys.as_array`.
-        fields: names of the fields wanted; all by default.
-        window: steps per row, or `geartrain.Windows`; whole rows by default.
-        ends: (n,) last step of each window; by default the step that its key names, or else the row's last one.
-            A window holds the `window` steps up to and including that step, fewer at the start of the row, and nothing
-            later; of a row of several episodes (`recorder(share_rows=True)`) no step of another one than that step's.
-        starts: (n,) first step of each window, instead: it holds the `window` steps from there on, fewer at the end of
-            the row. `Windows(anchor="first")` begins where keys say, or else at the row's first step;
-            `Windows(at="episode")` where the episode of that step does.
-        pad: where missing steps go: "left" (before the real ones) or "right". They are zero, and False in
-            the batch's mask.
-        output: "torch" tensors or "numpy" arrays. Both support DLPack.
-        out: arrays or tensors to fill instead of recycled memory, one per field, C-contiguous, of the
-            batch's shape and dtype; all of them in host memory, or all on one CUDA device. On a device the current
-            stream fills them, and what it is given later finds them filled; the batch's metadata is there too.
-        threads: threads that copy; up to 4 of the process's cores by default.
-        on_stale: "raise" when a key is stale, or "drop" its row from the batch.
-        path: how rows get to `out` on a device, as in `DeviceOptions`: "gather", by the GPU's kernel from the pinned
-            segment; "copy", by its copy engines from there; "staged", by the CPU and one copy; or "auto". The first
-            fetch that does not stage pins the segment, which stays pinned until the store is closed.
+        store: store of the rows. For keys of several stores, such as a mixture's, a list of them (`replay.stores`),
+            whose fields must be alike. Also a store of another host (`actors.RemoteStore`) or of a job
+            (`actors.JobStores`), without `starts`, `out`, `threads` and `Windows`.
+        keys: keys of the rows; duplicates are fine. Also the numbers (n, 6) int64 of `Keys.as_array`.
+        fields: names of the fields to read; all by default.
+        window: steps of each row, or `geartrain.Windows`; whole rows by default.
+        ends: (n,) last step of each window; by default the step that the key names, or the row's last. The window holds
+            up to `window` steps, never a later one, and never one of another episode in rows of several.
+        starts: (n,) first step of each window, instead of `ends`. By default `Windows(anchor="first")` begins at the
+            step that the key names, or the row's first; `Windows(at="episode")` where its episode begins.
+        pad: side of the missing steps: "left" or "right". They are zero, and False in the batch's mask.
+        output: "torch" tensors or "numpy" arrays.
+        out: arrays or tensors to fill, one a field, C-contiguous, of the batch's shape and dtype; all in host memory,
+            or all on one CUDA device. By default recycled memory. On a device the current stream fills them, and the
+            batch's metadata is there too.
+        threads: threads that copy; by default up to 4 of the cores this process may use.
+        on_stale: "raise" if a key is stale, or "drop" its row from the batch.
+        path: how rows reach `out` on a device: "gather", "copy", "staged" or "auto", as in `DeviceOptions`. "gather"
+            and "copy" pin the segment until the store is closed.
+
+    Returns:
+        The batch, (n, ...) in the order of the keys.
 
     Raises:
-        StaleKeyError: rows were overwritten or removed since the keys were made, or while they were copied.
-        FieldError, ArgumentError: what was asked for is not there, or does not fit; keys of another store.
+        StaleKeyError: rows were overwritten or removed since the keys were made, or during the copy.
+        FieldError: the store has no such field.
+        ArgumentError: keys of another store, or an argument does not fit the store.
+        StoreClosedError: the store was closed.
         PinError: path="gather" or "copy", and the segment cannot be pinned.
 
-    Cost: one copy of the bytes wanted; nothing is allocated once the recycled buffers are warm. On a device the window
-    goes over the link once and is copied once more within device memory, from a buffer of its size; a fetch that
-    gathers or copies waits for the device, as only then it is known whether a row was overwritten, and one that stages
-    does not.
+    Cost: one copy of the bytes that you ask for. Once the recycled buffers are warm, nothing is allocated. On a device
+    the window crosses the link once and is copied once more within device memory. "gather" and "copy" wait for the
+    device, because only then it is known whether a row was overwritten; "staged" does not.
+
+    Examples:
+        >>> import numpy as np
+        >>> import geartrain as gt
+        >>> store = gt.Store.create({"x": gt.Field((), "int64")}, max_length=4, capacity=8)
+        >>> keys = store.insert({"x": np.arange(8).reshape(2, 4)})
+        >>> gt.fetch(store, keys[1], window=2, output="numpy")["x"].tolist()
+        [[6, 7]]
+        >>> store.close()
     """
     keys = given = check_keys(keys)
     if not isinstance(on_stale, str) or on_stale not in ("raise", "drop"):

@@ -38,29 +38,29 @@ RELABELLED = "relabelled"
 
 @dataclass(frozen=True)
 class Hindsight:
-    """Goals of `Transitions` replaced by ones that the same row achieved, for `Transitions(hindsight=...)`.
+    """Hindsight experience replay: replaces goals of transitions by goals that the same row achieved.
 
-    Of every transition, with probability k / (k + 1) and independent of the others, the desired goal of `obs` and of
-    `next_obs` becomes an achieved one, and its reward `reward(achieved, desired)` of the next observation's
-    achieved goals and the new desired ones. Which ones follows from seed, step and draw, as everything drawn does.
-    `batch["relabelled"]` (B,) bool says of which. The others stay as they were recorded.
+    Pass it to `Transitions(hindsight=...)`. Each transition is relabelled with probability k / (k + 1). Its desired
+    goal, in `obs` and `next_obs`, becomes an achieved one, and its reward becomes `reward(achieved, desired)` of the
+    next observation's achieved goal and the new desired one. `batch["relabelled"]`, (B,) bool, says which transitions
+    changed. The choice follows from seed, step and draw.
 
     Args:
-        strategy: the step whose achieved goal is taken: "future" any later one of the row, "final" the row's last,
+        strategy: step whose achieved goal is taken: "future" any later one of the row, "final" the row's last,
             "episode" any but the first.
-        k: transitions with another goal for each one as it was; 0 replaces none.
-        reward: called with NumPy arrays (N, ...) of the relabelled transitions, where batches are built, on the
-            prefetch thread while there is one; returns (N,). Gymnasium's is
+        k: relabelled transitions for each unchanged one; 0 relabels none.
+        reward: function of the achieved and the desired goals of the relabelled transitions, NumPy arrays (N, ...),
+            that returns (N,). It runs where batches are built, usually on the prefetch thread. For Gymnasium pass
             `lambda achieved, desired: env.unwrapped.compute_reward(achieved, desired, {})`.
-        terminated: the same, for whether such a transition ended its episode; `discount` follows. By default both stay
-            as recorded, which is right where reaching the goal ends nothing.
-        achieved_goal, desired_goal: the fields, two observations of one shape and dtype; by default the one of that
-            name, alone or after a dot, as in "observation.achieved_goal".
+        terminated: a function like `reward`, for whether the transition ended its episode; `discount` follows. By
+            default both stay as recorded, which is right if reaching the goal ends nothing.
+        achieved_goal, desired_goal: the two observation fields, of one shape and dtype; by default those of these
+            names, alone or after a dot, as in "observation.achieved_goal".
 
     Raises:
-        ArgumentError: arguments that mean nothing.
+        ArgumentError: an argument is out of range.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> import geartrain as gt
         >>> goals = {f"obs.{name}": gt.Field((1,), "float32") for name in ("achieved_goal", "desired_goal")}
@@ -104,10 +104,14 @@ class Hindsight:
                 raise ArgumentError(f"{what} is the name of a field, found {name!r}")
 
     def goals_in(self, fields: Mapping[str, Field], observations: list[str]) -> tuple[str, str]:
-        """The fields of achieved and of desired goals.
+        """Names of the fields of achieved and of desired goals.
+
+        Args:
+            fields: the store's fields.
+            observations: names of the observation fields.
 
         Raises:
-            FieldError: there are none, or they do not fit each other.
+            FieldError: there are no such fields, or their shapes or dtypes differ.
         """
         names = []
         for given, ending in ((self.achieved_goal, _ACHIEVED), (self.desired_goal, _DESIRED)):

@@ -25,19 +25,32 @@ _FOR_WORKERS = (
 class ReplayDataset(IterableDataset[Any]):
     """A replay as a torch `IterableDataset`: each item is one batch, a dict of tensors.
 
-    Use it with `DataLoader(ReplayDataset(replay), batch_size=None)`. An item has the batch's fields, its metadata
-    (`mask`, `length`, `importance_weights`, ...) and `keys`: the keys of its rows as numbers, a tensor (B, 6) of int64.
-    `update_priorities`, `gt.fetch` and whatever else takes keys takes them so. They are a tensor because loaders pin,
-    move, collate and send tensors.
+    Use it with `DataLoader(ReplayDataset(replay), batch_size=None)`. An item has the fields, the metadata (`mask`,
+    `length`, `importance_weights`, ...) and `keys`, an int64 tensor (B, 6), because loaders pin, move and send only
+    tensors. `update_priorities`, `gt.fetch` and other functions of keys accept this tensor.
 
-    A replay with a `transform` yields what that returns. Keys that are a value of a dict there become numbers too.
+    With a `transform` the dataset yields what that returns. Keys that are a value of a returned dict become numbers
+    too.
 
-    The replay prepares batches ahead by itself, so the loader needs no worker processes. With `num_workers > 0` a
-    replay that was made before the workers is refused: each worker would yield the same batches. A worker may make a
-    replay with a seed of its own (docs/replay.md).
+    The replay prefetches by itself, so the loader needs no workers. `num_workers > 0` is refused for a replay that was
+    made before the workers: each of them would yield the same batches. A worker may make a replay with a seed of its
+    own (docs/replay.md).
+
+    Args:
+        replay: the replay.
 
     Raises:
-        ArgumentError: a field has the name of a batch's own entry, such as "mask" or "length".
+        ArgumentError: a field has the name of a metadata entry, such as "mask" or "length".
+
+    Examples:
+        >>> import numpy as np
+        >>> import geartrain as gt
+        >>> store = gt.Store.create({"x": gt.Field((2,), "float32")}, max_length=4, capacity=8)
+        >>> _ = store.insert({"x": np.zeros((8, 4, 2), np.float32)})
+        >>> replay = gt.Replay(store, gt.selection.Uniform(seed=0), batch_size=3, num_batches=2)
+        >>> [tuple(item["keys"].shape) for item in gt.ReplayDataset(replay)]
+        [(3, 6), (3, 6)]
+        >>> replay.close(); store.close()
     """
 
     def __init__(self, replay: Replay) -> None:

@@ -51,76 +51,70 @@ _CLOSED_MEANWHILE = "closed while a batch was waited for"
 
 
 class Replay:
-    """An endless (or `num_batches` long) sequence of batches drawn from a store.
+    """Batches drawn from a store: an endless sequence, or one of `num_batches`.
 
-    Batches are a function of the store's contents, the strategy's seed and the step number. `state_dict` holds
-    the step, so a resumed run goes on with the batches that the uninterrupted one would have drawn.
+    Batches follow from the store's contents, the strategy's seed and the step number. `state_dict` holds the step, so a
+    resumed run draws the same batches as one that was never interrupted.
 
-    Threads take turns: one that asks for a batch, settles or loads a state waits for another that does. Any thread may
-    call `update_priorities` and `close` meanwhile; `close` ends a `sample` that waits, with `StoreClosedError`, and a
-    closed replay refuses whatever could change it or the store. A forked child has a replay of its own, from the same
-    step on; one over several ranks, or with a device, belongs to the process that made it, and is refused there.
+    Any thread may ask for a batch; they take turns. `update_priorities` and `close` may be called at any time from any
+    thread. `close` ends a `sample` that waits with `StoreClosedError`. After a fork the child has its own replay, at
+    the same step. A replay over several ranks, or with a device, works only in the process that made it.
 
     Args:
-        store: where the rows are; a list of stores for a `Mixture`.
-        selection: the strategy, e.g. `geartrain.selection.Prioritized(beta=0.4)`.
-        batch_size: rows per batch; over several ranks, of the global batch that they share out.
-        fields: names of the fields wanted; all by default.
-        window: steps per row. Each window ends at a step drawn uniformly from the row's steps and holds nothing
-            later. Or `geartrain.Windows`: whole ones, at a row's start or end, every k-th, or where a function says.
-            Whole rows by default; of rows that hold several episodes, the drawn step's whole episode.
-        pad: side on which windows are padded at the start of a row.
-        prefetch: batches prepared ahead, on a thread. They are made when they are asked for as long as that saves less
-            than a handoff from one thread to another costs (50 us): where they take less time, or the consumer asks
-            for the next one at once and they take less than a millisecond. With 0 each batch is, and sees every
-            priority updated before; with more, a batch may have been drawn up to so many steps earlier.
+        store: store of the rows; a list of stores for a `Mixture`.
+        selection: the strategy, such as `geartrain.selection.Prioritized(beta=0.4)`.
+        batch_size: rows of a batch; over several ranks, of the global batch that they divide.
+        fields: names of the fields to read; all by default.
+        window: steps of each row. A window ends at a step that is drawn uniformly, and holds nothing later. Pass
+            `geartrain.Windows` for windows at a row's start or end, with a stride, or where a function says. By default
+            whole rows; in rows with several episodes, the drawn step's whole episode.
+        pad: side on which short windows are padded, "left" or "right".
+        prefetch: number of batches to prepare ahead on a background thread. 0 builds each batch when you ask for it, so
+            it sees every earlier priority update. With n, a batch may have been drawn up to n steps ago. Batches that
+            take less than about 50 us are built on demand in any case, because waking the thread would cost more. So
+            are batches below a millisecond if you ask for the next one at once.
         output: "torch" tensors or "numpy" arrays.
-        num_batches: batches per iteration; endless by default.
-        min_rows: least number of selectable rows that batches are drawn from; over several ranks, of all of them. With
-            fewer rows a batch waits, up to `timeout_s`, where another process may insert some: one that has the store
-            open, or a writer that is starting (`Store.expect_writers`, which `ActorPool` calls). Over several ranks
-            only the latter count, of any rank. Otherwise `NotEnoughRowsError` is raised at once. A thread of this
-            process that inserts cannot be seen: use the store's rate limiter then
-            (`store.limiter.set(min_size_to_sample=...)`). 1 by default; for a store with `max_times_sampled` the batch
-            size, lest half a batch use up rows that nobody gets to see.
-        threads: threads that copy; up to 4 of the process's cores by default.
-        timeout_s: longest wait for a batch, and for another rank. A batch that is built on the consumer's own thread
-            waits so long for rows and rate limiters of all stores; a strategy's own code or transform is not cut short.
-        update_lag: after how many batches priority updates take effect, the same on one rank and on many: batch t is
-            drawn with those that were given before batch `t - update_lag` was asked for, and no others. At least
-            `prefetch`, which it is over several ranks by default; without a group the default is at once. With more
-            than `prefetch` ranks draw without waiting for each other's updates, which hides the delay between hosts
-            (docs/ranks.md); several ranks take it for independent draws alone. A batch that is drawn again, where a
-            shard lost rows, sees the updates of one batch more. A replay without a group is that of a group of one
-            then.
-        group: the ranks of a job that train together, each with the shard of its host as `store`: a process group of
-            `torch.distributed` (data parallel), or a `RankGroup` (geartrain.replay.distributed.rank_group). Every rank
-            makes the replay and asks for batches alike; each gets its part of one global batch (docs/ranks.md).
-        mesh: the same with pipeline and tensor parallelism: a `DeviceMesh` with dimensions named among dp, pp and tp,
-            a DeepSpeed grid or topology, or an object with the usual mpu methods.
-        inputs, targets: fields for the first and for the last stage of a pipeline, instead of `fields`; where one
-            rank is both, it gets both.
-        device: where batches go: host memory by default; "cuda", "cuda:1", or a `geartrain.DeviceOptions`, which says
-            how (gathered by the GPU or staged, converted on the way, packed). Their tensors are ready for the stream
-            that is current where the batch is taken; the host does not wait for the copy (docs/gpu.md).
-        assignment: "local_first" gives each rank rows of its own host as far as there are any, "ordered" gives
-            replica i the i-th slice of the global batch.
-        seed: for strategies that name none. A strategy alone takes it as it is; in a mixture each store's strategy
-            gets one of its own, derived from it and the store's place.
-        view: `geartrain.Transitions`, for batches of transitions instead of windows; in host memory. Over several ranks
-            they are gathered where the rows are, and only transitions travel.
-        transform: called with each batch where it is built, on the prefetch thread while there is one; the replay gives
-            what it returns. What it raises is raised by `sample`, which draws the same batch again the next time. It
-            counts to what decides on the thread. Over several ranks each transforms its own part of the global batch,
-            and what it raises ends the group. In host memory.
+        num_batches: batches of one iteration; endless by default.
+        min_rows: fewest rows to draw from; over several ranks, of all ranks together. With fewer, a batch waits up to
+            `timeout_s` if another process has the store open or is about to (`Store.expect_writers`); over several
+            ranks only the latter counts. Otherwise `NotEnoughRowsError` is raised at once. A writer thread in this
+            process cannot be seen: use `store.limiter.set(min_size_to_sample=...)` for it. 1 by default; the batch size
+            for a store with `max_times_sampled`, so that no sample is wasted on half a batch.
+        threads: threads that copy; by default up to 4 of the cores this process may use.
+        timeout_s: longest wait for a batch and for another rank, in seconds. Your own strategy code and `transform` are
+            not interrupted.
+        update_lag: number of batches after which priority updates take effect. Batch t sees exactly the updates made
+            before batch `t - update_lag` was requested, on any number of ranks. At least `prefetch`, which is the
+            default over several ranks. By default a replay without a group applies updates at once. Above `prefetch`,
+            ranks draw without waiting for each other's updates, which hides the latency between hosts (docs/ranks.md).
+            Several ranks take this for independent draws only. If a shard lost rows and a batch is drawn again, it sees
+            the updates of one batch more.
+        group: the ranks that train together, each with its host's shard as `store`: a `torch.distributed` process group
+            (data parallel), or a `RankGroup`. Every rank makes the replay and requests batches alike, and gets its part
+            of one global batch (docs/ranks.md).
+        mesh: the same with pipeline and tensor parallelism: a `DeviceMesh` with dimensions named dp, pp and tp, a
+            DeepSpeed grid or topology, or an object with the usual mpu methods.
+        inputs, targets: fields for the first and the last pipeline stage, instead of `fields`. A rank that is both gets
+            both.
+        assignment: "local_first" prefers rows of the rank's own host, "ordered" gives replica i the i-th slice of the
+            global batch.
+        device: where batches go: host memory by default, "cuda", "cuda:1", or `geartrain.DeviceOptions`. The tensors
+            are ready for the current stream; the host does not wait for the copy (docs/gpu.md).
+        seed: seed for strategies without one. In a mixture each strategy gets a seed derived from it.
+        view: `geartrain.Transitions`, for batches of transitions instead of windows. In host memory only. Over several
+            ranks each rank builds the transitions of its own rows and sends only these.
+        transform: called with each batch where it is built, usually on the prefetch thread. `sample` returns what it
+            returns, and raises what it raises; the next `sample` then draws the same batch again. Over several ranks
+            each rank transforms its own part of the batch, and an error ends the group. In host memory only.
 
     Raises:
-        FieldError, ArgumentError: what was asked for does not fit the store.
+        FieldError: the store has no such field.
+        ArgumentError: an argument is out of range, or does not fit the store or the strategy.
         PinError: `DeviceOptions(path="gather")`, and the segment cannot be pinned.
-        RanksDisagreeError: the ranks were set up differently.
-        PeerLostError: a rank did not come, or is gone.
+        RanksDisagreeError: the ranks have different arguments.
+        PeerLostError: a rank did not join, or is lost.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> import geartrain as gt
         >>> store = gt.Store.create("doc-replay", {"x": gt.Field((2,), "float32")}, max_length=10, capacity=4)
@@ -226,7 +220,7 @@ class Replay:
         self._closing = threading.RLock()  # a signal's handler may close while its thread does
 
     def after_fork(self) -> None:
-        """In a forked child: locks that threads of the parent held are free; those threads are not here."""
+        """Internal: in a forked child, frees locks that threads of the parent held; those threads are not here."""
         self._make_locks()
         self._loader.after_fork()
 
@@ -241,7 +235,10 @@ class Replay:
 
     @property
     def forked(self) -> bool:
-        """Whether this process was forked from the one that made the replay: both draw the same batches."""
+        """Whether this process was forked from the one that made the replay.
+
+        Parent and child then draw the same batches.
+        """
         return self._forks != forks()
 
     @property
@@ -251,10 +248,7 @@ class Replay:
     # --- batches --------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches from the current step on; with `Epochs` those of one pass.
-
-        One iteration at a time: a new one ends the one before.
-        """
+        """Batches from the current step on; with `Epochs` those of one pass. A new iteration ends the one before."""
         with self._turn:
             self._check_open()
             self._loader.restart()
@@ -292,12 +286,12 @@ class Replay:
         return {"epoch": of_batch, **{name: state.get(name, 0) for name in ("skipped", "dropped")}}
 
     def sample(self) -> Batch:
-        """The next batch, or what `transform` made of it.
+        """The next batch, or what `transform` returned for it.
 
         Raises:
-            EmptyStoreError, NotEnoughRowsError: too few rows are selectable.
+            EmptyStoreError, NotEnoughRowsError: the store has too few rows.
             WaitTimeoutError: no batch within `timeout_s`.
-            StoreClosedError: the replay was closed, perhaps while this waited.
+            StoreClosedError: the replay was closed, perhaps during this call.
         """
         with self._turn:
             if self._closed or self._one_process:
@@ -327,7 +321,7 @@ class Replay:
         return made
 
     def __len__(self) -> int:
-        """Batches per iteration. Raises TypeError for an endless replay."""
+        """Batches of one iteration. Raises `TypeError` for an endless replay."""
         if self.num_batches is None:
             raise TypeError(f"this replay is endless and has no length; give it num_batches=... {DATASET}")
         return self.num_batches
@@ -336,22 +330,23 @@ class Replay:
         raise TypeError(f"batches of a replay have no index: iterate over it, or call sample(). {DATASET}")
 
     def update_priorities(self, rows: Keys | ArrayLike, priorities: ArrayLike) -> int:
-        """Sets the priorities of rows of earlier batches to |priority| ** alpha; returns how many were gone.
+        """Sets the priorities of sampled rows to |priority| ** alpha; returns how many keys were stale.
 
-        The alpha is the strategy's, 1 unless it is `Prioritized(alpha=...)`. Where it follows a schedule, all
-        priorities of the store are raised to its new value each time that has moved by 1 %, so that they always speak
-        of one alpha; let one process of a job do this.
+        Alpha is the strategy's: 1 unless it is `Prioritized(alpha=...)`. If it follows a schedule, all priorities of
+        the store are raised to the new value each time it moved by 1 %; let only one process of a job do this.
 
-        Over several ranks the priorities go where the rows are together with the next request for a batch, so that all
-        ranks draw from the same; each rank gives those of its own batch. Rows that are gone by then are counted as
-        `stale_keys` by their store, and 0 is returned here.
+        Over several ranks each rank passes the rows of its own batch. The updates travel with the next request for a
+        batch, so that all ranks draw from the same priorities. Stale keys are then counted as `stale_keys` by their
+        store, and 0 is returned here.
 
-        Each key's row is reached in the store that it is of, whichever of this replay's stores, or over several ranks
-        of the job's shards, that is: keys of batches, and those that `Store.insert` and `Store.keys` returned. Keys as
-        numbers, as `ReplayDataset` yields them, will do as well.
+        Args:
+            rows: keys of batches, or keys that `Store.insert` or `Store.keys` returned, of any store or shard of this
+                replay. Keys as numbers are accepted too, as `ReplayDataset` yields them.
+            priorities: (n,) finite; usually the absolute TD errors.
 
         Raises:
-            ArgumentError: a priority that is not finite, or keys of a store not in this replay; none is set.
+            ArgumentError: a priority is not finite, or a key is of a store that is not in this replay. No priority is
+                set.
         """
         self._check_open()
         return self._loader.submit_updates(given_priorities(rows, priorities))
@@ -359,13 +354,13 @@ class Replay:
     # --- state and figures ----------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Brings the stores to where this replay stands, before they are saved. Every rank calls it.
+        """Applies pending priority updates and drops prefetched batches. Call it before a checkpoint, on every rank.
 
-        Priorities that were given are set, and batches that were prepared are dropped and will be drawn again, from the
-        stores as they are now. So this run goes on as one does that is resumed from what is saved now.
+        The dropped batches are drawn again from the present contents. So this run continues exactly like one that is
+        resumed from the checkpoint.
 
         Raises:
-            PeerLostError: a rank is gone.
+            PeerLostError: a rank is lost.
         """
         with self._turn:
             self._check_open()
@@ -374,18 +369,20 @@ class Replay:
 
     @property
     def field_names(self) -> list[str]:
-        """Names of the fields of a batch; over a pipeline's stages those of all of them."""
+        """Names of the fields of a batch; with a pipeline, those of all stages."""
         return list(self._builder.samplers[0].plan.names)
 
     @property
     def step(self) -> int:
-        """The number of the next batch."""
+        """Number of the next batch."""
         return self._loader.step
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on with the same batches, given the same rows, as a few numbers for JSON.
+        """The replay's position, as a few numbers for JSON.
 
-        Where priorities are updated, call `settle` first: it brings the rows' priorities to where this state is.
+        With the same rows, a replay that loads it draws the same batches.
+
+        Call `settle` first if you update priorities.
         """
         return {
             "seed": self.selection.seed,
@@ -401,11 +398,14 @@ class Replay:
         return found if self._of_job else {**found, "names": [store.name for store in self.stores]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state_dict` was taken.
+        """Continues from where `state_dict` was taken.
+
+        Args:
+            state: what `state_dict` returned.
 
         Raises:
-            ArgumentError: the strategy has another seed; there are more or fewer stores, or the same ones in another
-                order; or this is no state.
+            ArgumentError: the strategy has another seed, the number or order of the stores differs, or this is not such
+                a state.
         """
         state = checked_state(state, self.selection.seed, self._identities(), len(self.stores))
         with self._turn:
@@ -419,21 +419,25 @@ class Replay:
             self._builder.rewind()
 
     def stats(self) -> dict[str, Any]:
-        """Figures since the first batch.
+        """Figures since the first batch, as a dict.
 
-        batches, rows, bytes (delivered); wait_s (the consumer's), elapsed_s (from the first request to the last batch,
-        the consumer's own pauses included), wait_share; make_s (the time spent selecting and fetching, on whichever
-        thread), gb_per_s and samples_per_s of that time; redrawn (rows lost between their draw and their copy); in host
-        memory path, a text: "native" where a batch is one native call, and "native, calls Own.select, Windows.at" where
-        that call asks Python code, which is named.
-
-        With `Epochs` epoch (the pass of the next batch), and over all passes that have ended skipped (rows that went
-        before their turn) and dropped (by `drop_last`), in a mixture lists with one of each for each store.
-
-        Over several ranks rows and bytes are this rank's, and there are: local_bytes (read from the shard of this
-        host), received_bytes and sent_bytes (fields, from and for other ranks), local_share, selection_bytes (sent
-        to agree on batches), select_s, fetch_s, exchange_s; peers_by_shm, peers_by_tcp, peers_by_nixl, peers_by_gloo
-        (ranks that this one exchanges messages with).
+        | key | meaning |
+        |---|---|
+        | batches, rows, bytes | delivered; over several ranks, to this rank |
+        | wait_s, wait_share | time that the consumer waited for batches, and its share of elapsed_s |
+        | elapsed_s | from the first request to the last batch, pauses included |
+        | make_s | time spent on selecting and copying, on whichever thread |
+        | gb_per_s, samples_per_s | rates during make_s |
+        | redrawn | rows that were overwritten between their draw and their copy |
+        | path | in host memory: "native", or "native, calls ..." with the Python code that it calls |
+        | epoch | with `Epochs`: the next batch's pass; a list in a mixture, as the next two |
+        | skipped | with `Epochs`: rows that were removed before their turn, in all passes that ended |
+        | dropped | with `Epochs`: rows that `drop_last` left out, in all passes that ended |
+        | local_bytes, local_share | over ranks: bytes read from this host's shard, and their share |
+        | received_bytes, sent_bytes | over ranks: fields from and for other ranks |
+        | selection_bytes | over ranks: bytes sent to agree on batches |
+        | select_s, fetch_s, exchange_s | over ranks: time by stage |
+        | peers_by_shm, peers_by_tcp, peers_by_nixl, peers_by_gloo | over ranks: ranks reached by each transport |
         """
         more = self._builder.stats()
         built, make_s, redrawn = more.pop("built"), more.pop("make_s"), more.pop("redrawn")
@@ -445,19 +449,29 @@ class Replay:
         }
 
     def describe(self) -> list[dict[str, Any]]:
-        """For each store, how its rows come to the device: path and why, where rows are chosen, pinned bytes.
+        """How the rows of each store reach the device: path and reason, where rows are drawn, pinned bytes.
 
-        Empty for batches in host memory.
+        The list is empty for batches in host memory.
+
+        Examples:
+            >>> import numpy as np
+            >>> import geartrain as gt
+            >>> store = gt.Store.create({"x": gt.Field((2,), "float32")}, max_length=4, capacity=8)
+            >>> options = gt.DeviceOptions("cuda", path="staged")  # for Replay(..., device=options)
+            >>> with gt.Replay(store, gt.selection.Uniform(seed=0), batch_size=3) as replay:
+            ...     replay.describe()
+            []
+            >>> store.close()
         """
         return self._builder.describe()
 
     # --- leaving --------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stops preparing batches, and leaves the group. The store stays open; it is the caller's.
+        """Stops the prefetch thread and leaves the group. The store stays open.
 
-        Any thread may call it. A thread that waits for a batch gets `StoreClosedError`; over several ranks the others
-        then learn that this one has left (`PeerLostError`), for they wait for its part of that batch.
+        Any thread may call it. A thread that waits for a batch gets `StoreClosedError`. Other ranks, which wait for
+        this one's part of that batch, get `PeerLostError`.
         """
         with held(self._closing, 0.0) as first:
             if first:

@@ -50,25 +50,29 @@ _ROLES = {_REWARD: 2, _TERMINATED: 3, _TRUNCATED: 4, _LAST: 5}
 
 @dataclass(frozen=True)
 class Transitions:
-    """A view of recorded episodes as transitions, for `Replay(view=...)`.
+    """A view of recorded episodes as transitions, for `Replay(view=...)`: n-step returns and frame stacks.
 
-    A batch has, for every observation field `obs`, `obs` and `next_obs`, both (B, ...), or (B, frame_stack, ...) with
-    frame_stack above 1, oldest first; `reward` and `discount`, float32; `terminated` and `truncated`, bool; and every
-    other field as it was at the transition's step. `batch.start` is that step, `batch.mask` (B, frame_stack) says which
-    frames of `obs` are real: those before a row's first are zero.
+    | in the batch | shape and dtype |
+    |---|---|
+    | `obs`, `next_obs`, for each observation field | (B, ...), or (B, frame_stack, ...), oldest first |
+    | `reward`, `discount` | (B,) float32 |
+    | `terminated`, `truncated` | (B,) bool |
+    | every other field | as recorded at the transition's step |
+    | `batch.start` | (B,) the transition's step |
+    | `batch.mask` | (B, frame_stack) which frames of `obs` are real; frames before the row's first are zero |
 
     Args:
-        n_step: rewards that are summed up, and steps to the next observation. Fewer at the end of a row.
-        gamma: discount of a step, from 0 to 1.
+        n_step: rewards that are summed, and steps to the next observation; fewer at the end of a row.
+        gamma: discount of one step, 0 to 1.
         frame_stack: observations in a stack.
         observations: fields that are observations; by default those called "observation" or "obs", alone or before a
             dot.
-        hindsight: goals that some of the transitions get instead of their own; see `Hindsight`. With n_step=1.
+        hindsight: goals that replace those of some transitions; see `Hindsight`. Needs n_step=1.
 
     Raises:
-        ArgumentError: numbers that mean nothing.
+        ArgumentError: an argument is out of range.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> import geartrain as gt
         >>> fields = gt.recorded_fields({"obs": gt.Field((1,), "float32"), "reward": gt.Field((), "float32")})
@@ -118,7 +122,7 @@ class Transitions:
 
     @property
     def window(self) -> int:
-        """Steps that are gathered for a transition."""
+        """Steps that are gathered for one transition."""
         return self.n_step + self.frame_stack
 
     @property
@@ -127,19 +131,24 @@ class Transitions:
         return self.frame_stack - 1, self.n_step, 0
 
     def observations_in(self, fields: Mapping[str, Field]) -> list[str]:
-        """The observation fields of a store."""
+        """Names of a store's observation fields.
+
+        Args:
+            fields: the store's fields.
+        """
         if self.observations is None:
             return [name for name in fields if name.partition(".")[0] in OBSERVATIONS]
         return list(self.observations)
 
     def fields_of(self, store: Store, asked: Sequence[str] | None) -> list[str]:
-        """The fields that are gathered for a batch.
+        """Names of the fields that are gathered for a batch.
 
         Args:
-            asked: the caller's own choice of observations and other fields; None for all.
+            store: store of the rows.
+            asked: the caller's choice of observations and other fields; None for all.
 
         Raises:
-            FieldError: the store lacks what a transition is made of.
+            FieldError: the store lacks a field that transitions need.
             ArgumentError: rows are too short for n_step.
         """
         fields = store.fields

@@ -40,38 +40,34 @@ _PLACES = {"any": 0, "start": 1, "end": 2, "episode": 3}
 class Windows:
     """Windows of `length` steps of each drawn row, for `Replay(window=...)` and `geartrain.fetch`.
 
-    A window is told by one step of its row, its anchor: by its last step, and then it holds that one and up to
-    `length - 1` before it, or by its first step, and then it holds that one and up to `length - 1` after it. Steps that
-    the row does not have are padded: zero, and False in `batch.mask`. `Windows(20)` is what `window=20` is.
+    Each window has an anchor, which is one of its steps. With anchor="last" the window is the anchor and up to `length
+    - 1` steps before it. With anchor="first" it is the anchor and up to `length - 1` steps after it. Missing steps are
+    zero, and False in `batch.mask`. `Windows(20)` is the same as `window=20`.
 
-    Where steps are drawn and not rows (`Uniform(over="steps")`, `Epochs(over="steps")`, `Prioritized` with
-    priority_per="step"), the step that is drawn, and that keys name, is the anchor; `whole` leaves out the steps that
-    no whole window is told by, and `stride` those between.
+    If steps are drawn and not rows (`Uniform(over="steps")`, `Epochs(over="steps")`, `Prioritized` with
+    priority_per="step"), the drawn step is the anchor, and keys name it. `whole` and `stride` then restrict which steps
+    are drawn.
 
     Args:
         length: steps of a window.
-        at: which of a row's windows: "any" one drawn uniformly, the same ones for the same seed on any number of ranks;
-            "start" the one of the row's first `length` steps; "end" that of its last; or a function, called as
-            `at(keys, lengths, random)` for many rows at once with their keys, how many steps each has (n,), and
-            a random number below 1 for each (n,), that returns the anchors (n,). It is called where batches are built,
-            on the prefetch thread while there is one, and over several ranks by each for the rows that it reads. With
-            "episode" it begins where the episode of the drawn step does, and holds `length` steps of it at most: of
-            rows that hold several episodes (`recorder(share_rows=True)`) one, and of others their first steps.
-            `Uniform(over="steps")` draws episodes in proportion to their steps, `Epochs(over="steps")` has each once.
-        anchor: "last" or "first", the step of a window that it is told by. at="start" tells windows by their first
-            step, as at="episode" does, at="end" by their last.
-        stride: a row's anchors are every so many-th step: counted from its first step where windows are told by
-            their first, from its last where by their last. It is no distance between the steps within a window.
-        whole: only windows that no step is missing of. Rows that are shorter are not drawn.
+        at: which window of a row: "any" one drawn uniformly, "start" its first `length` steps, "end" its last,
+            "episode" the first `length` steps of the drawn step's episode, or a function `at(keys, lengths, random)`.
+            The function gets the keys of many rows, how many steps each has (n,), and a random number below 1 for each
+            (n,), and returns the anchors (n,). It runs where batches are built: on the prefetch thread, and on every
+            rank for the rows that it reads.
+        anchor: "last" or "first". at="start" and at="episode" always use the first step, at="end" the last.
+        stride: only every stride-th step of a row is an anchor, counted from its first step for anchor="first" and from
+            its last for anchor="last". Steps within a window stay adjacent.
+        whole: only windows without missing steps. Shorter rows are not drawn.
 
     Raises:
-        ArgumentError: options that mean nothing, or not together.
+        ArgumentError: an option is out of range, or two of them exclude each other.
 
-    Cost: that of `window=length`. A function is called once a batch, and once more where rows were overwritten. In
-    device memory windows that are not `Windows(length)`, or of rows that hold several episodes, are staged: gathered
-    by the CPU, and copied.
+    Cost: that of `window=length`. A function is called once a batch, and once more if rows were overwritten. In device
+    memory, windows other than `Windows(length)`, and those of rows with several episodes, are gathered by the CPU and
+    copied.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> import geartrain as gt
         >>> store = gt.Store.create({"t": gt.Field((), "int64")}, max_length=9, capacity=1)
@@ -117,12 +113,12 @@ class Windows:
 
     @property
     def from_first(self) -> bool:
-        """Whether windows are told by their first step."""
+        """Whether the anchor is the window's first step."""
         return self.anchor == "first" or self.at in ("start", "episode")
 
     @property
     def need(self) -> int:
-        """Steps that a row must have beyond one."""
+        """Internal: steps that a row must have beyond one."""
         return self.length - 1 if self.whole else 0
 
     @property
@@ -137,21 +133,21 @@ class Windows:
 
     @property
     def function(self) -> WindowFunction | None:
-        """What places the windows, where a function does."""
+        """The function that places the windows; None if there is none."""
         return self.at if callable(self.at) else None
 
     @property
     def plain(self) -> bool:
-        """Whether these are the windows of a number of steps alone."""
+        """Internal: whether these are the windows of a number of steps alone."""
         return self == Windows(self.length)
 
     @property
     def native(self) -> tuple[int, bool, bool, int]:
-        """Stride, whole, told by the first step, and place, as the native layer takes them."""
+        """Internal: stride, whole, anchored at the first step, and place, as the native layer takes them."""
         return self.stride, self.whole, self.from_first, _PLACES[self.at] if isinstance(self.at, str) else 0
 
     def anchors_of(self, lengths: NDArray[np.int32], numbers: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        """The anchors of windows by their numbers, counted from each row's first on: (n,)."""
+        """Internal: the anchors (n,) of windows by their numbers, counted from each row's first."""
         steps = numbers.astype(np.int64) * self.stride
         if not self.from_first:
             most = np.maximum(lengths.astype(np.int64) - 1, 0)
@@ -159,10 +155,10 @@ class Windows:
         return steps.astype(np.uint32)
 
     def ask(self, keys: Keys, lengths: NDArray[np.int32], random: NDArray[np.float64]) -> NDArray[np.int32]:
-        """The anchors that the function says; 0 for rows without steps, which are not asked for.
+        """Internal: the anchors that the function returns; 0 for rows without steps, which it is not given.
 
         Raises:
-            ArgumentError: they are no steps of their rows, or not of whole windows where these were asked for.
+            ArgumentError: an anchor is not a step of its row, or not of a whole window if `whole` is set.
         """
         assert self.function is not None
         anchors = np.zeros(len(lengths), np.int32)

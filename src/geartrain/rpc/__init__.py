@@ -9,22 +9,22 @@
     rpc.call_async("learner", add, 1, 2).result()      # a registered function stands for its name
     await rpc.call_async("learner", add, 1, 2)
 
-A call is sent, and its reply received, by the thread that makes it (native/transport/rpc/pending_calls.h); on the
-other side a thread that has waited for any client executes the function and replies itself
-(native/transport/rpc/inbox.h).
+The calls of one client run in the order in which it made them, one after the other. Calls of different clients run
+concurrently. `@rpc.function(concurrent=True)` opts out of the order.
 
-A client's calls are executed in the order in which it made them, one after the other; different clients' concurrently.
-The next one begins when a function returns (a batched or async one at once), waits for a call of its own, or is
-cancelled at its deadline. `@rpc.function(concurrent=True)` opts out of the order. Of all clients together, one function
-begins at a time (`max_running`), for Python runs one thread at a time: the next when it returns, has run for 5 ms, or
-waits. An `async def` needs no thread.
+Python runs one thread at a time, so only one function begins at a time (`max_running`). The next one begins when a
+function returns, has run for 5 ms, waits for a call of its own, or is cancelled at its deadline. Batched and `async
+def` functions count as returned at once, and an `async def` needs no thread.
 
-Every wait has a deadline. A lost peer fails its calls with `PeerLostError` and is reported to `on_peer_lost`; the next
-call finds a peer that has restarted under its name.
+Every wait has a deadline. If a peer is lost, its calls fail with `PeerLostError` and `on_peer_lost` is called. The next
+call finds a peer that was restarted under its name.
 
-Functions are addressed by name, and values are encoded by `geartrain.transport.codec`, which executes nothing. Where
-every peer has the same `secret`, Python objects and functions that are not registered go by pickle as well;
-`pickle=False` forbids it.
+Functions are addressed by name. Values are encoded by `geartrain.transport.codec`, which executes nothing. If every
+peer has the same `secret`, other Python objects and unregistered functions are sent by pickle; `pickle=False` forbids
+this.
+
+The calling thread itself sends the call and receives its reply (native/transport/rpc/pending_calls.h). At the other
+side a waiting thread runs the function and replies (native/transport/rpc/inbox.h).
 """
 
 from __future__ import annotations
@@ -61,23 +61,42 @@ def init(
     device_maps: Any = None,
     **options: Any,
 ) -> Node:
-    """Rendezvous with the other processes, and this process's node, which the functions of this module use.
+    """Joins the other processes, and makes this process's node, which the functions of this module use.
 
     Args:
-        name: by which peers address this process.
-        rank, world_size: of the processes that start together; `init` waits until all have joined. More may join
-            later, without a rank.
-        init_method: "tcp://host:port", "env://" (MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE) or "file:///path", as
-            for `torch.distributed`; the tcp store is started by rank 0.
+        name: name by which peers address this process.
+        rank: number of this process among those that start together.
+        world_size: number of processes that start together. `init` waits for all of them. More may join later, without
+            a rank.
+        init_method: "tcp://host:port", "env://" (MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE) or "file:///path", as for
+            `torch.distributed`. Rank 0 starts the tcp store.
         store: a c10d store instead.
-        secret: the cluster's; by default the environment's GEARTRAIN_SECRET.
-        device_maps: `Node`'s `device_map`.
+        secret: the cluster's secret; by default the environment variable GEARTRAIN_SECRET.
+        timeout_s: longest wait for the others, in seconds.
+        device_maps: `device_map` of `Node`.
         options: as for `Node`.
 
+    Returns:
+        The node.
+
     Raises:
-        WaitTimeoutError: not all joined in time; names the missing ranks.
-        NameTakenError: another node has this name or this rank, and is not known to be gone.
-        ArgumentError: `timeout_s` is not from 0 to 1e9 seconds.
+        WaitTimeoutError: some processes did not join in time. The message names the missing ranks.
+        NameTakenError: another node has this name or rank, and is alive or may be.
+        ArgumentError: an argument is out of range.
+        GeartrainError: this process has a node already; call `shutdown` first.
+
+    Examples:
+        >>> from geartrain import rpc
+        >>> @rpc.function
+        ... def double(a):
+        ...     return 2 * a
+        >>> import socket, contextlib
+        >>> with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
+        ...     port = free.getsockname()[1]
+        >>> node = rpc.init("worker", rank=0, world_size=1, init_method=f"tcp://127.0.0.1:{port}")
+        >>> rpc.call("worker", "double", 2), rpc.call_async("worker", double, 3).result()
+        (4, 6)
+        >>> rpc.shutdown()
     """
     global _node
     check_keywords("rpc.init", options, Node)
@@ -114,19 +133,30 @@ def node() -> Node:
 def call(
     peer: str, function: str | Callable[..., Any], *args: Any, timeout_s: float | None = None, **kwargs: Any
 ) -> Any:
-    """`Node.call` of this process's node."""
+    """Calls a function of a peer through this process's node, and waits for the result.
+
+    Args:
+        peer, function, args, timeout_s, kwargs: as for `Node.call`.
+
+    Raises:
+        RemoteError, WaitTimeoutError, PeerLostError, UnknownPeerError: as for `Node.call`.
+    """
     return node().call(peer, function, *args, timeout_s=timeout_s, **kwargs)
 
 
 def call_async(
     peer: str, function: str | Callable[..., Any], *args: Any, timeout_s: float | None = None, **kwargs: Any
 ) -> Future:
-    """`Node.call_async` of this process's node."""
+    """Sends a call through this process's node, and returns its `Future`.
+
+    Args:
+        peer, function, args, timeout_s, kwargs: as for `Node.call`.
+    """
     return node().call_async(peer, function, *args, timeout_s=timeout_s, **kwargs)
 
 
 def shutdown() -> None:
-    """Closes this process's node, without waiting for peers: one that still calls it gets `PeerLostError`."""
+    """Closes this process's node without waiting for peers. One that still calls it gets `PeerLostError`."""
     global _node
     if _node is not None:
         _node.close()

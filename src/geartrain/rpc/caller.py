@@ -9,9 +9,9 @@ if TYPE_CHECKING:
 
 
 class Caller(Protocol):
-    """Who calls a function: `@rpc.function(with_caller=True)` passes it before the caller's own arguments.
+    """The caller of a function: `@rpc.function(with_caller=True)` passes it before the call's own arguments.
 
-    Example:
+    Examples:
         >>> from geartrain import rpc
         >>> @rpc.function(with_caller=True)
         ... def greet(caller: rpc.Caller, greeting: str) -> str:
@@ -23,15 +23,19 @@ class Caller(Protocol):
 
     @property
     def name(self) -> str:
-        """The calling node's name, as it says itself."""
+        """Name of the calling node, as it states itself."""
 
     @property
     def authenticated(self) -> bool:
-        """Whether it proved that it knows the cluster's secret."""
+        """Whether the caller proved that it knows the cluster's secret."""
 
     @property
     def node(self) -> Node:
-        """The node of this process that is called."""
+        """Node of this process that was called."""
 
     def keep(self, kept: Any) -> int:
-        """Keeps an object for the client, until it drops it or is lost: `Remote(node, peer, number)` calls it."""
+        """Keeps an object for the caller until the caller drops it or is lost; returns its number.
+
+        Args:
+            kept: the object. The caller reaches it as `Remote(node, peer, number)`.
+        """

@@ -48,11 +48,14 @@ class ReplySource(Protocol):
 
 
 class Future:
-    """The result of a call that was sent. Wait for it with `result`, or `await` it.
+    """Result of a call that was sent. Wait for it with `result`, or `await` it.
 
-    Any threads may use it, and signal handlers, also while a thread waits. When its node is closed it ends with
-    `ConnectionClosedError`, if it was not done before. In a forked child one that was not done has that error. One that
-    is dropped does not cancel its call.
+    Any thread and any signal handler may use it, even while another thread waits. If its node is closed first, it ends
+    with `ConnectionClosedError`; so does an unfinished one in a forked child. Dropping a future does not cancel its
+    call.
+
+    Args:
+        source, tag, until_s: set by `Node.call_async`, which makes the object.
     """
 
     _finished = True  # of one whose `__init__` a signal's handler has ended
@@ -79,14 +82,17 @@ class Future:
         refuse_copies(self, "wait for it, and send its result")
 
     def result(self, *, timeout_s: float | None = None) -> Any:
-        """The function's result.
+        """Waits for the function's result.
 
         Args:
-            timeout_s: from 0, which does not wait, to 1e9; by default the call's own deadline, which cancels it.
+            timeout_s: longest wait, 0 (does not wait) to 1e9 seconds; by default the call's own deadline, which also
+                cancels the call.
 
         Raises:
-            WaitTimeoutError: not there in time.
-            RemoteError: the function raised. PeerLostError, CallCancelledError: there will be none.
+            WaitTimeoutError: no result in time.
+            RemoteError: the function raised.
+            PeerLostError: the peer is lost.
+            CallCancelledError: the call was cancelled.
         """
         error = self.exception(timeout_s=timeout_s)
         if error is None:
@@ -97,7 +103,14 @@ class Future:
             del error, self  # the traceback holds this frame, and would hold the connection
 
     def exception(self, *, timeout_s: float | None = None) -> BaseException | None:
-        """What `result` would raise, or None; waits as it does."""
+        """Waits as `result` does, and returns what it would raise; None if it would return.
+
+        Args:
+            timeout_s: as for `result`.
+
+        Raises:
+            WaitTimeoutError: no result in time.
+        """
         if timeout_s is not None:
             timeout(timeout_s)
         if self._forks != forks():
@@ -198,7 +211,7 @@ class Future:
         return True
 
     def done(self) -> bool:
-        """Whether `result` would not wait."""
+        """Whether `result` would return or raise at once."""
         self._check_process()
         if not self._finished and self._done is None and not owns(self._reading):
             with held(self._reading, 0.0) as mine:
@@ -210,15 +223,20 @@ class Future:
         return self._finished
 
     def cancel(self) -> bool:
-        """Cancels the call, here and at the peer. False when the reply is already there."""
+        """Cancels the call, here and at the peer. Returns False if the reply is already there."""
         if self.done() or not self._settle(CallCancelledError("the call was cancelled"), elsewhere=True):
             return False
         self._source.cancel(self._tag)
         return True
 
     def add_done_callback(self, callback: Callable[[Future], object]) -> None:
-        """Calls back with this future when it is done: from a thread of geartrain's, or one that waits for it, or at
-        once. What the callback raises is printed."""
+        """Calls a function with this future when it is done; at once if it is done already.
+
+        It runs on a thread of the node or on one that waits for the future. What it raises is printed.
+
+        Args:
+            callback: function of this future.
+        """
         check_function("what is called back", callback)
         self._check_process()
         with self._lock:
@@ -230,7 +248,7 @@ class Future:
         _call_back(callback, self)
 
     def finish(self, outcome: Reply | BaseException) -> None:
-        """For the client: completes it with a reply or an error, from another thread than the one that waits."""
+        """Internal: completes it with a reply or an error, from another thread than the one that waits."""
         self._settle(outcome, elsewhere=True)
 
     def __del__(self) -> None:

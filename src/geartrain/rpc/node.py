@@ -61,13 +61,26 @@ _PROBE_S = 5.0
 
 
 class Node:
-    """This process among its peers. `rpc.init` makes the one that the functions of `geartrain.rpc` use.
+    """This process among its peers: it calls their functions and serves its own.
 
-    Any thread may use it and close it, more than once and beside every other call. `close` returns within a second or
-    two; calls that wait end with `ConnectionClosedError`, those of peers to this node with `PeerLostError`, and later
-    ones are refused; properties that only tell, and futures that are done, go on. In a forked child it, its clients,
-    topics and futures are the parent's: what would communicate raises `ConnectionClosedError`, and `close` releases
-    the child's copies alone. At the interpreter's end it is closed.
+    `rpc.init` makes the node that the functions of `geartrain.rpc` use. Any thread may use it and close it, more than
+    once and during other calls. `close` returns within two seconds. Calls that wait then end with
+    `ConnectionClosedError`, and calls of peers to this node with `PeerLostError`. A forked child cannot use its
+    parent's node. The interpreter closes it at its exit.
+
+    Examples:
+        >>> from geartrain import rpc
+        >>> @rpc.function
+        ... def add(a, b):
+        ...     return a + b
+        >>> learner = rpc.Node("learner")
+        >>> worker = rpc.Node("worker", peers={"learner": learner.address})
+        >>> worker.call("learner", "add", 1, 2)
+        3
+        >>> future = worker.call_async("learner", add, 3, 4)  # a Future
+        >>> future.result()
+        7
+        >>> worker.close(); learner.close()
     """
 
     def __init__(
@@ -94,43 +107,42 @@ class Node:
         driver: DeviceRuntime | None = None,
         tls: TLS | Literal[False] | None = None,
     ) -> None:
-        """A node that peers can call from now on.
+        """Starts a node that peers can call from now on.
 
-        Names are unique in a store. One that another node has put there goes over to this one only when nobody answers
-        at that one's address, and so when it was killed; where its host does not answer at all, end the job instead.
-        Under `geartrain launch` a process that was started again has its name back, for the launcher has seen it end.
+        Names are unique in a store. If a node of this name is registered already, the new one replaces it once nothing
+        answers at its address, for example because it was killed. If its host does not answer at all, end the job
+        instead. Under `geartrain launch` a restarted process gets its name back, because the launcher has seen the old
+        one end.
 
         Args:
-            name: by which peers address it.
-            store: rendezvous of names and addresses: anything with `set`, `get` and `check` of torch's c10d stores.
-            peers: addresses known without a store.
-            secret: the cluster's; needed to listen on anything but loopback.
-            pickle: whether objects that the codec does not know go by pickle, between peers with the secret.
-            transport: to force one of `transport.TRANSPORTS`; or, for tensors, "cuda_ipc" between GPUs of a host or
-                "nixl" for all on GPUs and big ones on the CPU.
-            device_map: which GPU of a peer tensors go to: "1_0_0,..." (peer's name or rank, GPU here, GPU there) or
-                {peer: {GPU here: GPU there}}; chosen for peers that it does not name (docs/devices.md).
+            name: name by which peers address it.
+            store: rendezvous of names and addresses: an object with `set`, `get` and `check`, like torch's c10d stores.
+            peers: addresses that are known without a store, by name.
+            secret: the cluster's secret; needed to listen on anything but loopback.
+            pickle: send objects that the codec does not know by pickle, between peers with the secret.
+            transport: forces one of `transport.TRANSPORTS`; or, for tensors, "cuda_ipc" between GPUs of a host or
+                "nixl" for all on GPUs and large ones on the CPU.
+            device_map: GPU of a peer that tensors go to: "1_0_0,..." (peer's name or rank, GPU here, GPU there) or
+                {peer: {GPU here: GPU there}}. Chosen automatically for other peers (docs/devices.md).
             host, port, advertise, limits, spin_us, views: as for `transport.listen`.
-            peer_timeout_s: a peer without heartbeats for so long is lost: its process is stopped, or its host or
-                network is gone. Its calls fail with `PeerLostError`, and `on_peer_lost` is called, within a second
-                more. A process that was killed is lost at once. 0 for never, or 2 and more.
-            timeout_s: for calls that have none of their own, and for joining. Every `timeout_s` of `geartrain.rpc` is
-                from 0, which does not wait for what is not there yet, to 1e9 seconds; others (inf, nan, negative ones)
-                are `ArgumentError`.
-            max_threads: functions that run at once, at most. One that waits for a call of its own, or that was
-                cancelled, does not count; an `async def` needs no thread.
-            max_running: functions that begin at once: the next one does when one of them returns, has run for 5 ms, or
-                waits for a call of its own. Python runs one thread at a time, and every further one that wants to
-                slows all down. Give more where functions wait for less than that, for disks, say, or compute
-                without the GIL on cores that are free.
-            max_open: calls to one peer without a reply; the next one waits for room.
-            driver: of other devices than CUDA's.
-            tls: certificates, to encrypt all connections over TCP; by default what the environment says. As
-                for `transport.listen`; the files are read again for each peer that this node connects to.
+            timeout_s: default deadline of calls, and of joining, in seconds. Every `timeout_s` of `geartrain.rpc` is
+                from 0 (does not wait) to 1e9.
+            max_threads: most functions that run at once. One that waits for a call of its own, or that was cancelled,
+                does not count; an `async def` needs no thread.
+            max_running: functions that begin at once: the next begins when one of them returns, has run for 5 ms, or
+                waits for a call of its own. Raise it for functions that wait for less than that, on disks for example,
+                or that compute without the GIL on free cores.
+            max_open: calls to one peer without a reply; the next one waits.
+            peer_timeout_s: a peer without heartbeats for this many seconds is lost: its process is stopped, or its host
+                or network is down. Its calls then fail with `PeerLostError`, and `on_peer_lost` is called. A killed
+                process is lost at once. 0 never, otherwise at least 2.
+            driver: runtime of other devices than CUDA's.
+            tls: certificates, to encrypt all TCP connections; by default what the environment says. As for
+                `transport.listen`; the files are read again for each peer that this node connects to.
 
         Raises:
-            NameTakenError: a node of that name is in the store, and alive or not proven gone.
-            ArgumentError: an argument that cannot be used.
+            NameTakenError: a node of that name is registered, and is alive or may be.
+            ArgumentError: an argument is out of range.
         """
         numbers = {"max_threads": max_threads, "max_running": max_running, "max_open": max_open}
         if any(whole_number(what, number, 2**31 - 1) < 1 for what, number in numbers.items()):
@@ -196,7 +208,7 @@ class Node:
             raise
 
     def why_not_gone(self, address: str) -> str | None:
-        """Why it is not proven that nobody is at a node's address any more; None where it is."""
+        """Internal: why it is not proven that nobody is at a node's address any more; None if it is."""
         check_text("an address", address)
         try:
             _native.connect(address, {**self._options, "transport": ""}, min(self.timeout_s, _PROBE_S)).close()
@@ -211,18 +223,23 @@ class Node:
     def call(
         self, peer: str, function: str | Callable[..., Any], *args: Any, timeout_s: float | None = None, **kwargs: Any
     ) -> Any:
-        """The result of a peer's function.
+        """Calls a function of a peer and waits for the result.
 
         Args:
-            peer: its name.
-            function: its name, or a registered function.
-            timeout_s: for all of it: finding the peer, the call, the answer; from 0 to 1e9.
+            peer: name of the peer.
+            function: name of the function, or a registered function.
+            args: positional arguments of the function.
+            timeout_s: deadline of the whole call, 0 to 1e9 seconds: finding the peer, the call and the reply.
+            kwargs: keyword arguments of the function.
+
+        Returns:
+            What the function returned.
 
         Raises:
-            RemoteError: the function raised; it is also of the built-in type that was raised there.
-            WaitTimeoutError: no answer in time; the peer cancels the call.
-            PeerLostError: the peer died or closed the connection meanwhile. The function may have run or not; with
-                `PeerUnreachableError`, which is one, it has not: nobody answered at the peer's address.
+            RemoteError: the function raised. It is also of the built-in type that was raised there.
+            WaitTimeoutError: no reply in time. The peer cancels the call.
+            PeerLostError: the peer died or closed the connection. The function may or may not have run. After its
+                subclass `PeerUnreachableError` it has not: nothing answered at the peer's address.
             UnknownPeerError: no peer of that name joined in time.
         """
         limit_s = self._limit(timeout_s)
@@ -232,7 +249,11 @@ class Node:
     def call_async(
         self, peer: str, function: str | Callable[..., Any], *args: Any, timeout_s: float | None = None, **kwargs: Any
     ) -> Future:
-        """The same as a `Future`; sent when this returns."""
+        """Sends a call and returns its `Future`.
+
+        Args:
+            peer, function, args, timeout_s, kwargs: as for `call`.
+        """
         limit_s = self._limit(timeout_s)
         until_s = time.monotonic() + limit_s
         client = self._client(peer, limit_s)
@@ -241,39 +262,77 @@ class Node:
     def tell(
         self, peer: str, function: str | Callable[..., Any], *args: Any, timeout_s: float | None = None, **kwargs: Any
     ) -> None:
-        """Calls without a reply: returns once it is sent. What the function raises is printed there."""
+        """Sends a call without a reply. If the function raises, the peer prints the error.
+
+        Args:
+            peer, function, args, timeout_s, kwargs: as for `call`.
+        """
         limit_s = self._limit(timeout_s)
         self._client(peer, limit_s).tell(function, args, kwargs, limit_s)
 
     def remote(self, peer: str, cls: str | type, *args: Any, **kwargs: Any) -> Remote:
-        """An object of a registered class, made and kept by the peer until closed, or until this node is lost."""
+        """Makes an object of a registered class at a peer, which keeps it until it is closed or this node is lost.
+
+        Args:
+            peer: name of the peer.
+            args: the class, or its name, and the positional arguments of its constructor.
+            kwargs: keyword arguments of the constructor.
+
+        Raises:
+            ArgumentError: no class was given. Other errors are those of `call`.
+        """
         if not isinstance(cls, (str, type)):
             raise ArgumentError(f"a peer makes objects of a class or of its name, found {shown(cls)}")
         name = cls if isinstance(cls, str) else names.get(cls, cls.__name__)
         return Remote(self, peer, self.call(peer, MAKE, name, args, kwargs))
 
     def topic(self, name: str, *, history: int = 1, timeout_s: float = 5.0) -> Topic:
-        """A new topic of this node's; `publish` sends to its subscribers, the newest `history` values to later ones."""
+        """Opens a topic of this node: `publish` sends a value to all subscribers.
+
+        Args:
+            name: name of the topic.
+            history: newest values that a later subscriber gets first.
+            timeout_s: a subscriber that takes no value for this many seconds is removed.
+        """
         self._lifetime.check()
         return self.topics.make(name, history, timeout_s)
 
     def subscribe(self, peer: str, topic: str, callback: Callable[[int, Any], object]) -> None:
-        """Has `callback(number, value)` called for each value of a peer's topic, in order, from a thread of this node.
+        """Subscribes to a peer's topic. The newest values that the topic keeps come first.
 
-        The newest values that the topic keeps come first. Subscribe again when the peer was lost and came back.
+        Subscribe again if the peer was lost and came back.
+
+        Args:
+            peer: name of the peer.
+            topic: name of the topic.
+            callback: `callback(number, value)`, called in order from a thread of this node.
         """
         self.topics.subscribe(peer, topic, callback)
 
     def unsubscribe(self, peer: str, topic: str) -> None:
-        """The callback is not called any more."""
+        """Ends a subscription.
+
+        Args:
+            peer: name of the peer.
+            topic: name of the topic.
+        """
         self.topics.unsubscribe(peer, topic)
 
     def client(self, name: str, *, timeout_s: float | None = None) -> Client:
-        """The client of a peer, connected if need be: to encode a call once and send it to many. Raises as `call`."""
+        """The client of a peer, connected if needed. Use it to encode a call once and send it to many peers.
+
+        Args:
+            name: name of the peer.
+            timeout_s: longest wait for the peer, in seconds. Errors are those of `call`.
+        """
         return self._client(name, self._limit(timeout_s))
 
     def hang_up(self, name: str) -> None:
-        """Closes the connections with a peer, in both directions; later calls connect again."""
+        """Closes the connections with a peer in both directions. Later calls connect again.
+
+        Args:
+            name: name of the peer.
+        """
         check_text("a peer's name", name)
         with self._lock:
             client = self._clients.pop(name, None)
@@ -282,39 +341,51 @@ class Node:
         self.server.hang_up(name)
 
     def connected(self, name: str) -> bool:
-        """Whether both this node's connection to a peer and one of the peer's to this node are open."""
+        """Whether this node's connection to a peer and the peer's connection to this node are both open.
+
+        Args:
+            name: name of the peer.
+        """
         client = self._clients.get(check_text("a peer's name", name))
         return client is not None and not client.connection.lost and self.server.has_client(name)
 
     def on_peer_lost(self, callback: Callable[[str, str], object]) -> None:
-        """Calls back with the name of a peer that is lost, and why."""
+        """Calls a function whenever a peer is lost.
+
+        Args:
+            callback: function of the peer's name and the reason.
+        """
         check_function("what is called back", callback)
         self._on_lost.append(callback)
 
     def connections(self) -> dict[str, str]:
-        """Per peer that this node calls, the transport of messages and the channels of tensors, for people."""
+        """For each peer that this node calls: transport of messages and channels of tensors, as text."""
         return {
             name: "; ".join(filter(None, (client.connection.describe(), client.tensors.describe())))
             for name, client in self._open_clients()
         }
 
     def considered(self) -> dict[str, list[tuple[str, str]]]:
-        """Per peer that this node calls, the faster transports, and why each was not taken."""
+        """For each peer that this node calls: the faster transports, and why each was not used."""
         return {name: list(client.connection.considered) for name, client in self._open_clients()}
 
     def authenticated(self) -> dict[str, bool]:
-        """Per peer that this node calls, whether both proved that they know the secret."""
+        """For each peer that this node calls: whether both proved that they know the secret."""
         return {name: client.connection.authenticated for name, client in self._open_clients()}
 
     def counts(self) -> dict[str, dict[str, Any]]:
-        """Per peer that this node calls, messages and bytes by path; `tensors`: bytes by channel."""
+        """For each peer that this node calls: messages and bytes by path; `tensors`: bytes by channel."""
         return {
             name: client.connection.counts() | {"tensors": dict(client.tensors.bytes_by_channel)}
             for name, client in self._open_clients()
         }
 
     def device_map(self, peer: str) -> DeviceMap:
-        """Which of its GPUs tensors go to."""
+        """Which GPUs of a peer tensors go to.
+
+        Args:
+            peer: name of the peer.
+        """
         check_text("a peer's name", peer)
         ranks = []
         for key in self.devices.maps:
@@ -329,7 +400,15 @@ class Node:
             return list(self._clients.items())
 
     def wait_for(self, *names: str, timeout_s: float | None = None) -> None:
-        """Until peers of these names have joined. Raises `UnknownPeerError`."""
+        """Waits until peers have joined.
+
+        Args:
+            names: names of the peers.
+            timeout_s: longest wait, in seconds.
+
+        Raises:
+            UnknownPeerError: a peer did not join in time.
+        """
         limit_s = self._limit(timeout_s)
         until_s = time.monotonic() + limit_s
         for name in names:
@@ -338,7 +417,7 @@ class Node:
             self._lifetime.wait_for(partial(self._address, name, until_s), until_s, f"a peer {name!r}")
 
     def close(self) -> None:
-        """Closes all connections. Functions that still run are left to end."""
+        """Closes all connections. Functions that still run are not interrupted."""
         with self._lock:
             if not self._lifetime.end():
                 return
@@ -441,7 +520,7 @@ class Node:
                     traceback.print_exc()
 
     def after_fork(self) -> None:
-        """In a forked child: another thread of the parent's may have held any lock."""
+        """Internal: in a forked child, replaces locks that another thread of the parent may have held."""
         self._lock, self._dialling = threading.RLock(), {}
         self._lifetime.after_fork()
         self.topics.after_fork()

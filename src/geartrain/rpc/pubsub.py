@@ -40,12 +40,28 @@ class Publishes(Protocol):
 
 
 class Topic:
-    """Values that this node publishes under a name, numbered from 0.
+    """Values that this node publishes under a name, numbered from 0. `Node.topic` opens one.
 
-    The publisher knows its subscribers, and sends to no one else. Later subscribers get the newest `history` values
-    first. A value goes to each subscriber as one message, in order. A subscriber that is lost is removed, and one that
-    takes nothing within `timeout_s` as well. Any thread may publish, and a signal's handler: within a `publish` of the
-    thread that it interrupts, its value is sent by that. On a closed node, or in a forked child, it reaches nobody.
+    A value goes to each subscriber as one message, in order. Later subscribers get the newest `history` values first. A
+    subscriber that is lost, or takes nothing for `timeout_s`, is removed. Any thread and any signal handler may
+    publish. On a closed node, or in a forked child, a value reaches nobody.
+
+    Args:
+        node, name, history, timeout_s: as for `Node.topic`, which makes the object.
+
+    Examples:
+        >>> import queue
+        >>> from geartrain import rpc
+        >>> learner = rpc.Node("learner")
+        >>> topic = learner.topic("versions")  # a Topic
+        >>> worker = rpc.Node("worker", peers={"learner": learner.address})
+        >>> received = queue.Queue()
+        >>> worker.subscribe("learner", "versions", lambda number, value: received.put((number, value)))
+        >>> topic.publish(7)
+        0
+        >>> received.get(timeout=10)
+        (0, 7)
+        >>> worker.close(); learner.close()
     """
 
     def __init__(self, node: Publishes, name: str, history: int = 1, timeout_s: float = 5.0) -> None:
@@ -70,7 +86,11 @@ class Topic:
             return sorted(self._subscribers)
 
     def publish(self, value: Any) -> int:
-        """Sends a value to all subscribers; its number. It must not be changed later while it is in the history."""
+        """Sends a value to all subscribers; returns its number.
+
+        Args:
+            value: the value. Do not change it while it is in the history.
+        """
         with self._lock:
             within, self._publishing = self._publishing, True
             try:
@@ -108,11 +128,11 @@ class Topic:
             _log.warning("%r no longer gets topic %r: %s", subscriber, self.name, error)
 
     def after_fork(self) -> None:
-        """In a forked child: another thread of the parent's may have held the lock."""
+        """Internal: in a forked child, replaces the lock that another thread of the parent may have held."""
         self._lock = threading.RLock()  # a signal's handler may come in between, in the same thread
 
     def add(self, subscriber: str, token: str) -> None:
-        """Subscribes a peer, and sends it the newest values."""
+        """Internal: subscribes a peer, and sends it the newest values."""
         with self._lock:
             self._subscribers[subscriber] = token
             for number, value in self._newest:
@@ -120,7 +140,7 @@ class Topic:
                     self._send(subscriber, number, value)
 
     def remove(self, subscriber: str, token: str | None = None) -> None:
-        """Unsubscribes a peer: with a token, only if it is still that subscription."""
+        """Internal: unsubscribes a peer; with a token, only if it is still that subscription."""
         with self._lock:
             if token is None or self._subscribers.get(subscriber) == token:
                 self._subscribers.pop(subscriber, None)

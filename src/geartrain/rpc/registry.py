@@ -26,13 +26,18 @@ def function(*, name: str | None = None, concurrent: bool = False, with_caller: 
 def function(
     given: F | None = None, *, name: str | None = None, concurrent: bool = False, with_caller: bool = False
 ) -> F | Callable[[F], F]:
-    """Decorator: registers a function (or a class) under a name by which peers call it.
+    """Decorator that registers a function, or a class, so that peers can call it by name.
 
     Args:
-        name: its own name by default. Names that begin with "geartrain." are reserved.
+        given: the function, if the decorator is used without arguments.
+        name: name to register; the function's own by default. Names that begin with "geartrain." are reserved.
         concurrent: its calls may run while other calls of the same client run, in any order.
-        with_caller: its first argument, before those of the call, is an `rpc.Caller`: who calls (`.name`,
-            `.authenticated`), and which node of this process is called (`.node`).
+        with_caller: pass a `Caller` before the arguments of the call.
+
+    Examples:
+        >>> @function(concurrent=True)
+        ... def slow(seconds: float) -> float:
+        ...     return seconds
     """
 
     if name is not None:
@@ -69,20 +74,20 @@ def batched(
     stack: bool = False,
     on_batch: Callable[[BatchDone], object] | None = None,
 ) -> Callable[[F], F]:
-    """Decorator: dynamic batching. Concurrent calls are gathered, and the function runs once for all of them.
+    """Decorator for server-side batching: concurrent calls are collected, and the function runs once for all of them.
 
-    The function gets one list per positional argument, with the values of all calls in it, and returns as many results.
-    It runs as soon as `max_size` calls are there, or `max_wait_us` after the first of them; None waits for ever. More
-    than `max_queued` waiting calls are refused with `BusyError`.
+    The function gets a list for each positional argument, with the values of all calls, and returns as many results.
+    Calls whose arguments have other shapes, dtypes or numbers run as a batch of their own.
 
-    With `stack` the lists are stacked into one tensor or array each, and the function may also return arrays or tensors
-    by name, (n, ...) each: every call then gets a dict of its rows. Calls whose arguments have other shapes or dtypes,
-    or are more or fewer, are run apart: as a further batch, with its own result or error.
+    Args:
+        max_size: calls of a batch; the function runs as soon as there are so many.
+        max_wait_us: longest wait after the first call of a batch, in microseconds. None waits until the batch is full.
+        max_queued: calls that may wait; further ones are refused with `BusyError`.
+        stack: stack each list into one tensor or array. The function may also return arrays or tensors by name, (n,
+            ...); each call then gets a dict of its rows.
+        on_batch: called with a `BatchDone` after the replies of each batch were sent, by the thread that ran it.
 
-    `on_batch` is called with a `BatchDone` after the replies of each batch were sent, by the thread that ran it.
-    `rpc.batch_stats(function)` has counters and latencies of all batches.
-
-    Example:
+    Examples:
         >>> @batched(max_size=8, max_wait_us=500)
         ... def tripled(values: list[int]) -> list[int]:
         ...     return [3 * value for value in values]
@@ -97,19 +102,19 @@ def batched(
 
 
 def batch_stats(function: str | Callable[..., Any]) -> BatchStats:
-    """Counters and latencies of a batched function of this process, of all nodes together: a copy.
+    """Counters and latencies of a batched function of this process, over all nodes: a copy.
 
     Args:
-        function: it, or its name.
+        function: the function, or its name.
 
     Raises:
-        LookupError: no batched function is registered under that name.
+        LookupError: no batched function of that name is registered.
 
-    Example:
+    Examples:
         >>> @batched(max_size=2)
         ... def negated(values: list[int]) -> list[int]:
         ...     return [-value for value in values]
-        >>> batch_stats(negated).calls
+        >>> batch_stats(negated).calls  # of BatchStats
         0
     """
     if not isinstance(function, str):

@@ -29,25 +29,58 @@ class Calls(Protocol):
 
 
 class Remote:
-    """Handle of an object that a peer keeps. `remote.call("method", ...)` calls it there."""
+    """Handle of an object that a peer keeps. `remote.call("method", ...)` calls it there.
+
+    Args:
+        node: this process's node.
+        peer: name of the peer.
+        number: number of the object, as `Caller.keep` returned it.
+
+    Examples:
+        >>> from geartrain import rpc
+        >>> @rpc.function
+        ... class Counter:
+        ...     def __init__(self):
+        ...         self.n = 0
+        ...     def add(self, k):
+        ...         self.n += k
+        ...         return self.n
+        >>> server = rpc.Node("server")
+        >>> client = rpc.Node("client", peers={"server": server.address})
+        >>> counter = client.remote("server", Counter)  # a Remote
+        >>> counter.call("add", 5)
+        5
+        >>> counter.close(); client.close(); server.close()
+    """
 
     def __init__(self, node: Calls, peer: str, number: int) -> None:
         self._node, self.peer, self._number = node, peer, number
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
-        """The method's result; raises what `Node.call` does."""
+        """Calls a method of the object and waits for the result. Errors are those of `Node.call`.
+
+        Args:
+            method: name of the method.
+            args: positional arguments.
+            timeout_s: deadline of the call, in seconds; the node's by default.
+            kwargs: keyword arguments.
+        """
         return self._node.call(self.peer, METHOD, self._number, method, args, kwargs, timeout_s=timeout_s)
 
     def call_async(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Future:
-        """The same as a `Future`."""
+        """Sends a call of a method and returns its `Future`.
+
+        Args:
+            method, args, timeout_s, kwargs: as for `call`.
+        """
         return self._node.call_async(self.peer, METHOD, self._number, method, args, kwargs, timeout_s=timeout_s)
 
     def tell(self, what: str, *args: Any) -> None:
-        """One of these functions of the peer's about the object, without a reply; what it raises is printed there."""
+        """Internal: calls one of the peer's functions about the object, without a reply."""
         self._node.tell(self.peer, what, self._number, *args)
 
     def close(self) -> None:
-        """Has the peer drop the object."""
+        """Tells the peer to drop the object."""
         self._node.call(self.peer, DROP, self._number)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:

@@ -14,7 +14,26 @@ _PER_OCTAVE = 8
 
 
 class BatchDone(NamedTuple):
-    """One executed batch. Times are `time.monotonic()`'s, in seconds."""
+    """One executed batch of a batched function. Times are those of `time.monotonic()`, in seconds.
+
+    Attributes:
+        size: calls in the batch.
+        asked_s: when its first call arrived.
+        began_s: when the function began.
+        returned_s: when the function returned or raised.
+        answered_s: when all replies were sent.
+        error: what the function raised; None if it returned.
+
+    Examples:
+        >>> from geartrain import rpc
+        >>> done = []
+        >>> @rpc.batched(max_size=1, on_batch=done.append)  # called with a BatchDone
+        ... def doubled(values):
+        ...     return [2 * value for value in values]
+        >>> with rpc.Node("server") as server, rpc.Node("client", peers={"server": server.address}) as client:
+        ...     client.call("server", doubled, 4)
+        8
+    """
 
     size: int
     asked_s: float  # when its first call arrived
@@ -42,7 +61,11 @@ class Histogram:
         self._buckets: dict[int, int] = {}
 
     def add(self, seconds: float) -> None:
-        """Adds a duration; below a nanosecond counts as a nanosecond."""
+        """Adds a duration.
+
+        Args:
+            seconds: the duration; below a nanosecond it counts as a nanosecond.
+        """
         bucket = math.floor(_PER_OCTAVE * math.log2(max(seconds, 1e-9)))
         self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
         self.count += 1
@@ -50,7 +73,14 @@ class Histogram:
         self.most_s = max(self.most_s, seconds)
 
     def quantile(self, q: float) -> float:
-        """The quantile `q`, from 0 to 1, in seconds; 0 while there are no durations."""
+        """A quantile in seconds; 0 while there are no durations.
+
+        Args:
+            q: 0 to 1; 0.5 is the median.
+
+        Raises:
+            ArgumentError: `q` is below 0 or above 1.
+        """
         if not 0 <= check_real("a quantile", q) <= 1:
             raise ArgumentError(f"a quantile is from 0 to 1, found {q}")
         missing = q * self.count
@@ -74,8 +104,20 @@ class Histogram:
 
 @dataclass
 class BatchStats:
-    """Counters of a batched function. `waited` is from a batch's first call to its run, `ran` the function itself,
-    `took` from the first call until all replies were sent."""
+    """Counters and latencies of a batched function. `rpc.batch_stats` returns them.
+
+    Attributes:
+        calls: calls that were replied to, with a result or an error.
+        cancelled: calls that were cancelled before their batch ran.
+        refused: calls that were refused with `BusyError`.
+        batches: batches that ran.
+        full: batches that filled before `max_wait_us`.
+        errors: batches whose function raised.
+        sizes: number of batches by their number of calls.
+        waited: time from a batch's first call to its run.
+        ran: time that the function took.
+        took: time from a batch's first call until all replies were sent.
+    """
 
     calls: int = 0  # replied to, with a result or an error
     cancelled: int = 0  # before their batch ran
@@ -89,7 +131,7 @@ class BatchStats:
     took: Histogram = field(default_factory=Histogram)
 
     def add(self, done: BatchDone, full: bool) -> None:
-        """Adds a batch."""
+        """Internal: adds a batch."""
         self.calls += done.size
         self.batches += 1
         self.full += full

@@ -1,10 +1,18 @@
-"""Selection: which rows make a batch. Strategies are functions of the candidates, a seed and a step.
+"""Selection strategies: which rows make a batch, as functions of the candidates, a seed and a step.
 
     gt.Replay(store, gt.selection.Prioritized(beta=0.4), batch_size=256)
 
-`Uniform` and `Prioritized` draw at random, `TopK`, `Lifo` and `Fifo` in an order, `GroupSampling` whole groups of rows,
-`Epochs` each row or step once a pass, `Mixture` from several stores. Any object with the methods of `Strategy` is one
-as well; a `DeclaredStrategy` says what it is, and works on devices and over ranks too.
+| strategy | draws |
+|---|---|
+| `Uniform` | rows or steps, all with the same probability |
+| `Prioritized` | rows or steps in proportion to their priorities |
+| `TopK`, `Lifo`, `Fifo` | rows in an order |
+| `GroupSampling` | whole groups of rows, such as the answers to one prompt |
+| `Epochs` | each row or step once a pass |
+| `Mixture` | from several stores in fixed shares |
+
+Any object with the methods of `Strategy` is a strategy too. A subclass of `DeclaredStrategy` also works on devices and
+over ranks.
 """
 
 from geartrain.selection.declared import DeclaredStrategy, WholeGroups

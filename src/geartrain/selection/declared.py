@@ -21,11 +21,23 @@ _NO_ROWS = np.empty(0, np.uint32)
 
 
 class WholeGroups(NamedTuple):
-    """Whole groups, in the order of their keys: rows and generations (G, size), priorities (G,).
+    """Whole groups, in the order of their keys. `DeclaredStrategy.whole_groups` returns them.
 
-    The keys (uint64, each group's own) order the groups of all shards of a job. `seen_keys` and `seen_counts` (S,) are
-    of all groups that a row was found of, whole or not, in the same order, and how many rows. A strategy that does not
-    give them cannot draw from several shards.
+    Attributes:
+        rows: (G, size) uint32, the rows of each group.
+        generations: (G, size) uint32, their generations.
+        priorities: (G,), the groups' priorities.
+        keys: (G,) uint64, which order the groups of all shards of a job.
+        seen_keys: (S,) uint64, keys of all groups that any row was found of, in the same order. Without them the
+            strategy cannot draw from several shards.
+        seen_counts: (S,) rows found of each of these groups.
+
+    Examples:
+        >>> import numpy as np
+        >>> import geartrain as gt
+        >>> rows = gt.selection.Candidates(np.ones(5, np.uint32), {"prompt": np.array([7, 8, 7, 8, 9])})
+        >>> gt.selection.GroupSampling("prompt", size=2).whole_groups(rows).rows.tolist()
+        [[0, 2], [1, 3]]
     """
 
     rows: NDArray[np.uint32]
@@ -37,12 +49,12 @@ class WholeGroups(NamedTuple):
 
 
 class DeclaredStrategy(ABC):
-    """A strategy that says what it is and leaves the drawing to whoever draws: a host, a device, several ranks.
+    """Base of strategies that declare what they draw, so that hosts, devices and ranks can draw for them.
 
-    Subclasses have `seed` and `traits`, and those of the form "groups" `whole_groups`. Where they override `select`,
-    it must choose what the traits say, or the traits must be "custom".
+    A subclass has `seed` and `traits`, and `whole_groups` if its form is "groups". If it overrides `select`, that must
+    choose what the traits say; otherwise make the traits "custom".
 
-    Example:
+    Examples:
         >>> from dataclasses import dataclass
         >>> import numpy as np
         >>> import geartrain as gt
@@ -50,7 +62,8 @@ class DeclaredStrategy(ABC):
         ... class Newest(gt.selection.DeclaredStrategy):
         ...     seed: int | None = None
         ...     traits = gt.selection.Traits("newest")
-        >>> Newest().select(gt.selection.Candidates(np.ones(5, np.uint32)), n=2, step=0).probability.tolist()
+        >>> draw = Newest().select(gt.selection.Candidates(np.ones(5, np.uint32)), n=2, step=0)  # a Draw
+        >>> draw.probability.tolist()
         [1.0, 1.0]
     """
 
@@ -59,7 +72,7 @@ class DeclaredStrategy(ABC):
     @property
     @abstractmethod
     def traits(self) -> Traits:
-        """What the strategy is."""
+        """Traits of the strategy: its form, and what it depends on."""
 
     def select(
         self,
@@ -70,11 +83,18 @@ class DeclaredStrategy(ABC):
         state: Mapping[str, int] | None = None,
         redraw: Redraw | None = None,
     ) -> Draw:
-        """Chooses; see `Strategy.select`.
+        """Chooses the `n` rows of a step, or replaces those that `redraw` names.
+
+        Args:
+            candidates: the rows to choose from.
+            n: rows to choose.
+            step: number of the batch.
+            state: `Draw.state` of the step before; None at the first.
+            redraw: draws of this step to make again, because their rows were overwritten.
 
         Raises:
-            EmptyStoreError: there is nothing to choose from, or all priorities are 0.
-            NotEnoughRowsError: fewer rows, or whole groups, than were asked for.
+            EmptyStoreError: there are no rows, or all priorities are 0.
+            NotEnoughRowsError: there are fewer rows, or whole groups, than `n` needs.
         """
         if self.traits.form == "random" or self.traits.order is not None:
             return select_declared(self, self.traits, candidates, n, step, state=state, redraw=redraw)
@@ -82,19 +102,37 @@ class DeclaredStrategy(ABC):
         return self._draw_groups(candidates, n, step, redraw)
 
     def importance_weights(self, draw: Draw, count: int, step: int) -> NDArray[np.float64] | None:
-        """Importance weights (n,) of rows drawn from `count` selectable ones; None where there are none.
+        """Importance weights (n,) of drawn rows; None if the strategy has none.
 
-        Asked for once a batch's rows are settled: per store of a mixture, and over several ranks by each for its own
-        rows. `traits.importance` says whether there are any.
+        Called once the batch's rows are final: once a store in a mixture, and on every rank for its own rows.
+        `traits.importance` says whether there are weights.
+
+        Args:
+            draw: the drawn rows.
+            count: rows that could be drawn.
+            step: number of the batch.
         """
         return draw.importance_weights
 
     def whole_groups(self, candidates: Candidates, kept: ArrayLike = ()) -> WholeGroups:
-        """The groups that can be drawn, each of `traits.atom` rows; not those that rows in `kept` belong to."""
+        """Groups that can be drawn, each of `traits.atom` rows.
+
+        Args:
+            candidates: the rows to choose from.
+            kept: (k,) rows whose groups are in the batch already and are left out.
+
+        Raises:
+            ArgumentError: the strategy has no groups.
+        """
         raise ArgumentError(f"{type(self).__name__} has the form {self.traits.form!r} and does not say how it chooses")
 
     def describe_group(self, candidates: Candidates, key: int) -> str:
-        """A group in words, by its key of `WholeGroups.seen_keys`, for error messages."""
+        """Names a group for error messages.
+
+        Args:
+            candidates: the rows to choose from.
+            key: one of `WholeGroups.seen_keys`.
+        """
         return f"the group with key {key:#x}"
 
     def _draw_groups(self, candidates: Candidates, n: int, step: int, redraw: Redraw | None) -> Draw:

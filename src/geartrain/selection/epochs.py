@@ -42,35 +42,36 @@ class Taken(NamedTuple):
 
 @dataclass(frozen=True)
 class Epochs:
-    """Every selectable row, or step, once a pass: what a shuffling `DataLoader` or `DistributedSampler` does.
+    """Draws every row, or step, once a pass, like a shuffling `DataLoader` or `DistributedSampler`.
 
-    `for batch in replay` is one pass (or `num_batches`, whichever ends first), and the next `for` the next one, in
-    another order; `sample` goes on from pass to pass. A pass is over what is there when it begins: rows that are
-    committed later belong to the next one, and rows that are gone when their turn comes are skipped and counted in
-    `Replay.stats()`, which also has `epoch` and `dropped`. Where the replay is, is in its `state_dict`: there is no
-    `set_epoch` to call. A row that is still being extended when a pass begins belongs to a pass that begins after its
-    end.
+    `for batch in replay` runs one pass, or `num_batches` if that ends first. The next `for` runs the next pass, in
+    another order. `sample` continues from pass to pass. There is no `set_epoch` to call: `Replay.state_dict` holds the
+    position.
 
-    Over several ranks (`group=`) all shards are one set, of which each rank gets its part of every global batch. The
-    parts of a pass's last batch differ by a row at most: with fewer rows than replicas some get none, `len(batch)` 0.
-    In a `Mixture` every store goes on from pass to pass by itself, within a batch too, so that batches have one size;
-    the iteration does not end with any of them, and drop_last leaves out what is less than the store's rows of a batch.
-    In host memory only.
+    - Rows committed during a pass belong to the next one. A row that is still being extended when a pass begins belongs
+      to a pass that begins after its end.
+    - Rows that are removed before their turn are skipped. `Replay.stats()` has `epoch`, `skipped` and `dropped`.
+    - Over several ranks (`group=`) all shards are one dataset, and each rank gets its part of every global batch. The
+      parts of a pass's last batch differ by at most one row, so some may be empty.
+    - In a `Mixture` each store continues from pass to pass, even within a batch, so that all batches have one size and
+      the iteration does not end. `drop_last` then leaves out less than the store's rows of one batch.
+    - Batches are in host memory.
 
     Args:
-        shuffle: in a random order, another one each pass; else in the order of the store's places.
-        drop_last: leave out the rows at the end of a pass that do not fill a batch; else the last batch is smaller.
-        over: "rows", or "steps" with a window that ends there or transitions that begin there; with
-            `Windows(..., at="episode")` each episode once.
-        seed: of the order, 0 to 2**64 - 1; by default `Replay` derives it from its own.
+        shuffle: draw in a random order, another one each pass; False draws in the order of the store's rows.
+        drop_last: leave out the rows at the end of a pass that do not fill a batch; otherwise the last batch is
+            smaller.
+        over: "rows", or "steps" for windows that end, or transitions that begin, at each step once. With `Windows(...,
+            at="episode")` "steps" draws each episode once.
+        seed: seed of the order, 0 to 2**64 - 1; by default `Replay` derives it from its own.
 
     Raises:
-        ArgumentError: arguments that mean nothing.
+        ArgumentError: an argument is out of range.
 
-    Cost: some 30 ns and the cache misses of a row for each place of a row (or step) in the store, taken or not; with
-    drop_last twice. One pass over the rows when a pass begins.
+    Cost: about 30 ns and a row's cache misses for each place in the store, used or not; twice that with drop_last. A
+    pass begins with one scan of the rows.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> import geartrain as gt
         >>> store = gt.Store.create({"x": gt.Field((), "int64", per_row=True)}, max_length=1, capacity=10)
@@ -105,17 +106,20 @@ class Epochs:
         state: Mapping[str, int] | None = None,
         redraw: Redraw | None = None,
     ) -> Draw:
-        """The next rows of the pass, fewer than n at its end unless they are dropped; see `Strategy.select`.
+        """Chooses the next rows of the pass: fewer than `n` at its end, unless `drop_last` leaves them out.
+
+        Args:
+            candidates, n, step, state, redraw: as in `Strategy.select`.
 
         Raises:
-            EmptyStoreError, NotEnoughRowsError: nothing to choose from, or less than a batch.
-            TurnoverError: asked for rows in the place of lost ones, which would be in the pass twice.
+            EmptyStoreError, NotEnoughRowsError: there are no rows, or less than a batch.
+            TurnoverError: `redraw` was given. Another row in the place of a lost one would be in the pass twice.
         """
         taken = self._next(_alone(candidates), n, self._of_rows(state, redraw))
         return Draw(taken.rows, taken.generations, np.ones(len(taken.rows)), state=taken.state)
 
     def select_shards(self, shard: Shard, n: int, step: int, *, state: Mapping[str, int] | None) -> ShardedDraw:
-        """The next n rows of the pass over all shards; see `geartrain.selection.sharded`."""
+        """Internal: the next n rows of the pass over all shards; see `geartrain.selection.sharded`."""
         taken = self._next(shard, n, self._of_rows(state, None))
         ones = np.where(taken.shard == shard.number, 1.0, 0.0)
         return ShardedDraw(taken.shard, taken.rows, taken.generations, ones, taken.state)
@@ -138,7 +142,7 @@ class Epochs:
 
     @staticmethod
     def joined(taken: Taken, kept: NDArray[np.intp], more: Taken) -> Taken:
-        """Some of the rows that were taken, and then more of the pass."""
+        """Internal: some of the rows that were taken, and then more of the pass."""
         return Taken(
             np.concatenate([taken.shard[kept], more.shard]),
             np.concatenate([taken.rows[kept], more.rows]),
@@ -163,22 +167,22 @@ class Epochs:
         of_batch: int | None = None,
         same_n: bool = True,
     ) -> Taken:
-        """The next n rows or steps of the pass; the first of a pass begins it.
+        """Internal: takes the next n rows or steps of the pass; the first call of a pass begins it.
 
         Args:
-            state: `Taken.state` of those before; None at the very first.
-            row_steps: the most steps of a row, where steps are taken; 0 for rows.
+            state: `Taken.state` of the call before; None at the very first.
+            row_steps: the most steps of a row, if steps are taken; 0 for rows.
             need: steps at a row's end that do not count.
-            stride: of the others every so many-th counts, and `Taken.steps` are their numbers.
-            episodes: of steps only those that begin an episode count.
-            needs: what a step needs before and after it, and the distance from its number to it, where rows repeat
-                steps of the row before; see `StepPlan`.
-            of_batch: these are to replace some of a batch of so many; fewer than n will do.
-            same_n: the next batch takes as many. With drop_last the pass is then over as soon as fewer are left;
+            stride: only every stride-th of the others counts, and `Taken.steps` are their numbers.
+            episodes: only steps that begin an episode count.
+            needs: steps needed before and after a step, and the distance from its number to it, if rows repeat steps
+                of the row before; see `StepPlan`.
+            of_batch: these replace some rows of a batch of this many; fewer than n are fine.
+            same_n: the next batch takes as many. With drop_last the pass then ends as soon as fewer are left;
                 otherwise, as in a mixture, when a batch finds too few.
 
         Raises:
-            EmptyStoreError: the pass has nothing.
+            EmptyStoreError: the pass has no rows.
             NotEnoughRowsError: with drop_last, less than one batch.
             ArgumentError: the state is of other stores.
         """

@@ -19,23 +19,34 @@ _SIGN = np.uint64(1 << 63)  # numbers with a sign, in their order, as numbers wi
 
 @dataclass(frozen=True)
 class GroupSampling(DeclaredStrategy):
-    """Whole groups of rows: rows that share the value of a column, such as the answers to one prompt (GRPO).
+    """Draws whole groups: rows that share the value of a field, such as the answers to one prompt (GRPO).
 
-    A group counts once it has `size` selectable rows; of a larger one the oldest `size` are taken. A batch of n rows
-    holds n / size different groups, members of a group side by side, the oldest first. Groups are drawn from in the
-    order of their values, so the batch does not depend on where their rows lie.
+    A group can be drawn once it has `size` rows; the oldest `size` of a larger one are used. A batch of n rows holds n
+    / size different groups. The members of a group stand side by side, the oldest first. The batch does not depend on
+    where the rows lie in the store.
 
-    Over several ranks the rows of a group have to be in one shard: they are inserted on one host, and resharded with
-    `load_checkpoint(together=...)`. `SplitGroupError` names a group that is whole only over several shards.
+    Over several ranks all rows of a group must be in one shard: insert them on one host, and reshard with
+    `load_checkpoint(together=...)`. `SplitGroupError` names a group that is spread over shards.
 
     Args:
-        by: the column, a field of whole numbers without time.
+        by: the field whose values group the rows: a `per_row` field of whole numbers.
         size: rows of a group.
-        seed: of the random numbers, 0 to 2**64 - 1; by default `Replay` derives it from its own.
+        seed: seed of the random numbers, 0 to 2**64 - 1; by default `Replay` derives it from its own.
         prioritized: draw groups in proportion to the sum of their rows' priorities, instead of uniformly.
         limits: rows that may be chosen.
 
-    Cost: a pass over the rows and a sort of the selectable ones; over several ranks 16 bytes a group and batch.
+    Cost: a scan of the rows and a sort of the available ones; over several ranks 16 bytes a group and batch.
+
+    Examples:
+        >>> import numpy as np
+        >>> import geartrain as gt
+        >>> store = gt.Store.create({"prompt": gt.Field((), "int64", per_row=True)}, capacity=8)
+        >>> _ = store.insert({"prompt": np.array([7, 8, 7, 8])})
+        >>> groups = gt.selection.GroupSampling("prompt", size=2, seed=0)
+        >>> with gt.Replay(store, groups, batch_size=4, output="numpy") as replay:
+        ...     sorted(replay.sample()["prompt"].reshape(2, 2).tolist())
+        [[7, 7], [8, 8]]
+        >>> store.close()
     """
 
     by: str
@@ -54,11 +65,9 @@ class GroupSampling(DeclaredStrategy):
 
     @cached_property
     def traits(self) -> Traits:
-        """See `DeclaredStrategy`."""
         return Traits("groups", atom=self.size, by_priority=self.prioritized, limits=self.limits)
 
     def whole_groups(self, candidates: Candidates, kept: ArrayLike = ()) -> WholeGroups:
-        """See `DeclaredStrategy`."""
         ids = candidates.column(self.by)
         if ids.ndim != 1 or ids.dtype.kind not in "iub":
             raise ArgumentError(
@@ -84,7 +93,6 @@ class GroupSampling(DeclaredStrategy):
         return WholeGroups(rows[members], generations[members], priorities, len(values), seen, counts.astype(np.uint32))
 
     def describe_group(self, candidates: Candidates, key: int) -> str:
-        """See `DeclaredStrategy`."""
         signed = candidates.column(self.by).dtype.kind == "i"
         return f"the group {key - 2**63 if signed else key} of {self.by!r}"
 

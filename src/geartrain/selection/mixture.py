@@ -19,17 +19,17 @@ _Strategy = TypeVar("_Strategy", bound=Strategy)
 
 
 class Mixture:
-    """Batches from several stores in fixed shares, such as 75 % offline and 25 % online.
+    """Draws each batch from several stores in fixed shares, such as 75 % offline and 25 % online.
 
-    Give it to `Replay` together with a list of as many stores. The quotas of a batch add up to its size, differ from
-    share times size by less than one row, and are right on average to the last digit.
+    Pass it to `Replay` with a list of as many stores. The quotas of a batch add up to its size, and each differs from
+    its share by less than one row. Their average over batches is exact.
 
     Args:
-        shares: of each store; they are scaled to add up to 1.
-        strategies: one for each store.
-        seed: of the rounding; by default `Replay` derives it from its own.
+        shares: share of each store; they are scaled to add up to 1.
+        strategies: strategy of each store.
+        seed: seed of the rounding; by default `Replay` derives it from its own.
 
-    Example:
+    Examples:
         >>> from geartrain.selection import Prioritized, Uniform
         >>> mixture = Mixture([0.75, 0.25], [Uniform(seed=0), Prioritized(seed=1)])
         >>> mixture.quotas(256, step=0)
@@ -62,7 +62,12 @@ class Mixture:
         self.seed = seed
 
     def quotas(self, n: int, step: int) -> list[int]:
-        """Rows from each store in the batch of a step."""
+        """Rows from each store in the batch of a step.
+
+        Args:
+            n: rows of the batch.
+            step: number of the batch.
+        """
         from fractions import Fraction
 
         # Whole parts first. What is left goes to stores by systematic sampling of the fractions: with one random

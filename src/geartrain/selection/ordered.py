@@ -23,37 +23,77 @@ class _Ordered(DeclaredStrategy):
 
 @dataclass(frozen=True)
 class TopK(_Ordered):
-    """The rows with the largest priorities, highest first; the older of equals.
+    """Draws the rows with the highest priorities, the highest first; among equal ones the oldest.
 
-    Cost: a pass over the rows.
+    Cost: a scan of the rows.
+
+    Args:
+        limits: rows that may be chosen.
+        seed: has no effect: nothing is random.
+
+    Examples:
+        >>> import numpy as np
+        >>> import geartrain as gt
+        >>> store = gt.Store.create({"x": gt.Field((), "int64", per_row=True)}, capacity=8)
+        >>> _ = store.insert({"x": np.arange(4)}, priorities=np.array([1.0, 4.0, 3.0, 2.0]))
+        >>> with gt.Replay(store, gt.selection.TopK(), batch_size=2, output="numpy") as replay:
+        ...     replay.sample()["x"].tolist()
+        [1, 2]
+        >>> store.close()
     """
 
     @cached_property
     def traits(self) -> Traits:
-        """See `DeclaredStrategy`."""
         return Traits("highest_priority", limits=self.limits)
 
 
 @dataclass(frozen=True)
 class Lifo(_Ordered):
-    """The rows committed last, newest first. Cost: a pass over the rows."""
+    """Draws the newest rows, the last committed first. Cost: a scan of the rows.
+
+    Args:
+        limits: rows that may be chosen.
+        seed: has no effect: nothing is random.
+
+    Examples:
+        >>> import numpy as np
+        >>> import geartrain as gt
+        >>> store = gt.Store.create({"x": gt.Field((), "int64", per_row=True)}, capacity=8)
+        >>> _ = store.insert({"x": np.arange(6)})
+        >>> with gt.Replay(store, gt.selection.Lifo(), batch_size=3, output="numpy") as replay:
+        ...     replay.sample()["x"].tolist()
+        [5, 4, 3]
+        >>> store.close()
+    """
 
     @cached_property
     def traits(self) -> Traits:
-        """See `DeclaredStrategy`."""
         return Traits("newest", limits=self.limits)
 
 
 @dataclass(frozen=True)
 class Fifo(_Ordered):
-    """The oldest rows that it has not chosen yet: every row once, in the order of their commits.
+    """Draws the oldest rows that were not drawn before: every row once, in the order of commits.
 
-    Its state is the sequence number of the last row it chose. Cost: a pass over the rows.
+    Its state is the sequence number of the last row that it drew. Cost: a scan of the rows.
+
+    Args:
+        limits: rows that may be chosen.
+        seed: has no effect: nothing is random.
+
+    Examples:
+        >>> import numpy as np
+        >>> import geartrain as gt
+        >>> store = gt.Store.create({"x": gt.Field((), "int64", per_row=True)}, capacity=8)
+        >>> _ = store.insert({"x": np.arange(6)})
+        >>> with gt.Replay(store, gt.selection.Fifo(), batch_size=3, output="numpy") as replay:
+        ...     replay.sample()["x"].tolist(), replay.sample()["x"].tolist()
+        ([0, 1, 2], [3, 4, 5])
+        >>> store.close()
     """
 
     @cached_property
     def traits(self) -> Traits:
-        """See `DeclaredStrategy`."""
         return Traits("oldest", cursor=True, limits=self.limits)
 
 

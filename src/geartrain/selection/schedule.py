@@ -14,9 +14,14 @@ Schedule = float | Callable[[int], float]
 
 @dataclass(frozen=True)
 class Linear:
-    """A schedule from `start` to `end` over `steps` steps, constant afterwards.
+    """A linear schedule from `start` to `end` over `steps` steps, constant afterwards.
 
-    Example:
+    Args:
+        start: value at step 0.
+        end: value from step `steps` on.
+        steps: length of the ramp, in batches.
+
+    Examples:
         >>> Linear(0.4, 1.0, steps=100)(50)
         0.7
     """
@@ -31,7 +36,11 @@ class Linear:
         check_number("steps", self.steps, "a finite number >= 0", least=0)
 
     def __call__(self, step: int) -> float:
-        """The schedule's value at a step."""
+        """The schedule's value at a step.
+
+        Args:
+            step: number of the batch.
+        """
         if step >= self.steps:
             return self.end
         return self.start + (self.end - self.start) * step / self.steps

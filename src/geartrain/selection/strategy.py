@@ -50,15 +50,25 @@ ORDERS: dict[str, int] = {"oldest": 0, "newest": 1, "highest_priority": 2}
 
 @runtime_checkable
 class Strategy(Protocol):
-    """What `Replay` asks of a selection strategy. Anything with these two members is one.
+    """What `Replay` needs of a selection strategy: `seed` and `select`. Subclassing is optional.
 
-    A strategy may declare more of itself by a third member, `traits`, and hand out importance weights by a fourth,
-    `importance_weights(draw, count, step)`; see `DeclaredStrategy`, whose `select` follows from the traits.
+    A strategy may also have `traits`, and a method `importance_weights(draw, count, step)`; see `DeclaredStrategy`.
+
+    Examples:
+        >>> import numpy as np
+        >>> import geartrain as gt
+        >>> class FirstRows:
+        ...     seed = None
+        ...     def select(self, candidates, n, *, step, state=None, redraw=None):
+        ...         rows, ones = np.arange(n, dtype=np.uint32), np.ones(n, np.uint32)
+        ...         return gt.selection.Draw(rows, ones, np.ones(n))
+        >>> FirstRows().select(gt.selection.Candidates(np.ones(5, np.uint32)), 2, step=0).rows.tolist()
+        [0, 1]
     """
 
     @property
     def seed(self) -> int | None:
-        """Of everything it draws, 0 to 2**64 - 1. None: `Replay` derives one from its own seed."""
+        """Seed of all draws, 0 to 2**64 - 1. None: `Replay` derives one from its own seed."""
         ...
 
     def select(
@@ -72,32 +82,37 @@ class Strategy(Protocol):
     ) -> Draw:
         """Chooses the `n` rows of a step, or replaces those that `redraw` names.
 
-        `state` is what the step before returned in `Draw.state`, None at the first.
+        Args:
+            candidates: the rows to choose from.
+            n: rows to choose.
+            step: number of the batch.
+            state: `Draw.state` of the step before; None at the first.
+            redraw: draws of this step to make again, because their rows were overwritten.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What a strategy declares itself to be; hosts, devices and ranks go by this and not by its class.
+    """What a strategy declares about its draws. Hosts, devices and ranks go by it.
 
-    A strategy without traits is "custom": it draws on one host, or on a device's host, by its `select`, one batch after
-    the other, and over several ranks by a method `select_shards` (geartrain.selection.sharded).
+    A strategy without traits is "custom". One host draws it by `select`, one batch after the other. Several ranks need
+    its method `select_shards` (geartrain.selection.sharded).
 
     Attributes:
-        form: how rows are found. "random" rows by numbers below a total, "oldest", "newest" and "highest_priority" as
-            the first rows of an order, "groups" by random numbers among the strategy's `whole_groups`. All of them can
-            be drawn over several ranks, and "random" and ordered ones by a device; "custom" by `select` alone.
-        atom: rows that stand or fall together: when one is lost before it was read, all of them are drawn again.
-        by_priority: random forms: in proportion to priorities, and not uniformly.
-        over_steps: random rows, with replacement: in proportion to their steps.
+        form: how rows are found: "random"; "oldest", "newest" or "highest_priority" for the first rows of an order;
+            "groups" for random ones of `whole_groups`; or "custom" for `select`. All but "custom" work over several
+            ranks; "random" and orders also on a device.
+        atom: rows that belong together. If one is overwritten before it was read, all are drawn again.
+        by_priority: random forms: draw in proportion to priorities, not uniformly.
+        over_steps: random rows with replacement: draw in proportion to their steps.
         replacement: random rows: whether a row may be in a batch twice.
         stratified: random rows with replacement: one draw from each n-th of the total.
-        cursor: "oldest": each row once. The last row's sequence number is the strategy's state.
-        stateless: custom forms: a draw depends on candidates, seed and step alone, so that the next batch may be begun
-            before this one is finished. The other forms are stateless without a cursor.
-        importance: whether its batches have importance weights, by its method `importance_weights`.
-        alpha: the exponent that `Replay.update_priorities` raises priorities to.
+        cursor: "oldest": each row once. The state is the last row's sequence number.
+        stateless: custom forms: a draw depends only on candidates, seed and step, so the next batch may begin before
+            this one is finished. Other forms are stateless unless they have a cursor.
+        importance: whether batches have importance weights.
+        alpha: exponent that `Replay.update_priorities` applies to priorities.
         limits: rows that may be chosen.
     """
 
@@ -134,12 +149,12 @@ class Traits:
 
     @property
     def order(self) -> int | None:
-        """The native layer's number of the order; None for other forms."""
+        """Internal: the native layer's number of the order; None for other forms."""
         return ORDERS.get(self.form)
 
     @property
     def independent(self) -> bool:
-        """Whether draws do not depend on each other, so that some can be made again on their own."""
+        """Whether draws are independent, so that some can be made again on their own."""
         return self.form == "random" and self.replacement
 
     @property
@@ -149,7 +164,7 @@ class Traits:
 
     @property
     def why_host(self) -> str | None:
-        """What keeps rows of this form from being chosen on a device; None when they can be."""
+        """Why a device cannot choose rows of this form; None if it can."""
         if self.form in ("groups", "custom") or self.cursor:
             return "chooses on the host"
         if self.over_steps:
@@ -201,13 +216,19 @@ def importance_of(strategy: Strategy, draw: Draw, count: int, step: int) -> NDAr
 
 
 class Candidates:
-    """What can be chosen: priorities, selectable bits and columns, as arrays.
+    """Rows to choose from: priorities, and further columns by name.
+
+    A store's own candidates (`Candidates.of_store`) follow the store as it changes.
 
     Args:
-        priorities: (N,) unsigned integers below 2**32, one a row. All rows are selectable and have generation 1.
-        columns: further values of the rows, (N,) each, for strategies that ask for them by name (`GroupSampling`).
+        priorities: (N,) unsigned integers below 2**32, one a row. All rows are available and have generation 1.
+        columns: further values of the rows, (N,) each, for strategies such as `GroupSampling`.
 
-    A store's own candidates are made with `Candidates.of_store` and follow the store as it changes.
+    Examples:
+        >>> import numpy as np
+        >>> candidates = Candidates(np.array([1, 2, 3], np.uint32), {"prompt": np.array([7, 7, 8])})
+        >>> len(candidates), candidates.column("prompt").tolist()
+        (3, [7, 7, 8])
     """
 
     def __init__(self, priorities: ArrayLike, columns: Mapping[str, NDArray[Any]] | None = None) -> None:
@@ -228,7 +249,7 @@ class Candidates:
 
     @classmethod
     def of_store(cls, store: _native.Store, column_of: Callable[[str], NDArray[Any]]) -> Candidates:
-        """A store's rows; `column_of` gives a field's column by name."""
+        """Internal: a store's rows; `column_of` gives a field's column by name."""
         made = cls.__new__(cls)
         made.native = _native.Candidates(store)
         made._columns = {}
@@ -236,17 +257,21 @@ class Candidates:
         return made
 
     def with_native(self, native: Any) -> Candidates:
-        """The same columns, with what has the methods of `_native.Candidates` that draws over shards call."""
+        """Internal: the same columns, with what has the methods of `_native.Candidates` that draws over shards call."""
         made = copy.copy(self)
         made.native = native
         return made
 
     def __len__(self) -> int:
-        """Rows that can be chosen now."""
+        """Number of rows that can be chosen now."""
         return int(self.native.count())
 
     def column(self, name: str) -> NDArray[Any]:
-        """A column's values, indexed by row. Raises `FieldError` when there is none of that name."""
+        """Values of a column, indexed by row. Raises `FieldError` if there is no such column.
+
+        Args:
+            name: the column.
+        """
         if self._column_of is not None:
             return self._column_of(name)
         if name not in self._columns:
@@ -256,19 +281,20 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Draw:
-    """What a strategy chose: arrays (n,).
+    """Rows that a strategy chose, as arrays (n,).
 
     Attributes:
-        rows, generations: uint32, the keys.
-        probability: float64, of the row in one draw with replacement, limits aside; 1 where nothing was random.
-        importance_weights: float64, where `select` itself knows them; None otherwise. A strategy with a method
-            `importance_weights` is asked for them when all rows are settled, which works over several ranks as well.
-        failed: draws that found sums and priorities at odds, which only a store in need of repair causes.
-        state: what the strategy has to know at its next step (a cursor), as a few numbers.
-        lowest: the lowest probability of the whole batch, where these rows are a part of it, as on one of several
-            ranks; None where they are all of it.
-        steps: uint32, the steps that were drawn: where these are drawn by their priorities, or over the steps of rows
-            that hold several episodes (then counted from a row's first that can be drawn); None where rows are.
+        rows: uint32, row numbers.
+        generations: uint32, their generations.
+        probability: float64, probability of each row in one draw with replacement and without limits; 1 if nothing was
+            random.
+        importance_weights: float64, if `select` computes them itself; otherwise None. Prefer a method
+            `importance_weights` on the strategy: it is called when all rows are final, and works over several ranks.
+        failed: draws that found priorities and their sums inconsistent. Only a store in need of repair has them.
+        state: what the strategy must know at its next step, as a few numbers, such as a cursor.
+        lowest: lowest probability of the whole batch, if these rows are a part of it, as on one of several ranks;
+            otherwise None.
+        steps: uint32, step of each row, if steps were drawn; None if rows were.
     """
 
     rows: NDArray[np.uint32]
@@ -281,10 +307,14 @@ class Draw:
     steps: NDArray[np.uint32] | None = None
 
     def with_redrawn(self, index: NDArray[Any], other: Draw) -> Draw:
-        """This draw with the rows at `index` replaced by another's. Its own arrays are overwritten.
+        """This draw with some rows replaced. Its own arrays are overwritten.
+
+        Args:
+            index: places of the rows to replace.
+            other: the rows that replace them.
 
         Raises:
-            ArgumentError: one of the two was filled with importance weights, and the other was not.
+            ArgumentError: only one of the two has importance weights.
         """
         if (self.importance_weights is None) != (other.importance_weights is None):
             raise ArgumentError("a strategy fills in importance weights for all draws of a batch, or for none")
@@ -301,12 +331,20 @@ class Draw:
 
 @dataclass(frozen=True)
 class Redraw:
-    """A request to replace the rows of some draws of a step, which were lost before they could be read.
+    """A request to draw some rows of a step again, because they were overwritten before they could be read.
 
     Attributes:
         attempt: 1 for the first replacement, and so on.
-        numbers: (k,) uint32, the draws to be made again.
-        kept: (n - k,) uint32, the batch's other rows.
+        numbers: (k,) uint32, draws to make again.
+        kept: (n - k,) uint32, other rows of the batch.
+
+    Examples:
+        >>> import numpy as np
+        >>> import geartrain as gt
+        >>> rows = gt.selection.Candidates(np.ones(5, np.uint32))
+        >>> again = Redraw(attempt=1, numbers=np.array([0], np.uint32), kept=np.array([3, 4], np.uint32))
+        >>> len(gt.selection.Uniform(seed=0).select(rows, n=1, step=0, redraw=again).rows)
+        1
     """
 
     attempt: int
@@ -316,12 +354,16 @@ class Redraw:
 
 @dataclass(frozen=True)
 class Limits:
-    """Rows that do not meet these are not chosen.
+    """Limits on the rows that may be chosen: model version, age and length.
 
     Args:
-        min_version: least model version; a number, or a function that is asked at every step.
-        max_age_s: greatest age in seconds since the row's commit.
-        min_length: least length in steps.
+        min_version: lowest model version; a number, or a function that is called at every step.
+        max_age_s: greatest age since the commit, in seconds.
+        min_length: least length, in steps.
+
+    Examples:
+        >>> import geartrain as gt
+        >>> fresh = gt.selection.Uniform(limits=gt.selection.Limits(max_age_s=60.0, min_length=20))
     """
 
     min_version: int | Callable[[], int] | None = None
@@ -336,7 +378,7 @@ class Limits:
             check_whole("min_version", self.min_version, -(2**63), 2**63 - 1)
 
     def now(self) -> tuple[int, int, int]:
-        """The limits as the native layer takes them: least version, least commit time in ns, least length."""
+        """Internal: the limits as the native layer takes them: least version, least commit time in ns, least length."""
         version = self.min_version
         if callable(version):
             version = version()

@@ -36,19 +36,19 @@ ByAgent = Mapping[Any, Any]
 
 
 class AgentRecorder(RecorderPriority):
-    """Records agents that come and go; made by `Store.agent_recorder`. One thread at a time.
+    """Records agents that come and go. `Store.agent_recorder` makes one. Use it from one thread at a time.
 
-    A context manager: leaving it ends the episodes where they are and keeps their steps.
+    As a context manager, leaving it ends all episodes and keeps their steps.
 
     Args:
-        recorder: of as many environments as agents can be in an episode at once, with autoreset="disabled".
+        recorder: a recorder with autoreset="disabled", of as many environments as agents can be in an episode at once.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> import geartrain as gt
         >>> fields = gt.recorded_fields({"obs": gt.Field((1,), "float32"), "reward": gt.Field((), "float32")})
         >>> store = gt.Store.create(fields, max_length=10, capacity=8)
-        >>> with store.agent_recorder(2) as recorder:
+        >>> with store.agent_recorder(2) as recorder:  # an AgentRecorder
         ...     recorder.reset({"ann": np.zeros(1), "bob": np.zeros(1)})
         ...     for t, seen in enumerate(("ann bob", "ann bob", "ann cleo"), 1):  # bob ends with his second step
         ...         agents = seen.split()
@@ -73,14 +73,17 @@ class AgentRecorder(RecorderPriority):
     # --- recording --------------------------------------------------------------------------------------------
 
     def reset(self, observations: ByAgent, *, version: int = 0) -> Keys | None:
-        """Begins an episode of each agent that is observed. Those in progress are ended where they are and kept.
+        """Begins an episode for each agent that has an observation. Episodes in progress are ended and kept.
 
         Args:
-            observations: the first ones, by agent.
-            version: of the model that acts.
+            observations: first observations by agent.
+            version: version of the model that acts.
 
         Returns:
             Keys of the rows that this completes; None if there are none.
+
+        Raises:
+            ArgumentError: something is not a dict by agent, or there are more agents than the recorder was made for.
         """
         agents = list(_checked("observations", observations))
         if not agents:
@@ -96,28 +99,28 @@ class AgentRecorder(RecorderPriority):
     def step(
         self, observations: ByAgent, /, *, terminated: ByAgent, truncated: ByAgent, version: int = 0, **values: ByAgent
     ) -> Keys | None:
-        """Records what `env.step` returned, each by agent.
+        """Records what `env.step` returned, each value by agent.
 
-        When it raises no step was recorded, and it can be called again with the same arguments; except where the rate
-        limiter does not admit the row of an agent that is gone: then all episodes are given back, as by
-        `StepRecorder.cut`, and `reset` begins others.
+        If it raises, nothing was recorded and you can pass the same step again. The one exception: if the rate limiter
+        does not admit the row of an agent that left, all episodes are abandoned and you must call `reset`.
 
         Args:
-            observations: of the agents that there are, or were in this step.
+            observations: observations of the agents that are there, or left in this step.
             terminated, truncated: bool by agent.
-            version: of the model that chose the actions.
-            values: action, reward and whatever else the store has a field for, by field and by agent. What agents have
-                that begin with this observation is ignored.
+            version: version of the model that chose the actions.
+            values: action, reward and the other fields, by field and then by agent. Values of agents that arrive in
+                this step are ignored.
 
         Returns:
             Keys of the rows that this completes; None if there are none.
 
         Raises:
-            ArgumentError: something is not by agent, or there are more agents than the recorder was made for.
+            ArgumentError: something is not a dict by agent, or there are more agents than the recorder was made for.
             FieldError: an agent lacks a value, or there is no such field.
-            SchemaError: shapes or dtypes that do not fit.
+            SchemaError: a shape or dtype does not fit.
             StoreFullError: there is no room for the row that begins.
-            WaitTimeoutError: the store's rate limiter did not admit a row. CallCancelledError: the process is stopping.
+            WaitTimeoutError: the store's rate limiter did not admit a row in time.
+            CallCancelledError: the process is stopping.
         """
         given = {"terminated": terminated, "truncated": truncated, **values}
         for what, by_agent in (("observations", observations), *given.items()):
@@ -146,23 +149,23 @@ class AgentRecorder(RecorderPriority):
         return self._all_completed()
 
     def cut(self) -> Keys | None:
-        """Ends all episodes where they are, and keeps their steps. Returns keys as `step` does."""
+        """Ends all episodes and keeps their steps. Returns keys as `step` does."""
         self._cut(range(self._recorder.n_envs))
         self._lanes = {}
         return self._all_completed()
 
     def close(self) -> None:
-        """Ends all episodes where they are and keeps their steps."""
+        """Ends all episodes and keeps their steps."""
         self.cut()
 
     @property
     def agents(self) -> list[Any]:
-        """The agents that are in an episode."""
+        """Agents that are in an episode."""
         return list(self._lanes)
 
     @property
     def rows(self) -> int:
-        """Rows completed so far."""
+        """Number of rows completed so far."""
         return self._recorder.rows
 
     def __enter__(self) -> Self:

@@ -60,46 +60,46 @@ class StoreHandle:
 
     @property
     def name(self) -> str:
-        """The name it was created or opened with; a random one where none was given."""
+        """Name that the store was created or opened with; a random one if none was given."""
         return self._name
 
     @property
     def id(self) -> int:
-        """The segment's id, a random number of 64 bits, which its keys carry: the same for all who have it open."""
+        """The segment's id: a random 64-bit number, the same in every process. Keys carry it."""
         return self.columns.store_id
 
     @property
     def path(self) -> Path:
-        """The file that the segment is."""
+        """File of the segment."""
         return Path(self._about["path"])
 
     @property
     def trust(self) -> Trust:
-        """Who may write to the segment, as it was created or opened with."""
+        """Who may write to the segment besides this user: "user" (nobody), "group" or "any"."""
         return self._trust
 
     @property
     def fields(self) -> dict[str, Field]:
-        """The columns, in the order they were given."""
+        """The columns by name, in the order in which they were given."""
         return dict(self._fields)
 
     @property
     def capacity(self) -> int:
-        """Rows there is room for."""
+        """Number of rows that fit."""
         return int(self._about["capacity"])
 
     @property
     def origin(self) -> str | None:
-        """The id of the checkpoint that this handle was loaded from, whose files the next one can link; or None."""
+        """Id of the checkpoint that this handle was loaded from; None if there is none."""
         return self._origin
 
     def note_origin(self, checkpoint: str | None) -> None:
-        """Notes which checkpoint this handle was loaded from."""
+        """Internal: notes which checkpoint this handle was loaded from."""
         self._origin = checkpoint
 
     @property
     def max_length(self) -> int:
-        """The longest row, in steps."""
+        """Steps of the longest row."""
         return int(self._about["max_length"])
 
     @property
@@ -109,7 +109,7 @@ class StoreHandle:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The limits it was created with, under the names `create` has for them."""
+        """The limits that the store was created with, under the names of `Store.create`'s arguments."""
         about = self._about
         return {
             "capacity": about["capacity"],
@@ -124,18 +124,18 @@ class StoreHandle:
 
     @property
     def per_step(self) -> bool:
-        """Whether it keeps a priority for every step (`priority_per="step"`)."""
+        """Whether every step has a priority of its own (`priority_per="step"`)."""
         return bool(self._about["step_priorities"])
 
     def __len__(self) -> int:
-        """Rows that can be selected now."""
+        """Number of rows that can be sampled now."""
         return int(self.native.committed_count())
 
     def stats(self) -> dict[str, int]:
-        """How many rows are in which state, and counts of everything that happened since the store was created.
+        """Counts of rows by state, and of events since the store was created.
 
-        The counters live in the segment, so they cover all processes: inserted, evicted, expired, exhausted,
-        deleted, abandoned, reclaimed, sampled, torn, stale_keys, priorities_updated, priorities_saturated,
+        The counters live in the segment and cover all processes: inserted, evicted, expired, exhausted, deleted,
+        abandoned, reclaimed, sampled, torn, stale_keys, priorities_updated, priorities_saturated,
         priorities_rounded_up, repairs.
         """
         return dict(self.native.counters())
@@ -148,18 +148,18 @@ class StoreHandle:
     # --- reading --------------------------------------------------------------------------------------------
 
     def keys(self) -> Keys:
-        """The keys of all selectable rows, oldest first."""
+        """Keys of all rows that can be sampled, oldest first."""
         rows, generations = self.native.keys()
         return Keys.of_rows(rows, generations, self.id)
 
     def keys_of(self, rows: ArrayLike) -> Keys:
-        """The keys that rows have now, by their numbers: where they were found by looking through `column`.
+        """Present keys of rows, by their row numbers. Use it to get keys for rows that you found through `column`.
 
         Args:
-            rows: (n,) numbers below the capacity, or a mask (capacity,).
+            rows: (n,) row numbers below the capacity, or a mask (capacity,).
 
         Raises:
-            ArgumentError: numbers of no row, or of rows that hold no trajectory now.
+            ArgumentError: a number is outside of the store, or its row holds no trajectory now.
         """
         try:
             numbers = np.asarray(rows)
@@ -185,16 +185,28 @@ class StoreHandle:
         return Keys.of_rows(np.ascontiguousarray(numbers, np.uint32), infos["generation"], self.id)
 
     def status(self, keys: Keys | ArrayLike | None = None) -> dict[str, NDArray[Any]]:
-        """Metadata of some rows (of all selectable ones by default), an array (n,) each.
+        """Metadata of rows: a dict of arrays (n,).
 
-        sequence (uint64, order of commits), version (int64), inserted_at_ns (uint64, wall clock), generation
-        (uint32), priority (float64), length (uint32, steps), times_sampled (uint32), state (see ROW_STATES). A key is
-        stale where `generation` is not the key's. With `priority_per="step"` a priority is that of the step that a key
-        names, 0 for a stale key, or the sum of the row's for a key without a step.
+        | name | dtype | meaning |
+        |---|---|---|
+        | sequence | uint64 | order of commits |
+        | version | int64 | version of the model that acted |
+        | inserted_at_ns | uint64 | wall clock at the commit |
+        | generation | uint32 | a key is stale if its generation differs |
+        | priority | float64 | priority of the row, or of the key's step |
+        | length | uint32 | steps |
+        | times_sampled | uint32 | how often the row was sampled |
+        | state | | one of ROW_STATES |
+
+        With `priority_per="step"` the priority is 0 for a stale key, and the sum of the row's priorities for a key
+        without a step.
+
+        Args:
+            keys: rows to report; by default all that can be sampled.
 
         Raises:
             ArgumentError: keys of another store.
-            SchemaError: with `priority_per="step"`, a step that no row can have.
+            SchemaError: with `priority_per="step"`, a step beyond `max_length`.
         """
         keys = self.keys() if keys is None else check_keys(keys)
         keys.check_store(self.id, self._name)
@@ -209,37 +221,43 @@ class StoreHandle:
         return infos
 
     def column(self, name: str) -> NDArray[Any]:
-        """All blocks of a field, (capacity, max_length, *shape) or (capacity, *shape), a view of the shared memory.
+        """All blocks of a field as a view of the shared memory: (capacity, max_length, *shape), or (capacity, *shape).
 
-        Free and half-written blocks are in it as well; to read rows safely use `geartrain.replay.fetch`.
-        The types NumPy lacks are shown as unsigned integers of their size.
+        The view includes free and half-written blocks. Use `geartrain.fetch` to read rows safely. Types that NumPy
+        lacks appear as unsigned integers of the same size.
+
+        Args:
+            name: the field.
+
+        Raises:
+            FieldError: the store has no such field.
         """
         return self.columns.raw(name)
 
     def field_number(self, name: str) -> int:
-        """A field's place among the fields. Raises `FieldError` for an unknown one."""
+        """Internal: the field's position among the fields. Raises `FieldError` for an unknown one."""
         return self.columns.number(name)
 
     # --- waiting --------------------------------------------------------------------------------------------
 
     def expect_writers(self) -> ExpectedWriters:
-        """Tells this handle's replays that writers are starting: a batch waits for rows, up to its `timeout_s`.
+        """Announces writers that are about to start, so that a batch waits for their rows.
 
-        Without it a replay waits only while another process has the store open. `ActorPool` and `StoreServer` call it
-        by themselves.
+        Without it a replay waits for rows only while another process has the store open. `ActorPool` and `StoreServer`
+        call this themselves. The batch waits for at most the replay's `timeout_s`.
 
-        Example:
+        Examples:
             >>> import geartrain as gt
             >>> store = gt.Store.create({"x": gt.Field((), "float32", per_row=True)}, capacity=8)
             >>> replay = gt.Replay(store, gt.selection.Uniform(seed=0), 4, timeout_s=0.1)
-            >>> with store.expect_writers():  # processes are started here, and open the store in a moment
+            >>> with store.expect_writers():  # start the processes here; they open the store a moment later
             ...     replay.sample()
             Traceback (most recent call last):
             geartrain.errors.WaitTimeoutError: too few rows within 0.1 s...
             >>> replay.close(); store.close()
 
         Returns:
-            A context manager; leaving it, or `close()`, ends this.
+            A context manager. The announcement ends when you leave it or call its `close()`.
 
         Raises:
             StoreClosedError: this handle was closed.
@@ -256,18 +274,21 @@ class StoreHandle:
         return bool(self.native.closed)
 
     def close(self, *, keep: bool = False) -> None:
-        """Closes the handle: rows it is writing are abandoned.
+        """Closes the handle and abandons rows that are being written through it.
 
-        Calls of other threads are waited for; those that wait for the rate limiter or for another process end with
-        `StoreClosedError`. A store in a file is written to its disk by the last process to leave.
+        `close` waits for calls of other threads. Calls that wait for the rate limiter or for another process end with
+        `StoreClosedError`. The last process to close a store in a file writes it to the disk.
 
-        The last process to leave removes the segment, unless it persists. With `keep=True` it stays, and a later
-        process joins it with `Store.open(name, adopt=True)`. Views already taken stay readable.
+        The last process to close a segment removes it, unless it persists. With `keep=True` the segment stays, and a
+        later process joins it with `Store.open(name, adopt=True)`. Views taken before remain readable.
+
+        Args:
+            keep: leave the segment in place, even if this is the last process that uses it.
 
         Raises:
-            ArgumentError: `keep=True` for a store without a name, which nobody could adopt.
-            LockTimeoutError: another process that holds the store's lock is stopped. The handle is closed, and others
-                take this process for dead.
+            ArgumentError: `keep=True` for a store without a name, which no process could adopt.
+            LockTimeoutError: another process holds the store's lock and is stopped. The handle is closed, and other
+                processes treat this one as dead.
         """
         self.check_may_keep(keep)
         try:
@@ -277,12 +298,15 @@ class StoreHandle:
                 self.kept.popitem()[1].close()
 
     def check_may_keep(self, keep: bool) -> None:
-        """Raises `ArgumentError` where `close(keep=True)` would."""
+        """Internal: raises `ArgumentError` if `close(keep=True)` would."""
         if check_flag("keep", keep) and anonymous.is_anonymous(self._name):
             raise ArgumentError("keep=True needs a name: a store without one is removed with its last process")
 
     def unlink(self) -> bool:
-        """Removes the segment's name; the memory is freed when the last process unmaps it. False if already gone."""
+        """Removes the segment's name; returns False if it was gone already.
+
+        The last process to close the segment frees the memory.
+        """
         return bool(self.native.unlink())
 
     def __enter__(self) -> Self:

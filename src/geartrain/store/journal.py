@@ -48,20 +48,31 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class JournalStatus:
-    """Figures of a store's journal, over all processes.
+    """Figures of a store's journal, over all processes. `Store.journal` returns them.
 
     Attributes:
-        path: its directory.
-        sync_s: the bound in seconds; 0: before a commit returns.
-        full: what a full disk does to commits, "wait" or "error".
-        rows, removals: records written since the store was created; rows that were written in place, or compacted,
-            count again.
-        bytes_written: since the store was created.
+        path: directory of the journal.
+        sync_s: bound in seconds between a commit and its flush; 0 flushes before a commit returns.
+        full: what a commit does if the disk is full: "wait" or "error".
+        rows: rows written since the store was created. Rows that were rewritten or compacted count again.
+        removals: removals written since the store was created.
+        bytes_written: bytes since the store was created.
         missed: rows that were evicted before they were written.
-        waits: commits that had to wait for the disk.
-        age_s: what was committed so long ago or before is on the disk; None before the first pass.
-        error: why the last pass failed; None where it did not.
-        is_writer: whether this process writes it.
+        waits: commits that waited for the disk.
+        age_s: everything committed at least this long ago, in seconds, is on the disk; None before the first pass.
+        error: why the last pass failed; None if it did not.
+        is_writer: whether this process writes the journal.
+
+    Examples:
+        >>> import geartrain as gt, numpy as np, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     store = gt.Store.create({"x": gt.Field((), "float32", per_row=True)}, capacity=8, journal=folder)
+        ...     _ = store.insert({"x": np.zeros(3, np.float32)})
+        ...     store.sync_journal()
+        ...     status = store.journal  # a JournalStatus
+        ...     store.close()
+        >>> status.rows
+        3
     """
 
     path: Path

@@ -23,15 +23,19 @@ class JournaledStore(WritableStore):
 
     @property
     def journal(self) -> JournalStatus | None:
-        """Figures of the journal that the store was created with; None where it has none. Raises `StoreClosedError`."""
+        """Figures of the store's journal; None if it has none. Raises `StoreClosedError` once the store is closed."""
         return None if self._journal is None else self._journal.status()
 
     def sync_journal(self, timeout_s: float = 10.0) -> None:
-        """Waits until everything that was committed and removed before, by any process, is on the journal's disk.
+        """Waits until all earlier commits and removals, of all processes, are on the journal's disk.
+
+        Args:
+            timeout_s: longest wait, in seconds.
 
         Raises:
             ArgumentError: the store has no journal.
-            WaitTimeoutError: it is not within `timeout_s`, or the disk is full; says why.
+            WaitTimeoutError: the journal is not on its disk within `timeout_s`, or the disk is full. The message says
+                which.
         """
         if self._journal is None:
             raise ArgumentError(f"the store {self.name!r} has no journal; give Store.create one")
@@ -40,10 +44,22 @@ class JournaledStore(WritableStore):
             raise WaitTimeoutError(f"the journal {self._journal.path} is not on its disk after {timeout_s} s: {why}")
 
     def close(self, *, keep: bool = False) -> None:
-        """As of every handle; what is committed goes to the journal first, where there is one.
+        """Closes the handle, after the journal has written what was committed.
+
+        Rows that are being written through this handle are abandoned. `close` waits for calls of other threads. Calls
+        that wait for the rate limiter or for another process end with `StoreClosedError`. The last process to close a
+        store in a file writes it to the disk.
+
+        The last process to close a segment removes it, unless it persists. With `keep=True` the segment stays, and a
+        later process joins it with `Store.open(name, adopt=True)`. Views taken before remain readable.
+
+        Args:
+            keep: leave the segment in place, even if this is the last process that uses it.
 
         Raises:
-            ArgumentError, LockTimeoutError: as of every handle.
+            ArgumentError: `keep=True` for a store without a name, which no process could adopt.
+            LockTimeoutError: another process holds the store's lock and is stopped. The handle is closed, and other
+                processes treat this one as dead.
             JournalError: the journal's disk did not take everything within the handle's `timeout_s`. The handle is
                 closed.
         """

@@ -70,9 +70,16 @@ class LimiterState:
 
 
 class RateLimiter:
-    """The rate limiter of one store, shared by all its processes; off until it is set.
+    """Keeps a ratio between samples and inserts of one store, over all processes. It is off until you call `set`.
 
-    Example:
+    Args:
+        native: set by the store; use `store.limiter`.
+
+    Attributes:
+        stopping: a function that is called while rows of this process wait to be inserted. Once it returns True, the
+            rows are abandoned and the commit raises `CallCancelledError`.
+
+    Examples:
         >>> import numpy as np
         >>> import geartrain as gt
         >>> store = gt.Store.create("doc-limiter", {"x": gt.Field((2,), "float32")}, max_length=1, capacity=100)
@@ -83,10 +90,6 @@ class RateLimiter:
         >>> print(store.limiter.state())
         2 samples per insert, at least 10 rows, error buffer 8; so far 12 inserted and 12 sampled, -8 from the middle
         >>> store.close()
-
-    Attributes:
-        stopping: called while rows of this process wait to be inserted; once it returns True, they are abandoned and
-            the commit raises `CallCancelledError`.
     """
 
     __slots__ = ("_native", "stopping")
@@ -106,17 +109,17 @@ class RateLimiter:
         error_buffer: float | None = None,
         afresh: bool | None = None,
     ) -> None:
-        """Sets or changes the limits; waiters are woken to check them.
+        """Sets or changes the limits. Processes that wait check the new ones at once.
 
         Args:
-            samples_per_insert: rows sampled for each row inserted, on average. With None only the minimum counts.
-            min_size_to_sample: nothing is sampled while fewer rows are selectable.
-            error_buffer: how far either side may run ahead, in rows sampled. A batch must not be larger than twice that
-                less `samples_per_insert`. By default what `min_size_to_sample` rows are worth, and ten more.
-            afresh: count inserts and samples from zero; by default when the limiter was off or the ratio changes.
+            samples_per_insert: rows sampled for each row inserted, on average. None enforces only `min_size_to_sample`.
+            min_size_to_sample: samples wait until this many rows are available.
+            error_buffer: how far either side may run ahead, in samples. A batch may have at most `2 * error_buffer -
+                samples_per_insert` rows. By default `min_size_to_sample * samples_per_insert`, plus ten inserts' worth.
+            afresh: count inserts and samples from zero. By default True if the limiter was off or the ratio changes.
 
         Raises:
-            ArgumentError: a buffer in which neither side could ever move, or values that mean nothing.
+            ArgumentError: with this buffer neither side could ever move, or a value is out of range.
         """
         ratio = 0.0 if samples_per_insert is None else check_real("samples_per_insert", samples_per_insert, _RATIO)
         if not (0 < ratio < float("inf") or samples_per_insert is None):
@@ -142,7 +145,7 @@ class RateLimiter:
         self._native.limit(True, ratio, int(min_size_to_sample), float(error_buffer), afresh)
 
     def off(self) -> None:
-        """Disables the limiter; waiters go on."""
+        """Turns the limiter off. Calls that wait continue."""
         now = self.state()
         self._native.limit(False, now.samples_per_insert, now.min_size_to_sample, now.error_buffer, False)
 
@@ -151,11 +154,15 @@ class RateLimiter:
         return LimiterState(**self._native.limiter())
 
     def admit_inserts(self, n: int, timeout_s: float = INSERT_TIMEOUT_S) -> None:
-        """Waits until `n` rows may be inserted, and counts them. Called by every commit.
+        """Waits until `n` rows may be inserted, and counts them. Every commit calls this.
+
+        Args:
+            n: rows.
+            timeout_s: longest wait, in seconds.
 
         Raises:
-            ArgumentError: so many at once can never be admitted.
-            WaitTimeoutError: not admitted within `timeout_s`; has the limiter's state.
+            ArgumentError: the limits never admit `n` rows at once.
+            WaitTimeoutError: not admitted within `timeout_s`. The message has the limiter's state.
             CallCancelledError: `stopping` returned True.
         """
         n, timeout_s = _checked(n, timeout_s)
@@ -172,11 +179,16 @@ class RateLimiter:
         self._wait(self._native.admit_inserts, n, timeout_s, self.stopping, state, "inserted")
 
     def admit_samples(self, n: int, timeout_s: float, stopping: Callable[[], bool] | None = None) -> None:
-        """Waits until `n` rows may be sampled, and counts them. Called by `Replay`.
+        """Waits until `n` rows may be sampled, and counts them. `Replay` calls this for every batch.
+
+        Args:
+            n: rows.
+            timeout_s: longest wait, in seconds.
+            stopping: called while waiting; True ends the wait.
 
         Raises:
-            ArgumentError: so many at once can never be admitted.
-            WaitTimeoutError: not admitted within `timeout_s`; has the limiter's state.
+            ArgumentError: the limits never admit `n` rows at once.
+            WaitTimeoutError: not admitted within `timeout_s`. The message has the limiter's state.
             CallCancelledError: `stopping` returned True.
         """
         n, timeout_s = _checked(n, timeout_s)
@@ -191,7 +203,12 @@ class RateLimiter:
         self._wait(self._native.admit_samples, n, timeout_s, stopping, state, "sampled")
 
     def give_back(self, *, inserts: int = 0, samples: int = 0) -> None:
-        """Uncounts rows that were admitted and then neither inserted nor sampled."""
+        """Uncounts rows that were admitted, but then neither inserted nor sampled.
+
+        Args:
+            inserts: rows admitted by `admit_inserts`.
+            samples: rows admitted by `admit_samples`.
+        """
         inserts, samples = _checked(inserts)[0], _checked(samples)[0]
         if inserts or samples:
             self._native.give_back(inserts, samples)

@@ -103,21 +103,29 @@ def repeats_steps(fields: Mapping[str, Field]) -> bool:
 def recorded_fields(
     fields: Mapping[str, Field], *, share_rows: bool = False, overlap: bool = False, **extras: Field
 ) -> dict[str, Field]:
-    """The fields of a store that a recorder writes to.
+    """Adds the fields that a recorder fills, and returns the fields of the store to create.
 
     Args:
-        fields: of the environments: observation, action, reward.
-        extras: what the policy returns with each action, such as log_prob=Field((), "float32"), and what the recorder
-            fills if it is there: truncated=Field((), "bool"), step_version=Field((), "int64"),
-            episode_return=Field((), "float32", per_row=True), which is written when the row ends, and stays 0 in rows
-            that are published before (`publish_every`): they may be read already.
-        share_rows: for a recorder that shares rows: with `geartrain.episodes`, int32 a row, the number of episodes in
-            it. The name is reserved for this.
-        overlap: for a recorder with `overlap=`: with `geartrain.repeats`, three int32 a row, which note how many steps
-            it shares with the row before and with the row after. The name is reserved for this.
+        fields: what the environments give: observation, action, reward.
+        extras: more fields. Those that the policy returns with each action, such as `log_prob=Field((), "float32")`,
+            and those that the recorder fills if they exist: `truncated=Field((), "bool")`, `step_version=Field((),
+            "int64")` and `episode_return=Field((), "float32", per_row=True)`. The return is written when the row ends.
+            It stays 0 in rows that were published before (`publish_every`).
+        share_rows: for a recorder with `share_rows=True`. Adds `geartrain.episodes`, int32: the number of episodes in
+            the row.
+        overlap: for a recorder with `overlap=`. Adds `geartrain.repeats`, three int32: how many steps the row shares
+            with the row before and with the row after.
+
+    Returns:
+        All fields by name.
 
     Raises:
-        FieldError: a field of a reserved name that is another one.
+        FieldError: another field is called `geartrain.episodes` or `geartrain.repeats`.
+
+    Examples:
+        >>> import geartrain as gt
+        >>> sorted(gt.recorded_fields({"obs": gt.Field((3,), "float32"), "reward": gt.Field((), "float32")}))
+        ['last', 'obs', 'reward', 'terminated']
     """
     check_flag("share_rows", share_rows)
     check_flag("overlap", overlap)
@@ -133,23 +141,26 @@ def recorded_fields(
 
 
 class StepRecorder:
-    """Records the steps of n environments; made by `Store.recorder`. One thread at a time.
+    """Records the steps of n environments into rows. `Store.recorder` makes one. Use it from one thread at a time.
 
-    A context manager: leaving it ends the episodes where they are and keeps their steps. A recorder that is dropped
-    without that gives back rows that were not published. In a forked child it refuses to work: the rows are the
-    parent's.
+    As a context manager, leaving it ends all episodes and keeps their steps. A recorder that is garbage-collected
+    instead abandons rows that were not published. A forked child cannot use its parent's recorder.
+
+    Args:
+        columns, n_envs, publish_every, overlap, autoreset, share_rows, zeros: as in `Store.recorder`, which makes the
+            object.
+        observations: names of the fields that are observations.
+        priority: priority of what is published from now on; may be set later.
 
     Attributes:
-        n_envs: environments.
-        observations: names of the fields that are observations.
-        priority: of what is published from now on; can be set.
+        n_envs: number of environments.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> import geartrain as gt
         >>> fields = gt.recorded_fields({"obs": gt.Field((3,), "float32"), "reward": gt.Field((), "float32")})
         >>> store = gt.Store.create(fields, max_length=10, capacity=8)
-        >>> with store.recorder(2, autoreset="disabled") as recorder:
+        >>> with store.recorder(2, autoreset="disabled") as recorder:  # a StepRecorder
         ...     recorder.reset(np.zeros((2, 3), np.float32))
         ...     for step in range(1, 5):
         ...         ends = np.array([step == 4, False])
@@ -227,15 +238,23 @@ class StepRecorder:
     # --- recording --------------------------------------------------------------------------------------------
 
     def reset(self, observation: Any, *, mask: Any = None, version: int = 0) -> Keys | None:
-        """Begins an episode in every environment. One that is in progress is ended where it is and kept.
+        """Begins an episode in every environment. An episode in progress is ended and kept.
 
         Args:
-            observation: the first ones, (n_envs, ...), or a dict of arrays by field; of one environment also (...).
-            mask: (n_envs,) bool: only these environments. The others' observations are ignored.
-            version: of the model that acts.
+            observation: first observations, (n_envs, ...), or a dict of arrays by field. A single environment may leave
+                out the leading axis.
+            mask: (n_envs,) bool: environments to reset. Observations of the others are ignored.
+            version: version of the model that acts.
 
         Returns:
             Keys of the rows that this completes; None if there are none.
+
+        Raises:
+            ArgumentError: an observation is missing.
+            SchemaError: a shape or dtype does not fit.
+            StoreFullError: there is no room for a new row.
+            WaitTimeoutError: the store's rate limiter did not admit a row in time.
+            CallCancelledError: the process is stopping.
         """
         version = check_version(version)
         if observation is None:
@@ -259,28 +278,29 @@ class StepRecorder:
     ) -> Keys | None:
         """Records one step of all environments.
 
-        Nothing is recorded when it raises: the step can be given again.
+        If it raises, nothing was recorded and you can pass the same step again.
 
         Args:
             observation: what `envs.step` returned, (n_envs, ...), or a dict of arrays by field. With
-                autoreset="next_step" an environment whose episode ended in the call before begins its next one with
+                autoreset="next_step", an environment whose episode ended in the last call begins the next episode with
                 it; its action, reward and flags are ignored.
             terminated, truncated: (n_envs,) bool.
-            final_observation: with autoreset="same_step", and where an episode ended, the observation that it ended
-                with: `info["final_obs"]`, or arrays (n_envs, ...).
-            mask: (n_envs,) bool: only these environments were stepped.
-            version: of the model that chose the actions.
-            values: action, reward and whatever else the store has a field for, by field, (n_envs, ...). Of one
-                environment also (...) and Python numbers. Other dtypes of the same kind are converted.
+            final_observation: last observations of the episodes that ended: `info["final_obs"]`, or arrays (n_envs,
+                ...). Needed with autoreset="same_step" only.
+            mask: (n_envs,) bool: environments that were stepped; all by default.
+            version: version of the model that chose the actions.
+            values: action, reward and the other fields by name, (n_envs, ...). A single environment may leave out the
+                leading axis and pass Python numbers. Dtypes of the same kind are converted.
 
         Returns:
             Keys of the rows that this completes; None if there are none.
 
         Raises:
-            FieldError: a field's values are missing, or there is no such field.
-            SchemaError: shapes or dtypes that do not fit; an environment that is in no episode.
+            FieldError: a field has no values, or there is no such field.
+            SchemaError: a shape or dtype does not fit, or an environment is in no episode: call `reset` first.
             StoreFullError: there is no room for the row that begins.
-            WaitTimeoutError: the store's rate limiter did not admit a row. CallCancelledError: the process is stopping.
+            WaitTimeoutError: the store's rate limiter did not admit a row in time.
+            CallCancelledError: the process is stopping.
         """
         return self.record(observation, values, terminated, truncated, final_observation, mask, version)
 
@@ -294,7 +314,15 @@ class StepRecorder:
         mask: Any = None,
         version: int = 0,
     ) -> Keys | None:
-        """`step` with the values in one dict: Python takes a microsecond for as many keyword arguments."""
+        """The same as `step`, with the values in one dict. It saves about a microsecond of keyword arguments.
+
+        Args:
+            observation, values, terminated, truncated, final_observation, mask, version: as in `step`.
+
+        Raises:
+            ArgumentError: an argument has the wrong type, or `final_observation` was given with another `autoreset`
+                than "same_step".
+        """
         version = check_version(version)
         if final_observation is not None and not self._same_step:
             raise ArgumentError("final_observation is for autoreset='same_step'; elsewhere it is the observation")
@@ -326,18 +354,18 @@ class StepRecorder:
         return self._finish(record, arguments, answer)
 
     def differing(self, values: dict[str, Any]) -> NDArray[np.bool_] | None:
-        """Environments whose newest step has other values than these, or that have none in their rows.
+        """Finds the environments whose newest step has other values than these, or that have no step.
 
-        Compared are bytes, with those in the rows: no copies have to be kept of what was recorded last.
+        The bytes are compared with those in the rows, so you need not keep a copy of what you recorded last.
 
         Args:
-            values: some of the fields that are no observations, (n_envs, ...), as in `step`.
+            values: fields that are not observations, (n_envs, ...), as in `step`.
 
         Returns:
-            A mask (n_envs,); None where there are no such environments.
+            A mask (n_envs,); None if there are no such environments.
 
         Raises:
-            SchemaError: values of no such fields, or of other shapes than theirs.
+            SchemaError: a field is unknown or an observation, or has another shape.
         """
         if type(values) is not dict:
             raise SchemaError(f"values are given in a dict by field, found {type(values).__name__}")
@@ -354,10 +382,16 @@ class StepRecorder:
         return None if found is None else np.frombuffer(found, np.bool_)
 
     def cut(self, mask: Any = None) -> Keys | None:
-        """Ends the episodes (of `mask`) where they are, as when an actor stops; their steps are kept.
+        """Ends episodes and keeps their steps. Use it when an actor stops.
+
+        Args:
+            mask: (n_envs,) bool: environments whose episodes end; all by default.
+
+        Returns:
+            Keys of the rows that this completes; None if there are none.
 
         Raises:
-            WaitTimeoutError, CallCancelledError: as for `step`; the rows are given back then.
+            WaitTimeoutError, CallCancelledError: as for `step`. The rows are abandoned.
         """
         try:
             return self._finish(lambda given, admitted: self._native.cut(given["mask"], admitted), {"mask": mask})
@@ -367,17 +401,17 @@ class StepRecorder:
             raise
 
     def close(self) -> None:
-        """Ends all episodes where they are and keeps their steps."""
+        """Ends all episodes and keeps their steps."""
         self.cut()
 
     @property
     def rows(self) -> int:
-        """Rows completed so far."""
+        """Number of rows completed so far."""
         return self._native.rows
 
     @property
     def priority(self) -> float:
-        """What rows, or with `priority_per="step"` steps, that are published from now on enter with; can be set.
+        """Priority of rows, or of steps with `priority_per="step"`, that are published from now on. May be set.
 
         Raises:
             ArgumentError: it is set to something else than a finite number >= 0.
@@ -389,7 +423,14 @@ class StepRecorder:
         self._native.priority = check_priority(priority)
 
     def in_episode(self, environment: int) -> bool:
-        """Whether an environment is in an episode."""
+        """Whether an environment is in an episode.
+
+        Args:
+            environment: its index.
+
+        Raises:
+            ArgumentError: there is no such environment.
+        """
         if not 0 <= check_whole("environment", environment) < self.n_envs:
             raise ArgumentError(f"environments are numbered from 0 to {self.n_envs - 1}, found {environment}")
         return self._native.in_episode(environment)
@@ -447,7 +488,11 @@ class RecorderPriority:
 
     @property
     def priority(self) -> float:
-        """As `StepRecorder.priority`."""
+        """Priority of rows, or of steps with `priority_per="step"`, that are published from now on. May be set.
+
+        Raises:
+            ArgumentError: it is set to something else than a finite number >= 0.
+        """
         return self._recorder.priority
 
     @priority.setter

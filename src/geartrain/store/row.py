@@ -43,9 +43,9 @@ class _Uncommitted(ABC):
         """Returns the blocks to the store."""
 
     def abandon(self) -> None:
-        """Returns the blocks unwritten; a published row is closed with its published steps.
+        """Returns the blocks without a commit. A published row keeps its published steps and is closed.
 
-        No effect after a commit, or a second time.
+        A second call, or a call after the commit, has no effect.
         """
         if not self._done:
             self._done = True
@@ -100,22 +100,23 @@ class _Uncommitted(ABC):
 
 
 class Row(_Uncommitted):
-    """A row being written: views of its blocks, its length, priority and version.
+    """One row being written: views of its blocks, its length, priority and version.
 
-    `row["obs"]` is a NumPy view of the shared memory, `row.torch("obs")` a tensor over the same bytes. The first time
-    that you ask for a field, its block is zeroed: steps that you do not write are zeros. `row["obs"] = values` writes
-    the whole block and needs no zeroing. Set `length` before the commit, and write every field. A field that you did
-    not ask for is refused, unless `zeros` of `Store.row` names it.
+    `row["obs"]` is a NumPy view of the shared memory, and `row.torch("obs")` a tensor over the same bytes. The first
+    access to a field zeroes its block, so steps that you do not write are zeros. `row["obs"] = values` writes the whole
+    block instead. Set `length` and write every field before the commit. A field that you never accessed is refused,
+    unless it is in `zeros` of `Store.row`.
 
-    An episode can be sampled while it goes on (an open row): `publish` its first steps, `extend` it by later ones, and
-    `commit` it at its end. Published steps must not be changed any more, nor `per_row` fields, which are written
-    before the first `publish`. When its writer dies, the row stays with its published steps.
+    To make an episode available while it goes on, `publish` its first steps, `extend` it, and `commit` it at its end.
+    Do not change published steps, nor `per_row` fields after the first `publish`. If the writer dies, the row stays
+    with its published steps.
 
     Args:
+        columns, index, priority, version: set by `Store.row`; do not call the class itself.
         zeros: as in `Store.row`.
         taken: fields that are not zeroed, because the caller writes every step of them.
 
-    Example:
+    Examples:
         >>> import geartrain as gt
         >>> store = gt.Store.create("doc-row", {"obs": gt.Field((3,), "float32")}, max_length=1000, capacity=4)
         >>> row = store.row()
@@ -156,14 +157,14 @@ class Row(_Uncommitted):
 
     @property
     def key(self) -> Keys | None:
-        """The row's key; None before it is published or committed."""
+        """Key of the row; None before it is published or committed."""
         if self._key is None and self._generation is not None:
             self._key = Keys.packed((self._index, self._generation), self._columns.store_id)
         return self._key
 
     @property
     def length(self) -> int | None:
-        """Steps that the row holds, 1 to the store's `max_length`, to be set before the commit; None until then."""
+        """Steps in the row, 1 to the store's `max_length`. Set it before the commit; None until then."""
         return self._length
 
     @length.setter
@@ -174,7 +175,10 @@ class Row(_Uncommitted):
 
     @property
     def priority(self) -> float:
-        """The row's priority, to be set before it is committed. In an open row it is that of steps still to come."""
+        """Priority of the row; set it before the commit.
+
+        In an open row it is the priority of steps that are still to come.
+        """
         return self._priority
 
     @priority.setter
@@ -185,7 +189,7 @@ class Row(_Uncommitted):
 
     @property
     def version(self) -> int:
-        """Version of the model that acted, to be set before the row is published or committed."""
+        """Version of the model that acted. Set it before the row is published or committed."""
         return self._version
 
     @version.setter
@@ -219,7 +223,14 @@ class Row(_Uncommitted):
         self._taken.add(field)
 
     def torch(self, field: str) -> torch.Tensor:
-        """A tensor over the block's memory."""
+        """A tensor over the block's memory.
+
+        Args:
+            field: name of the field.
+
+        Raises:
+            FieldError: the store has no such field.
+        """
         self._check_open()
         tensor = self._columns.torch(field)[self._index, ...]
         self._columns.take(field, self._index, self._taken)
@@ -227,16 +238,17 @@ class Row(_Uncommitted):
 
     @property
     def index(self) -> int:
-        """The row's place in the store, known before the commit; its key adds the generation."""
+        """Row number in the store, known before the commit. The key adds the generation."""
         return self._index
 
     def commit(self) -> Keys:
-        """Makes the row selectable, or closes an open row, and returns its key.
+        """Makes the row available for sampling, or closes an open row, and returns its key.
 
         Raises:
-            SchemaError: no length was set, or one that the block does not have; a field was not written; or a priority
-                that is no priority. The row is abandoned.
-            WaitTimeoutError: the store's rate limiter did not admit it. CallCancelledError: the process is stopping.
+            SchemaError: the length is missing or out of range, a field was not written, or the priority is negative or
+                not finite. The row is abandoned.
+            WaitTimeoutError: the store's rate limiter did not admit the row in time.
+            CallCancelledError: the process is stopping.
         """
         self._commit()
         key = self.key
@@ -259,15 +271,19 @@ class Row(_Uncommitted):
         self._done = True
 
     def publish(self, *, length: int) -> Keys:
-        """Makes the first `length` steps selectable while the row is still being written; returns its key.
+        """Makes the first `length` steps available for sampling while you write the rest; returns the row's key.
 
-        Every field must have been asked for, as for `commit`.
+        Access every field before, as for `commit`.
+
+        Args:
+            length: steps to publish.
 
         Raises:
-            SchemaError: as for `commit`; or the store has `max_times_sampled`, whose rows are removed with
-                their last sample.
+            SchemaError: as for `commit`; or the store has `max_times_sampled`, which removes a row with its last
+                sample.
             StoreFullError: all rows that may be kept are being extended.
-            WaitTimeoutError: the store's rate limiter did not admit it. CallCancelledError: the process is stopping.
+            WaitTimeoutError: the store's rate limiter did not admit the row in time.
+            CallCancelledError: the process is stopping.
         """
         self._check_open()
         if self._open:
@@ -280,7 +296,13 @@ class Row(_Uncommitted):
         return key
 
     def extend(self, length: int) -> None:
-        """Publishes the steps up to `length`. In a store with priorities of steps the new ones get `priority`.
+        """Publishes the steps up to `length`. With priorities of steps, the new ones get `priority`.
+
+        Args:
+            length: steps of the row from now on.
+
+        Raises:
+            SchemaError: the row is not published, or `length` is below the published steps or above `max_length`.
 
         Cost: about a microsecond.
         """
@@ -325,10 +347,24 @@ class Row(_Uncommitted):
 
 
 class Rows(_Uncommitted):
-    """Several rows being written, committed together. `rows[i]["obs"]` is row i's block.
+    """Several rows being written, which are committed together. `rows[i]["obs"]` is the block of row i.
 
-    Set `lengths`, and `priorities` and `versions` where rows differ in them (arrays (n,)), before the commit. Every
-    field of every row is to be written, as of a `Row`.
+    Set `lengths` before the commit, and `priorities` and `versions` if rows differ in them. Each is one number or an
+    array (n,). Write every field of every row, as for a `Row`.
+
+    Args:
+        columns, index, priority, version, zeros: set by `Store.rows`; do not call the class itself.
+
+    Examples:
+        >>> import geartrain as gt
+        >>> store = gt.Store.create({"obs": gt.Field((3,), "float32")}, max_length=10, capacity=4)
+        >>> rows = store.rows(2)  # Rows
+        >>> for i in range(2):
+        ...     rows[i]["obs"][:5] = i
+        >>> rows.lengths = 5
+        >>> len(rows.commit())
+        2
+        >>> store.close()
     """
 
     __slots__ = ("_index", "_keys", "_lengths", "_priorities", "_taken", "_versions")
@@ -355,12 +391,12 @@ class Rows(_Uncommitted):
 
     @property
     def keys(self) -> Keys | None:
-        """The rows' keys; None before they are committed."""
+        """Keys of the rows; None before the commit."""
         return self._keys
 
     @property
     def lengths(self) -> ArrayLike | None:
-        """Steps of each row, to be set before the commit; one number stands for all. None until then."""
+        """Steps of each row: an array (n,), or one number for all. Set it before the commit; None until then."""
         return self._lengths
 
     @lengths.setter
@@ -370,7 +406,7 @@ class Rows(_Uncommitted):
 
     @property
     def priorities(self) -> ArrayLike:
-        """Priorities of the rows, to be set before the commit; one number stands for all."""
+        """Priorities of the rows: an array (n,), or one number for all. Set them before the commit."""
         return self._priorities
 
     @priorities.setter
@@ -380,7 +416,7 @@ class Rows(_Uncommitted):
 
     @property
     def versions(self) -> ArrayLike:
-        """Versions of the model that acted, to be set before the commit; one number stands for all."""
+        """Versions of the model that acted: an array (n,), or one number for all. Set them before the commit."""
         return self._versions
 
     @versions.setter
@@ -392,7 +428,11 @@ class Rows(_Uncommitted):
         return len(self._index)
 
     def __getitem__(self, i: int) -> RowView:
-        """Row i of them. Raises `IndexError` where there is none."""
+        """Row i, for writing. Raises `IndexError` if there is none.
+
+        Args:
+            i: place among these rows.
+        """
         self._check_open()
         try:
             index = int(self._index[i])
@@ -404,11 +444,11 @@ class Rows(_Uncommitted):
         return (self[i] for i in range(len(self)))
 
     def commit(self) -> Keys:
-        """Makes all the rows selectable and returns their keys. On an error all are abandoned.
+        """Makes all rows available for sampling and returns their keys. After an error all are abandoned.
 
         Raises:
-            SchemaError: no lengths were set, or such as a block does not have; or a field of a row was not written.
-            WaitTimeoutError, CallCancelledError: as of `Row.commit`.
+            SchemaError: lengths are missing or out of range, or a field of a row was not written.
+            WaitTimeoutError, CallCancelledError: as for `Row.commit`.
         """
         self._commit()
         assert self._keys is not None

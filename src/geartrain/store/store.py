@@ -47,23 +47,25 @@ Create = Literal["never", "missing", "replace"]
 
 
 class Store(JournaledStore):
-    """A table of trajectories shared by every process of this host.
+    """A table of trajectories in shared memory, used by every process of one host.
 
-    Create one with `Store.create`, join one with `Store.open`, restore one with `Store.load`. A store is a
-    context manager; leaving it closes the handle.
+    `Store.create` makes a store, `Store.open` joins one, and `Store.load` restores one from a checkpoint. A store is a
+    context manager: leaving it closes the handle.
 
-    A name is a plain word for a segment in /dev/shm (or in GEARTRAIN_DIR), or a path (anything with a slash) for a
-    file, such as one on an NVMe disk for sets larger than memory. The segment lives until the last attached process
-    closes it; with `persist=True` (the default for paths) the file stays. A segment whose processes were all killed
-    stays too, so that its rows can be adopted.
+    A store's name is either a plain word, for a segment in /dev/shm (or GEARTRAIN_DIR), or a path with a slash, for a
+    file. Use a file on an NVMe disk for data larger than memory. The last process to close a segment removes it. Files
+    stay (`persist=True`, the default for paths). A segment whose processes were all killed stays too, and can be
+    adopted with its rows.
 
-    A handle may be used by many threads, one of which may close it; in forked children, which become processes of the
-    store of their own when they first use it; and pickled to other processes of the host. A copy or a pickle opens the
-    store again, with the same rights. A handle that was closed refuses everything (`StoreClosedError`), copies too, but
-    what it was: its name, fields, limits and views already taken. Handles that are open when the interpreter ends are
-    closed, daemon threads in calls included.
+    Any thread may use a handle, and any thread may close it. A forked child may use it as well, and joins the store
+    with its first call. A pickled handle opens the store again in the process that unpickles it. After `close` every
+    call raises `StoreClosedError`, but the name, the fields, the limits and views taken before remain readable. The
+    interpreter closes open handles when it exits.
 
-    Example:
+    Args:
+        native, name, trust: set by `create`, `open` and `load`; do not call the class itself.
+
+    Examples:
         >>> import numpy as np
         >>> import geartrain as gt
         >>> with gt.Store.create("doc-store", {"obs": gt.Field((3,), "float32")}, max_length=100, capacity=10) as store:
@@ -115,55 +117,60 @@ class Store(JournaledStore):
         """Creates an empty store: `Store.create(name, fields, ...)`, or `Store.create(fields, ...)` without a name.
 
         Args:
-            name: a word (a segment in /dev/shm, or GEARTRAIN_DIR) or a path with a slash (a file anywhere). Without one
-                the store gets a random one (`store.name`), is shared by forking and pickling within the host, and is
-                removed with its last process; what killed processes leave, by the next store without a name.
-            fields: the columns, by name; a `Field` is the shape and dtype of one step. At most 64.
-            max_length: the longest row, in steps. Required where a field has time, that is, is not `per_row`.
-            capacity: rows. Give one of the three sizes.
-            capacity_steps: steps, in rows of `max_length`: there is room for `capacity_steps // max_length` rows,
-                and shorter rows fill a block each.
-            capacity_bytes: bytes that the store may take of its file system, `nbytes` at most: as many rows as fit
-                into them. A row takes its fields' blocks, each padded up to 64 bytes, and 57 bytes of metadata (61 with
-                "lowest_priority"); the head and page rounding take about 60 KB. So a row of one float32 takes 121
-                bytes: collect such rows in longer ones, of many steps.
-            max_rows: committed rows kept at most; the rest of the capacity is headroom for rows being
-                written. All of the capacity by default.
-            remover: which row makes room when none is free: the oldest ("fifo"), the newest ("lifo"), the one with
-                the lowest priority ("lowest_priority"), the "least_recently_sampled" (a row counts as sampled when it
-                is committed), the "most_sampled", or the one with the lowest or highest value of a field of one number
-                a row ("lowest:NAME", "highest:NAME"; NaN goes first). Of equals the older. The last four rank all rows
-                and evict a 64th of them at a time: about 0.3 us an insert. Other orders: `evict`.
-            max_times_sampled: a row is removed once it has been sampled so often. No limit by default.
-            max_age_s: a row is removed once it is older, in seconds since its commit. No limit by default.
-            priority_fraction_bits: priorities are kept as round(priority * 2**bits) in 32 bits. The default of 16
-                holds 1.5e-5 to 65535; larger priorities saturate, smaller ones become the smallest, both counted.
-            priority_per: "row", or "step": every step has a priority of its own, and `Prioritized` draws steps in
-                proportion to theirs (docs/selection.md). New steps get the priority that their row is inserted with. It
-                takes 8.6 bytes for each of `capacity * max_length` steps, of which there may be 2**32 - 16.
-            persist: keep the segment after the last process has closed it. By default for paths only.
-            reserve: allocate the memory or disk space now, so that a lack of it is an error here. With False it is
-                allocated when it is first written to, and once the file system is full the writer dies of SIGBUS.
-            trust: who may use the store besides this process's user: nobody ("user"), a group of this user ("group"),
-                everybody on the host ("any"), for trainers and actors of different users. Each of them passes the same
-                to `open`, and is trusted not to overwrite or truncate the file. The creator leaves last: only its user
-                may remove the file from /dev/shm.
-            timeout_s: longest wait for another process that holds the store's lock.
-            journal: a directory on a disk that committed rows and removals are written to, so that they survive a power
-                cut (docs/checkpoints.md). Where it holds a journal already, its rows are restored: the fields,
-                `max_length` and `capacity` must be those of the journal.
-            journal_sync_s: the bound: what was committed so long ago is on the disk, and commits wait where it is not;
-                0: before a commit, a deletion or a rewrite returns.
-            journal_full: what a full disk does to commits: they "wait" for room, as long as `timeout_s`, or get an
-                "error" at once (`NoSpaceError`). Either way no row is committed by a call that raises.
+            name: a word (a segment in /dev/shm, or GEARTRAIN_DIR) or a path with a slash (a file anywhere). A store
+                without a name gets a random one (`store.name`), which other processes of the host receive by forking or
+                pickling. Its last process removes it; if that was killed, the next process that creates a store without
+                a name does.
+            fields: the columns by name, at most 64. A `Field` is the shape and dtype of one step.
+            max_length: steps of the longest row. Required unless every field is `per_row`.
+            capacity: number of rows. Give exactly one of the three sizes.
+            capacity_steps: number of steps. The store has `capacity_steps // max_length` rows; a shorter row occupies a
+                whole block.
+            capacity_bytes: largest size of the segment in bytes; the store has as many rows as fit. A row takes its
+                fields' blocks, each padded to 64 bytes, and 57 bytes of metadata (61 with "lowest_priority"); the
+                header takes about 60 KB. A row of one float32 therefore takes 121 bytes: put many such steps into one
+                row.
+            max_rows: largest number of committed rows. The rest of the capacity is headroom for rows being written. By
+                default all of the capacity.
+            remover: which row is evicted if none is free: the oldest ("fifo"), the newest ("lifo"), "lowest_priority",
+                "least_recently_sampled" (the commit counts as a sample), "most_sampled", or the lowest or highest value
+                of a scalar `per_row` field ("lowest:NAME", "highest:NAME"; NaN goes first). Among equal rows the oldest
+                is evicted. The last four rank all rows and evict a 64th of them at a time, about 0.3 us an insert. For
+                another order use `evict`.
+            max_times_sampled: a row is removed after this many samples; no limit by default.
+            max_age_s: a row is removed this many seconds after its commit; no limit by default.
+            priority_fraction_bits: priorities are stored as round(priority * 2**bits) in 32 bits. The default of 16
+                holds 1.5e-5 to 65535. Larger priorities saturate, smaller ones become the smallest; both are counted.
+            priority_per: "row", or "step" for a priority of each step: `Prioritized` then draws steps
+                (docs/selection.md). A new step gets the priority that its row is inserted with. This takes 8.6 bytes
+                for each of `capacity * max_length` steps, at most 2**32 - 16.
+            persist: keep the segment after the last process closed it. True by default for paths only.
+            reserve: allocate the memory or disk space now, so that a shortage raises here. With False it is allocated
+                by the first write to it, and a writer on a full file system dies of SIGBUS.
+            trust: who may use the store besides this user: nobody ("user"), a group of this user ("group"), or
+                everybody on the host ("any"). Use the last two for trainers and actors that run as different users, and
+                pass the same value to `open`. Whoever may use a store can also overwrite or truncate it. Only the
+                creator's user may remove the file from /dev/shm, so the creator should leave last.
+            timeout_s: longest wait for another process that holds the store's lock, in seconds.
+            journal: a directory on a disk. Commits and removals are written to it and survive a power cut
+                (docs/checkpoints.md). If it holds a journal already, its rows are restored; `fields`, `max_length` and
+                `capacity` must then match it.
+            journal_sync_s: longest time between a commit and its flush, in seconds; commits wait if the disk is slower.
+                0 flushes before a commit, a deletion or a rewrite returns.
+            journal_full: what a commit does if the journal's disk is full: "wait" up to `timeout_s` for room, or
+                "error" at once (`NoSpaceError`). In both cases a call that raises commits no row.
+
+        Returns:
+            The store, open in this process.
 
         Raises:
-            ArgumentError: limits that make no store, or `max_length` absent; SchemaError: fields that make none.
-            StoreExistsError: the name is taken; says by whom, and what to do.
-            NoSpaceError: the file system is too small; says how much there is.
+            ArgumentError: a limit is out of range, or `max_length` is missing.
+            SchemaError: the fields cannot be stored.
+            StoreExistsError: the name is taken. The message says by which processes and what to do.
+            NoSpaceError: the file system is too small. The message says how much is free.
             JournalError: the journal is in use, damaged, or of a store with other fields or limits.
 
-        Cost: reserving runs at the speed of clearing memory.
+        Cost: reserving takes as long as clearing the memory.
         """
         if isinstance(name, Mapping):
             if fields is not None:
@@ -222,30 +229,33 @@ class Store(JournaledStore):
         timeout_s: float = 10.0,
         **options: Any,
     ) -> Store:
-        """Joins a store that other processes use, or makes it, as asked; never joins a dead run's data unasked.
+        """Joins a store that exists, or creates one if you ask for it.
 
         Args:
             name: as in `create`.
-            fields: what the store must hold; required when it may have to be created.
-            max_length: steps of its longest row, with `fields`: what the store must have where it is given, and
-                required as in `create` when it may have to be created.
-            create: "never" (join only), "missing" (join, or create when there is none), or "replace" (create;
-                a segment left by a dead run is removed first, one in use is an error).
-            adopt: join a segment whose processes were all killed, with the rows they committed; or one whose lists are
-                damaged and that no process uses: they are rebuilt from the rows.
-            trust: who may write to the file, as in `create`: one that others may write to as well is not opened.
-            timeout_s: longest wait for another process that holds the store's lock.
-            options: passed to `create` when the store is created.
+            fields: fields that the store must have. Required if the store may be created.
+            max_length: steps of the longest row that the store must have, given with `fields`. Required as in `create`
+                if the store may be created.
+            create: "never" joins only, "missing" joins or creates, "replace" creates. "replace" first removes a segment
+                that a dead run left, and raises if the segment is in use.
+            adopt: join a segment whose processes were all killed, with the rows that they committed. If its lists are
+                damaged and no process uses it, they are rebuilt from the rows.
+            trust: who may write to the file, as in `create`. A file that more users may write to is not opened.
+            timeout_s: longest wait for another process that holds the store's lock, in seconds.
+            options: passed to `create` if the store is created.
+
+        Returns:
+            The store, open in this process.
 
         Raises:
-            ArgumentError: options that contradict each other, or no name.
-            StoreMissingError: there is none.
-            StaleStoreError: the processes that used it died, and `adopt` was not given.
-            IncompatibleStoreError: another format, layout or schema than expected; or the file is something else, or
-                was cut.
-            UntrustedStoreError: the file is another user's, or its mode lets others write to it than `trust` says, or
-                it is a symbolic link.
-            CorruptStoreError: its lists are damaged.
+            ArgumentError: options contradict each other, or there is no name.
+            StoreMissingError: there is no store of that name.
+            StaleStoreError: the processes that used the store died. Pass `adopt=True` to keep its rows.
+            IncompatibleStoreError: another format, layout or schema than expected; or the file is truncated or not a
+                store.
+            UntrustedStoreError: another user owns the file, more users may write to it than `trust` says, or it is a
+                symbolic link.
+            CorruptStoreError: the store's lists are damaged.
         """
         if isinstance(name, Mapping):
             raise ArgumentError("Store.open needs the name of a store; Store.create(fields, ...) makes one without")
@@ -295,11 +305,17 @@ class Store(JournaledStore):
 
     @classmethod
     def peek(cls, name: str | os.PathLike[str], *, trust: Trust = "user") -> Store:
-        """A read-only look at a store, living or dead: leaves no trace and cannot change it. Raises as `open`.
+        """Opens a store read-only, living or dead: leaves no trace and cannot change it.
 
-        Copies and pickles of the handle are read-only as well.
+        Copies and pickles of the handle are read-only as well. `save` works: it writes what was committed when it
+        began, except rows that are removed meanwhile.
 
-        It may be saved: what was committed when `save` began, but for rows that are gone when it comes to them.
+        Args:
+            name: as in `open`.
+            trust: as in `open`.
+
+        Raises:
+            StoreMissingError, IncompatibleStoreError, UntrustedStoreError: as for `open`.
         """
         name = check_name(name)
         store = cls(peek(name, check_trust(trust)), name, trust)
@@ -319,27 +335,32 @@ class Store(JournaledStore):
         journal_full: JournalFull = "wait",
         **options: Any,
     ) -> Store:
-        """Restores what `save` wrote: rows in their places, priorities, order and counters.
+        """Restores a checkpoint: rows in their places, priorities, order and counters.
 
-        What is saved to the same path, or removed there, meanwhile makes no difference.
+        The checkpoint may be replaced or deleted while it is loaded.
 
         Args:
-            directory: what was given to `save`; or an open `Checkpoint`, which stays open.
-            name: of the new store, as in `create`; None for one without a name.
-            create: "missing" (a store of that name is an error), or "replace": one that no process uses is removed
-                first, as by `open`. With a journal one that a killed process has left is removed anyhow, where it is
-                the journal's or has no rows.
+            directory: what was given to `save`, or an open `Checkpoint`, which stays open.
+            name: name of the new store, as in `create`; None for a store without a name.
+            create: "missing" raises if a store of that name exists. "replace" removes it first if no process uses it.
+                With a journal, a store that a killed process left is removed in either case if it belongs to the
+                journal or has no rows.
             progress: show a progress bar.
             journal, journal_sync_s, journal_full: as in `create`. A new journal begins with the rows of the checkpoint,
-                all of which are on its disk when this returns. One that began with this checkpoint, or with an
-                earlier one and was written last for the store that this was saved from, has what came after, and is
-                what is restored: a job that is started again runs the same line.
-            options: `trust`, `reserve` and `timeout_s` as in `create`, and `persist` instead of the checkpoint's.
+                and they are on its disk when `load` returns. If the journal began with this checkpoint or an earlier
+                one, and was last written for the store that was saved here, its newer rows are restored instead. So a
+                restarted job runs the same line.
+            options: `trust`, `reserve` and `timeout_s` as in `create`; `persist` overrides the checkpoint's.
+
+        Returns:
+            The new store.
 
         Raises:
-            CheckpointError: absent, incomplete, or damaged; names the file and its first bad block.
+            CheckpointError: the checkpoint is absent, incomplete or damaged. The message names the file and its first
+                bad block.
             StoreExistsError: the name is taken.
-            JournalError: the journal is in use, damaged, began with something else, or lacks rows of the checkpoint.
+            JournalError: the journal is in use, is damaged, began with another store, or lacks rows of the checkpoint.
+            ArgumentError: an option that `load` does not take.
         """
         from geartrain.store.checkpoint_reader import Checkpoint, read_newest
 
@@ -393,30 +414,28 @@ class Store(JournaledStore):
         incremental: bool = True,
         progress: bool = False,
     ) -> Saved:
-        """Writes a checkpoint of all committed rows, complete or not at all; returns its figures.
+        """Writes an atomic checkpoint of all committed rows, and returns its figures.
 
-        The directory appears (or is replaced) in one step, after everything in it was checksummed and
-        flushed. Other processes may go on using the store; rows that are overwritten while saving are left
-        out, and counted.
+        The directory appears, or is replaced, in one step, after everything in it was checksummed and flushed. Other
+        processes may use the store meanwhile. Rows that are overwritten during the save are left out and counted.
 
-        Incremental: rows of the previous checkpoint are not written again, its files are hard-linked. The two share
-        disk space, and either can be removed. See docs/checkpoints.md.
-
-        A journal gets the priorities that have changed as well, with its next pass.
+        An incremental checkpoint hard-links the files of the previous one and writes only new rows. Either of the two
+        can be deleted. See docs/checkpoints.md. If the store has a journal, it also receives the priorities that
+        changed.
 
         Args:
-            directory: a new one, or a checkpoint that is to be replaced.
-            base: the checkpoint to link to; the one that is replaced by default.
-            incremental: with False everything is written, and nothing shared.
+            directory: a new directory, or a checkpoint to replace.
+            base: checkpoint whose files are linked; by default the one that is replaced.
+            incremental: False writes everything and links nothing.
             progress: show a progress bar.
 
         Raises:
-            CheckpointError: `directory` exists and is not a checkpoint, or is a symbolic link to nothing; or `base` is
-                none or damaged.
-            NoSpaceError: the file system, or a quota on it, is full, or files may not be so large (RLIMIT_FSIZE).
+            CheckpointError: `directory` exists and is not a checkpoint, or is a dangling symbolic link; or `base` is
+                not a checkpoint, or damaged.
+            NoSpaceError: the file system or a quota is full, or a file would exceed RLIMIT_FSIZE.
 
-        Cost: the bytes of new rows, 56 bytes for each row of the capacity, and a flush. Memory for two chunks of 32
-        MB, or of one row where that is larger, which is given back.
+        Cost: the bytes of new rows, 56 bytes for each row of the capacity, and a flush. It takes memory for two chunks
+        of 32 MB, or of one row if that is larger, and frees it at the end.
         """
         check_flag("progress", progress)
         if not check_flag("incremental", incremental) and base is not None:

@@ -29,21 +29,22 @@ class WritableStore(StoreHandle):
     # --- writing --------------------------------------------------------------------------------------------
 
     def row(self, *, priority: float = 1.0, version: int = 0, zeros: Sequence[str] = ()) -> Row:
-        """One block in every column, to be written in place.
+        """Starts one row, which you write in place.
 
-        Set `row.length` and write every field; steps that you leave out are zeros. As a context manager the row
-        commits on a clean exit and abandons the block on an exception. By hand: `row.commit()` or `row.abandon()`. An
-        open row can be sampled while it is written: `row.publish()`, then `row.extend(length)`. Where the store's
-        `limiter` is set, committing waits for it.
+        Set `row.length` and write every field. Steps that you leave out are zeros. As a context manager the row commits
+        on a clean exit and is abandoned on an exception. Without one, call `row.commit()` or `row.abandon()`. To make
+        the row available while you write it, call `row.publish()`, then `row.extend(length)`. The commit waits if the
+        store's `limiter` is set.
 
         Args:
-            priority: the row's priority in prioritized selection; can be changed later.
-            version: of the model that acted, kept with the row.
-            zeros: fields that may be left unwritten; they are all zeros then.
+            priority: priority of the row in prioritized replay. `update_priorities` changes it later.
+            version: version of the model that acted; kept with the row.
+            zeros: fields that you do not write; they are all zeros.
 
         Raises:
-            StoreFullError: every block is being written.
-            ArgumentError: `zeros` is no list of names. FieldError: the store has no field of such a name.
+            StoreFullError: every block is being written by someone.
+            ArgumentError: `zeros` is not a list of names.
+            FieldError: the store has no field of a name in `zeros`.
         """
         priority, version = check_entry(priority, version)
         if zeros.__class__ is not tuple or zeros:
@@ -51,16 +52,18 @@ class WritableStore(StoreHandle):
         return Row(self.columns, self.native.allocate_one(), priority, version, zeros)
 
     def rows(self, n: int, *, priority: float = 1.0, version: int = 0, zeros: Sequence[str] = ()) -> Rows:
-        """`n` blocks at once, to be written in place and committed together.
+        """Starts `n` rows, which you write in place and commit together.
 
-        All or nothing, also when the process is killed in the middle of the commit.
+        The commit is atomic: all rows or none, even if the process is killed in the middle.
 
         Args:
-            n: rows.
+            n: number of rows.
             priority, version, zeros: of each row, as in `row`.
 
         Raises:
-            StoreFullError: fewer than `n` blocks are not being written. ArgumentError, FieldError: as of `row`.
+            StoreFullError: fewer than `n` blocks are available; the others are being written.
+            ArgumentError: `zeros` is not a list of names.
+            FieldError: the store has no field of a name in `zeros`.
         """
         if not 1 <= check_whole("the number of rows", n) < 2**32:
             raise ArgumentError(f"at least one row must be asked for, and fewer than 2**32, found {shown(n)}")
@@ -78,25 +81,26 @@ class WritableStore(StoreHandle):
         threads: int | None = None,
         casting: Casting = "no",
     ) -> Keys:
-        """Copies `n` rows in and returns their keys.
+        """Copies `n` rows into the store and returns their keys.
 
         Args:
-            fields: for every field of the store an array or tensor (n, t, ...) of its dtype, t up to
-                `max_length` (fields without time: (n, ...)).
-            lengths: (n,) steps of each row; by default t.
-            priorities: (n,) finite and >= 0; by default 1.
-            versions: (n,) integers; by default 0.
+            fields: for every field of the store an array or tensor (n, t, ...) of its dtype, t up to `max_length`. A
+                `per_row` field is (n, ...).
+            lengths: (n,) steps of each row; t by default.
+            priorities: (n,) finite and >= 0; 1 by default.
+            versions: (n,) integers; 0 by default.
             threads: threads that copy; by default up to 4 of the cores this process may use.
-            casting: which conversions to the fields' dtypes are made, as in NumPy: "no" (other dtypes are refused),
-                "safe" (int16 to float32) or "same_kind" (float64 to float32).
+            casting: conversions to the fields' dtypes that are allowed, as in NumPy: "no", "safe" (int16 to float32) or
+                "same_kind" (float64 to float32).
 
         Raises:
-            SchemaError, FieldError: with what was asked and what was found, before anything is written.
+            SchemaError: an array has another shape or dtype than its field. Nothing is written.
+            FieldError: a field is missing, or the store has no such field. Nothing is written.
             StoreFullError: too many blocks are being written.
 
-        Cost: one copy, streamed past the cache when large, and about two microseconds a call for NumPy arrays of the
-        fields' dtypes in C order, without lengths, priorities or versions; about ten otherwise. More than 1024 rows (or
-        half the store's) go in pieces of so many, each all or nothing.
+        Cost: one copy, which bypasses the cache if it is large. A call takes about 2 us for C-contiguous NumPy arrays
+        of the fields' dtypes without lengths, priorities and versions, and about 10 us otherwise. More than 1024 rows,
+        or half the store's, are inserted in several parts. Each part is atomic.
         """
         try:
             if lengths is None and priorities is None and versions is None and casting in _CASTINGS:
@@ -119,34 +123,42 @@ class WritableStore(StoreHandle):
         share_rows: bool = False,
         zeros: Sequence[str] = (),
     ) -> StepRecorder:
-        """A recorder of the steps of `n_envs` environments: one native call a step for all of them.
+        """A recorder of the steps of `n_envs` environments, which takes one native call a step for all of them.
 
-        The store needs the fields of `geartrain.recorded_fields`, and twice as many rows as there are
-        environments; `truncated`, `step_version` (int64: the model's version at each step) and `episode_return`
-        (float32, per_row: of the steps in this row) are filled where the store has them.
+        The store needs the fields of `geartrain.recorded_fields`, and at least twice as many rows as there are
+        environments. If the store has these fields, the recorder fills them:
+
+        - `truncated`: whether the step was truncated.
+        - `step_version`: int64, the model's version at each step.
+        - `episode_return`: float32 with `per_row=True`, the sum of the rewards in this row.
 
         Args:
-            n_envs: environments that are stepped together; arrays have them as their leading axis.
-            observations: fields that are observations; by default those called "observation" or "obs", alone or before
+            n_envs: environments that are stepped together; the leading axis of all arrays.
+            observations: fields that are observations. By default those called "observation" or "obs", alone or before
                 a dot.
-            publish_every: publish an unfinished row every so many steps, so that it can be sampled while its episode
-                goes on. By default only finished rows can be.
-            overlap: steps that the next row of a long episode repeats, so that stacks and n-step sums are whole there:
-                frame_stack - 1 + n_step - 1 of them for `Transitions`. Each step is drawn from one of its copies.
-                Needs a store with the fields of `recorded_fields(..., overlap=True)`.
-            priority: of new rows.
-            autoreset: what happens where an episode ends: "next_step" (Gymnasium's default), "same_step" or
+            publish_every: make an unfinished row available for sampling every this many steps. By default only finished
+                rows are.
+            overlap: number of steps that the next row of a long episode repeats, so that frame stacks and n-step sums
+                are complete there. `Transitions` needs frame_stack - 1 + n_step - 1 of them. Each step is drawn from one
+                of its copies. The store needs the fields of `recorded_fields(..., overlap=True)`.
+            priority: priority of new rows.
+            autoreset: what the environments do when an episode ends: "next_step" (Gymnasium's default), "same_step" or
                 "disabled", or `envs.metadata["autoreset_mode"]`.
-            share_rows: the next episode of an environment goes on in the row of the one before, where that has room.
-                A row is published with the first episode that ends in it. Needs the fields of
-                `recorded_fields(..., share_rows=True)` and a store without max_times_sampled; of its rows steps are
-                drawn, for `geartrain.Transitions`, windows or whole episodes.
-            zeros: `per_row` fields that stay zero. A recorder fills no other one than `episode_return`;
-                `write(keys, ...)` sets them in completed rows.
+            share_rows: the next episode of an environment continues in the same row while there is room. The row is
+                published with the first episode that ends in it. Use it to draw steps with `geartrain.Transitions`,
+                windows or whole episodes. It needs the fields of `recorded_fields(..., share_rows=True)` and a store
+                without `max_times_sampled`.
+            zeros: `per_row` fields that stay zero until you set them with `write(keys, ...)`. A recorder itself fills
+                only `episode_return`.
+
+        Returns:
+            The recorder. Use it from one thread at a time.
 
         Raises:
-            FieldError: a field that a recorder needs is missing or is something else, or it does not fill a `per_row`
-                field that `zeros` leaves out. ArgumentError, SchemaError: numbers that do not fit the store.
+            FieldError: a field that a recorder needs is missing or has another type, or a `per_row` field is neither
+                filled by the recorder nor in `zeros`.
+            ArgumentError: `n_envs`, `overlap` or `publish_every` does not fit the store.
+            SchemaError: the priority is negative or not finite.
         """
         return StepRecorder(
             self.columns,
@@ -161,12 +173,15 @@ class WritableStore(StoreHandle):
         )
 
     def agent_recorder(self, agents: int, **options: Any) -> AgentRecorder:
-        """A recorder of agents that come and go, as PettingZoo's parallel environments have them: dicts by agent.
+        """A recorder of agents that come and go, as in PettingZoo's parallel environments: dicts by agent.
 
         Args:
-            agents: that can be in an episode at once, those that end in a step and those that begin with it together:
-                `len(env.possible_agents)`.
-            options: of `recorder`, but for `autoreset`.
+            agents: the largest number of agents in an episode at once. An agent that leaves in a step and one that
+                arrives with it count both. Usually `len(env.possible_agents)`.
+            options: arguments of `recorder`, except `autoreset`.
+
+        Returns:
+            The recorder. Use it from one thread at a time.
 
         Raises:
             FieldError, ArgumentError, SchemaError: as for `recorder`.
@@ -181,19 +196,20 @@ class WritableStore(StoreHandle):
     # --- changing and removing ------------------------------------------------------------------------------
 
     def update_priorities(self, keys: Keys | ArrayLike, priorities: ArrayLike) -> int:
-        """Sets the priorities of rows, or of steps, by key; returns how many keys were stale and skipped.
+        """Sets the priorities of rows or steps by key, and returns how many keys were stale. Stale keys are skipped.
 
         Args:
-            keys: of committed rows; with `priority_per="step"` those of steps, as batches have them. A key given twice
-                gets the last of its priorities. Also their numbers, as `ReplayDataset` yields them.
+            keys: keys of committed rows, or of steps with `priority_per="step"`. If a key occurs twice, its last
+                priority counts. Numbers are accepted too, as `ReplayDataset` yields them.
             priorities: (n,) finite and >= 0. All are checked before any is set.
 
         Raises:
-            ArgumentError: keys of another store (`geartrain.Replay.update_priorities` takes those of several), or of
-                rows where priorities are of steps, or the other way round. None of the priorities is set.
-            SchemaError: a priority that is none, or a step that no row can have.
+            ArgumentError: keys of another store (`Replay.update_priorities` accepts several stores); or keys of rows
+                for a store with priorities of steps, or the reverse. No priority is set.
+            SchemaError: a priority is negative or not finite, or a step is beyond `max_length`.
 
-        Cost: no lock (one with the lowest_priority remover or max_times_sampled); a cache miss per level of the tree.
+        Cost: a cache miss for each level of the tree. No lock is taken, except with `remover="lowest_priority"` or
+        `max_times_sampled`.
         """
         keys = check_keys(keys)
         keys.check_store(self.id, self.name)
@@ -203,15 +219,18 @@ class WritableStore(StoreHandle):
         return set_priorities(self, keys, column)
 
     def raise_priorities(self, power: float) -> None:
-        """Raises the priorities of all rows, or steps, to a power; zero stays zero.
+        """Raises every priority to a power. Zero stays zero.
 
-        For prioritized replay whose alpha changes: the power is the new alpha divided by the old one. Priorities
-        that other processes set meanwhile are raised or not.
+        Use it if alpha of prioritized replay changes: the power is the new alpha divided by the old one. Priorities
+        that other processes set during the call may or may not be raised.
+
+        Args:
+            power: the exponent, finite and above zero.
 
         Raises:
-            ArgumentError: the power is not above zero and finite.
+            ArgumentError: the power is not finite or not above zero.
 
-        Cost: a pass over the priorities, about 20 ns each.
+        Cost: one pass over the priorities, about 20 ns each.
         """
         if not check_real("power", power) > 0:
             raise ArgumentError(f"priorities are raised to a finite power above zero, found {power}")
@@ -226,35 +245,39 @@ class WritableStore(StoreHandle):
         lengths: ArrayLike | None = None,
         casting: Casting = "no",
     ) -> int:
-        """Writes fields of committed rows in place, by key; returns how many rows were skipped.
+        """Rewrites fields of committed rows in place, and returns how many rows were skipped.
 
-        For advantages and returns that are computed again, or states of a recurrent network. Keys, priorities, lengths
-        and places stay as they are. Who reads such a row meanwhile (`fetch`, batches, a checkpoint) gets it as it was
-        before or as it is afterwards, never a mix of both. A process that is killed inside costs the row that it was
-        writing: it is reclaimed, and counted in `stats()["reclaimed"]`.
+        Use it for recomputed advantages and returns, or for refreshed recurrent states. Keys, priorities, lengths and
+        order do not change. A concurrent reader (`fetch`, a batch, a checkpoint) sees each row either before or after
+        the write, never a mixture. If the process is killed during a write, the row being written is lost: it is
+        reclaimed and counted in `stats()["reclaimed"]`.
 
         Args:
-            keys: rows of this store. Those that are stale, or that their writer still extends, are skipped.
-            fields: some of the store's: an array or tensor (n, t, *shape) each, or (n, *shape) of fields without time.
-            starts: (n,) the row's step that the first of the t is written to; by default 0. `batch.start` of a batch
-                of windows that are padded behind.
-            lengths: (n,) how many of the t are written; by default all. What would lie behind a row's last step is
-                padding, and left out.
+            keys: rows of this store. Stale keys, and rows that their writer still extends, are skipped.
+            fields: some of the store's fields: an array or tensor (n, t, *shape) each, or (n, *shape) if the field is
+                `per_row`.
+            starts: (n,) step of the row that the first of the t steps goes to; 0 by default. For a batch of windows
+                that are padded behind, pass `batch.start`.
+            lengths: (n,) how many of the t steps are written; all by default. Steps beyond the row's end are ignored.
             casting: as in `insert`.
 
         Raises:
-            ArgumentError: keys of another store. SchemaError, FieldError: arrays that do not fit, or steps behind the
-                longest row. Nothing is written.
-            SchemaError: an earlier build made the segment; save it, and load the checkpoint.
+            ArgumentError: keys of another store. Nothing is written.
+            SchemaError: arrays do not fit, or a step is beyond `max_length`; nothing is written. Also raised for a
+                segment that an earlier build made: save it and load the checkpoint.
+            FieldError: the store has no such field. Nothing is written.
 
-        Cost: a copy under the store's lock, which is held for 64 KB or one row at a time.
+        Cost: one copy. The store's lock is held for 64 KB or one row at a time.
         """
         keys = check_keys(keys)
         keys.check_store(self.id, self.name)
         return rewrite_rows(self.columns, keys, fields, starts, lengths, casting)
 
     def delete(self, keys: Keys | ArrayLike) -> int:
-        """Removes rows, by key; returns how many were already gone.
+        """Removes rows by key, and returns how many were gone already.
+
+        Args:
+            keys: rows of this store.
 
         Raises:
             ArgumentError: keys of another store. No row is removed.
@@ -264,21 +287,22 @@ class WritableStore(StoreHandle):
         return int(self.native.remove(keys.row, keys.generation))
 
     def evict(self, n: int, by: Callable[[Keys], ArrayLike]) -> Keys:
-        """Removes the n rows that an order of one's own puts first; returns their keys.
+        """Removes the `n` rows that your own order puts first, and returns their keys.
 
-        For orders that no `remover` has. Called before the store is full it makes room for the next n rows in one
-        batch, so that the remover finds nothing to do.
+        Use it for orders that `remover` does not offer. Call it before the store is full: the next `n` inserts then
+        find room, and the remover has nothing to do.
 
         Args:
-            n: rows to remove; all where there are fewer.
-            by: gets the keys of all rows that can be removed, oldest first, and returns a number for each, (m,). The
-                lowest go; of equals the oldest.
+            n: rows to remove; all rows if there are fewer.
+            by: a function of the keys (m,) of all removable rows, oldest first, that returns one number for each. Rows
+                with the lowest numbers are removed; among equal ones the oldest.
 
         Raises:
-            ArgumentError: n is no whole number above zero, or `by` is no function; SchemaError: `by` returned no number
-                for each row, or NaN.
+            ArgumentError: `n` is not a whole number above zero, or `by` is not a function.
+            SchemaError: `by` did not return one number for each row, or returned NaN.
 
-        Cost: that of `by`, and a sort. Rows that others remove or commit meanwhile are not counted.
+        Cost: one call of `by` and a sort. Rows that other processes insert or remove during the call are not
+        considered.
         """
         if check_whole("the number of rows", n) < 1:
             raise ArgumentError(f"at least one row must be evicted, found {n}")
@@ -293,17 +317,19 @@ class WritableStore(StoreHandle):
         return worst
 
     def expire(self) -> int:
-        """Removes the rows older than `max_age_s`; returns how many. Sampling and inserting do it as well."""
+        """Removes rows older than `max_age_s`, and returns how many. Sampling and inserting do this as well."""
         return int(self.native.expire())
 
     def reap(self) -> int:
-        """Reclaims the blocks of dead processes; returns how many processes were found dead.
+        """Reclaims blocks of dead processes, and returns how many dead processes were found.
 
-        Also done when a process joins, when free rows run out, and, where sums of priorities are concerned, by whoever
-        draws.
+        This also happens when a process joins, when no row is free, and when a draw needs exact priority sums.
         """
         return int(self.native.reap())
 
     def audit(self) -> list[str]:
-        """Everything in the store's metadata that is inconsistent, a sentence each; empty for a sound store."""
+        """Checks the store's metadata, and returns one sentence for each inconsistency.
+
+        The list is empty for a sound store.
+        """
         return list(self.native.audit())

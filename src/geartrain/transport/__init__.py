@@ -1,6 +1,6 @@
 """Transports: ordered messages with large buffers out of band, within a process, within a host, and over TCP.
 
-listener = transport.listen("tcp://0.0.0.0:7000", secret=secret)
+listener = transport.listen("0.0.0.0", 7000, secret=secret)
 connection = transport.connect(listener.address, secret=secret, timeout_s=10)
 """
 

@@ -50,10 +50,20 @@ MOST_LANES = 16
 class MessageLimits:
     """Limits on what one side accepts from the other. A message beyond one is refused before memory is allocated.
 
-    `max_queued_bytes` bounds what is read ahead while a send waits; `max_segment_bytes` the shared memory that one
-    connection leases out and keeps warm; `max_pending` the connections to a listener that have yet to authenticate, and
-    as many again that wait for their lanes (a quarter of RLIMIT_NOFILE where that is less), each step of a handshake
-    for `handshake_timeout_s`. Peers for whom there is no place try again until their `timeout_s`.
+    Attributes:
+        max_header_bytes: bytes of a header.
+        max_message_bytes: bytes of a message, with its buffers.
+        max_buffers: buffers of a message.
+        max_queued_bytes: bytes that are read ahead while a send waits.
+        max_segment_bytes: shared memory that one connection uses and keeps.
+        max_pending: connections to a listener that have not authenticated yet, and as many that wait for their lanes;
+            at most a quarter of RLIMIT_NOFILE. Further peers retry until their `timeout_s`.
+        handshake_timeout_s: longest duration of each step of a handshake, in seconds.
+
+    Examples:
+        >>> small = MessageLimits(max_message_bytes=1 << 20)
+        >>> listener = listen(limits=small)
+        >>> listener.close()
     """
 
     max_header_bytes: int = 64 << 20
@@ -66,12 +76,32 @@ class MessageLimits:
 
 
 def viable() -> dict[str, str | None]:
-    """Each transport with None, or the reason why it cannot work in this process."""
+    """Each transport with None, or the reason why it cannot work in this process.
+
+    Examples:
+        >>> viable()["inproc"] is None
+        True
+    """
     return {name: reason or None for name, reason in _native.transports().items()}
 
 
 class Connection:
-    """One end of a connection. Any thread may send; one at a time receives, others block."""
+    """One end of a connection. Any thread may send. One thread at a time receives; others wait.
+
+    Args:
+        native: set by `connect` and `Listener.accept`; do not call the class itself.
+
+    Examples:
+        >>> import numpy as np
+        >>> listener = listen()  # a Listener
+        >>> mine = connect(listener.address)
+        >>> theirs = listener.accept()
+        >>> mine.send(b"numbers", [np.arange(3)])
+        >>> message = theirs.receive()
+        >>> bytes(message.header), message.buffers[0].view(np.int64).tolist()
+        (b'numbers', [0, 1, 2])
+        >>> mine.close(); theirs.close(); listener.close()
+    """
 
     def __init__(self, native: _native.Connection) -> None:
         self.native = native
@@ -85,20 +115,21 @@ class Connection:
         kind: int = 0,
         timeout_s: float = 30.0,
     ) -> None:
-        """Sends one message. When this returns, the caller may change its memory.
+        """Sends one message. When it returns, you may change the memory that you passed.
 
         Args:
             header: a few bytes; or an encoded value (`codec.encode`), which has its own buffers and takes no others.
-            buffers: anything with the buffer protocol, C-contiguous; not copied more often than the transport needs.
-            tag: a number below 2**64 and
-            kind: one below 2**32, which are part of the message.
-            timeout_s: how long to wait for a peer that does not receive.
+            buffers: C-contiguous objects with the buffer protocol. The transport makes as few copies as it can.
+            tag: a number below 2**64 that is sent with the message.
+            kind: a number below 2**32 that is sent with the message.
+            timeout_s: longest wait for a peer that does not receive, in seconds.
 
         Raises:
-            ArgumentError: one of these is of another type, or out of its range; nothing was sent.
-            MessageError: a limit is exceeded; nothing was sent.
-            WaitTimeoutError: the peer received too slowly. A message sent in part ends the connection.
-            PeerLostError, ConnectionClosedError: the connection has ended.
+            ArgumentError: an argument has the wrong type or is out of range. Nothing was sent.
+            MessageError: the message exceeds a limit. Nothing was sent.
+            WaitTimeoutError: the peer received too slowly. If a part was sent, the connection ends.
+            PeerLostError: the peer is lost.
+            ConnectionClosedError: this end was closed.
         """
         self.native.send(
             whole_number("tag", tag, 2**64 - 1),
@@ -108,35 +139,38 @@ class Connection:
         )
 
     def receive(self, *, timeout_s: float = 30.0) -> Message:
-        """The next message; its buffers are writable NumPy views that keep its memory alive.
+        """Receives the next message. Its buffers are writable NumPy views that keep its memory alive.
+
+        Args:
+            timeout_s: longest wait, in seconds.
 
         Raises:
-            WaitTimeoutError: none came in time.
-            PeerLostError: the peer is gone, and all that it had sent completely has been received.
-            MessageError: malformed data arrived; the connection has ended.
+            WaitTimeoutError: no message in time.
+            PeerLostError: the peer is lost, and everything that it had sent completely was received.
+            MessageError: malformed data arrived. The connection has ended.
         """
         return self.native.receive(timeout(timeout_s))
 
     def expose(self, array: Any, *, writable: bool = False) -> MemoryRegion:
-        """Exposes memory to one-sided reads of the peer's, and to writes; neither involves this side's program.
+        """Exposes memory to one-sided reads and writes of the peer. They do not involve this side's program.
 
-        Send the region's `handle` in any message: it is valid on the peer's end of this connection only. Nothing is
-        copied. Access ends with `close()`, with the last reference to the region, and with the connection.
+        Send the region's `handle` in any message; it is valid only for the peer of this connection. Nothing is copied.
+        Access ends with `close()`, with the last reference to the region, and with the connection.
 
         Args:
-            array: anything with the buffer protocol, C-contiguous: a NumPy array, a tensor's `.numpy()`.
-            writable: whether the peer may write it.
+            array: C-contiguous memory with the buffer protocol: a NumPy array, or a tensor's `.numpy()`.
+            writable: whether the peer may write to it.
 
         Raises:
             ConnectionClosedError: this end is closed.
-            ArgumentError: this is no memory; or it is not contiguous, or read-only and to be written.
+            ArgumentError: the object has no buffer, is not contiguous, or is read-only although `writable` is set.
 
-        Example:
+        Examples:
             >>> import numpy as np
             >>> listener = listen()
             >>> mine = connect(listener.address)
             >>> theirs = listener.accept()
-            >>> region = theirs.expose(np.arange(5))
+            >>> region = theirs.expose(np.arange(5))  # a MemoryRegion
             >>> into = np.empty(2, np.int64)
             >>> mine.read(region.handle, into, offset=16)
             >>> into
@@ -147,50 +181,61 @@ class Connection:
     def read(self, handle: bytes, into: Any, *, offset: int = 0, timeout_s: float = 30.0) -> None:
         """One-sided read: fills `into` from memory that the peer exposed, without involving its program.
 
-        Args:
-            handle: the region's, from a message of this peer.
-            into: anything writable with the buffer protocol, C-contiguous; as many bytes as it has are read.
-            offset: of the first byte in the region.
-            timeout_s: how long to wait for a peer that does not serve the read.
+        On one host the bytes are copied once, directly from the peer's memory, if a probe shows that this works
+        (cross-memory attach; `counts()` says "cma"). Otherwise the peer's side-channel thread sends them ("served").
+        Reads are not atomic: a concurrent write may be seen in part.
 
-        On one host the bytes are copied once, directly from the peer's memory (cross-memory attach: `counts()` says
-        "cma"), where a probe showed that this works; else the peer's side-channel thread sends them ("served"). Reads
-        are not atomic: concurrent writes may be seen in part.
+        Args:
+            handle: the region's `handle`, received from this peer.
+            into: writable, C-contiguous memory with the buffer protocol; all of it is filled.
+            offset: first byte to read in the region.
+            timeout_s: longest wait for a peer that does not serve the read, in seconds.
 
         Raises:
             RegionError: the region is closed, or too small.
-            ArgumentError: this is not a handle; `into` is read-only, not contiguous or no memory.
+            ArgumentError: this is not a handle; or `into` is read-only, not contiguous, or has no buffer.
             WaitTimeoutError, PeerLostError, ConnectionClosedError: the contents of `into` are undefined.
         """
         offset = whole_number("offset", offset, 2**64 - 1)
         self.native.read(_handle(handle), _plain(into), offset, timeout(timeout_s))
 
     def write(self, handle: bytes, array: Any, *, offset: int = 0, timeout_s: float = 30.0) -> None:
-        """One-sided write into memory that the peer exposed with `writable=True`; complete when this returns.
+        """One-sided write into memory that the peer exposed with `writable=True`; complete when it returns.
 
         The peer's side-channel thread copies from this process's memory ("cma"), or receives the bytes ("served").
-        Arguments and errors as for `read`; after an error the written part of the region is undefined.
+        After an error the written part of the region is undefined.
+
+        Args:
+            handle: the region's `handle`, received from this peer.
+            array: C-contiguous memory with the buffer protocol.
+            offset: first byte to write in the region.
+            timeout_s: longest wait for a peer that does not serve the write, in seconds.
+
+        Raises:
+            RegionError: the region is closed, too small, or read-only.
+            ArgumentError: this is not a handle, or `array` is not contiguous or has no buffer.
+            WaitTimeoutError, PeerLostError, ConnectionClosedError: the region's contents are undefined.
         """
         offset = whole_number("offset", offset, 2**64 - 1)
         self.native.write(_handle(handle), _plain(array), offset, timeout(timeout_s))
 
     @property
     def one_sided(self) -> str:
-        """How `read` and `write` work here: "memory", "cma", or "served: ..." with why not the former; "" at first."""
+        """How `read` and `write` work here: "memory", "cma", or "served: ..." with the reason; "" before the first."""
         return self.native.one_sided
 
     def describe(self) -> str:
-        """The transport and both ends, for people and logs."""
+        """The transport and both ends, as text for logs."""
         return self.native.describe()
 
     @property
     def transport(self) -> str:
-        """The provider in use: one of `TRANSPORTS`."""
+        """Transport in use: one of `TRANSPORTS`."""
         return self.native.transport
 
     @property
     def considered(self) -> list[tuple[str, str]]:
-        """The faster transports, and why each was not taken. Empty on the accepting side."""
+        """Faster transports, and why each was not used. Empty on the accepting side."""
         return list(self.native.considered)
 
     @property
@@ -200,7 +245,7 @@ class Connection:
 
     @property
     def tls(self) -> str:
-        """ "TLSv1.3" and the cipher where the connection is encrypted, else ""."""
+        """ "TLSv1.3" and the cipher if the connection is encrypted; otherwise ""."""
         return self.native.tls
 
     def counts(self) -> dict[str, Any]:
@@ -226,28 +271,34 @@ class Connection:
 
 
 class MemoryRegion:
-    """Memory exposed to a peer until this is closed or collected: `Connection.expose`."""
+    """Memory that is exposed to a peer. `Connection.expose` returns it.
+
+    Access ends when it is closed or garbage-collected.
+
+    Args:
+        native: set by `Connection.expose`; do not call the class itself.
+    """
 
     def __init__(self, native: _native.Region) -> None:
         self.native = native
 
     @property
     def handle(self) -> bytes:
-        """56 bytes with which the peer addresses it, over the connection that it was exposed on."""
+        """56 bytes with which the peer addresses the region, over the connection that exposed it."""
         return self.native.handle
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """Size of the region in bytes."""
         return self.native.nbytes
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed on this side."""
+        """Whether the region was closed on this side."""
         return self.native.closed
 
     def close(self) -> None:
-        """Ends access. When this returns no write is under way, and later reads and writes fail at the peer."""
+        """Ends access. When it returns no write is in progress, and later reads and writes fail at the peer."""
         self.native.close()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -261,32 +312,47 @@ class MemoryRegion:
 
 
 class Listener:
-    """Accepts connections; a thread of its own does the handshakes, so that no client delays another."""
+    """Accepts connections. A thread of its own does the handshakes, so that no client delays another.
+
+    Args:
+        native: set by `listen`; do not call the class itself.
+    """
 
     def __init__(self, native: _native.Listener) -> None:
         self.native = native
 
     @property
     def address(self) -> str:
-        """Text for peers to connect to, with every transport that reaches this listener."""
+        """Address for peers to connect to, with every transport that reaches this listener."""
         return self.native.address
 
     @property
     def refused(self) -> int:
-        """Refused connections: garbage, failed authentication, or no handshake in time."""
+        """Number of refused connections: garbage, failed authentication, or no handshake in time."""
         return self.native.refused
 
     @property
     def refusal(self) -> str:
-        """Why the last of them was refused; "" when none was. Also in the `WaitTimeoutError` of `accept`."""
+        """Why the last refused connection was refused; "" if none was.
+
+        The `WaitTimeoutError` of `accept` says it too.
+        """
         return self.native.refusal
 
     def accept(self, *, timeout_s: float = 30.0) -> Connection:
-        """The next connection that passed its handshake. Raises `WaitTimeoutError`, `ConnectionClosedError`."""
+        """The next connection that passed its handshake.
+
+        Args:
+            timeout_s: longest wait, in seconds.
+
+        Raises:
+            WaitTimeoutError: no connection in time.
+            ConnectionClosedError: the listener was closed.
+        """
         return Connection(self.native.accept(timeout(timeout_s)))
 
     def close(self) -> None:
-        """Accepts no more connections; those accepted stay open."""
+        """Accepts no more connections. Accepted ones stay open."""
         self.native.close()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -315,27 +381,31 @@ def listen(
     peer_timeout_s: float = 30.0,
     tls: TLS | Literal[False] | None = None,
 ) -> Listener:
-    """A listener for peers in this process, on this host and, over TCP, elsewhere.
+    """Listens for peers in this process, on this host and, over TCP, on other hosts.
 
     Args:
-        host: to bind TCP to; None for no TCP. Anything but loopback needs a secret.
-        port: 0 takes any free one.
-        secret: the cluster's. Peers prove by HMAC that they know it; it is not sent.
-        advertise: hosts to put into the address, when peers know this one by other names.
+        host: address to bind TCP to; None for no TCP. Any but loopback needs a secret.
+        port: port to bind; 0 takes any free one.
+        secret: the cluster's secret. Peers prove by HMAC that they know it; it is never sent.
+        advertise: host names to put into the address, if peers know this host by other names.
         shm: whether peers on this host may connect through shared memory.
-        limits: of what peers may send.
-        spin_us: how long a receive busy-waits before it sleeps, where recent waits were short; 0: never.
-        views: whether big messages are received as views of shared memory, or copied out at once.
-        peer_timeout_s: a peer without heartbeats for so long is lost, whether a call waits for it or not: its process
-            is stopped, or the network is cut. 0 for never (debuggers stop processes), or 2 and more. A program that
-            hangs while its process runs is not noticed: that is what timeouts are for.
-        tls: certificates, to encrypt TCP and authenticate both sides; shared memory is not affected. None for what the
-            environment says (`TLS.of_environment`), False for none. The files are read here, once.
+        limits: limits on what peers may send.
+        spin_us: how long a receive spins before it sleeps, if recent waits were short, in microseconds; 0 never spins.
+        views: receive large messages as views of shared memory; False copies them out at once.
+        peer_timeout_s: a peer without heartbeats for this many seconds is lost: its process is stopped, or the network
+            is cut. 0 never, otherwise at least 2. A program that hangs while its process runs is not noticed; that is
+            what timeouts are for.
+        tls: certificates, to encrypt TCP and authenticate both sides; shared memory is not affected. None uses the
+            environment (`TLS.of_environment`), False uses none. The files are read once, here.
+
+    Returns:
+        The listener.
 
     Raises:
-        TransportError, ArgumentError: OpenSSL 3 is not installed; a file of `tls` cannot be used.
+        TransportError: OpenSSL 3 is not installed.
+        ArgumentError: a file of `tls` cannot be used, or an argument is out of range.
         UntrustedPeerError: the host is not loopback, and there is no secret.
-        GeartrainError: the port is in use, or the host is not this one.
+        GeartrainError: the port is in use, or the address is not of this host.
     """
     options = options_of(secret, limits, spin_us, views, peer_timeout_s, tls)
     return Listener(native_listener(options, host, port, advertise, check_flag("shm", shm)))
@@ -360,18 +430,24 @@ def connect(
     Args:
         address: the listener's `address`; or "id=any;tcp=host:port" for any listener there.
         transport: one of `TRANSPORTS`, to force it.
-        lanes: further TCP connections, 16 at most, used in parallel by messages of 8 MiB and more. None for 2; under
-            TLS, where they are used from 1.25 MiB on and each may be encrypted by a thread of its own, for as many as
-            there are cores, 2 to 8, or `TLS.threads`.
-        timeout_s: for all of it.
-        secret, limits, spin_us, views, peer_timeout_s: as for `listen`.
-        cross_memory: whether exposed memory may be accessed by cross-memory attach; False has it served.
-        tls: as for `listen`, and on both sides or on neither.
+        secret: as for `listen`.
+        timeout_s: longest duration of the whole call, in seconds.
+        limits: as for `listen`.
+        spin_us: as for `listen`.
+        views: as for `listen`.
+        lanes: further TCP connections, at most 16, which messages of 8 MiB and more use in parallel. None: 2. Under TLS
+            they are used from 1.25 MiB on, and None stands for as many as there are cores (2 to 8), or `TLS.threads`.
+        peer_timeout_s: as for `listen`.
+        cross_memory: allow cross-memory attach for exposed memory; False has it served.
+        tls: as for `listen`; set it on both sides or on neither.
+
+    Returns:
+        The connection.
 
     Raises:
-        TransportError: no transport, or not the forced one, reaches the peer; with every reason.
-        UntrustedPeerError: the secrets differ; only one side uses TLS; or a certificate is refused: says which, and
-            why.
+        TransportError: no transport reaches the peer, or the forced one does not. The message has every reason.
+        UntrustedPeerError: the secrets differ, only one side uses TLS, or a certificate was refused. The message says
+            which and why.
         ArgumentError: a file of `tls` cannot be used.
         WaitTimeoutError: the peer did not reply in time.
     """

@@ -22,13 +22,16 @@ class TLS:
     """PEM files for mutual TLS 1.3: each side shows a certificate that `ca` signed.
 
     Args:
-        certificate: this side's, followed by intermediate certificates, if there are any.
-        key: the certificate's, not encrypted.
-        ca: the authority that signs the certificates of peers.
-        name: that peers' certificates must be for, in both directions. Without one, the connecting side checks for the
-            host that it connected to, and the listening side accepts every certificate of `ca`. No wildcards.
-        threads: that encrypt, or decrypt, the lanes of a connection at once (messages of 1.25 MiB and more), 1 to 16.
-            None for as many as have a core to themselves, which is measured message by message.
+        certificate: this side's certificate, followed by intermediate ones if there are any.
+        key: private key of the certificate, not encrypted.
+        ca: authority that signs the certificates of peers.
+        name: name that peers' certificates must have, in both directions; no wildcards. By default the connecting side
+            checks for the host that it connected to, and the listening side accepts every certificate of `ca`.
+        threads: threads that encrypt or decrypt the lanes of a connection (messages of 1.25 MiB and more), 1 to 16.
+            None: as many as have a core to themselves, measured for each message.
+
+    Examples:
+        >>> tls = TLS("node.pem", "node.key", "ca.pem")  # for listen(..., tls=tls) and connect(..., tls=tls)
     """
 
     certificate: str | os.PathLike[str]
@@ -39,10 +42,13 @@ class TLS:
 
     @staticmethod
     def of_environment() -> TLS | None:
-        """From GEARTRAIN_TLS_CERT, _KEY, _CA and optionally _NAME and _THREADS; None where none of the first is set.
+        """Reads GEARTRAIN_TLS_CERT, _KEY, _CA, and optionally _NAME and _THREADS.
+
+        Returns:
+            The files; None if none of the first three is set.
 
         Raises:
-            ArgumentError: only some of them are set; _THREADS is no number.
+            ArgumentError: only some of the first three are set, or _THREADS is not a number.
         """
         values = [os.environ.get(name, "") for name in VARIABLES]
         if not any(values):
@@ -59,7 +65,11 @@ class TLS:
         return TLS(certificate, key, ca, name, int(threads) if threads else None)
 
     def options(self) -> dict[str, Any]:
-        """Options of the native layer. Raises `ArgumentError` for what is no path, no name, or no number of threads."""
+        """Internal: options of the native layer.
+
+        Raises:
+            ArgumentError: a path, the name or the number of threads is invalid.
+        """
         threads = 0 if self.threads is None else whole_number("the threads of TLS", self.threads, MOST_THREADS)
         if self.threads is not None and not threads:
             raise ArgumentError(f"the threads of TLS are from 1 to {MOST_THREADS}, or None; found 0")

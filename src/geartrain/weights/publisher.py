@@ -25,15 +25,14 @@ if TYPE_CHECKING:
 
 
 class Publisher:
-    """Publishes versions of weights under a name, as the only publisher of that name on its host.
+    """Publishes versions of weights under a name. A host has one publisher of each name.
 
-    Any thread may publish, one after the other; versions increase, whoever publishes them. Any thread, and a signal's
-    handler, may close it, more than once and beside `publish`: one that waits for a buffer ends with
-    `StoreClosedError`, one that copies is waited for (or, by a handler in the same thread, closes at its end), later
-    ones are refused. `version` goes on. In a forked child it
-    is the parent's: `publish` raises `StoreClosedError`, `close` has no effect. At the interpreter's end it is closed.
+    Any thread may publish. Versions must increase, whichever thread publishes them. Any thread and any signal handler
+    may close it, more than once and during a `publish`: one that waits for a buffer ends with `StoreClosedError`, one
+    that copies is waited for, and later ones are refused. A forked child cannot publish: `publish` raises
+    `StoreClosedError`. The interpreter closes it at its exit.
 
-    Example:
+    Examples:
         >>> with Publisher("doctest-policy") as publisher:
         ...     publisher.publish(1, {"w": np.ones(3, "float32")})
         ...     publisher.version
@@ -53,19 +52,20 @@ class Publisher:
         """Continues with the file of an earlier publisher of that name, if there is one.
 
         Args:
-            name: of the weights.
-            node: lets processes on other hosts follow: `Reader(name, node=..., source=<this node's name>)`.
-            buffers: versions that fit, the one being written included. The publisher does not wait while readers hold
-                all but two. Memory is allocated when a buffer is first used: two are enough for fast readers.
-            timeout_s: default of `publish`; from 0, which does not wait, to 1e9.
-            directory: another than /dev/shm, or GEARTRAIN_DIR; the same memory in all processes of the host.
-            trust: who may publish and read besides this process's user: nobody ("user"), a group of this user
-                ("group"), everybody on the host ("any"). They are all trusted not to truncate or overwrite the file.
+            name: name of the weights.
+            node: the `geartrain.rpc` node through which other hosts follow: `Reader(name, node=..., source=<this node's
+                name>)`.
+            buffers: versions that fit, including the one being written. The publisher waits only if readers hold all
+                but two. A buffer's memory is allocated at its first use. Two are enough for fast readers.
+            timeout_s: default of `publish`, 0 (does not wait) to 1e9 seconds.
+            directory: another directory than /dev/shm or GEARTRAIN_DIR; the same in all processes of the host.
+            trust: who may publish and read besides this user: nobody ("user"), a group of this user ("group"), or
+                everybody on the host ("any"). They could also truncate or overwrite the file.
 
         Raises:
             GeartrainError: another publisher of that name is alive on this host.
-            IncompatibleStoreError: the file of that name is something else.
-            UntrustedStoreError: others than `trust` says may write to it, or it is a symbolic link.
+            IncompatibleStoreError: the file of that name is not one of weights.
+            UntrustedStoreError: more users may write to the file than `trust` says, or it is a symbolic link.
         """
         if node is not None:
             check_node(node)
@@ -78,20 +78,21 @@ class Publisher:
 
     @property
     def version(self) -> int | None:
-        """Newest version that this publisher has published."""
+        """Newest version that this publisher published."""
         return self._version
 
     def publish(self, version: int, weights: Mapping[str, Any], *, timeout_s: float | None = None) -> None:
         """Publishes weights as the newest version, for readers on all hosts. They are copied once, into shared memory.
 
         Args:
-            version: larger than the one before, and below 2**63: a number that `store.row(version=...)` takes.
+            version: a number larger than the one before and below 2**63, such as the training step.
+                `store.row(version=...)` takes it.
             weights: a state_dict, or any nesting of mappings with tensors (of any dtype, on any device) and NumPy
-                arrays. They must not change until this returns.
-            timeout_s: longest wait for other threads that publish, and for a buffer.
+                arrays. Do not change them until this returns.
+            timeout_s: longest wait for other threads that publish, and for a buffer, in seconds.
 
         Raises:
-            ArgumentError: the version does not increase; or names, dtypes or shapes are not those of the first version.
+            ArgumentError: the version does not increase, or names, dtypes or shapes differ from the first version.
             BuffersHeldError: readers held all buffers until the deadline. Nothing was published.
             WaitTimeoutError: another thread published until the deadline. Nothing was published.
             NoSpaceError: /dev/shm, or GEARTRAIN_DIR, is full.

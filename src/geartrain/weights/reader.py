@@ -36,10 +36,15 @@ _CHECK_EVERY_S = 5.0
 
 
 class Snapshot(Mapping[str, Any]):
-    """One version of the weights: a mapping like the one that was published, of views of shared memory.
+    """One version of the weights: a mapping like the published one, of views of shared memory.
 
-    The version does not change while the snapshot or a tensor of it is alive, and its buffer cannot be reused: release
-    it (`del`) after the next `latest`.
+    The version does not change, and its buffer is not reused, while the snapshot or a tensor of it is alive. Release it
+    (`del`) after the next `latest`.
+
+    Args:
+        version: number of the version.
+        published_ns: wall clock of its publication, in ns.
+        weights: the views by name; set by `Reader.latest`, which makes the object.
     """
 
     def __init__(self, version: int, published_ns: int, weights: dict[str, Any]) -> None:
@@ -67,9 +72,18 @@ class Snapshot(Mapping[str, Any]):
 class Reader:
     """Reads the newest weights of a name on this host.
 
-    Any thread may use it and close it, more than once and beside `latest`, which then ends with `StoreClosedError`, as
-    later calls do; snapshots stay valid. A forked child has a reader of its own, which relays nothing. At the
-    interpreter's end it is closed.
+    Any thread may use it and close it, more than once and during `latest`, which then ends with `StoreClosedError`.
+    Snapshots stay valid. A forked child has a reader of its own, which is never the relay. The interpreter closes it at
+    its exit.
+
+    Examples:
+        >>> import numpy as np
+        >>> from geartrain.weights import Publisher
+        >>> with Publisher("doc-reader") as publisher, Reader("doc-reader") as reader:
+        ...     publisher.publish(7, {"w": np.ones(3, np.float32)})
+        ...     snapshot = reader.latest(timeout_s=5)  # a Snapshot
+        >>> snapshot.version, list(snapshot)
+        (7, ['w'])
     """
 
     def __init__(
@@ -82,18 +96,21 @@ class Reader:
         directory: str | Path | None = None,
         trust: Trust = "user",
     ) -> None:
-        """Attaches; the publisher may start later.
+        """Attaches to the weights. The publisher may start later.
 
         Args:
-            name: of the weights.
-            node, source: this process's node, and the name of the publisher's (or of a relay's), where that may be on
-                another host. One process per host then fetches new versions for all of them; when it dies, another.
-            timeout_s: default of `latest`; from 0, which does not wait, to 1e9.
-            directory, trust: as for the publisher; its file is not opened where others may write to it than that.
+            name: name of the weights.
+            node: this process's `geartrain.rpc` node, if the publisher may be on another host.
+            source: node name of the publisher, or of a relay. One process of each host then fetches new versions for
+                all others; if it dies, another one does.
+            timeout_s: default of `latest`, 0 (does not wait) to 1e9 seconds.
+            directory: as for the publisher.
+            trust: as for the publisher. A file that more users may write to is not opened.
 
         Raises:
-            IncompatibleStoreError: the file of that name is something else.
-            UntrustedStoreError: others than `trust` says may write to it, or it is a symbolic link.
+            ArgumentError: only one of `node` and `source` was given, or an argument is out of range.
+            IncompatibleStoreError: the file of that name is not one of weights.
+            UntrustedStoreError: more users may write to the file than `trust` says, or it is a symbolic link.
         """
         if (node is None) != (source is None):
             raise ArgumentError("to follow a publisher on another host a reader needs both, node= and source=")
@@ -121,12 +138,17 @@ class Reader:
             raise
 
     def latest(self, *, at_least: int | None = None, timeout_s: float | None = None) -> Snapshot:
-        """Snapshot of the newest version; waits while there is none, or none of at least `at_least`.
+        """Snapshot of the newest version. It waits while there is none, or none of at least `at_least`.
 
-        While the version is the same, so is the snapshot, if it is still alive.
+        While the version stays the same and its snapshot is alive, the same snapshot is returned.
+
+        Args:
+            at_least: lowest version to return; any by default.
+            timeout_s: longest wait, in seconds; the reader's by default.
 
         Raises:
-            WaitTimeoutError: not published in time; says which version is there, and whether a publisher is alive.
+            WaitTimeoutError: no such version in time. The message says which version is there, and whether a publisher
+                is alive.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout(timeout_s)
         _native.sleep_at_finalization()
@@ -243,7 +265,7 @@ class Reader:
             raise StoreClosedError(f"the reader of {self.name!r} was closed")
 
     def after_fork(self) -> None:
-        """In a forked child: attaches it. Snapshots stay, and are held until both processes have released them."""
+        """Internal: attaches a forked child. Snapshots stay, and are held until both processes release them."""
         self._lock = threading.RLock()
         self._segment.after_fork()
         if self._follower is not None:

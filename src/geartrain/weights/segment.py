@@ -385,7 +385,19 @@ class WeightsSegment:
 
 
 class WeightsInfo(NamedTuple):
-    """State of weights, read without attaching to them."""
+    """State of weights, read without attaching to them. `describe` returns it.
+
+    Attributes:
+        name: name of the weights.
+        version: newest version; None before the first.
+        published_ns: wall clock of its publication, in ns.
+        version_bytes: bytes of one version.
+        buffers: versions that fit.
+        file_bytes: memory that is allocated.
+        published: versions since the file was made.
+        has_publisher: whether a publisher is alive.
+        in_use: whether a living process is attached.
+    """
 
     name: str
     version: int | None  # the newest; None before the first
@@ -401,9 +413,25 @@ class WeightsInfo(NamedTuple):
 def describe(name: str, directory: str | Path | None = None, *, trust: Trust = "user") -> WeightsInfo:
     """State of weights, without attaching to them.
 
+    Args:
+        name: name of the weights.
+        directory, trust: as for `Publisher`.
+
     Raises:
-        StoreMissingError: there are none of that name on this host.
-        IncompatibleStoreError: the file is something else. UntrustedStoreError: others than `trust` may write to it.
+        StoreMissingError: this host has no weights of that name.
+        IncompatibleStoreError: the file of that name is not one of weights.
+        UntrustedStoreError: more users may write to the file than `trust` says.
+
+    Examples:
+        >>> import numpy as np
+        >>> from geartrain import weights
+        >>> with weights.Publisher("doc-describe") as publisher:
+        ...     publisher.publish(7, {"w": np.ones(3, np.float32)})
+        ...     state = weights.describe("doc-describe")  # WeightsInfo
+        ...     "doc-describe" in weights.names()
+        True
+        >>> state.version, state.has_publisher
+        (7, True)
     """
     path = path_of(name, directory_of(directory))
     try:
@@ -436,18 +464,47 @@ def describe(name: str, directory: str | Path | None = None, *, trust: Trust = "
 
 
 def names(directory: str | Path | None = None) -> list[str]:
-    """Names of all weights on this host."""
+    """Names of all weights on this host.
+
+    Args:
+        directory: as for `Publisher`.
+    """
     found = (path.name.removeprefix(PREFIX) for path in shared_files(f"{PREFIX}*", directory_of(directory)))
     return sorted(name for name in found if not name.endswith(".new"))
 
 
 def unlink(name: str, directory: str | Path | None = None) -> None:
-    """Removes the name. Attached processes keep the weights; a publisher that starts makes a new segment."""
+    """Removes the name of weights, if it exists. Attached processes keep them; a new publisher makes a new segment.
+
+    Args:
+        name: name of the weights.
+        directory: as for `Publisher`.
+
+    Examples:
+        >>> import numpy as np
+        >>> from geartrain import weights
+        >>> with weights.Publisher("doc-unlink") as publisher:
+        ...     publisher.publish(1, {"w": np.ones(3, np.float32)})
+        ...     weights.unlink("doc-unlink")
+        >>> "doc-unlink" in weights.names()
+        False
+    """
     path_of(name, directory_of(directory)).unlink(missing_ok=True)
 
 
 def reap(directory: str | Path | None = None) -> list[str]:
-    """Removes weights that no living process is attached to: theirs were killed. Returns their names."""
+    """Removes weights whose processes were all killed; returns their names.
+
+    Args:
+        directory: as for `Publisher`.
+
+    Examples:
+        >>> from geartrain import weights
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     weights.reap(folder)  # nothing was left behind
+        []
+    """
     removed = []
     for path in shared_files(f"{PREFIX}*", directory_of(directory)):
         with contextlib.suppress(GeartrainError, OSError):  # another user's, or removed meanwhile

@@ -25,12 +25,21 @@ class StepResult:
     """Result of one step of n environments.
 
     Attributes:
-        observation: after the action, (n, ...); where an episode ended, its last observation.
+        observation: after the action, (n, ...); the last one of an episode that ended.
         reward: (n,) or (n, agents) float32.
-        terminated: (n,) the episode has ended by its own rules.
-        truncated: (n,) it was cut off, as by a limit of time.
-        next: to act on next; where an episode ended, the first observation of the next one.
-        valid: (n,) False where this was no step, but only a reset.
+        terminated: (n,) the episode ended by its own rules.
+        truncated: (n,) the episode was cut off, for example by a time limit.
+        next: observation to act on next; the first one of the next episode if an episode ended.
+        valid: (n,) False if this was only a reset.
+
+    Examples:
+        >>> import gymnasium as gym, numpy as np
+        >>> from geartrain.actors import environments_of
+        >>> environments = environments_of(gym.make("CartPole-v1"))
+        >>> first = environments.reset(seed=0)
+        >>> environments.step(np.array([1])).reward.tolist()  # of a StepResult
+        [1.0]
+        >>> environments.close()
     """
 
     observation: Arrays
@@ -42,24 +51,32 @@ class StepResult:
 
 
 class VectorEnv(Protocol):
-    """n environments that are stepped together."""
+    """Interface of n environments that are stepped together. `environments_of` adapts others to it."""
 
     n: int
 
     def reset(self, seed: int) -> Arrays:
-        """The first observations, (n, ...). The same seed gives the same episodes."""
+        """Begins an episode in every environment; returns the first observations by field, (n, ...).
+
+        Args:
+            seed: the same seed gives the same episodes.
+        """
         ...
 
     def step(self, actions: Arrays) -> StepResult:
-        """One step of all of them; those whose episode ends are reset."""
+        """Takes one step of every environment. Those whose episode ends are reset.
+
+        Args:
+            actions: by field, (n, ...).
+        """
         ...
 
     def fields(self) -> dict[str, Field]:
-        """Fields of a store for their episodes: observation, action and reward of a step."""
+        """Fields of a store for these episodes: observation, action and reward of a step."""
         ...
 
     def close(self) -> None:
-        """Closes them."""
+        """Closes the environments."""
         ...
 
 
@@ -68,10 +85,10 @@ def environments_of(made: Any) -> VectorEnv:
 
     Args:
         made: a Gymnasium environment or a list of them, a Gymnasium vector environment, a PettingZoo parallel
-            environment or a list of them, or something that has this interface already.
+            environment or a list of them, or an object with this interface.
 
     Raises:
-        ArgumentError: it is none of those.
+        ArgumentError: it is none of these.
     """
     if all(hasattr(made, name) for name in ("n", "fields", "reset", "step")):
         return made  # type: ignore[no-any-return]

@@ -17,24 +17,26 @@ BITS = {"": 8.0, "bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """Options of a group; the arguments of `geartrain.collectives.Group` of the same names.
+    """Options of the `torch.distributed` backend "geartrain". They are arguments of `geartrain.collectives.Group`.
 
     Attributes:
         reducers: "host:port" of each `geartrain reducer`.
         shares: "auto", "equal", or a number for each rank of the job and then for each reducer, of sum 1.
-        rates: bytes/s of each rank of the job, then of each reducer; for "auto".
+        rates: bytes/s of each rank of the job and then of each reducer; for "auto".
         algorithm: "shares" or "ring".
-        wire_dtype: "bfloat16" or "float16": what float32 tensors are sent as, or None.
-        secret: shared by ranks and reducers, which authenticate each other with it.
-        epoch: of connections; those of an earlier one are refused.
-        on_reducer_loss: "raise"; or "continue": ranks take over from a reducer that died or is silent; or "reform":
-            they bootstrap again without it.
-        reducer_silence_s: with "continue", when a reducer is given up that is waited for and says nothing.
-        hierarchical: reduce within each host first, and once across hosts.
-        spin_us: how long a wait busy-waits where ranks share memory; None: 50, unless others need the cores.
-        cuda: who all-reduces tensors on a GPU: "staged", geartrain through pinned memory; or "nccl".
+        wire_dtype: "bfloat16" or "float16" to send float32 tensors with fewer bytes; None sends float32.
+        secret: ranks and reducers prove to each other that they know it.
+        epoch: number of this incarnation; connections of an earlier one are refused.
+        on_reducer_loss: "raise"; "continue": the ranks do the work of a reducer that died or is silent; "reform": they
+            bootstrap again without it.
+        reducer_silence_s: with "continue", a reducer that is waited for and silent for this many seconds counts as
+            lost.
+        hierarchical: reduce within each host first, and then across hosts.
+        spin_us: how long a wait spins before it sleeps, if ranks share memory, in microseconds; None: 50, or less if
+            others need the cores.
+        cuda: how tensors on a GPU are reduced: "staged" through pinned memory by geartrain, or "nccl".
 
-    Example:
+    Examples:
         >>> options = BackendOptions(reducers=("10.0.0.9:7777",), rates=(1e9, 1e9, 2e9))
         >>> options.of_ranks([1], world_size=2).rates
         (1000000000.0, 2000000000.0)
@@ -55,10 +57,13 @@ class BackendOptions:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> BackendOptions:
-        """Options from GEARTRAIN_REDUCERS and its neighbours (docs/collectives-torch.md).
+        """Options from GEARTRAIN_REDUCERS and the related variables (docs/collectives-torch.md).
+
+        Args:
+            environment: variables by name; `os.environ` by default.
 
         Raises:
-            ValueError: names the variable, and its valid values.
+            ValueError: a variable has an invalid value. The message names it and the valid values.
         """
         env = os.environ if environment is None else environment
         reducers = tuple(part.strip() for part in env.get("GEARTRAIN_REDUCERS", "").split(",") if part.strip())
@@ -116,7 +121,12 @@ class BackendOptions:
         )
 
     def of_ranks(self, ranks: Sequence[int], world_size: int) -> BackendOptions:
-        """Options for a group of some of the job's ranks: their shares, of sum 1 again, and their rates."""
+        """Options for a group of some of the job's ranks. Their shares are scaled to sum 1.
+
+        Args:
+            ranks: ranks of the group.
+            world_size: ranks of the job.
+        """
         return replace(
             self,
             shares=self.shares if isinstance(self.shares, str) else _shares(self._pick("shares", ranks, world_size)),
@@ -124,7 +134,11 @@ class BackendOptions:
         )
 
     def without_reducers(self, lost: Sequence[str]) -> BackendOptions:
-        """Options of the next epoch, without some reducers; for shares and rates of a group's own ranks."""
+        """Options of the next epoch, without some reducers; for shares and rates of a group's own ranks.
+
+        Args:
+            lost: addresses of the reducers.
+        """
         kept = [i for i, address in enumerate(self.reducers) if address not in lost]
         n = len(self.reducers)
 
@@ -141,7 +155,11 @@ class BackendOptions:
         )
 
     def wire_dtype_of(self, dtype: torch.dtype) -> str | None:
-        """The dtype in which tensors of this dtype are sent; None where that is their own."""
+        """Dtype in which tensors are sent; None if it is their own.
+
+        Args:
+            dtype: of the tensors.
+        """
         return self.wire_dtype if dtype == torch.float32 else None
 
     def _pick(self, what: str, ranks: Sequence[int], world_size: int) -> tuple[float, ...]:

@@ -34,25 +34,35 @@ from geartrain.errors import PeerLostError
 
 
 def reform(step: int = 0, state: Sequence[Any] = (), *, group: Any = None, timeout_s: float = 60.0) -> int:
-    """Reopens the group with the reducers that every rank still reaches, and brings all ranks to one step.
+    """Reopens a group with the reducers that every rank still reaches, and brings all ranks to one step.
 
-    Called by all ranks of the group, each after an all-reduce of it has failed. Costs a probe of every reducer, one
-    all-gather over the group's store and, where ranks had completed different steps, a broadcast of `state`.
+    All ranks of the group call it, after an all-reduce failed. It costs a probe of every reducer and one all-gather
+    over the group's store. If the ranks completed different steps, `state` is broadcast as well.
 
     Args:
-        step: the number of steps that this rank has completed, its optimizer's included.
-        state: of training: modules, optimizers, anything with `state_dict` and `load_state_dict`. Ranks that completed
-            fewer steps receive the state of one that completed most.
-        group: of backend "geartrain"; by default the whole job.
-        timeout_s: for the other ranks to join.
+        step: number of steps that this rank completed, its optimizer's included.
+        state: training state: modules, optimizers, anything with `state_dict` and `load_state_dict`. Ranks that are
+            behind receive it from one that completed most steps.
+        group: a process group of the backend "geartrain"; by default the whole job.
+        timeout_s: longest wait for the other ranks, in seconds.
 
     Returns:
         The step to continue from, the same on all ranks.
 
     Raises:
-        PeerLostError: names a rank that did not join in time. The job has to be restarted (torchrun), or a new group
-            made of the remaining ranks.
-        ValueError: the group is not of the backend "geartrain".
+        PeerLostError: a rank did not join in time. The message names it. Restart the job (torchrun), or make a group of
+            the remaining ranks.
+        ValueError: the group has another backend.
+
+    Examples:
+        >>> import torch
+        >>> from geartrain.errors import PeerError
+        >>> def all_reduced(gradient, step, state):  # in the training loop of every rank
+        ...     try:
+        ...         torch.distributed.all_reduce(gradient)
+        ...     except PeerError:
+        ...         step = reform(step, state)  # and repeat from that step
+        ...     return step
     """
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, ProcessGroup):

@@ -74,14 +74,20 @@ class DeferredSteps(abc.ABC):
 
 @dataclass(frozen=True)
 class Episode:
-    """One episode (trajectory), for one row.
+    """One episode (trajectory), which becomes one row.
 
     Attributes:
-        name: for error messages, precise enough to find it in the files.
-        timed: arrays of shape (T, ...), all of the same T, or `DeferredSteps`.
+        name: name for error messages, precise enough to find the episode in the files.
+        timed: arrays (T, ...) by field, all of the same T, or `DeferredSteps`.
         untimed: values once a row, such as `final_obs`.
-        follows: untimed name -> the timed name whose next step it is, so that `cut` can replace it by
-            the step after the cut.
+        follows: for an untimed name, the timed name whose next step it is; `cut` replaces it by the step after the cut.
+
+    Examples:
+        >>> import numpy as np
+        >>> from geartrain.integrations import open_source
+        >>> source = open_source({"obs": np.zeros((3, 10, 4), "float32")})  # a Source of three Episodes
+        >>> [episode.length for episode in source], source.extent().longest  # of an Extent
+        ([10, 10, 10], 10)
     """
 
     name: str
@@ -91,14 +97,17 @@ class Episode:
 
     @property
     def length(self) -> int:
-        """Number of steps: the first axis of the timed fields, or 1 where there are none."""
+        """Number of steps: the first axis of the timed fields, or 1 without any."""
         return next((len(array) for array in self.timed.values()), 1)
 
     def cut(self, length: int) -> Episode:
-        """The first `length` steps, as views.
+        """The first steps of the episode, as views.
+
+        Args:
+            length: number of steps.
 
         Raises:
-            SourceError: a `final_` field cannot be replaced, since the field it follows is missing.
+            SourceError: a `final_` field cannot be replaced, because the field that it follows is missing.
         """
         untimed = dict(self.untimed)
         for name, timed in self.follows.items():
@@ -117,14 +126,19 @@ class Episode:
 
 @dataclass(frozen=True)
 class Extent:
-    """Size of a source: number of episodes, and steps of the longest."""
+    """Size of a source.
+
+    Attributes:
+        episodes: number of episodes.
+        longest: steps of the longest.
+    """
 
     episodes: int
     longest: int
 
 
 class Source(abc.ABC):
-    """Episodes that can be iterated more than once, each time from the first."""
+    """Episodes of a dataset. They can be iterated more than once, each time from the first."""
 
     name: str
     episodes: int | None = None  # from metadata, or after `extent()`; None before
@@ -135,10 +149,10 @@ class Source(abc.ABC):
         """Every episode in the source's own order, one at a time."""
 
     def release(self) -> None:  # noqa: B027
-        """Closes what deferred steps have opened; it is opened again where more are made."""
+        """Closes the files that deferred steps opened. They are opened again when needed."""
 
     def extent(self) -> Extent:
-        """Episodes and longest length; from metadata where there is some, here by reading it all."""
+        """Number of episodes and longest length, from metadata if there are any, otherwise by reading everything."""
         episodes = longest = 0
         for episode in self:
             episodes += 1
@@ -147,7 +161,7 @@ class Source(abc.ABC):
         return Extent(episodes, longest)
 
     def first(self) -> Episode:
-        """The first episode that has a step; all others must share its shapes and dtypes.
+        """First episode that has a step. All others must have its shapes and dtypes.
 
         Raises:
             SourceError: there is none.
@@ -158,7 +172,7 @@ class Source(abc.ABC):
         raise SourceError(f"{self.name}: holds no episode with at least one step")
 
     def fields(self) -> dict[str, Field]:
-        """The schema of a store for this source.
+        """Fields of a store for this source.
 
         Raises:
             SourceError: a field that no store can hold.

@@ -47,16 +47,16 @@ EXPORT_FORMATS = {
 
 @dataclass(frozen=True)
 class ExportReport:
-    """Result of an export.
+    """Result of an export. `export_store` returns it.
 
     Attributes:
-        rows: written; of a store whose rows hold several episodes, these.
-        steps: of all of them.
-        nbytes: of their values.
-        overwritten: rows that were overwritten or removed before they were read, and are left out.
-        still_open: rows that their writers were extending: the steps that they had are written.
-        left_out: fields that are not written, and why: not asked for, or not held by the format.
-        elapsed_s: wall-clock time.
+        rows: rows written. Of rows with several episodes, these count.
+        steps: steps of all of them.
+        nbytes: bytes of their values.
+        overwritten: rows that were overwritten or removed before they were read; they are left out.
+        still_open: rows that their writers were extending; the steps that they had are written.
+        left_out: fields that are not written, and why: not asked for, or not supported by the format.
+        elapsed_s: duration, in seconds.
     """
 
     rows: int
@@ -96,42 +96,45 @@ def export_store(
     trust: Trust = "user",
     **options: Any,
 ) -> ExportReport:
-    """Writes all rows of a store as a dataset of another format, an episode a row, oldest first. Rows that hold several
-    episodes (`recorder(share_rows=True)`) are split where these end.
+    """Writes all rows of a store as a dataset of another format, one episode a row, oldest first.
 
-    The dataset appears in one step, complete and flushed to its disk, or not at all. The store may be in use: it is
-    only looked at, and what is overwritten meanwhile is left out and counted.
+    Rows with several episodes (`recorder(share_rows=True)`) are split into these. The dataset appears in one step,
+    complete and flushed to its disk, or not at all. The store may be in use: it is opened read-only, and rows that are
+    overwritten meanwhile are left out and counted.
 
     Args:
         source: a store, an open checkpoint, or the name or path of either.
-        path: file or folder to write; its folder must exist.
-        format: one of `EXPORT_FORMATS`; "auto" knows .npz and .parquet.
-        fields: which fields to write: names, `"written=stored"` assignments, or {written: stored}. A name stands for
-            everything below it too. All by default.
-        cast: dtypes to convert on the way, such as {"bfloat16": "float32"} or "bfloat16=float32".
-        skip_unsupported: leave out fields that the format cannot hold instead of refusing; the report names them.
-        metadata: write `row.sequence`, `row.version`, `row.priority`, `row.times_sampled` and `row.inserted_at_ns`
-            too, as values that a row has once (npz, npy, parquet).
-        overwrite: replace a dataset of this format that is there. Anything else is never replaced: a folder with one
-            file that is not of the format's own kinds, or a folder where the format is a file.
-        progress: a bar, or lines, on stderr. Without it, what was left out is told in a warning of the log.
-        trust: who may write to the store that `source` names, as of `Store.open`.
-        options: of the format, such as `fps=30` for LeRobot; docs/importers.md lists them.
+        path: file or folder to write; its parent must exist.
+        format: one of `EXPORT_FORMATS`; "auto" recognises .npz and .parquet.
+        fields: fields to write: names, `"written=stored"` assignments, or {written: stored}. A name includes everything
+            below it. All by default.
+        cast: dtypes to convert, such as {"bfloat16": "float32"} or "bfloat16=float32".
+        skip_unsupported: leave out fields that the format cannot hold, instead of raising. The report names them.
+        metadata: also write `row.sequence`, `row.version`, `row.priority`, `row.times_sampled` and
+            `row.inserted_at_ns`, as values once a row (npz, npy, parquet).
+        overwrite: replace a dataset of this format. Nothing else is ever replaced: neither a folder with a file that is
+            not of the format, nor a folder where the format is a file.
+        progress: show a bar, or lines, on stderr. Without it, a warning in the log says what was left out.
+        trust: who may write to the store that `source` names, as for `Store.open`.
+        options: options of the format, such as `fps=30` for LeRobot; docs/importers.md lists them.
+
+    Returns:
+        What was written and what was left out.
 
     Raises:
-        ArgumentError: a format, option or cast that there is not.
-        SourceError: no row, or fields that the format cannot hold.
+        ArgumentError: the format, an option or a cast is unknown.
+        SourceError: there is no row, or a field that the format cannot hold.
         DatasetExistsError: something is there already.
-        NoSpaceError: the file system has, or turned out to have, too little space; nothing is left of the attempt.
+        NoSpaceError: the file system has too little space. Nothing of the attempt is left.
         OSError: the path cannot be written to.
         MissingDependencyError: the format's package is not installed.
-        StoreMissingError, CheckpointError: as of opening the source.
+        StoreMissingError, CheckpointError: the source cannot be opened.
 
-    Example:
+    Examples:
         >>> import numpy as np, tempfile, geartrain as gt
         >>> with gt.Store.create({"obs": gt.Field((4,), "float32")}, max_length=10, capacity=3) as store:
         ...     _ = store.insert({"obs": np.zeros((2, 10, 4), "f")})
-        ...     report = export_store(store, tempfile.mkdtemp() + "/rows.npz", progress=False)
+        ...     report = export_store(store, tempfile.mkdtemp() + "/rows.npz", progress=False)  # an ExportReport
         >>> report.rows, report.steps
         (2, 20)
     """

@@ -50,16 +50,16 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class ImportReport:
-    """Result of an import.
+    """Result of an import. `ingest` returns it.
 
     Attributes:
         episodes: rows written.
-        steps: of all rows.
+        steps: steps of all rows.
         nbytes: bytes written, without the padding of rows.
         too_long: episodes left out (`on_too_long="skip"`) or cut ("truncate").
-        empty: episodes of no steps, which a store has no row for; always left out.
-        elapsed_s: wall-clock time.
-        frames: of videos, decoded into rows.
+        empty: episodes without steps, which are always left out.
+        elapsed_s: duration, in seconds.
+        frames: video frames decoded into rows.
     """
 
     episodes: int
@@ -100,37 +100,40 @@ def import_dataset(
     progress: bool = True,
     **options: Any,
 ) -> Store:
-    """Creates a store with every episode of a dataset, one per row.
+    """Creates a store with all episodes of a dataset, one per row.
 
-    The store is complete or absent: when anything fails, what this call created is removed.
+    The store is complete or absent: if anything fails, what this call created is removed.
 
     Args:
         source: a path, a dict of NumPy arrays, a torch `Dataset`, or a `Source`.
         into: name of the store to create; a name with a slash is a file.
         format: one of `FORMATS`; "auto" detects it from the content.
-        fields: which fields to import: names, `"stored=found"` assignments, or {stored: found}. A name
-            stands for everything below it too. None takes the format's usual fields.
-        capacity: rows of the store; the number of episodes by default.
-        max_length: steps of the longest row; found in the metadata, or by one pass over the data, by
-            default. Given together with `capacity`, the dataset is read only once.
-        on_too_long: what to do with an episode longer than `max_length`: "error", "truncate" (keep its
-            first steps) or "skip".
-        cast: dtypes to convert on the way, such as {"float64": "float32"} or "float64=float32".
-        skip_unsupported: leave out fields that no store can hold (text, depth maps) instead of refusing.
-        persist: keep the store after the last process has closed it. By default for files only.
-        progress: a bar, or lines, on stderr. Without it, episodes that were left out or cut are counted in a
-            warning of the log.
-        options: of the format, such as `split=` for RLDS or `episode_steps=` for D4RL. None is the
-            format's default.
+        fields: fields to import: names, `"stored=found"` assignments, or {stored: found}. A name includes everything
+            below it. None imports the format's usual fields.
+        capacity: rows of the store; by default the number of episodes.
+        max_length: steps of the longest row; by default from the metadata, or from one pass over the data. If you give
+            it with `capacity`, the dataset is read only once.
+        on_too_long: what to do with an episode longer than `max_length`: "error", "truncate" (keep its first steps) or
+            "skip".
+        cast: dtypes to convert, such as {"float64": "float32"} or "float64=float32".
+        skip_unsupported: leave out fields that no store can hold (text, depth maps), instead of raising.
+        persist: keep the store after the last process closed it. True by default for files only.
+        progress: show a bar, or lines, on stderr. Without it, a warning in the log counts episodes that were left out
+            or cut.
+        options: options of the format, such as `split=` for RLDS or `episode_steps=` for D4RL. None is the format's
+            default.
+
+    Returns:
+        The store.
 
     Raises:
-        ArgumentError: a format, option, cast, capacity or max_length that there is not.
+        ArgumentError: the format, an option, a cast, `capacity` or `max_length` is invalid.
         SourceError: the dataset, or an episode of it, cannot be stored.
         MissingDependencyError: the format's package is not installed.
         StoreExistsError: `into` exists.
         NoSpaceError: the file system has too little space for the store.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> data = {"obs": np.zeros((3, 10, 4), "float32")}
         >>> with import_dataset(data, "import-example", progress=False) as store:
@@ -191,14 +194,30 @@ def ingest(
     cast: Mapping[str, str] | Sequence[str] | str = (),
     progress: bool = True,
 ) -> ImportReport:
-    """Writes every episode of a source into a store, one row each, in the source's order.
+    """Writes all episodes of a source into a store, one row each, in the source's order.
 
-    A dtype is converted where no value can change (float32 into a float64 field), or where `cast`
-    names the conversion; anything else is refused.
+    A dtype is converted if no value can change (float32 into a float64 field), or if `cast` names the conversion; other
+    conversions raise.
+
+    Args:
+        source: the episodes; `open_source` makes one.
+        store: the store to fill.
+        on_too_long, cast, progress: as for `import_dataset`.
+
+    Returns:
+        What was written and what was left out.
 
     Raises:
-        SourceError: an episode that does not fit, or cannot be read, by name. The rows of all episodes before it are
-            written, and stay.
+        SourceError: an episode does not fit, or cannot be read. The message names it. The rows of earlier episodes
+            stay.
+
+    Examples:
+        >>> import numpy as np, geartrain as gt
+        >>> source = open_source({"obs": np.zeros((3, 10, 4), "float32")})
+        >>> with gt.Store.create(source.fields(), max_length=10, capacity=8) as store:
+        ...     report = ingest(source, store, progress=False)  # an ImportReport
+        >>> report.episodes, report.steps
+        (3, 30)
     """
     casts = casts_of(cast)
     _check_too_long(on_too_long)
@@ -254,10 +273,13 @@ def open_source(
     skip_unsupported: bool = False,
     **options: Any,
 ) -> Source:
-    """The `Source` for a path, a dict of arrays or a torch `Dataset`.
+    """Opens a dataset as a `Source` of episodes, without a store.
+
+    Args:
+        source, format, fields, skip_unsupported, options: as for `import_dataset`.
 
     Raises:
-        ArgumentError: the format is unknown, or has no such option; the message lists what there is.
+        ArgumentError: the format is unknown, or has no such option. The message lists the valid ones.
         SourceError: the path is in no known format, or damaged.
     """
     if isinstance(source, Source):

@@ -17,20 +17,28 @@ if TYPE_CHECKING:
 def as_jax(batch: Batch, *, nested: bool = False) -> dict[str, Any]:
     """A batch's fields and metadata (`Batch.as_dict`) as JAX arrays over the same memory.
 
-    The memory stays the batch's for as long as an array over it lives. JAX waits on the GPU for the stream that the
-    batch was taken on; the host does not wait. 64-bit fields are converted to 32 bits without jax_enable_x64, by a
-    copy; 64-bit metadata (`version`, `probability`, `importance`) are left out without it. Types that NumPy lacks
-    (bfloat16) are copied where the batch is of NumPy arrays, and not where it is of tensors.
+    The memory belongs to the batch while an array over it lives. On a GPU, JAX waits for the stream that the batch was
+    taken on; the host does not wait. Without jax_enable_x64, 64-bit fields are copied into 32 bits, and 64-bit metadata
+    (`version`, `probability`, `importance`) are left out. Types that NumPy lacks (bfloat16) are copied from batches of
+    NumPy arrays, not from tensors.
 
     Args:
-        batch: of `Replay` or `fetch`, with output="torch" or "numpy".
-        nested: a pytree by the dots of the names: "obs.x" is `arrays["obs"]["x"]`.
+        batch: batch of `Replay` or `fetch`, with output="torch" or "numpy".
+        nested: return a pytree by the dots of the names: "obs.x" is `arrays["obs"]["x"]`.
 
     Raises:
         MissingDependencyError: JAX is not installed.
-        ArgumentError: with `nested`, a name that stands below another: "obs" and "obs.x".
+        ArgumentError: with `nested`, one name is the parent of another: "obs" and "obs.x".
 
-    Cost: about 25 microseconds a field, which is JAX's for any array.
+    Cost: about 25 us a field, which JAX takes for any array.
+
+    Examples:
+        >>> import numpy as np, geartrain as gt
+        >>> store = gt.Store.create({"obs": gt.Field((3,), "float32")}, max_length=10, capacity=4)
+        >>> keys = store.insert({"obs": np.zeros((2, 10, 3), "f")})
+        >>> as_jax(gt.fetch(store, keys))["obs"].shape
+        (2, 10, 3)
+        >>> store.close()
     """
     try:
         import jax

@@ -52,7 +52,10 @@ class BufferContents:
 class BufferState:
     """State of a buffer: a pytree of one number, and the store that it stands for.
 
-    The contents are in shared memory and change in place, so a state that was kept is no earlier state of them.
+    The contents are in shared memory and change in place. A state that you keep does not keep earlier contents.
+
+    Args:
+        contents: set by `TrajectoryBuffer.init`, which makes the object.
 
     Attributes:
         added: int32, timesteps that this process has added.
@@ -66,25 +69,26 @@ class BufferState:
 
     @property
     def current_index(self) -> Any:
-        """int32, the place of the next timestep in `experience`, as in flashbax."""
+        """Position of the next timestep in `experience`, int32, as in flashbax."""
         streams = self._contents.streams
         return (self.added // streams.n) % streams.timesteps
 
     @property
     def is_full(self) -> Any:
-        """Whether `max_length` timesteps were added: from then on the oldest are removed."""
+        """Whether `max_length` timesteps were added. From then on the oldest are removed."""
         streams = self._contents.streams
         return self.added // streams.n >= streams.timesteps
 
     @property
     def experience(self) -> Any:
-        """A copy of what this process had added by this state, as far as it is still in the store.
+        """A copy of what this process had added by this state, as far as it is still in the store. Outside of jit only.
 
         A pytree of NumPy arrays (streams, timesteps of each, ...), in flashbax's order: the next timestep overwrites
-        the one at `current_index`. What was not added yet, or is gone by now, is zeros. Outside of jit.
+        the one at `current_index`. Timesteps that were not added yet, or are gone, are zeros.
 
         Raises:
-            ArgumentError: inside jit. StoreClosedError: the buffer was closed.
+            ArgumentError: called inside jit.
+            StoreClosedError: the buffer was closed.
         """
         contents = self._contents
         contents.check()
@@ -93,7 +97,7 @@ class BufferState:
         return contents.tree.unflatten(contents.streams.written(int(self.added) // contents.streams.n))
 
     def __deepcopy__(self, _: dict[int, Any]) -> BufferState:
-        """The same store: a state is a number, and the contents are not copied."""
+        """Returns a state of the same store. The contents are not copied."""
         return BufferState(copy.copy(self.added), self._contents)
 
     @property
@@ -102,12 +106,12 @@ class BufferState:
         return self._contents.store
 
     def tree_flatten(self) -> tuple[tuple[Any], BufferContents]:
-        """For JAX."""
+        """Internal: for JAX."""
         return (self.added,), self._contents
 
     @classmethod
     def tree_unflatten(cls, contents: BufferContents, children: tuple[Any]) -> BufferState:
-        """For JAX."""
+        """Internal: for JAX."""
         return cls(children[0], contents)
 
     def __repr__(self) -> str:

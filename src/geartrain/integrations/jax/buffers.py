@@ -29,19 +29,19 @@ _MOST_ADDED = 2**31 - 1
 
 
 class ExperiencePair(NamedTuple):
-    """Two consecutive timesteps, each a pytree of arrays (batch, ...)."""
+    """Two consecutive timesteps, `first` and `second`, each a pytree of arrays (batch, ...)."""
 
     first: Any
     second: Any
 
 
 class Sample(NamedTuple):
-    """What `sample` returns.
+    """A batch of sequences. `TrajectoryBuffer.sample` returns it.
 
     Attributes:
-        experience: an `ExperiencePair`, or of `make_trajectory_buffer` a pytree of arrays (batch, time, ...).
-        indices: (batch, 3) uint32, of prioritised buffers: what `set_priorities` takes. They name a sequence and never
-            its successor at the same place.
+        experience: an `ExperiencePair`, or with `make_trajectory_buffer` a pytree of arrays (batch, time, ...).
+        indices: (batch, 3) uint32, for `set_priorities` of prioritised buffers. They name a sequence, and never the one
+            that replaces it.
         probabilities: (batch,) float32, of prioritised buffers.
     """
 
@@ -51,14 +51,17 @@ class Sample(NamedTuple):
 
 
 class TrajectoryBuffer:
-    """A buffer of streams of timesteps, made by `make_flat_buffer` and its siblings.
+    """A buffer of streams of timesteps. `make_flat_buffer` and its siblings make one.
 
-    Methods take and return a `BufferState` and are called inside `jax.jit`, `lax.scan`, `lax.cond` and the like, or
-    outside. Inside they are ordered `io_callback`s: they are made in the program's order, once each, and not under
-    `vmap` or `pmap`, which JAX refuses. Outside, arrays of a sequence are the memory that was gathered, not copied;
-    pairs are taken out of it by a compiled copy.
+    Methods take and return a `BufferState`. They work inside `jax.jit`, `lax.scan`, `lax.cond` and the like, and
+    outside. Inside they are ordered `io_callback`s, which run once each, in the order of the program. JAX refuses them
+    under `vmap` and `pmap`. Outside, arrays of a sequence are not copied; pairs are taken out of them by a compiled
+    copy.
 
-    A context manager: leaving it closes the stores that its `init` has made. One that is dropped closes them with it.
+    As a context manager, leaving it closes the stores that its `init` made. So does dropping it.
+
+    Args:
+        options: set by the functions that make the object.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -66,14 +69,16 @@ class TrajectoryBuffer:
         self._open: list[weakref.ref[BufferContents]] = []
 
     def init(self, timestep: Any) -> BufferState:
-        """An empty buffer for timesteps of these shapes and dtypes; its store is made, or joined, now.
+        """Makes or joins the store, and returns the state of an empty buffer.
 
         Args:
-            timestep: an example, a pytree of arrays without batch and time axes. Its values are not stored.
+            timestep: an example: a pytree of arrays without batch and time axes. Its values are not stored.
 
         Raises:
-            ArgumentError: called inside jit; or nothing to store. SchemaError: a dtype that stores do not have.
-            NoSpaceError: /dev/shm is too small. IncompatibleStoreError: the store of that name has other fields.
+            ArgumentError: called inside jit, or the example has no arrays.
+            SchemaError: a dtype that stores do not support.
+            NoSpaceError: /dev/shm is too small.
+            IncompatibleStoreError: the store of that name has other fields.
         """
         options = self._options
         paths, tree = jax.tree_util.tree_flatten_with_path(timestep)
@@ -113,15 +118,16 @@ class TrajectoryBuffer:
         return BufferState(np.int32(0), contents)
 
     def add(self, state: BufferState, timesteps: Any) -> BufferState:
-        """Appends timesteps that continue those of the call before.
+        """Appends timesteps that continue those of the last call.
 
         Args:
-            state: as `init` or the last `add` returned it.
-            timesteps: a pytree as `init` had it, with axes in front as the buffer was made: of the batch, of time.
+            state: what `init` or the last `add` returned.
+            timesteps: a pytree like the example of `init`, with batch and time axes in front as the buffer was made.
 
         Raises:
-            ArgumentError: another structure, shape or dtype. StoreClosedError: the buffer was closed.
-                What `Row.publish` raises. (Inside jit: `jax.errors.JaxRuntimeError`, whose text names it.)
+            ArgumentError: another structure, shape or dtype.
+            StoreClosedError: the buffer was closed. Inside jit every error is a `jax.errors.JaxRuntimeError` that names
+                it.
         """
         contents = contents_of(state)
         leaves, steps = self._leaves(contents, timesteps)
@@ -139,14 +145,20 @@ class TrajectoryBuffer:
         return BufferState(added, contents)
 
     def sample(self, state: BufferState, key: Any) -> Sample:
-        """A batch of sequences, each as likely as any other, or in proportion to its priority.
+        """Draws a batch of sequences, uniformly or in proportion to their priorities.
 
-        The draw follows from the key and what is in the store. Of a store that several processes write to, all
-        their timesteps are drawn.
+        The draw follows from the key and the store's contents. From a store that several processes write to, all their
+        timesteps are drawn.
+
+        Args:
+            state: state of the buffer.
+            key: a JAX random key.
 
         Raises:
-            EmptyStoreError: no sequence is whole yet (see `can_sample`). ArgumentError: no key.
-            StoreClosedError: the buffer was closed. (Inside jit: `jax.errors.JaxRuntimeError`, whose text names it.)
+            EmptyStoreError: there is no whole sequence yet; see `can_sample`.
+            ArgumentError: `key` is not a random key.
+            StoreClosedError: the buffer was closed. Inside jit every error is a `jax.errors.JaxRuntimeError` that names
+                it.
         """
         contents = contents_of(state)
         data = key_data(key)
@@ -181,9 +193,12 @@ class TrajectoryBuffer:
         return Sample(experience, *others)
 
     def can_sample(self, state: BufferState) -> Any:
-        """Whether as much is there as `min_length` says: a boolean, inside jit a traced one.
+        """Whether there is as much as `min_length` says: a bool, or inside jit a traced one.
 
-        Of a buffer with a store of its own: those that were added. Of a shared one: sequences of all processes.
+        A buffer with its own store counts what was added, one with a shared store the sequences of all processes.
+
+        Args:
+            state: state of the buffer.
         """
         contents, least = contents_of(state), self._options["least"]
         if not contents.shared:
@@ -200,15 +215,15 @@ class TrajectoryBuffer:
     def set_priorities(self, state: BufferState, indices: Any, priorities: Any) -> BufferState:
         """Sets the priorities of sampled sequences to |priority| ** priority_exponent.
 
-        Those that are gone by now are left out, and counted as `stale_keys` by the store.
+        Sequences that are gone are skipped, and counted as `stale_keys` by the store.
 
         Args:
-            state: of a prioritised buffer.
-            indices: (n, 3), of a sample.
-            priorities: (n,).
+            state: state of a prioritised buffer.
+            indices: (n, 3), from a sample.
+            priorities: (n,) finite.
 
         Raises:
-            ArgumentError: a priority that is not finite; shapes that do not fit; a buffer without priorities.
+            ArgumentError: a priority is not finite, shapes differ, or the buffer has no priorities.
         """
         contents = contents_of(state)
         if self._options["exponent"] is None:
@@ -234,7 +249,7 @@ class TrajectoryBuffer:
         return BufferState(added, contents)
 
     def close(self) -> None:
-        """Closes the stores of all states of this buffer; a store that other processes have open stays with them."""
+        """Closes the stores of all states of this buffer. A store that other processes have open stays."""
         if any(contents() is not None for contents in self._open):
             jax.effects_barrier()  # what was called inside jit is done
         for reference in self._open:
@@ -293,21 +308,32 @@ def make_flat_buffer(
     writers: int = 1,
     reserve: bool = True,
 ) -> TrajectoryBuffer:
-    """A buffer whose samples are pairs of consecutive timesteps, as flashbax's of that name.
+    """A buffer whose samples are pairs of consecutive timesteps, as flashbax's function of this name.
 
     Args:
-        max_length: timesteps of all streams that are kept at least.
-        min_length: pairs from which `can_sample` is true, rounded down to those of a timestep of each stream.
+        max_length: fewest timesteps that are kept, over all streams.
+        min_length: pairs from which `can_sample` is true, rounded down to whole timesteps of all streams.
         sample_batch_size: pairs of a sample.
         add_sequences: `add` takes a time axis.
-        add_batch_size: `add` takes a batch axis in front, of so many streams.
-        store: the name of a store that several processes share, which the first of them makes. Without it the buffer
-            has a store of its own.
-        writers: processes that add to it, for which there is room.
+        add_batch_size: `add` takes a batch axis in front, of this size.
+        store: name of a store that several processes share; the first of them makes it. By default the buffer has its
+            own store.
+        writers: number of processes that add to it.
         reserve: allocate the memory when `init` is called; see `Store.create`.
 
     Raises:
-        ArgumentError: sizes that make no buffer.
+        ArgumentError: a size is out of range.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> buffer = make_flat_buffer(max_length=100, min_length=2, sample_batch_size=4)  # a TrajectoryBuffer
+        >>> state = buffer.init({"obs": jnp.zeros(3)})  # a BufferState
+        >>> for t in range(5):
+        ...     state = buffer.add(state, {"obs": jnp.full(3, t, jnp.float32)})
+        >>> sample = buffer.sample(state, jax.random.key(0))  # a Sample of an ExperiencePair
+        >>> bool((sample.experience.second["obs"] - sample.experience.first["obs"] == 1).all())
+        True
+        >>> buffer.close()
     """
     return _made(max_length, min_length, sample_batch_size, 2, add_sequences, add_batch_size, store, writers, reserve)
 
@@ -324,10 +350,15 @@ def make_prioritised_flat_buffer(
     writers: int = 1,
     reserve: bool = True,
 ) -> TrajectoryBuffer:
-    """The same, drawn in proportion to priorities ** `priority_exponent`, exactly; new pairs have the greatest so far.
+    """A flat buffer that draws pairs in proportion to their priorities. New pairs have the highest priority so far.
+
+    Args:
+        max_length, min_length, sample_batch_size, add_sequences, add_batch_size, store, writers, reserve: as for
+            `make_flat_buffer`.
+        priority_exponent: exponent applied to priorities, 0 to 1.
 
     Raises:
-        ArgumentError: sizes that make no buffer, or an exponent that is not from 0 to 1.
+        ArgumentError: a size or the exponent is out of range.
     """
     if not 0 <= check_real("priority_exponent", priority_exponent) <= 1:
         raise ArgumentError(f"priority_exponent is from 0 to 1, found {priority_exponent}")
@@ -347,21 +378,21 @@ def make_trajectory_buffer(
     writers: int = 1,
     reserve: bool = True,
 ) -> TrajectoryBuffer:
-    """A buffer whose samples are sequences of consecutive timesteps, from any on (flashbax's with `period=1`).
+    """A buffer whose samples are sequences of consecutive timesteps, which begin anywhere (flashbax's with `period=1`).
 
-    `add` takes arrays (add_batch_size, time, ...), samples have (sample_batch_size, sample_sequence_length, ...).
+    `add` takes arrays (add_batch_size, time, ...). Samples have (sample_batch_size, sample_sequence_length, ...).
 
     Args:
         add_batch_size: streams.
         sample_batch_size: sequences of a sample.
         sample_sequence_length: timesteps of a sequence.
         min_length_time_axis: timesteps of each stream from which `can_sample` is true.
-        max_length_time_axis: timesteps of each stream that are kept at least.
-        period: 1: sequences begin at any timestep.
-        store, writers, reserve: as of `make_flat_buffer`.
+        max_length_time_axis: fewest timesteps of each stream that are kept.
+        period: must be 1: sequences begin at any timestep.
+        store, writers, reserve: as for `make_flat_buffer`.
 
     Raises:
-        ArgumentError: sizes that make no buffer, or another period.
+        ArgumentError: a size or `period` is out of range.
     """
     if check_whole("period", period) != 1:
         raise ArgumentError(f"sequences begin at any timestep: period is 1, found {period}")

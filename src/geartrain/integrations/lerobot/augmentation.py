@@ -1,4 +1,4 @@
-"""Image augmentation of DrQ: random shifts and crops, another one for each image of a batch."""
+"""Image augmentation of DrQ: random shifts and crops, different ones for each image of a batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from geartrain.errors import ArgumentError
 
 
 def random_shift(images: torch.Tensor, pad: int = 4) -> torch.Tensor:
-    """Images moved by up to `pad` pixels in each direction; what comes in at a border repeats it.
+    """Shifts each image by up to `pad` pixels in each direction. The border is repeated.
 
     Args:
         images: (B, C, H, W), floating point.
@@ -27,17 +27,17 @@ def random_shift(images: torch.Tensor, pad: int = 4) -> torch.Tensor:
 
 
 def random_crop_vectorized(images: torch.Tensor, output_size: tuple[int, ...]) -> torch.Tensor:
-    """A part of each image, at a place drawn for it from torch's global generator.
+    """Crops each image at a random place, drawn from torch's global generator.
 
     Args:
         images: (B, C, H, W).
-        output_size: height and width of the parts.
+        output_size: height and width of the crops.
 
     Returns:
         (B, C, *output_size), a copy.
 
     Raises:
-        ArgumentError: the parts are larger than the images.
+        ArgumentError: the crops are larger than the images.
     """
     _check(images)
     count, _, height, width = images.shape

@@ -1,4 +1,4 @@
-"""Batches of transitions as LeRobot has them, and their concatenation."""
+"""Batches of transitions in LeRobot's form, and their concatenation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DONES, _TRUNCATEDS = (np.array([(flags & bit) != 0 for flags in range(256)], np
 
 
 class BatchTransition(TypedDict):
-    """A batch of B transitions: tensors whose first axis is B; entries of states and infos by key."""
+    """A batch of B transitions: a dict of tensors whose first axis is B; states and infos by key."""
 
     state: dict[str, torch.Tensor]
     action: torch.Tensor
@@ -37,7 +37,7 @@ def batch_of(
     device: str | torch.device,
     augmented: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> BatchTransition:
-    """A batch of windows of two steps; images go through `augmented`."""
+    """Internal: a batch of windows of two steps; images go through `augmented`."""
     state, next_state = {}, {}
     for key, entry in entries.states.items():
         both = _tensor(fields[entry.field], device)  # (B, 2, ...)
@@ -71,12 +71,16 @@ def _tensor(array: NDArray[Any], device: str | torch.device) -> torch.Tensor:
 def concatenate_batch_transitions(
     left_batch_transitions: BatchTransition, right_batch_transition: BatchTransition
 ) -> BatchTransition:
-    """Appends one batch to another, which is changed in place and returned; tensors are new.
+    """Appends one batch to another, which is changed in place and returned. Its tensors are new.
 
-    Infos that only one of the batches has are left as they are.
+    Infos that only one of the batches has stay as they are.
+
+    Args:
+        left_batch_transitions: batch that is extended.
+        right_batch_transition: batch that is appended.
 
     Raises:
-        ArgumentError: the states of the right batch lack an entry that those of the left one have.
+        ArgumentError: states of the right batch lack an entry that those of the left one have.
     """
     left, right = left_batch_transitions, right_batch_transition
     left["state"] = _appended("state", left["state"], right["state"])

@@ -52,38 +52,44 @@ _REACH = 1
 class LeRobotReplayBuffer:
     """`lerobot.rl.buffer.ReplayBuffer` over a store in shared memory.
 
-    Observations are stored once, with `optimize_memory` or without, and the next state of a transition is the one that
-    was added, also where an episode was cut off. Batches are float32 tensors drawn by geartrain: every transition is
-    equally likely, and what draws them is seeded from torch's global generator. All methods may be called by several
-    threads.
+    Each observation is stored once. The next state of a transition is the one that was added, even if the episode was
+    cut off there. Batches are float32 tensors; every transition is equally likely, and the seed comes from torch's
+    global generator. Several threads may call any method.
 
-    The store is made with the first transition, whose entries, shapes and dtypes all others must have. Values are kept
-    as float32, and uint8, int8, bool and float16 as they are.
+    The first transition makes the store. All others must have its entries, shapes and dtypes. Values are kept as
+    float32; uint8, int8, bool and float16 are kept as they are.
 
     Args:
-        capacity: transitions.
-        device: where batches are.
-        state_keys: of the states that are taken from a dataset (`from_lerobot_dataset`). `add` takes all that a state
-            has.
+        capacity: number of transitions.
+        device: device of the batches.
+        state_keys: states that `from_lerobot_dataset` reads. `add` takes all that a state has.
         image_augmentation_function: takes images (N, C, H, W) and returns as many; `random_shift` by default. It is
             called once for each image of a state, with states and next states.
-        use_drq: augment states whose keys begin with "observation.image" when they are sampled.
-        storage_device: "cpu", where shared memory is.
-        optimize_memory: accepted, and changes nothing.
-        store: the name of a store that several processes share, which the first of them that adds creates; or an open
-            `geartrain.Store` of another buffer (`buffer.store`). Without it the buffer has a store of its own.
-        writers: processes that add to it, for which there is room; the same in all of them.
-        reserve: allocate the memory with the first transition, so that a lack of it is an error there. With False it is
-            when it is first written to, and the process dies of SIGBUS once /dev/shm is full.
-
-    Attributes:
-        capacity, device, storage_device, state_keys, image_augmentation_function, use_drq, optimize_memory: as given.
+        use_drq: augment sampled states whose keys begin with "observation.image".
+        storage_device: must be "cpu", where shared memory is.
+        optimize_memory: has no effect.
+        store: name of a store that several processes share; the first of them that adds creates it. Or an open
+            `geartrain.Store` of another buffer (`buffer.store`). By default the buffer has its own store.
+        writers: number of processes that add to it; the same in all of them.
+        reserve: allocate the memory with the first transition, so that a shortage raises there. With False it is
+            allocated at the first write to it, and the process dies of SIGBUS once /dev/shm is full.
 
     Raises:
-        ArgumentError: arguments that make no buffer. From the first `add`, NoSpaceError: /dev/shm is too small, and
-            IncompatibleStoreError: the store of that name has fields of another kind of buffer, or was made for another
-            capacity or for fewer writers; so does whatever joins it first. A `DictReplayBuffer`'s of Stable-Baselines3
-            of this capacity is not told apart where its dtypes are among those above: its transitions are read.
+        ArgumentError: an argument is out of range.
+        NoSpaceError: from the first `add`: /dev/shm is too small.
+        IncompatibleStoreError: from the first use of the store: it is of another kind of buffer, of another capacity,
+            or for fewer writers. A `DictReplayBuffer` of Stable-Baselines3 of this capacity is not recognised as such
+            if its dtypes are among those above: its transitions are read.
+
+    Examples:
+        >>> import torch
+        >>> buffer = LeRobotReplayBuffer(capacity=100, device="cpu")
+        >>> state = {"observation.state": torch.zeros(3)}
+        >>> buffer.add(state, torch.zeros(2), 1.0, state, done=False, truncated=False)
+        >>> batch = buffer.sample(4)  # a BatchTransition; of one transition, as there are no more
+        >>> tuple(batch["action"].shape)
+        (1, 2)
+        >>> buffer.close()
     """
 
     def __init__(
@@ -197,7 +203,7 @@ class LeRobotReplayBuffer:
         refuse_within(self._lock, "a call of this replay buffer")
 
     def close(self) -> None:
-        """Closes the buffer's store, unless it was given an open one; what is called then raises `StoreClosedError`."""
+        """Closes the buffer's store, unless it was passed in open. Later calls raise `StoreClosedError`."""
         self._closed = True
         if self._store is not None and self._store is not self._given:
             self._store.close()
@@ -226,17 +232,19 @@ class LeRobotReplayBuffer:
         """Appends one transition. Tensors may have an axis of length 1 in front.
 
         Args:
-            state, next_state: tensors by key. `next_state` may be None where `done` is set: it is the state then.
+            state: tensors by key.
             action: a tensor.
             reward: a number, or a tensor or array of one.
-            done, truncated: True or False, 0 or 1, or a tensor or array of one.
-            complementary_info: tensors and numbers by key. Entries that this one lacks are zeros; those that the first
-                transition did not have are not kept, which is warned of once.
+            next_state: tensors by key; None with `done` stands for the state.
+            done: whether the transition was terminal: a bool, 0 or 1, or a tensor or array of one.
+            truncated: whether the episode was cut off after it.
+            complementary_info: tensors and numbers by key. Missing entries are zeros. Entries that the first transition
+                did not have are dropped, with one warning.
 
         Raises:
-            ArgumentError: an entry that is neither a tensor nor a number, a key that is no text, or no next state.
-            SchemaError: an entry is missing, or has another shape or dtype than the first transition's, or is a number
-                that its dtype does not hold. Nothing is added.
+            ArgumentError: an entry is neither a tensor nor a number, a key is not text, or there is no next state.
+            SchemaError: an entry is missing, has another shape or dtype than in the first transition, or does not fit
+                its dtype. Nothing is added.
         """
         with self._locked():
             store = self._join()
@@ -266,12 +274,14 @@ class LeRobotReplayBuffer:
     # --- sampling ---------------------------------------------------------------------------------------------
 
     def sample(self, batch_size: int) -> BatchTransition:
-        """A batch of transitions drawn uniformly, with replacement; of as many as there are if those are fewer.
+        """Draws transitions uniformly, with replacement. States and next states are views of one tensor.
 
-        States and next states are views of one tensor, of which every other entry is theirs.
+        Args:
+            batch_size: transitions; fewer if the buffer has fewer.
 
         Raises:
-            EmptyBufferError: nothing was added yet; a `RuntimeError` too.
+            ArgumentError: `batch_size` is not a whole number above zero.
+            EmptyBufferError: nothing was added yet; also a `RuntimeError`.
         """
         if check_whole("batch_size", batch_size) < 1:
             raise ArgumentError(f"batch_size must be at least 1, found {batch_size}")
@@ -304,16 +314,16 @@ class LeRobotReplayBuffer:
     def get_iterator(
         self, batch_size: int, async_prefetch: bool = True, queue_size: int = 2
     ) -> Iterator[BatchTransition]:
-        """Batches without end.
+        """An endless iterator over batches.
 
         Args:
-            batch_size: transitions of each.
-            async_prefetch: a thread samples them ahead; closing the iterator ends it, and dropping it lets it end.
-                Otherwise a batch is sampled when it is asked for, by a generator.
+            batch_size: transitions of each batch.
+            async_prefetch: sample ahead on a thread, which ends when the iterator is closed or dropped. False samples
+                each batch on demand.
             queue_size: batches that the thread keeps ready.
 
         Raises:
-            EmptyBufferError: when the first batch is asked for and nothing was added yet.
+            EmptyBufferError: at the first batch: nothing was added yet.
         """
         if async_prefetch:
             return BatchPrefetch(lambda: self.sample(batch_size), queue_size, self._refuse_within)
@@ -326,7 +336,7 @@ class LeRobotReplayBuffer:
     # --- what is there ----------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Transitions that were added, by all processes: `capacity` at most."""
+        """Number of transitions, added by all processes; `capacity` at most."""
         with self._locked():
             return 0 if self._join() is None else self._count()
 
@@ -336,7 +346,7 @@ class LeRobotReplayBuffer:
 
     @property
     def size(self) -> int:
-        """`len(buffer)`."""
+        """Number of transitions, as `len(buffer)`."""
         return len(self)
 
     @property
@@ -347,32 +357,32 @@ class LeRobotReplayBuffer:
 
     @property
     def states(self) -> dict[str, PositionColumn]:
-        """States by key and position: what this process has added. Read when they are indexed."""
+        """States that this process added, by key and position. They are read when you index them."""
         return self._columns(0)
 
     @property
     def next_states(self) -> dict[str, PositionColumn]:
-        """Next states, as `states`."""
+        """Next states that this process added, by key and position."""
         return self._columns(1)
 
     @property
     def actions(self) -> PositionColumn:
-        """Actions by position, as `states`."""
+        """Actions that this process added, by position."""
         return self._column(ACTION)
 
     @property
     def rewards(self) -> PositionColumn:
-        """Rewards by position, as `states`."""
+        """Rewards that this process added, by position."""
         return self._column(REWARD)
 
     @property
     def dones(self) -> PositionColumn:
-        """bool by position: whether transitions were terminal."""
+        """Whether each transition was terminal, bool by position."""
         return self._column(FLAGS, as_tensor=lambda flags: torch.from_numpy((flags & DONE) != 0))
 
     @property
     def truncateds(self) -> PositionColumn:
-        """bool by position: whether episodes were cut off after them."""
+        """Whether each episode was cut off after the transition, bool by position."""
         return self._column(FLAGS, as_tensor=lambda flags: torch.from_numpy((flags & TIMEOUT) != 0))
 
     @property
@@ -383,12 +393,12 @@ class LeRobotReplayBuffer:
 
     @property
     def complementary_info_keys(self) -> list[str]:
-        """Keys of infos."""
+        """Keys of the infos."""
         return list(self._infos())
 
     @property
     def complementary_info(self) -> dict[str, PositionColumn]:
-        """Infos by key and position, as `states`."""
+        """Infos that this process added, by key and position."""
         return {key: self._column(entry.field) for key, entry in self._infos().items()}
 
     def _known(self) -> TransitionEntries | None:
@@ -430,20 +440,21 @@ class LeRobotReplayBuffer:
         optimize_memory: bool = False,
         **options: Any,
     ) -> LeRobotReplayBuffer:
-        """A buffer with the transitions of a `LeRobotDataset`, read frame by frame, each once.
+        """A buffer with the transitions of a `LeRobotDataset`. Each frame is read once.
 
-        The next state of an episode's last frame is its state. Where the dataset has "next.done" and it is not set
-        there, the transition is truncated; without "next.done" the last frame is done.
+        The next state of an episode's last frame is its own state. If the dataset has "next.done" and the last frame is
+        not done, its transition is truncated. Without "next.done" the last frame is done.
 
         Args:
-            lerobot_dataset: with "action", "next.reward", "episode_index" and the states in each frame.
+            lerobot_dataset: dataset with "action", "next.reward", "episode_index" and the states in each frame.
+            device, image_augmentation_function, use_drq, storage_device, optimize_memory: as for the class.
             state_keys: entries of frames that are states.
-            capacity: the dataset's length by default, and at least.
-            device, image_augmentation_function, use_drq, storage_device, optimize_memory: as of the class.
-            options: `store`, `writers`, `reserve` of the class.
+            capacity: at least the dataset's length, which is the default.
+            options: `store`, `writers` and `reserve` of the class.
 
         Raises:
-            ArgumentError: no `state_keys`, a smaller capacity, or an empty dataset without a capacity.
+            ArgumentError: there are no `state_keys`, the capacity is smaller than the dataset, or the dataset is empty
+                and there is no capacity.
             SchemaError: a frame lacks an entry.
         """
         if state_keys is None:
@@ -470,17 +481,18 @@ class LeRobotReplayBuffer:
     def to_lerobot_dataset(
         self, repo_id: str, fps: int = 1, root: Any = None, task_name: str = "from_replay_buffer"
     ) -> Any:
-        """Writes the transitions of all processes as a `LeRobotDataset`: the newest `capacity`, process by process.
+        """Writes the newest `capacity` transitions of all processes as a `LeRobotDataset`, process by process.
 
-        Episodes end where transitions are done or truncated, and where a process's transitions do. Transitions that
-        are evicted while this runs are left out, which is warned of.
+        An episode ends at a transition that is done or truncated, and at the end of a process's transitions.
+        Transitions that are evicted during the call are left out, with a warning.
 
         Args:
-            repo_id, fps, root: as of `LeRobotDataset.create`.
-            task_name: of all episodes.
+            repo_id, fps, root: as for `LeRobotDataset.create`.
+            task_name: name of the task of all episodes.
 
         Raises:
-            EmptyBufferError: nothing was added yet; a `ValueError` too. MissingDependencyError: LeRobot is not there.
+            EmptyBufferError: nothing was added yet; also a `ValueError`.
+            MissingDependencyError: LeRobot is not installed.
         """
         with self._locked():
             store = self._join()

@@ -55,38 +55,47 @@ _LEAST_SAMPLES = 64
 class TrajectoryReplayBuffer:
     """RLinf's `TrajectoryReplayBuffer` over a store in shared memory.
 
-    It keeps the newest trajectories, as many as are sampled from, and gives batches of samples, each a step of one
-    environment, as likely as any other. Observations are stored once. What is added by one process of the host can be
-    sampled by all that name the same store. All methods may be called by several threads.
+    It keeps the newest trajectories, and draws batches of samples from them. A sample is a step of one environment, and
+    all are equally likely. Each observation is stored once. All processes of the host that name the same store share
+    their trajectories. Several threads may call any method.
 
     A trajectory is an object with tensors (T, B, ...) as attributes, and the dicts of tensors `curr_obs`, `next_obs`
-    and `forward_inputs`, such as RLinf's `Trajectory`. T and B are those of `prev_logprobs`, or else of `rewards`.
-    `dones`, `terminations`, `truncations` and `prev_values` may have one more step for each epoch, which is left out.
-    The store is made with the first trajectory, whose tensors all others must have, in their dtypes and shapes.
+    and `forward_inputs`, such as RLinf's `Trajectory`. T and B are those of `prev_logprobs`, or of `rewards`. `dones`,
+    `terminations`, `truncations` and `prev_values` may have one more step for each epoch, which is ignored. The first
+    trajectory makes the store. All others must have its tensors, dtypes and shapes.
 
     Args:
-        seed: of the draws; None: one from torch's global generator.
-        enable_cache, cache_size: accepted, and change nothing: all trajectories that are sampled from are in memory.
-        sample_window_size: trajectories that are kept and sampled from, the newest; 0: the newest `capacity`.
-        auto_save: write each trajectory to a file as well, before `add_trajectories` returns, in RLinf's format.
-        auto_save_path: folder of these files. Numbers go on behind those of the files that are there.
-        trajectory_format: "pt". "pkl" is accepted where no files are written.
-        store: the name of a store that several processes share, or a path of one on a disk, which the first of them
-            that adds creates; or an open `geartrain.Store` of another buffer (`buffer.store`). Without it the buffer
-            has a store of its own.
-        capacity: trajectories that are kept, where `sample_window_size` is 0.
-        max_samples: samples (T times B) of a long trajectory, for which rows are made; by default those of the first
-            one, and at least 64. Longer trajectories take several rows.
-        reserve: allocate the memory with the first trajectory, so that a lack of it is an error there. With False it is
-            when it is first written to, and the process dies of SIGBUS once /dev/shm is full.
-        timeout_s: longest wait for another process that adds.
-
-    Attributes:
-        sample_window_size, seed, auto_save, trajectory_format: as given.
+        seed: seed of the draws; None takes one from torch's global generator.
+        enable_cache, cache_size: have no effect: all trajectories are in memory.
+        sample_window_size: number of newest trajectories to keep and sample from; 0 keeps `capacity`.
+        auto_save: also write each trajectory to a file in RLinf's format, before `add_trajectories` returns.
+        auto_save_path: folder of these files. Numbers continue after those of existing files.
+        trajectory_format: "pt". "pkl" is accepted if no files are written.
+        store: name of a store that several processes share, or a path of one on a disk; the first of them that adds
+            creates it. Or an open `geartrain.Store` of another buffer (`buffer.store`). By default the buffer has its
+            own store.
+        capacity: number of trajectories to keep if `sample_window_size` is 0.
+        max_samples: samples (T times B) of a row; by default those of the first trajectory, and at least 64. Longer
+            trajectories take several rows.
+        reserve: allocate the memory with the first trajectory, so that a shortage raises there. With False it is
+            allocated at the first write to it, and the process dies of SIGBUS once /dev/shm is full.
+        timeout_s: longest wait for another process that adds, in seconds.
 
     Raises:
-        ArgumentError: arguments that make no buffer. From the first `add_trajectories`, NoSpaceError: /dev/shm is too
-            small, and IncompatibleStoreError: the store of that name is something else, or of another window.
+        ArgumentError: an argument is out of range.
+        NoSpaceError: from the first `add_trajectories`: /dev/shm is too small.
+        IncompatibleStoreError: from the first `add_trajectories`: the store of that name is not such a buffer, or has
+            another window.
+
+    Examples:
+        >>> import torch, types
+        >>> buffer = TrajectoryReplayBuffer(sample_window_size=10)
+        >>> obs = {"states": torch.zeros(5, 2, 3)}  # T = 5 steps of B = 2 environments
+        >>> ones = torch.ones(5, 2, 1)
+        >>> buffer.add_trajectories([types.SimpleNamespace(rewards=ones, actions=ones, curr_obs=obs, next_obs=obs)])
+        >>> tuple(buffer.sample(4)["curr_obs"]["states"].shape), buffer.total_samples
+        ((4, 3), 10)
+        >>> buffer.close()
     """
 
     def __init__(
@@ -209,10 +218,10 @@ class TrajectoryReplayBuffer:
         return int(torch.randint(_MOST - 1, (), generator=self._generator))
 
     def close(self, wait: bool = True) -> None:
-        """Closes the buffer's store, unless it was given an open one; what is called then raises `StoreClosedError`.
+        """Closes the buffer's store, unless it was passed in open. Later calls raise `StoreClosedError`.
 
         Args:
-            wait: accepted, and changes nothing: what was added is written.
+            wait: has no effect: what was added is written.
         """
         self._closed = True
         if self._store is not None and self._store is not self._given:
@@ -231,13 +240,16 @@ class TrajectoryReplayBuffer:
     # --- adding -----------------------------------------------------------------------------------------------
 
     def add_trajectories(self, trajectories: Sequence[Any]) -> None:
-        """Adds trajectories; the oldest ones leave where there are more than `sample_window_size`.
+        """Adds trajectories. The oldest leave if there are more than `sample_window_size`.
 
-        Those without rewards and log-probabilities, or without steps, are left out, as RLinf leaves them out.
+        Trajectories without steps, or without both rewards and log-probabilities, are left out, as RLinf does.
+
+        Args:
+            trajectories: the trajectories.
 
         Raises:
-            SchemaError: tensors that are not (T, B, ...), or differ from the first trajectory's. Nothing is added.
-            WaitTimeoutError: another process adds for too long.
+            SchemaError: tensors are not (T, B, ...), or differ from the first trajectory's. Nothing is added.
+            WaitTimeoutError: another process that adds took longer than `timeout_s`.
         """
         found = [(each, samples) for each in trajectories if (samples := TrajectorySamples.of(each)) is not None]
         self._own()
@@ -274,14 +286,17 @@ class TrajectoryReplayBuffer:
     # --- sampling ---------------------------------------------------------------------------------------------
 
     def sample(self, num_chunks: int = 0) -> dict[str, Any]:
-        """A batch of samples drawn uniformly, with replacement; of as many as there are if those are fewer.
+        """Draws samples uniformly, with replacement. Current and next observations are views of one tensor.
+
+        Args:
+            num_chunks: number of samples; fewer if the buffer has fewer.
 
         Returns:
-            Tensors (num_chunks, ...) by name, and dicts of them for observations and `forward_inputs`. Current and next
-            observations are views of one tensor, of which every other entry is theirs.
+            Tensors (num_chunks, ...) by name, and dicts of them for observations and `forward_inputs`.
 
         Raises:
-            EmptyBufferError: there are no trajectories; a `RuntimeError` too.
+            ArgumentError: `num_chunks` is not a whole number above zero.
+            EmptyBufferError: there are no trajectories; also a `RuntimeError`.
         """
         if check_whole("num_chunks", num_chunks) < 1:
             raise ArgumentError(f"num_chunks must be at least 1, found {num_chunks}")
@@ -298,7 +313,11 @@ class TrajectoryReplayBuffer:
         raise EmptyBufferError("Cannot sample from an empty buffer.")
 
     def sample_chunks(self, num_chunks: int) -> dict[str, Any]:
-        """As `sample`."""
+        """Draws samples; the same as `sample`.
+
+        Args:
+            num_chunks: number of samples.
+        """
         return self.sample(num_chunks)
 
     # --- what is there ----------------------------------------------------------------------------------------
@@ -307,35 +326,43 @@ class TrajectoryReplayBuffer:
         return (0, 0) if self._join() is None else self._rows.counted()
 
     def __len__(self) -> int:
-        """Trajectories that were added, by all processes, since the buffer was made or cleared."""
+        """Number of trajectories that all processes added since the buffer was made or cleared."""
         return self._counted()[0]
 
     @property
     def size(self) -> int:
-        """`len(buffer)`."""
+        """Number of trajectories, as `len(buffer)`."""
         return len(self)
 
     @property
     def total_samples(self) -> int:
-        """Samples of all trajectories that were added."""
+        """Number of samples of all trajectories that were added."""
         return self._counted()[1]
 
     def is_ready(self, min_size: int) -> bool:
-        """Whether so many trajectories were added."""
+        """Whether enough trajectories were added.
+
+        Args:
+            min_size: number of trajectories.
+        """
         return len(self) >= min_size
 
     async def is_ready_async(self, min_size: int) -> bool:
-        """As `is_ready`."""
+        """Whether enough trajectories were added; the same as `is_ready`.
+
+        Args:
+            min_size: number of trajectories.
+        """
         return self.is_ready(min_size)
 
     def get_stats(self) -> dict[str, int]:
-        """Trajectories and samples that were added, and trajectories that are there (`cache_size`)."""
+        """Numbers of trajectories and samples that were added, and of trajectories that are there (`cache_size`)."""
         number, total = self._counted()
         there = 0 if self._store is None else self._rows.there()
         return {"num_trajectories": number, "total_samples": total, "cache_size": there}
 
     def clear(self) -> None:
-        """Removes all trajectories, for all processes; files stay."""
+        """Removes all trajectories, for all processes. Files stay."""
         self._own()
         with self._adding.thread():
             store = self._join()
@@ -344,16 +371,20 @@ class TrajectoryReplayBuffer:
                     self._rows.clear()
 
     def clear_cache(self) -> None:
-        """Changes nothing: there is no cache beside the trajectories."""
+        """Has no effect: there is no cache besides the trajectories."""
         self._join()
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, save_path: str | os.PathLike[str]) -> None:
-        """Writes a checkpoint (`Store.save`) of the trajectories that are there to a folder, in the place of an older.
+        """Writes a checkpoint (`Store.save`) of the present trajectories, and replaces an older one.
+
+        Args:
+            save_path: folder of the checkpoint.
 
         Raises:
-            CheckpointError: something else is there. NoSpaceError: the disk is full.
+            CheckpointError: something else is there.
+            NoSpaceError: the disk is full.
         """
         folder = check_path("save_path", save_path)
         store = self._join()
@@ -370,15 +401,18 @@ class TrajectoryReplayBuffer:
         local_rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """Replaces the trajectories by those of a checkpoint, or of RLinf's files; draws begin anew, from its seed.
+        """Replaces the trajectories by those of a checkpoint, or of RLinf's files. Draws begin anew, from its seed.
 
         Args:
-            load_path: folder that was given to `save_checkpoint`, or as `auto_save_path`, of this class or of RLinf's.
-            is_distributed: take a `world_size`-th of the trajectories, those of rank `local_rank`.
+            load_path: folder that was given to `save_checkpoint` or as `auto_save_path`, of this class or of RLinf's.
+            is_distributed: load only the part of rank `local_rank`.
+            local_rank: number of this rank.
+            world_size: number of parts.
 
         Raises:
-            StoreMissingError: there is none; a `FileNotFoundError` too. CheckpointError: it is damaged, or of pickles.
-            SchemaError: its trajectories have other tensors than those of the store that this buffer has joined.
+            StoreMissingError: there is no checkpoint; also a `FileNotFoundError`.
+            CheckpointError: the checkpoint is damaged, or made of pickles.
+            SchemaError: its trajectories have other tensors than the store that this buffer joined.
         """
         folder = check_path("load_path", load_path)
         part = CheckpointPart.of(is_distributed, local_rank, world_size)
@@ -438,23 +472,25 @@ class TrajectoryReplayBuffer:
         sample_window_size: int = 0,
         **options: Any,
     ) -> TrajectoryReplayBuffer:
-        """A buffer with the episodes of a `LeRobotDataset` as trajectories of one environment, such as demonstrations.
+        """A buffer with the episodes of a `LeRobotDataset`, such as demonstrations, as trajectories of one environment.
 
-        Frames are read one after the other, each once, and one episode is held in memory besides the buffer; those of a
-        dataset without `hf_dataset`, which tells the episodes' lengths, are read twice. The observation that an
-        episode's last frame led to is its own. `actions` are those of single frames and rewards
-        and flags have the shape (T, 1, 1), as RLinf has them for one action a step.
+        Each frame is read once, in order, with one episode in memory. A dataset without `hf_dataset`, which has the
+        episodes' lengths, is read twice. The next observation of an episode's last frame is its own. `actions` are
+        those of single frames. Rewards and flags have the shape (T, 1, 1), as in RLinf with one action a step.
 
         Args:
             dataset: frames by number, with "action", "episode_index" and the observations in each.
-            observations: names of observations in trajectories, and the dataset's entries that they are:
-                `{"states": "observation.state", "main_images": "observation.images.front"}`.
-            success_reward: reward of each episode's last step, which is terminal then; other steps have 0. Without it
-                frames have "next.reward", and where they have "next.done" that says which steps are terminal.
-            seed, sample_window_size, options: as of the class; all episodes are kept by default.
+            observations: names of observations in trajectories, and the dataset's entries for them: `{"states":
+                "observation.state", "main_images": "observation.images.front"}`.
+            success_reward: reward of each episode's last step, which is then terminal; other steps get 0. By default
+                frames have "next.reward", and "next.done", if there is one, says which steps are terminal.
+            seed: as for the class.
+            sample_window_size: as for the class; all episodes are kept by default.
+            options: other arguments of the class.
 
         Raises:
-            ArgumentError: no observations, or what is no dataset. SchemaError: a frame lacks an entry.
+            ArgumentError: there are no observations, or `dataset` is not a dataset.
+            SchemaError: a frame lacks an entry.
         """
         named = check_observations(observations)
         lengths = episode_lengths(dataset)

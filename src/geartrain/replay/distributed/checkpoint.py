@@ -138,29 +138,39 @@ def save_checkpoint(
     """Saves the stores of all ranks in parallel, each store once. Collective: every rank calls it at the same step.
 
     Args:
-        store: this rank's shard. Ranks that attached the same segment save it once, the lowest of them writes.
-        directory: of all steps; on a shared disk, or on a disk of each host.
-        group: the job's ranks, as in `Replay`: a process group of `torch.distributed`, such as `dist.group.WORLD`, or a
+        store: this rank's shard. If several ranks have the same segment, the lowest of them writes it.
+        directory: directory of all steps; on a shared disk, or on a disk of each host.
+        group: the job's ranks, as for `Replay`: a `torch.distributed` process group, such as `dist.group.WORLD`, or a
             `RankGroup`. None saves the store of this process alone.
-        step: the step's number; by default the one in `state`.
+        step: number of the step; by default the one in `state`.
         shard: (k, n), this rank's shard and the number of shards. By default shards are numbered by their lowest rank.
         state: `Replay.state_dict()`, the same on all ranks; kept with the step.
-        keep: complete steps to keep, this one included; older ones are removed.
-        companions: names of other entries of a step's directory that are removed with it, such as "model". Nothing
+        keep: number of complete steps to keep, this one included. Older ones are removed.
+        companions: names of further entries in a step's directory that are removed with it, such as "model". Nothing
             else is touched.
-        timeout_s: longest wait for the slowest shard, and for the last rank of a process group to make the call.
+        timeout_s: longest wait for the slowest shard, and for the last rank to make the call, in seconds.
         progress: show a progress bar for this rank's shard.
 
     Returns:
         Sums over all shards, the same on every rank except for the time.
 
     Raises:
-        CheckpointError: it failed on this or another rank, which is named; earlier steps are as they were. Or a step
-            that is newer than this one is complete.
-        RanksDisagreeError: the ranks differ in step, state, schema, limits or shards; names two ranks and the
-            difference.
-        WaitTimeoutError: a shard took longer than `timeout_s`. It may still be written: restart the job.
+        CheckpointError: the save failed on this rank or on another, which the message names; earlier steps are intact.
+            Or a newer step is complete already.
+        RanksDisagreeError: the ranks differ in step, state, schema, limits or shards. The message names two ranks and
+            the difference.
+        WaitTimeoutError: a shard took longer than `timeout_s`, and may still be being written. Restart the job.
         PeerLostError: a rank is lost, or did not make the call within `timeout_s`.
+
+    Examples:
+        >>> import geartrain as gt, tempfile
+        >>> store = gt.Store.create({"x": gt.Field((), "float32", per_row=True)}, capacity=8)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = gt.save_checkpoint(store, folder, step=100)
+        ...     restored, state, report = gt.load_checkpoint(folder, "doc-restored")
+        >>> list(restored.fields)
+        ['x']
+        >>> restored.close(); store.close()
     """
     timeout(timeout_s)
     check_flag("progress", progress)
@@ -261,29 +271,29 @@ def load_checkpoint(
     """Restores the shards of a step in parallel. Collective: every rank gets its store, the state and a report.
 
     Args:
-        directory: as in `save_checkpoint`.
-        name: of the store to create. Ranks with the same shard and name share it: the lowest loads it, the others
+        directory: as for `save_checkpoint`.
+        name: name of the store to create. Ranks with the same shard and name share it: the lowest loads it, the others
             attach.
-        group: the job's ranks, as in `save_checkpoint`; another number of them than saved may load.
-        shard: (k, n), this rank's shard and the number of shards. By default the host's number and the number of hosts
-            in torchrun's environment, (0, 1) without torchrun.
-        step: the step's number; by default the newest step that is complete on all ranks.
-        reshard: allow another number of shards than were saved. All shards, one after the other and in each the rows
-            by their numbers, are cut into n parts of nearly equal numbers of rows. All that selection depends on is
-            kept: priorities, lengths, versions, ages, counts of samples and the order of commits. Row numbers and keys
-            are new. Every rank must see all shards.
-        together: with `reshard`, a field of one whole number a row; neighbouring rows with the same value stay in one
-            shard.
+        group: the job's ranks, as for `save_checkpoint`. Their number may differ from the one that saved.
+        shard: (k, n), this rank's shard and the number of shards. By default torchrun's host number and number of
+            hosts; (0, 1) without torchrun.
+        step: number of the step; by default the newest that is complete on all ranks.
+        reshard: allow another number of shards than was saved. All shards are concatenated, and cut into n parts with
+            nearly the same number of rows. Priorities, lengths, versions, ages, numbers of samples and the order of
+            commits are kept; row numbers and keys are new. Every rank must see all shards.
+        together: with `reshard`, a scalar `per_row` field of whole numbers: neighbouring rows with the same value stay
+            in one shard.
         capacity: with `reshard`, rows of this rank's new store; by default its share of the saved capacities.
         part: with `reshard`, the index of this store in a replay's mixture, for the state.
-        adopt: where the store's segment is still in shared memory because its processes were killed, keep it and read
-            nothing. Priorities and counts of samples of the checkpoint's rows are reset; newer rows are kept.
-        timeout_s: longest wait for the slowest shard, and for the last rank of a process group to make the call.
+        adopt: if the store's segment is still in shared memory, because its processes were killed, keep it and read
+            nothing. Priorities and numbers of samples of the checkpoint's rows are reset; newer rows are kept.
+        timeout_s: longest wait for the slowest shard, and for the last rank to make the call, in seconds.
         progress: show a progress bar for this rank's shard.
-        options: `persist` and `reserve`, as in `Store.load`.
+        options: `persist` and `reserve`, as for `Store.load`.
 
     Raises:
-        CheckpointError: no such step, another number of shards, a missing or damaged file, another rank's failure.
+        CheckpointError: there is no such step, the number of shards differs, a file is missing or damaged, or another
+            rank failed.
         RanksDisagreeError: the ranks have different arguments.
         WaitTimeoutError: a shard took longer than `timeout_s`.
         PeerLostError: a rank is lost, or did not make the call within `timeout_s`.

@@ -53,20 +53,21 @@ SIMULATED = 64
 
 
 class Placement:
-    """Places rows in the shards whose hosts train on them. Every rank makes one, with the same arguments.
+    """Places rows in the shards of the hosts that train on them. Every rank makes one, with the same arguments.
 
     Args:
-        store: this rank's shard. A placement is of one store; those of a mixture take one each.
-        group, mesh, inputs, targets, window: as of the replay. Without group and mesh the process is the only rank.
-        by: what rows are drawn by: "priority" for `Prioritized` and the like, "rows" for `Uniform`.
-        timeout_s: timeout of each collective.
+        store: this rank's shard. In a mixture, make one placement for each store.
+        group, mesh, inputs, targets, window: as for `Replay`. Without group and mesh the process is the only rank.
+        by: what rows are drawn by: "priority" for `Prioritized` and similar strategies, "rows" for `Uniform`.
+        timeout_s: longest wait for the other ranks in each call, in seconds.
 
     Raises:
-        ArgumentError, FieldError: an argument that does not fit the store.
+        ArgumentError: an argument does not fit the store.
+        FieldError: the store has no such field.
         RanksDisagreeError: the ranks have different arguments.
         PeerLostError: a rank did not join, or is lost.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> import geartrain as gt
         >>> store = gt.Store.create("doc-placement", {"x": gt.Field((2,), "float32")}, max_length=10, capacity=4)
@@ -171,7 +172,10 @@ class Placement:
     # --- status --------------------------------------------------------------------------------------------
 
     def refresh(self) -> tuple[ShardStatus, ...]:
-        """All-gathers the status of the shards, which `deal` uses. The constructor, `report`, `rebalance` call it."""
+        """All-gathers the status of the shards, which `deal` uses.
+
+        The constructor, `report` and `rebalance` call it.
+        """
         native = self.store.native
         if self._leads and self.store.options["max_age_s"] is not None:
             self.store.expire()
@@ -199,15 +203,15 @@ class Placement:
         return self.shards
 
     def report(self, replay: Any = None, *, batch_size: int | None = None) -> PlacementReport:
-        """The shards' shares, and the local share of batches. Collective.
+        """Reports the shares of the shards, and the local share of batches. Collective: every rank calls it.
 
         Args:
-            replay: this rank's `Replay`, for the measured local share; on all ranks or none.
+            replay: this rank's `Replay`, for the measured local share; on all ranks or on none.
             batch_size: rows of the global batch; by default the replay's.
 
         Raises:
-            ArgumentError: the batch cannot be divided evenly.
-            RanksDisagreeError: a replay on some ranks only, or batches of different sizes.
+            ArgumentError: the batch cannot be divided evenly among the replicas.
+            RanksDisagreeError: only some ranks passed a replay, or the batches differ in size.
         """
         if replay is not None and not all(hasattr(replay, what) for what in ("batch_size", "stats")):
             raise ArgumentError(f"replay is this rank's Replay, found {shown(replay)}")
@@ -271,23 +275,23 @@ class Placement:
     # --- rows of a dataset ----------------------------------------------------------------------------------------
 
     def deal(self, priorities: ArrayLike) -> NDArray[np.int64]:
-        """Partitions a dataset: the shard of each row, (n,) int64, the same on all ranks.
+        """Partitions a dataset among the shards: the shard of each row, (n,) int64, the same on all ranks.
 
-        Shards get their reader shares of the priorities, rows they hold already included (as of `refresh`: call it
-        before the next dataset is dealt). The few thousand rows of highest priority are dealt one by one, each to the
-        shard that lacks most; the others in turns by descending priority, so that every shard gets the same
-        distribution of priorities and shares stay right under another alpha. Full shards are skipped; when all shards
-        with a reader share are full, the rest, of lowest priority, goes to the shards of a pipeline's other readers,
-        and then to those without readers, in proportion to their free rows.
+        Each shard gets the part of the priorities that the ranks on its host train on (its reader share). Rows that it
+        holds already count, as of the last `refresh`: call that before you deal the next dataset. The few thousand rows
+        of highest priority are dealt one by one, each to the shard that lacks most. The others are dealt in turns by
+        descending priority, so that every shard gets the same distribution of priorities. Full shards are skipped. The
+        rest goes to the shards of a pipeline's other readers, and then to shards without readers, in proportion to
+        their free rows.
 
         Args:
-            priorities: (n,) finite and >= 0, the same on all ranks: the priorities the rows will be inserted with, or
-                ones. All zeros stand for ones.
+            priorities: (n,) finite and >= 0, the same on all ranks: the priorities that the rows will be inserted with,
+                or ones. All zeros count as ones.
 
         Raises:
-            ArgumentError: invalid priorities, or more rows than are free in all shards.
+            ArgumentError: a priority is negative or not finite, or the shards have fewer free rows than n.
 
-        Cost: no communication; two sorts and a few passes, below 200 bytes of memory a row.
+        Cost: no communication; two sorts and a few scans, and less than 200 bytes of memory a row.
         """
         likely = self._checked_priorities(priorities)
         n = len(likely)
@@ -302,9 +306,15 @@ class Placement:
         return deal(likely, amount, self._reader_share, self._reads, free)
 
     def mine(self, priorities: ArrayLike) -> NDArray[np.int64]:
-        """The rows of a dataset that this rank inserts: their numbers, (k,) int64, ascending.
+        """Rows of a dataset that this rank inserts: their numbers, (k,) int64, ascending.
 
         The rows that `deal` gives to a shard are split into contiguous parts for its ranks.
+
+        Args:
+            priorities: as for `deal`.
+
+        Raises:
+            ArgumentError: as for `deal`.
         """
         rows = np.flatnonzero(self.deal(priorities) == self.shard)
         ranks = self._shard_ranks[self.shard]
@@ -340,32 +350,31 @@ class Placement:
     def rebalance(
         self, *, tolerance: float = 0.05, max_bytes: int | None = None, progress: bool = False
     ) -> RebalanceResult:
-        """Moves rows between shards until each has its reader share (resharding in place). Collective.
+        """Moves rows between shards until each has its reader share. Collective: every rank calls it.
 
-        Rows go from shards with more than their reader share to shards with less that have free rows: those of highest
-        priority first, so that the fewest bytes move (the newest first with by="rows"). A row is committed in its new
-        shard before it is removed from its old one: a job that is killed in between has some rows twice, and loses
-        none.
+        Call it between steps, after `replay.settle()` and while no process inserts. Otherwise concurrent priority
+        updates may be lost, and writers may fill the room that rows move into, so that rows are evicted.
 
-        Call it between steps, after `replay.settle()` and while no process inserts. Otherwise priorities that are
-        updated meanwhile may be lost, and writers may fill the room that rows are moved into, so that rows are evicted.
+        Rows move from shards above their reader share to shards below it that have free rows. The rows of highest
+        priority move first, so that the fewest bytes move; with by="rows" the newest. A row is committed in its new
+        shard before it is removed from the old one. If the job is killed in between, some rows exist twice and none is
+        lost.
 
-        Fields, length, priority, version and count of samples of a row are kept exactly. Its key is new, so keys of
-        earlier batches are stale; it counts as inserted now, in the order of commits (`Fifo` draws it again) and in its
-        age.
+        A row keeps its fields, length, priority, version and number of samples. Its key is new, so keys of earlier
+        batches are stale. Its age and its place in the order of commits start again (`Fifo` draws it again).
 
         Args:
-            tolerance: nothing is moved where all shares are within this of their reader shares.
-            max_bytes: of fields, to be moved at most; None for no limit.
+            tolerance: nothing moves while all shares are within this of their reader shares.
+            max_bytes: most bytes of fields to move; None for no limit.
             progress: show a progress bar, on the first rank.
 
         Raises:
-            ArgumentError: an invalid tolerance or max_bytes, or a store with priority_per="step".
+            ArgumentError: `tolerance` or `max_bytes` is out of range, or the store has priority_per="step".
             RanksDisagreeError: the ranks have different arguments.
-            PeerLostError: a rank is lost. Some rows may be there twice; the segments stay, to be adopted.
+            PeerLostError: a rank is lost. Some rows may exist twice; the segments stay and can be adopted.
 
-        Cost: for each row a copy out, one over the network and one in, in messages of 32 MB, one of them in memory at a
-        time. A pass over the metadata of the shards that rows leave.
+        Cost: each moved row is copied out, sent and copied in, in messages of 32 MB, with one message in memory at a
+        time. One scan of the metadata of shards that rows leave.
         """
         if self.store.per_step:
             raise ArgumentError(
@@ -417,7 +426,7 @@ class Placement:
     # --- leaving --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Leaves the group. The store stays open; it is the caller's."""
+        """Leaves the group. The store stays open."""
         self._group.close()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
