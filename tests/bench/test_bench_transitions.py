@@ -63,7 +63,9 @@ def test_one_case_alone_is_measured_by_its_name_and_an_unknown_name_is_refused()
 
 def test_writers_are_killed_beside_every_case(tiny: bench.BenchResult) -> None:
     for case in transitions.CASES:
-        (note,) = [note for note in tiny.notes if note.startswith(f"{case.name}: ") and note.endswith("killed meanwhile")]
+        (note,) = [
+            note for note in tiny.notes if note.startswith(f"{case.name}: ") and note.endswith("killed meanwhile")
+        ]
         assert re.fullmatch(r".*: [1-9]\d* writers were killed meanwhile", note)
 
 
