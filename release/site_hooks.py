@@ -36,7 +36,11 @@ DECISIONS = "decisions.md"
 NOT_SEARCHED = re.compile(
     r"(decisions|notes|benchmarks)/|(decisions|changelog|contributing|benchmarks|bench-rpc-rl)\.md"
 )
-RANKED_LOWER = {"api/": 0.2, "architecture.md": 0.05, "results.md": 0.05, "migration.md": 0.2, "index.md": 0.2}
+RANKED_LOWER = {
+    **{"api/": 0.2, "architecture.md": 0.05, "results.md": 0.05, "migration.md": 0.2, "index.md": 0.2},
+    **{"coming-from-": 0.5, "di-engine.md": 0.5, "exporters.md": 0.5, "devices.md": 0.5, "transport.md": 0.5},
+    "tutorial.md": 0.5,
+}
 _CODE = re.compile(r"(^```.*?^```[^\n]*\n)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 _INCLUDE = re.compile(r'^<!-- include: (\S+) "([^"]+)" -->$', re.MULTILINE)
