@@ -95,9 +95,7 @@ def pages(commit: str | None = None) -> dict[str, Page]:
         paths = _git("ls-tree", "-r", "--name-only", commit, "README.md", "docs").splitlines()
     found = {}
     for path in sorted(filter(is_counted, paths)):
-        text = (ROOT / path).read_text() if commit is None else _git("show", f"{commit}:{path}")
-        if "<!-- include: README.md -->" not in text:
-            found[path] = counted(text)
+        found[path] = counted((ROOT / path).read_text() if commit is None else _git("show", f"{commit}:{path}"))
     return found
 
 
