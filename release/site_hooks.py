@@ -3,8 +3,8 @@
 - README.md is the home page. ARCHITECTURE.md, CHANGELOG.md and CONTRIBUTING.md are pages too.
 - An index lists the decisions. docs/tutorial.ipynb is the page tutorial.md, with its saved output.
 - Each page of docs/recipes is in the navigation, below recipes.md.
-- Search leads to guides: decisions, notes, measurements and the changelog are not in its index, and the API and the
-  architecture rank below guides.
+- Search leads to guides: decisions, notes, pages of measurements and the changelog are not in its index, and the API
+  and the architecture rank below guides.
 - A line `<!-- include: ARCHITECTURE.md "Guarantees" -->` is replaced by that section of that file, so that nothing is
   written twice.
 - Links are relative to the file that they stand in, as any viewer of the repository follows them. Those to files that
@@ -33,13 +33,11 @@ OUTSIDE = {
 # No index.md: that would be the page of the section that it stands in.
 DECISIONS = "decisions.md"
 # Patterns of pages that search does not find, and of pages that it ranks lower, with the factor of their scores.
-NOT_SEARCHED = re.compile(
-    r"(decisions|notes|benchmarks)/|(decisions|changelog|contributing|benchmarks|bench-rpc-rl)\.md"
-)
+NOT_SEARCHED = re.compile(r"(decisions|notes|benchmarks)/|(decisions|changelog|contributing|bench-rpc-rl)\.md")
 RANKED_LOWER = {
     **{"api/": 0.2, "architecture.md": 0.05, "results.md": 0.05, "migration.md": 0.2, "index.md": 0.2},
     **{"coming-from-": 0.5, "di-engine.md": 0.5, "exporters.md": 0.5, "devices.md": 0.5, "transport.md": 0.5},
-    "tutorial.md": 0.5,
+    **{"tutorial.md": 0.5, "benchmarks.md": 0.3},
 }
 _CODE = re.compile(r"(^```.*?^```[^\n]*\n)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
