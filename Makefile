@@ -89,7 +89,7 @@ bench: setup
 	$(BIN)/geartrain bench ranks --json runs/bench-ranks.json --plot runs/bench-ranks.png
 	$(BIN)/geartrain bench rpc-rl --backend both --output-file-path runs/bench-rpc-rl.json
 
-figures: bench  # every figure of README.md, measured here, with the baselines that are installed; long
+figures: bench  # benchmarks and the demo, with the baselines that are installed; long
 	$(BIN)/geartrain bench allreduce --json runs/bench-allreduce.json --plot runs/bench-allreduce.png
 	$(BIN)/geartrain bench online --json runs/bench-online.json --plot runs/bench-online.png
 	$(MAKE) demo

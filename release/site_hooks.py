@@ -1,7 +1,10 @@
 """MkDocs hooks of the documentation site: pages that lie outside docs/, sections of other files, links to sources.
 
-- ARCHITECTURE.md, CHANGELOG.md and CONTRIBUTING.md are pages, an index lists the decisions, and docs/tutorial.ipynb is
-  shown as the page tutorial.md, with the output that it was saved with.
+- README.md is the home page. ARCHITECTURE.md, CHANGELOG.md and CONTRIBUTING.md are pages too.
+- An index lists the decisions. docs/tutorial.ipynb is the page tutorial.md, with its saved output.
+- Each page of docs/recipes is in the navigation, below recipes.md.
+- Search leads to guides: decisions, notes, pages of measurements and the changelog are not in its index, and the API
+  and the architecture rank below guides.
 - A line `<!-- include: ARCHITECTURE.md "Guarantees" -->` is replaced by that section of that file, so that nothing is
   written twice.
 - Links are relative to the file that they stand in, as any viewer of the repository follows them. Those to files that
@@ -21,12 +24,33 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 # Pages that are made of files outside docs/, by the path in the site.
-OUTSIDE = {"architecture.md": "ARCHITECTURE.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
+OUTSIDE = {
+    "index.md": "README.md",
+    "architecture.md": "ARCHITECTURE.md",
+    "changelog.md": "CHANGELOG.md",
+    "contributing.md": "CONTRIBUTING.md",
+}
 # No index.md: that would be the page of the section that it stands in.
 DECISIONS = "decisions.md"
+# Patterns of pages that search does not find, and of pages that it ranks lower, with the factor of their scores.
+NOT_SEARCHED = re.compile(r"(decisions|notes|benchmarks)/|(decisions|changelog|contributing|bench-rpc-rl)\.md")
+RANKED_LOWER = {
+    **{"api/": 0.2, "architecture.md": 0.05, "results.md": 0.05, "migration.md": 0.2, "index.md": 0.2},
+    **{"coming-from-": 0.5, "di-engine.md": 0.5, "exporters.md": 0.5, "devices.md": 0.5, "transport.md": 0.5},
+    **{"tutorial.md": 0.5, "benchmarks.md": 0.3},
+}
 _CODE = re.compile(r"(^```.*?^```[^\n]*\n)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 _INCLUDE = re.compile(r'^<!-- include: (\S+) "([^"]+)" -->$', re.MULTILINE)
+
+
+def on_config(config: Any) -> Any:
+    """Adds the recipes to the navigation, below their index."""
+    recipes = sorted(f"recipes/{path.name}" for path in (ROOT / "docs" / "recipes").glob("*.md"))
+    for section in config.nav:
+        if "Recipes" in section:
+            section["Recipes"] += recipes
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -45,6 +69,11 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """A page with the sections that it includes, and with links that lead somewhere from the site."""
     site_path = page.file.src_uri
+    if NOT_SEARCHED.match(site_path):
+        page.meta["search"] = {"exclude": True}
+    for prefix, factor in RANKED_LOWER.items():
+        if site_path.startswith(prefix):
+            page.meta["search"] = {"boost": factor}
     source = OUTSIDE.get(site_path, f"docs/{site_path}")
 
     def included(found: re.Match[str]) -> str:

@@ -36,6 +36,8 @@ def test_the_code_on_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) 
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GEARTRAIN_DIR": segments, "TMPDIR": str(tmp_path)}
         done = preloaded.run([sys.executable, str(script)], cwd=tmp_path, env=environment, timeout=patience(100))
     assert done.returncode == 0, done.stderr
+    if page.name == "README.md":  # three times the return of random actions
+        assert float(done.stdout.split()[-1]) > 66, done.stdout
 
 
 @pytest.mark.slow
@@ -88,40 +90,12 @@ def test_code_on_pages_fits_a_window_of_1400_pixels() -> None:
             assert not [line for line in code.splitlines() if len(line) > 120], page
 
 
-@pytest.mark.parametrize(
-    ("words", "page"),
-    [
-        ("priority", "store.md"),
-        ("prioritized replay", "selection.md"),
-        ("n-step", "replay.md"),
-        ("frame stack", "replay.md"),
-        ("rate limiter", "store.md"),
-        ("all-to-all", "ranks.md"),
-        ("FSDP", "ranks.md"),
-        ("pinned memory", "gpu.md"),
-        ("checkpoint", "checkpoints.md"),
-        ("resharding", "checkpoints.md"),
-        ("vectorised environment", "actors.md"),
-        ("publish/subscribe", "rpc.md"),
-        ("server-side batching", "rpc.md"),
-        ("heartbeat", "transport.md"),
-        ("reducer", "collectives.md"),
-        ("DDP", "collectives-torch.md"),
-    ],
-)
-def test_a_search_for_the_usual_term_finds_the_page(words: str, page: str) -> None:
-    assert words.lower() in (ROOT / "docs" / page).read_text().lower()
-    assert page in (ROOT / "docs" / "index.md").read_text()
-
-
-def test_every_page_is_in_the_index_and_in_the_sites_navigation() -> None:
-    index, site = (ROOT / "docs" / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
+def test_every_page_is_in_the_sites_navigation() -> None:
+    site = (ROOT / "mkdocs.yml").read_text()
     for page in (ROOT / "docs").rglob("*.md"):
         path = page.relative_to(ROOT / "docs").as_posix()
-        if path.startswith(("decisions/", "notes/")):
-            continue
-        assert path == "index.md" or path.startswith("api/") or f"({path})" in index, path
-        assert re.search(rf" {re.escape(path)}$", site, re.MULTILINE), f"{path} is not in mkdocs.yml"
+        if not path.startswith(("decisions/", "notes/", "recipes/")):  # which release/site_hooks.py lists
+            assert re.search(rf" {re.escape(path)}$", site, re.MULTILINE), f"{path} is not in mkdocs.yml"
 
 
 def test_every_public_name_is_on_a_page_of_the_api() -> None:
@@ -131,22 +105,102 @@ def test_every_public_name_is_on_a_page_of_the_api() -> None:
         assert re.search(rf"^::: geartrain\.(.*\.)?{name}$", pages, re.MULTILINE), name
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the site, built without a warning."""
     pytest.importorskip("mkdocs")
+    folder = tmp_path_factory.mktemp("site")
     built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
         cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True,
         timeout=patience(200), check=False,
     )  # fmt: skip
     assert built.returncode == 0, built.stderr
     assert "WARNING" not in built.stderr
-    # Nothing is loaded from elsewhere: the site works without a network, and tells nobody who reads it.
-    home = (tmp_path / "index.html").read_text()
+    return folder
+
+
+# What people type, and pages one of which has to come first. A term whose page is not written yet is in PENDING.
+SEARCHES = {
+    "prioritized replay": "selection recipes/",
+    "priority": "selection store replay",
+    "n-step": "replay",
+    "frame stack": "replay",
+    "action mask": "recipes/",
+    "HER": "replay recipes/",
+    "R2D2": "recipes/",
+    "burn-in": "recipes/ replay",
+    "LSTM state": "recipes/ replay",
+    "DDP": "first-hour/ddp collectives-torch ranks",
+    "multi node": "first-hour/hosts clusters recipes/ deployment",
+    "Slurm": "deployment clusters launch recipes/",
+    "Docker": "deployment install",
+    "Kubernetes": "deployment clusters",
+    "SIGBUS": "troubleshooting",
+    "shared memory full": "troubleshooting sizing",
+    "resume": "checkpoints recipes/",
+    "checkpoint": "checkpoints",
+    "variable length": "first-hour/llm replay",
+    "padding": "replay first-hour/llm",
+    "GRPO": "first-hour/llm selection recipes/",
+    "tokens": "first-hour/llm recipes/",
+    "strings": "store glossary",
+    "images": "store replay gpu first-hour/robots importers",
+    "episodes": "store actors first-hour/buffer",
+    "off-policy": "first-hour/buffer recipes/",
+    "D4RL": "importers first-hour/robots",
+    "Minari": "importers first-hour/robots",
+    "LeRobot": "coming-from-lerobot importers first-hour/robots",
+    "PPO": "recipes/",
+    "rate limiter": "store",
+    "evict": "store",
+    "memory usage": "sizing troubleshooting",
+    "fork": "store troubleshooting guarantees",
+    "DataLoader": "replay",
+    "weights": "weights",
+    "timeout": "troubleshooting",
+    "kill -9": "troubleshooting guarantees store",
+    "uint8": "gpu store first-hour/gpu replay",
+    "GPU": "gpu first-hour/gpu",
+}
+PENDING = {
+    *("action mask", "R2D2", "burn-in", "LSTM state", "PPO", "padding", "fork"),
+    *("SIGBUS", "shared memory full", "memory usage", "timeout"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_first_hit_of_the_sites_search_answers_it(site: Path) -> None:
+    pytest.importorskip("lunr")
+    from site_search import SiteSearch
+
+    search = SiteSearch(site)
+    found = {term: [page.removesuffix(".html") for page in search.pages(term)[:3]] for term in SEARCHES}
+    wrong = [
+        f"{term}: {hits}, and not {SEARCHES[term]}"
+        for term, hits in found.items()
+        if term not in PENDING and not (hits and any(_is(hits[0], page) for page in SEARCHES[term].split()))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def _is(page: str, wanted: str) -> bool:
+    return page.startswith(wanted) if wanted.endswith("/") else page == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_site_loads_nothing_from_elsewhere_and_shows_the_sections_that_it_includes(site: Path) -> None:
+    # The site works without a network, and tells nobody who reads it.
+    home = (site / "index.html").read_text()
     assert not re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="?https?://[^>]*', home)
-    for shown, where in (("A row's life", "concepts.html"), ("no torn row is returned", "guarantees.html")):
-        assert shown in (tmp_path / where).read_text()
+    for shown, where in (
+        ("for you if", "index.html"),
+        ("A row's life", "concepts.html"),
+        ("no torn row is returned", "guarantees.html"),
+    ):
+        assert shown in (site / where).read_text()
 
 
 @pytest.mark.slow

@@ -18,11 +18,12 @@ import geartrain_bench as bench
 import geartrain_bench.transitions.bench as transitions
 import geartrain_bench.transitions.worker as worker
 from geartrain.core.schema import Field
+from geartrain.errors import ArgumentError
 from geartrain.store.store import Store
 from geartrain_bench.harness.child_process import AnsweringProcess, BaselineError
 from geartrain_bench.harness.killed_writers import KilledWriters
 
-TINY = transitions.Plan(3000, 1000, 6000, repeats=3, case_s=0.02, calls=1)
+TINY = transitions.Plan(3000, 1000, 300, 6000, repeats=3, case_s=0.02, calls=1)
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +42,30 @@ def test_every_case_has_its_floor_and_finite_numbers(tiny: bench.BenchResult) ->
         systems = {row.system for row in tiny.rows if row.case == case}
         assert {"floor", "geartrain"} <= systems
         assert ("geartrain prefetch=0" in systems) == ("sample" in case)
-        assert ("NumPy" in systems) == ("windows" in case)
+        alike = case in ("SAC, sample 256", "100 KB, sample 256")  # stored as it is sampled, by all
+        assert ("NumPy" in systems) == (alike or "windows" in case)
+        assert ("torch.index_select(out=)" in systems) == alike
+
+
+def test_rates_are_told_for_transitions_that_every_system_samples_alike(tiny: bench.BenchResult) -> None:
+    (note,) = [note for note in tiny.notes if note.startswith("SAC, sample 256: million transitions")]
+    (row,) = [row for row in tiny.rows if (row.case, row.system) == ("SAC, sample 256", "geartrain")]
+    assert f"geartrain {256 / row.p50:.3g}, " in note
+
+
+def test_one_case_alone_is_measured_by_its_name_and_an_unknown_name_is_refused() -> None:
+    found = transitions.run(TINY, {}, only=("a step of 16",))
+    assert {row.case for row in found.rows} == {"SAC, add a step of 16"}
+    assert found.command.endswith('--case "a step of 16"')
+    with pytest.raises(ArgumentError, match="no case has 'Pong' in its name; cases are SAC, sample 256, "):
+        transitions.run(TINY, {}, only=("Pong",))
 
 
 def test_writers_are_killed_beside_every_case(tiny: bench.BenchResult) -> None:
     for case in transitions.CASES:
-        (note,) = [note for note in tiny.notes if note.startswith(f"{case.name}: ")]
+        (note,) = [
+            note for note in tiny.notes if note.startswith(f"{case.name}: ") and note.endswith("killed meanwhile")
+        ]
         assert re.fullmatch(r".*: [1-9]\d* writers were killed meanwhile", note)
 
 

@@ -117,6 +117,7 @@ SENSELESS = {
         "--baseline-python": ("reverb", "=x", "reverb=", "reverb=/no/such", "reverb=/tmp", *WORDS),
         "--device": ("tpu", *WORDS),
         "--train-ms": ("-1",),
+        "--case": ("SAC",),
     },
     "reducer": {
         "--bind": ("x", "127.0.0.1", ":", "127.0.0.1:99999", "127.0.0.1:-1", "127.0.0.1:²", "300.1.1.1:0", *WORDS),
@@ -220,6 +221,7 @@ AROUND = {
     ("doctor", "--timeout-s"): ["--peer", "id=" + 32 * "0" + ";tcp=127.0.0.1:1"],
     ("doctor", "--megabytes"): ["--peer", "id=" + 32 * "0" + ";tcp=127.0.0.1:1"],
     ("bench", "--train-ms"): ["ranks"],
+    ("bench", "--case"): ["store"],  # which has none by name
     ("launch", "--hosts"): ["job.toml", "--folder", "run", "--host", "0", "--master", "127.0.0.1:29500"],
     ("launch", "--host"): ["job.toml", "--folder", "run", "--hosts", "2", "--master", "127.0.0.1:29500"],
     ("launch", "--master"): ["job.toml", "--folder", "run", "--hosts", "2", "--host", "0"],

@@ -5,6 +5,7 @@
 | SAC, sample 256 | `Replay` with `Uniform(over="steps")` and `Transitions()`, five fields read as tensors | `sample` |
 | SAC, n-step 3, sample 256 | `Transitions(n_step=3)` | SB3's `NStepReplayBuffer`, cpprb's `Nstep` |
 | Atari, sample 32 | frames stored once, `frame_stack=4` | stacks of 4 stored |
+| 100 KB, sample 256 | observations of 12,500 float32, so that a transition has 100 KB | `sample` |
 | SAC, add a step of 1, of 16 environments | `recorder.step` | `add`, `extend` |
 | windows of 10 and 20 steps, sample 256 | `Windows(10, whole=True)`, four fields | `SliceSampler`, flashbax, NumPy |
 | bytes a step | rows of 1 to 1,000 steps, all lengths alike, until the store is full | their arrays |
@@ -18,12 +19,14 @@ array for each field, which lie in huge pages where the system gives them, as th
 geartrain's store is opened by its name, and another process records into it and is killed, again and again
 (`geartrain_bench.harness.killed_writers`), while all systems are timed.
 
-NumPy draws a window's first steps and indexes each field's array, in this process.
+NumPy and `torch.index_select(out=)` index one array for each field in plain memory, in this process: a transition's
+five arrays, next observations apart, or a window's steps. index_select writes into tensors that are used again for
+every batch; NumPy and the baselines allocate each batch. `torchrl-thp` is torchrl with torch's allocator in huge pages.
 
 Threats to validity: arrays of baselines lie in private memory, with huge pages where the system gives them, geartrain's
 in shared memory. Batches are dropped unread. On a busy machine only the ratios mean something, and
-batches that take longer than 50 us are built on a thread of their own, which costs them about as much again: hence the
-line with prefetch=0.
+batches that take longer than about 50 us are built on a prefetch thread: a lap of large batches begins with up to two
+that were built before its clock started. Compare baselines with the line prefetch=0, which has neither.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +46,7 @@ import geartrain._native as _native
 import geartrain_bench.harness.report as report
 import geartrain_bench.harness.timing as harness
 from geartrain.core.schema import Field
-from geartrain.errors import ReplayError
+from geartrain.errors import ArgumentError, ReplayError
 from geartrain.replay.replay import Replay
 from geartrain.replay.transitions import Transitions
 from geartrain.replay.windows import Windows
@@ -51,15 +54,18 @@ from geartrain.selection import Uniform
 from geartrain.store.recorder import EPISODES, recorded_fields
 from geartrain.store.store import Store
 from geartrain.tools.plots import import_pyplot
+from geartrain_bench.harness.baselines import VARIANTS
 from geartrain_bench.harness.child_process import AnsweringProcess, BaselineError
 from geartrain_bench.harness.killed_writers import ROWS, KilledWriters
 from geartrain_bench.harness.timing import BenchResult, Lap, Row, System
 
 WORKER = Path(__file__).with_name("worker.py")
-ALL_BASELINES = ("sb3", "torchrl", "cpprb", "tianshou", "flashbax")
+ALL_BASELINES = ("sb3", "torchrl", "torchrl-thp", "cpprb", "tianshou", "flashbax")
 GAMMA = 0.99
 ACTION = 6
 METRIC = "CPU time per call"
+#: A lap makes as many calls as move so many bytes, and as the plan has at most.
+LAP_BYTES = 256_000_000
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,7 @@ class Plan:
 
     sac_steps: int = 500_000
     atari_steps: int = 20_000
+    large_steps: int = 5_000
     bytes_steps: int = 200_000
     repeats: int = 15
     case_s: float = 6.0
@@ -77,7 +84,7 @@ class Plan:
 
 
 FULL = Plan()
-QUICK = Plan(60_000, 1_500, 50_000, repeats=7, case_s=0.5, calls=30, baselines_until_s=40.0)
+QUICK = Plan(60_000, 1_500, 2_000, 50_000, repeats=7, case_s=0.5, calls=30, baselines_until_s=40.0)
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,9 @@ class Case:
     frame_stack: int = 1
     #: Steps of a window; 0 for transitions.
     window: int = 0
+    #: Steps of an episode, and the plan's entry that says how many there are.
+    episode: int = 1000
+    sized_by: str = "sac_steps"
 
     @property
     def stacked(self) -> tuple[int, ...]:
@@ -119,6 +129,17 @@ class Case:
         return ("obs", "next_obs", "action", "reward", "discount")
 
     @property
+    def batch_bytes(self) -> int:
+        """Bytes of a batch, or of a step of all environments."""
+        steps = {name: self.fields[name].block_nbytes(1) * count for name, count in self.copied.items()}
+        return (self.batch or self.n_envs) * sum(steps.values())
+
+    @property
+    def plain(self) -> bool:
+        """Whether its batches are transitions that a buffer has stored as they are sampled."""
+        return bool(self.batch) and not self.window and self.n_step == self.frame_stack == 1
+
+    @property
     def copied(self) -> dict[str, int]:
         """By field how many steps of it a transition or window takes."""
         if self.window:
@@ -131,7 +152,8 @@ SAC: dict[str, Any] = {"observation": (17,), "dtype": "float32"}
 CASES = (
     Case("SAC, sample 256", **SAC, batch=256),
     Case("SAC, n-step 3, sample 256", **SAC, batch=256, n_step=3),
-    Case("Atari 4 x 84 x 84, sample 32", (84, 84), "uint8", batch=32, frame_stack=4),
+    Case("Atari 4 x 84 x 84, sample 32", (84, 84), "uint8", batch=32, frame_stack=4, sized_by="atari_steps"),
+    Case("100 KB, sample 256", (12_500,), "float32", batch=256, episode=100, sized_by="large_steps"),
     Case("SAC, add a step of 1", **SAC),
     Case("SAC, add a step of 16", **SAC, n_envs=16),
     Case("windows of 10 steps, sample 256", **SAC, batch=256, window=10),
@@ -145,13 +167,19 @@ def main(
     json_path: Path | None = None,
     plot_path: Path | None = None,
     baselines: dict[str, str] | None = None,
+    case: Sequence[str] = (),
 ) -> BenchResult:
     """Measures, prints the table, writes the requested files, and returns the result.
 
-    `baselines` maps "sb3", "torchrl", "cpprb", "tianshou" and "flashbax" to the interpreter of an environment that has
-    it; GEARTRAIN_BASELINE_PYTHON_SB3 and the like do the same.
+    `baselines` maps "sb3", "torchrl", "torchrl-thp", "cpprb", "tianshou" and "flashbax" to the interpreter of an
+    environment that has it; GEARTRAIN_BASELINE_PYTHON_SB3 and the like do the same. `case` are texts: only cases
+    with one of them in their name are measured.
+
+    Raises:
+        ArgumentError: no case has one of the texts in its name.
     """
-    result = run(QUICK if quick else FULL, {**report.parse_baselines([]), **(baselines or {})}, quick=quick)
+    wanted = {**report.parse_baselines([]), **(baselines or {})}
+    result = run(QUICK if quick else FULL, wanted, quick=quick, only=case)
     report.report(result, json_path, plot_path, draw=plot)
     return result
 
@@ -175,17 +203,24 @@ def plot(result: BenchResult, path: Path) -> None:
     pyplot.close(figure)
 
 
-def run(plan: Plan, baselines: dict[str, str], *, quick: bool = False) -> BenchResult:
-    """All cases."""
+def run(plan: Plan, baselines: dict[str, str], *, quick: bool = False, only: Sequence[str] = ()) -> BenchResult:
+    """All cases, or those with one of the texts `only` in their name."""
     began_s = time.monotonic()
+    cases = [case for case in CASES if not only or any(text in case.name for text in only)]
+    if not cases:
+        raise ArgumentError(
+            f"no case has {' or '.join(map(repr, only))} in its name; "
+            f"cases are {', '.join(case.name for case in CASES)}"
+        )
     result = harness.new_result("transitions", quick=quick, baselines=baselines, packages=("numpy", "torch"))
+    result.command += "".join(f' --case "{text}"' for text in only)
     harness.note_missing(result, baselines, ALL_BASELINES)
     stored: dict[str, float] = {}
     wanted = {name: python for name, python in baselines.items() if name in ALL_BASELINES}
     with harness.one_torch_thread():
         with contextlib.ExitStack() as stack:
             peers = _started(wanted, stack, result)
-            for case in CASES:
+            for case in cases:
                 if not result.deadline.allows(case.name):
                     continue
                 harness.say(case.name)
@@ -193,7 +228,7 @@ def run(plan: Plan, baselines: dict[str, str], *, quick: bool = False) -> BenchR
                 one.measure()
                 if case == CASES[0]:
                     stored = one.bytes
-    if result.deadline.allows("SAC, bytes a step"):
+    if not only and result.deadline.allows("SAC, bytes a step"):
         _bytes_per_step(plan, stored, result)
     return harness.finish(result, began_s)
 
@@ -204,7 +239,9 @@ def _started(
     found = {}
     for name, python in baselines.items():
         try:
-            found[name] = stack.enter_context(AnsweringProcess(name, python, WORKER, {"OMP_NUM_THREADS": "1"}))
+            found[name] = stack.enter_context(
+                AnsweringProcess(name, python, WORKER, {"OMP_NUM_THREADS": "1", **VARIANTS.get(name, {})})
+            )
         except BaselineError as error:
             result.baselines_missing[name] = str(error)
     return found
@@ -225,13 +262,15 @@ class _CaseBench:
         self.laps: dict[str, list[Lap]] = {}
         self.bytes: dict[str, float] = {}
         self.filled = 0  # rows of whole episodes, the store's first
-        self.steps = plan.atari_steps if case.frame_stack > 1 else plan.sac_steps
+        self.steps: int = getattr(plan, case.sized_by)
+        self.calls = max(1, min(plan.calls, LAP_BYTES // case.batch_bytes))
 
     def measure(self) -> None:
         """Times all systems, and records them."""
         ours = self._sample if self.case.batch else self._add
-        capacity = -(-self.steps // 1001) + 2 * self.case.n_envs + ROWS
-        with Store.create(f"bench-{os.getpid()}", self.case.fields, max_length=1001, capacity=capacity) as made:
+        episode = self.case.episode
+        capacity = -(-self.steps // episode) + 2 * self.case.n_envs + ROWS
+        with Store.create(f"bench-{os.getpid()}", self.case.fields, max_length=episode + 1, capacity=capacity) as made:
             if self.case.batch:
                 self._fill(made)
             with Store.open(made.name) as store, KilledWriters(made.name) as writers:
@@ -241,6 +280,13 @@ class _CaseBench:
         for name, laps in self.laps.items():
             seconds = [one.cpu_seconds for one in laps]
             self.result.rows.append(harness.time_row(self.case.name, name, METRIC, "us", seconds, floor))
+        if self.case.plain:
+            rates = (
+                f"{row.system} {self.case.batch / row.p50:.3g}"
+                for row in self.result.rows
+                if row.case == self.case.name
+            )
+            self.result.notes.append(f"{self.case.name}: million transitions a CPU second: {', '.join(rates)}")
 
     def _sample(self, store: Store) -> None:
         case = self.case
@@ -266,28 +312,31 @@ class _CaseBench:
             ours = [self._system("geartrain", reads(replay)), self._system("geartrain prefetch=0", reads(other))]
             if case.window:
                 ours.append(self._system("NumPy", self._numpy_windows()))
+            elif case.plain:
+                ours += self._indexed_arrays()
             ours.append(self._system("floor, private memory", self._private_floor()))
             self._take(ours, self._store_floor(store))
             if replay.stats()["path"] != "native":
                 raise ReplayError(f"batches came by another path: {replay.stats()['path']}")
 
     def _fill(self, store: Store) -> None:
-        """Whole episodes of 1,000 steps of noise."""
-        rows = min(8, -(-self.steps // 1000))
+        """Whole episodes of noise."""
+        episode = self.case.episode
+        rows = min(8, -(-self.steps // episode))
         episodes: dict[str, NDArray[Any]] = {}
         for name, field in store.fields.items():
-            noise = self.random.integers(0, 256, (rows, 1001, *field.shape), np.uint8)
+            noise = self.random.integers(0, 256, (rows, episode + 1, *field.shape), np.uint8)
             episodes[name] = np.zeros(noise.shape, bool) if field.dtype == "bool" else noise.astype(field.dtype)
         episodes["terminated"][:, -2] = True
-        for _ in range(-(-self.steps // (rows * 1000))):
-            store.insert(episodes, lengths=np.full(rows, 1001))
+        for _ in range(-(-self.steps // (rows * episode))):
+            store.insert(episodes, lengths=np.full(rows, episode + 1))
         self.filled = len(store)
 
     def _store_floor(self, store: Store) -> Callable[[], None]:
         """A copy of the bytes of a batch's transitions or windows, out of the store's own rows."""
         case = self.case
         rows, longest = self.filled, max(case.copied.values())
-        drawn = self.random.integers(0, [rows, 1001 - longest], (1024, case.batch, 2))
+        drawn = self.random.integers(0, [rows, case.episode + 1 - longest], (1024, case.batch, 2))
         parts = []
         for name, count in case.copied.items():
             column = store.column(name)
@@ -337,6 +386,31 @@ class _CaseBench:
 
         return one
 
+    def _indexed_arrays(self) -> list[System]:
+        """A batch by random indices, out of one array for each field: by NumPy, and by torch into the same tensors."""
+        import torch
+
+        case = self.case
+        shapes = {"obs": case.observation, "next_obs": case.observation, "action": (ACTION,)}
+        arrays = [
+            np.ones((self.steps, *shapes.get(name, ())), case.dtype if "obs" in name else np.float32)
+            for name in case.read
+        ]
+        tensors = [torch.from_numpy(array) for array in arrays]
+        outputs = [torch.empty((case.batch, *tensor.shape[1:]), dtype=tensor.dtype) for tensor in tensors]
+
+        def by_numpy() -> None:
+            steps = self.random.integers(0, self.steps, case.batch)
+            for array in arrays:
+                _ = array[steps]
+
+        def by_torch() -> None:
+            steps = torch.from_numpy(self.random.integers(0, self.steps, case.batch))
+            for tensor, output in zip(tensors, outputs, strict=True):
+                torch.index_select(tensor, 0, steps, out=output)
+
+        return [self._system("NumPy", by_numpy), self._system("torch.index_select(out=)", by_torch)]
+
     def _add(self, store: Store) -> None:
         case = self.case
         n = case.n_envs
@@ -378,7 +452,7 @@ class _CaseBench:
     # --- turns ----------------------------------------------------------------------------------------------
 
     def _system(self, name: str, one: Callable[[], None], floor: bool = False) -> System:
-        calls = self.plan.calls
+        calls = self.calls
 
         def body() -> None:
             for _ in range(calls):
@@ -409,7 +483,7 @@ class _CaseBench:
             self.laps.setdefault(name, []).extend(laps)
 
     def _peer(self, name: str, baseline: AnsweringProcess) -> System:
-        request = {"do": "sample" if self.case.batch else "add", "batch": self.case.batch, "calls": self.plan.calls}
+        request = {"do": "sample" if self.case.batch else "add", "batch": self.case.batch, "calls": self.calls}
 
         def lap() -> Lap:
             got = baseline.ask(request, 120)

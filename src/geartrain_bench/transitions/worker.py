@@ -355,6 +355,7 @@ BUFFERS: dict[str, type[Buffer]] = {
     "sb3": StableBaselines,
     "cpprb": Cpprb,
     "torchrl": Torchrl,
+    "torchrl-thp": Torchrl,
     "tianshou": Tianshou,
     "flashbax": Flashbax,
 }

@@ -142,6 +142,10 @@ def bench(
             min=0, help="Milliseconds of the consumer's step, for benchmarks that have one (ranks). Repeatable."
         ),
     ] = None,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(help="Only cases with this text in their name (transitions). Repeatable."),
+    ] = None,
 ) -> None:
     """Run a benchmark, with this machine's floor (lower bound) and the installed baselines.
 
@@ -155,7 +159,7 @@ def bench(
     from geartrain_bench import load, plot_saved
 
     if name == "plot":
-        if quick or full or json_path or baseline_python or train_ms or device != "cpu":
+        if quick or full or json_path or baseline_python or train_ms or case or device != "cpu":
             raise ArgumentError("bench plot takes saved results, and --plot FILE where there is one")
         _plot_saved([Path(one) for one in context.args], plot_path, plot_saved)
         return
@@ -167,7 +171,7 @@ def bench(
     baselines = dict(map(_baseline, baseline_python or []))
     if quick and full:
         raise ArgumentError("--quick and --full exclude each other")
-    more = {key: value for key, value in {"full": full, "train_ms": train_ms}.items() if value}
+    more = {key: value for key, value in {"full": full, "train_ms": train_ms, "case": case}.items() if value}
     for key in more.keys() - inspect_module.signature(main).parameters.keys():
         raise ArgumentError(f"the benchmark {name!r} has no --{key.replace('_', '-')}")
     main(quick=quick, json_path=json_path, plot_path=plot_path, baselines=baselines or None, **more, **further)
