@@ -10,6 +10,8 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
+import time
 from pathlib import Path
 
 import preloaded
@@ -26,7 +28,12 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.name)
+#: Recipes that start processes with torch.
+SLOW = {"ppo-remote-actors.md", "sac-actors.md"}
+RUN = [pytest.param(p, id=p.name, marks=[pytest.mark.slow] * (p.name in SLOW)) for p in PAGES if blocks(p)]
+
+
+@pytest.mark.parametrize("page", RUN)
 def test_the_code_on_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     script = tmp_path / "page.py"
@@ -59,9 +66,9 @@ def test_the_page_of_language_models_runs_under_torchrun_too(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_the_job_of_the_page_on_checkpoints_goes_on_with_more_ranks(tmp_path: Path) -> None:
+def test_the_job_of_the_recipe_for_torchrun_goes_on_with_more_ranks(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    page = (ROOT / "docs/checkpoints.md").read_text()
+    page = (ROOT / "docs/recipes/torchrun.md").read_text()
     (script,) = re.findall(r"^```py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     (tmp_path / "train.py").write_text(script)
     commands = re.findall(r"^torchrun (--standalone .* train.py) +# (step .*)$", page, re.MULTILINE)
@@ -74,6 +81,41 @@ def test_the_job_of_the_page_on_checkpoints_goes_on_with_more_ranks(tmp_path: Pa
                 cwd=tmp_path, env=environment, timeout=patience(100), capture_output=True, text=True, check=False,
             )  # fmt: skip
             assert (done.returncode, done.stdout.strip()) == (0, said), done.stderr
+
+
+def test_slurms_script_on_the_page_is_the_one_that_is_generated(tmp_path: Path) -> None:
+    page = textwrap.dedent((ROOT / "docs/recipes/slurm.md").read_text().replace("\n    ", "\n"))
+    (job,) = re.findall(r"^```toml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (shown,) = re.findall(r"^```bash\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (arguments,) = re.findall(r"^geartrain (generate slurm .*) > ppo.sbatch$", page, re.MULTILINE)
+    (tmp_path / "ppo.py").write_text("\n".join(blocks(ROOT / "docs/recipes/ppo-remote-actors.md")))
+    (tmp_path / "ppo.toml").write_text(job)
+    command = [sys.executable, "-m", "geartrain", *arguments.split()]
+    done = preloaded.run(command, cwd=tmp_path, timeout=patience(100))
+    assert done.returncode == 0, done.stderr
+    asked = [line for line in done.stdout.splitlines() if line.startswith("#SBATCH")]
+    assert shown.splitlines() == [line for line in asked if "--chdir" not in line]  # the folder it was made in
+
+
+def test_the_containers_of_the_recipe_share_a_store(tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    page = (ROOT / "docs/recipes/docker.md").read_text()
+    (shown,) = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert yaml.safe_load(shown) == yaml.safe_load((ROOT / "compose.yaml").read_text())
+    scripts = re.findall(r"^```py\n# job/(\w+.py)\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert [name for name, _ in scripts] == ["actor.py", "learner.py"]
+    for name, script in scripts:
+        (tmp_path / name).write_text(script)
+    with tempfile.TemporaryDirectory(prefix="geartrain-docs-", dir="/dev/shm") as segments:
+        how = {"cwd": tmp_path, "env": {**os.environ, "OMP_NUM_THREADS": "1", "GEARTRAIN_DIR": segments}}
+        pipe = subprocess.PIPE
+        with preloaded.Popen([sys.executable, "learner.py"], stdout=pipe, stderr=pipe, text=True, **how) as learner:
+            while learner.poll() is None and not any(Path(segments).iterdir()):
+                time.sleep(0.01)  # until the store is there: one that actors make alone ends with them
+            actor = preloaded.run([sys.executable, "actor.py"], timeout=patience(100), **how)
+            said, errors = learner.communicate(timeout=patience(100))
+    assert (actor.returncode, learner.returncode) == (0, 0), actor.stderr + errors
+    assert said.startswith("20 batches from ")
 
 
 def test_links_between_pages_lead_somewhere() -> None:

@@ -1,4 +1,4 @@
-"""Rounds, messages and bytes with which ranks agree on a batch, for every strategy: the table of docs/ranks.md."""
+"""Rounds, messages and bytes of a batch over ranks, for every strategy: the tables of docs/benchmarks/ranks.md."""
 
 from __future__ import annotations
 
