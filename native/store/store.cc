@@ -111,6 +111,9 @@ void Store::bind_trees() {
   priority_tree_ = PriorityTree(words(), region<std::atomic<uint64_t>>(kPriorityNodesRegion), rows);
   bit_tree_ = BitTree(region<std::atomic<uint64_t>>(kBitsRegion), region<std::atomic<uint64_t>>(kBitNodesRegion),
                       (rows + 63) / 64);
+  if ((header().required_features & kMaxPriority) != 0) {
+    largest_ = &reinterpret_cast<NewPriority*>(base() + kNewPriorityOffset)->largest;
+  }
   episodes_field_ = find_episodes_field();
   content_mask_ = (header().required_features & kContentNumbers) != 0 ? ~uint64_t{0} : 0;
   if (!read_only_) reserve_for_ranking();

@@ -157,9 +157,9 @@ class Store final : public OpenStore {
   void publish(std::span<const uint32_t> rows, const CommitValues& values, std::span<uint32_t> generations);
   // Sets the row's length; the steps are in its blocks already. Throws schema (shorter than it was, or too long),
   // stale_key (not a row that this process extends).
-  void extend(uint32_t row, uint32_t length, double priority = 1.0) { extend({&row, 1}, {&length, 1}, {&priority, 1}); }
+  void extend(uint32_t row, uint32_t length) { extend({&row, 1}, {&length, 1}); }
   // Of several rows, under one lock; all are checked before any is changed. `priorities` are those of the steps that
-  // are new, where the store keeps any; empty: 1.
+  // are new, where the store keeps any; empty: new_priority().
   void extend(std::span<const uint32_t> rows, std::span<const uint32_t> lengths,
               std::span<const double> priorities = {});
   // Completes the rows: they take their place as the newest.
@@ -198,8 +198,22 @@ class Store final : public OpenStore {
   uint64_t update_step_priorities(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
                                   std::span<const uint32_t> steps, std::span<const double> priorities);
 
-  // Raises all priorities to a power; a pass over the words, without the lock except with the lowest_priority remover.
+  // Raises all priorities to a power, max_priority() as well; a pass over the words. Without the lock, except with the
+  // lowest_priority remover; with max_priority under it, and updates of priorities wait.
   void raise_priorities(double power);
+  // What rows and steps enter with that are given no priority, fixed point: 1, or with max_priority the largest
+  // priority that was given until now, and 1 until one is.
+  uint32_t new_priority() const {
+    const uint32_t largest = largest_ == nullptr ? 0 : largest_->load(kRelaxed);
+    return largest == 0 ? rounded(1.0) : largest;
+  }
+  bool keeps_max_priority() const { return largest_ != nullptr; }
+  // The largest that was given, 0 where none was, or the store keeps none; and the same of a store that is restored.
+  uint32_t max_priority() const { return largest_ == nullptr ? 0 : largest_->load(kRelaxed); }
+  void restore_max_priority(uint32_t largest);
+  // Lowers it to the largest priority that a row or step has now. A pass over the words under the lock; updates of
+  // priorities wait meanwhile. Throws schema where the store keeps none.
+  void reset_max_priority();
   // Sets how often rows were sampled, by key, from a checkpoint; keys whose row no longer exists are skipped.
   void set_times_sampled(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
                          std::span<const uint32_t> counts);
@@ -387,11 +401,28 @@ class Store final : public OpenStore {
     PriorityTree::Adder steps;
     StepJournal* journal;  // nullptr: the store has no priorities of steps
   };
+  // Under the lock: no process changes priorities without it, from wait_for_priority_writers() on. Nothing is left half
+  // done, so that a call that ends early owes nobody a rebuild; a mark that somebody else leaves (fail_damaged) stays.
+  class WritersOut {
+   public:
+    explicit WritersOut(const Store& store) : rebuilding_(store.control().rebuilding) { rebuilding_.store(kForACall); }
+    ~WritersOut() {
+      uint32_t mine = kForACall;
+      rebuilding_.compare_exchange_strong(mine, 0);
+    }
+    WritersOut(const WritersOut&) = delete;
+    WritersOut& operator=(const WritersOut&) = delete;
+
+   private:
+    static constexpr uint32_t kForACall = 2;
+    std::atomic<uint32_t>& rebuilding_;
+  };
   StepJournal* journals() const { return region<StepJournal>(kStepJournalsRegion); }
   void check_per_step() const;
   void add_steps(Sums& sums, uint32_t row, uint32_t generation, uint32_t from, uint32_t to, uint32_t priority);
   void clear_steps(Sums& sums, uint32_t row, uint32_t generation);  // after begin(row)
   void clear_last_steps(Sums& sums, std::span<const uint32_t> rows);
+  void raise_row_priorities(double power);
   void raise_step_priorities(double power);
   // What dead processes had noted in their journals.
   struct StepsInDoubt {
@@ -432,7 +463,8 @@ class Store final : public OpenStore {
   uint64_t commit_time() const;
   void check_extended(std::span<const uint32_t> rows, std::span<const uint32_t> lengths) const;
   void enter(Sums& sums, const RowChanges::Entering& publish, const RowChanges::Entering& commit);
-  void write_values(uint32_t row, size_t i, const CommitValues& values, uint64_t sequence, uint64_t now_ns);
+  void write_values(uint32_t row, size_t i, const CommitValues& values, uint32_t fresh, uint64_t sequence,
+                    uint64_t now_ns);
   uint32_t make_selectable(Sums& sums, uint32_t row, uint32_t priority);
   bool finish_pending(uint32_t row, RowStatus& status);
   void seal_locked(uint32_t row, uint64_t now_ns);
@@ -457,6 +489,19 @@ class Store final : public OpenStore {
   void rebuild_trees_locked(const StepsInDoubt& doubt);
   void wait_for_priority_writers() const;
   uint32_t fixed_point(double priority);
+  // What is given to a row or step, fixed point, before its word is changed: the largest priority is never below it.
+  uint32_t given(double priority) {
+    const uint32_t fixed = fixed_point(priority);
+    if (largest_ != nullptr) raise_largest(fixed);
+    return fixed;
+  }
+  void raise_largest(uint32_t priority) {
+    uint32_t known = largest_->load(kRelaxed);
+    while (known < priority && !largest_->compare_exchange_weak(known, priority, kRelaxed)) {
+    }
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+  }
+  uint32_t raised(uint32_t priority, double power);
   uint32_t rounded(double priority) const;  // the same, not counted
   __attribute__((cold, noinline)) void count_clamped(double priority);
   void validate_priorities(std::span<const double> priorities) const;
@@ -476,6 +521,7 @@ class Store final : public OpenStore {
   std::shared_ptr<Mapping> mapping_;
   Geometry geometry_;
   std::atomic<uint64_t>* words_ = nullptr;
+  std::atomic<uint32_t>* largest_ = nullptr;  // priority that was given; nullptr: it is not kept
   StatusTable status_;
   PriorityTree priority_tree_;
   BitTree bit_tree_;

@@ -119,6 +119,7 @@ class StoreHandle:
             "max_age_s": about["max_age_ns"] / 1e9 or None,
             "priority_fraction_bits": about["priority_fraction_bits"],
             "priority_per": "step" if about["step_priorities"] else "row",
+            "new_priority": "max" if about["max_priority"] else "one",
             "persist": about["persist"],
         }
 
@@ -126,6 +127,11 @@ class StoreHandle:
     def per_step(self) -> bool:
         """Whether it keeps a priority for every step (`priority_per="step"`)."""
         return bool(self._about["step_priorities"])
+
+    @property
+    def new_priority(self) -> float:
+        """The priority that a row, or step, gets that is stored without one now; see `Store.create`."""
+        return float(self.native.new_priority / 2.0 ** self._about["priority_fraction_bits"])
 
     def __len__(self) -> int:
         """Rows that can be selected now."""

@@ -150,7 +150,7 @@ class StepRecorder:
         observations: Sequence[str] | None,
         publish_every: int | None,
         overlap: int,
-        priority: float,
+        priority: float | None,
         autoreset: Any,
         share_rows: bool,
         zeros: Sequence[str],
@@ -350,8 +350,10 @@ class StepRecorder:
         return self._native.rows
 
     @property
-    def priority(self) -> float:
+    def priority(self) -> float | None:
         """What rows, or with `priority_per="step"` steps, that are published from now on enter with; can be set.
+
+        None: the store's `new_priority`.
 
         Raises:
             ArgumentError: it is set to something else than a finite number >= 0.
@@ -359,7 +361,7 @@ class StepRecorder:
         return self._native.priority
 
     @priority.setter
-    def priority(self, priority: float) -> None:
+    def priority(self, priority: float | None) -> None:
         self._native.priority = check_priority(priority)
 
     def in_episode(self, environment: int) -> bool:
@@ -420,12 +422,12 @@ class RecorderPriority:
     _recorder: StepRecorder
 
     @property
-    def priority(self) -> float:
+    def priority(self) -> float | None:
         """As `StepRecorder.priority`."""
         return self._recorder.priority
 
     @priority.setter
-    def priority(self, priority: float) -> None:
+    def priority(self, priority: float | None) -> None:
         self._recorder.priority = priority
 
 

@@ -137,7 +137,7 @@ class Row(_Uncommitted):
         self,
         columns: Columns,
         index: int,
-        priority: float,
+        priority: float | None,
         version: int,
         zeros: Collection[str] = (),
         taken: Collection[str] = (),
@@ -173,12 +173,15 @@ class Row(_Uncommitted):
         self._length = length
 
     @property
-    def priority(self) -> float:
-        """The row's priority, to be set before it is committed. In an open row it is that of steps still to come."""
+    def priority(self) -> float | None:
+        """The row's priority, to be set before it is committed; None: the store's `new_priority`.
+
+        In an open row it is that of steps still to come.
+        """
         return self._priority
 
     @priority.setter
-    def priority(self, priority: float) -> None:
+    def priority(self, priority: float | None) -> None:
         if self._done:
             self._check_open()
         self._priority = priority
@@ -288,13 +291,14 @@ class Row(_Uncommitted):
         if not self._open:
             raise SchemaError("this row was not published yet: publish(length=...) comes first")
         priority = self._priority
-        if length.__class__ is not int or priority.__class__ is not float or not 0 <= length < 2**32:
+        plain = priority is None or priority.__class__ is float
+        if length.__class__ is not int or not plain or not 0 <= length < 2**32:
             length = whole_number("the row's length", length, 2**32 - 1)
             priority = check_priority(priority)
         self._columns.native.extend(self._index, length, priority)
         self._length = length
 
-    def _enter(self, call: Callable[[int, int, float, int], int], length: int | None) -> None:
+    def _enter(self, call: Callable[[int, int, float | None, int], int], length: int | None) -> None:
         limiter = self._columns.limiter
         admitted = False
         try:
@@ -338,7 +342,7 @@ class Rows(_Uncommitted):
         self,
         columns: Columns,
         index: NDArray[np.uint32],
-        priority: float,
+        priority: float | None,
         version: int,
         zeros: Collection[str] = (),
     ) -> None:
@@ -349,7 +353,7 @@ class Rows(_Uncommitted):
         self._index = index
         n = len(index)
         self._lengths: ArrayLike | None = None
-        self._priorities: ArrayLike = np.full(n, priority, np.float64)
+        self._priorities: ArrayLike | None = None if priority is None else np.full(n, priority, np.float64)
         self._versions: ArrayLike = np.full(n, version, np.int64)
         self._keys: Keys | None = None
 
@@ -369,12 +373,12 @@ class Rows(_Uncommitted):
         self._lengths = lengths
 
     @property
-    def priorities(self) -> ArrayLike:
-        """Priorities of the rows, to be set before the commit; one number stands for all."""
+    def priorities(self) -> ArrayLike | None:
+        """Priorities of the rows, to be set before the commit; one number stands for all, None for the store's own."""
         return self._priorities
 
     @priorities.setter
-    def priorities(self, priorities: ArrayLike) -> None:
+    def priorities(self, priorities: ArrayLike | None) -> None:
         self._check_open()
         self._priorities = priorities
 

@@ -49,6 +49,8 @@ Remover = str
 JournalFull = Literal["wait", "error"]
 #: What a store keeps a priority for.
 PriorityPer = Literal["row", "step"]
+#: What rows and steps get that are stored without a priority: 1, or the largest priority that was given so far.
+NewPriority = Literal["one", "max"]
 REMOVERS = ("fifo", "lifo", "lowest_priority", "least_recently_sampled", "most_sampled")
 _NUMBERS = (
     "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float32", "float64",
@@ -121,6 +123,7 @@ class CreateOptions(TypedDict, total=False):
     max_age_s: float | None
     priority_fraction_bits: int
     priority_per: PriorityPer
+    new_priority: NewPriority
     persist: bool | None
     reserve: bool
     trust: Trust
@@ -144,6 +147,7 @@ def create_segment(
     max_age_s: float | None,
     priority_fraction_bits: int,
     priority_per: PriorityPer,
+    new_priority: NewPriority,
     persist: bool | None,
     reserve: bool,
     trust: Trust,
@@ -154,6 +158,7 @@ def create_segment(
     max_length = check_max_length(fields, max_length)
     number = remover_number(remover, fields)
     per_step = check_choice("priority_per", priority_per, ("row", "step")) == "step"
+    takes_max = check_choice("new_priority", new_priority, ("one", "max")) == "max"
     if per_step and remover == "lowest_priority":
         raise ArgumentError("with priority_per='step' rows have no priorities; remover='lowest_priority' needs them")
     specs = [
@@ -197,6 +202,7 @@ def create_segment(
             timeout(timeout_s),
             trust,
             per_step,
+            takes_max,
         )
     except StoreExistsError:
         raise StoreExistsError(_describe_existing(name, trust)) from None

@@ -26,6 +26,7 @@ from geartrain.store.journaled import JournaledStore, begin_journal, join_journa
 from geartrain.store.segment import (
     CreateOptions,
     JournalFull,
+    NewPriority,
     PriorityPer,
     Remover,
     attach,
@@ -104,6 +105,7 @@ class Store(JournaledStore):
         max_age_s: float | None = None,
         priority_fraction_bits: int = 16,
         priority_per: PriorityPer = "row",
+        new_priority: NewPriority = "one",
         persist: bool | None = None,
         reserve: bool = True,
         trust: Trust = "user",
@@ -141,6 +143,10 @@ class Store(JournaledStore):
             priority_per: "row", or "step": every step has a priority of its own, and `Prioritized` draws steps in
                 proportion to theirs (docs/selection.md). New steps get the priority that their row is inserted with. It
                 takes 8.6 bytes for each of `capacity * max_length` steps, of which there may be 2**32 - 16.
+            new_priority: what rows and steps get that are stored without a priority. "one" is 1. "max" is the largest
+                priority that any process has given in this store, by an update or an insert, and 1 until the first.
+                Pick "max" for prioritized replay by TD errors: a new transition is then as likely as the worst one
+                known, whatever the scale of the errors. `reset_max_priority` lowers it.
             persist: keep the segment after the last process has closed it. By default for paths only.
             reserve: allocate the memory or disk space now, so that a lack of it is an error here. With False it is
                 allocated when it is first written to, and once the file system is full the writer dies of SIGBUS.
@@ -194,6 +200,7 @@ class Store(JournaledStore):
             max_age_s=max_age_s,
             priority_fraction_bits=priority_fraction_bits,
             priority_per=priority_per,
+            new_priority=new_priority,
             persist=persist,
             reserve=reserve,
             trust=check_trust(trust),

@@ -28,7 +28,7 @@ class WritableStore(StoreHandle):
 
     # --- writing --------------------------------------------------------------------------------------------
 
-    def row(self, *, priority: float = 1.0, version: int = 0, zeros: Sequence[str] = ()) -> Row:
+    def row(self, *, priority: float | None = None, version: int = 0, zeros: Sequence[str] = ()) -> Row:
         """One block in every column, to be written in place.
 
         Set `row.length` and write every field; steps that you leave out are zeros. As a context manager the row
@@ -37,7 +37,8 @@ class WritableStore(StoreHandle):
         `limiter` is set, committing waits for it.
 
         Args:
-            priority: the row's priority in prioritized selection; can be changed later.
+            priority: the row's priority in prioritized selection; by default the store's `new_priority`. Can be changed
+                later.
             version: of the model that acted, kept with the row.
             zeros: fields that may be left unwritten; they are all zeros then.
 
@@ -50,7 +51,7 @@ class WritableStore(StoreHandle):
             zeros = self.columns.names("zeros", zeros)
         return Row(self.columns, self.native.allocate_one(), priority, version, zeros)
 
-    def rows(self, n: int, *, priority: float = 1.0, version: int = 0, zeros: Sequence[str] = ()) -> Rows:
+    def rows(self, n: int, *, priority: float | None = None, version: int = 0, zeros: Sequence[str] = ()) -> Rows:
         """`n` blocks at once, to be written in place and committed together.
 
         All or nothing, also when the process is killed in the middle of the commit.
@@ -84,7 +85,7 @@ class WritableStore(StoreHandle):
             fields: for every field of the store an array or tensor (n, t, ...) of its dtype, t up to
                 `max_length` (fields without time: (n, ...)).
             lengths: (n,) steps of each row; by default t.
-            priorities: (n,) finite and >= 0; by default 1.
+            priorities: (n,) finite and >= 0; by default the store's `new_priority`.
             versions: (n,) integers; by default 0.
             threads: threads that copy; by default up to 4 of the cores this process may use.
             casting: which conversions to the fields' dtypes are made, as in NumPy: "no" (other dtypes are refused),
@@ -114,7 +115,7 @@ class WritableStore(StoreHandle):
         observations: Sequence[str] | None = None,
         publish_every: int | None = None,
         overlap: int = 0,
-        priority: float = 1.0,
+        priority: float | None = None,
         autoreset: Any = None,
         share_rows: bool = False,
         zeros: Sequence[str] = (),
@@ -132,7 +133,7 @@ class WritableStore(StoreHandle):
             publish_every: publish an unfinished row every so many steps, so that it can be sampled while its episode
                 goes on. By default only finished rows can be.
             overlap: steps that the next row of a long episode repeats.
-            priority: of new rows.
+            priority: of new rows or steps; by default the store's `new_priority`.
             autoreset: what happens where an episode ends: "next_step" (Gymnasium's default), "same_step" or
                 "disabled", or `envs.metadata["autoreset_mode"]`.
             share_rows: the next episode of an environment goes on in the row of the one before, where that has room.
@@ -209,11 +210,26 @@ class WritableStore(StoreHandle):
         Raises:
             ArgumentError: the power is not above zero and finite.
 
-        Cost: a pass over the priorities, about 20 ns each.
+        The priority of new rows is raised with them (`Store.create(..., new_priority="max")`).
+
+        Cost: a pass over the priorities, about 20 ns each. With new_priority="max" inserts and updates wait meanwhile.
         """
         if not check_real("power", power) > 0:
             raise ArgumentError(f"priorities are raised to a finite power above zero, found {power}")
         self.native.raise_priorities(power)
+
+    def reset_max_priority(self) -> None:
+        """Lowers the priority of new rows to the largest that a row, or step, of the store has now.
+
+        For a store with new_priority="max" in which few very large priorities were set, or whose large ones have been
+        updated since: the largest priority only rises by itself.
+
+        Raises:
+            SchemaError: the store was created without new_priority="max".
+
+        Cost: a pass over the priorities, about 1 ns each, in which inserts and updates wait.
+        """
+        self.native.reset_max_priority()
 
     def write(
         self,
