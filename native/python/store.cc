@@ -303,6 +303,8 @@ void bind_store(nb::module_& module) {
                                double timeout_s) { return released(s, [&] { return s.admit_samples(n, timeout_s); }); })
       .def("give_back",
            [](Store& s, uint64_t inserts, uint64_t samples) { entered(s, [&] { s.give_back(inserts, samples); }); })
+      .def_prop_ro("read_only", [](const Store& s) { return s.read_only(); })
+      .def("seal_segment", [](Store& s) { released(s, [&] { s.seal_segment(); }); })
       .def("keep_segment", [](Store& s) { entered(s, [&] { s.keep_segment(); }); })
       .def("advance_sequence",
            [](Store& s, uint64_t next) { return released(s, [&] { return s.advance_sequence(next); }); })

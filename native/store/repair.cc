@@ -33,7 +33,7 @@ void Store::rebuild() {
 }
 
 void Store::repair_dead_updates() {
-  if (read_only_) return;
+  if (read_only()) return;
   bool dead = lock_owner_died(control().mutex);
   const uint32_t known = control().client_slots.load(kRelaxed);
   const uint32_t slots = known == 0 ? kMaxClients : std::min(known, kMaxClients);

@@ -69,7 +69,7 @@ inline void count(std::atomic<uint64_t>& counter, uint64_t n = 1) {
 // How to join a segment that is already there.
 struct AttachOptions {
   bool adopt = false;      // join although the processes that used it died
-  bool read_only = false;  // read, leave no trace: no client slot, no repair
+  bool read_only = false;  // read, leave no trace: no client slot, no repair, nobody waits for it
   double lock_timeout_s = 10.0;
   Trust trust = Trust::user;  // who may write to the file
 };
@@ -133,6 +133,11 @@ class Store final : public OpenStore {
   void close(bool keep = false);
   // Clients that leave this handle leave the segment in place: a job that lost a process is restarted and adopts it.
   void keep_segment() { keep_ = true; }
+  // Completes a data set. What is in it goes to its disk first, then the mark that it was left in good order: whoever
+  // opens it finds it whole, also where every process is killed from here on. Who opens it for writing takes the mark
+  // away before anything else. This handle changes nothing any more, and is a process of the store until it is closed.
+  // Throws full where rows are being written or another process has it open.
+  void seal_segment();
   bool is_closed() const { return calls_.closed(); }
   // Throws closed.
   void check_open() const {
@@ -237,9 +242,9 @@ class Store final : public OpenStore {
   // Deletes rows by key. Returns how many no longer existed.
   uint64_t remove(std::span<const uint32_t> rows, std::span<const uint32_t> generations);
 
-  // Counts one sample against each key. taken[i] is 0 when the key is stale or its samples are used up (draw
-  // again). With max_times_sampled, a row whose last sample this is stays readable for this process, and for
-  // no other, until release_exhausted.
+  // Counts one sample against each key; a handle that changes nothing only looks whether it is stale. taken[i] is 0
+  // when the key is stale or its samples are used up (draw again). With max_times_sampled, a row whose last sample this
+  // is stays readable for this process, and for no other, until release_exhausted.
   void count_samples(std::span<const uint32_t> rows, std::span<const uint32_t> generations, std::span<uint8_t> taken);
   void release_exhausted(std::span<const uint32_t> rows, std::span<const uint32_t> generations);
 
@@ -321,9 +326,10 @@ class Store final : public OpenStore {
     return clients()[slot];
   }
   const std::shared_ptr<Mapping>& mapping() const { return mapping_; }
-  bool read_only() const { return read_only_; }
+  // It changes nothing: it was opened so, or has become so by seal_segment.
+  bool read_only() const { return read_only_.load(kRelaxed); }
   double lock_timeout_s() const { return lock_timeout_s_; }
-  // Throws closed: it is, or was opened read-only.
+  // Throws closed, read_only.
   void check_usable() const;
   // Throws corrupt, and has the next holder of the lock rebuild the lists.
   [[noreturn]] __attribute__((cold, noinline)) void fail_damaged(const char* what, uint64_t number) const;
@@ -376,6 +382,8 @@ class Store final : public OpenStore {
   }
 
   [[noreturn]] void refuse_closed() const;
+  [[noreturn]] void refuse_writing() const;
+  void mark_clean();
   void check_rows(std::span<const uint32_t> rows) const;
   void join();  // takes a client slot; the gate is held
   void shut(bool keep, double timeout_s, Deadline calls_end);
@@ -536,7 +544,7 @@ class Store final : public OpenStore {
   double lock_timeout_s_ = 10.0;
   uint64_t content_mask_ = 0;    // all ones in segments with content numbers
   int32_t episodes_field_ = -1;  // that counts the episodes of a row; -1: a row is one
-  bool read_only_ = false;
+  std::atomic<bool> read_only_{false};
   bool lost_in_fork_ = false;
   std::atomic<bool> keep_{false};
   double priority_scale_ = 1.0;  // 2^priority_fraction_bits

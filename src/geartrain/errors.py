@@ -67,6 +67,10 @@ class StoreClosedError(StoreError, ValueError):
     """The handle was closed; the segment may well live on."""
 
 
+class ReadOnlyStoreError(StoreError, PermissionError):
+    """The handle changes nothing: it was opened with mode="r", or is that of an imported data set."""
+
+
 class StoreFullError(StoreError):
     """No block can be had: all of them are being written right now."""
 

@@ -54,6 +54,7 @@ class StoreHandle:
         self.limiter: RateLimiter = self.columns.limiter
         self.writers = Writers()
         self._origin: str | None = None
+        self._joined = not self.read_only  # whether it is one of the store's processes
         self.kept: dict[type, Any] = {}
 
     # --- what it is -----------------------------------------------------------------------------------------
@@ -77,6 +78,15 @@ class StoreHandle:
     def trust(self) -> Trust:
         """Who may write to the segment, as it was created or opened with."""
         return self._trust
+
+    @property
+    def read_only(self) -> bool:
+        """Whether it changes nothing: it was opened with mode="r", or is that of an imported data set."""
+        return self.native.read_only
+
+    def other_processes(self) -> int:
+        """How many living processes have the store open for writing, by other handles than this."""
+        return int(self.native.live_clients()) - self._joined
 
     @property
     def fields(self) -> dict[str, Field]:

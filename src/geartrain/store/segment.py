@@ -37,6 +37,7 @@ from geartrain.errors import (
     FieldError,
     GeartrainError,
     IncompatibleStoreError,
+    StaleStoreError,
     StoreError,
     StoreExistsError,
     StoreMissingError,
@@ -224,10 +225,23 @@ def attach(name: str, *, adopt: bool, timeout_s: float, trust: Trust) -> _native
         raise StoreMissingError(f"{error}{hint}{_stores_here(name)}") from None
 
 
-def peek(name: str, trust: Trust = "user") -> _native.Store:
-    """Looks at a segment without joining it; see `Store.peek`. Raises as `attach`."""
+def read_only(name: str, *, adopt: bool, timeout_s: float, trust: Trust) -> _native.Store:
+    """A segment that is read and not joined; see `Store.open`. Raises as `attach`."""
+    native = peek(name, trust, timeout_s=timeout_s)
+    if not adopt and not native.closed_in_order() and not native.live_clients() and not native.closed_in_order():
+        path, rows = native.describe()["path"], native.committed_count()
+        native.close(False)
+        raise StaleStoreError(
+            f"{path} holds {rows} rows of a run whose processes have all ended without closing it: an import that was "
+            f"not finished, for example"
+        )
+    return native
+
+
+def peek(name: str, trust: Trust = "user", *, timeout_s: float = 1.0) -> _native.Store:
+    """Looks at a segment, living or dead, without joining it. Raises as `attach`."""
     try:
-        return _native.Store.attach(name, False, True, 1.0, trust)
+        return _native.Store.attach(name, False, True, timeout_s, trust)
     except StoreMissingError as error:
         raise StoreMissingError(f"{error}{_stores_here(name)}") from None
 
@@ -249,8 +263,8 @@ def _describe_existing(name: str, trust: Trust) -> str:
         return f"the name {name!r} is taken: {error}. Choose another name"
     return (
         f"a store named {name!r} exists already ({_native.segment_path(name)}, {rows} rows). "
-        f"Join it with Store.open({name!r}), or, if its run is over, replace it with "
-        f"Store.open(..., create='replace') or remove it with `geartrain remove {name}`"
+        f"Join it with Store.open({name!r}), or read it with mode='r'. If nobody needs its rows, "
+        f"Store.open(..., create='replace') or `geartrain remove {name}` deletes them"
     )
 
 

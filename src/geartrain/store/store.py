@@ -34,6 +34,7 @@ from geartrain.store.segment import (
     check_schema,
     create_segment,
     peek,
+    read_only,
     remove_journaled,
     remove_unused,
 )
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from geartrain.store.checkpoint_writer import Saved
 
 Create = Literal["never", "missing", "replace"]
+Mode = Literal["rw", "r"]
 
 
 class Store(JournaledStore):
@@ -74,8 +76,6 @@ class Store(JournaledStore):
         ...     len(store)
         1
     """
-
-    _peeks = False  # opened by `peek`: without locks
 
     # --- creating and joining ---------------------------------------------------------------------------------
 
@@ -223,6 +223,7 @@ class Store(JournaledStore):
         fields: Mapping[str, Field] | None = None,
         *,
         max_length: int | None = None,
+        mode: Mode = "rw",
         create: Create = "never",
         adopt: bool = False,
         trust: Trust = "user",
@@ -231,15 +232,22 @@ class Store(JournaledStore):
     ) -> Store:
         """Joins a store that other processes use, or makes it, as asked; never joins a dead run's data unasked.
 
+        With mode="r" the store is read and nothing else, as suits a data set: a `Replay` draws from it, `fetch` reads
+        it and `save` saves it. It may be on a read-only file system. The reader is no process of the store: when it is
+        killed, the store is as it was. Draws are not counted, so `max_times_sampled`, a rate limiter and updates of
+        priorities need mode="rw". Copies and pickles of the handle are read-only as well.
+
         Args:
             name: as in `create`.
             fields: what the store must hold; required when it may have to be created.
             max_length: steps of its longest row, with `fields`: what the store must have where it is given, and
                 required as in `create` when it may have to be created.
+            mode: "rw" to read and write, "r" to read only.
             create: "never" (join only), "missing" (join, or create when there is none), or "replace" (create;
                 a segment left by a dead run is removed first, one in use is an error).
             adopt: join a segment whose processes were all killed, with the rows they committed; or one whose lists are
-                damaged and that no process uses: they are rebuilt from the rows.
+                damaged and that no process uses: they are rebuilt from the rows. With mode="r": read such a segment as
+                it is, also where an import was killed half-way.
             trust: who may write to the file, as in `create`: one that others may write to as well is not opened.
             timeout_s: longest wait for another process that holds the store's lock.
             options: passed to `create` when the store is created.
@@ -247,7 +255,7 @@ class Store(JournaledStore):
         Raises:
             ArgumentError: options that contradict each other, or no name.
             StoreMissingError: there is none.
-            StaleStoreError: the processes that used it died, and `adopt` was not given.
+            StaleStoreError: the processes that wrote to it died, and `adopt` was not given.
             IncompatibleStoreError: another format, layout or schema than expected; or the file is something else, or
                 was cut.
             UntrustedStoreError: the file is another user's, or its mode lets others write to it than `trust` says, or
@@ -259,6 +267,8 @@ class Store(JournaledStore):
         name = check_name(name)
         check_choice("create", create, ("never", "missing", "replace"))
         adopt = check_flag("adopt", adopt)
+        if check_choice("mode", mode, ("rw", "r")) == "r" and create != "never":
+            raise ArgumentError(f"mode='r' reads a store that is there, and create={create!r} makes one")
         if create != "never" and fields is None:
             raise ArgumentError(f"create={create!r} needs the fields of the store to create")
         check_keywords("Store.open", options, CreateOptions.__annotations__)
@@ -273,13 +283,16 @@ class Store(JournaledStore):
             try:
                 if fields is not None:
                     # Before joining: a dead run's segment that was joined and left again would be removed.
-                    check_schema(name, fields, max_length, cls.peek(name, trust=trust).native)
+                    check_schema(name, fields, max_length, peek(name, trust))
+                if mode == "r":
+                    return cls(read_only(name, adopt=adopt, timeout_s=timeout_s, trust=trust), name, trust)
                 store = cls(attach(name, adopt=adopt, timeout_s=timeout_s, trust=trust), name, trust)
                 break
             except StaleStoreError as error:
                 raise StaleStoreError(
-                    f"{error}. Join them with adopt=True, start afresh with create='replace', or remove the "
-                    f"segment with `geartrain remove {name}`"
+                    f"{error}. adopt=True keeps these rows: Store.open({name!r}, adopt=True) joins them, and with "
+                    f"mode='r' they are only read. If nobody needs them, create='replace' or `geartrain remove {name}` "
+                    f"deletes them"
                 ) from None
             except StoreMissingError:
                 if create == "never":
@@ -298,19 +311,6 @@ class Store(JournaledStore):
         except BaseException:
             store.close()
             raise
-        return store
-
-    @classmethod
-    def peek(cls, name: str | os.PathLike[str], *, trust: Trust = "user") -> Store:
-        """A read-only look at a store, living or dead: leaves no trace and cannot change it. Raises as `open`.
-
-        Copies and pickles of the handle are read-only as well.
-
-        It may be saved: what was committed when `save` began, but for rows that are gone when it comes to them.
-        """
-        name = check_name(name)
-        store = cls(peek(name, check_trust(trust)), name, trust)
-        store._peeks = True
         return store
 
     @classmethod
@@ -440,9 +440,9 @@ class Store(JournaledStore):
             incremental=incremental,
             origin=self.origin,
             progress=progress,
-            locks=not self._peeks,
+            locks=not self.read_only,
         )
-        if self.native.journal_state() is not None and not self._peeks:
+        if self.native.journal_state() is not None and not self.read_only:
             self.native.request_journal_priorities()
         return saved
 
@@ -453,17 +453,17 @@ class Store(JournaledStore):
             raise StoreClosedError(f"the store {self.name!r} was closed: copy or pickle an open handle")
         if anonymous.is_anonymous(self.name):
             anonymous.check_may_pickle()
-        return _opened_again, (self.name, self.trust, self.id, self._peeks)
+        return _opened_again, (self.name, self.trust, self.id, self.read_only)
 
 
-def _opened_again(name: str, trust: Trust, store_id: int, peeks: bool) -> Store:
-    """A copy of a handle: joins the store, or only peeks at it, as the handle did.
+def _opened_again(name: str, trust: Trust, store_id: int, read_only: bool) -> Store:
+    """A copy of a handle: joins the store, or only reads it, as the handle does.
 
     Raises:
         StoreMissingError: it is gone, also where another store has its name now; or it is on another host.
     """
     try:
-        store = Store.peek(name, trust=trust) if peeks else Store.open(name, trust=trust)
+        store = Store.open(name, mode="r", adopt=True, trust=trust) if read_only else Store.open(name, trust=trust)
     except StoreMissingError:
         if not anonymous.is_anonymous(name):
             raise
