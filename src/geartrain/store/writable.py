@@ -140,8 +140,8 @@ class WritableStore(StoreHandle):
             publish_every: make an unfinished row available for sampling every this many steps. By default only finished
                 rows are.
             overlap: number of steps that the next row of a long episode repeats, so that frame stacks and n-step sums
-                are complete there. `Transitions` needs frame_stack - 1 + n_step - 1 of them. Each step is drawn from one
-                of its copies. The store needs the fields of `recorded_fields(..., overlap=True)`.
+                are complete there. `Transitions` needs frame_stack - 1 + n_step - 1 of them. Each step is drawn from
+                one of its copies. The store needs the fields of `recorded_fields(..., overlap=True)`.
             priority: priority of new rows, or steps; by default the store's `new_priority`.
             autoreset: what the environments do when an episode ends: "next_step" (Gymnasium's default), "same_step" or
                 "disabled", or `envs.metadata["autoreset_mode"]`.
@@ -233,7 +233,7 @@ class WritableStore(StoreHandle):
 
         The priority of new rows is raised with them (`Store.create(..., new_priority="max")`).
 
-        Cost: one pass over the priorities, about 20 ns each. With new_priority="max" inserts and updates wait meanwhile.
+        Cost: one pass over the priorities, about 20 ns each. With new_priority="max" inserts and updates wait for it.
         """
         if not check_real("power", power) > 0:
             raise ArgumentError(f"priorities are raised to a finite power above zero, found {power}")
