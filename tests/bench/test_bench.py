@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import itertools
 import json
 import math
 import os
@@ -66,14 +65,6 @@ def test_a_time_at_p95_is_the_slow_tail_and_its_ratio_is_still_speed() -> None:
     assert row.p50 == pytest.approx(10.0)
     assert row.p95 == pytest.approx(10.0)
     assert row.ratio_to_floor == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize("n", range(1, 8))
-def test_every_system_comes_equally_often_behind_each_other_one(n: int) -> None:
-    made = harness.orders(n)
-    assert all(sorted(order) == list(range(n)) for order in made)
-    pairs = [pair for order in made for pair in itertools.pairwise(order)]
-    assert all(pairs.count((a, b)) == len(made) // n for a in range(n) for b in range(n) if a != b)
 
 
 def test_systems_take_turns_and_none_goes_always_first() -> None:

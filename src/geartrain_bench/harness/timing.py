@@ -1,7 +1,7 @@
 """Interleaved timing of several systems and a floor (lower bound) in one run, compared by medians.
 
 A *lap* is one repetition of one system: enough calls to last a millisecond or more. A *round* is one lap of
-every system, in an order of its own, so that slow drifts of the machine, and what a lap leaves in the
+every system, in an order that is drawn anew each time, so that slow drifts of the machine, and what a lap leaves in the
 caches, affect all alike. Numbers are quantiles of the time per call over the laps; ratios are ratios of medians.
 
 What p50, p75, p90 and p95 mean: quantiles of the time per call over laps. For a rate
@@ -27,6 +27,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -200,10 +201,10 @@ def lap(calls: int, body: Callable[[], object], warm: Callable[[], object] | Non
 def take_turns(systems: Sequence[System], *, repeats: int, budget_s: float, warmups: int = 1) -> dict[str, list[Lap]]:
     """Interleaved laps of every system: until each has `repeats` undisturbed ones, or the budget is spent.
 
-    Every system gets at least three laps, whatever the budget. Warm-up laps are not among them. A lap finds in the
-    caches what the one before has left there, so each turn has an order of its own (`orders`).
+    Every system gets at least three laps, whatever the budget. Warm-up laps are not among them. Each turn has an order
+    of its own: a lap finds in the caches what the one before has left there, in one order always the same.
     """
-    turns = orders(len(systems))
+    order = Random(0)
     gc.collect()
     for system in systems:
         for _ in range(warmups):
@@ -218,22 +219,12 @@ def take_turns(systems: Sequence[System], *, repeats: int, budget_s: float, warm
 
     turn = 0
     while turn < 3 or (time.monotonic() < ends_s and any(map(wants_more, systems))):
-        for system in (systems[at] for at in turns[turn % len(turns)]):
+        for system in order.sample(list(systems), len(systems)):
             # A system with enough laps continues with the others, unless its laps are bounded: they are long.
             if system.rounds is None or turn < 3 or wants_more(system):
                 laps[system.name].append(system.lap())
         turn += 1
     return laps
-
-
-def orders(n: int) -> list[list[int]]:
-    """Orders of n things in which each of them comes right behind each other one equally often (Williams 1949).
-
-    n orders where n is even, else twice as many.
-    """
-    first = [(place + 1) // 2 if place % 2 else (n - place // 2) % n for place in range(n)]
-    made = [[(each + shift) % n for each in first] for shift in range(n)]
-    return made if n % 2 == 0 else made + [order[::-1] for order in made]
 
 
 def quiet(laps: dict[str, list[Lap]], alone: Collection[str] = ()) -> tuple[dict[str, list[Lap]], list[str]]:
