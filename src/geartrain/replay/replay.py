@@ -419,9 +419,9 @@ class Replay:
 
         batches, rows, bytes (delivered); wait_s (the consumer's), elapsed_s (from the first request to the last batch,
         the consumer's own pauses included), wait_share; make_s (the time spent selecting and fetching, on whichever
-        thread), gb_per_s and samples_per_s of that time; redrawn (rows lost between their draw and their copy); in host
-        memory path, a text: "native" where a batch is one native call, and "native, calls Own.select, Windows.at" where
-        that call asks Python code, which is named.
+        thread), gb_per_s and samples_per_s of that time; redrawn (rows lost between their draw and their copy); path, a
+        text: "native" where a batch is one native call, and "native, calls Own.select, Windows.at" where that call asks
+        Python code, which is named.
 
         With `Epochs` epoch (the pass of the next batch), and over all passes that have ended skipped (rows that went
         before their turn) and dropped (by `drop_last`), in a mixture lists with one of each for each store.
