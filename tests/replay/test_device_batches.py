@@ -31,7 +31,7 @@ from geartrain.replay.device import Convert, DeviceOptions
 from geartrain.replay.device.copied_rows import CopyTransfer
 from geartrain.replay.device.priority_mirror import CopyRule
 from geartrain.replay.device.transfer import GatherTransfer
-from geartrain.selection import Fifo, GroupSampling, Lifo, Limits, Mixture, Prioritized, TopK, Uniform
+from geartrain.selection import Epochs, Fifo, GroupSampling, Lifo, Limits, Mixture, Prioritized, TopK, Uniform
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -153,6 +153,48 @@ def test_rows_that_are_drawn_again_have_the_same_windows_however_they_come(store
             assert fast.stats()["redrawn"] == 4
         made.append((batch.keys.row.tolist(), batch.start.tolist(), batch.length.tolist()))
     assert all(each == made[0] for each in made)
+
+
+@pytest.mark.parametrize("path", ["gather", "copy", "staged"])
+def test_passes_have_the_batches_of_the_host(store: gt.Store, store_name: Callable[[], str], path: Any) -> None:
+    """The last batch of a pass may be smaller, and a mixture's passes go on within a batch."""
+    device = SimulatedDevice(3)
+    passes: list[tuple[Any, int]] = [
+        (Epochs(seed=5), 25),
+        (Epochs(seed=6, drop_last=True), 25),
+        (Epochs(over="steps", seed=7), 300),
+        (Mixture([0.7, 0.3], [Epochs(seed=8), Uniform(seed=9)]), 25),
+    ]
+    other = filled_store(store_name(), rows=9, capacity=16, max_length=30)
+    for (strategy, size), packed in zip(passes, [True, False, False, False], strict=True):
+        stores: Any = [store, other] if isinstance(strategy, Mixture) else store
+        on = DeviceOptions(device, path=path, packed=packed)
+        settings: dict[str, Any] = {"window": 7, "pad": "right", "prefetch": 2}
+        with gt.Replay(stores, strategy, size, **settings) as slow:
+            expected = [slow.sample() for _ in range(7)]
+            figures = slow.stats()
+        with gt.Replay(stores, strategy, size, **settings, device=on) as fast:
+            for host in expected:
+                landed = fast.sample()
+                device.finish()
+                check_same(host, landed, {}, packed)
+            assert [fast.stats()[name] for name in ("epoch", "dropped")] == [figures["epoch"], figures["dropped"]]
+        short = len({len(host) for host in expected}) > 1
+        assert short == (isinstance(strategy, Epochs) and not strategy.drop_last)
+    other.close()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("path", ["gather", "copy"])
+def test_a_pass_that_loses_rows_has_those_that_are_left(store_name: Callable[[], str], path: Any, packed: bool) -> None:
+    device = SimulatedDevice(3)
+    with filled_store(store_name(), rows=18, capacity=20, max_length=30) as store:
+        on = DeviceOptions(device, path=path, packed=packed)
+        with gt.Replay(store, Epochs(seed=1), 16, prefetch=0, device=on) as fast, torn_at_first():
+            batch = fast.sample()
+            device.finish()
+        assert len(batch) == len(set(batch.keys.row.tolist())) == 14, "2 rows in the place of 4, and then no more"
+        check_same(gt.fetch(store, batch.keys), dataclasses.replace(batch, step=None, probability=None), {}, packed)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -55,7 +55,7 @@ class Epochs:
     parts of a pass's last batch differ by a row at most: with fewer rows than replicas some get none, `len(batch)` 0.
     In a `Mixture` every store goes on from pass to pass by itself, within a batch too, so that batches have one size;
     the iteration does not end with any of them, and drop_last leaves out what is less than the store's rows of a batch.
-    In host memory only.
+    Over several ranks in host memory only.
 
     Args:
         shuffle: in a random order, another one each pass; else in the order of the store's places.
