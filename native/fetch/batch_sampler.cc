@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 #include "base/deadline.h"
 #include "base/errors.h"
@@ -69,7 +70,7 @@ BatchArrays BatchArrays::part(const Store& store, uint32_t window, const Transit
   out.steps = this->steps.subspan(first, n);
   out.probability = probability.subspan(first, n);
   out.torn = torn.subspan(first, n);
-  out.mask = mask.subspan(first * steps, n * steps);
+  if (!mask.empty()) out.mask = mask.subspan(first * steps, n * steps);
   out.starts = starts.subspan(first, n);
   out.lengths = lengths.subspan(first, n);
   out.versions = versions.subspan(first, n);
@@ -89,8 +90,219 @@ BatchSampler::BatchSampler(Store& store, const Settings& settings)
   from_ = population_of(store, true);
 }
 
-BatchSampler::Result BatchSampler::sample(const Room& room, size_t n, const Step& step,
-                                          const Supplier& supplier) const {
+// --- a batch -------------------------------------------------------------------------------------------------------
+
+// A batch that is being made, by one call of the store or by several. What these have in common is here; what is asked
+// for meanwhile is of each call.
+class BatchSampler::Begun::Making {
+ public:
+  struct Asks {
+    const Room& room;
+    const Supplier& supplier;
+    Copier* copier;  // null: the CPU copies
+    Store::Call& call;
+  };
+
+  Making(const BatchSampler& of, size_t n, const Step& step)
+      : of_(of), store_(of.store_), step_(step), numbers_(n), result_{.done = true, .cursor = step.cursor} {}
+  Making(const Making&) = delete;
+
+  void draw(const Asks& asks) {
+    result_.count = store_.committed_count();
+    const size_t n = numbers_.size();
+    std::iota(numbers_.begin(), numbers_.end(), 0);
+    if (asks.supplier.rows) {
+      begin_with(asks, asks.call.paused([&] { return asks.supplier.rows(0, numbers_, {}); }));
+      return;
+    }
+    out_ = &asks.room(n);
+    from_ = {numbers_, out_->rows, out_->generations, out_->probability, steps_of(asks, out_->steps)};
+    if (asks.copier != nullptr && asks.call.paused([&] { return asks.copier->draws(n); })) {
+      drawn_by_copier_ = true;
+      return;
+    }
+    result_.cursor =
+        of_.draw(step_, n, 0, numbers_, {}, {out_->rows, out_->generations, out_->probability, out_->steps});
+  }
+
+  // Has the rows that were drawn last copied.
+  void launch(const Asks& asks, uint32_t round) {
+    if (asks.supplier.anchors) {
+      anchors_ = asks.call.paused([&] { return asks.supplier.anchors(round, from_); });
+      from_.steps = anchors_;
+    }
+    RowsToCopy rows{0, {}, {}, {}, numbers_, numbers_, round, out_->rows.size()};
+    std::vector<uint32_t> all;
+    std::vector<int32_t> ends;
+    if (!drawn_by_copier_) {
+      placed_ = of_.place(from_, step_.step, round);
+      hold();
+      put_rows();
+      rows.rows = from_.rows, rows.generations = from_.generations, rows.ends = placed_.ends;
+      if (asks.copier->copies_all() && numbers_.size() != out_->rows.size()) {
+        all.resize(out_->rows.size());
+        std::iota(all.begin(), all.end(), 0);
+        if (!placed_.ends.empty()) ends.assign(out_->steps.begin(), out_->steps.end());
+        rows = {0, out_->rows, out_->generations, ends, all, all, round, all.size()};
+      }
+    }
+    launched_ = true;
+    asks.call.paused([&] {
+      asks.copier->launch(rows);
+      return true;
+    });
+  }
+
+  // Waits for them; the draws that are to be made again.
+  std::vector<uint32_t> resolve(const Asks& asks, uint32_t round) {
+    const CopiedRows copied = asks.call.paused([&] { return asks.copier->resolve(); });
+    if (drawn_by_copier_) {
+      std::ranges::copy(copied.rows, out_->rows.begin());
+      std::ranges::copy(copied.generations, out_->generations.begin());
+      std::ranges::copy(copied.probability, out_->probability.begin());
+      placed_ = of_.place(from_, step_.step, round);
+      hold();
+      put_rows();
+      drawn_by_copier_ = false;
+    }
+    std::ranges::fill(out_->torn, uint8_t{0});
+    const bool all = copied.torn.size() != numbers_.size();
+    for (size_t i = 0; i < copied.torn.size(); ++i) {
+      const size_t at = all ? i : numbers_[i];
+      out_->torn[at] = copied.torn[i];
+      out_->starts[at] = copied.starts[i];
+      out_->lengths[at] = copied.lengths[i];
+      out_->versions[at] = copied.versions[i];
+      if (of_.settings_.window.of_episodes()) out_->steps[at] = static_cast<uint32_t>(copied.starts[i]);
+    }
+    std::vector<uint8_t> torn;
+    for (const uint32_t number : numbers_) torn.push_back(out_->torn[number]);
+    of_.mark_refused(placed_, torn);
+    launched_ = false;
+    for (size_t i = 0; i < torn.size(); ++i) out_->torn[numbers_[i]] = torn[i];
+    return lost();
+  }
+
+  void until_whole(const Asks& asks) {
+    const auto copy = [&](const std::vector<uint32_t>&, uint32_t round) { return copied(asks, round); };
+    const auto again = [&](const std::vector<uint32_t>& lost, uint32_t round) { return draw_again(asks, lost, round); };
+    Redrawn made;
+    do {
+      made = copy_until_whole(store_.header().capacity, {}, made.round, copy, again);  // `from_` says which are pending
+      result_.redrawn += made.rows;
+      ++made.round;
+    } while (!made.whole);
+    release();
+  }
+
+  // Releases rows on their last sample, which a copier may have copied more than once.
+  void release() {
+    if (held_.empty()) return;
+    store_.release_exhausted(held_, held_generations_);
+    held_.clear(), held_generations_.clear();
+  }
+
+  const Result& result() const { return result_; }
+
+ private:
+  std::vector<uint32_t> copied(const Asks& asks, uint32_t round) {
+    if (asks.copier != nullptr) {
+      if (!launched_) launch(asks, round);
+      return resolve(asks, round);
+    }
+    if (asks.supplier.anchors) {
+      anchors_ = asks.call.paused([&] { return asks.supplier.anchors(round, from_); });
+      from_.steps = anchors_;
+    }
+    if (of_.gather(*out_, from_, step_.step, round) == 0) return {};
+    return lost();
+  }
+
+  bool draw_again(const Asks& asks, const std::vector<uint32_t>& lost, uint32_t round) {
+    const size_t count = lost.size();
+    if (asks.supplier.rows) {
+      const std::vector<uint32_t> kept = Lost(*out_).kept;
+      Supplier::Rows rows = asks.call.paused([&] { return asks.supplier.rows(round, lost, kept); });
+      if (rows.anew) {
+        begin_with(asks, std::move(rows));
+        return false;
+      }
+      drawn_ = std::move(rows);
+      numbers_ = lost;
+    } else {
+      drawn_.rows.resize(count), drawn_.generations.resize(count);
+      drawn_.probability.resize(count), drawn_.steps.resize(count);
+      numbers_ = lost;
+      const bool needs_kept = of_.settings_.form == Form::ordered || !of_.settings_.replacement;
+      const std::vector<uint32_t> kept = needs_kept ? Lost(*out_).kept : std::vector<uint32_t>{};
+      Step next = step_;
+      next.cursor = result_.cursor;
+      result_.cursor = of_.draw(next, out_->rows.size(), round, numbers_, kept,
+                                {drawn_.rows, drawn_.generations, drawn_.probability, drawn_.steps});
+    }
+    from_ = {numbers_, drawn_.rows, drawn_.generations, drawn_.probability, steps_of(asks, drawn_.steps)};
+    return true;
+  }
+
+  // The supplier's rows, which are the whole batch, into the batch itself.
+  void begin_with(const Asks& asks, Supplier::Rows rows) {
+    drawn_ = std::move(rows);
+    numbers_.resize(drawn_.rows.size());
+    std::iota(numbers_.begin(), numbers_.end(), 0);
+    out_ = &asks.room(numbers_.size());
+    std::ranges::copy(drawn_.rows, out_->rows.begin());
+    std::ranges::copy(drawn_.generations, out_->generations.begin());
+    std::ranges::copy(drawn_.probability, out_->probability.begin());
+    from_ = {numbers_, out_->rows, out_->generations, out_->probability, drawn_.steps};
+  }
+
+  std::span<const uint32_t> steps_of(const Asks& asks, std::span<const uint32_t> steps) const {
+    return asks.supplier.rows || of_.draws_steps() ? steps : std::span<const uint32_t>{};
+  }
+
+  // The rows that were drawn last to their places, with the steps that their windows are told by.
+  void put_rows() {
+    if (from_.rows.data() != out_->rows.data()) {
+      scatter<uint32_t>(from_.rows, numbers_, out_->rows);
+      scatter<uint32_t>(from_.generations, numbers_, out_->generations);
+      scatter<double>(from_.probability, numbers_, out_->probability);
+    }
+    for (size_t i = 0; i < numbers_.size(); ++i) {
+      out_->steps[numbers_[i]] = placed_.ends.empty() ? 0 : static_cast<uint32_t>(placed_.ends[i]);
+    }
+  }
+
+  void hold() {
+    if (store_.header().max_times_sampled == 0) return;
+    held_.insert(held_.end(), from_.rows.begin(), from_.rows.end());
+    held_generations_.insert(held_generations_.end(), from_.generations.begin(), from_.generations.end());
+  }
+
+  std::vector<uint32_t> lost() {
+    lose_atoms(out_->torn, of_.settings_.atom);
+    return Lost(*out_).numbers;
+  }
+
+  const BatchSampler& of_;
+  Store& store_;
+  Step step_;
+  std::vector<uint32_t> numbers_, anchors_;
+  std::vector<uint32_t> held_, held_generations_;  // samples of these were counted for a copier
+  const BatchArrays* out_ = nullptr;
+  Supplier::Rows drawn_;  // of the round
+  DrawnRows from_;
+  Placed placed_;
+  bool launched_ = false, drawn_by_copier_ = false;
+  Result result_;
+};
+
+BatchSampler::Begun::Begun(std::unique_ptr<Making> making) : making_(std::move(making)) {}
+BatchSampler::Begun::Begun(Begun&&) noexcept = default;
+BatchSampler::Begun& BatchSampler::Begun::operator=(Begun&&) noexcept = default;
+BatchSampler::Begun::~Begun() = default;
+
+template <typename Make>
+bool BatchSampler::admitted(size_t n, const Step& step, const Supplier& supplier, Make&& make) const {
   if (supplier.rows && draws_steps()) {
     fail(ErrorKind::schema, "the store has priorities of steps, and rows were drawn by code that knows none");
   }
@@ -98,92 +310,69 @@ BatchSampler::Result BatchSampler::sample(const Room& room, size_t n, const Step
   store_.repair_dead_updates();
   if (store_.header().max_age_ns != 0 && !store_.read_only()) store_.expire();
   if (store_.committed_count() < settings_.min_rows) {
-    if (!step.admitted) return {};
+    if (!step.admitted) return false;
     fail(ErrorKind::not_enough, settings_.min_rows, " selectable rows are asked for, the store has ",
          store_.committed_count());
   }
-  if (step.admitted) return draw_and_gather(room, n, step, supplier, call);
-  if (!store_.admit_samples(n, 0.0)) return {};
+  if (!step.admitted && !store_.admit_samples(n, 0.0)) return false;
   try {
-    return draw_and_gather(room, n, step, supplier, call);
+    make(call);
   } catch (...) {
-    if (call.within() && !store_.read_only())
-      give_back(store_.control().limiter, 0, n);  // else it was closed while the supplier was asked
+    // Else it was closed while the supplier was asked.
+    if (!step.admitted && call.within() && !store_.read_only()) give_back(store_.control().limiter, 0, n);
     throw;
   }
+  return true;
 }
 
-BatchSampler::Result BatchSampler::draw_and_gather(const Room& room, size_t n, const Step& step,
-                                                   const Supplier& supplier, Store::Call& call) const {
-  Result result{.done = true, .count = store_.committed_count(), .cursor = step.cursor, .redrawn = 0};
-  std::vector<uint32_t> numbers(n);
-  std::iota(numbers.begin(), numbers.end(), 0);
-  const BatchArrays* out = nullptr;
-  Supplier::Rows drawn;  // of the round
-  DrawnRows from;
-  const auto steps_of = [&](std::span<const uint32_t> steps) {
-    return supplier.rows || draws_steps() ? steps : std::span<const uint32_t>{};
-  };
-  // The supplier's rows, which are the whole batch, into the batch itself.
-  const auto begin_with = [&](Supplier::Rows rows) {
-    drawn = std::move(rows);
-    numbers.resize(drawn.rows.size());
-    std::iota(numbers.begin(), numbers.end(), 0);
-    out = &room(numbers.size());
-    std::ranges::copy(drawn.rows, out->rows.begin());
-    std::ranges::copy(drawn.generations, out->generations.begin());
-    std::ranges::copy(drawn.probability, out->probability.begin());
-    from = {numbers, out->rows, out->generations, out->probability, drawn.steps};
-  };
-  if (supplier.rows) {
-    begin_with(call.paused([&] { return supplier.rows(0, numbers, {}); }));
-  } else {
-    out = &room(n);
-    result.cursor = draw(step, n, 0, numbers, {}, {out->rows, out->generations, out->probability, out->steps});
-    from = {numbers, out->rows, out->generations, out->probability, steps_of(out->steps)};
-  }
-  std::vector<uint32_t> anchors;
-  const auto copy = [&](const std::vector<uint32_t>&, uint32_t round) {
-    if (supplier.anchors) {
-      anchors = call.paused([&] { return supplier.anchors(round, from); });
-      from.steps = anchors;
-    }
-    if (gather(*out, from, step.step, round) == 0) return std::vector<uint32_t>{};
-    lose_atoms(out->torn, settings_.atom);
-    return Lost(*out).numbers;
-  };
-  const bool needs_kept = settings_.form == Form::ordered || !settings_.replacement;
-  const auto again = [&](const std::vector<uint32_t>& lost, uint32_t round) {
-    const size_t count = lost.size();
-    if (supplier.rows) {
-      const std::vector<uint32_t> kept = Lost(*out).kept;
-      Supplier::Rows rows = call.paused([&] { return supplier.rows(round, lost, kept); });
-      if (rows.anew) {
-        begin_with(std::move(rows));
-        return false;
-      }
-      drawn = std::move(rows);
-      numbers = lost;
-    } else {
-      drawn.rows.resize(count), drawn.generations.resize(count);
-      drawn.probability.resize(count), drawn.steps.resize(count);
-      numbers = lost;
-      const std::vector<uint32_t> kept = needs_kept ? Lost(*out).kept : std::vector<uint32_t>{};
-      Step next = step;
-      next.cursor = result.cursor;
-      result.cursor = draw(next, out->rows.size(), round, numbers, kept,
-                           {drawn.rows, drawn.generations, drawn.probability, drawn.steps});
-    }
-    from = {numbers, drawn.rows, drawn.generations, drawn.probability, steps_of(drawn.steps)};
-    return true;
-  };
-  Redrawn made;
-  do {
-    made = copy_until_whole(store_.header().capacity, {}, made.round, copy, again);  // `from` says which are pending
-    result.redrawn += made.rows;
-    ++made.round;
-  } while (!made.whole);
+BatchSampler::Result BatchSampler::sample(const Room& room, size_t n, const Step& step,
+                                          const Supplier& supplier) const {
+  Result result;
+  admitted(n, step, supplier, [&](Store::Call& call) {
+    Begun::Making making(*this, n, step);
+    const Begun::Making::Asks asks{room, supplier, nullptr, call};
+    making.draw(asks);
+    making.until_whole(asks);
+    result = making.result();
+  });
   return result;
+}
+
+std::optional<BatchSampler::Begun> BatchSampler::begin(const Room& room, size_t n, const Step& step,
+                                                       const Supplier& supplier, Copier& copier) const {
+  if (settings_.transitions) fail(ErrorKind::schema, "transitions are copied by the CPU");
+  std::optional<Begun> begun;
+  admitted(n, step, supplier, [&](Store::Call& call) {
+    auto making = std::make_unique<Begun::Making>(*this, n, step);
+    const Begun::Making::Asks asks{room, supplier, &copier, call};
+    try {
+      making->draw(asks);
+      making->launch(asks, 0);
+    } catch (...) {
+      if (call.within()) making->release();
+      throw;
+    }
+    begun = Begun(std::move(making));
+  });
+  return begun;
+}
+
+BatchSampler::Result BatchSampler::finish(Begun& begun, const Room& room, const Supplier& supplier,
+                                          Copier& copier) const {
+  Store::Call call(store_);
+  const Begun::Making::Asks asks{room, supplier, &copier, call};
+  try {
+    begun.making_->until_whole(asks);
+  } catch (...) {
+    if (call.within()) begun.making_->release();
+    throw;
+  }
+  return begun.making_->result();
+}
+
+void BatchSampler::abandon(Begun& begun) const {
+  const Store::Call call(store_);
+  begun.making_->release();
 }
 
 DrawPlan BatchSampler::plan(const Step& step, uint32_t round, size_t rows) const {
@@ -254,9 +443,9 @@ uint64_t BatchSampler::draw(const Step& step, size_t n, uint32_t round, std::spa
 
 uint64_t BatchSampler::gather_transitions(const BatchArrays& out, const DrawnRows& drawn, uint64_t step,
                                           uint32_t round) const {
-  const size_t n = drawn.rows.size();
-  std::vector<uint8_t> taken(n);
-  store_.count_samples(drawn.rows, drawn.generations, taken);
+  Placed placed;
+  placed.taken.resize(drawn.rows.size());
+  store_.count_samples(drawn.rows, drawn.generations, placed.taken);
   TransitionRequest request;
   request.rows = drawn.rows;
   request.generations = drawn.generations;
@@ -278,9 +467,9 @@ uint64_t BatchSampler::gather_transitions(const BatchArrays& out, const DrawnRow
   geartrain::gather_transitions(store_, *settings_.transitions, request);
   if (store_.header().max_times_sampled != 0) {
     store_.release_exhausted(drawn.rows, drawn.generations);
-    for (size_t i = 0; i < n; ++i) {
-      if (taken[i] == 0) out.torn[drawn.numbers[i]] = 1;  // somebody else drew the row's last allowed sample first
-    }
+    std::vector<uint8_t> lost(drawn.rows.size());
+    mark_refused(placed, lost);
+    for (size_t i = 0; i < lost.size(); ++i) out.torn[drawn.numbers[i]] |= lost[i];
   }
   if (drawn.rows.data() != out.rows.data()) {
     scatter<uint32_t>(drawn.rows, drawn.numbers, out.rows);
@@ -295,25 +484,39 @@ uint64_t BatchSampler::gather_transitions(const BatchArrays& out, const DrawnRow
   return torn;
 }
 
+BatchSampler::Placed BatchSampler::place(const DrawnRows& drawn, uint64_t step, uint32_t round) const {
+  const size_t n = drawn.rows.size();
+  Placed placed;
+  placed.taken.resize(n);
+  store_.count_samples(drawn.rows, drawn.generations, placed.taken);
+  if (settings_.window.length == 0) return placed;
+  std::vector<int32_t>& ends = placed.ends;
+  ends.resize(n);
+  if (drawn.steps.empty()) {
+    place_windows(from_, drawn.rows, settings_.window, {settings_.seed, step, kWindowStream}, round, drawn.numbers,
+                  ends);
+  }
+  for (size_t i = 0; i < drawn.steps.size(); ++i) {
+    const uint32_t length = store_.status()[drawn.rows[i]].length.load(std::memory_order_relaxed);
+    // A length only grows, so that the step is there unless the row is another by now, and torn.
+    ends[i] = static_cast<int32_t>(std::min({drawn.steps[i], length, store_.header().max_length}));
+  }
+  return placed;
+}
+
+void BatchSampler::mark_refused(const Placed& placed, std::span<uint8_t> torn) const {
+  if (store_.header().max_times_sampled == 0) return;
+  for (size_t i = 0; i < torn.size(); ++i) {
+    if (placed.taken[i] == 0) torn[i] = 1;
+  }
+}
+
 uint64_t BatchSampler::gather(const BatchArrays& out, const DrawnRows& drawn, uint64_t step, uint32_t round) const {
   if (settings_.transitions) return gather_transitions(out, drawn, step, round);
   const size_t n = drawn.rows.size();
   const bool whole = drawn.rows.data() == out.rows.data();  // of all the batch's rows, whose arrays lie in `out`
-  std::vector<uint8_t> taken(n);
-  store_.count_samples(drawn.rows, drawn.generations, taken);
-  std::vector<int32_t> ends;
-  if (settings_.window.length != 0) {
-    ends.resize(n);
-    if (drawn.steps.empty()) {
-      place_windows(from_, drawn.rows, settings_.window, {settings_.seed, step, kWindowStream}, round, drawn.numbers,
-                    ends);
-    }
-    for (size_t i = 0; i < drawn.steps.size(); ++i) {
-      const uint32_t length = store_.status()[drawn.rows[i]].length.load(std::memory_order_relaxed);
-      // A length only grows, so that the step is there unless the row is another by now, and torn.
-      ends[i] = static_cast<int32_t>(std::min({drawn.steps[i], length, store_.header().max_length}));
-    }
-  }
+  const Placed where = place(drawn, step, round);
+  const std::vector<int32_t>& ends = where.ends;
   FetchRequest request;
   request.rows = drawn.rows;
   request.generations = drawn.generations;
@@ -336,12 +539,8 @@ uint64_t BatchSampler::gather(const BatchArrays& out, const DrawnRows& drawn, ui
   }
   std::vector<uint32_t> placed(ends.begin(), ends.end());
   fetch(store_, request);
-  if (store_.header().max_times_sampled != 0) {
-    store_.release_exhausted(drawn.rows, drawn.generations);
-    for (size_t i = 0; i < n; ++i) {
-      if (taken[i] == 0) request.torn[i] = 1;  // somebody else drew the row's last allowed sample first
-    }
-  }
+  store_.release_exhausted(drawn.rows, drawn.generations);
+  mark_refused(where, request.torn);
   if (placed.empty()) placed.assign(n, 0);
   if (request.whole_episodes) placed.assign(request.starts.begin(), request.starts.end());
   if (whole) {

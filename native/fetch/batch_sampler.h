@@ -3,7 +3,8 @@
 //
 // Every result is a function of the store's contents, the seed and the step: draws as selection/selection.h defines
 // them, windows as place_windows does, lost rows under the next round's attempts. Rows and windows that follow from
-// somebody else's code are asked for (Supplier); everything after the draw is the same for them.
+// somebody else's code are asked for (Supplier), and a GPU copies rows in the CPU's stead (Copier); everything else is
+// the same for them.
 //
 // Threads: any, each with batches of its own. Cost: that of the draw and of one copy of the batch; a few scratch
 // arrays of one entry a row.
@@ -11,10 +12,12 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <span>
 #include <vector>
 
+#include "fetch/copier.h"
 #include "fetch/fetch.h"
 #include "fetch/transitions.h"
 #include "fetch/windows.h"
@@ -103,6 +106,20 @@ class BatchSampler {
     uint64_t redrawn = 0;  // rows lost on the way
   };
 
+  // A batch that was begun: its rows are drawn, and a copier copies them.
+  class Begun {
+   public:
+    Begun(Begun&&) noexcept;
+    Begun& operator=(Begun&&) noexcept;
+    ~Begun();
+
+   private:
+    friend class BatchSampler;
+    class Making;
+    explicit Begun(std::unique_ptr<Making> making);
+    std::unique_ptr<Making> making_;
+  };
+
   BatchSampler(Store& store, const Settings& settings);
 
   // Whether steps are drawn and not rows: windows then end at them, or are placed around them.
@@ -120,6 +137,15 @@ class BatchSampler {
   // repair. Where it throws, rows that the rate limiter admitted in here are given back to it.
   Result sample(const Room& room, size_t n, const Step& step, const Supplier& supplier = {}) const;
 
+  // The same in two halves, for rows that a copier copies: `begin` draws, counts and places them and launches their
+  // copies; `finish` resolves these, and draws and copies again what was lost. The fields of a batch are the copier's,
+  // and so is its mask. None: rows or the rate limiter have to be waited for. A batch that is not finished, or of which
+  // finishing has thrown, is abandoned, so that no row stays held as one on its last sample.
+  std::optional<Begun> begin(const Room& room, size_t n, const Step& step, const Supplier& supplier,
+                             Copier& copier) const;
+  Result finish(Begun& begun, const Room& room, const Supplier& supplier, Copier& copier) const;
+  void abandon(Begun& begun) const;
+
   // Draws `numbers` of a batch of n rows under a round, none of `kept` (where no row comes twice), with steps where
   // these are drawn. Returns the cursor after it. Throws what draws throw; of a store that this process only reads,
   // rows that are not found because its sums are being changed are kNoRow.
@@ -132,9 +158,19 @@ class BatchSampler {
   const TransitionView* view() const { return settings_.transitions ? &*settings_.transitions : nullptr; }
 
  private:
+  // Drawn rows that are about to be copied: whether their samples were had in time, and where their windows are.
+  struct Placed {
+    std::vector<uint8_t> taken;
+    std::vector<int32_t> ends;  // empty: whole rows
+  };
+  Placed place(const DrawnRows& drawn, uint64_t step, uint32_t round) const;
+  // Sets 1 for those whose last allowed sample somebody else drew first.
+  void mark_refused(const Placed& placed, std::span<uint8_t> torn) const;
   uint64_t gather_transitions(const BatchArrays& out, const DrawnRows& drawn, uint64_t step, uint32_t round) const;
-  Result draw_and_gather(const Room& room, size_t n, const Step& step, const Supplier& supplier,
-                         Store::Call& call) const;
+  // Calls `make(call)` in a call of the store, once there are enough rows and the rate limiter has admitted n; false
+  // where either has to be waited for.
+  template <typename Make>
+  bool admitted(size_t n, const Step& step, const Supplier& supplier, Make&& make) const;
 
   Store& store_;
   Settings settings_;

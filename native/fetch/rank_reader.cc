@@ -561,9 +561,10 @@ void RankReader::copy(size_t number, const Draws& draws, const Reads& reads, std
   }
   for (Part& part : parts) {
     if (part.all) {
-      part.asked = {shard.of, rows, generations, ends, part.places, numbers, round};
+      part.asked = {shard.of, rows, generations, ends, part.places, numbers, round, part.target->headers.size()};
     } else {
-      part.asked = {shard.of, part.rows, part.generations, part.ends, part.places, part.numbers, round};
+      part.asked = {shard.of,     part.rows, part.generations,           part.ends, part.places,
+                    part.numbers, round,     part.target->headers.size()};
     }
     if (part.target->copier != nullptr) part.target->copier->launch(part.asked);
   }

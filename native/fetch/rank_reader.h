@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "fetch/batch_sampler.h"
+#include "fetch/copier.h"
 #include "fetch/transition_view.h"
 #include "fetch/windows.h"
 #include "selection/assignment.h"
@@ -122,26 +123,6 @@ class RankReader {
   Layout layout(uint32_t rank, size_t rows) const;
   // Bytes of a row in each of a rank's arrays.
   std::vector<uint64_t> row_bytes(uint32_t rank) const;
-
-  // Rows that somebody else copies, such as a GPU, to their places in a target.
-  struct RowsToCopy {
-    uint32_t store;
-    std::span<const uint32_t> rows, generations;
-    std::span<const int32_t> ends;  // the steps that windows are told by; empty: whole rows
-    std::span<const uint32_t> places, numbers;
-    uint32_t round;
-  };
-  struct CopiedRows {
-    std::vector<uint8_t> torn;
-    std::vector<int32_t> lengths, starts, steps;
-    std::vector<int64_t> versions;
-  };
-  class Copier {
-   public:
-    virtual ~Copier() = default;
-    virtual void launch(const RowsToCopy& rows) = 0;
-    virtual CopiedRows resolve() = 0;  // of what was launched last
-  };
 
   // Where the rows of one rank go: its batch, or a message to it.
   struct Target {

@@ -17,6 +17,7 @@
 #include "python/batch_shapes.h"
 #include "python/bind.h"
 #include "python/call_python.h"
+#include "python/python_copier.h"
 #include "python/sampled_batch.h"
 #include "python/window_plan.h"
 #include "selection/importance_weights.h"
@@ -44,10 +45,6 @@ namespace {
 
 using LimitTuple = std::tuple<int64_t, uint64_t, uint32_t>;  // min_version, inserted_from_ns, min_length
 
-nb::object array_of(std::span<const uint32_t> values) {
-  return to_numpy(std::vector<uint32_t>(values.begin(), values.end()));
-}
-
 // From (rows, generations, probability, steps or None, anew), as Supplier::Rows.
 Supplier::Rows rows_of(const nb::object& given) {
   using Tuple = std::tuple<In<uint32_t>, In<uint32_t>, In<double>, std::optional<In<uint32_t>>, bool>;
@@ -67,12 +64,12 @@ Supplier::Rows rows_of(const nb::object& given) {
 
 // Asks Python, with the GIL, for the rows of a round, and makes room for a batch of as many where they are all of it.
 template <typename MakeRoom>
-auto rows_asked_of(nb::handle rows, const Unlocked& unlocked, const MakeRoom& make_room) {
+auto rows_asked_of(nb::handle rows, const Unlocked& unlocked, MakeRoom make_room) {
   return
-      [rows, &unlocked, &make_room](uint32_t round, std::span<const uint32_t> numbers, std::span<const uint32_t> kept) {
+      [rows, &unlocked, make_room](uint32_t round, std::span<const uint32_t> numbers, std::span<const uint32_t> kept) {
         Supplier::Rows made;
         call_python(unlocked, [&] {
-          made = rows_of(rows(round, array_of(numbers), array_of(kept)));
+          made = rows_of(rows(round, copied_array(numbers), copied_array(kept)));
           const size_t size = made.rows.size();
           if (!made.anew && size != numbers.size()) {
             fail(ErrorKind::schema, numbers.size(), " rows were asked for, ", size, " were drawn");
@@ -87,7 +84,7 @@ auto anchors_asked_of(nb::handle anchors, const Unlocked& unlocked) {
     std::vector<uint32_t> made;
     call_python(unlocked, [&] {
       made = copied(nb::cast<In<uint32_t>>(
-          anchors(round, array_of(drawn.numbers), array_of(drawn.rows), array_of(drawn.generations))));
+          anchors(round, copied_array(drawn.numbers), copied_array(drawn.rows), copied_array(drawn.generations))));
     });
     if (made.size() != drawn.rows.size()) {
       fail(ErrorKind::schema, drawn.rows.size(), " windows were asked for, ", made.size(), " were placed");
@@ -95,6 +92,52 @@ auto anchors_asked_of(nb::handle anchors, const Unlocked& unlocked) {
     return made;
   };
 }
+
+class Sampler;
+
+// A batch that is being made: what it asks of Python, and where it goes.
+class AskedBatch {
+ public:
+  // Of `rows` and `anchors`, functions or None, see Supplier. With `into` the rows go to its rows [first, first + n).
+  AskedBatch(Sampler& sampler, size_t n, std::optional<double> beta, nb::object rows, nb::object anchors,
+             nb::object into, size_t first);
+
+  Supplier supplier(const Unlocked& unlocked) {
+    Supplier made;
+    if (!rows_.is_none()) {
+      made.rows = rows_asked_of(rows_, unlocked, [this](size_t size) { make_room(size); });
+    }
+    if (!anchors_.is_none()) made.anchors = anchors_asked_of(anchors_, unlocked);
+    return made;
+  }
+  BatchSampler::Room room() {
+    return [this](size_t) -> const BatchArrays& { return made_ ? made_->arrays() : part_; };
+  }
+  void weigh(const BatchSampler::Result& result) {
+    if (!result.done || !beta_) return;
+    SampledBatch& batch = made_ ? *made_ : *into_;
+    const size_t n = made_ ? made_->size() : n_;
+    importance_weights(batch.arrays().probability.subspan(first_, n), result.count, *beta_, 0.0,
+                       batch.weights(first_, n));
+  }
+  // (batch, cursor, rows redrawn, rows drawn from), None for the batch that was given.
+  nb::object result(const BatchSampler::Result& result) {
+    if (!made_) return nb::make_tuple(nb::none(), result.cursor, result.redrawn, result.count);
+    return nb::make_tuple(std::move(*made_), result.cursor, result.redrawn, result.count);
+  }
+  size_t rows_of_batch() const { return into_ == nullptr ? 0 : into_->size(); }
+
+ private:
+  void make_room(size_t size);
+
+  Sampler& sampler_;
+  size_t n_, first_;
+  std::optional<double> beta_;
+  nb::object rows_, anchors_, held_;
+  SampledBatch* into_ = nullptr;
+  std::optional<SampledBatch> made_;
+  BatchArrays part_;
+};
 
 // A store's sampler; the store outlives it.
 class Sampler {
@@ -115,36 +158,62 @@ class Sampler {
   // have to be waited for. Of `rows` and `anchors`, functions or None, see Supplier; the batch has as many rows as the
   // former returns. With `into` they fill its rows [first, first + n), and None stands for the batch.
   nb::object sample(size_t n, uint64_t step, const std::optional<LimitTuple>& limits, uint64_t cursor, bool admitted,
-                    std::optional<double> beta, nb::handle rows, nb::handle anchors, SampledBatch* into, size_t first) {
-    std::optional<SampledBatch> made;
-    BatchArrays part;
-    const auto make_room = [&](size_t size) {  // with the GIL
-      if (into == nullptr) {
-        made.emplace(layout_of(size));
-      } else if (size != n) {
-        fail(ErrorKind::schema, n, " rows were asked for, ", size, " were drawn");
-      }
-    };
-    if (into != nullptr) {
-      part = part_of(*into, first, n);
-    } else if (rows.is_none()) {
-      make_room(n);
-    }
-    BatchSampler::Step what{.step = step, .limits = {}, .cursor = cursor, .admitted = admitted};
-    if (limits) what.limits = {std::get<0>(*limits), std::get<1>(*limits), std::get<2>(*limits)};
+                    std::optional<double> beta, nb::object rows, nb::object anchors, nb::object into, size_t first) {
+    AskedBatch asked(*this, n, beta, std::move(rows), std::move(anchors), std::move(into), first);
     BatchSampler::Result result;
     raising([&] {
       const Unlocked unlocked;
-      Supplier supplier;
-      if (!rows.is_none()) supplier.rows = rows_asked_of(rows, unlocked, make_room);
-      if (!anchors.is_none()) supplier.anchors = anchors_asked_of(anchors, unlocked);
-      result = sampler_.sample([&](size_t) -> const BatchArrays& { return made ? made->arrays() : part; }, n, what,
-                               supplier);
-      if (result.done && beta) weigh(made ? *made : *into, first, made ? made->size() : n, result.count, *beta);
+      result = sampler_.sample(asked.room(), n, step_of(step, limits, cursor, admitted), asked.supplier(unlocked));
+      asked.weigh(result);
     });
     if (!result.done) return nb::none();
-    if (!made) return nb::make_tuple(nb::none(), result.cursor, result.redrawn, result.count);
-    return nb::make_tuple(std::move(*made), result.cursor, result.redrawn, result.count);
+    return asked.result(result);
+  }
+
+  // A batch whose rows a transfer copies (python_copier.h), of a sampler of no fields.
+  struct Begun {
+    Sampler* sampler;
+    AskedBatch asked;
+    PythonCopier copier;
+    std::optional<BatchSampler::Begun> making = {};
+  };
+  // The same as `sample`, as far as the launch of copies; `store` is the number that the transfer knows this one by.
+  std::unique_ptr<Begun> begin(size_t n, uint64_t step, const std::optional<LimitTuple>& limits, uint64_t cursor,
+                               bool admitted, std::optional<double> beta, nb::object rows, nb::object anchors,
+                               nb::object into, size_t first, nb::object transfer, uint32_t store) {
+    AskedBatch asked(*this, n, beta, std::move(rows), std::move(anchors), std::move(into), first);
+    PythonCopier copier(std::move(transfer), store, first, asked.rows_of_batch());
+    std::unique_ptr<Begun> begun(new Begun{this, std::move(asked), std::move(copier)});
+    raising([&] {
+      const Unlocked unlocked;
+      begun->copier.work_in(call_without(unlocked));
+      begun->making = sampler_.begin(begun->asked.room(), n, step_of(step, limits, cursor, admitted),
+                                     begun->asked.supplier(unlocked), begun->copier);
+    });
+    return begun->making ? std::move(begun) : nullptr;
+  }
+  static nb::object finish(Begun& begun) {
+    if (!begun.making) fail(ErrorKind::schema, "a batch is finished once");
+    BatchSampler::Result result;
+    raising([&] {
+      const Unlocked unlocked;
+      begun.copier.work_in(call_without(unlocked));
+      result = begun.sampler->sampler_.finish(*begun.making, begun.asked.room(), begun.asked.supplier(unlocked),
+                                              begun.copier);
+      begun.asked.weigh(result);
+    });
+    begun.making.reset();
+    return begun.asked.result(result);
+  }
+  // What was launched is handed to nobody. Nothing where it was finished, or the store was closed.
+  static void abandon(Begun& begun) {
+    if (!begun.making) return;
+    const Unlocked unlocked;
+    try {
+      begun.sampler->sampler_.abandon(*begun.making);
+    } catch (const Error& error) {
+      if (error.kind != ErrorKind::closed) throw;
+    }
   }
 
   // Which steps count, as a StepTuple (selection.cc); None where rows are drawn and not steps.
@@ -156,15 +225,23 @@ class Sampler {
   }
 
  private:
-  static void weigh(SampledBatch& batch, size_t first, size_t n, uint64_t count, double beta) {
-    const std::span<const double> probability = batch.arrays().probability.subspan(first, n);
-    importance_weights(probability, count, beta, 0.0, batch.weights(first, n));
+  friend class AskedBatch;
+  static BatchSampler::Step step_of(uint64_t step, const std::optional<LimitTuple>& limits, uint64_t cursor,
+                                    bool admitted) {
+    BatchSampler::Step made{.step = step, .limits = {}, .cursor = cursor, .admitted = admitted};
+    if (limits) made.limits = {std::get<0>(*limits), std::get<1>(*limits), std::get<2>(*limits)};
+    return made;
+  }
+  static PythonCopier::CallPython call_without(const Unlocked& unlocked) {
+    return [&unlocked](const std::function<void()>& act) { call_python(unlocked, act); };
   }
 
   const std::shared_ptr<const BatchLayout>& layout_of(size_t n) {
     if (layout_ == nullptr || layout_->size() != n) {
-      layout_ = entered(
-          store_, [&] { return std::make_shared<BatchLayout>(store_, n, fields_, window_, false, sampler_.view()); });
+      layout_ = entered(store_, [&] {
+        const bool mask = !fields_.empty();  // else a copier's
+        return std::make_shared<BatchLayout>(store_, n, fields_, window_, false, sampler_.view(), mask);
+      });
     }
     return layout_;
   }
@@ -192,6 +269,32 @@ class Sampler {
   BatchSampler sampler_;
   std::shared_ptr<const BatchLayout> layout_;  // of the batches that were asked for last
 };
+
+AskedBatch::AskedBatch(Sampler& sampler, size_t n, std::optional<double> beta, nb::object rows, nb::object anchors,
+                       nb::object into, size_t first)
+    : sampler_(sampler),
+      n_(n),
+      first_(first),
+      beta_(beta),
+      rows_(std::move(rows)),
+      anchors_(std::move(anchors)),
+      held_(std::move(into)) {
+  if (!held_.is_none()) {
+    into_ = &nb::cast<SampledBatch&>(held_);
+    part_ = sampler.part_of(*into_, first, n);
+  } else {
+    first_ = 0;
+    if (rows_.is_none()) make_room(n);
+  }
+}
+
+void AskedBatch::make_room(size_t size) {  // with the GIL
+  if (into_ == nullptr) {
+    made_.emplace(sampler_.layout_of(size));
+  } else if (size != n_) {
+    fail(ErrorKind::schema, n_, " rows were asked for, ", size, " were drawn");
+  }
+}
 
 // For each draw of rows of these lengths, the step that its window is told by.
 nb::object placed_windows(uint32_t length, const WindowTuple& windows, uint64_t seed, uint64_t step, uint32_t round,
@@ -232,12 +335,12 @@ void bind_batch(nb::module_& module) {
       .def(
           "__init__",
           [](SampledBatch* self, const Store& store, size_t n, const std::vector<uint32_t>& fields, uint32_t window,
-             bool shards, const TransitionView* view) {
+             bool shards, const TransitionView* view, bool mask) {
             store.check_open();
-            new (self) SampledBatch(std::make_shared<BatchLayout>(store, n, fields, window, shards, view));
+            new (self) SampledBatch(std::make_shared<BatchLayout>(store, n, fields, window, shards, view, mask));
           },
           nb::arg("store"), nb::arg("n"), nb::arg("fields"), nb::arg("window"), nb::arg("shards"),
-          nb::arg("transitions").none() = nb::none())
+          nb::arg("transitions").none() = nb::none(), nb::arg("mask") = true)
       .def("__len__", &SampledBatch::size)
       .def("placed_in", &SampledBatch::placed_in, nb::arg("memory"))
       .def("places",
@@ -301,7 +404,11 @@ void bind_batch(nb::module_& module) {
       .def("sample", &Sampler::sample, nb::arg("n"), nb::arg("step"), nb::arg("limits").none(), nb::arg("cursor"),
            nb::arg("admitted"), nb::arg("beta").none(), nb::arg("rows").none(), nb::arg("anchors").none(),
            nb::arg("into").none() = nb::none(), nb::arg("first") = 0)
+      .def("begin", &Sampler::begin, nb::keep_alive<0, 1>(), nb::arg("n"), nb::arg("step"), nb::arg("limits").none(),
+           nb::arg("cursor"), nb::arg("admitted"), nb::arg("beta").none(), nb::arg("rows").none(),
+           nb::arg("anchors").none(), nb::arg("into").none(), nb::arg("first"), nb::arg("transfer"), nb::arg("store"))
       .def_prop_ro("step_plan", &Sampler::step_plan);
+  nb::class_<Sampler::Begun>(module, "BegunBatch").def("finish", &Sampler::finish).def("abandon", &Sampler::abandon);
   module.def("importance_weights", &weights_of);
   module.def("place_windows", &placed_windows);
 }

@@ -17,7 +17,8 @@ namespace geartrain {
 
 // What a batch of n rows is made of, and where each part of it lies in one buffer: computed once for all batches of a
 // kind. Of transitions, its fields are what is named in geartrain/replay/transitions.py: of each field what it gives,
-// an observation twice; then reward, discount, terminated, truncated, and with goals relabelled.
+// an observation twice; then reward, discount, terminated, truncated, and with goals relabelled. A batch whose rows a
+// copier copies has neither fields nor a mask, which it may be made without.
 class BatchLayout {
  public:
   struct Field {
@@ -28,7 +29,7 @@ class BatchLayout {
   };
 
   BatchLayout(const Store& store, size_t n, const std::vector<uint32_t>& fields, uint32_t window, bool shards,
-              const TransitionView* view)
+              const TransitionView* view, bool mask = true)
       : n_(n),
         window_(window),
         steps_(view != nullptr ? view->frame_stack
@@ -50,7 +51,8 @@ class BatchLayout {
     drawn_steps_ = take(4 * n);
     probability_ = take(8 * n);
     torn_ = take(n);
-    mask_ = take(bytes_of({n, steps_}, 1));
+    mask_steps_ = mask ? steps_ : 0;
+    mask_ = take(bytes_of({n, mask_steps_}, 1));
     starts_ = take(4 * n);
     lengths_ = take(4 * n);
     versions_ = take(8 * n);
@@ -60,6 +62,7 @@ class BatchLayout {
 
   size_t size() const { return n_; }
   size_t steps() const { return steps_; }
+  size_t mask_steps() const { return mask_steps_; }
   uint64_t nbytes() const { return nbytes_; }
   size_t buffer_bytes() const { return bytes_; }
   const std::vector<Field>& fields() const { return fields_; }
@@ -89,7 +92,7 @@ class BatchLayout {
     put(made.steps, base, drawn_steps_);
     put(made.probability, base, probability_);
     put(made.torn, base, torn_);
-    made.mask = {reinterpret_cast<uint8_t*>(base + mask_), n_ * steps_};
+    made.mask = {reinterpret_cast<uint8_t*>(base + mask_), n_ * mask_steps_};
     put(made.starts, base, starts_);
     put(made.lengths, base, lengths_);
     put(made.versions, base, versions_);
@@ -199,6 +202,7 @@ class BatchLayout {
   size_t n_;
   uint32_t window_;
   size_t steps_;
+  size_t mask_steps_ = 0;
   std::optional<TransitionView> view_;
   std::vector<Field> fields_;
   std::vector<Target> targets_;

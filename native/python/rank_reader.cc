@@ -19,6 +19,7 @@
 #include "fetch/rank_steps.h"
 #include "python/batch_memory.h"
 #include "python/bind.h"
+#include "python/python_copier.h"
 #include "python/rank_exchange.h"
 #include "python/sampled_batch.h"
 #include "python/window_plan.h"
@@ -42,7 +43,7 @@ using ShardTuple =
 using DrawnTuple = std::tuple<In<int64_t>, In<uint32_t>, In<uint32_t>, In<double>, std::optional<In<uint32_t>>,
                               std::optional<In<uint32_t>>, double, uint64_t>;
 using Writable = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-// rank, arrays, headers as bytes, and what copies its rows in the place of the CPU (none)
+// rank, arrays, headers as bytes, and the transfer that copies its rows in the place of the CPU (none)
 using TargetTuple = std::tuple<uint32_t, std::vector<AnyArray>, Writable, nb::object>;
 
 // A message of rows on its way: the peer's rank, its places in the consumer's batch, and its memory.
@@ -124,48 +125,11 @@ class Outside {
 };
 
 template <typename T>
-nb::object array_of(std::span<const T> values) {
-  return to_numpy(std::vector<T>(values.begin(), values.end()));
-}
-
-template <typename T>
 std::vector<T> taken(const nb::object& from, size_t at, size_t n) {
   const auto array = nb::cast<In<T>>(nb::object(from[at]));
   if (array.size() != n) fail(ErrorKind::schema, n, " rows were asked for, ", array.size(), " were given");
   return {array.data(), array.data() + n};
 }
-
-// read(store, rows, generations, ends, places, numbers, round) starts to copy rows, and what it returns completes it:
-// (torn, lengths, starts, steps, versions). Made and destroyed with the GIL, and so outside of calls of stores: the end
-// of what it holds may run any Python code, which may close one.
-class PythonCopier final : public RankReader::Copier {
- public:
-  explicit PythonCopier(nb::object read) : read_(std::move(read)) {}
-  void work_in(const Outside& outside) { outside_ = &outside; }
-
-  void launch(const RankReader::RowsToCopy& rows) override {
-    n_ = rows.rows.size();
-    outside_->call([&] {
-      finish_ = read_(rows.store, array_of(rows.rows), array_of(rows.generations),
-                      rows.ends.empty() ? nb::none() : array_of(rows.ends), array_of(rows.places),
-                      array_of(rows.numbers), rows.round);
-    });
-  }
-  RankReader::CopiedRows resolve() override {
-    RankReader::CopiedRows made;
-    outside_->call([&] {
-      const nb::object found = finish_();
-      made = {taken<uint8_t>(found, 0, n_), taken<int32_t>(found, 1, n_), taken<int32_t>(found, 2, n_),
-              taken<int32_t>(found, 3, n_), taken<int64_t>(found, 4, n_)};
-    });
-    return made;
-  }
-
- private:
-  nb::object read_, finish_;
-  const Outside* outside_ = nullptr;
-  size_t n_ = 0;
-};
 
 // `place(store, numbers, rows, generations, round)` tells windows, `again(store, n, round, numbers, kept)` draws rows
 // again, or returns None, and `limits(store)` says which rows native code may draw again. None: as RankReader::Hooks.
@@ -173,11 +137,12 @@ RankReader::Hooks hooks_of(const nb::object& place, const nb::object& again, con
                            const Outside& outside) {
   RankReader::Hooks hooks;
   if (!place.is_none()) {
-    hooks.place = [&](const RankReader::RowsToCopy& rows) {
+    hooks.place = [&](const RowsToCopy& rows) {
       std::vector<int32_t> made;
       outside.call([&] {
-        const auto found = nb::cast<In<int32_t>>(nb::object(
-            place(rows.store, array_of(rows.numbers), array_of(rows.rows), array_of(rows.generations), rows.round)));
+        const auto found =
+            nb::cast<In<int32_t>>(nb::object(place(rows.store, copied_array(rows.numbers), copied_array(rows.rows),
+                                                   copied_array(rows.generations), rows.round)));
         made.assign(found.data(), found.data() + found.size());
       });
       return made;
@@ -189,7 +154,7 @@ RankReader::Hooks hooks_of(const nb::object& place, const nb::object& again, con
       bool there = false;
       outside.call([&] {
         const nb::object found =
-            again(asked.store, asked.n, asked.round, array_of(asked.numbers), array_of(asked.kept));
+            again(asked.store, asked.n, asked.round, copied_array(asked.numbers), copied_array(asked.kept));
         there = !found.is_none();
         if (!there) return;
         std::ranges::copy(taken<uint32_t>(found, 0, rows.size()), rows.begin());
@@ -236,7 +201,7 @@ RankSteps::Hooks update_hooks(const nb::object& change, const nb::object& set, c
   if (!change.is_none()) {
     hooks.change = [&](uint32_t store, std::span<double> priorities) {
       call_python(unlocked, [&] {
-        const auto found = nb::cast<In<double>>(nb::object(change(store, array_of<double>(priorities))));
+        const auto found = nb::cast<In<double>>(nb::object(change(store, copied_array<double>(priorities))));
         if (found.size() != priorities.size()) fail(ErrorKind::schema, "as many priorities are raised as are given");
         std::ranges::copy(view(found), priorities.begin());
       });
@@ -246,8 +211,8 @@ RankSteps::Hooks update_hooks(const nb::object& change, const nb::object& set, c
     hooks.set = [&](uint32_t store, const PriorityUpdates& updates) {
       bool done = false;
       call_python(unlocked, [&] {
-        done = nb::cast<bool>(nb::object(
-            set(store, array_of(updates.rows), array_of(updates.generations), array_of(updates.priorities))));
+        done = nb::cast<bool>(nb::object(set(store, copied_array(updates.rows), copied_array(updates.generations),
+                                             copied_array(updates.priorities))));
       });
       return done;
     };
@@ -446,7 +411,9 @@ class BoundRankReader {
         const auto& [rank, arrays, headers, copier] = given[i];
         targets.push_back(target_of(rank, arrays, headers, copiers[i] == nullptr));
         targets.back().copier = copiers[i].get();
-        if (copiers[i] != nullptr) copiers[i]->work_in(outside);
+        if (copiers[i] != nullptr) {
+          copiers[i]->work_in([&](const std::function<void()>& act) { outside.call(act); });
+        }
       }
       RankRead made;
       reader_->assign(draws);
@@ -669,14 +636,14 @@ void bind_rank_reader(nb::module_& module) {
       .def_prop_ro("shards",
                    [](const RankRead& r) {
                      const auto bytes = std::as_bytes(std::span(r.agreed.shards));
-                     return array_of<uint8_t>({reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()});
+                     return copied_array<uint8_t>({reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()});
                    })
       // of each store those of all its shards, as bytes
       .def_prop_ro("offers",
                    [](const RankRead& r) {
                      nb::list made;
                      for (const auto& each : r.agreed.offers) {
-                       made.append(array_of<uint8_t>({reinterpret_cast<const uint8_t*>(each.data()), each.size()}));
+                       made.append(copied_array<uint8_t>({reinterpret_cast<const uint8_t*>(each.data()), each.size()}));
                      }
                      return made;
                    })
@@ -723,7 +690,7 @@ void bind_rank_reader(nb::module_& module) {
                    [](const RankRead& r) {
                      nb::list made;
                      for (const RankReader::Traffic& each : r.expected) {
-                       made.append(nb::make_tuple(each.rank, array_of<uint32_t>(each.places)));
+                       made.append(nb::make_tuple(each.rank, copied_array<uint32_t>(each.places)));
                      }
                      return made;
                    })

@@ -58,7 +58,7 @@ class SampledBatch {
     if (name == "importance_weights") {
       return weighed_ ? of(importance_, nb::dtype<double>(), {size()}) : nb::none();
     }
-    if (name == "mask") return of(arrays_.mask, nb::dtype<bool>(), {size(), layout_->steps()});
+    if (name == "mask") return of(arrays_.mask, nb::dtype<bool>(), {size(), layout_->mask_steps()});
     if (name == "start") return of(arrays_.starts, nb::dtype<int32_t>(), {size()});
     if (name == "length") return of(arrays_.lengths, nb::dtype<int32_t>(), {size()});
     if (name == "version") return of(arrays_.versions, nb::dtype<int64_t>(), {size()});
@@ -70,13 +70,11 @@ class SampledBatch {
     return memory_.array(values, {size()});
   }
   nb::object mask() const {
-    return memory_.array(reinterpret_cast<std::byte*>(arrays_.mask.data()), {size(), layout_->steps()},
+    return memory_.array(reinterpret_cast<std::byte*>(arrays_.mask.data()), {size(), layout_->mask_steps()},
                          nb::dtype<bool>());
   }
   // All of its memory, for one who makes a copy of the whole batch.
-  nb::object buffer() const {
-    return memory_.array(memory_.base(), {layout_->buffer_bytes()}, nb::dtype<uint8_t>());
-  }
+  nb::object buffer() const { return memory_.array(memory_.base(), {layout_->buffer_bytes()}, nb::dtype<uint8_t>()); }
   bool weighed() const { return weighed_; }
   // Before it is filled again.
   void forget_weights() { weighed_ = false; }

@@ -108,6 +108,7 @@ class SampledBatch:
         window: int,
         shards: bool,
         transitions: TransitionView | None = None,
+        mask: bool = True,
     ) -> None: ...
     def __len__(self) -> int: ...
     def placed_in(self, memory: NDArray[np.uint8]) -> SampledBatch: ...
@@ -177,8 +178,27 @@ class BatchSampler:
         into: SampledBatch | None = None,
         first: int = 0,
     ) -> tuple[Any, int, int, int] | None: ...
+    def begin(
+        self,
+        n: int,
+        step: int,
+        limits: tuple[int, int, int] | None,
+        cursor: int,
+        admitted: bool,
+        beta: float | None,
+        rows: Callable[[int, _U32, _U32], Chosen] | None,
+        anchors: Callable[[int, _U32, _U32, _U32], _U32] | None,
+        into: SampledBatch | None,
+        first: int,
+        transfer: Any,
+        store: int,
+    ) -> BegunBatch | None: ...
     @property
     def step_plan(self) -> tuple[int, int, int, int, int, int, int] | None: ...
+
+class BegunBatch:
+    def finish(self) -> tuple[Any, int, int, int]: ...
+    def abandon(self) -> None: ...
 
 def importance_weights(
     probability: NDArray[np.float64], count: int, beta: float, lowest: float, /

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import dataclasses
 import functools
 import gc
 import itertools
@@ -22,10 +24,14 @@ import geartrain as gt
 import geartrain.replay.device.gather_threshold as crossover
 import geartrain.replay.device.gather_threshold as gather_threshold
 import geartrain.replay.device.target as target
+from geartrain.core.keys import Keys
 from geartrain.errors import ArgumentError, PinError, StoreClosedError
+from geartrain.replay.builder import path_of
 from geartrain.replay.device import Convert, DeviceOptions
+from geartrain.replay.device.copied_rows import CopyTransfer
 from geartrain.replay.device.priority_mirror import CopyRule
-from geartrain.selection import Fifo, GroupSampling, Lifo, Limits, Mixture, Prioritized, TopK, Uniform
+from geartrain.replay.device.transfer import GatherTransfer
+from geartrain.selection import Epochs, Fifo, GroupSampling, Lifo, Limits, Mixture, Prioritized, TopK, Uniform
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -62,6 +68,10 @@ def test_every_strategy_gives_the_batches_of_the_host(store: gt.Store, strategy:
                 device.finish()
                 check_same(host, landed, convert, packed)
             assert fast.describe()[0]["path"] == path
+            host_calls = slow.stats()["path"].removeprefix("native").removeprefix(", calls ").split(", ")
+            device_calls = {"gather": ["GatherTransfer.launch", "GatherTransfer.resolve"], "staged": []}
+            device_calls["copy"] = ["CopyTransfer.launch", "CopyTransfer.resolve"]
+            assert fast.stats()["path"] == path_of([*filter(None, host_calls), *device_calls[path]])
         assert not device.registered
 
 
@@ -95,16 +105,23 @@ def test_draws_of_steps_give_the_batches_and_keys_of_the_host(
                     assert fast.update_priorities(landed.keys, np.ones(8)) == 0
 
 
-def refuse_at_first(replay: gt.Replay) -> None:
-    """Every fourth draw of the replay's first batch finds a row whose last sample somebody else had."""
-    sampler = replay._builder.samplers[0]
-    count, calls = sampler.count_samples, itertools.count()
+@contextlib.contextmanager
+def torn_at_first() -> Iterator[None]:
+    """Every fourth row of the first copies that are waited for is torn."""
+    calls = itertools.count()
 
-    def refused_at_first(rows: Any, generations: Any) -> Any:
-        taken = count(rows, generations)
-        return taken & (np.arange(len(rows)) % 4 != 0) if next(calls) == 0 else taken
+    def patched(resolve: Callable[..., Any]) -> Callable[..., Any]:
+        def torn_at_first(transfer: Any, launched: Any) -> Any:
+            torn, *more = resolve(transfer, launched)
+            lost = np.arange(len(torn)) % 4 == 0 if next(calls) == 0 else 0
+            return (torn | lost).astype(np.uint8), *more
 
-    sampler.count_samples = refused_at_first  # type: ignore[method-assign]
+        return torn_at_first
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (GatherTransfer, CopyTransfer):
+            patch.setattr(kind, "resolve", patched(kind.resolve))
+        yield
 
 
 @pytest.mark.slow
@@ -116,8 +133,7 @@ def test_torn_rows_are_drawn_again_with_their_steps(store_name: Callable[[], str
         settings: dict[str, Any] = {"window": 7, "prefetch": 0, "pad": "right"}
         on = DeviceOptions(device, path="gather", packed=packed)
         for strategy in (Prioritized(seed=1), Uniform(seed=2), Uniform(seed=3, over="steps")):
-            with gt.Replay(store, strategy, 16, **settings, device=on) as fast:
-                refuse_at_first(fast)
+            with gt.Replay(store, strategy, 16, **settings, device=on) as fast, torn_at_first():
                 batch = fast.sample()
                 device.finish()
                 assert fast.stats()["redrawn"] == 4
@@ -131,13 +147,80 @@ def test_rows_that_are_drawn_again_have_the_same_windows_however_they_come(store
     device, made = SimulatedDevice(3), []
     for path, packed in (("gather", False), ("gather", True), ("copy", False), ("copy", True)):
         on = DeviceOptions(device, path=path, packed=packed)
-        with gt.Replay(store, Uniform(seed=2), 16, window=7, prefetch=0, device=on) as fast:
-            refuse_at_first(fast)
+        with gt.Replay(store, Uniform(seed=2), 16, window=7, prefetch=0, device=on) as fast, torn_at_first():
             batch = fast.sample()
             device.finish()
             assert fast.stats()["redrawn"] == 4
         made.append((batch.keys.row.tolist(), batch.start.tolist(), batch.length.tolist()))
     assert all(each == made[0] for each in made)
+
+
+@pytest.mark.parametrize("path", ["gather", "copy", "staged"])
+def test_passes_have_the_batches_of_the_host(store: gt.Store, store_name: Callable[[], str], path: Any) -> None:
+    """The last batch of a pass may be smaller, and a mixture's passes go on within a batch."""
+    device = SimulatedDevice(3)
+    passes: list[tuple[Any, int]] = [
+        (Epochs(seed=5), 25),
+        (Epochs(seed=6, drop_last=True), 25),
+        (Epochs(over="steps", seed=7), 300),
+        (Mixture([0.7, 0.3], [Epochs(seed=8), Uniform(seed=9)]), 25),
+    ]
+    other = filled_store(store_name(), rows=9, capacity=16, max_length=30)
+    for (strategy, size), packed in zip(passes, [True, False, False, False], strict=True):
+        stores: Any = [store, other] if isinstance(strategy, Mixture) else store
+        on = DeviceOptions(device, path=path, packed=packed)
+        settings: dict[str, Any] = {"window": 7, "pad": "right", "prefetch": 2}
+        with gt.Replay(stores, strategy, size, **settings) as slow:
+            expected = [slow.sample() for _ in range(7)]
+            figures = slow.stats()
+        with gt.Replay(stores, strategy, size, **settings, device=on) as fast:
+            for host in expected:
+                landed = fast.sample()
+                device.finish()
+                check_same(host, landed, {}, packed)
+            assert [fast.stats()[name] for name in ("epoch", "dropped")] == [figures["epoch"], figures["dropped"]]
+        short = len({len(host) for host in expected}) > 1
+        assert short == (isinstance(strategy, Epochs) and not strategy.drop_last)
+    other.close()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("path", ["gather", "copy"])
+def test_a_pass_that_loses_rows_has_those_that_are_left(store_name: Callable[[], str], path: Any, packed: bool) -> None:
+    device = SimulatedDevice(3)
+    with filled_store(store_name(), rows=18, capacity=20, max_length=30) as store:
+        on = DeviceOptions(device, path=path, packed=packed)
+        with gt.Replay(store, Epochs(seed=1), 16, prefetch=0, device=on) as fast, torn_at_first():
+            batch = fast.sample()
+            device.finish()
+        assert len(batch) == len(set(batch.keys.row.tolist())) == 14, "2 rows in the place of 4, and then no more"
+        check_same(gt.fetch(store, batch.keys), dataclasses.replace(batch, step=None, probability=None), {}, packed)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("path", ["gather", "copy", "staged"])
+def test_rows_whose_last_sample_another_draw_had_are_drawn_again(
+    store_name: Callable[[], str], path: Any, packed: bool
+) -> None:
+    """With replacement and one sample a row, a row that is drawn twice is had once: as in host memory, to the bit."""
+    options: dict[str, Any] = {"rows": 60, "capacity": 64, "max_length": 30, "max_times_sampled": 1}
+    settings: dict[str, Any] = {"window": 7, "pad": "right", "prefetch": 2, "num_batches": 2}
+    for strategy in (Uniform(seed=3), Prioritized(seed=2, beta=0.5)):
+        device = SimulatedDevice(3)
+        on = DeviceOptions(device, path=path, packed=packed)
+        with filled_store(store_name(), **options) as one, filled_store(store_name(), **options) as other:
+            with (
+                gt.Replay(one, strategy, 16, **settings) as slow,
+                gt.Replay(other, strategy, 16, **settings, device=on) as fast,
+            ):
+                for host, landed in zip(slow, fast, strict=True):
+                    device.finish()
+                    same = Keys(landed.keys.row, landed.keys.generation, store=one.id)
+                    check_same(host, dataclasses.replace(landed, keys=same), {}, packed)
+                assert fast.stats()["redrawn"] == slow.stats()["redrawn"] > 0
+            assert len(one) == len(other) == 28, "no row is held as one on its last sample"
+            for each in (one, other):
+                each.audit()
 
 
 @pytest.mark.parametrize("path", ["gather", "copy", "staged"])

@@ -102,7 +102,7 @@ def copied_once_it_pays(name: str, device: Any) -> int:
                     return found
 
                 assert drawn(8) == [False] * 4 + [True] * 4
-                (mirror,) = fast._builder._priorities
+                (mirror,) = fast._builder._mirrors.copies
                 assert mirror.refreshed == 1
                 for changes in range(1, 4):
                     store.update_priorities(store.keys()[:3], np.full(3, changes))
@@ -152,7 +152,7 @@ def followed_while_batches_are_drawn(name: str, device: Any) -> int:
         make_store(name) as store,
         gt.Replay(store, Prioritized(seed=1), 6, window=4, device=DeviceOptions(device, select="device")) as fast,
     ):
-        (mirror,) = fast._builder._priorities
+        (mirror,) = fast._builder._mirrors.copies
         for _ in range(30):
             fast.update_priorities(fast.sample().keys, rng.random(6))
         for _ in range(6):  # more than are drawn ahead

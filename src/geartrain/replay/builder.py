@@ -443,13 +443,6 @@ def build_stats(built: int, make_s: float, samplers: Sequence[StoreSampler]) -> 
     return {"built": built, "make_s": make_s, "redrawn": sum(sampler.redrawn for sampler in samplers)}
 
 
-def join_importance(parts: Sequence[tuple[NDArray[np.float64] | None, int]]) -> NDArray[np.float64] | None:
-    """Importance weights of all parts; 1 where one has none, None when no part has any."""
-    if all(weights is None for weights, _ in parts):
-        return None
-    return np.concatenate([np.ones(n) if weights is None else weights for weights, n in parts])
-
-
 __all__ = [
     "BatchBuilder",
     "BuiltBatch",
@@ -464,7 +457,6 @@ __all__ = [
     "check_priorities",
     "check_update",
     "given_priorities",
-    "join_importance",
     "nothing",
     "path_of",
     "raised",

@@ -40,7 +40,7 @@ def open_builder(
     check_epochs(
         stores,
         selection,
-        device=config.device is not None,
+        device=config.device is not None and not alone,
         windows=config.view is not None or config.window is not None,
     )
     check_step_priorities(stores, selection, windows=config.view is not None or config.window is not None)

@@ -15,14 +15,16 @@ def check_epochs(stores: Sequence[Store], selection: Selection, *, device: bool,
     """Raises `ArgumentError` where a replay could not make passes over its stores.
 
     Args:
-        device: batches go to a device.
+        device: batches go to the devices of several ranks.
         windows: they are of some steps, and not of whole rows.
     """
     for store, strategy in zip(stores, strategies_of(selection), strict=True):
         if not isinstance(strategy, Epochs):
             continue
         if device:
-            raise ArgumentError("passes are made in host memory: leave out device, and move batches with batch.to()")
+            raise ArgumentError(
+                "over several ranks passes are made in host memory: leave out device, and move batches with batch.to()"
+            )
         if store.options["max_times_sampled"] is not None:
             raise ArgumentError(
                 "a store with max_times_sampled removes what was sampled: use Fifo, which gives each row once"

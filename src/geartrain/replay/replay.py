@@ -436,7 +436,7 @@ class Replay:
         | make_s | time spent on selecting and copying, on whichever thread |
         | gb_per_s, samples_per_s | rates during make_s |
         | redrawn | rows that were overwritten between their draw and their copy |
-        | path | in host memory: "native", or "native, calls ..." with the Python code that it calls |
+        | path | "native", or "native, calls ..." with the Python code that a batch calls |
         | epoch | with `Epochs`: the next batch's pass; a list in a mixture, as the next two |
         | skipped | with `Epochs`: rows that were removed before their turn, in all passes that ended |
         | dropped | with `Epochs`: rows that `drop_last` left out, in all passes that ended |

@@ -7,7 +7,8 @@ places. Everything else is the same for every strategy.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -48,7 +49,6 @@ from geartrain.selection.strategy import (
 MAX_ATTEMPTS = 64
 # A schedule of the alpha is followed in steps of this share of its value.
 ALPHA_STEP = 0.01
-_NO_ROWS = np.empty(0, np.intp)
 _MOST = 2**31 - 1
 
 
@@ -58,18 +58,6 @@ def alpha_at(strategy: Strategy, step: int) -> float:
     if not 0 < alpha < float("inf"):
         raise ArgumentError(f"the alpha of priorities must be above zero and finite, found {alpha} at step {step}")
     return alpha
-
-
-class Redrawable(Protocol):
-    """A batch of n rows, some of which may be lost."""
-
-    def lost(self) -> NDArray[Any]:
-        """(n,) nonzero for rows that were lost, as of the last redraw."""
-        ...
-
-    def kept(self, lost: NDArray[np.intp]) -> NDArray[np.uint32]:
-        """The other rows of the batch, which a redraw must not choose again where rows are drawn once."""
-        ...
 
 
 class PriorityCopy(Protocol):
@@ -174,6 +162,43 @@ class StoreSampler(StoreWaits):
         Args:
             admission: to which the rate limiter's of the rows is added.
         """
+        result, rows = self._ask(self.batch_sampler.sample, n, step, state, admission, into, first)
+        return self.settle_rows(result, rows, n, step, admission, into, first)
+
+    def begin(
+        self,
+        n: int,
+        step: int,
+        state: dict[str, int],
+        admission: Admission,
+        into: _native.SampledBatch | None,
+        first: int,
+        transfer: Any,
+        store: int,
+    ) -> BegunRows:
+        """The same of rows that a transfer copies (replay/device/transfer.py), as far as the launch of their copies.
+
+        The batch has metadata alone.
+
+        Args:
+            transfer: copies the rows.
+            store: the number that it knows this one by.
+        """
+        begun, rows = self._ask(self._row_sampler.begin, n, step, state, admission, into, first, transfer, store)
+        return BegunRows(self, begun, rows, n, step, admission, into, first)
+
+    def _ask(
+        self,
+        native: Callable[..., Any],
+        n: int,
+        step: int,
+        state: dict[str, int],
+        admission: Admission,
+        into: _native.SampledBatch | None,
+        first: int,
+        *more: Any,
+    ) -> tuple[Any, SuppliedRows | None]:
+        """Has a native call draw the n rows of a step, once there are enough and the rate limiter admits them."""
         rows, limits, beta = None, self._limits, self._fixed_beta
         if not self.draws_natively:  # by code that knows its limits, and weighs its rows itself
             rows, beta = self._rows_of(n, step, state), None
@@ -184,17 +209,30 @@ class StoreSampler(StoreWaits):
         cursor = int(state.get("after", state.get("after/0", 0))) if self._cursor_name else 0
         self.stage = "drawing and copying rows"
         try:
-            result = self.batch_sampler.sample(n, step, limits, cursor, False, beta, rows, anchors, into, first)
+            result = native(n, step, limits, cursor, False, beta, rows, anchors, into, first, *more)
             if result is None:  # rows, or the rate limiter, have to be waited for
                 self.wait_to_draw(n, admission)
                 self.check_count(len(self.plan.store))
                 self.stage = "drawing and copying rows"
-                result = self.batch_sampler.sample(n, step, limits, cursor, True, beta, rows, anchors, into, first)
+                result = native(n, step, limits, cursor, True, beta, rows, anchors, into, first, *more)
                 assert result is not None
             else:
                 admission[self] = n
         finally:
             self.stage = "idle"
+        return result, rows
+
+    def settle_rows(
+        self,
+        result: Any,
+        rows: SuppliedRows | None,
+        n: int,
+        step: int,
+        admission: Admission,
+        into: _native.SampledBatch | None,
+        first: int,
+    ) -> tuple[_native.SampledBatch, dict[str, int]]:
+        """What `sample` returns, of what a native call did."""
         batch, cursor, redrawn, count = result
         self.redrawn += redrawn
         batch = batch if into is None else into
@@ -317,10 +355,18 @@ class StoreSampler(StoreWaits):
     @functools.cached_property
     def batch_sampler(self) -> _native.BatchSampler:
         """What draws, places, copies and redraws natively."""
+        return self._sampler_of(self.plan.numbers)
+
+    @functools.cached_property
+    def _row_sampler(self) -> _native.BatchSampler:
+        """The same of rows that a transfer copies, so that it has no fields."""
+        return self._sampler_of([])
+
+    def _sampler_of(self, fields: list[int]) -> _native.BatchSampler:
         plan, traits = self.plan, self.traits
         return _native.BatchSampler(
             plan.store.native,
-            plan.numbers,
+            fields,
             plan.window,
             plan.pad_left,
             plan.threads,
@@ -343,19 +389,9 @@ class StoreSampler(StoreWaits):
         native = None if view is None else view.native
         return _native.SampledBatch(plan.store.native, n, plan.numbers, plan.window, shards, native)
 
-    def redraws(self, batch: Redrawable) -> Iterator[Redraw]:
-        """What is to be drawn again, attempt after attempt, until no row of a batch is lost, where no native call does
-        it: of batches that are gathered by a device, or over ranks step by step.
-
-        Raises:
-            TurnoverError: rows are lost faster than they can be replaced.
-        """
-        for attempt in range(1, MAX_ATTEMPTS + 1):
-            lost = self.with_atoms(batch.lost())
-            if lost.size == 0:
-                return
-            self.note_lost(len(lost), attempt)
-            yield Redraw(attempt, lost.astype(np.uint32), batch.kept(lost))
+    def empty_rows(self, n: int) -> _native.SampledBatch:
+        """The same of rows of several stores that a transfer copies: metadata alone."""
+        return _native.SampledBatch(self.plan.store.native, n, [], self.plan.window, True, mask=False)
 
     # --- its steps, which drawing over several ranks takes one by one -----------------------------------------
 
@@ -375,15 +411,6 @@ class StoreSampler(StoreWaits):
                 f"store of {self.plan.store.capacity} rows is too small for the rate of inserts"
             )
         self.redrawn += int(count)
-
-    def with_atoms(self, torn: NDArray[np.uint8]) -> NDArray[np.intp]:
-        """The torn rows of whole atoms, and with each those that stand and fall with it."""
-        if not np.count_nonzero(torn):
-            return _NO_ROWS
-        if self.atom == 1:
-            return np.flatnonzero(torn)
-        whole = torn.reshape(-1, self.atom).any(1)
-        return np.flatnonzero(np.repeat(whole, self.atom))
 
     def draw(self, n: int, step: int, state: dict[str, int], redraw: Redraw | None) -> Draw:
         """What the strategy chooses from this store, repaired first where its sums are at odds with its rows."""
@@ -484,6 +511,35 @@ class StoreSampler(StoreWaits):
         """Releases rows whose last allowed samples these were, once they are copied."""
         if self.limited:
             self.plan.store.native.release_exhausted(rows, generations)
+
+
+@dataclass(slots=True)
+class BegunRows:
+    """Rows of a step whose copies are launched; see `StoreSampler.begin`."""
+
+    sampler: StoreSampler
+    begun: _native.BegunBatch
+    rows: SuppliedRows | None
+    n: int
+    step: int
+    admission: Admission
+    into: _native.SampledBatch | None
+    first: int
+
+    @property
+    def state(self) -> dict[str, int]:
+        """The strategy's state after the batch, where that does not follow from how it is finished."""
+        return {} if self.rows is None else self.rows.state
+
+    def finish(self) -> tuple[_native.SampledBatch, dict[str, int]]:
+        """What `StoreSampler.sample` returns, once all rows are whole."""
+        result = self.begun.finish()
+        n, step, first = self.n, self.step, self.first
+        return self.sampler.settle_rows(result, self.rows, n, step, self.admission, self.into, first)
+
+    def abandon(self) -> None:
+        """Releases the rows, which nobody gets."""
+        self.begun.abandon()
 
 
 def _drawn_of(batch: _native.SampledBatch, first: int, n: int) -> Draw:

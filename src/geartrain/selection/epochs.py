@@ -55,7 +55,7 @@ class Epochs:
       parts of a pass's last batch differ by at most one row, so some may be empty.
     - In a `Mixture` each store continues from pass to pass, even within a batch, so that all batches have one size and
       the iteration does not end. `drop_last` then leaves out less than the store's rows of one batch.
-    - Batches are in host memory.
+    - Over several ranks batches are in host memory.
 
     Args:
         shuffle: draw in a random order, another one each pass; False draws in the order of the store's rows.

@@ -1,9 +1,9 @@
 """Copied rows: a batch in transfer whose rows a device's copy engines take from the pinned segment, window by window.
 
-    launch_copies    the host reads words and status of the rows, and gives the copies of their windows to the stream
-    read_back        an event behind them
-    wait_read_back   when it has come, the host reads the words again: rows that were overwritten meanwhile are torn
-    complete         mask, starts, lengths and versions by one small copy; converts and packs as the staged path does
+    launch     the host reads words and status of the rows, and gives the copies of their windows to the stream, and an
+               event behind them
+    resolve    when it has come, the host reads the words again: rows that were overwritten meanwhile are torn
+    complete   mask, starts, lengths and versions by one small copy; converts and packs as the staged path does
 
 No CPU touches the bytes of a row, and no multiprocessor does.
 
@@ -33,22 +33,16 @@ Nothing is asked of the link but that it carries reads of registered host memory
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import geartrain._native as _native
-from geartrain.core.keys import Keys
 from geartrain.replay.device.layout import arrangement
 from geartrain.replay.device.target import DeviceTarget
-from geartrain.replay.device.transfer import BatchTransfer, ReadyBatch, write_weights
-from geartrain.replay.fetch_plan import FetchedRows
-
-if TYPE_CHECKING:
-    import torch
+from geartrain.replay.device.transfer import Transfer, steps_of, write_weights
 
 # Paddings that are set to zero one by one; where there are more, the fields' lines are, whole, before the copies.
 FEW_GAPS = 16
@@ -63,50 +57,42 @@ class _Rows:
     generations: NDArray[np.uint32]
     contents: NDArray[np.uint64]
     torn: NDArray[np.uint8]
+    ends: NDArray[np.int32] | None
     places: NDArray[np.uint32]
+    event: Any
 
 
-class CopyTransfer(BatchTransfer):
-    """One batch in flight whose rows are copied one by one; see `BatchTransfer`."""
+class CopyTransfer(Transfer):
+    """A batch whose rows are copied one by one; see `Transfer`."""
 
-    def __init__(self, target: DeviceTarget, n: int) -> None:
+    def begin(self, n: int) -> None:
+        """See `Transfer`."""
         import torch
 
-        super().__init__(target, n)
+        super().begin(n)
+        target = self.target
         self._plain = target.plain
         self._raw = self._plain.arena(n)
         self._as_it_is = target.plain is target.gather
-        if self._as_it_is:
-            self._bytes = self.arena
-        else:
-            with target.device.on(target.stream):
-                self._bytes = target.device.empty((self._raw.nbytes,), torch.uint8)
-        self._mask = np.zeros((n, self._plain.steps), np.bool_)
+        with target.device.on(target.stream):
+            self.arena = target.device.empty((self.layout.nbytes,), torch.uint8)
+            self._bytes = self.arena if self._as_it_is else target.device.empty((self._raw.nbytes,), torch.uint8)
+        self.mask = np.zeros((n, self._plain.steps), np.bool_)
         self._starts, self._lengths = np.zeros(n, np.int32), np.zeros(n, np.int32)
         self._versions = np.zeros(n, np.int64)
-        self._torn = np.zeros(n, np.uint8)
-        self._in_flight: list[_Rows] = []
 
-    def launch_copies(
+    def launch(
         self,
+        store: int,
         rows: NDArray[np.uint32],
         generations: NDArray[np.uint32],
         ends: NDArray[np.int32] | None,
-        *,
-        places: NDArray[np.uint32] | None = None,
-        target: DeviceTarget | None = None,
-        clear: bool = True,
-    ) -> None:
-        """Gives the copies of some rows, or of all of them, to the stream.
-
-        Args:
-            rows, generations: the keys.
-            ends: the last step of each window; None for whole rows.
-            places: of the rows in the batch; 0, 1, 2, ... by default.
-            target: of another store of a mixture.
-            clear: forget which rows were torn before.
-        """
-        at = target or self.target
+        places: NDArray[np.uint32] | None,
+    ) -> _Rows:
+        """See `Transfer`. Gives the copies to the stream."""
+        if places is None and len(rows) != self.layout.n:
+            self.begin(len(rows))
+        at = self.targets[store]
         device, plan, segment = at.device, at.plan, at.segment
         assert segment is not None
         offsets = np.array(self._raw.fields, np.uint64)
@@ -114,18 +100,16 @@ class CopyTransfer(BatchTransfer):
         pieces, gaps, contents, torn, mask, starts, lengths, versions = _native.row_pieces(
             native, rows, generations, plan.numbers, offsets, plan.window, plan.pad_left, ends, places
         )
-        if clear:
-            self._torn[:] = 0
         if places is None:  # all of them
             places = np.arange(len(rows), dtype=np.uint32)
-            self._mask, self._starts, self._lengths, self._versions = mask, starts, lengths, versions
+            self.mask, self._starts, self._lengths, self._versions = mask, starts, lengths, versions
         else:
-            self._mask[places], self._starts[places], self._lengths[places] = mask, starts, lengths
+            self.mask[places], self._starts[places], self._lengths[places] = mask, starts, lengths
             self._versions[places] = versions
         with device.on(at.stream):
             self._zero(at, gaps, places)
             device.copy_many(self._bytes, segment, *pieces)
-        self._in_flight.append(_Rows(native, rows, generations, contents, torn, places))
+            return _Rows(native, rows, generations, contents, torn, ends, places, device.record())
 
     def _zero(
         self, at: DeviceTarget, gaps: tuple[NDArray[np.uint64], NDArray[np.uint64]], places: NDArray[np.uint32]
@@ -144,42 +128,19 @@ class CopyTransfer(BatchTransfer):
             parts = [self._bytes[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
             at.device.run(lambda: [part.zero_() for part in parts])
 
-    def read_back(self, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """An event behind the copies; nothing comes back from the device."""
-        assert not tensors
-        with self.target.device.on(self.target.stream):
-            self._event = self.target.device.record()
+    def resolve(self, launched: _Rows) -> tuple[NDArray[Any], ...]:
+        """See `Transfer`. Here, and only here, a host thread waits for the device."""
+        self.target.device.sync(launched.event)
+        torn, at = launched.torn, launched.places
+        _native.changed_rows(launched.store, launched.rows, launched.generations, launched.contents, torn)
+        lengths, starts = self._lengths[at], self._starts[at]
+        return torn, lengths, starts, steps_of(lengths, starts, launched.ends), self._versions[at]
 
-    def wait_read_back(self) -> list[NDArray[Any]]:
-        """Which rows are torn, (n,) uint8. Here, and only here, a host thread waits for the device."""
-        self.target.device.sync(self._event)
-        for one in self._in_flight:
-            _native.changed_rows(one.store, one.rows, one.generations, one.contents, one.torn)
-            self._torn[one.places] = one.torn
-        self._in_flight = []
-        return [self._torn.copy()]
-
-    def finish(
-        self,
-        keys: Keys,
-        probability: Any,
-        importance_weights: Any,
-        step: int | None,
-        draw: NDArray[np.int64] | None = None,
-    ) -> ReadyBatch:
-        """See `BatchTransfer`. Only now are mask and metadata sent, which redraws change."""
-        self.complete(probability, importance_weights)
-        return super().finish(keys, probability, importance_weights, step, draw)
-
-    def known(self) -> FetchedRows:
-        """What the host knows of the rows, once it has waited for them; without their fields."""
-        count = int(np.count_nonzero(self._torn))
-        return FetchedRows([], self._torn, self._mask, self._starts, self._lengths, self._versions, count)
-
-    def complete(self, probability: Any = None, importance_weights: Any = None) -> None:
+    def complete(self, probability: Any, importance_weights: Any) -> bool:
         """Sends mask and metadata, converts and packs: the arena is then what the kernel would have made.
 
-        Probabilities and importance weights go with them, where they are given and nothing is converted or packed.
+        Only now: redraws change them. Where nothing is converted or packed, probabilities and importance weights go
+        with them.
         """
         target, raw, device = self.target, self._raw, self.target.device
         begin, end = raw.mask, raw.torn + raw.n
@@ -190,22 +151,22 @@ class CopyTransfer(BatchTransfer):
         memory = buffer.numpy()
         if self._as_it_is:
             write_weights(memory, begin, raw, probability, importance_weights)
-            self.weighted = True
         for at, array in (
-            (raw.mask, self._mask),
+            (raw.mask, self.mask),
             (raw.starts, self._starts),
             (raw.lengths, self._lengths),
             (raw.versions, self._versions),
-            (raw.torn, self._torn),
         ):
             memory[at - begin : at - begin + array.nbytes] = array.reshape(-1).view(np.uint8)
+        memory[raw.torn - begin : raw.torn - begin + raw.n] = 0  # none of them is
         with device.on(target.stream):
             device.copy(self._bytes[begin : begin + size], buffer[:size])
             target.pool.give(buffer)
         if not self._as_it_is:
-            work = arrangement(self, self._bytes, self._plain, raw, self._mask)
+            work = arrangement(self, self._bytes, self._plain, raw, self.mask)
             with device.on(target.stream):
                 device.run(work)
+        return self._as_it_is
 
 
 __all__ = ["FEW_GAPS", "CopyTransfer"]

@@ -1,15 +1,13 @@
 """Fetch into device memory: rows by key, into the caller's tensors, on the caller's stream.
 
-    gather   the GPU gathers the rows from the pinned segment into an arena, and copies each field from there to its
-             tensor. The host waits for the flags of torn rows, the only way to know of them.
-    copy     its copy engines take each row's windows from there into the arena, and so on (copied_rows.py). The host
-             waits for them, and then looks whether rows were torn.
-    staged   native threads gather into a pinned buffer, where torn rows are known before anything is sent; one copy
-             takes it to an arena, and so on. The host does not wait.
+It is a batch whose keys were given (transfer.py), whose fields are copied from its arena to the tensors.
 
-The arena, the launch, the read-back and the buffers are those of batches (transfer.py, staging.py, target.py). What a
-store needs for a kind of batch, a `DeviceTarget`, is kept with the store's handle until that is closed: pinning a
-segment takes longer than most fetches. Each is used by one fetch at a time, so threads may fetch at once.
+    gather   the host waits for the flags of torn rows, the only way to know of them
+    copy     the host waits for the copies, and then looks whether rows were torn
+    staged   torn rows are known before anything is sent; the host does not wait
+
+What a store needs for a kind of batch, a `DeviceTarget`, is kept with the store's handle until that is closed: pinning
+a segment takes longer than most fetches. Each is used by one fetch at a time, so threads may fetch at once.
 """
 
 from __future__ import annotations
@@ -30,10 +28,10 @@ from geartrain.device.pinned_memory import Pin
 from geartrain.errors import ArgumentError, StoreClosedError
 from geartrain.replay.device.copied_rows import CopyTransfer
 from geartrain.replay.device.options import DeviceOptions, Path
-from geartrain.replay.device.staging import StagingBuffer
+from geartrain.replay.device.staging import StagedTransfer
 from geartrain.replay.device.target import DeviceTarget
-from geartrain.replay.device.transfer import BatchTransfer
-from geartrain.replay.fetch_plan import FetchedRows, FetchPlan, fetch_rows
+from geartrain.replay.device.transfer import GatherTransfer, Transfer
+from geartrain.replay.fetch_plan import FetchedRows, FetchPlan
 from geartrain.store.store import Store
 
 if TYPE_CHECKING:
@@ -75,9 +73,9 @@ def fetch_to_device(
             kept = _kept_with(plan.store)
             taken.append((kept, kept.take(plan, device, path)))
         targets = [target for _, target in taken]
-        paths = {target.path for target in targets} if len(keys) else {"staged"}
-        how = _stage if "staged" in paths else _copy if "copy" in paths else _gather
-        about = how(targets, plans, place, keys, ends, out, check)
+        transfer = _transfer(targets, len(keys))
+        check(_copied(transfer, place, keys, ends))
+        about = transfer.hand_over(out)
         complete = True
         return about
     finally:
@@ -85,74 +83,31 @@ def fetch_to_device(
             kept.give(target, complete)
 
 
-def _gather(
-    targets: Sequence[DeviceTarget],
-    plans: Sequence[FetchPlan],
-    place: NDArray[Any] | None,
-    keys: Keys,
-    ends: NDArray[np.int32] | None,
-    out: Sequence[torch.Tensor],
-    check: Callable[[FetchedRows], None],
-) -> list[torch.Tensor]:
-    n = len(keys)
-    parts = [np.arange(n) if place is None else np.flatnonzero(place == number) for number in range(len(targets))]
-    for target, mine in zip(targets, parts, strict=True):
-        _check_rows(keys.row[mine], target.plan.store.capacity)
-    transfer = BatchTransfer(targets[0], n)
-    clear = True
-    for target, mine in zip(targets, parts, strict=True):
-        if mine.size:
-            transfer.launch_gather(
-                keys.row[mine],
-                keys.generation[mine],
-                None,
-                ends=None if ends is None else ends[mine],
-                places=None if place is None else mine.astype(np.uint32),
-                target=target,
-                clear=clear,
-            )
-            clear = False
-    about = _hand_over(transfer, out)
-    layout = transfer.layout
-    transfer.read_back([transfer.arena[layout.starts : layout.torn]])
-    torn, told = transfer.wait_read_back()
-
-    def found(at: int, dtype: Any) -> NDArray[Any]:
-        return told[at - layout.starts :][: n * np.dtype(dtype).itemsize].view(dtype)
-
-    no_mask = np.zeros((n, 0), np.bool_)  # whole windows, the only ones whose mask is checked, are staged
-    starts, lengths = found(layout.starts, np.int32), found(layout.lengths, np.int32)
-    versions = found(layout.versions, np.int64)
-    check(FetchedRows([], torn, no_mask, starts, lengths, versions, int(np.count_nonzero(torn))))
-    return about
+def _transfer(targets: Sequence[DeviceTarget], n: int) -> Transfer:
+    """A batch of n rows; where one store's are staged, all are."""
+    paths = {target.path for target in targets} if n else {"staged"}
+    if "staged" in paths:
+        return StagedTransfer(targets, n)
+    return CopyTransfer(targets, n) if "copy" in paths else GatherTransfer(targets, n)
 
 
-def _copy(
-    targets: Sequence[DeviceTarget],
-    plans: Sequence[FetchPlan],
-    place: NDArray[Any] | None,
-    keys: Keys,
-    ends: NDArray[np.int32] | None,
-    out: Sequence[torch.Tensor],
-    check: Callable[[FetchedRows], None],
-) -> list[torch.Tensor]:
-    transfer = CopyTransfer(targets[0], len(keys))
-    for number, target in enumerate(targets):
-        mine = np.arange(len(keys)) if place is None else np.flatnonzero(place == number)
-        _check_rows(keys.row[mine], target.plan.store.capacity)
-        transfer.launch_copies(
-            keys.row[mine],
-            keys.generation[mine],
-            None if ends is None else ends[mine],
-            places=None if place is None else mine.astype(np.uint32),
-            target=target,
-            clear=number == 0,
-        )
-    transfer.read_back()
-    transfer.wait_read_back()
-    check(transfer.known())
-    transfer.complete()
-    return _hand_over(transfer, out)
+def _copied(transfer: Transfer, place: NDArray[Any] | None, keys: Keys, ends: NDArray[np.int32] | None) -> FetchedRows:
+    """What is known of the rows behind keys, once they are in the transfer's memory; without their fields."""
+    n, launched = len(keys), []
+    for number, target in enumerate(transfer.targets):
+        mine = np.arange(n) if place is None else np.flatnonzero(place == number)
+        if not mine.size and place is not None:
+            continue
+        rows, generations = keys.row[mine], keys.generation[mine]
+        _check_rows(rows, target.plan.store.capacity)
+        told = None if ends is None else np.ascontiguousarray(ends[mine])
+        places = None if place is None else mine.astype(np.uint32)
+        launched.append((mine, transfer.launch(number, rows, generations, told, places)))
+    torn, versions = np.zeros(n, np.uint8), np.zeros(n, np.int64)
+    starts, lengths = np.zeros(n, np.int32), np.zeros(n, np.int32)
+    for mine, launch in launched:
+        torn[mine], lengths[mine], starts[mine], _, versions[mine] = transfer.resolve(launch)
+    return FetchedRows([], torn, transfer.mask, starts, lengths, versions, int(np.count_nonzero(torn)))
 
 
 def _check_rows(rows: NDArray[np.uint32], capacity: int) -> None:
@@ -160,46 +115,6 @@ def _check_rows(rows: NDArray[np.uint32], capacity: int) -> None:
     bad = rows[rows >= capacity]
     if bad.size:
         raise ArgumentError(f"row {bad[0]} is beyond the store's capacity of {capacity}")
-
-
-def _stage(
-    targets: Sequence[DeviceTarget],
-    plans: Sequence[FetchPlan],
-    place: NDArray[Any] | None,
-    keys: Keys,
-    ends: NDArray[np.int32] | None,
-    out: Sequence[torch.Tensor],
-    check: Callable[[FetchedRows], None],
-) -> list[torch.Tensor]:
-    stage = StagingBuffer(targets[0], len(keys))
-    raw = fetch_rows(plans, place, keys, ends, list(stage.arrays))
-    check(raw)
-    return _hand_over(stage.send(raw), out)
-
-
-def _hand_over(transfer: BatchTransfer, out: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies the arena's fields to the caller's tensors and its metadata to memory of their own."""
-    import torch
-
-    target, layout = transfer.target, transfer.layout
-    device, n, steps = target.device, layout.n, transfer.plan.steps
-    with device.on(target.stream):
-        for tensor, at in zip(out, layout.fields, strict=True):
-            flat = tensor.detach().view(-1).view(torch.uint8)
-            device.copy(flat, transfer.arena[at : at + len(flat)])
-        kept = device.empty((layout.torn - layout.mask,), torch.uint8)
-        device.copy(kept, transfer.arena[layout.mask : layout.torn])
-
-    def view(at: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        return kept[at - layout.mask :][:nbytes].view(dtype).view(shape)
-
-    return [
-        view(layout.mask, torch.bool, n, steps),
-        view(layout.starts, torch.int32, n),
-        view(layout.lengths, torch.int32, n),
-        view(layout.versions, torch.int64, n),
-    ]
 
 
 # --- what is kept with a store -------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from geartrain.core.dtypes import DTYPES, torch_dtype
 from geartrain.replay.device.options import Convert
-from geartrain.replay.device.transfer import BatchTransfer
+from geartrain.replay.device.transfer import Transfer
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def arrangement(
-    transfer: BatchTransfer, source: torch.Tensor, plan: GatherPlan, layout: Arena, mask: NDArray[np.bool_]
+    transfer: Transfer, source: torch.Tensor, plan: GatherPlan, layout: Arena, mask: NDArray[np.bool_]
 ) -> Callable[[], None]:
     """What fills a transfer's arena from one of padded rows, as a work for `Device.run`.
 

@@ -27,9 +27,11 @@ from numpy.typing import NDArray
 import geartrain._native as _native
 from geartrain.errors import NotEnoughRowsError
 from geartrain.replay.device.target import DeviceTarget
-from geartrain.selection.strategy import Redraw, Strategy, seed_of, traits_of
+from geartrain.replay.device.transfer import Gathering, GatherTransfer
+from geartrain.selection.strategy import Strategy, seed_of, traits_of
 
 _log = logging.getLogger("geartrain.replay.device")
+_NO_ROWS = np.empty(0, np.uint32)
 
 # When the CPU chooses faster. Nanoseconds of a draw on the CPU: docs/benchmarks/selection.md. The link is a PCIe 4.0
 # x16 one (an H100's carries 55 GB/s); launches of a rebuild and a draw took 70 and 105 us of an H100's host.
@@ -210,34 +212,25 @@ class DevicePriorities:
         """Where the last batch's rows were drawn, and why."""
         return self._why
 
-    def draw(self, strategy: Strategy, n: int, step: int, redraw: Redraw | None) -> tuple[Any, Any, Any]:
-        """Rows (int64), generations (int64) and probabilities (float64) of a step, or of some draws again, all of them
-        tensors on the device.
+    def draw(self, strategy: Strategy, n: int, step: int) -> tuple[Any, Any, Any]:
+        """Rows (int64), generations (int64) and probabilities (float64) of a step, all of them tensors on the device.
 
         Raises:
             EmptyStoreError, NotEnoughRowsError: there is nothing, or not enough, to choose from.
         """
         target = self._target
         with target.device.on(target.stream):
-            if redraw is not None:
-                self._bring_up_to_date(self._look())
             candidates = self._candidates
-            attempt = 0 if redraw is None else redraw.attempt
-            kept = np.empty(0, np.uint32) if redraw is None else redraw.kept
-            wanted = n if redraw is None else len(redraw.numbers)
             traits, seed = traits_of(strategy), seed_of(strategy)
             if traits.order is not None:
-                rows, _, probability, found = candidates.first(traits.order, wanted, 0, kept)
-                if found < wanted:
-                    raise NotEnoughRowsError(f"{n} rows were asked for, {found + len(kept)} can be chosen")
+                rows, _, probability, found = candidates.first(traits.order, n, 0, _NO_ROWS)
+                if found < n:
+                    raise NotEnoughRowsError(f"{n} rows were asked for, {found} can be chosen")
             elif traits.replacement:
-                numbers = n if redraw is None else redraw.numbers
                 strata = n if traits.stratified else 0
-                rows, _, probability, _ = candidates.draw(traits.by_priority, seed, step, attempt, numbers, strata)
+                rows, _, probability, _ = candidates.draw(traits.by_priority, seed, step, 0, n, strata)
             else:
-                rows, _, probability, _ = candidates.draw_distinct(
-                    traits.by_priority, seed, step, attempt, wanted, kept
-                )
+                rows, _, probability, _ = candidates.draw_distinct(traits.by_priority, seed, step, 0, n, _NO_ROWS)
             generations = (self._words()[rows] >> 32) & 0xFFFFFFFF
         return rows, generations, probability
 
@@ -308,4 +301,45 @@ class DevicePriorities:
         self._candidates = DeviceCandidates(priorities, selectable, sequence)
 
 
-__all__ = ["CopyRule", "DevicePriorities", "why_not"]
+class DrawnTransfer:
+    """A gather whose rows the device draws, where that pays: they reach the kernel without having been on the host.
+
+    Native code launches and resolves it like a `Transfer`. Rows that were torn it draws again itself.
+
+    Args:
+        transfer: of the batch.
+        priorities: of the store that the rows are of.
+        strategy, step: what they are drawn by.
+    """
+
+    def __init__(self, transfer: GatherTransfer, priorities: DevicePriorities, strategy: Strategy, step: int) -> None:
+        self.copies_all = transfer.copies_all
+        self._transfer = transfer
+        self._priorities = priorities
+        self._strategy = strategy
+        self._step = step
+        self._n = 0
+
+    def draws(self, n: int) -> bool:
+        """Whether the device draws the n rows of the batch."""
+        self._n = n
+        return self._priorities.begin(n)
+
+    def launch(self, store: int, rows: Any, generations: Any, ends: Any, places: Any) -> Gathering:
+        """See `Transfer`; `rows` is None where the device draws them, and places their windows."""
+        if rows is not None:
+            return self._transfer.launch(store, rows, generations, ends, places)
+        drawn = self._priorities.draw(self._strategy, self._n, self._step)
+        placed = seed_of(self._strategy), self._step, 0
+        return self._transfer.gather(store, *drawn[:2], draw=placed, places=places, told=drawn)
+
+    def resolve(self, launched: Gathering) -> tuple[NDArray[Any], ...]:
+        """See `Transfer`; and of rows that the device has drawn: rows, generations and probabilities (k,)."""
+        found = self._transfer.resolve(launched)
+        if len(found) == 5:
+            return found
+        rows, generations, probability = found[5:]
+        return *found[:5], rows.astype(np.uint32), generations.astype(np.uint32), probability
+
+
+__all__ = ["CopyRule", "DevicePriorities", "DrawnTransfer", "why_not"]

@@ -1,8 +1,7 @@
 """Staged batches: drawn and gathered by one native call into pinned memory, and brought to the device by one copy.
 
 The arena has the layout that the native code has given the batch, so that nothing is moved twice and no field costs
-anything: its tensors are cut from the arena when they are asked for. Where fields are converted or windows packed, that
-is done on the device, from one arena to another.
+anything: its tensors are cut from the arena when they are asked for.
 """
 
 from __future__ import annotations
@@ -11,25 +10,45 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 import geartrain._native as _native
 from geartrain.core.keys import Keys
-from geartrain.replay.device.arena_batch import ArenaViews, arena_batch
-from geartrain.replay.device.layout import arrangement
+from geartrain.device.device import Device
+from geartrain.replay.device.arena_batch import ArenaViews
+from geartrain.replay.device.staging import StagedTransfer
 from geartrain.replay.device.target import DeviceTarget
-from geartrain.replay.device.transfer import BatchTransfer, ReadyBatch
+from geartrain.replay.device.transfer import ReadyBatch
 from geartrain.replay.sampler import StoreSampler
 
 if TYPE_CHECKING:
     import torch
 
+    from geartrain.device.kernels.gather_layout import Arena
+
 
 @dataclass
 class PinnedBatch:
-    """A batch in pinned memory, and the event of its last copy."""
+    """A native batch in pinned memory, and the event of its last copy; see `PinnedRows`."""
 
+    device: Device
     memory: torch.Tensor
     rows: _native.SampledBatch
+    layout: Arena
+    views: ArenaViews
+    nbytes: int
+    weighed: bool = True
     event: Any = None
+
+    def mask(self) -> NDArray[np.bool_]:
+        """See `PinnedRows`."""
+        return self.rows.mask()
+
+    def sent(self) -> Any:
+        """See `PinnedRows`."""
+        self.event = self.device.record()
+        return self.event
 
 
 class StagedBatches:
@@ -83,7 +102,8 @@ class StagedBatches:
             return one
         memory = device.pinned(self.layout.nbytes)
         self._made += 1
-        return PinnedBatch(memory, self._first.placed_in(memory.numpy()))
+        rows = self._first.placed_in(memory.numpy())
+        return PinnedBatch(device, memory, rows, self.layout, self._views, self.layout.nbytes)
 
     def give_back(self, one: PinnedBatch) -> None:
         """One that was not sent."""
@@ -92,27 +112,10 @@ class StagedBatches:
         self._waiting.appendleft(one)
 
     def send(self, one: PinnedBatch, keys: Keys, step: int) -> ReadyBatch:
-        """Copies it to an arena of its own, on the target's stream, where fields are converted and packed.
-
-        `keys` has nothing of its memory, which is used again.
-        """
-        import torch
-
-        target, layout, plain = self._target, self.layout, self._target.plain
-        device, rows = target.device, one.rows
-        with device.on(target.stream):
-            arena = device.empty((layout.nbytes,), torch.uint8)
-            device.copy(arena, one.memory)
-            if plain is not target.gather:
-                told = rows.probability().copy(), rows.importance_weights()
-                transfer = BatchTransfer(target, layout.n)
-                device.run(arrangement(transfer, arena, plain, layout, rows.mask()))
-                ready = transfer.finish(keys, *told, step)
-                one.event = ready.event
-            else:
-                one.event = device.record()
-                absent = () if rows.weighed else ("importance_weights",)
-                ready = ReadyBatch(arena_batch(arena, self._views, keys, step, absent=absent), one.event, [arena])
+        """Sends it on the target's stream. `keys` has nothing of its memory, which is used again."""
+        rows = one.rows
+        transfer = StagedTransfer([self._target], self.layout.n, one)
+        ready = transfer.finish(keys, rows.probability(), rows.importance_weights(), step)
         self._waiting.append(one)
         return ready
 

@@ -1,62 +1,202 @@
-"""Staging buffer: a batch gathered by the CPU into pinned memory, and its copy to the device."""
+"""Staged transfer: rows that the CPU copies into pinned memory, and one copy of it to the device.
+
+Torn rows are known before anything is sent. Where fields are converted or windows packed, that is done on the device,
+from one arena to another.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from geartrain.replay.device.arena_batch import ArenaViews
 from geartrain.replay.device.layout import arrangement
 from geartrain.replay.device.target import DeviceTarget
-from geartrain.replay.device.transfer import BatchTransfer
+from geartrain.replay.device.transfer import Transfer, steps_of
 from geartrain.replay.fetch_plan import FetchedRows
 
+if TYPE_CHECKING:
+    import torch
 
-class StagingBuffer:
-    """Pinned memory for a batch of n rows as the CPU makes it: raw and padded, laid out as the kernel would."""
+    from geartrain.device.kernels.gather_layout import Arena
+
+
+class PinnedRows(Protocol):
+    """A batch in pinned memory, raw and padded.
+
+    Attributes:
+        memory: its bytes, of which `nbytes` are to be sent.
+        layout: where everything stands in it.
+        views: of an arena of that layout; None where they are the target's.
+        weighed: probabilities and importance weights are among the bytes that are sent.
+    """
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """See above."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """See above."""
+        ...
+
+    @property
+    def layout(self) -> Arena:
+        """See above."""
+        ...
+
+    @property
+    def views(self) -> ArenaViews | None:
+        """See above."""
+        ...
+
+    @property
+    def weighed(self) -> bool:
+        """See above."""
+        ...
+
+    def mask(self) -> NDArray[np.bool_]:
+        """(n, steps) of the batch, for what is converted or packed."""
+        ...
+
+    def sent(self) -> Any:
+        """Called once its copy was given to the current stream; an event behind that, where one was recorded."""
+        ...
+
+
+class _Fetched(NamedTuple):
+    """Rows that were copied, and where they are in the batch."""
+
+    rows: FetchedRows
+    ends: NDArray[np.int32] | None
+    at: Any
+
+
+class StagedTransfer(Transfer):
+    """A batch that the CPU copies into pinned memory; see `Transfer`.
+
+    Args:
+        pinned: a batch whose rows are there, or will be; by default one of n rows, that `launch` copies, or somebody
+            else into `arrays`, who then tells `put`.
+
+    Attributes:
+        arrays: the fields in pinned memory, in the plan's order; none of `pinned`.
+    """
+
+    def __init__(self, targets: Sequence[DeviceTarget], n: int, pinned: PinnedRows | None = None) -> None:
+        self._given = pinned
+        self._pinned: PinnedRows
+        self._event: Any = None
+        super().__init__(targets, n)
+
+    def begin(self, n: int) -> None:
+        """See `Transfer`."""
+        super().begin(n)
+        self.arrays: list[NDArray[Any]] = []
+        if self._given is not None:
+            self._pinned = self._given
+            return
+        own = _OwnRows(self.target, n)
+        self._pinned, self.arrays, self.mask = own, own.arrays, own.mask()
+
+    def launch(
+        self,
+        store: int,
+        rows: NDArray[np.uint32],
+        generations: NDArray[np.uint32],
+        ends: NDArray[np.int32] | None,
+        places: NDArray[np.uint32] | None,
+    ) -> _Fetched:
+        """See `Transfer`. The CPU has copied the rows when this returns."""
+        if places is None and len(rows) != self.layout.n:
+            self.begin(len(rows))
+        copied = self.targets[store].plan.fetch(rows, generations, ends, self.arrays, places)
+        at = slice(None) if places is None else places
+        self.put(copied, at)
+        return _Fetched(copied, ends, at)
+
+    def resolve(self, launched: _Fetched) -> tuple[NDArray[Any], ...]:
+        """See `Transfer`."""
+        rows = launched.rows
+        return rows.torn, rows.lengths, rows.starts, steps_of(rows.lengths, rows.starts, launched.ends), rows.versions
+
+    def put(self, rows: FetchedRows, at: Any = slice(None)) -> None:
+        """Takes the metadata of rows that were copied to these places of `arrays`."""
+        assert isinstance(self._pinned, _OwnRows)
+        self._pinned.put(rows, at)
+
+    def complete(self, probability: Any, importance_weights: Any) -> bool:
+        """Sends the batch by one copy, converts and packs."""
+        import torch
+
+        target, pinned, plain = self.target, self._pinned, self.target.plain
+        device, layout, end = target.device, pinned.layout, pinned.nbytes
+        padded = device.empty((layout.nbytes,), torch.uint8)
+        device.copy(padded[:end], pinned.memory[:end])
+        event = pinned.sent()
+        if plain is target.gather:
+            self.arena, self.layout, self._event = padded, layout, event
+            return pinned.weighed
+        self.arena = device.empty((self.layout.nbytes,), torch.uint8)
+        device.run(arrangement(self, padded, plain, layout, pinned.mask()))
+        return False
+
+    def record(self) -> Any:
+        """See `Transfer`. That of the copy, where nothing was sent after it."""
+        return super().record() if self._event is None else self._event
+
+    def views(self) -> ArenaViews:
+        """See `Transfer`."""
+        as_it_is = self.target.plain is self.target.gather
+        return (self._pinned.views if as_it_is else None) or super().views()
+
+
+class _OwnRows:
+    """Memory of the target's pool for n rows, laid out as the kernel would; see `PinnedRows`."""
+
+    views = None
+    weighed = False
 
     def __init__(self, target: DeviceTarget, n: int) -> None:
-        self.target = target
-        self.plain = target.plain
-        self.layout = self.plain.arena(n)
-        self.buffer = target.pool.take(self.layout.nbytes)
-        self._memory = self.buffer.numpy()
         plan = target.plan
+        self._target = target
+        self._steps = target.plain.steps
+        self.layout = target.plain.arena(n)
+        self.nbytes = self.layout.torn + n
+        self.memory = target.pool.take(self.layout.nbytes)
+        self._bytes = self.memory.numpy()
         self.arrays = [
             self._array(at, plan.raw_dtype(name), plan.shape(name, n))
             for name, at in zip(plan.names, self.layout.fields, strict=True)
         ]
+        layout = self.layout
+        self._mask = self._array(layout.mask, np.bool_, (n, self._steps))
+        self._starts, self._lengths = (self._array(at, np.int32, (n,)) for at in (layout.starts, layout.lengths))
+        self._versions = self._array(layout.versions, np.int64, (n,))
+        self._array(layout.torn, np.uint8, (n,))[:] = 0
 
     def _array(self, at: int, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-        made: NDArray[Any] = self._memory[at : at + nbytes].view(dtype).reshape(shape)
+        made: NDArray[Any] = self._bytes[at : at + nbytes].view(dtype).reshape(shape)
         return made
 
-    def send(self, raw: FetchedRows) -> BatchTransfer:
-        """Copies the batch, whose fields lie in `arrays`, to an arena by one copy, converts and packs there."""
-        import torch
+    def put(self, rows: FetchedRows, at: Any) -> None:
+        """Takes the metadata of rows at these places."""
+        self._mask[at], self._starts[at], self._lengths[at] = rows.mask, rows.starts, rows.lengths
+        self._versions[at] = rows.versions
 
-        target, layout = self.target, self.layout
-        n, steps, device, memory = layout.n, self.plain.steps, target.device, self._memory
-        memory[layout.mask : layout.mask + n * steps] = raw.mask.reshape(-1).view(np.uint8)
-        memory[layout.starts : layout.starts + 4 * n].view(np.int32)[:] = raw.starts
-        memory[layout.lengths : layout.lengths + 4 * n].view(np.int32)[:] = raw.lengths
-        memory[layout.versions : layout.versions + 8 * n].view(np.int64)[:] = raw.versions
-        memory[layout.torn : layout.torn + n] = 0
-        transfer = BatchTransfer(target, n)
-        as_it_is = self.plain is target.gather
-        end = layout.torn + n
-        with device.on(target.stream):
-            padded = transfer.arena if as_it_is else device.empty((layout.nbytes,), torch.uint8)
-            device.copy(padded[:end], self.buffer[:end])
-            target.pool.give(self.buffer)
-        if not as_it_is:
-            work = arrangement(transfer, padded, self.plain, layout, raw.mask)
-            with device.on(target.stream):
-                device.run(work)
-        return transfer
+    def mask(self) -> NDArray[np.bool_]:
+        """See `PinnedRows`."""
+        return self._mask
+
+    def sent(self) -> Any:
+        """See `PinnedRows`. Its copies follow, so that its event is not the batch's."""
+        self._target.pool.give(self.memory)
 
 
-__all__ = ["StagingBuffer"]
+__all__ = ["PinnedRows", "StagedTransfer"]

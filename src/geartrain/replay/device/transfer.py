@@ -1,7 +1,22 @@
-"""Asynchronous transfer of one batch to a device, and its handoff to the consumer's stream."""
+"""Transfers: batches on their way to a device, and their handoff to the consumer's stream.
+
+    launch     starts the copies of some rows of a store to their places, and does not wait for them
+    resolve    waits for them; tells which rows were torn, and the rows' metadata
+    finish     the batch, once none of its rows is torn
+
+| transfer | file | what copies rows |
+|---|---|---|
+| `GatherTransfer` | this one | a kernel, out of the pinned segment |
+| `CopyTransfer` | copied_rows.py | copy engines, out of the pinned segment |
+| `StagedTransfer` | staging.py | the CPU, into pinned memory, from where one copy takes them to the device |
+
+Native code launches and resolves the rows that it has drawn, and draws torn ones again (native/python/python_copier.h).
+`geartrain.fetch` does so with the rows that it is given, and raises where some are torn.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,99 +41,67 @@ if TYPE_CHECKING:
 MOST_UNCONSUMED = 4
 
 
-class BatchTransfer:
-    """One batch in flight: its arena, and what is read back to the host.
+class Transfer(ABC):
+    """One batch of n rows on its way to a device.
 
     Args:
-        target: of one store.
-        n: rows.
-        plan: its layout in the arena; the target's by default.
-        arena: device memory for it; by default its own, which belongs to the target's stream.
+        targets: of each store.
+        n: rows; another number where a launch without places has another one.
+        plan: its layout in the arena; that of the first target by default.
+
+    Attributes:
+        arena: the batch's memory on the device.
+        layout: where everything stands in it.
+        mask: (n, steps) as far as the host knows it; of no steps where only the device does.
+        cu_seqlens, steps_packed: of a packed batch, once its rows are known.
+        copies_all: whether a launch of some rows again has to be one of all rows of the batch.
     """
 
-    def __init__(
-        self, target: DeviceTarget, n: int, plan: GatherPlan | None = None, arena: torch.Tensor | None = None
-    ) -> None:
-        self.target = target
-        self.plan = plan or target.gather
-        self.layout = self.plan.arena(n)
-        if arena is None:
-            with target.device.on(target.stream):
-                arena = target.device.empty((self.layout.nbytes,), _dtype("uint8"))
-        self.arena = arena
+    copies_all = False
+    arena: torch.Tensor
+
+    def __init__(self, targets: Sequence[DeviceTarget], n: int, plan: GatherPlan | None = None) -> None:
+        self.targets = targets
+        self.target = targets[0]
+        self.plan = plan or self.target.gather
         self.cu_seqlens: torch.Tensor | None = None
         self.steps_packed: int | None = None
-        self.weighted = False  # whether probabilities and importance weights went into the arena with everything else
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._event: Any = None
+        self.begin(n)
 
-    def launch_gather(
+    def begin(self, n: int) -> None:
+        """Makes it one of n rows, of which none is there."""
+        self.layout = self.plan.arena(n)
+        self.mask: NDArray[np.bool_] = np.zeros((n, 0), np.bool_)
+
+    @abstractmethod
+    def launch(
         self,
-        rows: Any,
-        generations: Any,
-        draw: tuple[int, int, int] | None,
-        *,
-        ends: NDArray[np.int32] | None = None,
-        numbers: NDArray[np.uint32] | None = None,
-        places: NDArray[np.uint32] | None = None,
-        target: DeviceTarget | None = None,
-        clear: bool = True,
-    ) -> None:
-        """Launches the gather of some rows, or of all of them. Host arrays are uploaded, tensors are there already.
+        store: int,
+        rows: NDArray[np.uint32],
+        generations: NDArray[np.uint32],
+        ends: NDArray[np.int32] | None,
+        places: NDArray[np.uint32] | None,
+    ) -> Any:
+        """Starts to copy k rows. What it returns is for `resolve`.
 
         Args:
-            rows, generations: the keys.
-            draw: (seed, step, attempt) of the windows.
-            ends: the last step of each window, instead.
-            numbers: of the draws; 0, 1, 2, ... by default.
-            places: of the rows in the batch; 0, 1, 2, ... by default.
-            target: of another store of a mixture.
-            clear: forget which rows were torn before.
+            store: the number of their store's target.
+            rows, generations: (k,) the keys.
+            ends: (k,) the steps that their windows are told by; None for whole rows.
+            places: (k,) in the batch; None for all rows of the batch, in order.
         """
-        at = target or self.target
-        device, gather, segment, arena, layout = at.device, at.gather, at.segment, self.arena, self.layout
-        assert segment is not None
-        given = {"rows": rows, "generations": generations, "ends": ends, "numbers": numbers, "places": places}
-        on_host = {name: value for name, value in given.items() if isinstance(value, np.ndarray)}
-        given |= dict(zip(on_host, at.upload(list(on_host.values())), strict=True))
-        k, rows, generations = len(rows), given["rows"], given["generations"]
-        named: dict[str, Any] = {"draw": draw if gather.window else None, "ends": given["ends"]}
-        named["numbers"] = given["numbers"]
-        with device.on(at.stream):
-            if gather.packed:
-                self.cu_seqlens = device.empty((k + 1,), _dtype("int32"))
-                device.count_steps(gather, self.cu_seqlens, segment, rows, **named)
-                named["cu_seqlens"] = self.cu_seqlens
-            else:
-                named["places"] = given["places"]
-            device.gather(gather, segment, arena, layout, rows, generations, clear=clear, **named)
 
-    def read_back(self, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Sends the torn rows and these tensors to the host, behind everything that was launched so far."""
-        target, layout = self.target, self.layout
-        wanted = [self.arena[layout.torn : layout.torn + layout.n], *tensors]
-        if self.cu_seqlens is not None:
-            wanted.append(self.cu_seqlens)
-        uint8 = _dtype("uint8")
-        with target.device.on(target.stream):
-            for tensor in wanted:
-                flat = tensor if tensor.dtype == uint8 and tensor.ndim == 1 else tensor.reshape(-1).view(uint8)
-                buffer = target.pool.take(flat.shape[0])
-                part = buffer[: flat.shape[0]]
-                target.device.copy(part, flat)
-                self._copies.append((buffer, part if tensor.dtype == uint8 else part.view(tensor.dtype)))
-            self._event = target.device.record()
+    @abstractmethod
+    def resolve(self, launched: Any) -> tuple[NDArray[Any], ...]:
+        """Waits for a launch.
 
-    def wait_read_back(self) -> list[NDArray[Any]]:
-        """What was read back, the torn rows first. Here, and only here, a host thread waits for the device."""
-        self.target.device.sync(self._event)
-        found = [np.array(view.numpy()) for _, view in self._copies]
-        for buffer, _ in self._copies:
-            self.target.pool.give_now(buffer, self._event)
-        self._copies = []
-        if self.cu_seqlens is not None:
-            self.steps_packed = int(found.pop()[-1])
-        return found
+        Returns:
+            Of its rows: torn (k,) uint8; lengths, starts and steps in the window (k,) int32; versions (k,) int64.
+        """
+
+    def complete(self, probability: Any, importance_weights: Any) -> bool:
+        """Sends what the rows in the arena still lack. Returns whether probabilities and weights were sent with it."""
+        return False
 
     def finish(
         self,
@@ -131,16 +114,59 @@ class BatchTransfer:
         """The batch as users get it, and its end as an event."""
         target = self.target
         with target.device.on(target.stream):
-            if not self.weighted:
+            if not self.complete(probability, importance_weights):
                 self._send_weights(probability, importance_weights)
             its = None if draw is None else target.upload([draw])[0]
             told = {"probability": probability, "importance_weights": importance_weights}
             absent = tuple(name for name, values in told.items() if values is None)
             batch = arena_batch(
-                self.arena, self._views(), keys, step, absent=absent, draw=its, cu_seqlens=self.cu_seqlens
+                self.arena, self.views(), keys, step, absent=absent, draw=its, cu_seqlens=self.cu_seqlens
             )
             uploaded = [one for one in (its, self.cu_seqlens) if one is not None]
-            return ReadyBatch(batch, target.device.record(), [self.arena, *uploaded])
+            return ReadyBatch(batch, self.record(), [self.arena, *uploaded])
+
+    def hand_over(self, out: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies the fields to the caller's tensors, and returns the metadata in memory of its own: mask, starts,
+        lengths and versions."""
+        import torch
+
+        target = self.target
+        device = target.device
+        with device.on(target.stream):
+            self.complete(None, None)
+            layout = self.layout
+            for tensor, at in zip(out, layout.fields, strict=True):
+                flat = tensor.detach().view(-1).view(torch.uint8)
+                device.copy(flat, self.arena[at : at + len(flat)])
+            kept = device.empty((layout.torn - layout.mask,), torch.uint8)
+            device.copy(kept, self.arena[layout.mask : layout.torn])
+        n, steps = layout.n, self.plan.steps
+
+        def view(at: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            return kept[at - layout.mask :][:nbytes].view(dtype).view(shape)
+
+        return [
+            view(layout.mask, torch.bool, n, steps),
+            view(layout.starts, torch.int32, n),
+            view(layout.lengths, torch.int32, n),
+            view(layout.versions, torch.int64, n),
+        ]
+
+    def record(self) -> Any:
+        """An event behind everything that was sent."""
+        return self.target.device.record()
+
+    def views(self) -> ArenaViews:
+        """How the batch is cut from its arena."""
+        target, n = self.target, self.layout.n
+        if self.steps_packed is not None:
+            return ArenaViews(target.plan, self.plan, self.layout, self.steps_packed)
+        known = target.views.get((self.plan, n))
+        if known is None:
+            known = ArenaViews(target.plan, self.plan, self.layout)
+            target.keep_views((self.plan, n), known)
+        return known
 
     def _send_weights(self, probability: Any, importance_weights: Any) -> None:
         """Probabilities and importance weights to their places in the arena, on the current stream."""
@@ -154,15 +180,138 @@ class BatchTransfer:
         target.device.copy(self.arena[begin:end], buffer[: end - begin])
         target.pool.give(buffer)
 
-    def _views(self) -> ArenaViews:
-        target, n = self.target, self.layout.n
-        if self.steps_packed is not None:
-            return ArenaViews(target.plan, self.plan, self.layout, self.steps_packed)
-        known = target.views.get((self.plan, n))
-        if known is None:
-            known = ArenaViews(target.plan, self.plan, self.layout)
-            target.keep_views((self.plan, n), known)
-        return known
+
+def steps_of(
+    lengths: NDArray[np.int32], starts: NDArray[np.int32], ends: NDArray[np.int32] | None
+) -> NDArray[np.int32]:
+    """Real steps (k,) in windows that end at `ends`; of whole rows where there are none."""
+    if ends is None:
+        return lengths
+    steps: NDArray[np.int32] = (np.minimum(lengths, np.maximum(ends, 0) + 1) - starts).astype(np.int32)
+    return steps
+
+
+@dataclass
+class Gathering:
+    """Rows that a kernel gathers, and the copies of what it tells of them."""
+
+    places: NDArray[np.uint32] | None
+    ends: NDArray[np.int32] | None
+    event: Any
+    copies: list[tuple[torch.Tensor, torch.Tensor]]  # pinned buffers, and the parts of them that are filled
+    packed: bool
+
+
+class GatherTransfer(Transfer):
+    """A batch that a kernel gathers; see `Transfer`. It places the windows of rows that a device draws.
+
+    Args:
+        arena: device memory for it; by default its own, which belongs to the targets' stream.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[DeviceTarget],
+        n: int,
+        plan: GatherPlan | None = None,
+        arena: torch.Tensor | None = None,
+    ) -> None:
+        self._given = arena
+        super().__init__(targets, n, plan)
+        self.copies_all = self.plan.packed
+
+    def begin(self, n: int) -> None:
+        """See `Transfer`."""
+        super().begin(n)
+        target = self.target
+        if self._given is not None:
+            self.arena = self._given
+            return
+        with target.device.on(target.stream):
+            self.arena = target.device.empty((self.layout.nbytes,), _dtype("uint8"))
+
+    def launch(
+        self,
+        store: int,
+        rows: NDArray[np.uint32],
+        generations: NDArray[np.uint32],
+        ends: NDArray[np.int32] | None,
+        places: NDArray[np.uint32] | None,
+    ) -> Gathering:
+        """See `Transfer`."""
+        return self.gather(store, rows, generations, ends=ends, places=places)
+
+    def gather(
+        self,
+        store: int,
+        rows: Any,
+        generations: Any,
+        *,
+        ends: NDArray[np.int32] | None = None,
+        draw: tuple[int, int, int] | None = None,
+        places: NDArray[np.uint32] | None = None,
+        told: Sequence[torch.Tensor] = (),
+    ) -> Gathering:
+        """The same of rows that may be on the device already.
+
+        Args:
+            store, ends, places: see `launch`.
+            rows, generations: host arrays, which are uploaded, or tensors.
+            draw: (seed, step, attempt) that windows are placed by, instead of by `ends`.
+            told: tensors that `resolve` is to return as arrays, behind what it always does.
+        """
+        if places is None and len(rows) != self.layout.n:
+            self.begin(len(rows))
+        at = self.targets[store]
+        device, gather, segment, layout = at.device, at.gather, at.segment, self.layout
+        assert segment is not None
+        given = {"rows": rows, "generations": generations, "ends": ends, "places": places}
+        on_host = {name: value for name, value in given.items() if isinstance(value, np.ndarray)}
+        given |= dict(zip(on_host, at.upload(list(on_host.values())), strict=True))
+        rows, generations = given["rows"], given["generations"]
+        named: dict[str, Any] = {"draw": draw if gather.window else None, "ends": given["ends"], "numbers": None}
+        with device.on(at.stream):
+            if gather.packed:
+                self.cu_seqlens = device.empty((len(rows) + 1,), _dtype("int32"))
+                device.count_steps(gather, self.cu_seqlens, segment, rows, **named)
+                named["cu_seqlens"] = self.cu_seqlens
+            else:
+                named["places"] = given["places"]
+            device.gather(gather, segment, self.arena, layout, rows, generations, **named)
+            wanted = [self.arena[layout.starts : layout.torn + layout.n], *told]
+            if gather.packed:
+                assert self.cu_seqlens is not None
+                wanted.append(self.cu_seqlens)
+            copies = [self._read_back(tensor) for tensor in wanted]
+            return Gathering(places, ends, device.record(), copies, gather.packed)
+
+    def _read_back(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A tensor on its way to the host, on the current stream, behind everything that was launched so far."""
+        target, uint8 = self.target, _dtype("uint8")
+        flat = tensor if tensor.dtype == uint8 and tensor.ndim == 1 else tensor.reshape(-1).view(uint8)
+        buffer = target.pool.take(flat.shape[0])
+        part = buffer[: flat.shape[0]]
+        target.device.copy(part, flat)
+        return buffer, part if tensor.dtype == uint8 else part.view(tensor.dtype)
+
+    def resolve(self, launched: Gathering) -> tuple[NDArray[Any], ...]:
+        """See `Transfer`. Here, and only here, a host thread waits for the device."""
+        target, layout = self.target, self.layout
+        target.device.sync(launched.event)
+        metadata, *told = [np.array(view.numpy()) for _, view in launched.copies]
+        for buffer, _ in launched.copies:
+            target.pool.give_now(buffer, launched.event)
+        if launched.packed:
+            self.steps_packed = int(told.pop()[-1])
+
+        def found(at: int, dtype: Any) -> NDArray[Any]:
+            begin = at - layout.starts
+            values: NDArray[Any] = metadata[begin : begin + layout.n * np.dtype(dtype).itemsize].view(dtype)
+            return values if launched.places is None else values[launched.places]
+
+        starts, lengths = found(layout.starts, np.int32), found(layout.lengths, np.int32)
+        steps = steps_of(lengths, starts, launched.ends)
+        return found(layout.torn, np.uint8), lengths, starts, steps, found(layout.versions, np.int64), *told
 
 
 def write_weights(
@@ -230,4 +379,4 @@ def _dtype(name: str) -> Any:
     return getattr(torch, name)
 
 
-__all__ = ["MOST_UNCONSUMED", "BatchTransfer", "ReadyBatch", "StreamHandoff", "write_weights"]
+__all__ = ["MOST_UNCONSUMED", "GatherTransfer", "ReadyBatch", "StreamHandoff", "Transfer", "steps_of", "write_weights"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +19,9 @@ from geartrain.replay.device.mirrors import Mirrors
 from geartrain.replay.device.options import DeviceOptions
 from geartrain.replay.device.priority_mirror import DevicePriorities
 from geartrain.replay.device.session import DeviceSession
-from geartrain.replay.device.staging import StagingBuffer
+from geartrain.replay.device.staging import StagedTransfer
 from geartrain.replay.device.target import DeviceTarget, gather_plan_of
-from geartrain.replay.device.transfer import BatchTransfer, ReadyBatch
+from geartrain.replay.device.transfer import GatherTransfer, ReadyBatch
 from geartrain.replay.distributed.assembly_host import HostAssembler, importance_weights
 from geartrain.replay.distributed.messages import ROW_HEADER, RowLayout, RowMessage, flat_bytes
 from geartrain.replay.distributed.rank_group import Bytes
@@ -35,11 +34,6 @@ if TYPE_CHECKING:
     import torch
 
     from geartrain.device.kernels.gather import GatherPlan
-    from geartrain.device.kernels.gather_layout import Arena
-
-
-# What a copy of k rows has found: torn (k,) uint8, lengths, starts, real steps (k,) int32, versions (k,) int64.
-Copied = tuple[NDArray[np.uint8], NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]
 
 
 class RowBuffer:
@@ -48,7 +42,7 @@ class RowBuffer:
     Args:
         plan: of the rows.
         n: rows.
-        arrays: the fields, in host memory; none where a device copies them (`read`).
+        arrays: the fields, in host memory; none where a device copies them.
 
     Attributes:
         headers: (n,) `ROW_HEADER`.
@@ -217,9 +211,9 @@ class DeviceAssembler(HostAssembler):
 class _StagedBuffer(RowBuffer):
     """A batch in pinned memory."""
 
-    def __init__(self, plan: FetchPlan, stage: StagingBuffer, n: int) -> None:
-        super().__init__(plan, n, stage.arrays)
-        self.stage = stage
+    def __init__(self, plan: FetchPlan, transfer: StagedTransfer, n: int) -> None:
+        super().__init__(plan, n, transfer.arrays)
+        self.transfer = transfer
 
 
 class StagedAssembler(DeviceAssembler):
@@ -229,7 +223,7 @@ class StagedAssembler(DeviceAssembler):
 
     def buffer(self, reader: RankReader, plan: FetchPlan, n: int) -> _StagedBuffer:
         """See `BatchAssembler`."""
-        return _StagedBuffer(plan, StagingBuffer(self.targets[0], n), n)
+        return _StagedBuffer(plan, StagedTransfer(self.targets, n), n)
 
     def batch(
         self, reader: RankReader, read: _native.RankRead, mine: Any, weights: NDArray[np.float64] | None, step: int
@@ -237,8 +231,8 @@ class StagedAssembler(DeviceAssembler):
         """See `BatchAssembler`."""
         its = read.draws()
         keys = self.keys_of(reader, mine, its)
-        transfer = mine.stage.send(mine.raw())
-        return self.hand_off(transfer.finish(keys, mine.headers["probability"], weights, step, its))
+        mine.transfer.put(mine.raw())
+        return self.hand_off(mine.transfer.finish(keys, mine.headers["probability"], weights, step, its))
 
 
 # --- gathered --------------------------------------------------------------------------------------------------
@@ -247,10 +241,9 @@ class StagedAssembler(DeviceAssembler):
 class DeviceRowBuffer(RowBuffer):
     """Rows in device memory, padded, gathered by the device."""
 
-    def __init__(self, plan: FetchPlan, n: int, transfer: BatchTransfer, targets: list[DeviceTarget]) -> None:
+    def __init__(self, plan: FetchPlan, n: int, transfer: GatherTransfer) -> None:
         super().__init__(plan, n, [])
         self.transfer = transfer
-        self._targets = targets
 
     @property
     def nbytes(self) -> int:
@@ -260,34 +253,7 @@ class DeviceRowBuffer(RowBuffer):
 
     def target(self, rank: int) -> Target:
         """See `RowBuffer`."""
-        return rank, [], flat_bytes(self.headers), self.read
-
-    def read(
-        self,
-        store: int,
-        rows: NDArray[np.uint32],
-        generations: NDArray[np.uint32],
-        ends: NDArray[np.int32] | None,
-        places: NDArray[np.uint32],
-        numbers: NDArray[np.uint32],
-        attempt: int,
-    ) -> Callable[[], Copied]:
-        """Launches the gather of a store's rows to their places; the call of what is returned waits for it."""
-        transfer, layout = self.transfer, self.transfer.layout
-        transfer.launch_gather(rows, generations, None, ends=ends, places=places, target=self._targets[store])
-        transfer.read_back([transfer.arena[at : at + size * self.n] for at, size in _metadata_at(layout)])
-        return functools.partial(self._result, ends, places)
-
-    def _result(self, ends: NDArray[np.int32] | None, places: NDArray[np.uint32]) -> Copied:
-        torn, starts, lengths, versions = self.transfer.wait_read_back()
-        starts, lengths = starts.view(np.int32)[places], lengths.view(np.int32)[places]
-        steps = lengths if ends is None else np.minimum(lengths, np.maximum(ends, 0) + 1) - starts
-        return torn[places], lengths, starts, steps.astype(np.int32), versions.view(np.int64)[places]
-
-
-def _metadata_at(layout: Arena) -> list[tuple[int, int]]:
-    """Offsets of starts, lengths and versions, and their bytes a row."""
-    return [(layout.starts, 4), (layout.lengths, 4), (layout.versions, 8)]
+        return rank, [], flat_bytes(self.headers), self.transfer
 
 
 class GatherAssembler(DeviceAssembler):
@@ -307,7 +273,7 @@ class GatherAssembler(DeviceAssembler):
 
     def buffer(self, reader: RankReader, plan: FetchPlan, n: int) -> DeviceRowBuffer:
         """See `BatchAssembler`."""
-        return DeviceRowBuffer(plan, n, BatchTransfer(self.targets[0], n), self.targets)
+        return DeviceRowBuffer(plan, n, GatherTransfer(self.targets, n))
 
     def _message_memory(self, plan: FetchPlan, counts: Sequence[int]) -> Sequence[Bytes | None]:
         """All messages in one pinned buffer, which `_scatter` copies to the device."""
@@ -382,12 +348,12 @@ class GatherAssembler(DeviceAssembler):
                 self.device.run(work)
         return self.hand_off(transfer.finish(keys, mine.headers["probability"], weights, step, its))
 
-    def packed_transfer(self, buffer: DeviceRowBuffer) -> tuple[BatchTransfer, Callable[[], None] | None]:
+    def packed_transfer(self, buffer: DeviceRowBuffer) -> tuple[GatherTransfer, Callable[[], None] | None]:
         """The transfer of the finished batch, and the work that packs it; None where it is the buffer's own."""
         unpacked = buffer.transfer
         if self._packed is None:
             return unpacked, None
-        transfer = BatchTransfer(self.targets[0], buffer.n, self._packed)
+        transfer = GatherTransfer(self.targets, buffer.n, self._packed)
         mask = buffer.plan.mask(buffer.headers["start"], buffer.headers["steps"])
         return transfer, arrangement(transfer, unpacked.arena, unpacked.plan, unpacked.layout, mask)
 

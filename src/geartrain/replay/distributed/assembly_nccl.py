@@ -16,7 +16,7 @@ from geartrain.replay.device.layout import scatter_lines
 from geartrain.replay.device.options import DeviceOptions
 from geartrain.replay.device.session import DeviceSession
 from geartrain.replay.device.target import DeviceTarget
-from geartrain.replay.device.transfer import BatchTransfer
+from geartrain.replay.device.transfer import GatherTransfer
 from geartrain.replay.distributed.assembly_device import DeviceRowBuffer, GatherAssembler
 from geartrain.replay.distributed.messages import ROW_HEADER, flat_bytes
 from geartrain.replay.distributed.rank_reader import RankReader, Target
@@ -72,7 +72,7 @@ class NcclAssembler(GatherAssembler):
         at = 0
         for (rank, plan, n), of, layout in zip(ordered, targets, layouts, strict=True):
             arena = self._outbox[at : at + layout.nbytes]
-            self._outgoing[rank] = DeviceRowBuffer(plan, n, BatchTransfer(of[0], n, arena=arena), of)
+            self._outgoing[rank] = DeviceRowBuffer(plan, n, GatherTransfer(of, n, arena=arena))
             at += layout.nbytes
         return [buffer.target(rank) for rank, buffer in self._outgoing.items()]
 

@@ -17,7 +17,7 @@ that leads a shard reads it then, and sends the others their rows.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,8 +38,9 @@ from geartrain.selection.sharded import begins_with_offers, is_independent
 from geartrain.selection.strategy import Redraw, seed_of
 from geartrain.store.store import Store
 
-#: A buffer in memory of the caller's: the consumer's rank, its arrays, its headers as bytes, and what copies its rows.
-Target = tuple[int, list[Any], Bytes, Callable[..., Any] | None]
+#: A buffer in memory of the caller's: the consumer's rank, its arrays, its headers as bytes, and the transfer that
+#: copies its rows; None where the CPU does.
+Target = tuple[int, list[Any], Bytes, Any]
 
 
 class NearStores(NamedTuple):
