@@ -21,9 +21,8 @@ geartrain's store is opened by its name, and another process records into it and
 NumPy draws a window's first steps and indexes each field's array, in this process.
 
 Threats to validity: arrays of baselines lie in private memory, with huge pages where the system gives them, geartrain's
-in shared memory. Batches are dropped unread. On a busy machine only the ratios mean something, and
-batches that take longer than 50 us are built on a thread of their own, which costs them about as much again: hence the
-line with prefetch=0.
+in shared memory. Batches are dropped. On a busy machine only the ratios mean something. Batches of a megabyte and more
+may be copied by two threads, of which the second polls between batches and counts as well.
 """
 
 from __future__ import annotations
@@ -384,7 +383,8 @@ class _CaseBench:
             for _ in range(calls):
                 one()
 
-        return System(name, lambda: harness.lap(calls, body, one), floor)
+        # A whole lap before each: what the one of another system has left in the caches shows for dozens of calls.
+        return System(name, lambda: harness.lap(calls, body, body), floor)
 
     def _take(self, ours: list[System], floor: Callable[[], None]) -> None:
         """geartrain and the floor, alone or with each baseline."""
