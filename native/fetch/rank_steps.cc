@@ -53,6 +53,10 @@ void RankSteps::add_updates(std::span<const GivenPriorities> given, Parts& parts
         (!from.draws.empty() && from.draws.size() != n) || (!from.steps.empty() && from.steps.size() != n)) {
       fail(ErrorKind::schema, "an update has as many rows, generations, shards, draws, steps and priorities");
     }
+    // As if each rank got its share of them, and some more.
+    for (std::vector<std::byte>& part : parts) {
+      part.reserve(part.size() + 2 * n * sizeof(PriorityRecord) / parts.size());
+    }
     for (size_t i = 0; i < n; ++i) {
       const int64_t shard = from.shards[i];
       if (shard < 0 || static_cast<size_t>(shard) >= leader_of_.size()) {
@@ -75,6 +79,9 @@ void RankSteps::apply(const std::vector<PriorityRecord>& updates, const Hooks& h
     std::vector<uint32_t> rows, generations, steps;
     std::vector<int64_t> order;
     std::vector<double> priorities;
+    for (auto* const of_rows : {&rows, &generations}) of_rows->reserve(updates.size());
+    order.reserve(updates.size());
+    priorities.reserve(updates.size());
     for (const PriorityRecord& each : updates) {
       if (each.store != number) continue;
       rows.push_back(each.row);
