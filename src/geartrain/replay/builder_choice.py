@@ -37,10 +37,11 @@ def open_builder(
     """
     if config.transform is not None and config.device is not None:
         raise ArgumentError("transforms are of batches in host memory: leave out device")
+    of_job = group is not None or mesh is not None or config.update_lag is not None
     check_epochs(
         stores,
         selection,
-        device=config.device is not None and not alone,
+        device=config.device is not None and of_job,
         windows=config.view is not None or config.window is not None,
     )
     check_step_priorities(stores, selection, windows=config.view is not None or config.window is not None)

@@ -24,8 +24,8 @@ five arrays, next observations apart, or a window's steps. index_select writes i
 every batch; NumPy and the baselines allocate each batch. `torchrl-thp` is torchrl with torch's allocator in huge pages.
 
 Threats to validity: arrays of baselines lie in private memory, with huge pages where the system gives them, geartrain's
-in shared memory. Batches are dropped unread. On a busy machine only the ratios mean something. Batches of a megabyte and
-more may be copied by two threads, of which the second polls between batches and counts as well. Batches that take
+in shared memory. Batches are dropped unread. On a busy machine only the ratios mean something. Batches of a megabyte
+and more may be copied by two threads, of which the second polls between batches and counts as well. Batches that take
 longer than about 50 us are built on a prefetch thread: a lap of large batches begins with up to two that were built
 before its clock started. Compare baselines with the line prefetch=0, which has neither.
 """
