@@ -170,7 +170,6 @@ RankReader::Draws RankReader::draw(uint64_t step, std::span<const uint64_t> quot
   made.step = step;
   made.first = {0};
   made.placed.resize(stores);
-  made.limits.resize(stores);
   made.cursors.resize(stores);
   made.whole.resize(stores);
   made.share.resize(shards_.size());
@@ -670,8 +669,10 @@ bool RankReader::draw_again(size_t number, Draws& draws, const Reads& reads, con
   const std::optional<BatchSampler>& sampler = samplers_[number];
   try {
     if (sampler) {
-      const BatchSampler::Step step{
-          .step = draws.step, .limits = draws.limits[shard.of], .cursor = draws.cursors[shard.of], .admitted = true};
+      const BatchSampler::Step step{.step = draws.step,
+                                    .limits = hooks.limits ? hooks.limits(shard.of) : Limits{},
+                                    .cursor = draws.cursors[shard.of],
+                                    .admitted = true};
       const uint64_t cursor =
           sampler->draw(step, last - first, round, numbers, kept, {rows, generations, probability, steps});
       result.cursors[shard.of] = std::max(result.cursors[shard.of], cursor);

@@ -89,8 +89,7 @@ class RankReader {
     std::vector<uint32_t> anchors;  // where `placed`: the steps that windows are told by, or of transitions
     std::vector<uint32_t> rounds;   // under which they were drawn; empty: all under the first one
     std::vector<uint8_t> placed;    // of each store: whether its draws have anchors
-    std::vector<Limits> limits;     // of each store, for those that are drawn again
-    std::vector<uint64_t> cursors;  // the same
+    std::vector<uint64_t> cursors;  // of each store, for those that are drawn again
     std::vector<double> share;      // of each shard: what a probability within it is multiplied with
     std::vector<uint64_t> targets;  // of draws by totals: within their shards
     std::vector<uint64_t> whole;    // of each store: the sum of its shards' totals
@@ -170,6 +169,8 @@ class RankReader {
     std::function<bool(const Again& again, std::span<uint32_t> rows, std::span<uint32_t> generations,
                        std::span<double> probability)>
         again;
+    // Which rows of a store may be drawn again; where it is empty all of them.
+    std::function<Limits(uint32_t store)> limits;
   };
 
   struct Found {

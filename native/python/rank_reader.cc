@@ -38,10 +38,9 @@ using StoreTuple = std::tuple<std::optional<DrawsTuple>, uint64_t, uint32_t, boo
 // turns, ranks that may write
 using ShardTuple =
     std::tuple<nb::object, uint32_t, std::vector<uint32_t>, bool, uint32_t, uint32_t, std::vector<uint32_t>>;
-// shards (among those of all stores), rows, generations, probability, anchors (none), rounds (none), share, limits
-// (none), cursor
+// shards (among those of all stores), rows, generations, probability, anchors (none), rounds (none), share, cursor
 using DrawnTuple = std::tuple<In<int64_t>, In<uint32_t>, In<uint32_t>, In<double>, std::optional<In<uint32_t>>,
-                              std::optional<In<uint32_t>>, double, std::optional<LimitTuple>, uint64_t>;
+                              std::optional<In<uint32_t>>, double, uint64_t>;
 using Writable = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 // rank, arrays, headers as bytes, and what copies its rows in the place of the CPU (none)
 using TargetTuple = std::tuple<uint32_t, std::vector<AnyArray>, Writable, nb::object>;
@@ -168,7 +167,10 @@ class PythonCopier final : public RankReader::Copier {
   size_t n_ = 0;
 };
 
-RankReader::Hooks hooks_of(const nb::object& place, const nb::object& again, const Outside& outside) {
+// `place(store, numbers, rows, generations, round)` tells windows, `again(store, n, round, numbers, kept)` draws rows
+// again, or returns None, and `limits(store)` says which rows native code may draw again. None: as RankReader::Hooks.
+RankReader::Hooks hooks_of(const nb::object& place, const nb::object& again, const nb::object& limits,
+                           const Outside& outside) {
   RankReader::Hooks hooks;
   if (!place.is_none()) {
     hooks.place = [&](const RankReader::RowsToCopy& rows) {
@@ -195,6 +197,16 @@ RankReader::Hooks hooks_of(const nb::object& place, const nb::object& again, con
         std::ranges::copy(taken<double>(found, 2, rows.size()), probability.begin());
       });
       return there;
+    };
+  }
+  if (!limits.is_none()) {
+    hooks.limits = [&](uint32_t store) {
+      Limits made;
+      outside.call([&] {
+        const auto [version, from_ns, length] = nb::cast<LimitTuple>(nb::object(limits(store)));
+        made = {version, from_ns, length};
+      });
+      return made;
     };
   }
   return hooks;
@@ -411,10 +423,10 @@ class BoundRankReader {
 
   // Reads this rank's rows of a batch that somebody else has drawn, of each store a DrawnTuple or None. `own` is a
   // batch, a target, or None where this rank gets no rows; `others` are targets of other ranks, where their messages
-  // are not in host memory. `again(store, n, round, numbers, kept)` draws rows again, or returns None.
+  // are not in host memory.
   RankRead read_drawn(const nb::object& own, const std::vector<TargetTuple>& others, bool in_host_memory,
                       const std::vector<std::optional<DrawnTuple>>& drawn, uint64_t step, const nb::object& place,
-                      const nb::object& again) const {
+                      const nb::object& again, const nb::object& limits) const {
     RankReader::Draws draws = draws_of(drawn, step);
     const bool batched = nb::isinstance<SampledBatch>(own);
     std::optional<BatchMemory> to;
@@ -438,7 +450,7 @@ class BoundRankReader {
       }
       RankRead made;
       reader_->assign(draws);
-      read(made, draws, to ? &*to : nullptr, in_host_memory, targets, hooks_of(place, again, outside));
+      read(made, draws, to ? &*to : nullptr, in_host_memory, targets, hooks_of(place, again, limits, outside));
       return made;
     });
   }
@@ -484,7 +496,6 @@ class BoundRankReader {
     made.step = step;
     made.first = {0};
     made.placed.resize(stores);
-    made.limits.resize(stores);
     made.cursors.resize(stores);
     made.share.assign(reader_->shards(), 1.0);
     const auto add = [](auto& to, const auto& values, size_t n, const char* what) {
@@ -494,7 +505,7 @@ class BoundRankReader {
     for (size_t store = 0; store < stores; ++store) {
       made.first.push_back(made.first.back());
       if (!drawn[store]) continue;
-      const auto& [shard, rows, generations, probability, anchors, rounds, share, limits, cursor] = *drawn[store];
+      const auto& [shard, rows, generations, probability, anchors, rounds, share, cursor] = *drawn[store];
       const size_t n = shard.size(), before = made.shard.size();
       made.first.back() += n;
       add(made.shard, shard, n, "shards");
@@ -512,7 +523,6 @@ class BoundRankReader {
         add(made.rounds, *rounds, n, "rounds");
       }
       reader_->share_of(static_cast<uint32_t>(store), share, made);
-      if (limits) made.limits[store] = {std::get<0>(*limits), std::get<1>(*limits), std::get<2>(*limits)};
       made.cursors[store] = cursor;
     }
     if (!made.rounds.empty()) made.rounds.resize(made.shard.size());
@@ -525,7 +535,7 @@ class BoundRankReader {
     const Outside outside(unlocked, calls);
     RankReader::Draws draws = reader_->draw(step, quotas, made.agreed.totals);
     std::vector<RankReader::Target> targets;
-    read(made, draws, &to, true, targets, hooks_of(place, nb::none(), outside));
+    read(made, draws, &to, true, targets, hooks_of(place, nb::none(), nb::none(), outside));
   }
 
   // Into the targets, a batch in host memory if there is one, and messages to the other ranks that get rows.
@@ -777,7 +787,7 @@ void bind_rank_reader(nb::module_& module) {
            nb::arg("place").none())
       .def("read_drawn", &BoundRankReader::read_drawn, nb::arg("own").none(), nb::arg("others"),
            nb::arg("in_host_memory"), nb::arg("drawn"), nb::arg("step"), nb::arg("place").none(),
-           nb::arg("again").none())
+           nb::arg("again").none(), nb::arg("limits").none())
       .def("outgoing", &BoundRankReader::outgoing, nb::arg("drawn"))
       .def("place", &BoundRankReader::place, nb::arg("batch"), nb::arg("read"))
       .def("row_bytes", &BoundRankReader::row_bytes, nb::arg("rank"))

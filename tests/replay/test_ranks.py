@@ -56,6 +56,26 @@ def test_groups_stay_together_on_any_number_of_ranks(sharded_stores: Callable[..
         over_ranks(sharded_stores(8), selection)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_function_of_the_least_version_is_asked_once_a_batch(
+    sharded_stores: Callable[..., list[gt.Store]], ranks: int
+) -> None:
+    stores = sharded_stores(ranks)
+
+    def body(rank: ThreadRankGroup) -> list[int]:
+        asked: list[int] = []
+        selection = Uniform(seed=1, limits=Limits(min_version=lambda: len(asked.append(1) or asked) * 0))
+        counts = []
+        with gt.Replay(stores[rank.rank], selection, B, group=rank, prefetch=0, output="numpy") as replay:
+            for _ in range(3):
+                before = len(asked)
+                replay.sample()
+                counts.append(len(asked) - before)
+        return counts
+
+    assert run_ranks(ranks, body) == [[1, 1, 1]] * ranks
+
+
 def test_limits_make_the_same_batches_on_any_number_of_ranks(sharded_stores: Callable[..., list[gt.Store]]) -> None:
     made = [over_ranks(sharded_stores(n), Prioritized(seed=1, limits=Limits(min_version=150)))[0] for n in RANKS]
     assert all(same(batches, made[0]) for batches in made)

@@ -196,6 +196,7 @@ class RankReader:
         self._led = [sampler for number, sampler in enumerate(samplers) if members.leads(number) and sampler.expires]
         self._step = 0  # of the batch that is read
         self._after = [0 for _ in samplers]  # sequence numbers that its draws have used, in orders that move on
+        self._limits_now: dict[int, tuple[int, int, int]] = {}  # of stores whose rows were drawn again for it
         self._failed: EmptyStoreError | None = None  # why rows of it were not drawn again
 
     def _shard_view(
@@ -247,6 +248,13 @@ class RankReader:
         if sampler.traits.cursor:
             cursors[store] = max(cursors[store], drawn.state["after"])
         return drawn.rows, drawn.generations, drawn.probability
+
+    def _limits(self, store: int) -> tuple[int, int, int]:
+        """Which rows may be drawn again in the place of lost ones; asked for once a batch at most."""
+        found = self._limits_now.get(store)
+        if found is None:
+            found = self._limits_now[store] = self.samplers[store].limits_now()
+        return found
 
     # --- a batch --------------------------------------------------------------------------------------------------
 
@@ -313,7 +321,6 @@ class RankReader:
         steps = None if drawn.steps is None else sampler.anchors(drawn.rows, drawn.steps)
         rounds = None if drawn.rounds is None else drawn.rounds.astype(np.uint32)
         shard = store.of_rank[self.members.group.rank]
-        limits = sampler.limits_now() if sampler.draws_natively else None
         cursor = self._after[number] = state.get(f"after/{shard}", 0)
         return (
             drawn.shard + store.first,
@@ -323,7 +330,6 @@ class RankReader:
             steps,
             rounds,
             drawn.share,
-            limits,
             cursor,
         )
 
@@ -344,12 +350,15 @@ class RankReader:
                 messages in host memory.
         """
         self._step = step
+        self._limits_now.clear()
         draws = [
             None if each is None else self._drawn(number, each, drawn.state[number])
             for number, each in enumerate(drawn.found)
         ]
         others = targets_of(lambda: self.native.outgoing(draws))
-        read = self.native.read_drawn(own, others or [], others is None, draws, step, self._place, self._again)
+        read = self.native.read_drawn(
+            own, others or [], others is None, draws, step, self._place, self._again, self._limits
+        )
         self._count(read)
         return read
 
