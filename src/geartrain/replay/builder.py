@@ -17,6 +17,7 @@ from geartrain.replay.admission import Admission
 from geartrain.replay.batch import Batch
 from geartrain.replay.sampler import StoreSampler
 from geartrain.store.priorities import apply_updates as apply_to_store
+from geartrain.store.priorities import check_keys_of
 
 _LARGEST = np.finfo(np.float64).max
 # What every strategy has to know at its next step.
@@ -379,7 +380,12 @@ def apply_updates(samplers: Sequence[StoreSampler], update: PriorityUpdate, step
 def check_update(samplers: Sequence[StoreSampler], update: PriorityUpdate) -> None:
     """Raises what `apply_updates` raises, and sets nothing."""
     check_priorities(update.priorities)
-    _places_of(samplers, update.keys)
+    keys, store = update.keys, samplers[0].plan.store
+    if len(samplers) > 1 or type(keys.store) is not int or keys.store != store.id:
+        _places_of(samplers, keys)
+    per_step = store.per_step
+    if per_step != (keys.step is not None) and len(keys):
+        check_keys_of(keys, per_step=per_step, whose="a store of this replay")
 
 
 def apply_checked(samplers: Sequence[StoreSampler], update: PriorityUpdate, step: int) -> int:
@@ -408,6 +414,8 @@ def _places_of(samplers: Sequence[StoreSampler], keys: Keys) -> NDArray[np.int64
 
 def _set(sampler: StoreSampler, keys: Keys, priorities: NDArray[np.float64]) -> int:
     store, given = sampler.plan.store, raised(priorities, sampler.alpha)
+    if sampler.priority_copy is None:
+        return apply_to_store(store, keys, given)
     return sampler.change_priorities(keys.row, lambda: apply_to_store(store, keys, given))
 
 

@@ -15,7 +15,6 @@ from geartrain.replay.native_batch import BatchPlan, GlobalNativeBatch, NativeBa
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.store_waits import wait_together
 from geartrain.selection.mixture import Selection, quotas_of
-from geartrain.store.priorities import check_keys_of
 
 #: Figures of a job's ranks that one rank has nothing to tell of.
 _OF_RANKS = dict.fromkeys(("sent_bytes", "received_bytes", "selection_bytes", "select_s", "exchange_s"), 0)
@@ -62,7 +61,7 @@ class LocalRows:
         self._kind = NativeBatch if update_lag is None else GlobalNativeBatch
         self._group = group
         self._first = True  # batch of a run
-        self._later = None if update_lag is None else LaterUpdates[list[PriorityUpdate]](extra_lag)
+        self._later = LaterUpdates[list[PriorityUpdate]](extra_lag) if extra_lag else None
         self._read = 0  # rows
         if update_lag is not None:
             for sampler in samplers:
@@ -82,6 +81,8 @@ class LocalRows:
         """See `RowSource`."""
         if self._later is not None:
             self._apply_due(self._later, step, updates)
+        elif updates:
+            self._apply(step, updates)
         if self.mixed:
             rows = self.samplers[0].empty_batch(self.rows, shards=True)
             after = self.sample_into(rows, step, state, admission)
@@ -120,11 +121,8 @@ class LocalRows:
 
     def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
         """See `BatchBuilder`."""
-        if self._later is None:
+        if self.update_lag is None:
             return apply_updates(self.samplers, update, step)
-        if len(update.keys):
-            per_step = self.samplers[0].plan.store.per_step
-            check_keys_of(update.keys, per_step=per_step, whose="a store of this replay")
         check_update(self.samplers, update)
         return None
 
@@ -134,16 +132,19 @@ class LocalRows:
             later.keep(step, updates.copy())
             updates.clear()
         for came in later.all() if self._first else later.due(step):
-            for update in came:
-                apply_checked(self.samplers, update, step)
+            self._apply(step, came)
         self._first = False
+
+    def _apply(self, step: int, updates: list[PriorityUpdate]) -> None:
+        for update in updates:
+            apply_checked(self.samplers, update, step)
+        updates.clear()
 
     def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
         """See `BatchBuilder`."""
-        if self._later is not None:
-            self._first = True
-            self._apply_due(self._later, step, updates)
-            self._first = True
+        for came in [] if self._later is None else self._later.all():
+            self._apply(step, came)
+        self._apply(step, updates)
 
     def restart(self) -> None:
         """See `BatchBuilder`."""
