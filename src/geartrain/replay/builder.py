@@ -17,7 +17,6 @@ from geartrain.replay.admission import Admission
 from geartrain.replay.batch import Batch
 from geartrain.replay.sampler import StoreSampler
 from geartrain.store.priorities import apply_updates as apply_to_store
-from geartrain.store.priorities import check_keys_of
 
 _LARGEST = np.finfo(np.float64).max
 # What every strategy has to know at its next step.
@@ -279,6 +278,8 @@ class HostBatchBuilder:
         self.update_lag = source.update_lag
         self.overlaps = source.overlaps
         self.collective = source.collective
+        #: See `BatchBuilder`. The source's own: consumers call it as often as they ask for batches.
+        self.submit_updates: Callable[..., int | None] = source.submit_updates
         self._transform = transform
         self._make_s = 0.0
         self._built = 0
@@ -332,10 +333,6 @@ class HostBatchBuilder:
                 sampler.stage = "idle"
         built.make_s += time.perf_counter() - began_s
 
-    def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
-        """See `BatchBuilder`."""
-        return self.source.submit_updates(update, step)
-
     def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
         """See `BatchBuilder`."""
         self.source.settle(step, updates)
@@ -377,27 +374,16 @@ def apply_updates(samplers: Sequence[StoreSampler], update: PriorityUpdate, step
     return apply_checked(samplers, update, step)
 
 
-def check_update(samplers: Sequence[StoreSampler], update: PriorityUpdate) -> None:
-    """Raises what `apply_updates` raises, and sets nothing."""
-    check_priorities(update.priorities)
-    keys, store = update.keys, samplers[0].plan.store
-    if len(samplers) > 1 or type(keys.store) is not int or keys.store != store.id:
-        _places_of(samplers, keys)
-    per_step = store.per_step
-    if per_step != (keys.step is not None) and len(keys):
-        check_keys_of(keys, per_step=per_step, whose="a store of this replay")
-
-
 def apply_checked(samplers: Sequence[StoreSampler], update: PriorityUpdate, step: int) -> int:
     """`apply_updates`, of finite priorities."""
     keys, priorities = update.keys, update.priorities
     if len(samplers) == 1:
         sampler = samplers[0]
         if type(keys.store) is not int or keys.store != sampler.plan.store.id:
-            _places_of(samplers, keys)
+            places_of(samplers, keys)
         sampler.follow_alpha(step)
         return _set(sampler, keys, priorities) if len(priorities) else 0
-    places, gone = _places_of(samplers, keys), 0
+    places, gone = places_of(samplers, keys), 0
     for number, sampler in enumerate(samplers):
         sampler.follow_alpha(step)
         mine = np.flatnonzero(places == number)
@@ -406,8 +392,8 @@ def apply_checked(samplers: Sequence[StoreSampler], update: PriorityUpdate, step
     return gone
 
 
-def _places_of(samplers: Sequence[StoreSampler], keys: Keys) -> NDArray[np.int64]:
-    """(n,) which store each key is of."""
+def places_of(samplers: Sequence[StoreSampler], keys: Keys) -> NDArray[np.int64]:
+    """(n,) which store each key is of. Raises `ArgumentError` for keys of other stores."""
     ids = np.array([sampler.plan.store.id for sampler in samplers], np.uint64)
     return keys.places_among(ids, "stores of this replay")
 
@@ -470,10 +456,10 @@ __all__ = [
     "apply_updates",
     "build_stats",
     "check_priorities",
-    "check_update",
     "given_priorities",
     "join_importance",
     "nothing",
     "path_of",
+    "places_of",
     "raised",
 ]

@@ -8,13 +8,22 @@ from typing import Any
 import geartrain._native as _native
 from geartrain.errors import StoreClosedError
 from geartrain.replay.admission import Admission
-from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State, apply_checked, apply_updates, check_update
+from geartrain.replay.builder import (
+    BuiltBatch,
+    PriorityUpdate,
+    State,
+    apply_checked,
+    apply_updates,
+    check_priorities,
+    places_of,
+)
 from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.replay.later_updates import LaterUpdates
 from geartrain.replay.native_batch import BatchPlan, GlobalNativeBatch, NativeBatch, native_batch
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.store_waits import wait_together
 from geartrain.selection.mixture import Selection, quotas_of
+from geartrain.store.priorities import check_keys_of
 
 #: Figures of a job's ranks that one rank has nothing to tell of.
 _OF_RANKS = dict.fromkeys(("sent_bytes", "received_bytes", "selection_bytes", "select_s", "exchange_s"), 0)
@@ -60,6 +69,8 @@ class LocalRows:
         self._shown: BatchPlan = self._transitions or samplers[0].plan
         self._kind = NativeBatch if update_lag is None else GlobalNativeBatch
         self._group = group
+        self._only = self.store_ids[0] if len(samplers) == 1 else None
+        self._per_step = samplers[0].plan.store.per_step
         self._first = True  # batch of a run
         self._later = LaterUpdates[list[PriorityUpdate]](extra_lag) if extra_lag else None
         self._read = 0  # rows
@@ -82,7 +93,9 @@ class LocalRows:
         if self._later is not None:
             self._apply_due(self._later, step, updates)
         elif updates:
-            self._apply(step, updates)
+            for update in updates:
+                apply_checked(self.samplers, update, step)
+            updates.clear()
         if self.mixed:
             rows = self.samplers[0].empty_batch(self.rows, shards=True)
             after = self.sample_into(rows, step, state, admission)
@@ -123,7 +136,12 @@ class LocalRows:
         """See `BatchBuilder`."""
         if self.update_lag is None:
             return apply_updates(self.samplers, update, step)
-        check_update(self.samplers, update)
+        keys = update.keys
+        check_priorities(update.priorities)
+        if type(keys.store) is not int or keys.store != self._only:
+            places_of(self.samplers, keys)
+        if (keys.step is not None) != self._per_step and len(keys):
+            check_keys_of(keys, per_step=self._per_step, whose="a store of this replay")
         return None
 
     def _apply_due(self, later: LaterUpdates[list[PriorityUpdate]], step: int, updates: list[PriorityUpdate]) -> None:
