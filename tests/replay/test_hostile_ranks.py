@@ -61,7 +61,7 @@ def batch(store: gt.Store, n: int = N, window: int = 0) -> _native.SampledBatch:
 def drawn(n: int, shard: int = 0) -> Any:
     """Draws of which each of the two ranks gets as many."""
     rows, ones = np.arange(n, dtype=np.uint32), np.ones(n)
-    return np.full(n, shard, np.int64), rows, ones.astype(np.uint32), ones, None, None, 1.0, None, 0
+    return np.full(n, shard, np.int64), rows, ones.astype(np.uint32), ones, None, None, 1.0, 0
 
 
 def rounds(*stores: gt.Store, all_to_all: Any = lambda parts: parts) -> tuple[_native.RankSteps, _native.RankExchange]:
@@ -111,7 +111,7 @@ def test_transitions_are_handed_out_in_their_order(stores: Callable[..., gt.Stor
 def test_samples_are_counted_for_others_of_draws_by_totals_only(stores: Callable[..., gt.Store]) -> None:
     store = stores()
     with pytest.raises(SchemaError, match="by totals only"):
-        reader(store, counts=True).read_drawn(batch(store), [], True, [drawn(2 * N)], 0, None, None)
+        reader(store, counts=True).read_drawn(batch(store), [], True, [drawn(2 * N)], 0, None, None, None)
 
 
 def test_steps_are_not_drawn_by_the_totals_of_rows(stores: Callable[..., gt.Store]) -> None:
@@ -127,7 +127,7 @@ def test_steps_are_not_drawn_by_the_totals_of_rows(stores: Callable[..., gt.Stor
 
 def test_rows_of_messages_have_places_in_the_batch_that_they_were_read_for(stores: Callable[..., gt.Store]) -> None:
     small, large = stores(), stores(width=300_000)
-    read = reader(small).read_drawn(batch(small), [], True, [drawn(2 * N, shard=1)], 0, None, None)
+    read = reader(small).read_drawn(batch(small), [], True, [drawn(2 * N, shard=1)], 0, None, None, None)
     assert [len(message) for _, message in read.receives] == [N * (4 * 12 + ROW_HEADER.itemsize)]
     with pytest.raises(SchemaError, match="another reader"):
         reader(large).place(batch(large), read)
@@ -141,9 +141,9 @@ def test_headers_begin_where_numbers_do(stores: Callable[..., gt.Store]) -> None
     for at in (1, 4):
         own = (0, [x], memory[at : at + N * ROW_HEADER.itemsize], None)
         with pytest.raises(SchemaError, match="a multiple of 8"):
-            made.read_drawn(own, [(1, [x.copy()], message, None)], False, draws, 0, None, None)
+            made.read_drawn(own, [(1, [x.copy()], message, None)], False, draws, 0, None, None, None)
     own = (0, [x], memory[8:], None)
-    assert made.read_drawn(own, [(1, [x.copy()], message, None)], False, draws, 0, None, None).failed is None
+    assert made.read_drawn(own, [(1, [x.copy()], message, None)], False, draws, 0, None, None, None).failed is None
 
 
 @pytest.mark.parametrize("told", [1, 3, 500])
@@ -215,5 +215,5 @@ def test_a_store_may_be_closed_at_the_end_of_what_copies_rows(stores: Callable[.
     made = _native.RankReader(0, [(0, 0, [0])], [PLAN], [shard], assigner.native, 0, True, 1, False, None, None, 0)
     headers = np.zeros(N * ROW_HEADER.itemsize, np.uint8)
     own = (0, [], headers, lambda *_: Copied(thread))
-    assert made.read_drawn(own, [], True, [drawn(N)], 0, None, None).failed is None
+    assert made.read_drawn(own, [], True, [drawn(N)], 0, None, None, None).failed is None
     assert closed.is_set()

@@ -278,6 +278,8 @@ class HostBatchBuilder:
         self.update_lag = source.update_lag
         self.overlaps = source.overlaps
         self.collective = source.collective
+        #: See `BatchBuilder`. The source's own: consumers call it as often as they ask for batches.
+        self.submit_updates: Callable[..., int | None] = source.submit_updates
         self._transform = transform
         self._make_s = 0.0
         self._built = 0
@@ -331,10 +333,6 @@ class HostBatchBuilder:
                 sampler.stage = "idle"
         built.make_s += time.perf_counter() - began_s
 
-    def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
-        """See `BatchBuilder`."""
-        return self.source.submit_updates(update, step)
-
     def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
         """See `BatchBuilder`."""
         self.source.settle(step, updates)
@@ -376,22 +374,16 @@ def apply_updates(samplers: Sequence[StoreSampler], update: PriorityUpdate, step
     return apply_checked(samplers, update, step)
 
 
-def check_update(samplers: Sequence[StoreSampler], update: PriorityUpdate) -> None:
-    """Raises what `apply_updates` raises, and sets nothing."""
-    check_priorities(update.priorities)
-    _places_of(samplers, update.keys)
-
-
 def apply_checked(samplers: Sequence[StoreSampler], update: PriorityUpdate, step: int) -> int:
     """`apply_updates`, of finite priorities."""
     keys, priorities = update.keys, update.priorities
     if len(samplers) == 1:
         sampler = samplers[0]
         if type(keys.store) is not int or keys.store != sampler.plan.store.id:
-            _places_of(samplers, keys)
+            places_of(samplers, keys)
         sampler.follow_alpha(step)
         return _set(sampler, keys, priorities) if len(priorities) else 0
-    places, gone = _places_of(samplers, keys), 0
+    places, gone = places_of(samplers, keys), 0
     for number, sampler in enumerate(samplers):
         sampler.follow_alpha(step)
         mine = np.flatnonzero(places == number)
@@ -400,14 +392,16 @@ def apply_checked(samplers: Sequence[StoreSampler], update: PriorityUpdate, step
     return gone
 
 
-def _places_of(samplers: Sequence[StoreSampler], keys: Keys) -> NDArray[np.int64]:
-    """(n,) which store each key is of."""
+def places_of(samplers: Sequence[StoreSampler], keys: Keys) -> NDArray[np.int64]:
+    """(n,) which store each key is of. Raises `ArgumentError` for keys of other stores."""
     ids = np.array([sampler.plan.store.id for sampler in samplers], np.uint64)
     return keys.places_among(ids, "stores of this replay")
 
 
 def _set(sampler: StoreSampler, keys: Keys, priorities: NDArray[np.float64]) -> int:
     store, given = sampler.plan.store, raised(priorities, sampler.alpha)
+    if sampler.priority_copy is None:
+        return apply_to_store(store, keys, given)
     return sampler.change_priorities(keys.row, lambda: apply_to_store(store, keys, given))
 
 
@@ -455,9 +449,9 @@ __all__ = [
     "apply_updates",
     "build_stats",
     "check_priorities",
-    "check_update",
     "given_priorities",
     "nothing",
     "path_of",
+    "places_of",
     "raised",
 ]

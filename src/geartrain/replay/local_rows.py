@@ -8,7 +8,15 @@ from typing import Any
 import geartrain._native as _native
 from geartrain.errors import StoreClosedError
 from geartrain.replay.admission import Admission
-from geartrain.replay.builder import BuiltBatch, PriorityUpdate, State, apply_checked, apply_updates, check_update
+from geartrain.replay.builder import (
+    BuiltBatch,
+    PriorityUpdate,
+    State,
+    apply_checked,
+    apply_updates,
+    check_priorities,
+    places_of,
+)
 from geartrain.replay.distributed.rank_group import RankGroup
 from geartrain.replay.later_updates import LaterUpdates
 from geartrain.replay.native_batch import BatchPlan, GlobalNativeBatch, NativeBatch, native_batch
@@ -61,8 +69,10 @@ class LocalRows:
         self._shown: BatchPlan = self._transitions or samplers[0].plan
         self._kind = NativeBatch if update_lag is None else GlobalNativeBatch
         self._group = group
+        self._only = self.store_ids[0] if len(samplers) == 1 else None
+        self._per_step = samplers[0].plan.store.per_step
         self._first = True  # batch of a run
-        self._later = None if update_lag is None else LaterUpdates[list[PriorityUpdate]](extra_lag)
+        self._later = LaterUpdates[list[PriorityUpdate]](extra_lag) if extra_lag else None
         self._read = 0  # rows
         if update_lag is not None:
             for sampler in samplers:
@@ -82,6 +92,10 @@ class LocalRows:
         """See `RowSource`."""
         if self._later is not None:
             self._apply_due(self._later, step, updates)
+        elif updates:
+            for update in updates:
+                apply_checked(self.samplers, update, step)
+            updates.clear()
         if self.mixed:
             rows = self.samplers[0].empty_batch(self.rows, shards=True)
             after = self.sample_into(rows, step, state, admission)
@@ -120,12 +134,14 @@ class LocalRows:
 
     def submit_updates(self, update: PriorityUpdate, step: int) -> int | None:
         """See `BatchBuilder`."""
-        if self._later is None:
+        if self.update_lag is None:
             return apply_updates(self.samplers, update, step)
-        if len(update.keys):
-            per_step = self.samplers[0].plan.store.per_step
-            check_keys_of(update.keys, per_step=per_step, whose="a store of this replay")
-        check_update(self.samplers, update)
+        keys = update.keys
+        check_priorities(update.priorities)
+        if type(keys.store) is not int or keys.store != self._only:
+            places_of(self.samplers, keys)
+        if (keys.step is not None) != self._per_step and len(keys):
+            check_keys_of(keys, per_step=self._per_step, whose="a store of this replay")
         return None
 
     def _apply_due(self, later: LaterUpdates[list[PriorityUpdate]], step: int, updates: list[PriorityUpdate]) -> None:
@@ -134,16 +150,19 @@ class LocalRows:
             later.keep(step, updates.copy())
             updates.clear()
         for came in later.all() if self._first else later.due(step):
-            for update in came:
-                apply_checked(self.samplers, update, step)
+            self._apply(step, came)
         self._first = False
+
+    def _apply(self, step: int, updates: list[PriorityUpdate]) -> None:
+        for update in updates:
+            apply_checked(self.samplers, update, step)
+        updates.clear()
 
     def settle(self, step: int, updates: list[PriorityUpdate]) -> None:
         """See `BatchBuilder`."""
-        if self._later is not None:
-            self._first = True
-            self._apply_due(self._later, step, updates)
-            self._first = True
+        for came in [] if self._later is None else self._later.all():
+            self._apply(step, came)
+        self._apply(step, updates)
 
     def restart(self) -> None:
         """See `BatchBuilder`."""

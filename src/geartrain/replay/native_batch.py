@@ -150,12 +150,14 @@ class GlobalNativeBatch(NativeBatch):
         if name == "draw":
             value = self._plan.as_output(np.arange(len(self)))
         else:
-            rows, (draw, alone) = self._rows, _numbers_of(len(self))
-            shard, store = rows.shard(), self._store_ids[0]
+            rows = self._rows
+            draw, alone = _numbers_of(len(rows))
+            store: Any = self._store_ids[0]
+            shard = alone if len(self._store_ids) == 1 else rows.shard()
+            if shard is not alone:
+                store = np.array(self._store_ids, np.uint64)[shard]
             steps = rows.steps() if self._plan.per_step else None
-            of: Any = store if shard is None else np.array(self._store_ids, np.uint64)[shard]
-            shard = alone if shard is None else shard
-            value = Keys.of_rows(rows.rows(), rows.generations(), of, shard=shard, draw=draw, step=steps)
+            value = Keys.of_rows(rows.rows(), rows.generations(), store, shard=shard, draw=draw, step=steps)
         object.__setattr__(self, name, value)
         return value
 

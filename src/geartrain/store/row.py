@@ -406,8 +406,11 @@ class Rows(_Uncommitted):
         self._lengths = lengths
 
     @property
-    def priorities(self) -> ArrayLike:
-        """Priorities of the rows: an array (n,), or one number for all. Set them before the commit."""
+    def priorities(self) -> ArrayLike | None:
+        """Priorities of the rows: an array (n,), or one number for all. Set them before the commit.
+
+        None: the store's `new_priority`.
+        """
         return self._priorities
 
     @priorities.setter
