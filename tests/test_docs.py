@@ -7,6 +7,7 @@ import importlib
 import os
 import pkgutil
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ import pytest
 from deadlines import patience
 
 import geartrain
+import geartrain.errors
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -138,6 +140,56 @@ def test_every_page_is_in_the_sites_navigation() -> None:
         path = page.relative_to(ROOT / "docs").as_posix()
         if not path.startswith(("decisions/", "notes/", "recipes/")):  # which release/site_hooks.py lists
             assert re.search(rf" {re.escape(path)}$", site, re.MULTILINE), f"{path} is not in mkdocs.yml"
+
+
+def public_errors() -> list[str]:
+    found = {name: value for name, value in vars(geartrain.errors).items() if isinstance(value, type)}
+    return [name for name, value in found.items() if issubclass(value, geartrain.errors.GeartrainError)]
+
+
+def test_every_error_has_an_entry_with_its_remedy_and_no_other_has() -> None:
+    page = (ROOT / "docs" / "errors.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", page, re.MULTILINE)
+    assert sorted(name for name, _ in rows) == sorted(public_errors())
+    assert all(what.strip() for _, what in rows)
+
+
+def test_messages_that_the_troubleshooting_quotes_are_those_of_the_code() -> None:
+    """An ellipsis stands for values, and for what is left out."""
+    quoted = re.findall(r"^```text\n(\w+): (.*)\n```", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(quoted) >= 6
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "native").rglob("*.cc")]
+    code = re.sub(r'"\s*f?"', "", "".join(path.read_text() for path in files))  # literals that stand side by side
+    for error, message in quoted:
+        assert error in public_errors()
+        for part in filter(None, (part.strip() for part in message.split("…"))):
+            assert part in code, f"{error}: {part!r} is no message"
+
+
+def block_of_deployment(language: str) -> str:
+    (found,) = re.findall(
+        rf"^```{language}\n(.*?)^```", (ROOT / "docs/deployment.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    return str(found)
+
+
+def test_the_pod_of_the_page_on_deployment_is_valid_for_kubernetes() -> None:
+    yaml, validator = pytest.importorskip("yaml"), pytest.importorskip("kubernetes_validate")
+    pod = yaml.safe_load(block_of_deployment("yaml"))
+    validator.validate(pod, "1.29", strict=True)
+    mounted = {each["name"]: each["mountPath"] for each in pod["spec"]["containers"][0]["volumeMounts"]}
+    (memory,) = (each["name"] for each in pod["spec"]["volumes"] if each.get("emptyDir", {}).get("medium") == "Memory")
+    assert mounted[memory] == "/dev/shm"
+
+
+def test_the_unit_of_the_page_on_deployment_is_valid_for_systemd(tmp_path: Path) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("no systemd-analyze here")
+    unit = tmp_path / "trainer.service"
+    unit.write_text(block_of_deployment("ini").replace("/opt/geartrain/bin/geartrain", sys.executable))
+    done = subprocess.run([analyze, "verify", unit], capture_output=True, text=True, timeout=patience(60), check=False)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
 
 
 def test_every_public_name_is_on_a_page_of_the_api() -> None:

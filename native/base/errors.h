@@ -22,6 +22,7 @@ enum class ErrorKind {
   stale_store,
   incompatible,
   closed,
+  read_only,
   full,
   empty,
   not_enough,

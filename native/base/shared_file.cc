@@ -182,7 +182,7 @@ int open_shared_file(const std::string& path, bool writable, Trust trust) {
     if (there && !S_ISREG(named.st_mode)) fail(ErrorKind::incompatible, path, " is not a segment: not a regular file");
     if (there && error == EACCES) check_writers(named, trust, path);
     fail(error == EACCES ? ErrorKind::untrusted_store : ErrorKind::os, "cannot open the segment ", path, ": ",
-         std::strerror(error), error == EROFS ? "; Store.peek reads it" : "");
+         std::strerror(error), error == EROFS ? "; Store.open(..., mode='r') reads it" : "");
   }
   try {
     struct stat file{};

@@ -1,8 +1,11 @@
 #include "fetch/batch_sampler.h"
 
+#include <time.h>
+
 #include <algorithm>
 #include <numeric>
 
+#include "base/deadline.h"
 #include "base/errors.h"
 #include "fetch/episodes.h"
 #include "fetch/redraw.h"
@@ -93,7 +96,7 @@ BatchSampler::Result BatchSampler::sample(const Room& room, size_t n, const Step
   }
   Store::Call call(store_);
   store_.repair_dead_updates();
-  if (store_.header().max_age_ns != 0) store_.expire();
+  if (store_.header().max_age_ns != 0 && !store_.read_only()) store_.expire();
   if (store_.committed_count() < settings_.min_rows) {
     if (!step.admitted) return {};
     fail(ErrorKind::not_enough, settings_.min_rows, " selectable rows are asked for, the store has ",
@@ -104,7 +107,8 @@ BatchSampler::Result BatchSampler::sample(const Room& room, size_t n, const Step
   try {
     return draw_and_gather(room, n, step, supplier, call);
   } catch (...) {
-    if (call.within()) give_back(store_.control().limiter, 0, n);  // else it was closed while the supplier was asked
+    if (call.within() && !store_.read_only())
+      give_back(store_.control().limiter, 0, n);  // else it was closed while the supplier was asked
     throw;
   }
 }
@@ -219,15 +223,27 @@ uint64_t BatchSampler::draw(const Step& step, size_t n, uint32_t round, std::spa
     return 0;
   }
   const auto make = [&] { return geartrain::draw(from_, plan, numbers, draws); };
-  uint64_t failed = make();
-  if (failed != 0 && store_.read_only()) return 0;
-  if (failed != 0) {
-    store_.reap();  // sums at odds with their leaves: somebody died in the middle of an update
+  uint64_t failed = make();  // sums at odds with their leaves: somebody died in the middle of an update
+  if (failed != 0 && !store_.read_only()) {
+    store_.reap();
     failed = make();
+    if (failed != 0) {
+      store_.rebuild();  // or somebody living is in the middle of one: this waits for them
+      failed = make();
+    }
   }
-  if (failed != 0) {
-    store_.rebuild();  // or somebody living is in the middle of one: this waits for them
-    failed = make();
+  if (store_.read_only()) {  // which repairs nothing, and can only wait for the living
+    for (const Deadline deadline = Deadline::after(store_.lock_timeout_s()); failed != 0 && !deadline.passed();) {
+      store_.check_open();
+      const struct timespec pause{0, 100'000};
+      ::nanosleep(&pause, nullptr);
+      failed = make();
+    }
+    if (failed != 0) {
+      fail(ErrorKind::corrupt, failed,
+           " draws found no row: a process died while it changed priorities, and mode='r' "
+           "repairs nothing. Open the store for writing, which does");
+    }
   }
   if (plan.finds_steps(from_) && !settings_.transitions && !settings_.window.from_first) {
     for (uint32_t& each : draws.steps.first(numbers.size())) each += plan.need;  // the last step of what was drawn

@@ -22,6 +22,8 @@ const char* error_class(ErrorKind kind) {
       return "IncompatibleStoreError";
     case ErrorKind::closed:
       return "StoreClosedError";
+    case ErrorKind::read_only:
+      return "ReadOnlyStoreError";
     case ErrorKind::full:
       return "StoreFullError";
     case ErrorKind::empty:

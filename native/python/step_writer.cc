@@ -28,9 +28,9 @@ constexpr uint64_t kComparedWithGil = 64 << 10;
 // of an argument that is to be converted first. Nothing was done in the last two cases.
 class Recorder {
  public:
-  Recorder(Store& store, uint32_t environments, uint32_t publish_every, uint32_t overlap, double priority,
-           uint8_t autoreset, const std::vector<uint8_t>& roles, const nb::list& names, const nb::list& parts,
-           bool share_rows)
+  Recorder(Store& store, uint32_t environments, uint32_t publish_every, uint32_t overlap,
+           std::optional<double> priority, uint8_t autoreset, const std::vector<uint8_t>& roles, const nb::list& names,
+           const nb::list& parts, bool share_rows)
       : store_(store), n_(environments) {
     StepWriterOptions options{environments, publish_every, overlap, priority, static_cast<Autoreset>(autoreset),
                               {},           share_rows};
@@ -133,8 +133,8 @@ class Recorder {
   }
 
   uint64_t rows() const { return writer_->rows(); }
-  double priority() const { return writer_->priority(); }
-  void set_priority(double priority) {
+  std::optional<double> priority() const { return writer_->priority(); }
+  void set_priority(std::optional<double> priority) {
     const Use use(*this);
     writer_->set_priority(priority);
   }
@@ -315,9 +315,10 @@ class Recorder {
 
 void bind_step_writer(nb::module_& module) {
   nb::class_<Recorder>(module, "StepWriter")
-      .def(nb::init<Store&, uint32_t, uint32_t, uint32_t, double, uint8_t, const std::vector<uint8_t>&, const nb::list&,
-                    const nb::list&, bool>(),
-           nb::keep_alive<1, 2>())
+      .def(nb::init<Store&, uint32_t, uint32_t, uint32_t, std::optional<double>, uint8_t, const std::vector<uint8_t>&,
+                    const nb::list&, const nb::list&, bool>(),
+           nb::keep_alive<1, 2>(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(),
+           nb::arg(), nb::arg(), nb::arg())
       .def("step", &Recorder::step, nb::arg("observation"), nb::arg("values"), nb::arg("terminated"),
            nb::arg("truncated"), nb::arg("final").none(), nb::arg("mask").none(), nb::arg("version"),
            nb::arg("admitted"))
@@ -327,7 +328,7 @@ void bind_step_writer(nb::module_& module) {
       .def("cut", &Recorder::cut, nb::arg("mask").none(), nb::arg("admitted"))
       .def("abandon", &Recorder::abandon)
       .def("in_episode", &Recorder::in_episode)
-      .def_prop_rw("priority", &Recorder::priority, &Recorder::set_priority)
+      .def_prop_rw("priority", &Recorder::priority, &Recorder::set_priority, nb::for_setter(nb::arg("priority").none()))
       .def_prop_ro("rows", &Recorder::rows);
 }
 

@@ -49,7 +49,7 @@ uint64_t rows_of_bytes(const std::vector<FieldTuple>& fields, uint64_t bytes, in
 std::unique_ptr<Store> create(const std::string& name, const std::vector<FieldTuple>& fields, uint64_t capacity,
                               uint64_t max_rows, int remover, uint32_t max_times_sampled, uint64_t max_age_ns,
                               uint32_t priority_fraction_bits, bool persist, bool reserve, double timeout_s,
-                              const std::string& trust, bool step_priorities) {
+                              const std::string& trust, bool step_priorities, bool max_priority) {
   const std::vector<FieldSpec> specs = specs_of(fields);
   StoreOptions options;
   options.capacity = capacity;
@@ -61,6 +61,7 @@ std::unique_ptr<Store> create(const std::string& name, const std::vector<FieldTu
   options.priority_fraction_bits = priority_fraction_bits;
   options.persist = persist;
   options.step_priorities = step_priorities;
+  options.max_priority = max_priority;
   options.reserve = reserve;
   options.lock_timeout_s = timeout_s;
   options.trust = trust_of(trust);
@@ -87,6 +88,7 @@ nb::dict describe(const Store& store) {
   out["remover"] = h.remover;
   out["persist"] = h.persist != 0;
   out["step_priorities"] = store.per_step();
+  out["max_priority"] = store.keeps_max_priority();
   out["nbytes"] = h.segment_bytes;
   out["column_bytes"] = h.regions[kColumnsRegion].bytes;
   out["created_ns"] = h.created_ns;
@@ -282,7 +284,7 @@ void bind_store(nb::module_& module) {
       .def_static("create", &create, nb::arg("name"), nb::arg("fields"), nb::arg("capacity"), nb::arg("max_rows"),
                   nb::arg("remover"), nb::arg("max_times_sampled"), nb::arg("max_age_ns"),
                   nb::arg("priority_fraction_bits"), nb::arg("persist"), nb::arg("reserve"), nb::arg("timeout_s"),
-                  nb::arg("trust"), nb::arg("step_priorities") = false)
+                  nb::arg("trust"), nb::arg("step_priorities") = false, nb::arg("max_priority") = false)
       .def_static("attach", &attach, nb::arg("name"), nb::arg("adopt"), nb::arg("read_only"), nb::arg("timeout_s"),
                   nb::arg("trust") = "user")
       .def("describe", &describe)
@@ -301,6 +303,8 @@ void bind_store(nb::module_& module) {
                                double timeout_s) { return released(s, [&] { return s.admit_samples(n, timeout_s); }); })
       .def("give_back",
            [](Store& s, uint64_t inserts, uint64_t samples) { entered(s, [&] { s.give_back(inserts, samples); }); })
+      .def_prop_ro("read_only", [](const Store& s) { return s.read_only(); })
+      .def("seal_segment", [](Store& s) { released(s, [&] { s.seal_segment(); }); })
       .def("keep_segment", [](Store& s) { entered(s, [&] { s.keep_segment(); }); })
       .def("advance_sequence",
            [](Store& s, uint64_t next) { return released(s, [&] { return s.advance_sequence(next); }); })

@@ -41,9 +41,14 @@ void take_block(Store& store, nb::set taken, nb::str name, uint32_t field, uint3
   taken.add(name);
 }
 
-uint32_t commit_one(Store& store, uint32_t row, uint32_t length, double priority, int64_t version) {
+// No priority: what the store gives to new rows.
+std::span<const double> one_of(const std::optional<double>& priority) {
+  return priority ? std::span(&*priority, 1) : std::span<const double>();
+}
+
+uint32_t commit_one(Store& store, uint32_t row, uint32_t length, std::optional<double> priority, int64_t version) {
   uint32_t generation = 0;
-  released(store, [&] { store.commit({&row, 1}, {{&length, 1}, {&priority, 1}, {&version, 1}}, {&generation, 1}); });
+  released(store, [&] { store.commit({&row, 1}, {{&length, 1}, one_of(priority), {&version, 1}}, {&generation, 1}); });
   return generation;
 }
 
@@ -55,9 +60,9 @@ nb::object commit(Store& store, const In<uint32_t>& rows, const std::optional<In
   return to_numpy(std::move(generations));
 }
 
-uint32_t publish_one(Store& store, uint32_t row, uint32_t length, double priority, int64_t version) {
+uint32_t publish_one(Store& store, uint32_t row, uint32_t length, std::optional<double> priority, int64_t version) {
   uint32_t generation = 0;
-  released(store, [&] { store.publish({&row, 1}, {{&length, 1}, {&priority, 1}, {&version, 1}}, {&generation, 1}); });
+  released(store, [&] { store.publish({&row, 1}, {{&length, 1}, one_of(priority), {&version, 1}}, {&generation, 1}); });
   return generation;
 }
 
@@ -312,14 +317,14 @@ void bind_store_rows(nb::class_<Store>& store) {
       .def("take_block", &take_block)
       .def("commit", &commit, nb::arg("rows"), nb::arg("lengths").none(), nb::arg("priorities").none(),
            nb::arg("versions").none())
-      .def("commit_one", &commit_one)
-      .def("publish_one", &publish_one)
+      .def("commit_one", &commit_one, nb::arg(), nb::arg(), nb::arg().none(), nb::arg())
+      .def("publish_one", &publish_one, nb::arg(), nb::arg(), nb::arg().none(), nb::arg())
       .def(
           "extend",
-          [](Store& s, uint32_t row, uint32_t length, double priority) {
-            return released(s, [&] { return s.extend(row, length, priority); });
+          [](Store& s, uint32_t row, uint32_t length, std::optional<double> priority) {
+            return released(s, [&] { return s.extend({&row, 1}, {&length, 1}, one_of(priority)); });
           },
-          nb::arg("row"), nb::arg("length"), nb::arg("priority") = 1.0)
+          nb::arg("row"), nb::arg("length"), nb::arg("priority") = nb::none())
       .def("seal_one", [](Store& s, uint32_t row) { return released(s, [&] { return s.seal({&row, 1}); }); })
       .def("abandon",
            [](Store& s, const In<uint32_t>& rows) {
@@ -338,6 +343,11 @@ void bind_store_rows(nb::class_<Store>& store) {
       .def("step_priorities", &step_priorities)
       .def("sums_of_steps", &sums_of_steps)
       .def("copy_step_priorities", &copy_step_priorities)
+      .def_prop_ro("new_priority", [](const Store& s) { return entered(s, [&] { return s.new_priority(); }); })
+      .def_prop_ro("max_priority", [](const Store& s) { return entered(s, [&] { return s.max_priority(); }); })
+      .def("restore_max_priority",
+           [](Store& s, uint32_t largest) { entered(s, [&] { s.restore_max_priority(largest); }); })
+      .def("reset_max_priority", [](Store& s) { released(s, [&] { s.reset_max_priority(); }); })
       .def("raise_priorities",
            [](Store& s, double power) { return released(s, [&] { return s.raise_priorities(power); }); })
       .def("set_times_sampled",

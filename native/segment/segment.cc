@@ -96,6 +96,7 @@ Header plan_segment(const std::vector<FieldSpec>& fields, const StoreOptions& op
   header.priority_fraction_bits = options.priority_fraction_bits;
   header.remover = static_cast<uint32_t>(options.remover) | options.remover_field << 8;
   if (options.content_numbers) header.required_features |= kContentNumbers;
+  if (options.max_priority) header.required_features |= kMaxPriority;
   header.persist = options.persist;
   header.max_clients = kMaxClients;
   header.fanout = kFanout;

@@ -3,6 +3,7 @@
 //   offset 0       Header         identity and layout; written once, before the segment has a name
 //          4096    Control        the lock, the lists' ends, the counters; changes all the time
 //          6144    PendingCommit  rows that the lock's holder is making selectable together
+//          6400    NewPriority    the largest priority that was given; zero without one, or without kMaxPriority
 //          6656    JournalControl where the rows' journal on disk is, and how far it is; zero without one
 //          8192    FieldRecord    [64]  the schema
 //          16384   Client         [256] the attached processes
@@ -40,6 +41,12 @@
 // word of a step: its row's generation while the row is committed and has that step, and an even one with priority 0
 // otherwise. So a key (row, generation, step) is checked by one compare-and-swap, as a row's is. The rows' own words
 // have priority 0 in such a segment. The step words are authoritative, the nodes above them derived.
+//
+// Priority of new rows and steps (required_features, kMaxPriority). A row or step that is stored without a priority
+// gets NewPriority::largest, the largest fixed-point priority that any process has given to one, by an insert or an
+// update; 1 while that is 0. Without the feature it gets 1. Whoever gives a larger one raises the number by
+// compare-and-swap before it changes the word, so after its death the number is too large at worst. It is lowered only
+// on request, by the lock's holder while no process changes priorities.
 //
 // Authoritative and derived state. Authoritative: the words; in the status table state, owner, sequence and the user's
 // numbers. Derived, and rebuilt from those whenever a process died inside the lock: the free queue, the order
@@ -91,7 +98,8 @@ constexpr uint32_t kNoClient = 0xffffffffu;
 constexpr uint64_t kBlockAlignment = 64;
 constexpr uint64_t kStepPriorities = 1;  // required_features: every step has a priority of its own
 constexpr uint64_t kContentNumbers = 2;  // required_features: a reader has to look at the rows' content numbers
-constexpr uint64_t kKnownFeatures = kStepPriorities | kContentNumbers;  // bits this build understands
+constexpr uint64_t kMaxPriority = 4;     // required_features: a writer has to keep the largest priority
+constexpr uint64_t kKnownFeatures = kStepPriorities | kContentNumbers | kMaxPriority;  // bits this build understands
 
 // The remover is the low byte of Header::remover; above it, for those that go by a field, the field's number.
 enum class Remover : uint32_t {
@@ -221,7 +229,7 @@ struct Control {
   pthread_mutex_t mutex;  // robust, process-shared
   char mutex_padding[60 - sizeof(pthread_mutex_t)];
   std::atomic<uint32_t> client_slots;  // all clients' slots are below; 0: not known, as an earlier build left it
-  std::atomic<uint32_t> rebuilding;    // priority writers stay out; 1: until the lists are rebuilt, 2: an audit
+  std::atomic<uint32_t> rebuilding;    // priority writers stay out; 1: until the lists are rebuilt, 2: for a call
   uint32_t closed;                     // the name is removed; no process may join
   uint32_t clean;                      // the last process left in an orderly way
   uint32_t free_head, free_tail;       // the free-index queue, linked by RowStatus::next
@@ -244,6 +252,11 @@ struct PendingCommit {
   uint32_t open_rows;           // the first so many are published, the others committed
 };
 static_assert(sizeof(PendingCommit) == 16);
+
+// Bytes that earlier builds left zero.
+struct NewPriority {
+  std::atomic<uint32_t> largest;  // fixed point; 0: no priority was given
+};
 
 // The journal on disk of a store that has one (store/journal.cc); all zero otherwise, and in segments of earlier
 // builds. Written by whichever process writes the journal, but for `requested`, `rewrites` and `priorities`.
@@ -282,11 +295,13 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t
 
 constexpr uint64_t kControlOffset = 4096;
 constexpr uint64_t kPendingOffset = 6144;
+constexpr uint64_t kNewPriorityOffset = 6400;
 constexpr uint64_t kJournalOffset = 6656;
 constexpr uint64_t kFieldsOffset = 8192;
 constexpr uint64_t kClientsOffset = kFieldsOffset + kMaxFields * sizeof(FieldRecord);
 constexpr uint64_t kRegionsOffset = kClientsOffset + kMaxClients * sizeof(Client);
-static_assert(kPendingOffset + sizeof(PendingCommit) <= kJournalOffset);
+static_assert(kPendingOffset + sizeof(PendingCommit) <= kNewPriorityOffset);
+static_assert(kNewPriorityOffset + sizeof(NewPriority) <= kJournalOffset);
 static_assert(kJournalOffset + sizeof(JournalControl) <= kFieldsOffset);
 static_assert(kClientsOffset == 16384 && kRegionsOffset == 32768);
 
@@ -320,6 +335,7 @@ struct StoreOptions {
   uint32_t max_times_sampled = 0;
   uint32_t priority_fraction_bits = 16;
   bool step_priorities = false;
+  bool max_priority = false;  // what new rows and steps get: the largest priority so far
   Remover remover = Remover::fifo;
   uint32_t remover_field = 0;
   bool content_numbers = true;

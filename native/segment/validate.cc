@@ -102,6 +102,7 @@ Geometry checked_geometry(const std::byte* base, uint64_t bytes, const std::stri
   options.content_numbers = (header.required_features & kContentNumbers) != 0;
   options.persist = header.persist != 0;
   options.step_priorities = (header.required_features & kStepPriorities) != 0;
+  options.max_priority = (header.required_features & kMaxPriority) != 0;
   std::vector<FieldRecord> records;
   Header planned{};
   try {

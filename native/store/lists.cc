@@ -11,7 +11,7 @@ namespace geartrain {
 void Store::keys(std::vector<uint32_t>* rows, std::vector<uint32_t>* generations) {
   rows->clear();
   generations->clear();
-  if (read_only_) {
+  if (read_only()) {
     // Without the lock the list cannot be walked; the words and sequence numbers can be read.
     std::vector<std::tuple<uint64_t, uint32_t, uint32_t>> found;  // (sequence, row, generation)
     for (uint32_t row = 0; row < header().capacity; ++row) {

@@ -1,5 +1,6 @@
 // Priorities of rows: fixed-point, in the words, their sums in the priority tree.
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -42,7 +43,7 @@ uint64_t Store::update_priorities(std::span<const uint32_t> rows, std::span<cons
         ++stale;
         continue;
       }
-      set_priority_locked(rows[i], fixed_point(priorities[i]));
+      set_priority_locked(rows[i], given(priorities[i]));
       if (ordered && status()[rows[i]].state == RowState::committed) Heap(*this).moved(rows[i]);
     }
   } else {
@@ -63,6 +64,7 @@ uint64_t Store::update_priorities(std::span<const uint32_t> rows, std::span<cons
       uint64_t old = words()[row].load(kRelaxed);
       bool changed = false;
       while (!changed && generation_of(old) == generation && is_committed(old)) {
+        if (largest_ != nullptr) raise_largest(priority);
         changed = words()[row].compare_exchange_weak(old, make_word(generation, priority), kRelaxed);
       }
       // The updater of a word also updates the sums by the difference, even if the row is evicted in between: the
@@ -78,32 +80,72 @@ uint64_t Store::update_priorities(std::span<const uint32_t> rows, std::span<cons
 
 void Store::raise_priorities(double power) {
   ensure_client();
-  if (per_step()) {
-    raise_step_priorities(power);
-    return;
+  const auto raise = [&] { per_step() ? raise_step_priorities(power) : raise_row_priorities(power); };
+  if (largest_ != nullptr) {
+    // All of them and the largest together: what others set meanwhile would have to be larger than either of it.
+    Guard guard(*this);
+    WritersOut out(*this);
+    wait_for_priority_writers();
+    const uint32_t largest = raised(largest_->load(kRelaxed), power);
+    raise_largest(largest);
+    raise();
+    largest_->store(largest, kRelaxed);
+  } else if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) {
+    Guard guard(*this);
+    raise();
+  } else {
+    std::lock_guard one_at_a_time(journal_mutex_);
+    PriorityWriter writer(*this);
+    raise();
   }
-  const auto raised = [&](uint64_t word) { return fixed_point(std::pow(priority_of(word) / priority_scale_, power)); };
+}
+
+void Store::restore_max_priority(uint32_t largest) {
+  ensure_client();
+  if (largest_ != nullptr) largest_->store(largest, kRelaxed);
+}
+
+void Store::reset_max_priority() {
+  ensure_client();
+  if (largest_ == nullptr) {
+    fail(ErrorKind::schema, "the store ", mapping_->path(),
+         " keeps no largest priority: its new rows get 1; create it with new_priority='max'");
+  }
+  Guard guard(*this);
+  WritersOut out(*this);
+  wait_for_priority_writers();
+  const PriorityTree& tree = per_step() ? step_tree_ : priority_tree_;
+  uint32_t largest = 0;
+  for (uint64_t leaf = 0; leaf < tree.shape().leaves; ++leaf) {
+    largest = std::max(largest, priority_of(tree.leaves()[leaf].load(kRelaxed)));
+  }
+  largest_->store(std::min(largest, largest_->load(kRelaxed)), kRelaxed);
+}
+
+uint32_t Store::raised(uint32_t priority, double power) {
+  return fixed_point(std::pow(priority / priority_scale_, power));  // 0 stays 0
+}
+
+void Store::raise_row_priorities(double power) {
   const uint64_t rows = header().capacity;
   if (header().remover == static_cast<uint32_t>(Remover::lowest_priority)) {
-    Guard guard(*this);
     Heap heap(*this);
     for (uint32_t row = 0; row < rows; ++row) {
       const uint64_t word = words()[row].load(kRelaxed);
       if (priority_of(word) == 0) continue;
-      set_priority_locked(row, raised(word));
+      set_priority_locked(row, raised(priority_of(word), power));
       if (status()[row].state != RowState::committed) continue;  // open: it is not in the heap yet
       heap.moved(row);  // different priorities may have become equal, and then age decides
     }
     return;
   }
-  PriorityWriter writer(*this);
   PriorityTree::Adder sums(priority_tree_);
   for (uint64_t row = 0; row < rows; ++row) {
     uint64_t old = words()[row].load(kRelaxed);
     uint64_t fresh = old;
     do {
       if (priority_of(old) == 0) break;  // free, exhausted or not to be drawn
-      fresh = make_word(generation_of(old), raised(old));
+      fresh = make_word(generation_of(old), raised(priority_of(old), power));
     } while (!words()[row].compare_exchange_weak(old, fresh, kRelaxed));
     if (priority_of(old) != 0) sums.add(row, uint64_t{priority_of(fresh)} - priority_of(old));
   }

@@ -33,7 +33,7 @@ void Store::rebuild() {
 }
 
 void Store::repair_dead_updates() {
-  if (read_only_) return;
+  if (read_only()) return;
   bool dead = lock_owner_died(control().mutex);
   const uint32_t known = control().client_slots.load(kRelaxed);
   const uint32_t slots = known == 0 ? kMaxClients : std::min(known, kMaxClients);
@@ -252,17 +252,7 @@ std::vector<std::string> Store::audit() {
   const auto wrong = [&](const auto&... parts) {
     if (problems.size() < 20) problems.push_back(message_of({parts...}));
   };
-  // Priority writers stay out while their sums are compared. Nothing is changed, so that an audit that cannot be
-  // finished owes nobody a rebuild; a mark that somebody else leaves meanwhile (fail_damaged) stays.
-  constexpr uint32_t kAudit = 2;
-  struct WritersOut {
-    std::atomic<uint32_t>& rebuilding;
-    explicit WritersOut(std::atomic<uint32_t>& flag) : rebuilding(flag) { rebuilding.store(kAudit); }
-    ~WritersOut() {
-      uint32_t mine = kAudit;
-      rebuilding.compare_exchange_strong(mine, 0);
-    }
-  } writers_out(c.rebuilding);
+  WritersOut sums_stay(*this);
   wait_for_priority_writers();
 
   const uint64_t rows = header().capacity;
@@ -328,6 +318,14 @@ std::vector<std::string> Store::audit() {
       wrong("row ", row, " has a wrong selectable bit");
     if (!bit && priority_of(words()[row].load(kRelaxed)) != 0)
       wrong("row ", row, " has a priority but cannot be selected");
+  }
+  if (largest_ != nullptr) {
+    const PriorityTree& tree = per_step() ? step_tree_ : priority_tree_;
+    const uint32_t most = std::max(max_priority(), rounded(1.0));  // what is new before a priority is given has 1
+    for (uint64_t leaf = 0; leaf < tree.shape().leaves; ++leaf) {
+      const uint32_t priority = priority_of(tree.leaves()[leaf].load(kRelaxed));
+      if (priority > most) wrong("place ", leaf, " has priority ", priority, ", the largest is said to be ", most);
+    }
   }
   if (priority_tree_.audit() != 0) wrong(priority_tree_.audit(), " sums of priorities are off");
   if (per_step()) audit_steps([&](const std::string& problem) { wrong(problem); });

@@ -111,7 +111,7 @@ bool Store::await_content(uint32_t row) const noexcept {
     }
     if (calls_.must_end() || deadline.passed()) return false;
     if (lock_owner_died(control().mutex)) {
-      if (read_only_) return false;
+      if (read_only()) return false;
       try {
         Guard repairs(*this);
       } catch (...) {

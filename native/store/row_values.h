@@ -10,7 +10,7 @@
 
 namespace geartrain {
 
-// What to store with committed rows. Empty spans mean: max_length, priority 1, version 0.
+// What to store with committed rows. Empty spans mean: max_length, Store::new_priority(), version 0.
 struct CommitValues {
   std::span<const uint32_t> lengths;
   std::span<const double> priorities;

@@ -8,8 +8,15 @@ namespace geartrain {
 
 void Store::count_samples(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
                           std::span<uint8_t> taken) {
-  ensure_client();
   check_rows(rows);
+  if (read_only() && header().max_times_sampled == 0) {  // not counted
+    check_open();
+    for (size_t i = 0; i < rows.size(); ++i) {
+      taken[i] = generation_of(words()[rows[i]].load(kRelaxed)) == generations[i];
+    }
+    return;
+  }
+  ensure_client();
   uint64_t counted = 0;
   const uint64_t now = samples_so_far() + rows.size();
   const uint32_t limit = header().max_times_sampled;

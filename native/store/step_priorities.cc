@@ -114,13 +114,13 @@ uint64_t Store::update_step_priorities(std::span<const uint32_t> rows, std::span
   struct Update {
     uint32_t leaf, generation, priority;
   };
-  const auto given = [&](size_t i) {
+  const auto update = [&](size_t i) {
     return Update{static_cast<uint32_t>(leaf_of(rows[i], steps[i])), generations[i], fixed_point(priorities[i])};
   };
   PooledArray<Update> ordered;  // the same step's updates keep their order, so the last one wins
   if (n >= order_updates_from(step_tree_.shape().leaves)) {
-    ordered =
-        bucket_order<Update>(n, step_tree_.shape().leaves, [&](size_t i) { return leaf_of(rows[i], steps[i]); }, given);
+    ordered = bucket_order<Update>(
+        n, step_tree_.shape().leaves, [&](size_t i) { return leaf_of(rows[i], steps[i]); }, update);
   }
   const auto leaf_at = [&](size_t i) { return ordered.empty() ? leaf_of(rows[i], steps[i]) : ordered[i].leaf; };
   std::lock_guard one_at_a_time(journal_mutex_);  // of this process: it has one journal
@@ -140,10 +140,11 @@ uint64_t Store::update_step_priorities(std::span<const uint32_t> rows, std::span
       for (size_t i = first; i < std::min(last, first + kStepsAhead); ++i) step_tree_.prefetch(leaf_at(i));
       for (size_t i = first; i < last; ++i) {
         if (i + kStepsAhead < last) step_tree_.prefetch(leaf_at(i + kStepsAhead));
-        const auto [leaf, generation, priority] = ordered.empty() ? given(i) : ordered[i];
+        const auto [leaf, generation, priority] = ordered.empty() ? update(i) : ordered[i];
         uint64_t old = words[leaf].load(kRelaxed);
         bool changed = false;
         while (!changed && generation_of(old) == generation && is_committed(old)) {
+          if (largest_ != nullptr) raise_largest(priority);
           changed = words[leaf].compare_exchange_weak(old, make_word(generation, priority), kRelaxed);
         }
         if (changed) sums.add(leaf, uint64_t{priority} - priority_of(old));
@@ -159,8 +160,6 @@ uint64_t Store::update_step_priorities(std::span<const uint32_t> rows, std::span
 }
 
 void Store::raise_step_priorities(double power) {
-  std::lock_guard one_at_a_time(journal_mutex_);
-  PriorityWriter writer(*this);
   StepJournal& journal = journals()[client_slot_];
   journal.count.store(kEverything, kRelaxed);
   in_order();
@@ -176,7 +175,7 @@ void Store::raise_step_priorities(double power) {
         uint64_t fresh = old;
         do {
           if (priority_of(old) == 0) break;
-          fresh = make_word(generation_of(old), fixed_point(std::pow(priority_of(old) / priority_scale_, power)));
+          fresh = make_word(generation_of(old), raised(priority_of(old), power));
         } while (!word.compare_exchange_weak(old, fresh, kRelaxed));
         if (priority_of(old) != 0) sums.add(leaf, uint64_t{priority_of(fresh)} - priority_of(old));
       }

@@ -231,7 +231,7 @@ void StepWriter::put(Group& group, uint32_t environment, uint32_t length) {
   group.rows.push_back(mine.row);
   group.lengths.push_back(length);
   group.generations.push_back(mine.generation);
-  group.priorities.push_back(priority_);
+  if (priority_) group.priorities.push_back(*priority_);
   group.versions.push_back(mine.version);
   if (options_.share_rows) group.episodes.push_back(mine.episodes);
 }

@@ -41,6 +41,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -72,9 +73,9 @@ enum class FieldRole : uint8_t {
 
 struct StepWriterOptions {
   uint32_t environments = 1;
-  uint32_t publish_every = 0;  // steps; 0: rows are committed when they end
-  uint32_t overlap = 0;        // steps; each is drawn once where there is a field of role `repeats`
-  double priority = 1.0;
+  uint32_t publish_every = 0;           // steps; 0: rows are committed when they end
+  uint32_t overlap = 0;                 // steps; each is drawn once where there is a field of role `repeats`
+  std::optional<double> priority = {};  // of what is published; none: Store::new_priority()
   Autoreset autoreset = Autoreset::next_step;
   std::vector<FieldRole> roles;  // of every field
   bool share_rows = false;       // an episode goes on in the row of the one before; needs a field of role `episodes`
@@ -128,9 +129,9 @@ class StepWriter {
   // Whether this process is a child of the one that made the writer.
   bool is_foreign() const;
   const StepWriterOptions& options() const { return options_; }
-  double priority() const { return priority_; }
+  std::optional<double> priority() const { return priority_; }
   // What steps, or rows, that are published from now on enter with.
-  void set_priority(double priority) { priority_ = priority; }
+  void set_priority(std::optional<double> priority) { priority_ = priority; }
   uint64_t rows() const { return completed_rows_; }
   // Of large steps that went to a place this writer had not written to yet, whose pages it therefore mapped at once.
   uint64_t mapped_steps() const { return mapped_steps_; }
@@ -164,7 +165,7 @@ class StepWriter {
   // Rows of one call to the store.
   struct Group {
     std::vector<uint32_t> environments, rows, lengths, generations;
-    std::vector<double> priorities;
+    std::vector<double> priorities;  // empty where none is given
     std::vector<int64_t> versions;
     std::vector<uint32_t> episodes;  // where rows hold several
     void clear();
@@ -202,7 +203,7 @@ class StepWriter {
   Store& store_;
   const std::shared_ptr<Mapping> mapping_;
   const StepWriterOptions options_;
-  double priority_;
+  std::optional<double> priority_;
   const uint64_t fork_count_;
   std::vector<Environment> environments_;
   std::vector<TimedField> timed_;

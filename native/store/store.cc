@@ -111,10 +111,13 @@ void Store::bind_trees() {
   priority_tree_ = PriorityTree(words(), region<std::atomic<uint64_t>>(kPriorityNodesRegion), rows);
   bit_tree_ = BitTree(region<std::atomic<uint64_t>>(kBitsRegion), region<std::atomic<uint64_t>>(kBitNodesRegion),
                       (rows + 63) / 64);
+  if ((header().required_features & kMaxPriority) != 0) {
+    largest_ = &reinterpret_cast<NewPriority*>(base() + kNewPriorityOffset)->largest;
+  }
   episodes_field_ = find_episodes_field();
   repeats_field_ = find_repeats_field();
   content_mask_ = (header().required_features & kContentNumbers) != 0 ? ~uint64_t{0} : 0;
-  if (!read_only_) reserve_for_ranking();
+  if (!read_only()) reserve_for_ranking();
   if (per_step()) {
     step_tree_ = PriorityTree(region<std::atomic<uint64_t>>(kStepWordsRegion),
                               region<std::atomic<uint64_t>>(kStepNodesRegion), rows * header().max_length);
@@ -165,7 +168,7 @@ void Store::shut(bool keep, double timeout_s, Deadline calls_end) {
   // A truncated file is SIGBUS for whoever touches it, and a program that ends after an error need not.
   const bool whole = mapping_->is_whole();
   // Whoever waits to be admitted looks again. The limiter is another process's memory where the segment was refused.
-  if (whole && !read_only_ && priority_tree_.leaves() != nullptr) announce(control().limiter);
+  if (whole && !read_only() && priority_tree_.leaves() != nullptr) announce(control().limiter);
   if (!calls_.drain(calls_end)) {
     fail(ErrorKind::lock_timeout, "calls of other threads are still using ", mapping_->path(),
          "; the handle is closed, and leaves the store when the process ends");
@@ -198,11 +201,8 @@ void Store::leave(bool keep, double timeout_s) {
     last = live_clients() == 0 && !keep && !keep_;
     if (last) {
       // Under the lock: nobody else is alive to be killed in it, and what the dead left half done is repaired here.
-      // A clean end is written after everything else, for a disk that loses its power.
       reap_locked();
-      if (persist) flush();
-      control().clean = 1;
-      if (persist) mapping_->flush(kControlOffset, sizeof(Control));
+      mark_clean();
     }
   }
   drop_client_lock(mapping_->fd(), client_slot_);
@@ -212,6 +212,30 @@ void Store::leave(bool keep, double timeout_s) {
     // Another user's file in a directory like /dev/shm is not ours to remove: it stays, to be joined as a clean one.
     if (mapping_->is_named()) control().closed = 0;
   }
+}
+
+// Under the lock. The mark is written after everything else, for a disk that loses its power.
+void Store::mark_clean() {
+  const bool persist = header().persist != 0;
+  if (persist) flush();
+  control().clean = 1;
+  if (persist) mapping_->flush(kControlOffset, sizeof(Control));
+}
+
+void Store::seal_segment() {
+  ensure_client();
+  if (header().persist != 0) flush();  // most of it before anyone has to wait for it
+  Gate gate(mapping_->fd(), lock_timeout_s_, calls_);
+  Guard guard(*this);
+  reap_locked();
+  const Control& c = control();
+  const uint64_t held = c.writing_count + c.open_count + c.exhausted_count;
+  if (held != 0 || live_clients() != 1) {
+    fail(ErrorKind::full, "the store ", mapping_->path(), " cannot be sealed: ", held, " rows are being written, and ",
+         live_clients() - 1, " other processes have it open; close those first");
+  }
+  mark_clean();
+  read_only_.store(true, kRelaxed);
 }
 
 void Store::flush() const {
@@ -227,9 +251,14 @@ void Store::refuse_closed() const {
        lost_in_fork_ ? " cannot be opened again in this forked child" : " was closed");
 }
 
+void Store::refuse_writing() const {
+  fail(ErrorKind::read_only, "the store ", mapping_->path(),
+       " is open with mode='r', which changes nothing: Store.open(name) opens it for writing");
+}
+
 void Store::check_usable() const {
   check_open();
-  if (read_only_) fail(ErrorKind::closed, "the store ", mapping_->path(), " was opened read-only");
+  if (read_only()) refuse_writing();
 }
 
 void Store::after_fork_in_child() {
@@ -306,7 +335,7 @@ int Store::wait_for_lock(double timeout_s) const {
 }
 
 Store::Guard::Guard(const Store& store, double timeout_s) : store_(store) {
-  if (store.read_only_) fail(ErrorKind::closed, "the store ", store.mapping_->path(), " was opened read-only");
+  if (!store.mapping_->writable()) store.refuse_writing();
   pthread_mutex_t* mutex = &store.control().mutex;
   int error = ::pthread_mutex_trylock(mutex);
   if (error == EBUSY) error = store.wait_for_lock(timeout_s);
@@ -353,7 +382,12 @@ bool Store::admit_inserts(uint64_t n, double timeout_s) {
 }
 
 bool Store::admit_samples(uint64_t n, double timeout_s) {
-  check_usable();
+  check_open();
+  if (read_only()) {
+    if (control().limiter.enabled.load(kRelaxed) == 0) return true;
+    fail(ErrorKind::read_only, "the store ", mapping_->path(),
+         " has a rate limiter, which counts draws, and mode='r' counts none: open it for writing, or set no limiter");
+  }
   const bool admitted = geartrain::admit_samples(control().limiter, n, control().committed_count, timeout_s,
                                                  [this] { return calls_.must_end(); });
   if (!admitted) check_open();
@@ -361,7 +395,8 @@ bool Store::admit_samples(uint64_t n, double timeout_s) {
 }
 
 void Store::give_back(uint64_t inserts, uint64_t samples) {
-  check_usable();
+  check_open();
+  if (read_only()) return;  // nothing was counted
   geartrain::give_back(control().limiter, inserts, samples);
 }
 

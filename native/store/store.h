@@ -70,7 +70,7 @@ inline void count(std::atomic<uint64_t>& counter, uint64_t n = 1) {
 // How to join a segment that is already there.
 struct AttachOptions {
   bool adopt = false;      // join although the processes that used it died
-  bool read_only = false;  // read, leave no trace: no client slot, no repair
+  bool read_only = false;  // read, leave no trace: no client slot, no repair, nobody waits for it
   double lock_timeout_s = 10.0;
   Trust trust = Trust::user;  // who may write to the file
 };
@@ -134,6 +134,11 @@ class Store final : public OpenStore {
   void close(bool keep = false);
   // Clients that leave this handle leave the segment in place: a job that lost a process is restarted and adopts it.
   void keep_segment() { keep_ = true; }
+  // Completes a data set. What is in it goes to its disk first, then the mark that it was left in good order: whoever
+  // opens it finds it whole, also where every process is killed from here on. Who opens it for writing takes the mark
+  // away before anything else. This handle changes nothing any more, and is a process of the store until it is closed.
+  // Throws full where rows are being written or another process has it open.
+  void seal_segment();
   bool is_closed() const { return calls_.closed(); }
   // Throws closed.
   void check_open() const {
@@ -158,9 +163,9 @@ class Store final : public OpenStore {
   void publish(std::span<const uint32_t> rows, const CommitValues& values, std::span<uint32_t> generations);
   // Sets the row's length; the steps are in its blocks already. Throws schema (shorter than it was, or too long),
   // stale_key (not a row that this process extends).
-  void extend(uint32_t row, uint32_t length, double priority = 1.0) { extend({&row, 1}, {&length, 1}, {&priority, 1}); }
+  void extend(uint32_t row, uint32_t length) { extend({&row, 1}, {&length, 1}); }
   // Of several rows, under one lock; all are checked before any is changed. `priorities` are those of the steps that
-  // are new, where the store keeps any; empty: 1.
+  // are new, where the store keeps any; empty: new_priority().
   void extend(std::span<const uint32_t> rows, std::span<const uint32_t> lengths,
               std::span<const double> priorities = {});
   // Completes the rows: they take their place as the newest.
@@ -199,8 +204,22 @@ class Store final : public OpenStore {
   uint64_t update_step_priorities(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
                                   std::span<const uint32_t> steps, std::span<const double> priorities);
 
-  // Raises all priorities to a power; a pass over the words, without the lock except with the lowest_priority remover.
+  // Raises all priorities to a power, max_priority() as well; a pass over the words. Without the lock, except with the
+  // lowest_priority remover; with max_priority under it, and updates of priorities wait.
   void raise_priorities(double power);
+  // What rows and steps enter with that are given no priority, fixed point: 1, or with max_priority the largest
+  // priority that was given until now, and 1 until one is.
+  uint32_t new_priority() const {
+    const uint32_t largest = largest_ == nullptr ? 0 : largest_->load(kRelaxed);
+    return largest == 0 ? rounded(1.0) : largest;
+  }
+  bool keeps_max_priority() const { return largest_ != nullptr; }
+  // The largest that was given, 0 where none was, or the store keeps none; and the same of a store that is restored.
+  uint32_t max_priority() const { return largest_ == nullptr ? 0 : largest_->load(kRelaxed); }
+  void restore_max_priority(uint32_t largest);
+  // Lowers it to the largest priority that a row or step has now. A pass over the words under the lock; updates of
+  // priorities wait meanwhile. Throws schema where the store keeps none.
+  void reset_max_priority();
   // Sets how often rows were sampled, by key, from a checkpoint; keys whose row no longer exists are skipped.
   void set_times_sampled(std::span<const uint32_t> rows, std::span<const uint32_t> generations,
                          std::span<const uint32_t> counts);
@@ -226,9 +245,9 @@ class Store final : public OpenStore {
   // Deletes rows by key. Returns how many no longer existed.
   uint64_t remove(std::span<const uint32_t> rows, std::span<const uint32_t> generations);
 
-  // Counts one sample against each key. taken[i] is 0 when the key is stale or its samples are used up (draw
-  // again). With max_times_sampled, a row whose last sample this is stays readable for this process, and for
-  // no other, until release_exhausted.
+  // Counts one sample against each key; a handle that changes nothing only looks whether it is stale. taken[i] is 0
+  // when the key is stale or its samples are used up (draw again). With max_times_sampled, a row whose last sample this
+  // is stays readable for this process, and for no other, until release_exhausted.
   void count_samples(std::span<const uint32_t> rows, std::span<const uint32_t> generations, std::span<uint8_t> taken);
   void release_exhausted(std::span<const uint32_t> rows, std::span<const uint32_t> generations);
 
@@ -310,9 +329,10 @@ class Store final : public OpenStore {
     return clients()[slot];
   }
   const std::shared_ptr<Mapping>& mapping() const { return mapping_; }
-  bool read_only() const { return read_only_; }
+  // It changes nothing: it was opened so, or has become so by seal_segment.
+  bool read_only() const { return read_only_.load(kRelaxed); }
   double lock_timeout_s() const { return lock_timeout_s_; }
-  // Throws closed: it is, or was opened read-only.
+  // Throws closed, read_only.
   void check_usable() const;
   // Throws corrupt, and has the next holder of the lock rebuild the lists.
   [[noreturn]] __attribute__((cold, noinline)) void fail_damaged(const char* what, uint64_t number) const;
@@ -365,6 +385,8 @@ class Store final : public OpenStore {
   }
 
   [[noreturn]] void refuse_closed() const;
+  [[noreturn]] void refuse_writing() const;
+  void mark_clean();
   void check_rows(std::span<const uint32_t> rows) const;
   void join();  // takes a client slot; the gate is held
   void shut(bool keep, double timeout_s, Deadline calls_end);
@@ -390,11 +412,28 @@ class Store final : public OpenStore {
     PriorityTree::Adder steps;
     StepJournal* journal;  // nullptr: the store has no priorities of steps
   };
+  // Under the lock: no process changes priorities without it, from wait_for_priority_writers() on. Nothing is left half
+  // done, so that a call that ends early owes nobody a rebuild; a mark that somebody else leaves (fail_damaged) stays.
+  class WritersOut {
+   public:
+    explicit WritersOut(const Store& store) : rebuilding_(store.control().rebuilding) { rebuilding_.store(kForACall); }
+    ~WritersOut() {
+      uint32_t mine = kForACall;
+      rebuilding_.compare_exchange_strong(mine, 0);
+    }
+    WritersOut(const WritersOut&) = delete;
+    WritersOut& operator=(const WritersOut&) = delete;
+
+   private:
+    static constexpr uint32_t kForACall = 2;
+    std::atomic<uint32_t>& rebuilding_;
+  };
   StepJournal* journals() const { return region<StepJournal>(kStepJournalsRegion); }
   void check_per_step() const;
   void add_steps(Sums& sums, uint32_t row, uint32_t generation, uint32_t from, uint32_t to, uint32_t priority);
   void clear_steps(Sums& sums, uint32_t row, uint32_t generation);  // after begin(row)
   void clear_last_steps(Sums& sums, std::span<const uint32_t> rows);
+  void raise_row_priorities(double power);
   void raise_step_priorities(double power);
   // What dead processes had noted in their journals.
   struct StepsInDoubt {
@@ -435,7 +474,8 @@ class Store final : public OpenStore {
   uint64_t commit_time() const;
   void check_extended(std::span<const uint32_t> rows, std::span<const uint32_t> lengths) const;
   void enter(Sums& sums, const RowChanges::Entering& publish, const RowChanges::Entering& commit);
-  void write_values(uint32_t row, size_t i, const CommitValues& values, uint64_t sequence, uint64_t now_ns);
+  void write_values(uint32_t row, size_t i, const CommitValues& values, uint32_t fresh, uint64_t sequence,
+                    uint64_t now_ns);
   uint32_t make_selectable(Sums& sums, uint32_t row, uint32_t priority);
   bool finish_pending(uint32_t row, RowStatus& status);
   void seal_locked(uint32_t row, uint64_t now_ns);
@@ -461,6 +501,19 @@ class Store final : public OpenStore {
   void rebuild_trees_locked(const StepsInDoubt& doubt);
   void wait_for_priority_writers() const;
   uint32_t fixed_point(double priority);
+  // What is given to a row or step, fixed point, before its word is changed: the largest priority is never below it.
+  uint32_t given(double priority) {
+    const uint32_t fixed = fixed_point(priority);
+    if (largest_ != nullptr) raise_largest(fixed);
+    return fixed;
+  }
+  void raise_largest(uint32_t priority) {
+    uint32_t known = largest_->load(kRelaxed);
+    while (known < priority && !largest_->compare_exchange_weak(known, priority, kRelaxed)) {
+    }
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+  }
+  uint32_t raised(uint32_t priority, double power);
   uint32_t rounded(double priority) const;  // the same, not counted
   __attribute__((cold, noinline)) void count_clamped(double priority);
   void validate_priorities(std::span<const double> priorities) const;
@@ -480,6 +533,7 @@ class Store final : public OpenStore {
   std::shared_ptr<Mapping> mapping_;
   Geometry geometry_;
   std::atomic<uint64_t>* words_ = nullptr;
+  std::atomic<uint32_t>* largest_ = nullptr;  // priority that was given; nullptr: it is not kept
   StatusTable status_;
   PriorityTree priority_tree_;
   BitTree bit_tree_;
@@ -495,7 +549,7 @@ class Store final : public OpenStore {
   uint64_t content_mask_ = 0;    // all ones in segments with content numbers
   int32_t episodes_field_ = -1;  // that counts the episodes of a row; -1: a row is one
   int32_t repeats_field_ = -1;   // that counts the steps which a row shares with its neighbours; -1: with none
-  bool read_only_ = false;
+  std::atomic<bool> read_only_{false};
   bool lost_in_fork_ = false;
   std::atomic<bool> keep_{false};
   double priority_scale_ = 1.0;  // 2^priority_fraction_bits

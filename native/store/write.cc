@@ -182,7 +182,7 @@ void Store::apply_now(const RowChanges& changes) {
   for (size_t i = 0; i < extend.size(); ++i) {
     RowStatus& s = status()[extend[i]];
     if (per_step()) {
-      const uint32_t priority = fixed_point(extend_priorities.empty() ? 1.0 : extend_priorities[i]);
+      const uint32_t priority = extend_priorities.empty() ? new_priority() : given(extend_priorities[i]);
       add_steps(sums, extend[i], generation_of(words()[extend[i]].load(kRelaxed)), s.length.load(kRelaxed), lengths[i],
                 priority);
     }
@@ -218,13 +218,14 @@ void Store::enter(Sums& sums, const RowChanges::Entering& publish, const RowChan
   PendingCommit& pending = pending_commit();
   const size_t rows = publish.rows.size() + commit.rows.size();
   const uint64_t first = next_sequence(), now_ns = commit_time();
+  const uint32_t fresh = new_priority();  // the same in all that is stored of a row
   // Advanced before any row has such a number, which no other row may ever get.
   set_next_sequence(first + rows);
   std::atomic_signal_fence(std::memory_order_release);
   uint64_t sequence = first;
   for (const RowChanges::Entering* part : {&publish, &commit}) {
     for (size_t i = 0; i < part->rows.size(); ++i) {
-      write_values(part->rows[i], i, part->values, sequence++, now_ns);
+      write_values(part->rows[i], i, part->values, fresh, sequence++, now_ns);
     }
   }
   if (rows > 1) {  // one word takes effect by itself
@@ -235,7 +236,7 @@ void Store::enter(Sums& sums, const RowChanges::Entering& publish, const RowChan
   // Not what write_values noted for a rebuild: a sampler of the block's last row, which looked at its key long ago, may
   // have put a time there.
   const auto priority_of_row = [&](const RowChanges::Entering& part, size_t i) {
-    return rounded(part.values.priorities.empty() ? 1.0 : part.values.priorities[i]);
+    return part.values.priorities.empty() ? fresh : rounded(part.values.priorities[i]);
   };
   for (size_t i = 0; i < publish.rows.size(); ++i) {
     const uint32_t row = publish.rows[i];
@@ -293,14 +294,15 @@ uint64_t Store::commit_time() const {
   return wall_ns() & ~(content_mask_ & 1);  // an even content number
 }
 
-void Store::write_values(uint32_t row, size_t i, const CommitValues& values, uint64_t sequence, uint64_t now_ns) {
+void Store::write_values(uint32_t row, size_t i, const CommitValues& values, uint32_t fresh, uint64_t sequence,
+                         uint64_t now_ns) {
   RowStatus& s = status()[row];
   s.sequence.store(sequence, kRelaxed);
   s.inserted_at_ns.store(now_ns, kRelaxed);
   s.length.store(values.lengths.empty() ? header().max_length : values.lengths[i], kRelaxed);
   s.version.store(values.versions.empty() ? 0 : values.versions[i], kRelaxed);
   s.times_sampled.store(0, kRelaxed);
-  const uint32_t priority = fixed_point(values.priorities.empty() ? 1.0 : values.priorities[i]);
+  const uint32_t priority = values.priorities.empty() ? fresh : given(values.priorities[i]);
   std::atomic_ref<uint32_t>(s.heap_slot).store(priority, kRelaxed);
 }
 

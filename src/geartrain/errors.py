@@ -67,6 +67,10 @@ class StoreClosedError(StoreError, ValueError):
     """The handle was closed. The segment itself may still exist."""
 
 
+class ReadOnlyStoreError(StoreError, PermissionError):
+    """The handle changes nothing: it was opened with mode="r", or is that of an imported data set."""
+
+
 class StoreFullError(StoreError):
     """No block is free: all of them are being written right now."""
 

@@ -41,7 +41,7 @@ def _npz(tmp_path: Path) -> str:
 
 CASES: dict[str, tuple[Callable[[gt.Store, Path], Any], type[Exception], str]] = {
     "a store": (lambda store, _: gt.Store.open(store.name[:-1]), StoreMissingError, "hopper"),
-    "a store to peek at": (lambda store, _: gt.Store.peek(store.name[:-1]), StoreMissingError, "hopper"),
+    "a store to read": (lambda store, _: gt.Store.open(store.name[:-1], mode="r"), StoreMissingError, "hopper"),
     "a field": (lambda store, _: store.column("rewrad"), FieldError, "'reward'"),
     "a field to insert": (lambda store, _: store.insert({"rewards": [0.0]}), FieldError, "'reward'"),
     "a field of a batch": (

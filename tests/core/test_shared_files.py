@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -146,7 +147,7 @@ def test_a_store_of_another_user_is_refused_unless_all_are_trusted(names, fork):
             gt.Store.create(mine, fields, capacity=4)
         with pytest.raises(StoreExistsError, match="may be removed by its owner alone"):
             gt.Store.open(shared, fields, create="replace", capacity=4, trust="any")
-        for join in (gt.Store.open, gt.Store.peek):
+        for join in (gt.Store.open, functools.partial(gt.Store.open, mode="r")):
             with pytest.raises(UntrustedStoreError, match=r"belongs to user|Permission denied"):
                 join(mine)
 
@@ -154,14 +155,14 @@ def test_a_store_of_another_user_is_refused_unless_all_are_trusted(names, fork):
     with gt.Store.create(mine, fields, capacity=4):
         assert os.waitstatus_to_exitcode(os.waitpid(fork(another_user), 0)[1]) == 0
     for trust in ("user", "group"):
-        for join in (gt.Store.open, gt.Store.peek):
+        for join in (gt.Store.open, functools.partial(gt.Store.open, mode="r")):
             with pytest.raises(UntrustedStoreError, match=f"it belongs to user {ANOTHER}"):
                 join(theirs, trust=trust)
     with pytest.raises(StoreExistsError, match=rf"the name '{theirs}' is taken: .* it belongs to user {ANOTHER}"):
         gt.Store.create(theirs, fields, capacity=4)
     with pytest.raises(StoreExistsError, match=r"exists already .*0 rows"):
         gt.Store.create(theirs, fields, capacity=4, trust="any")
-    gt.Store.peek(shared, trust="any").unlink()
+    gt.Store.open(shared, mode="r", adopt=True, trust="any").unlink()
     with gt.Store.open(theirs, trust="any") as store:
         store.insert({"x": np.arange(2)})
         assert store.audit() == []
@@ -228,7 +229,7 @@ def test_a_store_is_as_open_as_it_was_asked_to_be_whatever_the_umask(names):
                     with pytest.raises(UntrustedStoreError):
                         gt.Store.open(store.name)
                     with pytest.raises(UntrustedStoreError):
-                        gt.Store.peek(store.name)
+                        gt.Store.open(store.name, mode="r", adopt=True)
                 gt.Store.open(store.name, trust=trust).close()
                 with gt.Store.open(store.name, fields, create="missing", trust=trust, capacity=9) as same:
                     assert same.capacity == 4 and same.trust == trust
@@ -240,7 +241,7 @@ def test_a_word_that_is_no_trust_is_refused(name):
     for call in (
         lambda: gt.Store.create(name, {"x": gt.Field((), "int64", per_row=True)}, capacity=1, trust="all"),
         lambda: gt.Store.open(name, trust="all"),
-        lambda: gt.Store.peek(name, trust="all"),
+        lambda: gt.Store.open(name, mode="r", adopt=True, trust="all"),
         lambda: weights.Reader(name, trust="all"),
         lambda: weights.Publisher(name, trust="all"),
     ):
@@ -425,7 +426,7 @@ def test_a_store_on_a_read_only_file_system_is_peeked_at(tmp_path: Path) -> None
         store.close()
         del store  # and its mapping, for which the file is open
         subprocess.run(["mount", "-o", "remount,ro", place], check=True)
-        with pytest.raises(GeartrainError, match=r"Read-only file system; Store\.peek reads it"):
+        with pytest.raises(GeartrainError, match=r"Read-only file system; Store\.open\(\.\.\., mode='r'\) reads it"):
             gt.Store.open(place / "x")
-        with gt.Store.peek(place / "x") as looked:
+        with gt.Store.open(place / "x", mode="r", adopt=True) as looked:
             assert len(looked) == 3

@@ -87,7 +87,7 @@ def test_rows_that_are_joined_keep_priorities_and_goals():
         batch = buffer.sample(100)
         buffer.update_priorities(batch.keys, torch.where(batch.observations[:, 0] % 10 == 3, 50.0, 1e-6))
         buffer = pickle.loads(pickle.dumps(buffer))
-        buffer.max_priority = 1e-6
+        buffer.store.native.restore_max_priority(1)  # the least there is
     assert len(buffer.store) == 5  # of 60 transitions and 9 beginnings, 16 a row
     batch = buffer.sample(400)
     check_sample(batch)

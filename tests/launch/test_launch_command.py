@@ -87,7 +87,7 @@ def test_what_a_failure_leaves_is_adopted_or_begun_afresh(job, tmp_path, capfd):
     with pytest.raises(ProcessDiedError):
         run(dataclasses.replace(made, keep_store="never"), tmp_path / "e")
     with pytest.raises(StoreMissingError):
-        gt.Store.peek(made.name)
+        gt.Store.open(made.name, mode="r", adopt=True)
 
 
 def fill_and_fail(context):

@@ -133,7 +133,7 @@ def check_rank_lost(seed, name, tmp_path):
     rows = 0
     left = Path(f"/dev/shm/geartrain.{name}")
     if left.exists():  # the moment may have been before the store was made
-        peeked = gt.Store.peek(name)
+        peeked = gt.Store.open(name, mode="r", adopt=True)
         rows = len(peeked)
         assert peeked.native.live_clients() == 0
     summary = launch.run(tagged_job(name, steps=20, pause_s=0.002), folder=tmp_path / "second", live=False)
@@ -167,10 +167,10 @@ def check_launcher_killed(seed, name, tmp_path):
     time.sleep(random.Random(seed).uniform(0, 0.5))
     launcher.kill()
     launcher.wait()
-    while gt.Store.peek(name).native.live_clients():
+    while gt.Store.open(name, mode="r", adopt=True).native.live_clients():
         assert time.monotonic() < until_s
         time.sleep(0.02)
-    rows = len(gt.Store.peek(name))
+    rows = len(gt.Store.open(name, mode="r", adopt=True))
     assert rows > 0
     with gt.Replay(gt.Store.open(name, adopt=True), gt.selection.Uniform(seed=0), 64, output="numpy") as replay:
         assert tagged.mixed(replay.sample()) == []

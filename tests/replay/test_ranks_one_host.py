@@ -99,18 +99,18 @@ def test_a_store_whose_opening_fails_whatever_the_cause_sends_its_rows(
 ) -> None:
     stores, others = sharded_stores(3), sharded_stores(3)
     (tmp_path / "file").touch()
-    peek, causes = gt.Store.peek.__func__, []  # type: ignore[attr-defined]
+    opens, causes = gt.Store.open.__func__, []  # type: ignore[attr-defined]
 
     def elsewhere(cls: type[gt.Store], name: Any, **options: Any) -> gt.Store:
         if str(name) != str(stores[2].path):
-            return peek(cls, name, **options)
+            return opens(cls, name, **options)
         try:
-            return peek(cls, tmp_path / "file" / "store", **options)
+            return opens(cls, tmp_path / "file" / "store", **options)
         except GeartrainError as error:
             causes.append(error)
             raise
 
-    monkeypatch.setattr(gt.Store, "peek", classmethod(elsewhere))
+    monkeypatch.setattr(gt.Store, "open", classmethod(elsewhere))
     found, moved = over_ranks(stores, Uniform(seed=2), assignment="ordered", one_host=True)
     assert [isinstance(cause, StoreError) for cause in causes] == [False, False], "it is not a directory"
     assert same(found, over_ranks(others, Uniform(seed=2))[0])
@@ -121,16 +121,16 @@ def test_what_is_open_of_other_ranks_is_closed_where_a_reader_cannot_be_made(
     sharded_stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stores, opened = sharded_stores(2), []
-    peek = gt.Store.peek.__func__  # type: ignore[attr-defined]
+    opens = gt.Store.open.__func__  # type: ignore[attr-defined]
 
     def noted(cls: type[gt.Store], name: Any, **options: Any) -> gt.Store:
-        opened.append(peek(cls, name, **options))
+        opened.append(opens(cls, name, **options))
         return opened[-1]
 
     def fails(*_: Any, **__: Any) -> None:
         raise MemoryError("no memory for a reader")
 
-    monkeypatch.setattr(gt.Store, "peek", classmethod(noted))
+    monkeypatch.setattr(gt.Store, "open", classmethod(noted))
     monkeypatch.setattr(RankReader, "__init__", fails)
     with pytest.raises(MemoryError):
         over_ranks(stores, Uniform(seed=2), one_host=True)

@@ -21,7 +21,7 @@ from geartrain.store.checkpoint_writer import Saved
 
 
 def save(name: str, path: Path, keep: int = 3) -> Saved:
-    with gt.Store.peek(name) as store, holding(path):
+    with gt.Store.open(name, mode="r", adopt=True) as store, holding(path):
         return save_next(store, path, keep)
 
 

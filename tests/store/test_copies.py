@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import geartrain as gt
-from geartrain.errors import ArgumentError, StoreClosedError, StoreMissingError
+from geartrain.errors import ArgumentError, ReadOnlyStoreError, StoreClosedError, StoreMissingError
 from geartrain.store.checkpoint_reader import Checkpoint
 from geartrain.store.recorder import recorded_fields
 
@@ -78,12 +78,12 @@ def test_a_copy_of_a_read_only_handle_is_read_only(how, kind, name):
     store = gt.Store.create(None if kind == "anonymous" else name, FIELDS, max_length=4, capacity=8)
     if kind == "dead":
         store.close(keep=True)
-    with gt.Store.peek(store.name) as looked, SAME[how](looked) as other:
-        with pytest.raises(StoreClosedError, match="read-only"):
+    with gt.Store.open(store.name, mode="r", adopt=True) as looked, SAME[how](looked) as other:
+        with pytest.raises(ReadOnlyStoreError, match="mode='r'"):
             other.row()
         assert not other.column("obs").flags.writeable
         assert other.native.live_clients() == (kind != "dead")  # it joined nothing
-    gt.Store.peek(store.name).unlink()
+    gt.Store.open(store.name, mode="r", adopt=True).unlink()
     store.close()
 
 

@@ -515,7 +515,7 @@ def test_a_killed_load_and_a_killed_job_are_started_again_on_the_same_host(
 
     for rows in (13, 14):
         wait_for(fork(run))
-        with gt.Store.peek(name) as left:
+        with gt.Store.open(name, mode="r", adopt=True) as left:
             assert len(left) == rows
     with load(tmp_path / "journal") as again:
         assert tags(again)[:12] == list(range(12)) and len(again) == 14

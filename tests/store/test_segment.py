@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import platform
 import shutil
@@ -160,7 +161,7 @@ def test_a_segment_of_another_format_or_a_damaged_one_is_refused_and_left_alone(
     before = segment.read_bytes()
     for joining in (
         gt.Store.open,
-        gt.Store.peek,
+        functools.partial(gt.Store.open, mode="r"),
         lambda path: gt.Store.open(path, FIELDS, max_length=7, create="missing", capacity=3),
     ):
         with pytest.raises(IncompatibleStoreError, match=message):

@@ -15,6 +15,7 @@ import geartrain as gt
 from geartrain.errors import (
     ArgumentError,
     IncompatibleStoreError,
+    ReadOnlyStoreError,
     StaleKeyError,
     StaleStoreError,
     StoreClosedError,
@@ -109,7 +110,7 @@ def test_a_peek_reads_everything_and_changes_nothing(name):
     with gt.Store.create(name, X, capacity=3) as store:
         put(store, 1, 2)
         before = store.path.read_bytes()
-        look = gt.Store.peek(name)
+        look = gt.Store.open(name, mode="r", adopt=True)
         assert (len(look), xs(look), look.native.live_clients()) == (2, [1, 2], 1)
         assert look.status()["sequence"].tolist() == [1, 2]
         for refused in (
@@ -120,7 +121,7 @@ def test_a_peek_reads_everything_and_changes_nothing(name):
             lambda: look.update_priorities(look.keys(), 1),
             lambda: look.delete(look.keys()),
         ):
-            with pytest.raises(StoreClosedError, match="read-only"):
+            with pytest.raises(ReadOnlyStoreError, match="mode='r', which changes nothing"):
                 refused()
         with pytest.raises(ValueError, match="read-only"):
             look.column("x")[0] = 5
@@ -133,7 +134,7 @@ def test_a_peek_shows_no_row_that_cannot_be_selected(name):
         keys = put(store, 1, 2, 3)
         store.native.count_samples(keys[:1].row, keys[:1].generation)  # exhausted, and still being read
         store.row()
-        assert xs(gt.Store.peek(name)) == [2, 3]
+        assert xs(gt.Store.open(name, mode="r", adopt=True)) == [2, 3]
         assert xs(store) == [2, 3]
 
 
@@ -162,7 +163,7 @@ def test_a_killed_runs_segment_is_never_joined_unasked(names, fork):
             joining()
     with pytest.raises(StoreExistsError, match="2 rows"):
         gt.Store.create(name, X, capacity=4)
-    look = gt.Store.peek(name)
+    look = gt.Store.open(name, mode="r", adopt=True)
     assert (xs(look), look.native.live_clients()) == ([10, 20], 0)
     assert names.path(name).exists()
 

@@ -59,7 +59,11 @@ def test_whoever_opens_it_is_told(tmp_path, size, reserve):
     def work() -> None:
         make(path, reserve).close(keep=True)
         cut(path, size)
-        for door in (gt.Store.open, gt.Store.peek, lambda path: gt.Store.open(path, adopt=True)):
+        for door in (
+            gt.Store.open,
+            lambda path: gt.Store.open(path, mode="r"),
+            lambda path: gt.Store.open(path, adopt=True),
+        ):
             with pytest.raises(IncompatibleStoreError, match=r"bytes|empty"):
                 door(path)
 

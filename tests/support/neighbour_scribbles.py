@@ -116,7 +116,7 @@ def main() -> None:
         seed += 1
         for fields in (PLAIN, SHARED):
             with filled(fields, 1) as mine, filled(fields, 2) as others:
-                peeked = gt.Store.peek(others.path)
+                peeked = gt.Store.open(others.path, mode="r", adopt=True)
                 with scribbled(others, seed):
                     if fields is PLAIN:
                         over_ranks([mine, others], min(until_s, time.monotonic() + 0.5), seed, counts)

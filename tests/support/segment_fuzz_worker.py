@@ -106,7 +106,7 @@ def run(image: bytes, path: Path, chance: random.Random) -> str:
     path.write_bytes(changed)
     try:
         if chance.random() < 0.2:
-            use(gt.Store.peek(path), writable=False)
+            use(gt.Store.open(path, mode="r", adopt=True), writable=False)
             return "looked at"
         store = gt.Store.open(path, adopt=chance.random() < 0.7, timeout_s=0.5)
     except StoreError as error:

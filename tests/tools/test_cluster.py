@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -72,6 +73,15 @@ def traces(name: str) -> list[str]:
     links = [path.name for path in Path("/sys/class/net").iterdir()]
     spaces = [path.name for path in Path("/run/netns").iterdir()]
     return [found for found in links + spaces + os.listdir("/dev/shm") if found.startswith(name)]
+
+
+@needs_hosts
+def test_a_full_dev_shm_is_a_reason_why_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: Hosts) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Hosts, "_make", full)
+    assert "No space left" in str(Hosts.viable.__wrapped__())
 
 
 @needs_hosts

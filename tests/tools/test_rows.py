@@ -50,7 +50,7 @@ def inspect(*args: str) -> subprocess.CompletedProcess[str]:
 def test_the_newest_rows_are_shown_with_pictures_and_written_as_files(store: gt.Store, tmp_path: Path) -> None:
     out = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=100)
     before = store.stats()
-    print_rows(gt.Store.peek(store.name), 2, out, tmp_path)
+    print_rows(gt.Store.open(store.name, mode="r", adopt=True), 2, out, tmp_path)
     text = out.file.getvalue()  # type: ignore[attr-defined]
     assert text.count("priority") == 2 and "priority 2.5" in text.replace("\x1b[1;36m", "").replace("\x1b[0m", "")
     assert "[2. 2. 2. 2.]" in text and "(3, 10, 16) pixels, steps 0 and 3, 0 to 255" in text
@@ -68,7 +68,7 @@ def test_the_newest_rows_are_shown_with_pictures_and_written_as_files(store: gt.
 def test_pictures_without_colours_are_shades(store: gt.Store) -> None:
     """In a file or a pipe half blocks of two colours would all be the same."""
     out = Console(file=io.StringIO(), color_system=None, width=100)
-    print_rows(gt.Store.peek(store.name), 1, out, None)
+    print_rows(gt.Store.open(store.name, mode="r", adopt=True), 1, out, None)
     text = out.file.getvalue()  # type: ignore[attr-defined]
     assert "▀" not in text
     assert "(3, 10, 16) pixels, steps 0 and 3, 0 to 255\n" + ("-" * 16 + "\n") * 5 in text, "red and blue are dark"

@@ -365,6 +365,30 @@ std::vector<Scenario> scenarios() {
     options.step_priorities = true;
     return options;
   };
+  // An audit finds a word above the largest priority that was given.
+  const auto by_max = [](StoreOptions options) {
+    options.max_priority = true;
+    return options;
+  };
+  const auto raise = [](Store& store, const Keys& keys) -> std::function<void()> {
+    const std::span<const uint32_t> some_rows(keys.rows), some_generations(keys.generations);
+    static const std::vector<uint32_t> steps(3, 0);
+    if (store.per_step()) {
+      store.update_step_priorities(some_rows.first(3), some_generations.first(3), steps, priorities);
+    } else {
+      store.update_priorities(some_rows.first(3), some_generations.first(3), priorities);
+    }
+    return [&store] {
+      store.raise_priorities(2);
+      store.raise_priorities(0.5);
+    };
+  };
+  const auto reset = [update](Store& store, const Keys& keys) -> std::function<void()> {
+    update(store, keys)();
+    const std::span<const uint32_t> some_rows(keys.rows), some_generations(keys.generations);
+    store.update_priorities(some_rows.first(3), some_generations.first(3), std::vector<double>{2, 3, 4});
+    return [&store] { store.reset_max_priority(); };
+  };
   StoreOptions aging = options_of();
   aging.max_age_ns = 1'000'000;
   const std::vector<uint64_t> oldest{1, 2, 3}, newest{18, 19, 20};
@@ -415,6 +439,15 @@ std::vector<Scenario> scenarios() {
       {"reap a commit, with priorities of steps", by_step(options_of()), 4, {}, reap_commit, true},
       {"reap, with priorities of steps", by_step(options_of()), 4, {}, reap_steps},
       {"reap a write in place", options_of(), 4, {2}, reap_rewrite},
+      {"commit, keeping the largest priority", by_max(options_of()), 4, {}, commit, true},
+      {"commit steps, keeping the largest priority", by_max(by_step(options_of())), 4, {}, commit, true},
+      {"extend, keeping the largest priority", by_max(by_step(options_of())), 4, {}, extend},
+      {"update, keeping the largest priority", by_max(options_of()), 18, {}, update},
+      {"update in a heap, keeping the largest priority", by_max(options_of(Remover::lowest_priority)), 18, {}, update},
+      {"update steps, keeping the largest priority", by_max(by_step(options_of())), 18, {}, update_steps},
+      {"raise all, keeping the largest priority", by_max(options_of()), 18, {}, raise},
+      {"raise all of steps, keeping the largest priority", by_max(by_step(options_of())), 18, {}, raise},
+      {"reset the largest priority", by_max(options_of()), 18, {}, reset},
   };
 }
 

@@ -83,7 +83,7 @@ class Actor:
         seed: int = 0,
         publish_every: int | None = None,
         overlap: int = 0,
-        priority: float = 1.0,
+        priority: float | None = None,
     ) -> None:
         whole_number("seed", seed, 2**63 - 1)
         if not callable(getattr(policy, "act", None)) or not hasattr(policy, "version"):

@@ -87,7 +87,7 @@ class EpisodeRecorder:
     """
 
     def __init__(
-        self, store: Store, *, publish_every: int | None = None, overlap: int = 0, priority: float = 1.0
+        self, store: Store, *, publish_every: int | None = None, overlap: int = 0, priority: float | None = None
     ) -> None:
         check_fields(store)
         self.store = store

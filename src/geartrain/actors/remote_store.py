@@ -266,7 +266,7 @@ class RemoteStore(ServedRows):
         observations: Sequence[str] | None = None,
         publish_every: int | None = None,
         overlap: int = 0,
-        priority: float = 1.0,
+        priority: float | None = None,
         autoreset: Any = None,
         zeros: Sequence[str] = (),
         max_in_flight: int = 8,

@@ -116,7 +116,7 @@ def _stores(trust: Trust) -> list[dict[str, Any]]:
 
 
 def _store(name: str, trust: Trust) -> dict[str, Any]:
-    store = Store.peek(name, trust=trust)
+    store = Store.open(name, mode="r", adopt=True, trust=trust)
     try:
         holder = store.native.lock_holder()
         limiter = store.limiter.state()

@@ -144,7 +144,7 @@ def actors(
     seed: int = 0,
     publish_every: int | None = None,
     overlap: int = 0,
-    priority: float = 1.0,
+    priority: float | None = None,
     steps: int | None = None,
     max_restarts: int = 10,
     **options: Any,

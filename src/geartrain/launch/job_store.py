@@ -32,7 +32,7 @@ class JobStore:
         """Removes what an earlier run has left, if the start is to be fresh; raises `StoreExistsError` if in use."""
         name = self._job.name
         with contextlib.suppress(StoreMissingError):
-            left = Store.peek(name, trust=self._job.trust)
+            left = Store.open(name, mode="r", adopt=True, trust=self._job.trust)
             users = left.native.live_clients()
             if fresh and users:
                 who = f"{users} living process{'es use' if users > 1 else ' uses'}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from geartrain.core.arguments import check_choice, check_whole
-from geartrain.errors import ArgumentError
+from geartrain.errors import ArgumentError, ReadOnlyStoreError
 from geartrain.replay.batch import Batch
 from geartrain.replay.device.options import DeviceOptions
 from geartrain.replay.distributed.assignment import ASSIGNMENTS, Assignment
@@ -187,6 +187,7 @@ def make_samplers(stores: Sequence[Store], selection: Selection, config: ReplayC
         if window is not None and view is None:
             check_windows(window, store, strategy)
         pad = config.pad
+        _check_read_only(store, strategy)
         if shares_rows(store.fields):
             _check_shared_rows(store, strategy, window)
             if window is None:  # whole rows are whole episodes there
@@ -202,6 +203,25 @@ def make_samplers(stores: Sequence[Store], selection: Selection, config: ReplayC
         mixed = isinstance(selection, Mixture)
         samplers.append(StoreSampler(plan, strategy, least, config.timeout_s, transitions=transitions, mixed=mixed))
     return samplers
+
+
+def _check_read_only(store: Store, strategy: Strategy) -> None:
+    """Raises `ReadOnlyStoreError` where draws would have to change a store whose handle changes nothing."""
+    if not store.read_only:
+        return
+    limit = store.options["max_times_sampled"]
+    why = None
+    if limit is not None:
+        why = f"removes a row with its last sample (max_times_sampled={limit})"
+    elif store.native.limited:
+        why = "has a rate limiter, which counts draws"
+    elif callable(traits_of(strategy).alpha):
+        why = "would have all of its priorities raised by the schedule of alpha"
+    if why is not None:
+        raise ReadOnlyStoreError(
+            f"the store {store.name!r} {why}, and mode='r' changes nothing: "
+            f"Store.open({store.name!r}) opens it for writing"
+        )
 
 
 def _check_shared_rows(store: Store, strategy: Strategy, windows: Windows | None) -> None:

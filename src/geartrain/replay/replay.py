@@ -22,7 +22,7 @@ from geartrain.core.arguments import refuse_copies
 from geartrain.core.keys import Keys
 from geartrain.core.process_report import register
 from geartrain.core.threads import held, owns
-from geartrain.errors import CallCancelledError, ReplayError, StoreClosedError
+from geartrain.errors import CallCancelledError, ReadOnlyStoreError, ReplayError, StoreClosedError
 from geartrain.replay.batch import Batch
 from geartrain.replay.batch_loader import LEAVE_S, BatchLoader, close_here
 from geartrain.replay.builder import given_priorities
@@ -170,6 +170,7 @@ class Replay:
         transform: Callable[[Batch], Any] | None = None,
     ) -> None:
         self.stores = stores = stores_of(store)
+        self._read_only = next((each.name for each in stores if each.read_only), None)
         self.selection = with_room_for(as_windows(window), seeded_selection(stores, selection, seed))
         self.batch_size = batch_size
         self.num_batches = num_batches
@@ -347,8 +348,14 @@ class Replay:
         Raises:
             ArgumentError: a priority is not finite, or a key is of a store that is not in this replay. No priority is
                 set.
+            ReadOnlyStoreError: a store of this replay was opened with mode="r".
         """
         self._check_open()
+        if self._read_only:
+            raise ReadOnlyStoreError(
+                f"the store {self._read_only!r} is open with mode='r', and priorities cannot be updated: "
+                f"Store.open({self._read_only!r}) opens it for writing"
+            )
         return self._loader.submit_updates(given_priorities(rows, priorities))
 
     # --- state and figures ----------------------------------------------------------------------------------

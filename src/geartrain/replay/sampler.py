@@ -389,15 +389,17 @@ class StoreSampler(StoreWaits):
         """What the strategy chooses from this store, repaired first where its sums are at odds with its rows."""
         store = self.plan.store
         drawn = self._select(n, step, state, redraw)
-        if drawn.failed:
+        if drawn.failed and not store.read_only:
             # Sums that disagree with their leaves: somebody died in the middle of an update. Repair, then redraw.
             store.reap()
             drawn = self._select(n, step, state, redraw)
             if drawn.failed:
                 store.native.rebuild()  # or somebody living is in the middle of one: this waits for them
                 drawn = self._select(n, step, state, redraw)
-            if drawn.failed:
-                raise CorruptStoreError(f"{drawn.failed} draws found no row; store.audit() tells what is wrong")
+        if drawn.failed:
+            raise CorruptStoreError(
+                f"{drawn.failed} draws found no row; store.audit() of a handle that may write tells what is wrong"
+            )
         return drawn
 
     def _select(self, n: int, step: int, state: dict[str, int], redraw: Redraw | None) -> Draw:

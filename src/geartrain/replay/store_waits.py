@@ -44,7 +44,7 @@ class StoreWaits:
         self.counts_attached = True
         self.stage = "idle"
         self._store = store
-        self.expires = store.options["max_age_s"] is not None
+        self.expires = store.options["max_age_s"] is not None and not store.read_only
 
     def wait_to_draw(self, n: int, admission: Admission) -> None:
         """Waits for rows, and until the rate limiter lets so many be drawn; raises what either raises."""
@@ -94,7 +94,7 @@ class StoreWaits:
     def rows_may_come(self) -> bool:
         """Whether another process may insert: one that has the store open, by another handle, or that is expected."""
         store = self._store
-        return store.writers.expected or (self.counts_attached and store.native.live_clients() > 1)
+        return store.writers.expected or (self.counts_attached and store.other_processes() > 0)
 
     def give_back(self, n: int) -> None:
         """Tells the store's rate limiter that rows were admitted for a batch that nobody gets."""

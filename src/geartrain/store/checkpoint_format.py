@@ -1,6 +1,6 @@
 """Checkpoint format: manifest, checksums, row table, and files that appear complete or not at all.
 
-Version 2, or 3 for a store with priorities of steps. A directory with
+Version 2, 3 for a store with priorities of steps, or 4 for one with new_priority="max". A directory with
 
     manifest.json     what is here: schema, options, counts, and for every other file its size and checksums;
                       itself checksummed ("checksum": crc32 of the JSON without that entry, sorted keys, no spaces)
@@ -8,7 +8,7 @@ Version 2, or 3 for a store with priorities of steps. A directory with
                       then free rows in the order they will be reused. Every row of the store is in it once.
     chunk-*.bin       blocks of rows, about 32 MB a file: for each field in the order of the schema, the blocks of
                       the chunk's rows, unpadded. A committed row says in rows.bin which chunk it is in, and where.
-    steps.bin         version 3: priorities of steps, u32 fixed point: of each committed row's `length` steps, one row
+    steps.bin         with priorities of steps: those of each committed row's `length` steps, u32 fixed point, one row
                       after the other in the order of rows.bin, where priorities are 0
 
 Checksums are crc32 over pieces of 16 MiB, so that damage is reported by file and place.
@@ -51,6 +51,9 @@ FORMAT = "geartrain-checkpoint"
 VERSION = 2
 #: With priorities of steps.
 VERSION_STEPS = 3
+#: With new_priority="max", whose largest priority the manifest has as "max_priority", and priorities of either.
+VERSION_MAX = 4
+
 
 #: Columns of the row table that a store keeps for every row.
 METADATA = ("row", "generation", "priority", "length", "times_sampled", "sequence", "inserted_at_ns", "version")
@@ -92,6 +95,19 @@ def renamed(content: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, A
     }
 
 
+def version_of(options: Mapping[str, Any]) -> int:
+    """The version of a checkpoint of a store with these options."""
+    if options["new_priority"] == "max":
+        return VERSION_MAX
+    return VERSION_STEPS if options["priority_per"] == "step" else VERSION
+
+
+def stored_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a store as manifests have them: without those that earlier versions do not know, and have."""
+    usual = {"priority_per": "row", "new_priority": "one"}
+    return renamed({name: value for name, value in options.items() if usual.get(name) != value}, STORED_NAMES)
+
+
 def manifest_of(held: HeldDirectory) -> dict[str, Any]:
     """The manifest, once it is known to be whole and every file it names is there in its size.
 
@@ -109,10 +125,10 @@ def manifest_of(held: HeldDirectory) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged: it is not the JSON that was written") from None
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a geartrain checkpoint's manifest")
-    if manifest.get("version") not in (1, VERSION, VERSION_STEPS):
+    if manifest.get("version") not in (1, VERSION, VERSION_STEPS, VERSION_MAX):
         raise CheckpointError(
             f"{directory} has checkpoint version {manifest.get('version')}, this build reads versions 1 to "
-            f"{VERSION_STEPS}"
+            f"{VERSION_MAX}"
         )
     if checksum != json_checksum(manifest):
         raise CheckpointError(f"{path} is damaged: its checksum does not match")

@@ -21,7 +21,7 @@ _REMOVERS_BY_FIELD = ("lowest:", "highest:")
 
 
 def check_manifest(manifest: Mapping[str, Any], path: Path) -> None:
-    """Checks a manifest of version 1 to 3, checksum aside.
+    """Checks a manifest of version 1 to 4, checksum aside.
 
     Raises:
         CheckpointError: naming the file and the entry.
@@ -55,8 +55,8 @@ def check_stored_schema(content: Mapping[str, Any]) -> list[int]:
     return [field.block_nbytes(max_length) for field in fields.values()]
 
 
-def check_stored_options(content: Mapping[str, Any], *, per_step: bool) -> int:
-    """Checks the limits in a manifest, of a store that keeps priorities of steps or not; returns the capacity.
+def check_stored_options(content: Mapping[str, Any], *, version: int) -> int:
+    """Checks the limits in a manifest of a checkpoint's version; returns the capacity.
 
     Raises:
         ValueError: what is wrong with an entry.
@@ -75,19 +75,23 @@ def check_stored_options(content: Mapping[str, Any], *, per_step: bool) -> int:
     if age_s is not None and not (type(age_s) in (int, float) and 0 < age_s <= 1e9):
         raise ValueError(f"max_age_s is {shown(age_s)}")
     known = {"capacity", "max_rows", "remover", "max_times_sampled", "max_age_s", "weight_fraction_bits", "persist"}
-    if per_step and options.get("priority_per") != "step":
-        raise ValueError(
-            f"priority_per is {shown(options.get('priority_per'))}, and the version has priorities of steps"
-        )
-    if unknown := set(options) - known - ({"priority_per"} if per_step else set()):
+    added = {3: {"priority_per": "step"}, 4: {"new_priority": "max"}}.get(version, {})
+    for name, value in added.items():
+        if options.get(name) != value:
+            raise ValueError(f"{name} is {shown(options.get(name))}, and the version is that of {value!r}")
+    if version == 4 and options.get("priority_per", "step") != "step":
+        raise ValueError(f"priority_per is {shown(options['priority_per'])}")
+    if unknown := set(options) - known - set(added) - ({"priority_per"} if version == 4 else set()):
         raise ValueError(f"options has {shown(min(unknown))}, which no store has")
     return capacity
 
 
 def _check(manifest: Mapping[str, Any]) -> None:
     row_bytes = check_stored_schema(manifest)
-    per_step = manifest["version"] == 3
-    capacity = check_stored_options(manifest, per_step=per_step)
+    capacity = check_stored_options(manifest, version=manifest["version"])
+    per_step = "priority_per" in manifest["options"]
+    if manifest["version"] == 4:
+        whole_entry(manifest, "max_priority", 0, 2**32 - 1)
     rows = whole_entry(manifest, "rows", 0, capacity)
     whole_entry(manifest, "next_sequence", 1, 2**64 - 1)
     entry(manifest, "created", str)

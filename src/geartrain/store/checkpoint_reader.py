@@ -48,6 +48,7 @@ class Checkpoint:
         id: of this checkpoint, no other has it; None in version 1.
         store_id: of the segment that was saved, as `describe` tells it; None in version 1.
         next_sequence, counters: of the store.
+        max_priority: the largest that was given in the store, fixed point; 0 for none, or a store that keeps none.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -67,6 +68,7 @@ class Checkpoint:
         self.id: str | None = self._manifest.get("id")
         self.store_id: int | None = int(self._manifest["store"]["id"], 16) if self.id else None
         self.next_sequence = int(self._manifest["next_sequence"])
+        self.max_priority = int(self._manifest.get("max_priority", 0))
         self.counters: dict[str, int] = renamed(self._manifest["counters"], CURRENT_NAMES)
 
     @property
@@ -280,6 +282,7 @@ class Checkpoint:
                 put_blocks(columns[number], committed["row"][places], blocks)
                 bar.advance(blocks.size, len(blocks) if number == 0 else 0)
         restore(store, records, self.next_sequence, self.step_priorities(records))
+        store.restore_max_priority(self.max_priority)
         store.set_counters(self.counters)
 
     def _pieces(self, name: str, about: dict[str, Any], memory: memoryview | None = None) -> Iterator[memoryview]:

@@ -41,12 +41,13 @@ from geartrain.store.checkpoint_format import (
     FORMAT,
     ROW_RECORD,
     STORED_NAMES,
-    VERSION,
-    VERSION_STEPS,
+    VERSION_MAX,
     make_directory,
     renamed,
     schema_of,
+    stored_options,
     sync_directory,
+    version_of,
     write_json,
 )
 from geartrain.store.checkpoint_reader import Checkpoint
@@ -214,7 +215,7 @@ def _find_base(
     with ExitStack() as unless_found:
         try:
             found = unless_found.enter_context(Checkpoint(place))
-            if found.manifest["version"] not in (VERSION, VERSION_STEPS):
+            if found.manifest["version"] == 1:  # one file a field
                 return None, f"{place} has format version {found.manifest['version']}"
             if found.manifest["store"] != _identity(store) and found.id != origin:
                 return None, f"{place} is not of this store"
@@ -294,6 +295,7 @@ class _Saving:
         if self._per_step:
             step_priorities, whole = store.copy_step_priorities(rows, generations, metadata["length"])
             usable &= whole != 0
+        largest_priority = store.max_priority  # after the priorities: none of them is above it
         chunk = np.full(len(rows), -1, np.int64)
         slot = np.zeros(len(rows), np.uint32)
         with Progress(f"saving {target.name}", int(usable.sum()), unit="rows", enabled=self._progress) as bar:
@@ -314,15 +316,16 @@ class _Saving:
             written = _Writer(self._directory / "steps.bin", PIECE_BYTES)
             written.write(step_priorities[np.repeat(chunk >= 0, metadata["length"])].astype("<u4", copy=False))
             self._files["steps.bin"] = written.finish()
-        options = {name: value for name, value in self._options.items() if name != "priority_per" or self._per_step}
+        largest = {"max_priority": largest_priority} if version_of(self._options) == VERSION_MAX else {}
         manifest = {
             "format": FORMAT,
-            "version": VERSION_STEPS if self._per_step else VERSION,
+            "version": version_of(self._options),
             "id": self._id,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "store": _identity(store),
             "fields": schema_of(self._fields, self._max_length),
-            "options": renamed(options, STORED_NAMES),
+            "options": stored_options(self._options),
+            **largest,
             "rows": len(order),
             "rows_left_out": len(rows) - len(order),
             "next_sequence": next_sequence,

@@ -93,8 +93,10 @@ class Columns:
         self.native.take_block(taken, name, self._numbers[name], index)
 
 
-def check_priority(priority: Any) -> float:
-    """The priority; raises `SchemaError` unless it is a finite number >= 0."""
+def check_priority(priority: Any) -> float | None:
+    """The priority, or None for the store's own; raises `SchemaError` unless it is a finite number >= 0."""
+    if priority is None:
+        return None
     number: float = priority if priority.__class__ is float else real_number(priority)
     if not 0 <= number < float("inf"):
         raise SchemaError(f"the priority of rows is a finite number >= 0, found {shown(priority)}")
@@ -111,11 +113,10 @@ def check_version(version: Any) -> int:
     return number
 
 
-def check_entry(priority: Any, version: Any) -> tuple[float, int]:
-    """What a row enters with: `check_priority` and `check_version`, in one call where they are a float and an int."""
+def check_entry(priority: Any, version: Any) -> tuple[float | None, int]:
+    """What a row enters with: `check_priority` and `check_version`, in one call where they are as they should be."""
     if (
-        priority.__class__ is float
-        and 0 <= priority < _INFINITY
+        (priority is None or (priority.__class__ is float and 0 <= priority < _INFINITY))
         and version.__class__ is int
         and -(2**63) <= version < 2**63
     ):

@@ -54,6 +54,7 @@ class StoreHandle:
         self.limiter: RateLimiter = self.columns.limiter
         self.writers = Writers()
         self._origin: str | None = None
+        self._joined = not self.read_only  # whether it is one of the store's processes
         self.kept: dict[type, Any] = {}
 
     # --- what it is -----------------------------------------------------------------------------------------
@@ -77,6 +78,15 @@ class StoreHandle:
     def trust(self) -> Trust:
         """Who may write to the segment besides this user: "user" (nobody), "group" or "any"."""
         return self._trust
+
+    @property
+    def read_only(self) -> bool:
+        """Whether it changes nothing: it was opened with mode="r", or is that of an imported data set."""
+        return self.native.read_only
+
+    def other_processes(self) -> int:
+        """How many living processes have the store open for writing, by other handles than this."""
+        return int(self.native.live_clients()) - self._joined
 
     @property
     def fields(self) -> dict[str, Field]:
@@ -119,6 +129,7 @@ class StoreHandle:
             "max_age_s": about["max_age_ns"] / 1e9 or None,
             "priority_fraction_bits": about["priority_fraction_bits"],
             "priority_per": "step" if about["step_priorities"] else "row",
+            "new_priority": "max" if about["max_priority"] else "one",
             "persist": about["persist"],
         }
 
@@ -126,6 +137,11 @@ class StoreHandle:
     def per_step(self) -> bool:
         """Whether every step has a priority of its own (`priority_per="step"`)."""
         return bool(self._about["step_priorities"])
+
+    @property
+    def new_priority(self) -> float:
+        """The priority that a row, or step, gets that is stored without one now; see `Store.create`."""
+        return float(self.native.new_priority / 2.0 ** self._about["priority_fraction_bits"])
 
     def __len__(self) -> int:
         """Number of rows that can be sampled now."""

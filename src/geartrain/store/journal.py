@@ -472,6 +472,7 @@ def fill(native: _native.Store, directory: JournalDirectory, *, repair: bool) ->
     if steps is not None:
         of_steps = steps[committed["row"]][np.arange(directory.max_length) < committed["length"][:, None]]
     restore(native, np.concatenate([committed, free]), contents.next_sequence, of_steps)
+    native.restore_max_priority(contents.max_priority)
     native.set_counters({"inserted": len(committed)})
     return contents
 

@@ -28,23 +28,26 @@ from geartrain.errors import JournalError
 from geartrain.store.checkpoint_format import (
     CURRENT_NAMES,
     ROW_RECORD,
-    STORED_NAMES,
     json_checksum,
     make_directory,
     renamed,
     schema_of,
+    stored_options,
     sync_directory,
     write_json,
 )
 from geartrain.store.checkpoint_manifest import check_stored_options, check_stored_schema
 from geartrain.store.journal_format import (
     BEGIN,
+    CHECKPOINT_VERSIONS,
     FORMAT,
     GONE,
+    LARGEST,
     PRIORITIES,
     ROWS,
     STEPS,
     VERSION,
+    VERSION_MAX,
     VERSION_STEPS,
     Frame,
     begin_of,
@@ -125,6 +128,7 @@ class JournalContents:
         next_number, next_sequence: of the next frame, and of the store's next row.
         store, store_path: the store that was journaled last, and its segment; None for an empty journal.
         origin: the checkpoint that its first store was loaded from, once all of that is here.
+        max_priority: the largest that was given in the store, fixed point; 0 for none.
         cut_bytes: bytes of frames that were not whole, at the end.
     """
 
@@ -137,6 +141,7 @@ class JournalContents:
     store: int | None = None
     store_path: str | None = None
     origin: str | None = None
+    max_priority: int = 0
     cut_bytes: int = 0
 
     @property
@@ -160,7 +165,7 @@ class JournalDirectory:
         )
         self.options: dict[str, Any] = renamed(manifest["options"], CURRENT_NAMES)
         self.capacity = int(self.options["capacity"])
-        self.per_step = manifest["version"] == VERSION_STEPS
+        self.per_step = "priority_per" in self.options
         #: The checkpoint whose rows are, or were to be, the first here.
         self.origin: str | None = manifest.get("origin")
         #: Later checkpoints, of stores that were journaled here, with which it was restored.
@@ -217,12 +222,12 @@ class JournalDirectory:
                 f"{self.path} is the journal of a store of {self.fields} with max_length={self.max_length}, asked for "
                 f"{fields} with max_length={max_length}: give those, or another directory"
             )
-        if (options["priority_per"] == "step") != self.per_step:
-            kept = "step" if self.per_step else "row"
-            raise JournalError(
-                f"{self.path} is the journal of a store with priority_per='{kept}', asked for "
-                f"'{options['priority_per']}': give that, or another directory"
-            )
+        for name, usual in (("priority_per", "row"), ("new_priority", "one")):
+            if options[name] != (kept := self.options.get(name, usual)):
+                raise JournalError(
+                    f"{self.path} is the journal of a store with {name}='{kept}', asked for '{options[name]}': give "
+                    f"that, or another directory"
+                )
         for name in _SAME:
             if options[name] != self.options[name]:
                 raise JournalError(
@@ -349,8 +354,12 @@ class JournalDirectory:
             if begin["journal"] != self.id or begin["segment"] != number:
                 raise JournalError(f"{path} is not segment {number} of this journal")
             found.store, found.store_path, found.origin = begin["store"], begin["path"], begin["origin"]
+            found.max_priority = begin["max_priority"]
             return
         records = frame.records()
+        if frame.kind == LARGEST:
+            found.max_priority = int(records["priority"].max(initial=0))
+            return
         rows = records["row"]
         if len(rows) and int(rows.max()) >= self.capacity:
             raise JournalError(f"{damaged}: it names a row that the store does not have")
@@ -403,16 +412,15 @@ def make_journal(
         if foreign:
             raise JournalError(f"{path} holds files that are not a journal's ({', '.join(sorted(foreign)[:3])})")
         unfinished = path / f".{MANIFEST}"
-        per_step = options["priority_per"] == "step"
-        kept = {name: value for name, value in options.items() if per_step or name != "priority_per"}
+        version = VERSION_STEPS if options["priority_per"] == "step" else VERSION
         write_json(
             unfinished,
             {
                 "format": FORMAT,
-                "version": VERSION_STEPS if per_step else VERSION,
+                "version": VERSION_MAX if options["new_priority"] == "max" else version,
                 "id": secrets.token_hex(16),
                 "fields": schema_of(fields, max_length),
-                "options": renamed(kept, STORED_NAMES),
+                "options": stored_options(options),
                 **({} if origin is None else {"origin": origin}),
             },
         )
@@ -444,16 +452,16 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         checksum = manifest.pop("checksum", None)
         if manifest.get("format") != FORMAT:
             raise JournalError(f"{path} is not a geartrain journal's")
-        if manifest.get("version") not in (VERSION, VERSION_STEPS):
+        if manifest.get("version") not in CHECKPOINT_VERSIONS:
             raise JournalError(
                 f"{directory} has journal version {shown(manifest.get('version'))}, this build reads versions "
-                f"{VERSION} and {VERSION_STEPS}"
+                f"{VERSION} to {VERSION_MAX}"
             )
         if checksum != json_checksum(manifest):
             raise JournalError(f"{path} is damaged: its checksum does not match")
         entry(manifest, "id", str)
         check_stored_schema(manifest)
-        check_stored_options(manifest, per_step=manifest["version"] == VERSION_STEPS)
+        check_stored_options(manifest, version=CHECKPOINT_VERSIONS[manifest["version"]])
         entry({"origin": "", **manifest}, "origin", str)
         if not all(isinstance(each, str) for each in entry({"later": [], **manifest}, "later", list)):
             raise ValueError("later has an entry that is no text")

@@ -1,6 +1,6 @@
 """Journal format: frames of rows, removals and priorities in segment files, each with its checksums.
 
-Version 1, or 2 for a store with priorities of steps. A directory with
+Version 1, 2 for a store with priorities of steps, or 3 for one with new_priority="max". A directory with
 
     journal.json          schema, limits, and the journal's id; written once, with its checksum
     segment-00000001.bin  frames, one after the other, each at a multiple of 64 bytes; a new file about every 64 MB
@@ -14,10 +14,12 @@ A frame is a header of 64 bytes (HEADER), a table and, for rows, their blocks:
                 blocks of the frame's rows, unpadded, of the header's `steps` where the field has time
     gone        table: GONE_RECORD of rows that are no longer in the store
     priorities  table: PRIORITY_RECORD of rows whose priority or count of samples is another by now
-    steps       version 2. Table: STEPS_RECORD of rows whose steps have other priorities by now; then those, u32 fixed
-                point, of each row's `length` steps, one row after the other
+    steps       with priorities of steps. Table: STEPS_RECORD of rows whose steps have other priorities by now; then
+                those, u32 fixed point, of each row's `length` steps, one row after the other
+    largest     version 3. Table: one LARGEST_RECORD, the largest priority that was given. It comes before a frame with
+                a priority so large. A begin frame has it as well ("max_priority")
 
-In version 2 priorities of steps follow the fields of a frame's rows, u32 of the header's `steps` for each row.
+Where steps have priorities, those follow the fields of a frame's rows, u32 of the header's `steps` for each row.
 
 The last frame about a row is what holds. Frames are numbered without a gap. `synced` is the number of the first frame
 that was not on the disk when this one was written: a frame that cannot be read ends the journal, as a power cut leaves
@@ -48,10 +50,14 @@ FORMAT = "geartrain-journal"
 VERSION = 1
 #: With priorities of steps.
 VERSION_STEPS = 2
+#: With new_priority="max", and priorities of either.
+VERSION_MAX = 3
+#: The versions of checkpoints that have the same options.
+CHECKPOINT_VERSIONS = {VERSION: 2, VERSION_STEPS: 3, VERSION_MAX: 4}
 MAGIC = int.from_bytes(b"GTJRNL\x01\n", "little")
 ALIGNMENT = 64
 
-BEGIN, ROWS, GONE, PRIORITIES, STEPS = 1, 2, 3, 4, 5
+BEGIN, ROWS, GONE, PRIORITIES, STEPS, LARGEST = 1, 2, 3, 4, 5, 6
 
 HEADER = np.dtype(
     [
@@ -71,7 +77,14 @@ HEADER = np.dtype(
 GONE_RECORD = np.dtype([("row", "<u4"), ("generation", "<u4")])
 PRIORITY_RECORD = np.dtype([("row", "<u4"), ("generation", "<u4"), ("priority", "<u4"), ("times_sampled", "<u4")])
 STEPS_RECORD = np.dtype([("row", "<u4"), ("generation", "<u4"), ("length", "<u4"), ("reserved", "<u4")])
-_RECORD_OF = {ROWS: ROW_RECORD, GONE: GONE_RECORD, PRIORITIES: PRIORITY_RECORD, STEPS: STEPS_RECORD}
+LARGEST_RECORD = np.dtype([("priority", "<u4"), ("reserved", "<u4")])
+_RECORD_OF = {
+    ROWS: ROW_RECORD,
+    GONE: GONE_RECORD,
+    PRIORITIES: PRIORITY_RECORD,
+    STEPS: STEPS_RECORD,
+    LARGEST: LARGEST_RECORD,
+}
 
 
 @dataclass(frozen=True)
@@ -199,6 +212,7 @@ def begin_of(frame: Frame, path: Path) -> dict[str, Any]:
             "store": whole_entry(content, "store", 0, 2**64 - 1),
             "path": check_text("path", content.get("path")),
             "origin": None if content.get("origin") is None else entry(content, "origin", str),
+            "max_priority": whole_entry({"max_priority": 0, **content}, "max_priority", 0, 2**32 - 1),
         }
     except ValueError:
         raise JournalError(f"{path} is damaged: it does not begin as a segment of a journal does") from None
@@ -244,15 +258,19 @@ def _read_into(fd: int, memory: memoryview, offset: int) -> bool:
 
 __all__ = [
     "BEGIN",
+    "CHECKPOINT_VERSIONS",
     "FORMAT",
     "GONE",
     "GONE_RECORD",
+    "LARGEST",
+    "LARGEST_RECORD",
     "PRIORITIES",
     "PRIORITY_RECORD",
     "ROWS",
     "STEPS",
     "STEPS_RECORD",
     "VERSION",
+    "VERSION_MAX",
     "VERSION_STEPS",
     "Frame",
     "begin_of",

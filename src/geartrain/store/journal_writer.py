@@ -29,6 +29,8 @@ from geartrain.store.journal_format import (
     BEGIN,
     GONE,
     GONE_RECORD,
+    LARGEST,
+    LARGEST_RECORD,
     PRIORITIES,
     PRIORITY_RECORD,
     ROWS,
@@ -79,6 +81,8 @@ class JournalWriter:
         self._numbers = list(range(len(fields)))
         about = native.describe()
         self._per_step = bool(about["step_priorities"])
+        self._takes_max = bool(about["max_priority"])
+        self._largest = 0  # priority that the journal says was given
         self._weights = _step_weights(max_length) if self._per_step else np.zeros(0, np.uint64)
         self._row_bytes = ROW_RECORD.itemsize + sum(field.block_nbytes(max_length) for field in fields.values())
         self._row_bytes += 4 * max_length if self._per_step else 0
@@ -195,6 +199,7 @@ class JournalWriter:
                 self._count_missed(inserted - still_open)
         if priorities:
             self._append_priorities()
+            self._append_largest()
         return left
 
     def _append_gone(self, rows: NDArray[np.uint32]) -> None:
@@ -346,7 +351,13 @@ class JournalWriter:
         if self._end >= self._segment_bytes:
             self._sync()
             self._begin_segment()
+        self._append_largest()  # whatever is in the table was read before
         self._write(kind, table.tobytes(), arrays, len(table), steps)
+
+    def _append_largest(self) -> None:
+        if (largest := self._native.max_priority) != self._largest:
+            self._write(LARGEST, np.array([(largest, 0)], LARGEST_RECORD).tobytes(), count=1)
+            self._largest = largest
 
     def _write(
         self, kind: int, table: bytes, arrays: Sequence[NDArray[Any]] = (), count: int = 0, steps: int = 0
@@ -371,6 +382,9 @@ class JournalWriter:
         path = self._directory.segment_path(number)
         before = (self._fd, self._end, self._number)
         begin = {"journal": self._directory.id, "segment": number, **self._store}
+        largest = self._native.max_priority
+        if self._takes_max:
+            begin["max_priority"] = largest
         self._fd, self._end = self._disk.create(path), 0
         try:
             self._write(BEGIN, json.dumps(begin).encode())
@@ -383,9 +397,10 @@ class JournalWriter:
             raise
         if before[0] >= 0:
             os.close(before[0])
+        self._largest = largest
         self._segments.append(Segment(number, self._end))
         self._living[number] = 0
-        self._synced, self._synced_end = self._number, self._end
+        self._synced, self._synced_end, self._largest_synced = self._number, self._end, largest
 
     def _note(
         self,
@@ -419,6 +434,7 @@ class JournalWriter:
         written = self._end - self._synced_end
         self._segments[-1].nbytes = self._synced_end = self._end
         self._synced = self._number
+        self._largest_synced = self._largest
         self._undo.clear()
         self._appended_synced = self._appended
         rows, removals = self._totals
@@ -437,6 +453,7 @@ class JournalWriter:
                 self._steps[rows] = steps
         self._segments[-1].rows -= self._totals[0]
         self._appended = self._appended_synced
+        self._largest = self._largest_synced
         self._undo.clear()
         self._totals = [0, 0]
         self._sequence, self._rewrites = self._began_at

@@ -179,7 +179,7 @@ class StepRecorder:
         observations: Sequence[str] | None,
         publish_every: int | None,
         overlap: int,
-        priority: float,
+        priority: float | None,
         autoreset: Any,
         share_rows: bool,
         zeros: Sequence[str],
@@ -410,8 +410,12 @@ class StepRecorder:
         return self._native.rows
 
     @property
-    def priority(self) -> float:
+    def priority(self) -> float | None:
         """Priority of rows, or of steps with `priority_per="step"`, that are published from now on. May be set.
+
+        None: the store's `new_priority`.
+
+        None: the store's `new_priority`.
 
         Raises:
             ArgumentError: it is set to something else than a finite number >= 0.
@@ -419,7 +423,7 @@ class StepRecorder:
         return self._native.priority
 
     @priority.setter
-    def priority(self, priority: float) -> None:
+    def priority(self, priority: float | None) -> None:
         self._native.priority = check_priority(priority)
 
     def in_episode(self, environment: int) -> bool:
@@ -487,8 +491,10 @@ class RecorderPriority:
     _recorder: StepRecorder
 
     @property
-    def priority(self) -> float:
+    def priority(self) -> float | None:
         """Priority of rows, or of steps with `priority_per="step"`, that are published from now on. May be set.
+
+        None: the store's `new_priority`.
 
         Raises:
             ArgumentError: it is set to something else than a finite number >= 0.
@@ -496,7 +502,7 @@ class RecorderPriority:
         return self._recorder.priority
 
     @priority.setter
-    def priority(self, priority: float) -> None:
+    def priority(self, priority: float | None) -> None:
         self._recorder.priority = priority
 
 

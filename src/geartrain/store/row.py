@@ -138,7 +138,7 @@ class Row(_Uncommitted):
         self,
         columns: Columns,
         index: int,
-        priority: float,
+        priority: float | None,
         version: int,
         zeros: Collection[str] = (),
         taken: Collection[str] = (),
@@ -174,15 +174,15 @@ class Row(_Uncommitted):
         self._length = length
 
     @property
-    def priority(self) -> float:
-        """Priority of the row; set it before the commit.
+    def priority(self) -> float | None:
+        """Priority of the row; set it before the commit. None: the store's `new_priority`.
 
         In an open row it is the priority of steps that are still to come.
         """
         return self._priority
 
     @priority.setter
-    def priority(self, priority: float) -> None:
+    def priority(self, priority: float | None) -> None:
         if self._done:
             self._check_open()
         self._priority = priority
@@ -310,13 +310,14 @@ class Row(_Uncommitted):
         if not self._open:
             raise SchemaError("this row was not published yet: publish(length=...) comes first")
         priority = self._priority
-        if length.__class__ is not int or priority.__class__ is not float or not 0 <= length < 2**32:
+        plain = priority is None or priority.__class__ is float
+        if length.__class__ is not int or not plain or not 0 <= length < 2**32:
             length = whole_number("the row's length", length, 2**32 - 1)
             priority = check_priority(priority)
         self._columns.native.extend(self._index, length, priority)
         self._length = length
 
-    def _enter(self, call: Callable[[int, int, float, int], int], length: int | None) -> None:
+    def _enter(self, call: Callable[[int, int, float | None, int], int], length: int | None) -> None:
         limiter = self._columns.limiter
         admitted = False
         try:
@@ -374,7 +375,7 @@ class Rows(_Uncommitted):
         self,
         columns: Columns,
         index: NDArray[np.uint32],
-        priority: float,
+        priority: float | None,
         version: int,
         zeros: Collection[str] = (),
     ) -> None:
@@ -385,7 +386,7 @@ class Rows(_Uncommitted):
         self._index = index
         n = len(index)
         self._lengths: ArrayLike | None = None
-        self._priorities: ArrayLike = np.full(n, priority, np.float64)
+        self._priorities: ArrayLike | None = None if priority is None else np.full(n, priority, np.float64)
         self._versions: ArrayLike = np.full(n, version, np.int64)
         self._keys: Keys | None = None
 
@@ -410,7 +411,7 @@ class Rows(_Uncommitted):
         return self._priorities
 
     @priorities.setter
-    def priorities(self, priorities: ArrayLike) -> None:
+    def priorities(self, priorities: ArrayLike | None) -> None:
         self._check_open()
         self._priorities = priorities
 

@@ -37,6 +37,7 @@ from geartrain.errors import (
     FieldError,
     GeartrainError,
     IncompatibleStoreError,
+    StaleStoreError,
     StoreError,
     StoreExistsError,
     StoreMissingError,
@@ -49,6 +50,8 @@ Remover = str
 JournalFull = Literal["wait", "error"]
 #: What a store keeps a priority for.
 PriorityPer = Literal["row", "step"]
+#: What rows and steps get that are stored without a priority: 1, or the largest priority that was given so far.
+NewPriority = Literal["one", "max"]
 REMOVERS = ("fifo", "lifo", "lowest_priority", "least_recently_sampled", "most_sampled")
 _NUMBERS = (
     "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float32", "float64",
@@ -121,6 +124,7 @@ class CreateOptions(TypedDict, total=False):
     max_age_s: float | None
     priority_fraction_bits: int
     priority_per: PriorityPer
+    new_priority: NewPriority
     persist: bool | None
     reserve: bool
     trust: Trust
@@ -144,6 +148,7 @@ def create_segment(
     max_age_s: float | None,
     priority_fraction_bits: int,
     priority_per: PriorityPer,
+    new_priority: NewPriority,
     persist: bool | None,
     reserve: bool,
     trust: Trust,
@@ -154,6 +159,7 @@ def create_segment(
     max_length = check_max_length(fields, max_length)
     number = remover_number(remover, fields)
     per_step = check_choice("priority_per", priority_per, ("row", "step")) == "step"
+    takes_max = check_choice("new_priority", new_priority, ("one", "max")) == "max"
     if per_step and remover == "lowest_priority":
         raise ArgumentError("with priority_per='step' rows have no priorities; remover='lowest_priority' needs them")
     specs = [
@@ -197,6 +203,7 @@ def create_segment(
             timeout(timeout_s),
             trust,
             per_step,
+            takes_max,
         )
     except StoreExistsError:
         raise StoreExistsError(_describe_existing(name, trust)) from None
@@ -218,10 +225,23 @@ def attach(name: str, *, adopt: bool, timeout_s: float, trust: Trust) -> _native
         raise StoreMissingError(f"{error}{hint}{_stores_here(name)}") from None
 
 
-def peek(name: str, trust: Trust = "user") -> _native.Store:
-    """Looks at a segment without joining it; see `Store.peek`. Raises as `attach`."""
+def read_only(name: str, *, adopt: bool, timeout_s: float, trust: Trust) -> _native.Store:
+    """A segment that is read and not joined; see `Store.open`. Raises as `attach`."""
+    native = peek(name, trust, timeout_s=timeout_s)
+    if not adopt and not native.closed_in_order() and not native.live_clients() and not native.closed_in_order():
+        path, rows = native.describe()["path"], native.committed_count()
+        native.close(False)
+        raise StaleStoreError(
+            f"{path} holds {rows} rows of a run whose processes have all ended without closing it: an import that was "
+            f"not finished, for example"
+        )
+    return native
+
+
+def peek(name: str, trust: Trust = "user", *, timeout_s: float = 1.0) -> _native.Store:
+    """Looks at a segment, living or dead, without joining it. Raises as `attach`."""
     try:
-        return _native.Store.attach(name, False, True, 1.0, trust)
+        return _native.Store.attach(name, False, True, timeout_s, trust)
     except StoreMissingError as error:
         raise StoreMissingError(f"{error}{_stores_here(name)}") from None
 
@@ -243,8 +263,8 @@ def _describe_existing(name: str, trust: Trust) -> str:
         return f"the name {name!r} is taken: {error}. Choose another name"
     return (
         f"a store named {name!r} exists already ({_native.segment_path(name)}, {rows} rows). "
-        f"Join it with Store.open({name!r}), or, if its run is over, replace it with "
-        f"Store.open(..., create='replace') or remove it with `geartrain remove {name}`"
+        f"Join it with Store.open({name!r}), or read it with mode='r'. If nobody needs its rows, "
+        f"Store.open(..., create='replace') or `geartrain remove {name}` deletes them"
     )
 
 

@@ -26,6 +26,7 @@ from geartrain.store.journaled import JournaledStore, begin_journal, join_journa
 from geartrain.store.segment import (
     CreateOptions,
     JournalFull,
+    NewPriority,
     PriorityPer,
     Remover,
     attach,
@@ -33,6 +34,7 @@ from geartrain.store.segment import (
     check_schema,
     create_segment,
     peek,
+    read_only,
     remove_journaled,
     remove_unused,
 )
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from geartrain.store.checkpoint_writer import Saved
 
 Create = Literal["never", "missing", "replace"]
+Mode = Literal["rw", "r"]
 
 
 class Store(JournaledStore):
@@ -76,8 +79,6 @@ class Store(JournaledStore):
         1
     """
 
-    _peeks = False  # opened by `peek`: without locks
-
     # --- creating and joining ---------------------------------------------------------------------------------
 
     @overload
@@ -106,6 +107,7 @@ class Store(JournaledStore):
         max_age_s: float | None = None,
         priority_fraction_bits: int = 16,
         priority_per: PriorityPer = "row",
+        new_priority: NewPriority = "one",
         persist: bool | None = None,
         reserve: bool = True,
         trust: Trust = "user",
@@ -144,6 +146,10 @@ class Store(JournaledStore):
             priority_per: "row", or "step" for a priority of each step: `Prioritized` then draws steps
                 (docs/selection.md). A new step gets the priority that its row is inserted with. This takes 8.6 bytes
                 for each of `capacity * max_length` steps, at most 2**32 - 16.
+            new_priority: priority of rows and steps that are stored without one. "one" is 1. "max" is the largest
+                priority that any process has set in this store, by an update or an insert, and 1 until the first. Pick
+                "max" for prioritized replay by TD errors: a new transition is then as likely as the worst known one,
+                whatever the scale of the errors. `reset_max_priority` lowers it.
             persist: keep the segment after the last process closed it. True by default for paths only.
             reserve: allocate the memory or disk space now, so that a shortage raises here. With False it is allocated
                 by the first write to it, and a writer on a full file system dies of SIGBUS.
@@ -201,6 +207,7 @@ class Store(JournaledStore):
             max_age_s=max_age_s,
             priority_fraction_bits=priority_fraction_bits,
             priority_per=priority_per,
+            new_priority=new_priority,
             persist=persist,
             reserve=reserve,
             trust=check_trust(trust),
@@ -223,6 +230,7 @@ class Store(JournaledStore):
         fields: Mapping[str, Field] | None = None,
         *,
         max_length: int | None = None,
+        mode: Mode = "rw",
         create: Create = "never",
         adopt: bool = False,
         trust: Trust = "user",
@@ -231,15 +239,22 @@ class Store(JournaledStore):
     ) -> Store:
         """Joins a store that exists, or creates one if you ask for it.
 
+        With mode="r" the store can only be read, as suits a data set. `Replay`, `fetch` and `save` accept it, also on a
+        read-only file system. If a reader is killed, the store stays as it was. Draws are not counted, so
+        `max_times_sampled`, a rate limiter and updates of priorities need mode="rw". Copies and pickles of the handle
+        are read-only as well.
+
         Args:
             name: as in `create`.
             fields: fields that the store must have. Required if the store may be created.
             max_length: steps of the longest row that the store must have, given with `fields`. Required as in `create`
                 if the store may be created.
+            mode: "rw" to read and write, "r" to read only.
             create: "never" joins only, "missing" joins or creates, "replace" creates. "replace" first removes a segment
                 that a dead run left, and raises if the segment is in use.
             adopt: join a segment whose processes were all killed, with the rows that they committed. If its lists are
-                damaged and no process uses it, they are rebuilt from the rows.
+                damaged and no process uses it, they are rebuilt from the rows. With mode="r": read such a segment as it
+                is, also one whose import was killed half-way.
             trust: who may write to the file, as in `create`. A file that more users may write to is not opened.
             timeout_s: longest wait for another process that holds the store's lock, in seconds.
             options: passed to `create` if the store is created.
@@ -250,7 +265,7 @@ class Store(JournaledStore):
         Raises:
             ArgumentError: options contradict each other, or there is no name.
             StoreMissingError: there is no store of that name.
-            StaleStoreError: the processes that used the store died. Pass `adopt=True` to keep its rows.
+            StaleStoreError: the processes that wrote to the store died. Pass `adopt=True` to keep its rows.
             IncompatibleStoreError: another format, layout or schema than expected; or the file is truncated or not a
                 store.
             UntrustedStoreError: another user owns the file, more users may write to it than `trust` says, or it is a
@@ -262,6 +277,8 @@ class Store(JournaledStore):
         name = check_name(name)
         check_choice("create", create, ("never", "missing", "replace"))
         adopt = check_flag("adopt", adopt)
+        if check_choice("mode", mode, ("rw", "r")) == "r" and create != "never":
+            raise ArgumentError(f"mode='r' reads a store that is there, and create={create!r} makes one")
         if create != "never" and fields is None:
             raise ArgumentError(f"create={create!r} needs the fields of the store to create")
         check_keywords("Store.open", options, CreateOptions.__annotations__)
@@ -276,13 +293,16 @@ class Store(JournaledStore):
             try:
                 if fields is not None:
                     # Before joining: a dead run's segment that was joined and left again would be removed.
-                    check_schema(name, fields, max_length, cls.peek(name, trust=trust).native)
+                    check_schema(name, fields, max_length, peek(name, trust))
+                if mode == "r":
+                    return cls(read_only(name, adopt=adopt, timeout_s=timeout_s, trust=trust), name, trust)
                 store = cls(attach(name, adopt=adopt, timeout_s=timeout_s, trust=trust), name, trust)
                 break
             except StaleStoreError as error:
                 raise StaleStoreError(
-                    f"{error}. Join them with adopt=True, start afresh with create='replace', or remove the "
-                    f"segment with `geartrain remove {name}`"
+                    f"{error}. adopt=True keeps these rows: Store.open({name!r}, adopt=True) joins them, and with "
+                    f"mode='r' they are only read. If nobody needs them, create='replace' or `geartrain remove {name}` "
+                    f"deletes them"
                 ) from None
             except StoreMissingError:
                 if create == "never":
@@ -301,25 +321,6 @@ class Store(JournaledStore):
         except BaseException:
             store.close()
             raise
-        return store
-
-    @classmethod
-    def peek(cls, name: str | os.PathLike[str], *, trust: Trust = "user") -> Store:
-        """Opens a store read-only, living or dead: leaves no trace and cannot change it.
-
-        Copies and pickles of the handle are read-only as well. `save` works: it writes what was committed when it
-        began, except rows that are removed meanwhile.
-
-        Args:
-            name: as in `open`.
-            trust: as in `open`.
-
-        Raises:
-            StoreMissingError, IncompatibleStoreError, UntrustedStoreError: as for `open`.
-        """
-        name = check_name(name)
-        store = cls(peek(name, check_trust(trust)), name, trust)
-        store._peeks = True
         return store
 
     @classmethod
@@ -452,9 +453,9 @@ class Store(JournaledStore):
             incremental=incremental,
             origin=self.origin,
             progress=progress,
-            locks=not self._peeks,
+            locks=not self.read_only,
         )
-        if self.native.journal_state() is not None and not self._peeks:
+        if self.native.journal_state() is not None and not self.read_only:
             self.native.request_journal_priorities()
         return saved
 
@@ -465,17 +466,17 @@ class Store(JournaledStore):
             raise StoreClosedError(f"the store {self.name!r} was closed: copy or pickle an open handle")
         if anonymous.is_anonymous(self.name):
             anonymous.check_may_pickle()
-        return _opened_again, (self.name, self.trust, self.id, self._peeks)
+        return _opened_again, (self.name, self.trust, self.id, self.read_only)
 
 
-def _opened_again(name: str, trust: Trust, store_id: int, peeks: bool) -> Store:
-    """A copy of a handle: joins the store, or only peeks at it, as the handle did.
+def _opened_again(name: str, trust: Trust, store_id: int, read_only: bool) -> Store:
+    """A copy of a handle: joins the store, or only reads it, as the handle does.
 
     Raises:
         StoreMissingError: it is gone, also where another store has its name now; or it is on another host.
     """
     try:
-        store = Store.peek(name, trust=trust) if peeks else Store.open(name, trust=trust)
+        store = Store.open(name, mode="r", adopt=True, trust=trust) if read_only else Store.open(name, trust=trust)
     except StoreMissingError:
         if not anonymous.is_anonymous(name):
             raise

@@ -28,7 +28,7 @@ class WritableStore(StoreHandle):
 
     # --- writing --------------------------------------------------------------------------------------------
 
-    def row(self, *, priority: float = 1.0, version: int = 0, zeros: Sequence[str] = ()) -> Row:
+    def row(self, *, priority: float | None = None, version: int = 0, zeros: Sequence[str] = ()) -> Row:
         """Starts one row, which you write in place.
 
         Set `row.length` and write every field. Steps that you leave out are zeros. As a context manager the row commits
@@ -37,7 +37,8 @@ class WritableStore(StoreHandle):
         store's `limiter` is set.
 
         Args:
-            priority: priority of the row in prioritized replay. `update_priorities` changes it later.
+            priority: priority of the row in prioritized replay; by default the store's `new_priority`.
+                `update_priorities` changes it later.
             version: version of the model that acted; kept with the row.
             zeros: fields that you do not write; they are all zeros.
 
@@ -51,7 +52,7 @@ class WritableStore(StoreHandle):
             zeros = self.columns.names("zeros", zeros)
         return Row(self.columns, self.native.allocate_one(), priority, version, zeros)
 
-    def rows(self, n: int, *, priority: float = 1.0, version: int = 0, zeros: Sequence[str] = ()) -> Rows:
+    def rows(self, n: int, *, priority: float | None = None, version: int = 0, zeros: Sequence[str] = ()) -> Rows:
         """Starts `n` rows, which you write in place and commit together.
 
         The commit is atomic: all rows or none, even if the process is killed in the middle.
@@ -87,7 +88,7 @@ class WritableStore(StoreHandle):
             fields: for every field of the store an array or tensor (n, t, ...) of its dtype, t up to `max_length`. A
                 `per_row` field is (n, ...).
             lengths: (n,) steps of each row; t by default.
-            priorities: (n,) finite and >= 0; 1 by default.
+            priorities: (n,) finite and >= 0; by default the store's `new_priority`.
             versions: (n,) integers; 0 by default.
             threads: threads that copy; by default up to 4 of the cores this process may use.
             casting: conversions to the fields' dtypes that are allowed, as in NumPy: "no", "safe" (int16 to float32) or
@@ -118,7 +119,7 @@ class WritableStore(StoreHandle):
         observations: Sequence[str] | None = None,
         publish_every: int | None = None,
         overlap: int = 0,
-        priority: float = 1.0,
+        priority: float | None = None,
         autoreset: Any = None,
         share_rows: bool = False,
         zeros: Sequence[str] = (),
@@ -139,9 +140,9 @@ class WritableStore(StoreHandle):
             publish_every: make an unfinished row available for sampling every this many steps. By default only finished
                 rows are.
             overlap: number of steps that the next row of a long episode repeats, so that frame stacks and n-step sums
-                are complete there. `Transitions` needs frame_stack - 1 + n_step - 1 of them. Each step is drawn from one
-                of its copies. The store needs the fields of `recorded_fields(..., overlap=True)`.
-            priority: priority of new rows.
+                are complete there. `Transitions` needs frame_stack - 1 + n_step - 1 of them. Each step is drawn from
+                one of its copies. The store needs the fields of `recorded_fields(..., overlap=True)`.
+            priority: priority of new rows, or steps; by default the store's `new_priority`.
             autoreset: what the environments do when an episode ends: "next_step" (Gymnasium's default), "same_step" or
                 "disabled", or `envs.metadata["autoreset_mode"]`.
             share_rows: the next episode of an environment continues in the same row while there is room. The row is
@@ -230,11 +231,26 @@ class WritableStore(StoreHandle):
         Raises:
             ArgumentError: the power is not finite or not above zero.
 
-        Cost: one pass over the priorities, about 20 ns each.
+        The priority of new rows is raised with them (`Store.create(..., new_priority="max")`).
+
+        Cost: one pass over the priorities, about 20 ns each. With new_priority="max" inserts and updates wait for it.
         """
         if not check_real("power", power) > 0:
             raise ArgumentError(f"priorities are raised to a finite power above zero, found {power}")
         self.native.raise_priorities(power)
+
+    def reset_max_priority(self) -> None:
+        """Lowers the priority of new rows to the largest that a row, or step, of the store has now.
+
+        For a store with new_priority="max" in which few very large priorities were set, or whose large ones have been
+        updated since: the largest priority only rises by itself.
+
+        Raises:
+            SchemaError: the store was created without new_priority="max".
+
+        Cost: a pass over the priorities, about 1 ns each, in which inserts and updates wait.
+        """
+        self.native.reset_max_priority()
 
     def write(
         self,

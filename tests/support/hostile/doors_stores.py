@@ -127,10 +127,10 @@ def open_or_create(tools: Tools) -> Door:
     return call, {"name": tools.name(), "fields": LARGE, "create": "missing", "capacity": 2, "reserve": False}
 
 
-@door("Store.peek", name=nothing, trust=nothing)
-def peek(tools: Tools) -> Door:
+@door("Store.open, to read", name=nothing, mode=nothing, trust=nothing)
+def open_to_read(tools: Tools) -> Door:
     there = tools.enter(new_store(tools))
-    return gt.Store.peek, {"name": there.name, "trust": "user"}
+    return gt.Store.open, {"name": there.name, "mode": "r", "trust": "user"}
 
 
 @door("Store.load", directory=nothing, name=a_name, progress=flag, journal_sync_s=SECONDS, reserve=flag)

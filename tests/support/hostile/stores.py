@@ -125,19 +125,20 @@ def unnamed_store(tools: Tools) -> Subject:
 @factory(gt.Store, "read-only")
 def read_only_store(tools: Tools) -> Subject:
     there = tools.enter(new_store(tools))
-    one = gt.Store.peek(there.name)
+    one = gt.Store.open(there.name, mode="r")
     writes = ("insert", "row", "rows", "update_priorities", "raise_priorities", "delete", "reap")
     calls = store_calls(one)
-    refused = [*writes, "limiter.set", "limiter.off", "limiter.give_back"]
+    refused = [*writes, "limiter.set", "limiter.off"]
     for name in refused:
         calls[name] = _refused(calls[name], f"{name} through a read-only handle")
-    # Fetching counts what it samples, the audit locks, and nothing expires or is limited here.
-    for name in ("fetch", "audit", "expire", "limiter.admit_inserts"):
+    # The audit locks, and nothing expires or is limited here.
+    allowed = ("fetch", "audit", "expire", "limiter.admit_inserts", "limiter.give_back")
+    for name in allowed:
         calls[name] = _allowed(calls[name])
     return Subject(
         calls=calls,
         close=one.close,
-        survives=frozenset({"repr", "about", "column", "fetch", "audit", "expire", "limiter.admit_inserts", *refused}),
+        survives=frozenset({"repr", "about", "column", *allowed, *refused}),
         owned=[there],
     )
 

@@ -25,7 +25,7 @@ from geartrain.core.arguments import check_choice, check_flag, check_path, did_y
 from geartrain.core.dtypes import as_dtype
 from geartrain.core.progress import Progress
 from geartrain.core.schema import Field
-from geartrain.errors import ArgumentError, SourceError, StoreError, StoreExistsError, StoreMissingError
+from geartrain.errors import ArgumentError, SourceError, StoreError, StoreExistsError, StoreFullError, StoreMissingError
 from geartrain.integrations.datasets.arguments import casts_of, checked_options
 from geartrain.integrations.datasets.episode import Array, DeferredSteps, Episode, FieldChoice, Source, reading
 from geartrain.integrations.datasets.row_filling import RowFiller
@@ -102,7 +102,11 @@ def import_dataset(
 ) -> Store:
     """Creates a store with all episodes of a dataset, one per row.
 
-    The store is complete or absent: if anything fails, what this call created is removed.
+    The store is complete or absent: if anything fails, what this call created is removed. A complete store is sealed:
+    flushed to its disk and marked as whole. From then on any process can open it, whichever process is killed.
+
+    The returned handle is read-only, like `Store.open(..., mode="r")`, so a killed training leaves no trace in the data
+    set. `Store.open(into)` opens it for writing, to add rows or to update priorities.
 
     Args:
         source: a path, a dict of NumPy arrays, a torch `Dataset`, or a `Source`.
@@ -166,6 +170,7 @@ def import_dataset(
     try:
         store = Store.create(name, schema, max_length=max_length, capacity=capacity, persist=persist)
         ingest(opened, store, on_too_long=on_too_long, cast=casts, progress=progress)
+        _seal(store)
     except BaseException:
         if store is None:
             _remove_begun(name, began_ns)
@@ -176,10 +181,18 @@ def import_dataset(
     return store
 
 
+def _seal(store: Store) -> None:
+    """Flushes the store, marks it as whole, and makes the handle read-only; not where another process writes to it."""
+    try:
+        store.native.seal_segment()
+    except StoreFullError as error:
+        _log.warning("the data set is complete, but not sealed: %s", error)
+
+
 def _remove_begun(name: str, began_ns: int) -> None:
     """Removes the store that this process has created since, and that an interrupt has kept `Store.create` from
     returning: it would look like a whole import without rows."""
-    with contextlib.suppress(StoreError, OSError), Store.peek(name) as found:
+    with contextlib.suppress(StoreError, OSError), Store.open(name, mode="r", adopt=True) as found:
         about = found.native.describe()
         mine = {each["pid"] for each in found.native.clients()} <= {os.getpid()}
         if mine and about["created_ns"] >= began_ns and len(found) == 0:
@@ -373,16 +386,17 @@ def _check_absent(name: str) -> None:
     if "/" in name and not Path(name).parent.is_dir():
         raise StoreMissingError(f"{name} cannot be created: {Path(name).parent} is no directory")
     try:
-        found = Store.peek(name)
+        found = Store.open(name, mode="r", adopt=True)
     except StoreMissingError:
         return
     rows, path = len(found), found.path
     killed = found.native.live_clients() == 0 and not found.native.closed_in_order()
     found.close()
     of_killed = " of processes that were killed: an import that was not finished, for example" if killed else ""
+    read = "" if killed else f"Store.open({name!r}, mode='r') reads it. "
     raise StoreExistsError(
-        f"a store named {name!r} exists already ({path}, {rows:,} rows{of_killed}); import under another name, or "
-        f"remove it first: geartrain remove {shlex.quote(name)}"
+        f"a store named {name!r} exists already ({path}, {rows:,} rows{of_killed}). {read}Import under another name, "
+        f"or delete its rows first: geartrain remove {shlex.quote(name)}"
     )
 
 

@@ -80,7 +80,7 @@ class StoredRows:
 
     Args:
         source: a store, or the name or path of one, or the directory of a checkpoint, or an open one. What is opened
-            here is closed by `close`; a store is only looked at (`Store.peek`).
+            here is closed by `close`; a store with mode="r".
         trust: as of `Store.open`.
 
     Attributes:
@@ -241,7 +241,7 @@ def _split(group: RowGroup, marks: Array, once: Set[str]) -> RowGroup:
 def _opened(name: str, trust: Trust) -> Store | Checkpoint:
     path = Path(name)
     if max(map(len, os.fsencode(name).split(b"/"))) > 255:  # what no file system has
-        return Store.peek(name, trust=trust)  # which says so
+        return Store.open(name, mode="r", adopt=True, trust=trust)  # which says so
     if ("/" in name and path.is_dir()) or (path / "manifest.json").is_file():
         if (path / "journal.json").is_file():
             raise SourceError(
@@ -249,7 +249,7 @@ def _opened(name: str, trust: Trust) -> Store | Checkpoint:
                 f"restores"
             )
         return Checkpoint(path)
-    return Store.peek(name, trust=trust)
+    return Store.open(name, mode="r", adopt=True, trust=trust)
 
 
 def _is_text(name: str) -> bool:

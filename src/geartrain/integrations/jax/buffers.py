@@ -98,6 +98,7 @@ class TrajectoryBuffer:
             "max_length": steps_of_row(timesteps, sequence),
             "capacity": rows_for(timesteps, streams, sequence, options["writers"]),
             "priority_per": "row" if exponent is None else "step",
+            "new_priority": "one" if exponent is None else "max",
             "reserve": options["reserve"],
         }
         name = options["store"]

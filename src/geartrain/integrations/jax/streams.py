@@ -78,7 +78,6 @@ class Streams:
         self._rows: list[Row] = []
         self._place = 0
         self._published = False
-        self._greatest = 1.0
         self._exponent = exponent
         self._lock = threading.RLock()
         self._ending = False  # closed by a signal's handler within a call, which does it at its end
@@ -146,13 +145,10 @@ class Streams:
     def update(self, keys: Keys, priorities: NDArray[Any]) -> int:
         """Sets priorities of steps to priority ** exponent; returns how many steps were gone.
 
-        New steps have the greatest priority that was set here. Raises `ArgumentError` for one that is not finite.
+        Raises `ArgumentError` for one that is not finite.
         """
         with self._in_turn():
-            gone = self._replay.update_priorities(keys, priorities)
-            if len(priorities) and self._exponent is not None:
-                self._greatest = max(self._greatest, float(np.abs(priorities).max()) ** self._exponent)
-        return gone
+            return self._replay.update_priorities(keys, priorities)
 
     def written(self, count: int) -> list[NDArray[Any]]:
         """The last of the first `count` timesteps that were added here, (n, timesteps, *shape) by field.
@@ -207,7 +203,7 @@ class Streams:
             for _ in range(self.n):
                 index = self.store.native.allocate_one()
                 # No step is published before all of its fields are written, so no block needs to be zeroed.
-                fresh.append(Row(self.store.columns, index, 1.0, 0, taken=self._names))
+                fresh.append(Row(self.store.columns, index, None, 0, taken=self._names))
         except BaseException:
             for row in fresh:
                 row.abandon()
@@ -229,7 +225,7 @@ class Streams:
             if not self._published and head:
                 row.priority = 0.0
                 row.publish(length=head)
-            row.priority = self._greatest if self._place >= self._sequence or not head else 0.0
+            row.priority = None if self._place >= self._sequence or not head else 0.0
             if not self._published and not head:
                 row.publish(length=self._place)
             elif self._published or self._place > head:

@@ -44,8 +44,8 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
     """Proportional prioritized experience replay (Schaul et al., 2016) over a store; see `ReplayBuffer`.
 
     A transition is drawn in proportion to (|td_error| + min_priority) ** alpha, exactly, from a sum tree in shared
-    memory: any process that has the buffer open draws by what any other has set. A transition that was not drawn yet
-    has the priority of the largest TD error that this process has seen.
+    memory: any process that has the buffer open draws by what any other has set. A new transition has the largest
+    priority that any of them has set so far, and 1 before the first.
 
     An algorithm has to weight its loss and to give the errors back, which those of Stable-Baselines3 do not;
     `PrioritizedDQN` does:
@@ -64,8 +64,7 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
 
     Attributes:
         beta: that weights are made with now; can be set.
-        max_priority: the largest |td_error| so far, or 1, for transitions that are added; can be set, in a process that
-            only adds.
+        max_priority: the |td_error| whose priority transitions that are added get.
 
     Raises:
         ArgumentError: numbers out of range.
@@ -90,18 +89,10 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         self.initial_beta = self.beta = checked_beta(beta)
         self.final_beta = checked_beta(final_beta)
         self.min_priority = float(min_priority)
-        self._max_priority = 1.0
         super().__init__(*args, n_steps=n_steps, gamma=gamma, **kwargs)
 
     def _make_draws(self) -> PrioritizedDraws:
         return PrioritizedDraws(self.store, self.drawn_fields(), self.reach)
-
-    def _attach(self, writer: int | None, count: int) -> None:
-        super()._attach(writer, count)
-        self.writer.priority = self._new_priority()
-
-    def _new_priority(self) -> float:
-        return float(self._stored(self._max_priority))
 
     def _stored(self, error: Any) -> Any:
         """Priorities of transitions, by the absolute values of their errors."""
@@ -110,13 +101,7 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
     @property
     def max_priority(self) -> float:
         """See the class."""
-        return self._max_priority
-
-    @max_priority.setter
-    def max_priority(self, value: float) -> None:
-        check_number("max_priority", value, "a finite number >= 0", least=0)
-        self._max_priority = float(value)
-        self.writer.priority = self._new_priority()
+        return float(self.store.new_priority ** (1 / self.alpha)) - self.min_priority if self.alpha else 1.0
 
     def update_priorities(self, keys: Keys, td_errors: ArrayLike, progress_remaining: float | None = None) -> int:
         """Sets the priorities of transitions of earlier batches; returns how many of them are gone.
@@ -141,8 +126,6 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
             raise ArgumentError(f"progress_remaining goes from 1 to 0, found {progress_remaining}")
         errors = np.abs(errors.reshape(-1), dtype=np.float64)
         stale = self.store.update_priorities(keys, self._stored(errors))
-        if errors.size and errors.max() > self._max_priority:
-            self.max_priority = errors.max()
         if progress_remaining is not None:
             self.beta = self.final_beta + max(0.0, float(progress_remaining)) * (self.initial_beta - self.final_beta)
         return stale

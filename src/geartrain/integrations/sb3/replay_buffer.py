@@ -158,6 +158,7 @@ class ReplayBuffer(stock.ReplayBuffer):
             self.store = store
         else:
             options: dict[str, Any] = {"capacity": rows, "reserve": self._reserve, "priority_per": self.priority_per}
+            options["new_priority"] = "one" if self.priority_per == "row" else "max"
             if store is None:
                 self.store = Store.create(fields, max_length=steps, **options)
             else:
@@ -413,28 +414,27 @@ class ReplayBuffer(stock.ReplayBuffer):
 
     # --- pickling ---------------------------------------------------------------------------------------------
 
-    def _new_priority(self) -> float:
-        """That of transitions that are added."""
-        return 1.0
-
     def __getstate__(self) -> dict[str, Any]:
         """Everything in the store, as `model.save_replay_buffer` writes it: a copy, of which each frame is once."""
         left = ("store", "writer", "_draws", "index", "positions", "_forks")
         state = {name: value for name, value in self.__dict__.items() if name not in left}
         state["_contents"] = Contents.of(self.store)
         state["_written"] = (self.writer.writer, self.writer.count)
+        state["_max_stored"] = self.store.native.max_priority
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A buffer with a store of its own, which holds what was saved."""
         state = dict(state)
-        contents, written = state.pop("_contents"), state.pop("_written")
+        contents, written, largest = state.pop("_contents"), state.pop("_written"), state.pop("_max_stored", 0)
         self.__dict__.update(state)
         self._open(None)
         if len(contents.lengths):  # of a buffer that was saved before rows noted which steps they repeat
             contents.fields.setdefault(REPEATS, np.zeros((len(contents.lengths), 3), np.int32))
-        for part in joined(contents, self.reach, list(self._shapes), self._new_priority()):
+        self.store.native.restore_max_priority(largest)
+        for part in joined(contents, self.reach, list(self._shapes), self.store.new_priority):
             part.put(self.store)
+        self.store.native.restore_max_priority(largest)  # also where transitions that were never drawn had more
         self._attach(*written)
 
 

@@ -141,7 +141,7 @@ class PrioritizedSampler(stock.PrioritizedSampler):  # type: ignore[misc]  # as 
         else:
             index = np.arange(len(storage))
             storage.store.update_priorities(storage.keys_at(index), np.ones(len(index)))  # type: ignore[union-attr]
-        storage.highest = storage.highest**power
+        storage.raise_highest_to(power)
 
     @property
     def beta(self) -> float:

@@ -145,7 +145,7 @@ def new_name() -> str:
 def _is_used(name: str) -> bool:
     """Whether a living process uses a store; False where there is none."""
     try:
-        with Store.peek(name) as store:
+        with Store.open(name, mode="r", adopt=True) as store:
             return bool(store.native.live_clients())
     except StoreMissingError:
         return False
@@ -153,7 +153,7 @@ def _is_used(name: str) -> bool:
 
 def _remove(name: str) -> None:
     """Removes a store's name, if there is one."""
-    with suppress(StoreMissingError), Store.peek(name) as store:
+    with suppress(StoreMissingError), Store.open(name, mode="r", adopt=True) as store:
         store.unlink()
 
 
@@ -161,7 +161,7 @@ def _leave(name: str, owner: Store, pid: int) -> None:
     """Removes what others have made for an owner, and the small store that is its own."""
     if os.getpid() != pid:  # a forked child's copy
         return
-    with suppress(GeartrainError, OSError), Store.peek(name) as store:
+    with suppress(GeartrainError, OSError), Store.open(name, mode="r", adopt=True) as store:
         if store.options["persist"]:  # made by another process; else the last one that uses it removes it
             store.unlink()
     owner.close()

@@ -263,18 +263,19 @@ class StoredItems:
 
     @property
     def highest(self) -> float:
-        """The priority that new items get: the highest so far, as it is stored."""
+        """The priority that new items get: the highest that was set so far, as it is stored, and 1 before the first."""
         self.check_open()
-        return float(self._highest[0])
+        return float(self._highest[0]) or 1.0
 
-    @highest.setter
-    def highest(self, priority: float) -> None:
+    def raise_highest_to(self, power: float) -> None:
+        """Raises it to a power, as all priorities are; while none was set it stays 1."""
         self.check_open()
-        self._highest[0] = priority
+        if self._highest[0]:
+            self._highest[0] **= power
 
     def raise_highest(self, priority: float) -> None:
         """Raises it to that of an item, if that is higher."""
-        if priority > self.highest:
+        if priority > float(self._highest[0]):
             with self.locked():
                 self._highest[0] = max(priority, float(self._highest[0]))
 
@@ -450,7 +451,7 @@ def _fill(store: Store, fields: Mapping[str, Field], rows: int, state: NDArray[n
                 **zeros,
                 _PLACE: np.arange(begin, begin + n),
                 _STATE: np.tile(state, (n, 1)),
-                _HIGHEST: np.ones((n, 1)),
+                _HIGHEST: np.zeros((n, 1)),
             },
             priorities=np.zeros(n),
         )

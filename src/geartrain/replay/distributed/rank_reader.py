@@ -102,7 +102,7 @@ def _open_near(found: dict[int, Store], mine: Store, members: Members, number: i
             continue
         # Of another mount namespace, of another user, or no more files may be open: its rows come in messages.
         with contextlib.suppress(GeartrainError):
-            store = Store.peek(paths[peer], trust=mine.trust)
+            store = Store.open(paths[peer], mode="r", adopt=True, trust=mine.trust)
             if store.id == shards.ids[shard]:
                 found[shards.first + shard] = store
             else:

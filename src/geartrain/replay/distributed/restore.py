@@ -58,7 +58,7 @@ def adopt_segment(name: str, source: SavedShard) -> tuple[Store, tuple[int, int,
     Priorities and counts of samples of the rows it shares with the checkpoint are reset to the saved ones.
     """
     try:
-        peeked = Store.peek(name)
+        peeked = Store.open(name, mode="r", adopt=True)
     except StoreMissingError:
         return None
     if not source.is_in(peeked.id):

@@ -56,7 +56,7 @@ def checkpoint(
     every_s = None if every is None else _seconds(every)
     with contextlib.ExitStack() as looked:
         if every_s is None:
-            looked.enter_context(Store.peek(name, trust=trusted))  # before a directory is made
+            looked.enter_context(Store.open(name, mode="r", adopt=True, trust=trusted))  # before a directory is made
         with holding(path):
             if every_s is None:
                 if saved := _save(name, path, keep, trusted, None)[1]:
@@ -105,7 +105,7 @@ def _hidden_end(error: BaseException | None) -> BaseException | None:
 
 def _save(name: str, path: Path, keep: int, trust: Trust, seen: object) -> tuple[object, Saved | None]:
     """Saves unless the store is as it was; what to compare it with the next time, and the figures of the save."""
-    with Store.peek(name, trust=trust) as store:
+    with Store.open(name, mode="r", adopt=True, trust=trust) as store:
         state = (store.id, store.native.next_sequence(), store.native.counters())
         return state, None if state == seen else save_next(store, path, keep)
 

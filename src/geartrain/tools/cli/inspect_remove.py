@@ -102,7 +102,7 @@ def _kind_of(name: str) -> str:
 
 
 def _inspect_rows(name: str, rows: int, png: Path | None, as_json: bool, trust: Trust) -> None:
-    store = Store.peek(name, trust=trust)
+    store = Store.open(name, mode="r", adopt=True, trust=trust)
     if as_json:
         sys.stdout.write(json.dumps(rows_as_json(store, rows)) + "\n")
         return
@@ -117,7 +117,7 @@ def _list_segments(as_json: bool, trust: Trust) -> None:
     for path in shared_files("geartrain.*", directory):
         name = path.name.removeprefix("geartrain.")
         try:
-            store = Store.peek(name, trust=trust)
+            store = Store.open(name, mode="r", adopt=True, trust=trust)
             found.append(
                 {
                     "name": name,
@@ -276,7 +276,7 @@ def _histogram_edges(priorities: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _inspect_store(name: str, as_json: bool, audit: bool, trust: Trust) -> None:
-    about = _describe(Store.peek(name, trust=trust))
+    about = _describe(Store.open(name, mode="r", adopt=True, trust=trust))
     if audit:
         about["problems"] = _problems(name, trust)
     if as_json:
@@ -471,7 +471,7 @@ def remove(
         out.print(f"removed the counters {escape(name)}")
         return
     try:
-        store = Store.peek(name, trust=trusted)
+        store = Store.open(name, mode="r", adopt=True, trust=trusted)
     except IncompatibleStoreError as error:
         _remove_unreadable(name, force, error)
         return

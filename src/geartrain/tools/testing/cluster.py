@@ -163,7 +163,7 @@ class Hosts:
         try:
             with Hosts(2, rate_mbit=1000) as hosts:
                 hosts.run(1, ["true"])
-        except HostsError as error:
+        except (HostsError, OSError) as error:  # a full /dev/shm, for one
             return str(error)
         return None
 
