@@ -54,6 +54,10 @@ void RankSteps::add_updates(std::span<const GivenPriorities> given, Parts& parts
         (!from.draws.empty() && from.draws.size() != n) || (!from.steps.empty() && from.steps.size() != n)) {
       fail(ErrorKind::schema, "an update has as many rows, generations, shards, draws, steps and priorities");
     }
+    // As if each rank got its share of them, and some more.
+    for (std::vector<std::byte>& part : parts) {
+      part.reserve(part.size() + 2 * n * sizeof(PriorityRecord) / parts.size());
+    }
     for (size_t i = 0; i < n; ++i) {
       const int64_t shard = from.shards[i];
       if (shard < 0 || static_cast<size_t>(shard) >= leader_of_.size()) {
@@ -76,6 +80,8 @@ void RankSteps::apply(const std::vector<PriorityRecord>& updates, const Hooks& h
     std::ranges::stable_sort(ordered, {}, [](const PriorityRecord& each) { return std::pair(each.call, each.draw); });
     std::vector<uint32_t> rows, generations, steps;
     std::vector<double> priorities;
+    for (auto* const of_rows : {&rows, &generations}) of_rows->reserve(ordered.size());
+    priorities.reserve(ordered.size());
     for (const PriorityRecord& each : ordered) {
       rows.push_back(each.row);
       generations.push_back(each.generation);

@@ -10,7 +10,6 @@ import os
 import time
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -143,12 +142,5 @@ def _group(name: str) -> Any:
     return dist.group.WORLD
 
 
-def keep_niceness() -> None:
-    """Gives this process's session the process's niceness, which is what counts where the kernel groups sessions."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(os.getpriority(os.PRIO_PROCESS, 0)))
-
-
 if __name__ == "__main__":
-    keep_niceness()
     answer_requests(Worker)

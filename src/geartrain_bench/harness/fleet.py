@@ -251,6 +251,9 @@ class _Member:
         except OSError as error:
             self._stderr.close()
             raise BaselineError(f"rank {number} does not start: {error}") from None
+        # Where the kernel groups processes by sessions, the niceness of a session counts, and not that of a process.
+        with contextlib.suppress(OSError):
+            Path(f"/proc/{self._process.pid}/autogroup").write_text(str(os.getpriority(os.PRIO_PROCESS, 0)))
         assert self._process.stdout is not None
         self.stdout = self._process.stdout
         os.set_blocking(self.stdout.fileno(), False)

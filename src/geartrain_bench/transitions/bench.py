@@ -24,9 +24,10 @@ five arrays, next observations apart, or a window's steps. index_select writes i
 every batch; NumPy and the baselines allocate each batch. `torchrl-thp` is torchrl with torch's allocator in huge pages.
 
 Threats to validity: arrays of baselines lie in private memory, with huge pages where the system gives them, geartrain's
-in shared memory. Batches are dropped unread. On a busy machine only the ratios mean something, and
-batches that take longer than about 50 us are built on a prefetch thread: a lap of large batches begins with up to two
-that were built before its clock started. Compare baselines with the line prefetch=0, which has neither.
+in shared memory. Batches are dropped unread. On a busy machine only the ratios mean something. Batches of a megabyte and
+more may be copied by two threads, of which the second polls between batches and counts as well. Batches that take
+longer than about 50 us are built on a prefetch thread: a lap of large batches begins with up to two that were built
+before its clock started. Compare baselines with the line prefetch=0, which has neither.
 """
 
 from __future__ import annotations
@@ -458,7 +459,8 @@ class _CaseBench:
             for _ in range(calls):
                 one()
 
-        return System(name, lambda: harness.lap(calls, body, one), floor)
+        # A whole lap before each: what the one of another system has left in the caches shows for dozens of calls.
+        return System(name, lambda: harness.lap(calls, body, body), floor)
 
     def _take(self, ours: list[System], floor: Callable[[], None]) -> None:
         """geartrain and the floor, alone or with each baseline."""
