@@ -225,16 +225,16 @@ SEARCHES = {
     "R2D2": "recipes/",
     "burn-in": "recipes/ replay",
     "LSTM state": "recipes/ replay",
-    "DDP": "first-hour/ddp collectives-torch ranks",
+    "DDP": "first-hour/ddp collectives-torch ranks recipes/",
     "multi node": "first-hour/hosts clusters recipes/ deployment",
     "Slurm": "deployment clusters launch recipes/",
-    "Docker": "deployment install",
+    "Docker": "deployment install recipes/",
     "Kubernetes": "deployment clusters",
     "SIGBUS": "troubleshooting",
     "shared memory full": "troubleshooting sizing",
     "resume": "checkpoints recipes/",
     "checkpoint": "checkpoints",
-    "variable length": "first-hour/llm replay",
+    "variable length": "first-hour/llm replay recipes/",
     "padding": "replay first-hour/llm",
     "GRPO": "first-hour/llm selection recipes/",
     "tokens": "first-hour/llm recipes/",
@@ -258,7 +258,6 @@ SEARCHES = {
     "GPU": "gpu first-hour/gpu",
 }
 PENDING = {
-    *("action mask", "R2D2", "burn-in", "LSTM state", "PPO", "padding", "fork"),
     *("SIGBUS", "shared memory full", "memory usage", "timeout"),
 }
 
