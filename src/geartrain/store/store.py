@@ -317,7 +317,7 @@ class Store(JournaledStore):
     def load(
         cls,
         directory: str | os.PathLike[str] | Checkpoint,
-        name: str | os.PathLike[str] | None,
+        name: str | os.PathLike[str] | None = None,
         *,
         create: Literal["missing", "replace"] = "missing",
         progress: bool = False,
@@ -332,7 +332,7 @@ class Store(JournaledStore):
 
         Args:
             directory: what was given to `save`; or an open `Checkpoint`, which stays open.
-            name: of the new store, as in `create`; None for one without a name.
+            name: of the new store, as in `create`; by default it has none.
             create: "missing" (a store of that name is an error), or "replace": one that no process uses is removed
                 first, as by `open`. With a journal one that a killed process has left is removed anyhow, where it is
                 the journal's or has no rows.
