@@ -343,7 +343,7 @@ def main(arguments: list[str] | None = None) -> int:
     fields = recorded_fields(make(f"atari/{chosen.game}").fields(), overlap=True)
     rows = max(64, chosen.capacity // (ROW - OVERLAP - 1))
     name = f"atari-{os.getpid()}"
-    with gt.Store.create(name, fields, max_length=ROW, capacity=rows, priority_per="step") as store:
+    with gt.Store.create(name, fields, max_length=ROW, capacity=rows, priority_per="step", new_priority="max") as store:
         result = learn(chosen, store, curve, screen)
     finished = curve.finish(**result)["result"]
     screen.print(" ".join(f"{name}={value:,.2f}" for name, value in finished.items()))

@@ -6,6 +6,9 @@
 
 #include <string.h>
 
+#include <cmath>
+#include <limits>
+
 #include "base/errors.h"
 #include "fetch/insert.h"
 #include "python/bind.h"
@@ -41,12 +44,13 @@ void take_block(Store& store, nb::set taken, nb::str name, uint32_t field, uint3
   taken.add(name);
 }
 
-// No priority: what the store gives to new rows.
-std::span<const double> one_of(const std::optional<double>& priority) {
-  return priority ? std::span(&*priority, 1) : std::span<const double>();
+// The priority of one row; of NaN none, so that the row gets what the store gives to new ones. An optional argument
+// would cost a microsecond.
+std::span<const double> one_of(const double& priority) {
+  return std::isnan(priority) ? std::span<const double>() : std::span(&priority, 1);
 }
 
-uint32_t commit_one(Store& store, uint32_t row, uint32_t length, std::optional<double> priority, int64_t version) {
+uint32_t commit_one(Store& store, uint32_t row, uint32_t length, double priority, int64_t version) {
   uint32_t generation = 0;
   released(store, [&] { store.commit({&row, 1}, {{&length, 1}, one_of(priority), {&version, 1}}, {&generation, 1}); });
   return generation;
@@ -60,7 +64,7 @@ nb::object commit(Store& store, const In<uint32_t>& rows, const std::optional<In
   return to_numpy(std::move(generations));
 }
 
-uint32_t publish_one(Store& store, uint32_t row, uint32_t length, std::optional<double> priority, int64_t version) {
+uint32_t publish_one(Store& store, uint32_t row, uint32_t length, double priority, int64_t version) {
   uint32_t generation = 0;
   released(store, [&] { store.publish({&row, 1}, {{&length, 1}, one_of(priority), {&version, 1}}, {&generation, 1}); });
   return generation;
@@ -317,14 +321,14 @@ void bind_store_rows(nb::class_<Store>& store) {
       .def("take_block", &take_block)
       .def("commit", &commit, nb::arg("rows"), nb::arg("lengths").none(), nb::arg("priorities").none(),
            nb::arg("versions").none())
-      .def("commit_one", &commit_one, nb::arg(), nb::arg(), nb::arg().none(), nb::arg())
-      .def("publish_one", &publish_one, nb::arg(), nb::arg(), nb::arg().none(), nb::arg())
+      .def("commit_one", &commit_one)
+      .def("publish_one", &publish_one)
       .def(
           "extend",
-          [](Store& s, uint32_t row, uint32_t length, std::optional<double> priority) {
+          [](Store& s, uint32_t row, uint32_t length, double priority) {
             return released(s, [&] { return s.extend({&row, 1}, {&length, 1}, one_of(priority)); });
           },
-          nb::arg("row"), nb::arg("length"), nb::arg("priority") = nb::none())
+          nb::arg("row"), nb::arg("length"), nb::arg("priority") = std::numeric_limits<double>::quiet_NaN())
       .def("seal_one", [](Store& s, uint32_t row) { return released(s, [&] { return s.seal({&row, 1}); }); })
       .def("abandon",
            [](Store& s, const In<uint32_t>& rows) {

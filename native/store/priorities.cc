@@ -55,6 +55,7 @@ uint64_t Store::update_priorities(std::span<const uint32_t> rows, std::span<cons
     if (rows.size() >= order_updates_from(header().capacity)) {
       ordered = bucket_order<Update>(rows.size(), header().capacity, [&](size_t i) { return rows[i]; }, update);
     }
+    const bool keeps_largest = largest_ != nullptr;
     PriorityWriter writer(*this);
     PriorityTree::Adder sums(priority_tree_, rows.size());
     for (size_t i = 0; i < rows.size(); ++i) {
@@ -64,7 +65,8 @@ uint64_t Store::update_priorities(std::span<const uint32_t> rows, std::span<cons
       uint64_t old = words()[row].load(kRelaxed);
       bool changed = false;
       while (!changed && generation_of(old) == generation && is_committed(old)) {
-        if (largest_ != nullptr) raise_largest(priority);
+        if (keeps_largest) [[unlikely]]
+          raise_largest(priority);
         changed = words()[row].compare_exchange_weak(old, make_word(generation, priority), kRelaxed);
       }
       // The updater of a word also updates the sums by the difference, even if the row is evicted in between: the

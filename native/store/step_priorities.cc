@@ -127,6 +127,7 @@ uint64_t Store::update_step_priorities(std::span<const uint32_t> rows, std::span
   PriorityWriter writer(*this);
   StepJournal& journal = journals()[client_slot_];
   std::atomic<uint64_t>* words = step_tree_.leaves();
+  const bool keeps_largest = largest_ != nullptr;
   for (size_t first = 0; first < n; first += kJournalEntries) {
     const size_t last = std::min<size_t>(n, first + kJournalEntries);
     for (size_t i = first; i < last; ++i) {
@@ -144,7 +145,8 @@ uint64_t Store::update_step_priorities(std::span<const uint32_t> rows, std::span
         uint64_t old = words[leaf].load(kRelaxed);
         bool changed = false;
         while (!changed && generation_of(old) == generation && is_committed(old)) {
-          if (largest_ != nullptr) raise_largest(priority);
+          if (keeps_largest) [[unlikely]]
+            raise_largest(priority);
           changed = words[leaf].compare_exchange_weak(old, make_word(generation, priority), kRelaxed);
         }
         if (changed) sums.add(leaf, uint64_t{priority} - priority_of(old));

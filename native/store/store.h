@@ -507,7 +507,8 @@ class Store final : public OpenStore {
     if (largest_ != nullptr) raise_largest(fixed);
     return fixed;
   }
-  void raise_largest(uint32_t priority) {
+  // Out of line: stores without it update their priorities in a loop that has room for no more.
+  __attribute__((noinline)) void raise_largest(uint32_t priority) {
     uint32_t known = largest_->load(kRelaxed);
     while (known < priority && !largest_->compare_exchange_weak(known, priority, kRelaxed)) {
     }

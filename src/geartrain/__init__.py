@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import geartrain.weights as weights
     from geartrain.core.keys import Keys
     from geartrain.core.schema import Field
+    from geartrain.launch.actor_pool import ActorPool
     from geartrain.replay.batch import Batch
     from geartrain.replay.device.options import DeviceOptions
     from geartrain.replay.distributed.checkpoint import load_checkpoint, save_checkpoint
@@ -50,6 +51,7 @@ __version__ = "0.1.0"
 
 # Where each public name is defined; a module that is public itself stands with an empty name.
 _NAMES = {
+    "ActorPool": ("geartrain.launch.actor_pool", "ActorPool"),
     "Batch": ("geartrain.replay.batch", "Batch"),
     "Field": ("geartrain.core.schema", "Field"),
     "Hindsight": ("geartrain.replay.hindsight", "Hindsight"),
@@ -80,6 +82,7 @@ _NAMES = {
 }
 
 __all__ = [
+    "ActorPool",
     "Batch",
     "Field",
     "Hindsight",

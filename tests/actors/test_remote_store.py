@@ -107,6 +107,18 @@ def test_keys_of_a_learners_batch_come_back_to_it_with_steps() -> None:
     made.close()
 
 
+def test_what_a_peer_stores_has_the_largest_priority_of_the_store() -> None:
+    made = World(gt.Store.create(FIELDS, max_length=6, capacity=64, new_priority="max"))
+    assert made.remote.update_priorities(made.remote.insert(rows(2)), np.array([0.25, 0.5])) == 0
+    assert made.store.status(made.remote.insert(rows(1)))["priority"].tolist() == [0.5]
+    assert made.store.status(made.remote.insert(rows(1), priorities=[2.0]))["priority"].tolist() == [2.0]
+    recorder = made.remote.recorder(2, autoreset="disabled", max_in_flight=0)
+    recorded = gt.Keys.join(steps(recorder, 4))
+    assert set(made.store.status(recorded)["priority"].tolist()) == {2.0}
+    recorder.close()
+    made.close()
+
+
 def steps(recorder: Any, n: int, episode: int = 4) -> list[gt.Keys]:
     """Steps of two environments, whose episodes have `episode` actions; the keys of what is completed."""
     completed = []

@@ -76,7 +76,7 @@ CASES: dict[str, tuple[Callable[[gt.Store, Path], Any], type[Exception], str]] =
 
 def _loaded(store: gt.Store, path: Path, **options: Any) -> gt.Store:
     store.save(path / "checkpoint")
-    return gt.Store.load(path / "checkpoint", None, **options)
+    return gt.Store.load(path / "checkpoint", **options)
 
 
 @pytest.mark.parametrize("what", CASES)

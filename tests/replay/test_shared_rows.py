@@ -281,7 +281,7 @@ def test_a_checkpoint_keeps_the_episodes(tmp_path):
     with make_store() as store:
         known = by_observation(record(store, "next_step", 200))
         store.save(tmp_path / "kept")
-    with gt.Store.load(tmp_path / "kept", None) as store:
+    with gt.Store.load(tmp_path / "kept") as store:
         view = gt.Transitions(n_step=3, gamma=GAMMA)
         with gt.Replay(store, Uniform(seed=0, over="steps"), 256, view=view, output="numpy") as replay:
             check_batch(replay.sample(), known, 3, 1, store.max_length)

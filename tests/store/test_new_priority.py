@@ -242,7 +242,7 @@ def test_a_checkpoint_keeps_it(per: Any, tmp_path: Path) -> None:
         learn(store, 0.75)
         learn(store, 0.5)
         store.save(tmp_path / "saved")
-    with gt.Store.load(tmp_path / "saved", None) as again:
+    with gt.Store.load(tmp_path / "saved") as again:
         assert again.options["new_priority"] == "max" and again.new_priority == 0.75
         assert priorities(again, _one_row(again)) == {0.75}
         assert again.audit() == []
@@ -254,7 +254,7 @@ def test_a_checkpoint_keeps_it(per: Any, tmp_path: Path) -> None:
         store.save(tmp_path / "one")
     manifest = (tmp_path / "one" / "manifest.json").read_text()
     assert f'"version": {2 if per == "row" else 3}' in manifest and "max" not in manifest.replace("max_", "")
-    with gt.Store.load(tmp_path / "one", None) as again:
+    with gt.Store.load(tmp_path / "one") as again:
         assert again.options["new_priority"] == "one" and again.new_priority == 1.0
 
 
@@ -278,7 +278,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(change: dict[str, Any], w
     assert json_checksum(manifest)
     write_json(path, manifest)
     with pytest.raises(CheckpointError, match=words):
-        gt.Store.load(tmp_path / "saved", None)
+        gt.Store.load(tmp_path / "saved")
 
 
 @Per

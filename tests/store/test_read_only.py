@@ -88,7 +88,7 @@ def test_whatever_reads_takes_it(dataset: Path, what: str, tmp_path: Path) -> No
             assert len(gt.fetch(store, store.keys())) == ROWS
         elif what == "save":
             assert store.save(tmp_path / "saved").rows == ROWS
-            with gt.Store.load(tmp_path / "saved", None) as again:
+            with gt.Store.load(tmp_path / "saved") as again:
                 assert len(again) == ROWS
         elif what == "mixture":
             selection = Mixture([0.5, 0.5], [Uniform(seed=0), Uniform(seed=1)])

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
+#: To native calls: a row that was given no priority.
+_NONE = float("nan")
+
 
 class _Uncommitted(ABC):
     """Blocks of one writer, until it commits or abandons them. A context manager: commits on a clean exit."""
@@ -314,10 +317,10 @@ class Row(_Uncommitted):
         if length.__class__ is not int or not plain or not 0 <= length < 2**32:
             length = whole_number("the row's length", length, 2**32 - 1)
             priority = check_priority(priority)
-        self._columns.native.extend(self._index, length, priority)
+        self._columns.native.extend(self._index, length, _NONE if priority is None else priority)
         self._length = length
 
-    def _enter(self, call: Callable[[int, int, float | None, int], int], length: int | None) -> None:
+    def _enter(self, call: Callable[[int, int, float, int], int], length: int | None) -> None:
         limiter = self._columns.limiter
         admitted = False
         try:
@@ -336,7 +339,7 @@ class Row(_Uncommitted):
                 limiter.admit_inserts(1)
                 admitted = True
             priority, version = check_entry(self._priority, self._version)
-            self._generation = call(self._index, length, priority, version)
+            self._generation = call(self._index, length, _NONE if priority is None else priority, version)
         except BaseException:
             if admitted:
                 limiter.give_back(inserts=1)

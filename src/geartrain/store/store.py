@@ -327,7 +327,7 @@ class Store(JournaledStore):
     def load(
         cls,
         directory: str | os.PathLike[str] | Checkpoint,
-        name: str | os.PathLike[str] | None,
+        name: str | os.PathLike[str] | None = None,
         *,
         create: Literal["missing", "replace"] = "missing",
         progress: bool = False,
@@ -342,7 +342,7 @@ class Store(JournaledStore):
 
         Args:
             directory: what was given to `save`, or an open `Checkpoint`, which stays open.
-            name: name of the new store, as in `create`; None for a store without a name.
+            name: name of the new store, as in `create`; by default it has none.
             create: "missing" raises if a store of that name exists. "replace" removes it first if no process uses it.
                 With a journal, a store that a killed process left is removed in either case if it belongs to the
                 journal or has no rows.

@@ -26,7 +26,7 @@ from hostile.values import SECONDS, Door, choice, door, flag, no_names, nothing,
 # --- actors -----------------------------------------------------------------------------------------------------------
 
 
-@door("Actor", store=nothing, seed=whole(0, 2**63), priority=number(0))
+@door("Actor", store=nothing, seed=whole(0, 2**63), priority=number(0, none=True))
 def actor(tools: Tools) -> Door:
     given = {"seed": 1, "publish_every": 2, "overlap": 1, "priority": 1.0}
     return Actor, {

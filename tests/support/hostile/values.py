@@ -134,7 +134,7 @@ def nothing(value: Any) -> bool:
 
 
 #: What many calls take: seconds to wait, a row's priority and its version; and a wait that ends with nothing.
-SECONDS, PRIORITY, VERSION = number(0, most=1e9), number(0), whole(-(2**63), 2**63 - 1)
+SECONDS, PRIORITY, VERSION = number(0, most=1e9), number(0, none=True), whole(-(2**63), 2**63 - 1)
 SHORT_S = 0.02
 
 

@@ -441,7 +441,7 @@ class TrajectoryReplayBuffer:
                     name = self._given if isinstance(self._given, str) else None
                     self._use_or_close(Store.load(found, name, reserve=self._reserve))
                     return
-            held = Store.load(found, None)
+            held = Store.load(found)
         with held:
             self._join()
             self._restore(SavedTrajectories.of_store(held, part, self._kept))
