@@ -32,7 +32,7 @@ class PinnedRows(Protocol):
         memory: its bytes, of which `nbytes` are to be sent.
         layout: where everything stands in it.
         views: of an arena of that layout; None where they are the target's.
-        weighed: probabilities and importance weights are among the bytes that are sent.
+        weighed: the bytes that are sent are all of them, with probabilities and importance weights.
     """
 
     @property
@@ -141,7 +141,7 @@ class StagedTransfer(Transfer):
         target, pinned, plain = self.target, self._pinned, self.target.plain
         device, layout, memory, end = target.device, pinned.layout, pinned.memory, pinned.nbytes
         padded = device.empty((layout.nbytes,), torch.uint8)
-        if end == layout.nbytes == len(memory):  # a slice takes longer than the rest of this
+        if pinned.weighed:  # all of it; a slice takes longer than the rest of this
             device.copy(padded, memory)
         else:
             device.copy(padded[:end], memory[:end])
@@ -152,6 +152,11 @@ class StagedTransfer(Transfer):
         self.arena = device.empty((self.layout.nbytes,), torch.uint8)
         device.run(arrangement(self, padded, plain, layout, pinned.mask()))
         return False
+
+    def forget(self) -> None:
+        """Lets the next batch begin: the last one's memory is its own."""
+        del self.arena
+        self._event = None
 
     def record(self) -> Any:
         """See `Transfer`. That of the copy, where nothing was sent after it."""
