@@ -17,7 +17,7 @@ import geartrain._native as _native
 from geartrain.errors import ArgumentError, EmptyStoreError, NotEnoughRowsError
 from geartrain.selection import Epochs, Mixture, Uniform
 from geartrain.store.recorder import recorded_fields
-from geartrain.tools.testing.thread_ranks import run_ranks
+from geartrain.tools.testing.thread_ranks import ThreadRankGroup, run_ranks
 
 
 def make_store(rows, capacity=None, lengths=None, max_length=6, first=0):
@@ -398,8 +398,9 @@ def test_what_makes_no_passes_is_refused():
             gt.Replay([store, other], Mixture([1, 1], [Uniform(), Epochs(over="steps")]), 2)
         with pytest.raises(ArgumentError, match="give window= or view="):
             gt.Replay(store, Epochs(over="steps"), 2)
+        (rank,) = ThreadRankGroup.make(1)
         with pytest.raises(ArgumentError, match="leave out device"):
-            gt.Replay(store, Epochs(), 2, device="cuda")
+            gt.Replay(store, Epochs(), 2, device="cuda", group=rank)
         candidates = gt.selection.Candidates(np.ones(9, np.uint32))
         draw = Epochs(seed=1).select(candidates, 9, 0)
         assert sorted(draw.rows.tolist()) == list(range(9)) and draw.state["epoch"] == 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -146,6 +146,7 @@ class StoreSampler(StoreWaits):
         self._by_step = self.traits.limits is not None or callable(self._beta)  # or asked for at each
         self.limited = store.options["max_times_sampled"] is not None
 
+    @overload
     def sample(
         self,
         n: int,
@@ -154,15 +155,66 @@ class StoreSampler(StoreWaits):
         admission: Admission,
         into: _native.SampledBatch | None = None,
         first: int = 0,
-    ) -> tuple[_native.SampledBatch, dict[str, int]]:
+    ) -> tuple[_native.SampledBatch, dict[str, int]]: ...
+
+    @overload
+    def sample(
+        self,
+        n: int,
+        step: int,
+        state: dict[str, int],
+        admission: Admission,
+        into: _native.SampledBatch | None,
+        first: int,
+        begin: Callable[..., _native.BegunBatch | None],
+    ) -> BegunRows: ...
+
+    def sample(
+        self,
+        n: int,
+        step: int,
+        state: dict[str, int],
+        admission: Admission,
+        into: _native.SampledBatch | None = None,
+        first: int = 0,
+        begin: Callable[..., Any] | None = None,
+    ) -> tuple[_native.SampledBatch, dict[str, int]] | BegunRows:
         """The n rows of a step, and the strategy's state after it.
 
         In a batch in recycled memory, which has fewer rows where a pass ends, or as rows [first, first + n) of one.
 
         Args:
             admission: to which the rate limiter's of the rows is added.
+            begin: native call that only begins the batch; see `begin`.
         """
-        result, rows = self._ask(self.batch_sampler.sample, n, step, state, admission, into, first)
+        rows, limits, beta = None, self._limits, self._fixed_beta
+        if not self.draws_natively:  # by code that knows its limits, and weighs its rows itself
+            rows, beta = self._rows_of(n, step, state), None
+        elif self._by_step:
+            limits = self._limits if self.traits.limits is None else self.limits_now()
+            beta = self.beta_at(step)
+        anchors = functools.partial(self._anchors, step) if self.placed else None
+        cursor = int(state.get("after", state.get("after/0", 0))) if self._cursor_name else 0
+        native = self.batch_sampler.sample if begin is None else begin
+        self.stage = "drawing and copying rows"
+        try:
+            result: Any = native(n, step, limits, cursor, False, beta, rows, anchors, into, first)
+            if result is None:  # rows, or the rate limiter, have to be waited for
+                self.wait_to_draw(n, admission)
+                self.check_count(len(self.plan.store))
+                self.stage = "drawing and copying rows"
+                result = native(n, step, limits, cursor, True, beta, rows, anchors, into, first)
+                assert result is not None
+            else:
+                admission[self] = n
+        finally:
+            self.stage = "idle"
+        if begin is not None:
+            return BegunRows(self, result, rows, n, step, admission, into, first)
+        if rows is None and not self._weighs:  # the usual case, without another call
+            batch, cursor, redrawn, _ = result
+            self.redrawn += redrawn
+            return batch if into is None else into, {self._cursor_name: cursor} if self._cursor_name else {}
         return self.settle_rows(result, rows, n, step, admission, into, first)
 
     def begin(
@@ -184,43 +236,8 @@ class StoreSampler(StoreWaits):
             transfer: copies the rows.
             store: the number that it knows this one by.
         """
-        begun, rows = self._ask(self._row_sampler.begin, n, step, state, admission, into, first, transfer, store)
-        return BegunRows(self, begun, rows, n, step, admission, into, first)
-
-    def _ask(
-        self,
-        native: Callable[..., Any],
-        n: int,
-        step: int,
-        state: dict[str, int],
-        admission: Admission,
-        into: _native.SampledBatch | None,
-        first: int,
-        *more: Any,
-    ) -> tuple[Any, SuppliedRows | None]:
-        """Has a native call draw the n rows of a step, once there are enough and the rate limiter admits them."""
-        rows, limits, beta = None, self._limits, self._fixed_beta
-        if not self.draws_natively:  # by code that knows its limits, and weighs its rows itself
-            rows, beta = self._rows_of(n, step, state), None
-        elif self._by_step:
-            limits = self._limits if self.traits.limits is None else self.limits_now()
-            beta = self.beta_at(step)
-        anchors = functools.partial(self._anchors, step) if self.placed else None
-        cursor = int(state.get("after", state.get("after/0", 0))) if self._cursor_name else 0
-        self.stage = "drawing and copying rows"
-        try:
-            result = native(n, step, limits, cursor, False, beta, rows, anchors, into, first, *more)
-            if result is None:  # rows, or the rate limiter, have to be waited for
-                self.wait_to_draw(n, admission)
-                self.check_count(len(self.plan.store))
-                self.stage = "drawing and copying rows"
-                result = native(n, step, limits, cursor, True, beta, rows, anchors, into, first, *more)
-                assert result is not None
-            else:
-                admission[self] = n
-        finally:
-            self.stage = "idle"
-        return result, rows
+        begin = functools.partial(self._row_sampler.begin, transfer=transfer, store=store)
+        return self.sample(n, step, state, admission, into, first, begin)
 
     def settle_rows(
         self,

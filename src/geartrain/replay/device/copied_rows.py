@@ -77,7 +77,7 @@ class CopyTransfer(Transfer):
         with target.device.on(target.stream):
             self.arena = target.device.empty((self.layout.nbytes,), torch.uint8)
             self._bytes = self.arena if self._as_it_is else target.device.empty((self._raw.nbytes,), torch.uint8)
-        self.mask = np.zeros((n, self._plain.steps), np.bool_)
+        self._mask = np.zeros((n, self._plain.steps), np.bool_)
         self._starts, self._lengths = np.zeros(n, np.int32), np.zeros(n, np.int32)
         self._versions = np.zeros(n, np.int64)
 
@@ -102,9 +102,9 @@ class CopyTransfer(Transfer):
         )
         if places is None:  # all of them
             places = np.arange(len(rows), dtype=np.uint32)
-            self.mask, self._starts, self._lengths, self._versions = mask, starts, lengths, versions
+            self._mask, self._starts, self._lengths, self._versions = mask, starts, lengths, versions
         else:
-            self.mask[places], self._starts[places], self._lengths[places] = mask, starts, lengths
+            self._mask[places], self._starts[places], self._lengths[places] = mask, starts, lengths
             self._versions[places] = versions
         with device.on(at.stream):
             self._zero(at, gaps, places)
@@ -136,6 +136,10 @@ class CopyTransfer(Transfer):
         lengths, starts = self._lengths[at], self._starts[at]
         return torn, lengths, starts, steps_of(lengths, starts, launched.ends), self._versions[at]
 
+    def known_mask(self) -> NDArray[np.bool_]:
+        """See `Transfer`."""
+        return self._mask
+
     def complete(self, probability: Any, importance_weights: Any) -> bool:
         """Sends mask and metadata, converts and packs: the arena is then what the kernel would have made.
 
@@ -152,7 +156,7 @@ class CopyTransfer(Transfer):
         if self._as_it_is:
             write_weights(memory, begin, raw, probability, importance_weights)
         for at, array in (
-            (raw.mask, self.mask),
+            (raw.mask, self._mask),
             (raw.starts, self._starts),
             (raw.lengths, self._lengths),
             (raw.versions, self._versions),
@@ -163,7 +167,7 @@ class CopyTransfer(Transfer):
             device.copy(self._bytes[begin : begin + size], buffer[:size])
             target.pool.give(buffer)
         if not self._as_it_is:
-            work = arrangement(self, self._bytes, self._plain, raw, self.mask)
+            work = arrangement(self, self._bytes, self._plain, raw, self._mask)
             with device.on(target.stream):
                 device.run(work)
         return self._as_it_is

@@ -107,7 +107,7 @@ def _copied(transfer: Transfer, place: NDArray[Any] | None, keys: Keys, ends: ND
     starts, lengths = np.zeros(n, np.int32), np.zeros(n, np.int32)
     for mine, launch in launched:
         torn[mine], lengths[mine], starts[mine], _, versions[mine] = transfer.resolve(launch)
-    return FetchedRows([], torn, transfer.mask, starts, lengths, versions, int(np.count_nonzero(torn)))
+    return FetchedRows([], torn, transfer.known_mask(), starts, lengths, versions, int(np.count_nonzero(torn)))
 
 
 def _check_rows(rows: NDArray[np.uint32], capacity: int) -> None:

@@ -40,6 +40,7 @@ class PinnedBatch:
     nbytes: int
     weighed: bool = True
     event: Any = None
+    transfer: StagedTransfer | None = None  # of one batch after the other, where nothing is converted
 
     def mask(self) -> NDArray[np.bool_]:
         """See `PinnedRows`."""
@@ -114,8 +115,14 @@ class StagedBatches:
     def send(self, one: PinnedBatch, keys: Keys, step: int) -> ReadyBatch:
         """Sends it on the target's stream. `keys` has nothing of its memory, which is used again."""
         rows = one.rows
-        transfer = StagedTransfer([self._target], self.layout.n, one)
+        transfer = one.transfer
+        if transfer is None:
+            transfer = StagedTransfer([self._target], self.layout.n, one)
+            if self._target.plain is self._target.gather:  # else its conversions may be still to come
+                one.transfer = transfer
         ready = transfer.finish(keys, rows.probability(), rows.importance_weights(), step)
+        if one.transfer is not None:
+            transfer.forget()
         self._waiting.append(one)
         return ready
 

@@ -32,7 +32,7 @@ class PinnedRows(Protocol):
         memory: its bytes, of which `nbytes` are to be sent.
         layout: where everything stands in it.
         views: of an arena of that layout; None where they are the target's.
-        weighed: probabilities and importance weights are among the bytes that are sent.
+        weighed: the bytes that are sent are all of them, with probabilities and importance weights.
     """
 
     @property
@@ -102,7 +102,7 @@ class StagedTransfer(Transfer):
             self._pinned = self._given
             return
         own = _OwnRows(self.target, n)
-        self._pinned, self.arrays, self.mask = own, own.arrays, own.mask()
+        self._pinned, self.arrays = own, own.arrays
 
     def launch(
         self,
@@ -125,6 +125,10 @@ class StagedTransfer(Transfer):
         rows = launched.rows
         return rows.torn, rows.lengths, rows.starts, steps_of(rows.lengths, rows.starts, launched.ends), rows.versions
 
+    def known_mask(self) -> NDArray[np.bool_]:
+        """See `Transfer`."""
+        return self._pinned.mask()
+
     def put(self, rows: FetchedRows, at: Any = slice(None)) -> None:
         """Takes the metadata of rows that were copied to these places of `arrays`."""
         assert isinstance(self._pinned, _OwnRows)
@@ -135,9 +139,12 @@ class StagedTransfer(Transfer):
         import torch
 
         target, pinned, plain = self.target, self._pinned, self.target.plain
-        device, layout, end = target.device, pinned.layout, pinned.nbytes
+        device, layout, memory, end = target.device, pinned.layout, pinned.memory, pinned.nbytes
         padded = device.empty((layout.nbytes,), torch.uint8)
-        device.copy(padded[:end], pinned.memory[:end])
+        if pinned.weighed:  # all of it; a slice takes longer than the rest of this
+            device.copy(padded, memory)
+        else:
+            device.copy(padded[:end], memory[:end])
         event = pinned.sent()
         if plain is target.gather:
             self.arena, self.layout, self._event = padded, layout, event
@@ -145,6 +152,11 @@ class StagedTransfer(Transfer):
         self.arena = device.empty((self.layout.nbytes,), torch.uint8)
         device.run(arrangement(self, padded, plain, layout, pinned.mask()))
         return False
+
+    def forget(self) -> None:
+        """Lets the next batch begin: the last one's memory is its own."""
+        del self.arena
+        self._event = None
 
     def record(self) -> Any:
         """See `Transfer`. That of the copy, where nothing was sent after it."""

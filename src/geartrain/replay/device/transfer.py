@@ -52,7 +52,6 @@ class Transfer(ABC):
     Attributes:
         arena: the batch's memory on the device.
         layout: where everything stands in it.
-        mask: (n, steps) as far as the host knows it; of no steps where only the device does.
         cu_seqlens, steps_packed: of a packed batch, once its rows are known.
         copies_all: whether a launch of some rows again has to be one of all rows of the batch.
     """
@@ -71,7 +70,10 @@ class Transfer(ABC):
     def begin(self, n: int) -> None:
         """Makes it one of n rows, of which none is there."""
         self.layout = self.plan.arena(n)
-        self.mask: NDArray[np.bool_] = np.zeros((n, 0), np.bool_)
+
+    def known_mask(self) -> NDArray[np.bool_]:
+        """(n, steps) as far as the host knows it; of no steps where only the device does."""
+        return np.zeros((self.layout.n, 0), np.bool_)
 
     @abstractmethod
     def launch(
@@ -117,13 +119,15 @@ class Transfer(ABC):
             if not self.complete(probability, importance_weights):
                 self._send_weights(probability, importance_weights)
             its = None if draw is None else target.upload([draw])[0]
-            told = {"probability": probability, "importance_weights": importance_weights}
-            absent = tuple(name for name, values in told.items() if values is None)
+            absent: tuple[str, ...] = () if importance_weights is not None else ("importance_weights",)
+            absent += () if probability is not None else ("probability",)
             batch = arena_batch(
                 self.arena, self.views(), keys, step, absent=absent, draw=its, cu_seqlens=self.cu_seqlens
             )
-            uploaded = [one for one in (its, self.cu_seqlens) if one is not None]
-            return ReadyBatch(batch, self.record(), [self.arena, *uploaded])
+            memory = [self.arena]
+            if its is not None or self.cu_seqlens is not None:
+                memory += [one for one in (its, self.cu_seqlens) if one is not None]
+            return ReadyBatch(batch, self.record(), memory)
 
     def hand_over(self, out: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies the fields to the caller's tensors, and returns the metadata in memory of its own: mask, starts,
