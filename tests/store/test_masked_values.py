@@ -10,7 +10,7 @@ from geartrain.actors import EpisodeRecorder, recorded_fields
 from geartrain.errors import ArgumentError, SchemaError
 
 X = {"x": gt.Field((2,), "float32")}
-MASKED = "masked array, whose mask would be lost: give its .filled"
+MASKED = "masked array, and its mask would be lost: pass its .filled"
 
 
 def masked(*shape: int) -> np.ma.MaskedArray:

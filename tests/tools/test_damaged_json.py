@@ -86,7 +86,7 @@ def test_a_record_of_any_content_is_told_and_ends_nothing(checkpoint: Path) -> N
     assert set(found) == {"", "CheckpointError"} and found.count("CheckpointError") > 30
     record.unlink()
     os.mkfifo(record)
-    with pytest.raises(CheckpointError, match="no regular file"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         look()
     record.unlink()
     record.write_bytes(whole)

@@ -201,7 +201,7 @@ def begin_of(frame: Frame, path: Path) -> dict[str, Any]:
             "origin": None if content.get("origin") is None else entry(content, "origin", str),
         }
     except ValueError:
-        raise JournalError(f"{path} is damaged: it does not begin as a segment of a journal does") from None
+        raise JournalError(f"{path} is damaged: it does not begin like a journal segment") from None
 
 
 def block_shapes(fields: dict[str, Field], max_length: int, steps: int) -> list[tuple[int, ...]]:
