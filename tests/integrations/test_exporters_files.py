@@ -113,7 +113,7 @@ def test_a_dataset_that_somebody_else_writes_meanwhile_stays(
         (tmp_path / "x.npz").write_text("theirs")
 
     monkeypatch.setattr(NpyWriter, "finish", beaten)
-    with pytest.raises(DatasetExistsError, match="somebody else"):
+    with pytest.raises(DatasetExistsError, match="another process wrote"):
         export_store(store, tmp_path / "x.npz", progress=False)
     assert [each.read_text() for each in tmp_path.iterdir()] == ["theirs"]
 
@@ -224,7 +224,7 @@ def test_leftovers_of_a_killed_export_are_removed_by_the_next(
         return write(self, group)
 
     monkeypatch.setattr(NpyWriter, "write", beside)
-    with pytest.raises(DatasetExistsError, match="somebody else"):
+    with pytest.raises(DatasetExistsError, match="another process wrote"):
         export_store(store, tmp_path / "x.npz", progress=False)
     assert len(found) == 2, "the parts and the lock of the export at work"
     assert sorted(each.name for each in tmp_path.iterdir()) == [mine.name, "x.npz"]

@@ -472,7 +472,7 @@ def test_a_script_without_the_main_guard_is_told_what_it_lacks(tmp_path, real_in
         env=environment,
     )
     assert done.returncode == 1
-    assert "a pool is not made within an actor" in done.stderr
+    assert "an actor cannot make a pool" in done.stderr
     assert "put what that runs under `if __name__ == '__main__':`" in done.stderr
 
 

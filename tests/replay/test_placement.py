@@ -159,7 +159,7 @@ def test_priorities_that_are_none_are_refused(empty_stores: Stores) -> None:
         assert made.deal([]).tolist() == [] and made.deal(np.zeros(10)).tolist() == [0] * 10
     with Placement(store, by="rows") as made:
         assert len(made.deal(np.full(3, 0.5))) == 3
-        with pytest.raises(ArgumentError, match="by='rows', which all have the same priority"):
+        with pytest.raises(ArgumentError, match="by='rows' all rows have the same priority"):
             made.deal([1.0, 2.0])
 
 

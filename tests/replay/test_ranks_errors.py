@@ -366,7 +366,7 @@ def test_a_rank_leaves_a_wait_for_others_within_a_second_and_they_are_told_why(
         thread.join(patience(60))
         assert not thread.is_alive()
     assert took_s[0] < patience(1.5)
-    assert len(told) == 1 and "rank 0 aborted" in told[0] and "while a batch was waited for" in told[0]
+    assert len(told) == 1 and "rank 0 aborted" in told[0] and "while it waited for a batch" in told[0]
 
 
 WAITING_AT_EXIT = """

@@ -327,7 +327,7 @@ def test_what_makes_no_transitions_is_refused():
     for bad in ({"over": "episodes"}, {"over": "steps", "replacement": False}, {"over": "steps", "stratified": True}):
         with pytest.raises(ArgumentError):
             Uniform(**bad)
-    with pytest.raises(ArgumentError, match="by a Replay"):
+    with pytest.raises(ArgumentError, match="only a Replay"):
         Uniform(over="steps").select(gt.selection.Candidates(np.ones(3, np.uint32)), 2, 0)
 
 
