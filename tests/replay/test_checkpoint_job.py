@@ -231,8 +231,8 @@ def test_a_failure_on_one_rank_is_an_error_on_all_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ({"step": 6}, "ranks 0 and 1 save with another step: 5 and 6"),
-        ({"state": {"seed": 1}}, "ranks 0 and 1 save with another state"),
+        ({"step": 6}, "ranks 0 and 1 differ in step: 5 and 6"),
+        ({"state": {"seed": 1}}, "ranks 0 and 1 differ in state"),
         ({"shard": (0, 2)}, "says shard=None|shards must be numbered"),
     ],
 )
@@ -249,7 +249,7 @@ def test_another_schema_is_named_by_field_and_ranks(store_name: Any, tmp_path: P
         gt.Store.create(store_name(), other, max_length=4, capacity=4) as two,
     ):
         with pytest.raises(
-            RanksDisagreeError, match=r"rank 1 has another schema than that of rank 0: field 'x' is .*shape=\(2,\)"
+            RanksDisagreeError, match=r"ranks 0 and 1 have different schemas: field 'x' is .*shape=\(2,\)"
         ):
             save_all([one, two], tmp_path, step=1)
     with gt.Store.create(store_name(), FIELDS, max_length=4, capacity=4) as one:

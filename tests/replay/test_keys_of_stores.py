@@ -105,9 +105,9 @@ def test_rows_of_a_mixture_are_fetched_and_changed_in_their_own_stores(
         assert list(priorities(stores[0]).values()).count(3.5) == 0
         assert list(priorities(stores[1]).values()).count(3.5) == 1
         by_hand = gt.Keys(batch.keys.row, batch.keys.generation)
-        with pytest.raises(ArgumentError, match="name none of the 2 stores"):
+        with pytest.raises(ArgumentError, match="there are 2 stores"):
             replay.update_priorities(by_hand, 1.0)
-        with pytest.raises(ArgumentError, match="name none of the 2 stores"):
+        with pytest.raises(ArgumentError, match="there are 2 stores"):
             gt.fetch(stores, by_hand)
     # In a replay over the same stores in another order the keys' numbers are others; their stores are not.
     with gt.Replay(stores[::-1], mixture, 6, window=3, seed=1, output="numpy") as reversed_replay:

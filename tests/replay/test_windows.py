@@ -363,7 +363,7 @@ def test_whole_windows_of_a_strategy_that_selects_by_itself_are_refused():
             return super().select(*given, **options)
 
     with make_store([2, 3, 9]) as store:
-        with pytest.raises(ArgumentError, match="Longest takes no limits"):
+        with pytest.raises(ArgumentError, match="Longest has no limit"):
             gt.Replay(store, Longest(seed=0), 4, window=gt.Windows(3, whole=True))
         with gt.Replay(store, Longest(seed=0), 4, window=gt.Windows(3), output="numpy") as replay:
             assert len(replay.sample()) == 4
