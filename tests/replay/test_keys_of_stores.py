@@ -119,7 +119,7 @@ def test_rows_of_a_mixture_are_fetched_and_changed_in_their_own_stores(
     third = make_store(200)
     with gt.Replay([stores[0], third], mixture, 6, output="numpy") as replay:
         before = priorities(stores[0]), priorities(third)
-        with pytest.raises(ArgumentError, match="3 of 6 keys are of none of the 2 stores of this replay"):
+        with pytest.raises(ArgumentError, match="3 of 6 keys belong to none of the 2 stores of this replay"):
             replay.update_priorities(batch.keys, 11.0)
         assert before == (priorities(stores[0]), priorities(third))
 
