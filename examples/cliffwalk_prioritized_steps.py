@@ -1,11 +1,13 @@
-"""Prioritized replay over steps against uniform replay, on the task that it was invented for: the blind cliffwalk.
+"""Prioritized replay over steps against uniform replay, on the blind cliffwalk.
+
+Learns the value of each state in a few seconds, once with each kind of replay, and prints the updates that each took.
 
     python examples/cliffwalk_prioritized_steps.py --states 8
 
-In each state one of two actions leads on and the other one over the cliff; only the last step brings a reward. Random
-play reaches it once in 2 ** states episodes, so of thousands of recorded steps a handful say something, and one after
-the other, from the end: Q-learning from uniform draws waits for them, and draws by the last TD error find them (Schaul
-et al., 2016, section 2).
+In each state one action leads on and the other one over the cliff. Only the last step brings a reward, and random play
+reaches it once in 2 ** states episodes. So a handful of thousands of recorded steps carry information, one after the
+other, from the end. Uniform draws rarely hit them; draws by the last TD error find them (Schaul et al., 2016,
+section 2).
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-r"""Plain data parallelism (DDP) from one replay over all ranks, which goes on after a crash where it was.
+r"""Data parallel training (DDP) from one replay over all ranks, which resumes after a crash where it was.
+
+Learns to imitate a controller in under a minute.
 
     torchrun --nproc-per-node 2 examples/ddp.py
 
@@ -6,10 +8,9 @@ r"""Plain data parallelism (DDP) from one replay over all ranks, which goes on a
     torchrun --standalone --nproc-per-node 2 --max-restarts 1 \
         examples/ddp.py --prioritize --directory runs/ddp --crash-at 70
 
-With --prioritize rows are drawn as often as the model was wrong about them when it saw them last. With --directory the
-rows, their weights, the replay's step and the model are saved together, and a job that is started again goes on from
-the newest complete step, with the batches it would have had. Shards that are still in shared memory are taken over
-instead of being read from disk.
+With --prioritize rows are drawn in proportion to the model's last error. With --directory the rows, their priorities,
+the replay's state and the model are saved together. A restarted job resumes from the newest complete step and draws
+the same batches. Shards that are still in shared memory are adopted instead of being read from disk.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""DiLoCo: sites train by themselves and agree now and then, by averaging how far each of them has moved.
+"""DiLoCo: sites train on their own and average their progress now and then.
+
+Takes under a minute with two sites.
 
     torchrun --nproc-per-node 2 examples/diloco.py
     torchrun --nproc-per-node 4 examples/diloco.py --inner 20 --outer 15
 
-Every site takes `--inner` steps of AdamW on data of its own. Then the differences between where it stood and where it
-stands are averaged over all sites, in one all-reduce with 16 bits a number on the wire, and the average is taken for a
-gradient by an outer optimizer, SGD with Nesterov momentum (Douillard et al., arXiv:2311.08105). A site sends as many
-bytes in a round as with DDP in one step, divided by two.
+Every site takes `--inner` steps of AdamW on its own data. One all-reduce then averages how far each site has moved,
+with 16 bits a number on the wire. An outer optimizer, SGD with Nesterov momentum, takes the average for a gradient
+(Douillard et al., arXiv:2311.08105). A site sends half as many bytes in a round as with DDP in one step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""FSDP2: parameters sharded over the ranks, batches drawn from a store sharded over the same ranks.
+"""FSDP2: parameters are sharded over the ranks, and batches come from a store that is sharded over the same ranks.
+
+Learns to imitate a controller in under a minute.
 
     torchrun --nproc-per-node 2 examples/fsdp2.py --shards 2
 
-Every rank reads the parameters of all before it uses them; of a batch it reads its own part alone.
+Every rank gathers all parameters before it uses them, but reads only its own part of a batch.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Double DQN on CartPole in JAX, with a replay buffer in shared memory whose calls are those of flashbax.
+"""Double DQN on CartPole in JAX, with a replay buffer in shared memory that has flashbax's interface.
 
-The environment, the network, the buffer and the updates are one compiled program: `add` and `sample` are called inside
-`jax.lax.scan`. With --flashbax the same script uses flashbax's own buffer (pip install flashbax).
+Learns CartPole in about a minute. The environment, the network, the buffer and the updates are one compiled program:
+`add` and `sample` are called inside `jax.lax.scan`. `--flashbax` uses flashbax's own buffer (pip install flashbax).
 
+    pip install "geartrain[jax]"
     python examples/jax_dqn_cartpole.py
     python examples/jax_dqn_cartpole.py --store cartpole      # and in another terminal: geartrain top
-
-Without optax: Adam is a few lines.
 """
 
 from __future__ import annotations

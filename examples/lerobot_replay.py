@@ -1,9 +1,11 @@
-"""A point robot learns to reach its goal from LeRobot's replay buffer, over a store in shared memory.
+"""A point robot learns to reach its goal, from LeRobot's replay buffer over a store in shared memory.
+
+Takes about a minute on one core. LeRobot itself is not needed.
 
     python examples/lerobot_replay.py
 
-Episodes are cut off after 20 steps, as on a robot: each is truncated and none is done. Twin critics and a deterministic
-actor (TD3 without delays) are trained on the buffer's batches. LeRobot itself is not needed.
+Episodes are cut off after 20 steps, as on a robot: each is truncated and none is done. The agent is TD3 without
+delays: twin critics and a deterministic actor.
 """
 
 from __future__ import annotations

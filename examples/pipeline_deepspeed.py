@@ -1,4 +1,6 @@
-r"""A pipeline of two stages under DeepSpeed's PipelineModule, whose grid tells the replay which rank is what.
+r"""A pipeline of two stages under DeepSpeed's PipelineModule, whose grid tells the replay which fields each rank needs.
+
+Learns to imitate a controller in about a minute.
 
     torchrun --nproc-per-node 2 examples/pipeline_deepspeed.py              # needs pip install "geartrain[deepspeed]"
     torchrun --nproc-per-node 4 examples/pipeline_deepspeed.py --shards 2   # 2 stages x 2 replicas
@@ -7,9 +9,9 @@ r"""A pipeline of two stages under DeepSpeed's PipelineModule, whose grid tells 
     torchrun --standalone --nproc-per-node 2 --max-restarts 1 \
         examples/pipeline_deepspeed.py --prioritize --directory runs/pipeline --crash-at 70
 
-As in pipeline_torch.py, a head is given the observations of a batch and the tail the actions of the same rows. With
---directory `engine.save_checkpoint` and the replay are saved as one step, and a job that is started again goes on from
-the newest complete one (memory_saving.py). With --prioritize the tail, which knows the errors, weighs the rows.
+As in pipeline_torch.py, the first stage gets the observations of a batch and the last stage the actions of the same
+rows. With --directory `engine.save_checkpoint` and the replay are saved as one step, and a restarted job resumes from
+the newest complete one (memory_saving.py). With --prioritize the last stage, which knows the errors, sets priorities.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """A pipeline of two stages (torch.distributed.pipelining, 1F1B), and replicas of it if there are more ranks.
 
+Learns to imitate a controller in under a minute.
+
     torchrun --nproc-per-node 2 examples/pipeline_torch.py
     torchrun --nproc-per-node 4 examples/pipeline_torch.py --shards 2   # 2 stages x 2 replicas
 
-The head of each pipeline is given the observations of a batch, the tail the actions of the same rows; what a rank has
-no use for is neither copied nor sent.
+The first stage gets the observations of a batch, the last stage the actions of the same rows. Fields that a rank does
+not use are neither copied nor sent.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
-"""DQN of Stable-Baselines3 with prioritized experience replay: `python examples/sb3_prioritized_dqn.py [--stock]`.
+"""DQN of Stable-Baselines3 with prioritized experience replay.
 
-CartPole takes about half a minute on one core.
+Learns CartPole in about half a minute on one core. `--stock` uses the buffer of Stable-Baselines3 instead.
+
+    pip install "geartrain[sb3]"
+    python examples/sb3_prioritized_dqn.py
 """
 
 from __future__ import annotations

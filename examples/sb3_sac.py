@@ -1,7 +1,11 @@
-"""SAC of Stable-Baselines3 over a replay buffer of geartrain's: `python examples/sb3_sac.py [--stock]`.
+"""SAC of Stable-Baselines3 over geartrain's replay buffer.
 
-Pendulum takes a few minutes on one core, with MuJoCo installed `--env InvertedPendulum-v5 --steps 15000` two or three;
-`--env HalfCheetah-v5 --steps 100000` takes hours.
+Learns Pendulum in a few minutes on one core. `--stock` uses the buffer of Stable-Baselines3 instead.
+
+    pip install "geartrain[sb3]"
+    python examples/sb3_sac.py
+    python examples/sb3_sac.py --env InvertedPendulum-v5 --steps 15000   # needs MuJoCo; two or three minutes
+    python examples/sb3_sac.py --env HalfCheetah-v5 --steps 100000       # hours
 """
 
 from __future__ import annotations

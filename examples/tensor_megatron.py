@@ -1,10 +1,12 @@
-"""Tensor parallelism with Megatron-Core's layers, whose parallel state tells the replay which rank is what.
+"""Tensor parallelism with Megatron-Core's layers, whose parallel state tells the replay which ranks need the same rows.
+
+Learns to imitate a controller in about a minute.
 
     torchrun --nproc-per-node 2 examples/tensor_megatron.py              # needs pip install "geartrain[megatron]"
     torchrun --nproc-per-node 4 examples/tensor_megatron.py --shards 2   # 2 tensor-parallel ranks x 2 replicas
 
-The blocks' feed-forward layers are cut over two ranks, which are given the same rows; replicas average their gradients.
-On CPUs Megatron-Core's process groups and layers run over Gloo; its fused kernels and its optimizer need GPUs.
+Two ranks share the feed-forward layers and get the same rows. Replicas average their gradients. On CPUs Megatron-Core's
+process groups and layers run over Gloo. Its fused kernels and its optimizer need GPUs.
 """
 
 from __future__ import annotations

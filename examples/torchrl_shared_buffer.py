@@ -1,7 +1,10 @@
-"""Prioritized torchrl replay buffer of an actor process and a learner: `python examples/torchrl_shared_buffer.py`.
+"""Prioritized torchrl replay buffer that an actor process and a learner share.
 
-The actor steps CartPole at random and writes; the learner learns the discounted return of that by TD(0), and its errors
-are the priorities. A few seconds on one core.
+Takes a few seconds on one core. The actor plays CartPole at random and writes. The learner learns the discounted
+return by TD(0), and its errors are the priorities.
+
+    pip install "geartrain[torchrl]"
+    python examples/torchrl_shared_buffer.py
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 r"""ZeRO without a pipeline: optimizer states, gradients and parameters sharded over the ranks by DeepSpeed.
 
+Learns to imitate a controller in about a minute.
+
     torchrun --nproc-per-node 2 examples/zero_deepspeed.py --stage 3   # needs pip install "geartrain[deepspeed]"
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1   # else a restarted rank may look for dead ones (docs/ranks.md)
     torchrun --standalone --nproc-per-node 2 --max-restarts 1 \
         examples/zero_deepspeed.py --prioritize --directory runs/zero --crash-at 70
 
-Every rank is a replica as far as batches go, so the replay takes the group of all ranks. With --directory
+Every rank trains on its own part of the batch, so the replay takes the group of all ranks. With --directory
 `engine.save_checkpoint` and the replay are saved as one step, as in pipeline_deepspeed.py.
 """
 

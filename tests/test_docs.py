@@ -23,7 +23,10 @@ import geartrain
 import geartrain.errors
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "examples/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 
 def blocks(page: Path) -> list[str]:
@@ -125,6 +128,11 @@ def test_links_between_pages_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
             if not re.match(r"[a-z]+:", target):
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_example_is_in_the_index_of_examples() -> None:
+    index = (ROOT / "examples" / "README.md").read_text()
+    assert not [path.name for path in (ROOT / "examples").glob("*.py") if f"({path.name})" not in index]
 
 
 def test_code_on_pages_fits_a_window_of_1400_pixels() -> None:

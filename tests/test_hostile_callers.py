@@ -157,7 +157,7 @@ def test_every_public_class_has_a_factory_or_a_reason_why_it_needs_none():
 @pytest.mark.parametrize("of", sorted({factory.of for factory in FACTORIES.values()} - set(public.COPIED)))
 def test_what_there_is_once_can_be_neither_copied_nor_pickled(of):
     one = public.classes()[of]
-    with pytest.raises(ArgumentError, match=f"a {of} can be neither copied nor pickled"):
+    with pytest.raises(ArgumentError, match=f"a {of} cannot be copied or pickled"):
         pickle.dumps(one.__new__(one))  # as copy.copy and copy.deepcopy, which call __reduce_ex__ too
 
 

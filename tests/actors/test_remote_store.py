@@ -190,7 +190,7 @@ def test_what_the_store_refuses_is_raised_with_its_type(world: World) -> None:
         remote.insert({**rows(1), "obs": np.zeros((1, 6, 3))})
     assert isinstance(refused.value, RemoteError)
     remote.insert({**rows(1), "obs": np.zeros((1, 6, 3))}, casting="same_kind")
-    with pytest.raises(ArgumentError, match="of another store"):
+    with pytest.raises(ArgumentError, match="to another store"):
         remote.delete(gt.Keys(np.zeros(1, np.uint32), np.ones(1, np.uint32), store=1))
     with pytest.raises(LookupError, match="serves no store 'other'; it serves 'replay'"):
         RemoteStore(world.host, "learner", "other")

@@ -248,5 +248,5 @@ def test_a_reducer_that_is_stopped_in_order_is_replaced_too() -> None:
 
 
 def test_hierarchical_groups_do_not_outlive_reducers() -> None:
-    with pytest.raises(ArgumentError, match="does not go on without a reducer"):
+    with pytest.raises(ArgumentError, match="cannot continue without a reducer"):
         Group(0, 1, hierarchical=True, on_reducer_loss="continue")

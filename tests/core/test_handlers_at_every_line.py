@@ -254,4 +254,4 @@ def test_a_group_refuses_a_handler_within_its_calls():
                 lambda line=line: interrupted(lambda: group.all_reduce(array), line, again), f"all_reduce, line {line}"
             )
     assert len(refused) > 0
-    assert all("a signal's handler cannot do so in between" in str(error) for error in refused)
+    assert all("a signal handler must not call it again" in str(error) for error in refused)

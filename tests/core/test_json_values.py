@@ -27,5 +27,5 @@ def test_what_is_no_object_is_one_error(text: bytes, tmp_path: Path) -> None:
 
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.json")
-    with pytest.raises(ValueError, match="no regular file"):
+    with pytest.raises(ValueError, match="not a regular file"):
         read_object(tmp_path / "pipe.json")

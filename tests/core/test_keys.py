@@ -29,13 +29,13 @@ def test_a_key_keeps_its_store_through_pieces_joins_and_pickles() -> None:
 
 def test_keys_of_another_store_are_refused_by_count_and_ids() -> None:
     keys = Keys([1, 2, 3], [1, 3, 1], store=[ONE, OTHER, OTHER])
-    with pytest.raises(ArgumentError, match="2 of 3 keys are of another store: 'mine' has the id fedcba9876543210"):
+    with pytest.raises(ArgumentError, match="2 of 3 keys belong to another store: 'mine' has the id fedcba9876543210"):
         keys.check_store(ONE, "mine")
     keys[0].check_store(ONE, "mine")
     keys[[False] * 3].check_store(5, "mine")  # none are of any store
     Keys.empty().check_store(5, "mine")
     Keys([1], [1]).check_store(5, "mine")
-    with pytest.raises(ArgumentError, match="have shards and no store"):
+    with pytest.raises(ArgumentError, match="have shards but no store"):
         Keys([1], [1]).of_shard(0).check_store(ONE, "mine")
     keys[1].of_store(ONE).check_store(ONE, "mine")
 
@@ -51,10 +51,10 @@ def test_places_follow_the_store_and_not_the_number_that_another_replay_gave_it(
     assert Keys([1, 2], [1, 1]).places_among(stores[:1]).tolist() == [0, 0]
     assert Keys.empty().places_among(stores).tolist() == []
     for foreign, message in [
-        (Keys([4], [1], store=6), "1 of 1 keys are of none of the 4 stores"),
+        (Keys([4], [1], store=6), "1 of 1 keys belong to none of the 4 stores"),
         (Keys([4, 3], [1, 1], [0, 1], None, [5, 6]), r"1 of 2 keys .* \(first: row 3 of the store with id 0{15}6\)"),
-        (Keys([4], [1]), "name none of the 4 stores"),
-        (Keys([4], [1], [4]), "name none of the 4 stores"),
+        (Keys([4], [1]), "there are 4 stores"),
+        (Keys([4], [1], [4]), "there are 4 stores"),
     ]:
         with pytest.raises(ArgumentError, match=message):
             foreign.places_among(stores)
@@ -135,7 +135,7 @@ def test_numbers_that_are_no_keys_are_refused(wrong: np.ndarray) -> None:
 
 
 def test_what_cannot_be_joined_or_is_no_key_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="made by hand"):
+    with pytest.raises(ArgumentError, match="without one"):
         Keys([1], [1], store=1) + Keys([1], [1])
     with pytest.raises(ArgumentError, match="keys with a shard"):
         Keys([1], [1]) + Keys([1], [1]).of_shard(0)

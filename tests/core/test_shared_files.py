@@ -273,7 +273,7 @@ def test_counters_of_any_content_are_an_error(monkeypatch, tmp_path, content):
     path = tmp_path / "geartrain-board-hostile"
     path.touch(0o600)
     path.write_bytes(content)
-    with pytest.raises(IncompatibleStoreError, match="has no counters of this build's format"):
+    with pytest.raises(IncompatibleStoreError, match="does not have the counter format of this build"):
         SharedCounters.open("hostile")
     with pytest.raises(StoreError):
         counters.describe("hostile")

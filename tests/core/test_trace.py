@@ -100,7 +100,7 @@ def test_a_full_disk_or_a_folder_that_is_gone_stops_no_training(tmp_path: Path) 
     folder.rmdir()
     trace.slice_of("slice", "test", 1.0, 2.0)
     trace.stop()
-    with pytest.raises(ArgumentError, match="in a folder that exists"):
+    with pytest.raises(ArgumentError, match="in an existing folder"):
         trace.start(folder / "trace.json")
 
 
@@ -204,5 +204,5 @@ def test_traces_of_hosts_are_joined_by_their_wall_clocks(tmp_path: Path) -> None
     assert told.stdout.splitlines()[-1].endswith(f"geartrain trace {' '.join(map(str, paths))} --out trace.json")
     for text in ("", "{}", "nothing", "[1]", '[{"a": 1}]'):
         (tmp_path / "wrong.json").write_text(text)
-        with pytest.raises(ArgumentError, match="is no trace"):
+        with pytest.raises(ArgumentError, match="is not a trace"):
             trace.load(tmp_path / "wrong.json")

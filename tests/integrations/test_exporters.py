@@ -197,7 +197,7 @@ def test_memory_is_bounded_by_a_group_of_rows(format: str, tmp_path: Path, monke
 def test_no_row_is_an_error(tmp_path: Path) -> None:
     with gt.Store.create(store_name(), FIELDS, max_length=7, capacity=20) as store:
         for path in PATHS.values():
-            with pytest.raises(SourceError, match="holds no row to export"):
+            with pytest.raises(SourceError, match="has no row to export"):
                 export_store(store, tmp_path / path, format="npy", progress=False)
     assert not any(tmp_path.iterdir())
     with pytest.raises(StoreClosedError):

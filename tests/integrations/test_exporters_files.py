@@ -45,7 +45,7 @@ def test_what_is_there_is_replaced_only_when_asked_and_only_by_its_like(
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.tex").write_text("years of work")
-    with pytest.raises(DatasetExistsError, match="will not be replaced"):
+    with pytest.raises(DatasetExistsError, match="is not replaced"):
         export_store(store, mine, format=format, overwrite=True, progress=False)
     assert (mine / "thesis.tex").read_text() == "years of work"
 
@@ -88,7 +88,7 @@ def test_a_folder_with_files_of_others_is_never_replaced(
             path.write_text(about)
     before = sorted(tmp_path.rglob("*"))
     options: dict[str, Any] = {"fps": 5} if format == "lerobot" else {}
-    with pytest.raises(DatasetExistsError, match="will not be replaced"):
+    with pytest.raises(DatasetExistsError, match="is not replaced"):
         export_store(
             store, before[0], format=format, fields="obs", skip_unsupported=True, overwrite=True, progress=False,
             **options,
@@ -113,7 +113,7 @@ def test_a_dataset_that_somebody_else_writes_meanwhile_stays(
         (tmp_path / "x.npz").write_text("theirs")
 
     monkeypatch.setattr(NpyWriter, "finish", beaten)
-    with pytest.raises(DatasetExistsError, match="somebody else"):
+    with pytest.raises(DatasetExistsError, match="another process wrote"):
         export_store(store, tmp_path / "x.npz", progress=False)
     assert [each.read_text() for each in tmp_path.iterdir()] == ["theirs"]
 
@@ -224,7 +224,7 @@ def test_leftovers_of_a_killed_export_are_removed_by_the_next(
         return write(self, group)
 
     monkeypatch.setattr(NpyWriter, "write", beside)
-    with pytest.raises(DatasetExistsError, match="somebody else"):
+    with pytest.raises(DatasetExistsError, match="another process wrote"):
         export_store(store, tmp_path / "x.npz", progress=False)
     assert len(found) == 2, "the parts and the lock of the export at work"
     assert sorted(each.name for each in tmp_path.iterdir()) == [mine.name, "x.npz"]

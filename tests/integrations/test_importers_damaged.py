@@ -304,7 +304,7 @@ def test_minari_episodes_that_the_metadata_do_not_count_are_refused(tmp_path: Pa
         (np.array([4, -1, 3]), "episode 1: length -1"),
         (np.array(["4", "2", "3"]), "lengths are whole numbers, found <U1"),
         (np.array([[4, 2, 3]]), "3 episodes need as many lengths"),
-        (np.array([0, 0, 0]), "holds no episode with at least one step"),
+        (np.array([0, 0, 0]), "has no episode with at least one step"),
     ],
 )
 def test_lengths_that_are_none_are_refused(lengths: np.ndarray, said: str, tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def test_values_change_their_dtype_only_when_asked() -> None:
 
 
 def test_a_source_without_episodes_is_refused() -> None:
-    with pytest.raises(SourceError, match="toy: holds no episode"):
+    with pytest.raises(SourceError, match="toy has no episode"):
         import_dataset(Toy([]), store_name(), progress=False)
 
 

@@ -388,7 +388,7 @@ def test_what_means_nothing_is_refused_and_nothing_is_added():
             buffer.sample(wrong)
     buffer.add(**{**given, "next_state": None}, done=True, truncated=False)
     assert torch.equal(buffer.next_states[STATE][5], buffer.states[STATE][5])
-    with pytest.raises(ArgumentError, match="neither copied nor pickled"):
+    with pytest.raises(ArgumentError, match="cannot be copied or pickled"):
         buffer.__reduce_ex__(4)
     buffer.close()
     buffer.close()

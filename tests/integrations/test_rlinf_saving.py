@@ -111,7 +111,7 @@ def test_what_is_no_checkpoint_is_one_error(tmp_path):
         with pytest.raises(CheckpointError, match="pickles"):
             other.load_checkpoint(tmp_path)
         (tmp_path / "metadata.json").write_text("[]")
-        with pytest.raises(CheckpointError, match="no JSON object"):
+        with pytest.raises(CheckpointError, match="not a JSON object"):
             other.load_checkpoint(tmp_path)
         next(Path(tmp_path / "ours" / "trajectories").glob("*.bin")).write_bytes(b"")
         with pytest.raises(CheckpointError):

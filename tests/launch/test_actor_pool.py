@@ -350,7 +350,7 @@ def test_a_board_is_seen_by_all_and_refuses_what_is_none(store_name, tmp_path):
         with pytest.raises(ArgumentError, match="slots 0 to 2"):
             made.slot(3)
         made.path.write_bytes(b"garbage" * 1000)
-        with pytest.raises(GeartrainError, match="has no counters of this build"):
+        with pytest.raises(GeartrainError, match="does not have the counter format of this build"):
             SharedCounters.open(name)
     with pytest.raises(StoreMissingError):
         SharedCounters.open(name)
@@ -472,7 +472,7 @@ def test_a_script_without_the_main_guard_is_told_what_it_lacks(tmp_path, real_in
         env=environment,
     )
     assert done.returncode == 1
-    assert "a pool is not made within an actor" in done.stderr
+    assert "an actor cannot make a pool" in done.stderr
     assert "put what that runs under `if __name__ == '__main__':`" in done.stderr
 
 

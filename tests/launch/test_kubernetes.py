@@ -120,7 +120,7 @@ def test_what_kubernetes_would_refuse_is_refused_before():
     for wrong in ({"name": "Walker"}, {"name": "-"}, {"name": "x" * 64}, {"namespace": "a.b"}, {"secret": "a b"}):
         with pytest.raises(ArgumentError, match="lower-case letters"):
             made(**wrong)
-    with pytest.raises(ArgumentError, match="too long by 4 for its pods' names"):
+    with pytest.raises(ArgumentError, match="4 characters too long for the names of its pods"):
         made(name="x" * 47)
     for wrong in ({"env": {"1A": "x"}}, {"env": {"A": "x\ny"}}, {"gpu_resource": "a b"}, {"max_restarts": -1}):
         with pytest.raises(ArgumentError, match="found"):
@@ -128,7 +128,7 @@ def test_what_kubernetes_would_refuse_is_refused_before():
     for image in ("", " ", "a b", "a\nb"):
         with pytest.raises(ArgumentError, match="image is one line"):
             job_set(job(), "x.toml", image=image, hosts=3)
-    with pytest.raises(ArgumentError, match="host 2 takes in shared memory is not known"):
+    with pytest.raises(ArgumentError, match="shared_memory_gb is missing for host 2"):
         job_set(job(shared_memory_gb={"trainers": 20}), "x.toml", image="i", hosts=3)
 
 

@@ -188,7 +188,7 @@ def test_what_ray_cannot_mean_is_refused_before_it_is_asked():
     from geartrain.launch.ray import run
 
     job = launch.Job("x", [launch.learners("x:y", hosts="first")])
-    with pytest.raises(ArgumentError, match="has one node, and the job is to run on 2"):
+    with pytest.raises(ArgumentError, match="has one node, but the job needs 2"):
         run(launch.Job("x", [launch.learners("x:y")]), hosts=2, address="local")
     with pytest.raises(ArgumentError, match="no role runs on host 1 of 2"):
         run(job, hosts=2)

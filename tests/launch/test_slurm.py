@@ -62,11 +62,13 @@ def directives(text):
 def test_a_task_of_srun_has_its_place_and_a_shell_beside_it_has_none():
     assert host_position(STEP) == launch.HostPosition(1, 2, "host0", 29506, 29507)
     for shell in (BATCH, ALLOCATION):
-        with pytest.raises(ArgumentError, match="2 hosts, and this is a shell on one of them: srun"):
+        with pytest.raises(
+            ArgumentError, match="2 hosts, and this is a shell on one of them: start a launcher on each with srun"
+        ):
             host_position(shell)
     alone = {**BATCH, "SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS": "4"}  # a node, whose processors are tasks
     assert host_position(alone) == launch.HostPosition()
-    with pytest.raises(ArgumentError, match="4 launchers on 2 hosts: one a host"):
+    with pytest.raises(ArgumentError, match="4 launchers on 2 hosts, but one a host"):
         host_position({**STEP, "SLURM_STEP_NUM_TASKS": "4"})
     assert first_host("a[1-2]b[07,09]-ib,c") == "a1b07-ib"
     for none in ("", ",a", "[]"):
@@ -232,4 +234,4 @@ def test_the_shell_of_a_batch_job_is_told_to_use_srun(cluster, tmp_path):
     script.write_text(f"#!/bin/bash\n#SBATCH --nodes=2 --output=out --chdir={tmp_path}\nexec {command}\n")
     number = cluster.run("sbatch", "--parsable", str(script)).strip()
     assert cluster.wait_for_job(number)["ExitCode"] == "2:0"
-    assert (tmp_path / "out").read_text().startswith("error: Slurm has given this job 2 hosts")
+    assert (tmp_path / "out").read_text().startswith("error: Slurm gave this job 2 hosts")

@@ -153,7 +153,7 @@ def test_a_step_can_be_saved_again(store_name: Any, tmp_path: Path) -> None:
 def test_going_back_behind_a_complete_step_has_to_be_said(store_name: Any, tmp_path: Path) -> None:
     with stores_of(store_name, [20, 30]) as stores:
         save_all(stores, tmp_path, step=5)
-        with pytest.raises(CheckpointError, match=r"step 5 .* is complete and newer than step 4"):
+        with pytest.raises(CheckpointError, match=r"step 5 .* is newer than step 4 and complete"):
             save_all(stores, tmp_path, step=4)
 
 
@@ -180,7 +180,7 @@ def test_only_what_belongs_to_a_step_is_removed_with_it(store_name: Any, tmp_pat
 def test_another_number_of_shards_must_be_asked_for(store_name: Any, tmp_path: Path) -> None:
     with stores_of(store_name, [20, 30]) as stores:
         save_all(stores, tmp_path, step=5)
-        with pytest.raises(CheckpointError, match="saved from 2 shards, 3 are asked for; reshard=True"):
+        with pytest.raises(CheckpointError, match="has 2 shards, but 3 were requested: reshard=True"):
             load_all(store_name, tmp_path, 3)
 
 
@@ -231,8 +231,8 @@ def test_a_failure_on_one_rank_is_an_error_on_all_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ({"step": 6}, "ranks 0 and 1 save with another step: 5 and 6"),
-        ({"state": {"seed": 1}}, "ranks 0 and 1 save with another state"),
+        ({"step": 6}, "ranks 0 and 1 differ in step: 5 and 6"),
+        ({"state": {"seed": 1}}, "ranks 0 and 1 differ in state"),
         ({"shard": (0, 2)}, "says shard=None|shards must be numbered"),
     ],
 )
@@ -249,7 +249,7 @@ def test_another_schema_is_named_by_field_and_ranks(store_name: Any, tmp_path: P
         gt.Store.create(store_name(), other, max_length=4, capacity=4) as two,
     ):
         with pytest.raises(
-            RanksDisagreeError, match=r"rank 1 has another schema than that of rank 0: field 'x' is .*shape=\(2,\)"
+            RanksDisagreeError, match=r"ranks 0 and 1 have different schemas: field 'x' is .*shape=\(2,\)"
         ):
             save_all([one, two], tmp_path, step=1)
     with gt.Store.create(store_name(), FIELDS, max_length=4, capacity=4) as one:
@@ -274,7 +274,7 @@ def test_bad_arguments_are_refused_on_every_rank(store_name: Any, tmp_path: Path
         name = store_name()
         for options, said in (
             ({"shard": (2, 2)}, "a shard is"),
-            ({"shard": (1, 2)}, "no rank asks for shard 0"),
+            ({"shard": (1, 2)}, "no rank loads shard 0"),
             ({"capacity": 5}, "need reshard"),
             ({"max_rows": 5}, "limits come from the checkpoint"),
             ({"reshard": True, "shard": (0, 1), "step": 3}, "step 3 is not complete"),

@@ -176,7 +176,7 @@ def test_what_copies_do_not_do_is_refused_at_the_door(store: gt.Store) -> None:
         with pytest.raises(ArgumentError, match=message):
             gt.Replay(store, Uniform(seed=1), 8, device=DeviceOptions(device, path="copy", **options), **settings)
     (rank,) = ThreadRankGroup.make(1)
-    with pytest.raises(ArgumentError, match="path='copy' was asked for, but over several ranks"):
+    with pytest.raises(ArgumentError, match="path='copy' is for one rank: over several ranks"):
         gt.Replay(store, Uniform(seed=1), 8, group=rank, device=DeviceOptions(device, path="copy"))
     assert not device.registered
 

@@ -80,7 +80,7 @@ def test_a_batch_of_several_stores_has_one_deadline(stores: list[gt.Store]) -> N
         clock = Clock(stores[0], 7)
         with (
             mock.patch.object(waits_module, "time", clock),
-            pytest.raises(WaitTimeoutError, match="too few rows within 1 s, in which the store went from 0 to 0"),
+            pytest.raises(WaitTimeoutError, match="too few rows within 1 s; meanwhile the store went from 0 to 0 rows"),
         ):
             replay.sample()
     assert clock.now_s - 100 <= TIMEOUT_S + 0.11

@@ -205,7 +205,7 @@ def test_no_keys_make_an_empty_batch(name):
         ({"fields": []}, ArgumentError, "at least one"),
         ({"fields": ["x", "x"]}, ArgumentError, "each field once"),
         ({"fields": ["z"]}, FieldError, "no field 'z'; it has x, half"),
-        ({"ends": [0, 0]}, ArgumentError, "only means something with a window"),
+        ({"ends": [0, 0]}, ArgumentError, "has no effect without a window"),
         ({"window": 2, "ends": [0]}, ArgumentError, r"2 whole numbers, found int64 \(1,\)"),
         ({"window": 2, "ends": [0.0, 1.0]}, ArgumentError, "whole numbers, found float64"),
         ({"window": 2, "ends": [0, 4]}, ArgumentError, "window 1 ends at step 4, its row has steps 0 to 3"),

@@ -285,7 +285,7 @@ def test_what_does_not_fit_is_refused_at_the_door(make_shards: Callable[..., lis
         ({"select": "device"}, {}, ArgumentError, "runs no kernels"),
         ({"convert": {"no": Convert("float32")}}, {}, ArgumentError, r"names \['no'\]"),
         ({"exchange": "nccl"}, {}, ArgumentError, "needs a process group of torch.distributed"),
-        ({"exchange": "nccl", "path": "staged"}, of_peers, ArgumentError, "leave path='staged' out"),
+        ({"exchange": "nccl", "path": "staged"}, of_peers, ArgumentError, "leave out path='staged'"),
         ({"path": "gather", "pin_limit_bytes": 1000}, {}, PinError, "the limit is 0.00 GB"),
     ]
     with gt.Store.open(names[0]) as store:
@@ -300,7 +300,7 @@ def test_what_does_not_fit_is_refused_at_the_door(make_shards: Callable[..., lis
     def peers(rank: ThreadRankGroup) -> None:
         place = MeshPosition(tp=rank.rank, dp_size=1, tp_size=2)
         options = DeviceOptions(SimulatedDevice(1), path="gather")
-        with gt.Store.open(names[0]) as store, pytest.raises(ArgumentError, match="tensor-parallel peers"):
+        with gt.Store.open(names[0]) as store, pytest.raises(ArgumentError, match="tensor parallelism"):
             gt.Replay(store, Uniform(seed=1), 8, group=rank, mesh=place, device=options)
 
     run_ranks(2, peers)

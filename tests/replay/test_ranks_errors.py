@@ -245,11 +245,11 @@ def test_keys_of_nowhere_and_priorities_that_are_none_are_refused(
         with gt.Replay(stores[rank.rank], Prioritized(), B, output="numpy", group=rank, prefetch=0) as replay:
             batch = replay.sample()
             by_hand = gt.Keys(batch.keys.row, batch.keys.generation)
-            with pytest.raises(ArgumentError, match="name none of the 2 shards of this replay"):
+            with pytest.raises(ArgumentError, match="there are 2 shards of this replay"):
                 replay.update_priorities(by_hand.of_shard(9), 1.0)
-            with pytest.raises(ArgumentError, match="name none of the 2 shards of this replay"):
+            with pytest.raises(ArgumentError, match="there are 2 shards of this replay"):
                 replay.update_priorities(by_hand, 1.0)
-            with pytest.raises(ArgumentError, match="24 of 24 keys are of none of the 2 shards of this replay"):
+            with pytest.raises(ArgumentError, match="24 of 24 keys belong to none of the 2 shards of this replay"):
                 replay.update_priorities(batch.keys.of_store(9), 1.0)
             with pytest.raises(ArgumentError, match="priority 0 is not finite"):
                 replay.update_priorities(batch.keys, np.full(batch.batch_size, np.nan))

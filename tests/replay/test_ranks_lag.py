@@ -540,7 +540,7 @@ def test_an_item_that_is_asked_for_while_another_waits_is_begun_first() -> None:
 
 def test_a_lag_below_prefetch_is_refused(sharded_stores: Callable[..., list[gt.Store]]) -> None:
     (store,) = sharded_stores(1)
-    with pytest.raises(ArgumentError, match="update_lag is at least prefetch"):
+    with pytest.raises(ArgumentError, match="update_lag must be at least prefetch"):
         gt.Replay(store, Uniform(seed=0), B, prefetch=2, update_lag=1)
     for wrong in (-1, 1.5, "2", 2**40):
         with pytest.raises(ArgumentError, match="update_lag"):
@@ -580,7 +580,7 @@ def test_messages_that_ranks_do_not_take_in_time_are_an_error_and_not_passed_by(
     group: Any = NobodyTakes()
     rounds = TransportRounds(group)
     rounds.post({1: np.zeros(INLINE_BYTES + 1, np.uint8)})
-    with pytest.raises(WaitTimeoutError, match=r"did not take the messages of this one within 0\.05 s"):
+    with pytest.raises(WaitTimeoutError, match=r"did not take this rank's messages within 0\.05 s"):
         rounds.flush()
     group.taken.set()
     group.timeout_s = patience(30)

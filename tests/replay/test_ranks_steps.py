@@ -439,7 +439,7 @@ def test_rows_with_a_priority_for_every_step_are_not_moved() -> None:
         def body(rank: ThreadRankGroup) -> None:
             with (
                 gt.Placement(stores[rank.rank], group=rank) as placement,
-                pytest.raises(ArgumentError, match="keeps one for every step"),
+                pytest.raises(ArgumentError, match="has priority_per='step'"),
             ):
                 placement.rebalance()
 

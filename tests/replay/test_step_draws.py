@@ -291,12 +291,12 @@ def test_what_knows_no_steps_is_refused_when_the_replay_is_made():
         for selection, options, words in (
             (Prioritized(replacement=False), {"view": view}, "with replacement"),
             (Prioritized(), {}, "give window="),
-            (TopK(), {"view": view}, "goes by the priorities of rows"),
+            (TopK(), {"view": view}, "needs priorities of rows"),
             (Prioritized(), {"view": view, "device": "cuda"}, "leave out device"),
         ):
             with pytest.raises(ArgumentError, match=words):
                 gt.Replay(store, selection, 4, **options)
-        with pytest.raises(ArgumentError, match="all keep priorities of steps, or all of rows"):
+        with pytest.raises(ArgumentError, match="all have priorities of steps, or all of rows"):
             gt.Replay([store, rows], Mixture([0.5, 0.5], [Prioritized(), Prioritized()]), 4, view=view)
         with pytest.raises(FieldError, match="transitions need"):
             with make_store() as bare:

@@ -302,7 +302,7 @@ def test_what_makes_no_transitions_is_refused():
     plain = {"obs": gt.Field((2,), "float32"), "reward": gt.Field((), "float32")}
     view = gt.Transitions()
     with gt.Store.create(plain, max_length=5, capacity=2) as store:
-        with pytest.raises(FieldError, match="need 'terminated', and the store"):
+        with pytest.raises(FieldError, match="need 'terminated', but the store"):
             gt.Replay(store, Uniform(), 2, view=view)
         with pytest.raises(FieldError, match="'pixels'"):
             gt.Replay(store, Uniform(), 2, view=gt.Transitions(observations="pixels"))
@@ -327,7 +327,7 @@ def test_what_makes_no_transitions_is_refused():
     for bad in ({"over": "episodes"}, {"over": "steps", "replacement": False}, {"over": "steps", "stratified": True}):
         with pytest.raises(ArgumentError):
             Uniform(**bad)
-    with pytest.raises(ArgumentError, match="by a Replay"):
+    with pytest.raises(ArgumentError, match="only a Replay"):
         Uniform(over="steps").select(gt.selection.Candidates(np.ones(3, np.uint32)), 2, 0)
 
 

@@ -49,9 +49,9 @@ def test_results_come_back_the_way_arguments_went() -> None:
     given = DeviceMap("a", {0: 2, 1: 0})
     for here in (0, 1):
         assert given.back(given.there(here, 3), 2) == here
-    with pytest.raises(DeviceError, match=r"on cuda:1 of 'a', to which .* no GPU here: 0->2, 1->0"):
+    with pytest.raises(DeviceError, match=r"on cuda:1 of 'a', but .* no GPU here for it: 0->2, 1->0"):
         given.back(1, 2)
-    with pytest.raises(DeviceError, match="on cuda:5, which the device map to 'a' does not name"):
+    with pytest.raises(DeviceError, match="on cuda:5, but the device map to 'a' does not name that GPU"):
         given.there(5, 3)
     with pytest.raises(DeviceError, match="sends cuda:0 to cuda:2 of 'a', which has 1 GPU"):
         given.there(0, 1)

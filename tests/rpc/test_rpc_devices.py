@@ -181,11 +181,11 @@ def test_a_device_map_says_where_they_go_and_results_take_it_back(world: World) 
     assert node.call("peer", "where", tensor(node, 0, [1]), tensor(node, 1, [1])) == ["cuda:2", "cuda:0"]
     assert node.call("peer", "twice", tensor(node, 0, [1])).device == 0
     assert node.call("peer", "twice", tensor(node, 1, [1])).device == 1
-    with pytest.raises(DeviceError, match="on cuda:1 of 'peer', to which the device map leads from no GPU"):
+    with pytest.raises(DeviceError, match="on cuda:1 of 'peer', but the device map names no GPU here"):
         node.call("peer", "on_your", 1, 5)
     assert node.call("peer", "memory")["held"] == 0
     other = world.node(address, device_map="peer_0_2")
-    with pytest.raises(DeviceError, match="on cuda:1, which the device map to 'peer' does not name: 0->2"):
+    with pytest.raises(DeviceError, match="on cuda:1, but the device map to 'peer' does not name that GPU: 0->2"):
         other.call("peer", "twice", tensor(other, 1, [1]))
     wrong = world.node(address, device_map="peer_0_5")
     with pytest.raises(DeviceError, match="to cuda:5 of 'peer', which has 3 GPUs"):
@@ -267,7 +267,7 @@ def test_a_way_that_was_asked_for_is_taken_or_refused_with_the_reason(world: Wor
         bad.call("peer", "on_your", 1, 3.0)
     assert bad.call("peer", "memory")["held"] == 0
     assert bad.call("peer", "where", 1) == ["int"]  # the rest works
-    with pytest.raises(TransportError, match="'cuda_ipc' was asked for, and is not viable here: no luck"):
+    with pytest.raises(TransportError, match="'cuda_ipc' is not viable here: no luck"):
         world.node(address, transport="cuda_ipc", why="no luck")
 
 

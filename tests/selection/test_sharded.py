@@ -269,8 +269,8 @@ def test_a_group_that_is_whole_only_over_several_shards_is_refused_by_all_ranks_
     run_ranks(3, body)
     assert len(said) == 3
     assert set(said) == {
-        "the group 1000 of 'group' has rows in 2 shards (2 in shard 0, 2 in shard 2), and groups of 4 are drawn as a "
-        "whole; keep the rows of a group in one shard"
+        "the group 1000 of 'group' has rows in 2 shards (2 in shard 0, 2 in shard 2), but groups of 4 are drawn as a "
+        "whole: keep the rows of a group in one shard"
     }
     parts[0][0].delete(few + more)
     assert global_batch(parts, strategy, 48, 0, None)[0].tolist() == before.tolist()

@@ -203,16 +203,16 @@ def test_what_is_no_step_of_agents_is_refused():
         with pytest.raises(ArgumentError, match="agents must be at least 1"):
             store.agent_recorder(0)
         with store.agent_recorder(2) as recorder:
-            with pytest.raises(ArgumentError, match="the observation of an agent, found none"):
+            with pytest.raises(ArgumentError, match="the observation of at least one agent, found none"):
                 recorder.reset({})
             recorder.reset({"a": one})
             for observations, changed, error, match in (
                 ([one], {}, ArgumentError, "dict by agent, found list"),
-                ({"a": one}, {"reward": 1.0}, ArgumentError, "reward is a dict by agent, found float"),
-                ({"a": one}, {"reward": {"b": 1.0}}, FieldError, "agent 'a' acted and has no 'reward'"),
-                ({"a": one}, {"terminated": {}}, FieldError, "acted and has no 'terminated'"),
+                ({"a": one}, {"reward": 1.0}, ArgumentError, "reward must be a dict by agent, found float"),
+                ({"a": one}, {"reward": {"b": 1.0}}, FieldError, "agent 'a' acted but has no 'reward'"),
+                ({"a": one}, {"terminated": {}}, FieldError, "acted but has no 'terminated'"),
                 *(
-                    ({"a": one}, {"terminated": {"a": flag}}, SchemaError, "'terminated' of agent 'a' is a bool")
+                    ({"a": one}, {"terminated": {"a": flag}}, SchemaError, "'terminated' of agent 'a' must be a bool")
                     for flag in ([True, False], "False", b"", 0, 1.0, float("nan"), np.datetime64("now"), {})
                 ),
                 ({"a": one}, {"speed": {"a": 1}}, FieldError, "speed"),

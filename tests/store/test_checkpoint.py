@@ -91,7 +91,7 @@ def test_keys_from_before_a_restore_stay_stale_when_their_rows_were_gone(store_n
         store.save(tmp_path / "ckpt")
         with gt.Store.load(tmp_path / "ckpt", store_name()) as restored:
             fill(restored, 4, seed=1)
-            with pytest.raises(ArgumentError, match="of another store"):
+            with pytest.raises(ArgumentError, match="to another store"):
                 restored.update_priorities(gone, np.ones(4))
             assert restored.update_priorities(gone.of_store(restored.id), np.ones(4)) == 4
 

@@ -125,11 +125,14 @@ def test_a_save_that_is_killed_leaves_the_series_as_it_was(
 def test_one_process_saves_to_a_series_and_nothing_else_is_there(tmp_path: Path, name: str) -> None:
     with tagged.create(name) as store:
         tagged.insert(store, [1])
-        with holding(tmp_path / "series"), pytest.raises(CheckpointError, match="another process saves checkpoints"):
+        with (
+            holding(tmp_path / "series"),
+            pytest.raises(CheckpointError, match="another process is saving checkpoints"),
+        ):
             save(name, tmp_path / "series")
         (tmp_path / "mine").mkdir()
         (tmp_path / "mine" / "model.pt").touch()
-        with pytest.raises(CheckpointError, match=r"no checkpoint put there \(model.pt\)"):
+        with pytest.raises(CheckpointError, match=r"not of a checkpoint \(model.pt\)"):
             save(name, tmp_path / "mine")
         broken = save(name, tmp_path / "series").path
         (broken / "manifest.json").write_text("{}")

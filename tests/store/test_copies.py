@@ -43,7 +43,7 @@ def test_what_is_there_once_can_be_neither_copied_nor_pickled(what, how, name):
     with gt.Store.create(name, FIELDS, max_length=4, capacity=8) as store:
         one = MAKERS[what](store)
         writing = store.stats()["writing"]
-        with pytest.raises(ArgumentError, match=f"{type(one).__name__} can be neither copied nor pickled"):
+        with pytest.raises(ArgumentError, match=f"{type(one).__name__} cannot be copied or pickled"):
             COPIES[how](one)
         gc.collect()
         assert store.stats()["writing"] == writing  # a copy that is dropped gave the blocks of the original back

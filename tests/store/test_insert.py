@@ -197,7 +197,7 @@ def test_what_makes_no_array_is_told_with_what_to_do():
     torch = pytest.importorskip("torch")
     with gt.Store.create({"x": gt.Field((2,), "float32")}, max_length=3, capacity=4) as store:
         for given, told in (
-            ([[[1.0, 2.0]], [[1.0, 2.0], [3.0, 4.0]]], "padded, with lengths="),
+            ([[[1.0, 2.0]], [[1.0, 2.0], [3.0, 4.0]]], "pass lengths="),
             (torch.zeros(2, 3, 2).to_sparse(), r"to_dense\(\)"),
             (torch.zeros(2, 3, 2, device="meta"), "host memory"),
             (torch.zeros(2, 3, 2, dtype=torch.complex64), "convert it first"),

@@ -88,13 +88,13 @@ def test_what_is_written_in_place_comes_back(tmp_path: Path) -> None:
 
 def test_a_store_that_cannot_take_the_rows_is_refused(tmp_path: Path, name: str) -> None:
     create(tmp_path / "journal").close()
-    with pytest.raises(JournalError, match="capacity=16, asked for 17"):
+    with pytest.raises(JournalError, match="capacity=16, but 17 was given"):
         gt.Store.create(name, tagged.FIELDS, max_length=tagged.STEPS, capacity=17, journal=tmp_path / "journal")
     with pytest.raises(JournalError, match="max_length"):
         gt.Store.create(name, tagged.FIELDS, max_length=7, capacity=CAPACITY, journal=tmp_path / "journal")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "model.pt").touch()
-    with pytest.raises(JournalError, match=r"files that are not a journal's \(model.pt\)"):
+    with pytest.raises(JournalError, match=r"files that are not of a journal \(model.pt\)"):
         create(tmp_path / "other", name)
     assert not (Path("/dev/shm") / f"geartrain.{name}").exists()
 
@@ -123,7 +123,7 @@ def test_a_manifest_that_the_disk_cannot_read_is_named(tmp_path: Path) -> None:
 
 
 def test_a_journal_in_use_is_refused(tmp_path: Path) -> None:
-    with create(tmp_path / "journal"), pytest.raises(JournalError, match="join that one"):
+    with create(tmp_path / "journal"), pytest.raises(JournalError, match="join that"):
         create(tmp_path / "journal")
 
 
@@ -392,9 +392,9 @@ def test_steps_whose_priorities_are_as_they_were_are_not_written_again(tmp_path:
 def test_a_journal_of_steps_is_none_of_rows(tmp_path: Path) -> None:
     create(tmp_path / "steps", priority_per="step").close()
     create(tmp_path / "rows").close()
-    with pytest.raises(JournalError, match="priority_per='step', asked for 'row'"):
+    with pytest.raises(JournalError, match="priority_per='step', but 'row'"):
         create(tmp_path / "steps")
-    with pytest.raises(JournalError, match="priority_per='row', asked for 'step'"):
+    with pytest.raises(JournalError, match="priority_per='row', but 'step'"):
         create(tmp_path / "rows", priority_per="step")
 
 

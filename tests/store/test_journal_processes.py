@@ -259,7 +259,7 @@ def test_a_close_whose_disk_fails_says_so_and_closes_within_its_timeout(
     tagged.insert(store, [1])
     disk.error = OSError(5, os.strerror(5))
     began_s = time.monotonic()
-    with pytest.raises(JournalError, match="may lack what was committed last"):
+    with pytest.raises(JournalError, match="may lack the last commits"):
         store.close()
     assert time.monotonic() - began_s < patience(3)
     assert store.closed

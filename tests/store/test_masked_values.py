@@ -10,7 +10,7 @@ from geartrain.actors import EpisodeRecorder, recorded_fields
 from geartrain.errors import ArgumentError, SchemaError
 
 X = {"x": gt.Field((2,), "float32")}
-MASKED = "masked array, whose mask would be lost: give its .filled"
+MASKED = "masked array, and its mask would be lost: pass its .filled"
 
 
 def masked(*shape: int) -> np.ma.MaskedArray:
@@ -93,7 +93,7 @@ def test_weights_and_sums_refuse_masked_arrays(name):
 
     with gt.weights.Publisher(name) as publisher, pytest.raises(ArgumentError, match=r"x is a masked array"):
         publisher.publish(1, {"x": masked(2)})
-    with pytest.raises(ArgumentError, match="a masked array is not reduced"):
+    with pytest.raises(ArgumentError, match="a masked array cannot be reduced"):
         buffer_of(masked(2))
 
 

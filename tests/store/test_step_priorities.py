@@ -261,7 +261,7 @@ def test_keys_of_rows_and_of_steps_are_told_apart_and_bad_priorities_change_noth
             keys.of_steps([0.5, 1.0])
         with pytest.raises(ArgumentError, match="2 keys have steps of shape"):
             keys.of_steps([0, 1, 2])
-        with pytest.raises(ArgumentError, match="steps of keys are from 0"):
+        with pytest.raises(ArgumentError, match="steps of keys must be from 0"):
             keys.of_steps(-1)
         with pytest.raises(ArgumentError, match="cannot be joined with keys of rows"):
             _ = keys + keys.of_steps(1)

@@ -105,7 +105,11 @@ def test_a_field_takes_numpys_codes_of_dtypes(name):
 @pytest.mark.parametrize(
     ("fields", "max_length", "message"),
     [
-        (TIMED, None, r"give max_length=.*Store.create\(..., {'obs': Field\(\(2,\), 'float32'\)}, max_length=1000"),
+        (
+            TIMED,
+            None,
+            r"max_length= is missing.*Store.create\(..., {'obs': Field\(\(2,\), 'float32'\)}, max_length=1000",
+        ),
         (TIMED, 0, "max_length must be from 1 to 2147483647 steps, found 0"),
         (TIMED, 2**31, "max_length must be from 1 to 2147483647 steps"),
         (TIMED, 2.5, "max_length must be a whole number of steps, found 2.5"),

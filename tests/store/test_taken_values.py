@@ -73,7 +73,7 @@ def test_a_block_takes_tensors_as_an_insert_does(store):
     for made, why in (
         (lambda *shape: torch.ones(*shape, device="meta"), "on meta"),
         (lambda *shape: torch.ones(*shape).to_sparse(), "layout"),
-        (lambda *shape: freed(torch.ones(*shape)), "without memory"),
+        (lambda *shape: freed(torch.ones(*shape)), "has no memory"),
     ):
         with pytest.raises(SchemaError, match=why):
             row["x"] = made(2)
@@ -142,7 +142,7 @@ def test_keys_are_joined_from_whatever_gives_them_once(store):
     ):
         assert Keys.join(given) == keys
     for given in ("", b"", {}, 3, None):
-        with pytest.raises(ArgumentError, match="joined from a list of Keys"):
+        with pytest.raises(ArgumentError, match="takes a list of Keys"):
             Keys.join(given)
 
 

@@ -86,7 +86,7 @@ def test_a_record_of_any_content_is_told_and_ends_nothing(checkpoint: Path) -> N
     assert set(found) == {"", "CheckpointError"} and found.count("CheckpointError") > 30
     record.unlink()
     os.mkfifo(record)
-    with pytest.raises(CheckpointError, match="no regular file"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         look()
     record.unlink()
     record.write_bytes(whole)
@@ -127,7 +127,7 @@ def test_a_note_of_any_content_adopts_nothing(store_name: Any, tmp_path: Path) -
         note = tmp_path / "step-00000001" / f"restored-{store.id:016x}.json"
         for text in texts_of_no_object():
             note.write_bytes(text)
-            with pytest.raises(CheckpointError, match="neither the one"):
+            with pytest.raises(CheckpointError, match="not the one"):
                 load_checkpoint(tmp_path, name, adopt=True)
 
 

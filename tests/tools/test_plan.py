@@ -242,7 +242,7 @@ def test_constants_survive_a_file_and_foreign_ones_are_refused(tmp_path: Path) -
     with pytest.raises(ArgumentError, match=r"constants are .*found cores"):
         read_constants(path)
     path.write_text("[]")
-    with pytest.raises(ArgumentError, match="no JSON object"):
+    with pytest.raises(ArgumentError, match="not a JSON object"):
         read_constants(path)
     with pytest.raises(ArgumentError, match="cannot be read"):
         read_constants(tmp_path / "missing.json")

@@ -87,7 +87,7 @@ class Actor:
     ) -> None:
         whole_number("seed", seed, 2**63 - 1)
         if not callable(getattr(policy, "act", None)) or not hasattr(policy, "version"):
-            raise ArgumentError(f"a policy has act(observation) and a version, found {shown(policy)}")
+            raise ArgumentError(f"a policy needs act(observation) and a version, found {shown(policy)}")
         self.environments: VectorEnv = environments_of(environments)
         self.policy = policy
         self.store = store
@@ -158,7 +158,7 @@ class Actor:
             WaitTimeoutError: the store's rate limiter blocked an insert for too long.
         """
         if steps is None and episodes is None and until is None:
-            raise ArgumentError("run needs an end: steps=, episodes= or until=")
+            raise ArgumentError("run needs an end: give steps=, episodes= or until=")
         for what, number in (("steps", steps), ("episodes", episodes)):
             if number is not None and check_whole(what, number) < 0:
                 raise ArgumentError(f"{what} is a whole number from 0 on, found {number}")

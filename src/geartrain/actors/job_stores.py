@@ -52,21 +52,19 @@ class JobStores(ServedRows, Mapping[str, "Store | RemoteStore"]):
             isinstance(each, Store | RemoteStore) for each in stores.values()
         ):
             raise ArgumentError(
-                f"these are stores by name, of this host (Store) or others (RemoteStore), not {stores!r}"
+                f"JobStores takes stores by name, of this host (Store) or others (RemoteStore); found {stores!r}"
             )
         if not stores:
             raise ArgumentError("there must be at least one store")
         self._stores = dict(stores)
         self._ids = np.array([each.id for each in stores.values()], np.uint64)
         if len(np.unique(self._ids)) < len(self._ids):
-            raise ArgumentError(f"one store has several names, among {', '.join(map(repr, stores))}")
+            raise ArgumentError(f"one store has several of the names {', '.join(map(repr, stores))}")
         names = list(stores)
         first = self._stores[names[0]]
         for name, store in self._stores.items():
             if dict(store.fields) != dict(first.fields) or store.per_step != first.per_step:
-                raise ArgumentError(
-                    f"the stores {names[0]!r} and {name!r} have other fields, or priorities of other things"
-                )
+                raise ArgumentError(f"the stores {names[0]!r} and {name!r} differ in their fields, or in priority_per")
 
     def __getitem__(self, name: str) -> Store | RemoteStore:
         return self._stores[name]
@@ -122,7 +120,9 @@ class JobStores(ServedRows, Mapping[str, "Store | RemoteStore"]):
         numbers = np.unique(places).tolist() or [0]
         stores = list(self._stores.values())
         if window is None and len({stores[number].max_length for number in numbers}) > 1:
-            raise ArgumentError("whole rows of one batch have one max_length, and these stores differ; use a window")
+            raise ArgumentError(
+                "these stores differ in max_length, so whole rows do not fit into one batch: give window="
+            )
         mine = {number: np.flatnonzero(places == number) for number in numbers}
         options = {at: common | ({} if told is None else {"ends": told[where]}) for at, where in mine.items()}
         begun = {
@@ -186,7 +186,9 @@ class JobStores(ServedRows, Mapping[str, "Store | RemoteStore"]):
 
     def _places(self, keys: Keys) -> NDArray[np.int64]:
         if keys.store is None and len(self._stores) > 1 and len(keys):
-            raise ArgumentError("keys made by hand name no store; of several stores, give them to one, by its name")
+            raise ArgumentError(
+                "keys without a store cannot be used with several stores: pass them to one of them, by its name"
+            )
         return keys.places_among(self._ids) if len(keys) else np.zeros(0, np.int64)
 
     def __repr__(self) -> str:

@@ -40,7 +40,7 @@ def check_fields(store: Store | RemoteStore, values: Mapping[str, NDArray[Any]] 
     for name, array in (values or {}).items():
         if name not in fields:
             raise FieldError(
-                f"the policy returns {name!r}, and the store {store.name!r} has no such field; it has "
+                f"the policy returns {name!r}, but the store {store.name!r} has no such field; it has "
                 f"{', '.join(fields)}"
             )
         field = fields[name]

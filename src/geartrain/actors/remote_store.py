@@ -103,7 +103,7 @@ class RemoteStore(ServedRows):
 
     def __init__(self, node: Node, peer: str, name: str, *, timeout_s: float = TIMEOUT_S) -> None:
         if not isinstance(node, Node):
-            raise ArgumentError(f"a remote store is reached by a node of geartrain.rpc, found {node!r}")
+            raise ArgumentError(f"a RemoteStore needs a node of geartrain.rpc, found {node!r}")
         self.node, self.peer, self.name = node, check_text("peer", peer), check_text("the name of a store", name)
         self.timeout_s = timeout(timeout_s)
         about = self._call("describe")
@@ -151,7 +151,7 @@ class RemoteStore(ServedRows):
             ArgumentError: an argument does not fit the store. The other errors are those of `Store.insert`.
         """
         if not isinstance(fields, Mapping):
-            raise ArgumentError(f"an insert takes arrays by field, found {type(fields).__name__}")
+            raise ArgumentError(f"insert takes a dict of arrays by field, found {type(fields).__name__}")
         given: dict[str, Any] = {"lengths": lengths, "priorities": priorities, "versions": versions}
         given = {what: np.asarray(value) for what, value in given.items() if value is not None}
         if check_choice("casting", casting, ("no", "safe", "same_kind")) != "no":

@@ -75,7 +75,9 @@ class StoreServer:
 
     def __init__(self, node: Node, store: Store, name: str | None = None) -> None:
         if not isinstance(node, Node) or not isinstance(store, Store):
-            raise ArgumentError(f"a node of geartrain.rpc serves a Store, found {node!r} and {store!r}")
+            raise ArgumentError(
+                f"a StoreServer takes a node of geartrain.rpc and a Store, found {node!r} and {store!r}"
+            )
         if store.closed:
             raise StoreClosedError(f"the store {store.name!r} was closed")
         self.name = store.name if name is None else name

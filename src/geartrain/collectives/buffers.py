@@ -85,44 +85,47 @@ def buffer_of(array: Any) -> HostBuffer:
     if hasattr(array, "data_ptr") and hasattr(array, "is_contiguous"):
         return _buffer_of_tensor(array)
     if is_masked(array):
-        raise ArgumentError("a masked array is not reduced, for what its mask hides would be: give its .data")
+        raise ArgumentError(
+            "a masked array cannot be reduced, because the values under its mask would be too: pass its .data"
+        )
     dtype = getattr(array, "dtype", None)
     name = getattr(dtype, "name", None)
     flags = getattr(array, "flags", None)
     if dtype is not None and name is not None and flags is not None and hasattr(array, "ctypes"):
         if not flags.c_contiguous or not flags.writeable:
             raise ArgumentError(
-                f"an array to reduce is C-contiguous and writable, found {flags.c_contiguous=} {flags.writeable=}"
+                "an array to reduce must be C-contiguous and writable, found "
+                f"flags.c_contiguous={flags.c_contiguous!r} flags.writeable={flags.writeable!r}"
             )
         if not dtype.isnative:  # its name does not say so
-            raise ArgumentError(f"an array to reduce has this machine's byte order, found {dtype.str}")
+            raise ArgumentError(f"an array to reduce must have this machine's byte order, found {dtype.str}")
         return HostBuffer(array.ctypes.data, array.size, _reduced_dtype(name))
     _native.sleep_at_finalization()
     try:
         address, count, code, bits = _native.array_memory(array)
     except TypeError:
         raise ArgumentError(
-            f"cannot reduce a {type(array).__name__}: it takes C-contiguous writable arrays in host memory, with the "
-            "buffer protocol or DLPack"
+            f"cannot reduce a {type(array).__name__}: pass a C-contiguous writable array in host memory, "
+            "with the buffer protocol or DLPack"
         ) from None
     found = _BY_DLPACK.get((code, bits))
     if found is None:
         raise ArgumentError(
-            f"arrays of DLPack code {code} with {bits} bits are not reduced; there are {', '.join(REDUCED_DTYPES)}"
+            f"arrays of DLPack code {code} with {bits} bits cannot be reduced; possible are {', '.join(REDUCED_DTYPES)}"
         )
     return HostBuffer(address, count, found)
 
 
 def _buffer_of_tensor(tensor: Any) -> HostBuffer:
     if tensor.device.type != "cpu":
-        raise ArgumentError(f"a tensor to reduce is on the CPU, found one on {tensor.device}")
+        raise ArgumentError(f"a tensor to reduce must be on the CPU, found one on {tensor.device}")
     if tensor.is_conj() or tensor.is_neg():
         raise ArgumentError(
-            "a tensor to reduce is no lazy conjugate or negative: give its resolve_conj().resolve_neg()"
+            "a lazy conjugate or negative tensor cannot be reduced: pass its resolve_conj().resolve_neg()"
         )
     if not tensor.is_contiguous():
         raise ArgumentError(
-            f"a tensor to reduce is contiguous, found strides {tensor.stride()} of shape {tuple(tensor.shape)}"
+            f"a tensor to reduce must be contiguous, found strides {tensor.stride()} of shape {tuple(tensor.shape)}"
         )
     return HostBuffer(tensor.data_ptr(), tensor.numel(), _reduced_dtype(str(tensor.dtype).removeprefix("torch.")))
 
@@ -130,7 +133,7 @@ def _buffer_of_tensor(tensor: Any) -> HostBuffer:
 def _reduced_dtype(name: str) -> str:
     if not isinstance(name, str) or name not in DTYPE_CODES:
         raise ArgumentError(
-            f"arrays of {shown(name)} are not reduced; there are {', '.join(REDUCED_DTYPES)}"
-            f"{did_you_mean(name, REDUCED_DTYPES)}"
+            f"arrays of {shown(name)} cannot be reduced; possible are "
+            f"{', '.join(REDUCED_DTYPES)}{did_you_mean(name, REDUCED_DTYPES)}"
         )
     return name

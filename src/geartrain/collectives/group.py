@@ -412,12 +412,12 @@ class Group:
         timeout_s = self.timeout_s if timeout_s is None else timeout(timeout_s)
         session = self._session
         if isinstance(session, HierarchicalSession):
-            raise ArgumentError(f"{exchange.collective} is not for hierarchical groups, which all-reduce only")
+            raise ArgumentError(f"a hierarchical group can only all-reduce: {exchange.collective} is refused")
         if self.algorithm == "ring" or session.config.reissues or session.owners.reducers or min(self.shares) <= 0:
             raise ArgumentError(
-                f"{exchange.collective} is for groups whose ranks all own a share, without reducers, on_reducer_loss="
-                f'"reform" and algorithm="ring"; this one has shares {self.shares}, {len(self.reducers)} reducers and '
-                f"algorithm {self.algorithm!r}"
+                f"{exchange.collective} needs a group whose ranks all own a share, without reducers, "
+                f'on_reducer_loss="reform" and algorithm="ring"; this one has shares {self.shares}, '
+                f"{len(self.reducers)} reducers and algorithm {self.algorithm!r}"
             )
         work = Work(
             self.name,
@@ -535,7 +535,7 @@ class Group:
         """
         self._check_process()
         if isinstance(self._session, HierarchicalSession):
-            raise ArgumentError("a hierarchical group is not re-formed: make another one, of the next epoch")
+            raise ArgumentError("a hierarchical group cannot be re-formed: make another one with the next epoch")
         unknown = set(check_texts("without", without)) - set(self.reducers)
         if unknown:
             raise ArgumentError(

@@ -93,7 +93,7 @@ def checked_config(
             f"hosts is a name for each of {world_size} ranks of a hierarchical group, found {shown(hosts)}"
         )
     if hierarchical and on_reducer_loss != "raise":
-        raise ArgumentError('a hierarchical group does not go on without a reducer: on_reducer_loss="raise"')
+        raise ArgumentError('a hierarchical group cannot continue without a reducer: use on_reducer_loss="raise"')
     options: dict[str, Any] = {
         "rank": rank,
         "world_size": world_size,

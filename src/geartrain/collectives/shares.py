@@ -65,7 +65,7 @@ def pick_shares(
     """
     reducers = len(addresses)
     if algorithm == "ring" and (reducers or not isinstance(shares, str)):
-        raise ArgumentError("a ring has neither reducers nor shares")
+        raise ArgumentError('algorithm="ring" takes neither reducers nor shares')
     if isinstance(shares, str):
         if shares not in ("auto", "equal"):
             raise ArgumentError(f'shares is "auto", "equal" or a sequence of numbers, found {shown(shares)}')
@@ -74,11 +74,11 @@ def pick_shares(
         given_rates = _native.equal_rates(world_size, list(addresses)) if rates is None else _numbers("rates", rates)
         if len(given_rates) != world_size + reducers:
             raise ArgumentError(
-                f"{world_size} ranks and {reducers} reducers have so many rates, found {len(given_rates)}"
+                f"{world_size} ranks and {reducers} reducers need as many rates, found {len(given_rates)}"
             )
         # The size of the array changes the time, not the shares.
         return tuple(_native.plan_shares(given_rates[:world_size], given_rates[world_size:], 1e9)[0])
     given = tuple(_numbers("shares", shares))
     if len(given) != world_size + reducers:
-        raise ArgumentError(f"shares are of {world_size} ranks and {reducers} reducers, found {len(given)}")
+        raise ArgumentError(f"{world_size} ranks and {reducers} reducers need as many shares, found {len(given)}")
     return given

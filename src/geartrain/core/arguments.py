@@ -26,13 +26,13 @@ def default_threads(threads: int | None) -> int:
     if threads is None:
         return min(4, int(_native.available_cores()))
     if not 1 <= check_whole("threads", threads) <= MAX_THREADS:
-        raise ArgumentError(f"at least one thread must copy, and at most {MAX_THREADS}, found threads={threads}")
+        raise ArgumentError(f"threads must be from 1 to {MAX_THREADS}, found threads={threads}")
     return int(threads)
 
 
 def refuse_copies(one: object, instead: str) -> NoReturn:
     """Raises `ArgumentError`: for `__reduce_ex__` of what stands for something of this process, and is there once."""
-    raise ArgumentError(f"a {type(one).__name__} can be neither copied nor pickled: {instead}")
+    raise ArgumentError(f"a {type(one).__name__} cannot be copied or pickled: {instead}")
 
 
 def capacity_of(
@@ -51,12 +51,15 @@ def capacity_of(
     if sum(size is not None for size in given.values()) != 1:
         found = ", ".join(f"{what}={size}" for what, size in given.items() if size is not None) or "none of them"
         raise ArgumentError(
-            f"give the store's size once: capacity (rows), capacity_steps or capacity_bytes; found {found}"
+            f"give exactly one size of the store: capacity (rows), capacity_steps or capacity_bytes; found {found}"
         )
     if capacity_steps is not None:
         capacity = whole_number("capacity_steps", capacity_steps, 2**63 - 1, least=1) // max_length
         if capacity == 0:
-            raise ArgumentError(f"capacity_steps is {capacity_steps}, and one row alone takes max_length={max_length}")
+            raise ArgumentError(
+                f"capacity_steps is {capacity_steps}, but one row takes max_length={max_length} steps: raise "
+                "capacity_steps"
+            )
     elif capacity_bytes is not None:
         nbytes = check_whole("capacity_bytes", capacity_bytes)  # of 0 it is told how many one row takes
         capacity = rows_within(whole_number("capacity_bytes", nbytes, 2**63 - 1, least=1) if nbytes else 0)
@@ -123,8 +126,8 @@ def check_unmasked(what: str, values: Any) -> None:
     """Raises `SchemaError` for masked arrays, in a list too: what they hide would be stored as if it were there."""
     if any(map(is_masked, values)) if isinstance(values, list | tuple) else is_masked(values):
         raise SchemaError(
-            f"{what} is a masked array, whose mask would be lost: give its .filled(value), or .data and the mask as "
-            f"a field of its own"
+            f"{what} is a masked array, and its mask would be lost: pass its .filled(value), or its .data with the "
+            "mask as a field"
         )
 
 
@@ -138,7 +141,7 @@ def check_flag(what: str, value: Any) -> bool:
 def check_text(what: str, value: Any, *, empty: bool = False) -> str:
     """The value as text that has an encoding and no zero byte, which would end it elsewhere."""
     if not isinstance(value, str) or not (value or empty) or "\0" in value:
-        raise ArgumentError(f"{what} is text{'' if empty else ', and not empty'}, found {shown(value)}")
+        raise ArgumentError(f"{what} must be text{('' if empty else ' that is not empty')}, found {shown(value)}")
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -242,7 +245,9 @@ def check_secret(value: Any) -> bytes:
 def check_store(store: Any) -> None:
     """Raises unless the value is a rendezvous store, or None."""
     if store is not None and not all(callable(getattr(store, call, None)) for call in ("set", "get", "check")):
-        raise ArgumentError(f"a store has set, get and check, as torch.distributed's have; found {shown(store)}")
+        raise ArgumentError(
+            f"store must have set, get and check, like a store of torch.distributed; found {shown(store)}"
+        )
 
 
 def shown(value: object) -> str:

@@ -105,7 +105,9 @@ class SharedCounters:
             )
         header = json.dumps({"format": _FORMAT, "slots": slots, "columns": list(columns)}).encode()
         if len(header) > _HEADER_BYTES:
-            raise ArgumentError(f"the names of {len(columns)} columns do not fit into {_HEADER_BYTES} bytes")
+            raise ArgumentError(
+                f"the names of {len(columns)} columns are too long: they must fit into {_HEADER_BYTES} bytes"
+            )
         path = _path(name)
         remove_stale()
         unnamed = path.with_name(f"{_UNNAMED}{os.getpid()}-{secrets.token_hex(4)}")
@@ -147,14 +149,14 @@ class SharedCounters:
             fd = open_shared(path)
         except FileNotFoundError:
             raise StoreMissingError(
-                f"there are no counters named {name!r} ({path}); there are {some_of(names())}"
-                f"{did_you_mean(name, names())}"
+                f"there are no counters named {name!r} ({path}); existing ones are "
+                f"{some_of(names())}{did_you_mean(name, names())}"
             ) from None
         try:
             slots, columns = _read_header(fd)
             memory = mmap.mmap(fd, _file_bytes(slots, len(columns)))
         except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
-            raise IncompatibleStoreError(f"{path} has no counters of this build's format: {error!r}") from None
+            raise IncompatibleStoreError(f"{path} does not have the counter format of this build: {error!r}") from None
         finally:
             os.close(fd)
         return cls(path, memory, slots, columns)

@@ -212,7 +212,7 @@ def plain_tensor(tensor: Any) -> Any:
     """
     tensor = tensor.detach()
     if not has_memory(tensor):
-        raise SchemaError(f"a tensor {tuple(tensor.shape)} without memory: its storage was freed or made smaller")
+        raise SchemaError(f"a tensor of shape {tuple(tensor.shape)} has no memory: its storage was freed or shrunk")
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 

@@ -51,7 +51,7 @@ def read_json(path: Path) -> Any:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
         with os.fdopen(fd, "rb", closefd=False) as file:
             return parse_json(file.read())
     finally:
@@ -62,7 +62,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """The object that a file of JSON is. Raises as `read_json`."""
     found = read_json(path)
     if not isinstance(found, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     return found
 
 
@@ -86,7 +86,7 @@ def object_entries(content: Mapping[str, Any], key: str) -> list[dict[str, Any]]
     """An entry that is a list of objects. Raises `ValueError`."""
     found: list[dict[str, Any]] = entry(content, key, list)
     if not all(isinstance(each, dict) for each in found):
-        raise ValueError(f"{key} has an entry that is no object")
+        raise ValueError(f"{key} has an entry that is not an object")
     return found
 
 

@@ -62,7 +62,8 @@ class Keys:
         generation = _whole("generations", self.generation, np.uint32)
         if row.ndim != 1 or row.shape != generation.shape:
             raise ArgumentError(
-                f"keys are two arrays (n,) of the same length, found {row.shape} and {generation.shape}"
+                f"keys need rows and generations as two arrays (n,) of the same length, found {row.shape} and "
+                f"{generation.shape}"
             )
         object.__setattr__(self, "row", row)
         object.__setattr__(self, "generation", generation)
@@ -76,7 +77,7 @@ class Keys:
             is_array = np.ndim(store) > 0
             object.__setattr__(self, "store", self._column("store", np.uint64) if is_array else _store_id(store))
         elif not 0 <= store < 2**64:
-            raise ArgumentError(f"a store's id is a whole number from 0 to 2**64 - 1, found {store}")
+            raise ArgumentError(f"the id of a store is a whole number from 0 to 2**64 - 1, found {store}")
 
     def _column(self, name: str, dtype: Any) -> NDArray[Any]:
         array = _whole(f"{name}s", getattr(self, name), dtype)
@@ -110,8 +111,8 @@ class Keys:
     def __call__(self) -> NoReturn:
         """Raises `TypeError`. `dict(batch)` would call it, because a batch has an attribute `keys`."""
         raise TypeError(
-            "these are keys of rows, and no method: a batch's fields are dict(batch.fields) or batch.items(), their "
-            "names list(batch), and batch.as_dict() has the metadata too"
+            "batch.keys are the keys of the rows, not a method: use dict(batch.fields) or batch.items() for the "
+            "fields, list(batch) for their names, and batch.as_dict() for fields and metadata"
         )
 
     def __getitem__(self, index: Any) -> Keys:
@@ -119,8 +120,8 @@ class Keys:
             row = np.atleast_1d(self.row[index])
         except (IndexError, OverflowError, TypeError, ValueError):
             raise IndexError(
-                f"{len(self)} keys are indexed by a whole number, a slice, a mask ({len(self)},) or an array of whole "
-                f"numbers, found {shown(index)}"
+                f"index {len(self)} keys with a whole number, a slice, a mask ({len(self)},) or an array of whole "
+                f"numbers; found {shown(index)}"
             ) from None
         shard = None if self.shard is None else np.atleast_1d(self.shard[index])
         draw = None if self.draw is None else np.atleast_1d(self.draw[index])
@@ -227,16 +228,19 @@ class Keys:
                 raise TypeError
             parts = list(parts)
         except TypeError:
-            raise ArgumentError(f"keys are joined from a list of Keys, found {shown(parts)}") from None
+            raise ArgumentError(f"Keys.join takes a list of Keys, found {shown(parts)}") from None
         parts = [part for part in parts if len(check_keys(part))]
         if len(parts) <= 1:
             return parts[0] if parts else Keys.empty()
         shards = [part.shard for part in parts if part.shard is not None]
         if shards and len(shards) != len(parts):
-            raise ArgumentError("keys with a shard cannot be joined with keys without one")
+            raise ArgumentError(
+                "keys with a shard cannot be joined with keys without one: give all of them a shard (`of_shard`), or "
+                "none"
+            )
         steps = [part.step for part in parts if part.step is not None]
         if steps and len(steps) != len(parts):
-            raise ArgumentError("keys of steps cannot be joined with keys of rows; see `without_steps`")
+            raise ArgumentError("keys of steps cannot be joined with keys of rows: drop the steps with `without_steps`")
         draws = [part.draw for part in parts if part.draw is not None]
         return Keys(
             np.concatenate([part.row for part in parts]),
@@ -275,8 +279,8 @@ class Keys:
         found = np.asarray(given.detach().cpu() if hasattr(given, "detach") else given)
         if found.dtype != np.int64 or found.ndim == 0 or found.shape[-1] != 6:
             raise ArgumentError(
-                f"keys are geartrain.Keys, as batches and inserts return them, or the numbers (n, 6) int64 of "
-                f"Keys.as_array, found {type(array).__name__} {found.shape} of {found.dtype}"
+                "keys must be geartrain.Keys, as batches and inserts return them, or the numbers (n, 6) int64 of "
+                f"Keys.as_array; found {type(array).__name__} {found.shape} of {found.dtype}"
             )
         columns = np.ascontiguousarray(found.reshape(-1, 6).T)
         store, _, _, step, shard, draw = (None if (each == -1).all() else each for each in columns)
@@ -311,8 +315,8 @@ class Keys:
         if mine is None:
             if self.shard is not None and len(self):
                 raise ArgumentError(
-                    f"these keys have shards and no store, so which of them are of {name!r} is not known; use the keys "
-                    f"of a batch, or keys without shards"
+                    f"these keys have shards but no store, so it is unknown which of them belong to {name!r}: use "
+                    "the keys of a batch, or keys without shards"
                 )
         elif isinstance(mine, int):
             if mine != store and len(self):
@@ -332,10 +336,14 @@ class Keys:
         if self.store is None:
             if shard is None:
                 if len(stores) > 1 and len(self):
-                    raise ArgumentError(f"these keys name none of the {len(stores)} {what}; use the keys of a batch")
+                    raise ArgumentError(
+                        f"these keys have no store, and there are {len(stores)} {what}: use the keys of a batch"
+                    )
                 return np.zeros(len(self), np.int64)
             if (shard >= len(stores)).any():
-                raise ArgumentError(f"these keys name none of the {len(stores)} {what}; use the keys of a batch")
+                raise ArgumentError(
+                    f"these keys have no store, and there are {len(stores)} {what}: use the keys of a batch"
+                )
             return shard
         wanted = np.broadcast_to(np.asarray(self.store, np.uint64), len(self))
         place = np.zeros(len(self), np.int64) if shard is None else np.where(shard < len(stores), shard, 0)
@@ -346,9 +354,9 @@ class Keys:
             place[wrong] = found
             if (foreign := wrong[stores[found] != wanted[wrong]]).size:
                 raise ArgumentError(
-                    f"{len(foreign)} of {len(self)} keys are of none of the {len(stores)} {what} (first: row "
-                    f"{self.row[foreign[0]]} of the store with id {int(wanted[foreign[0]]):016x}); use the keys of "
-                    f"their batches"
+                    f"{len(foreign)} of {len(self)} keys belong to none of the {len(stores)} {what} (first: row "
+                    f"{self.row[foreign[0]]} of the store with id {int(wanted[foreign[0]]):016x}): use the keys of "
+                    "their batches"
                 )
         return place
 
@@ -358,7 +366,9 @@ def check_keys(keys: object) -> Keys:
     if isinstance(keys, Keys):
         return keys
     if not hasattr(keys, "__array__"):
-        raise ArgumentError(f"keys are geartrain.Keys, as batches and inserts return them, found {type(keys).__name__}")
+        raise ArgumentError(
+            f"keys must be geartrain.Keys, as batches and inserts return them; found {type(keys).__name__}"
+        )
     return Keys.from_array(keys)
 
 
@@ -370,10 +380,12 @@ def _whole(what: str, values: Any, dtype: Any) -> NDArray[Any]:
     if isinstance(values, (list, tuple)) and values and all(type(each) is int for each in values):
         array = np.array(values, object)  # or large and small ones together would become floating point
     elif array.size and array.dtype.kind not in "iu":
-        raise ArgumentError(f"{what} of keys are whole numbers, found {array.dtype}")
+        raise ArgumentError(f"{what} of keys must be whole numbers, found {array.dtype}")
     most = np.iinfo(dtype)
     if array.size and not most.min <= int(array.min()) <= int(array.max()) <= most.max:
-        raise ArgumentError(f"{what} of keys are from {most.min} to {most.max}, found {array.min()} to {array.max()}")
+        raise ArgumentError(
+            f"{what} of keys must be from {most.min} to {most.max}, found {array.min()} to {array.max()}"
+        )
     return np.ascontiguousarray(array, dtype=dtype)
 
 
@@ -389,7 +401,7 @@ def _joined_stores(parts: Sequence[Keys]) -> int | NDArray[np.uint64] | None:
     if all(part.store is None for part in parts):
         return None
     if any(part.store is None for part in parts):
-        raise ArgumentError("keys of a store cannot be joined with keys made by hand; `of_store` gives them one")
+        raise ArgumentError("keys of a store cannot be joined with keys without one: give them a store with `of_store`")
     if isinstance(first, int) and all(isinstance(part.store, int) and part.store == first for part in parts):
         return first
     return np.concatenate([np.broadcast_to(np.asarray(part.store, np.uint64), len(part)) for part in parts])
@@ -397,8 +409,8 @@ def _joined_stores(parts: Sequence[Keys]) -> int | NDArray[np.uint64] | None:
 
 def _refuse(foreign: int, n: int, found: int, store: int, name: str) -> NoReturn:
     raise ArgumentError(
-        f"{foreign} of {n} keys are of another store: {name!r} has the id {store:016x}, theirs is {found:016x}. Give "
-        f"each store its own keys (`keys[keys.is_of(store.id)]`)"
+        f"{foreign} of {n} keys belong to another store: {name!r} has the id {store:016x}, theirs is "
+        f"{found:016x}. Pass each store its own keys (`keys[keys.is_of(store.id)]`)"
     )
 
 

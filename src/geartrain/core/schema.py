@@ -63,9 +63,9 @@ class Field:
                 f"shape {dims} has {len(dims)}"
             )
         if any(n <= 0 for n in dims):
-            raise SchemaError(f"every axis must hold at least one element, shape is {dims}")
+            raise SchemaError(f"every axis must have at least one element; the shape is {dims}")
         if any(n > MAX_AXIS for n in dims):
-            raise SchemaError(f"an axis holds at most {MAX_AXIS} elements, shape is {dims}")
+            raise SchemaError(f"an axis has at most {MAX_AXIS} elements; the shape is {dims}")
         object.__setattr__(self, "shape", dims)
         object.__setattr__(self, "dtype", as_dtype(dtype).name)
         object.__setattr__(self, "per_row", per_row)
@@ -115,8 +115,7 @@ def _dims(shape: Any) -> tuple[int, ...]:
         return tuple(check_whole("an axis", n) for n in ((shape,) if one else shape))
     except (ArgumentError, TypeError):
         raise SchemaError(
-            f"a shape is a whole number or several, such as (84, 84, 4), and () for one number a step; found "
-            f"{shown(shape)}"
+            f"a shape is a whole number or several, such as (84, 84, 4), or () for a scalar; found {shown(shape)}"
         ) from None
 
 
@@ -127,7 +126,7 @@ def check_fields(fields: Mapping[str, Field]) -> dict[str, Field]:
         SchemaError: no field, too many, or a bad name.
     """
     if not isinstance(fields, Mapping):
-        raise SchemaError(f"the fields of a store are a dict of geartrain.Field by name, found {shown(fields)}")
+        raise SchemaError(f"the fields of a store must be a dict of geartrain.Field by name, found {shown(fields)}")
     if not fields:
         raise SchemaError("a store needs at least one field")
     if len(fields) > MAX_FIELDS:
@@ -164,9 +163,9 @@ def check_max_length(fields: Mapping[str, Field], max_length: int | None) -> int
     if max_length is None:
         first = fields[timed[0]]
         raise ArgumentError(
-            f"give max_length=, the steps of the longest row: a field's shape is that of one step. "
-            f"For example Store.create(..., {{{timed[0]!r}: Field({first.shape}, {first.dtype!r})}}, max_length=1000, "
-            f"...); a value that a row has once is Field(shape, dtype, per_row=True)"
+            "max_length= is missing: the steps of the longest row. A field's shape is that of one step. For "
+            f"example Store.create(..., {{{timed[0]!r}: Field({first.shape}, {first.dtype!r})}}, max_length=1000, "
+            "...). A value that a row has once is Field(shape, dtype, per_row=True)"
         )
     try:
         length = check_whole("max_length", max_length)

@@ -67,13 +67,14 @@ def cannot_make(path: Path, error: OSError, nbytes: int) -> GeartrainError:
     """The error of a file of `nbytes` that could not be made in the directory of segments, with what to do."""
     if error.errno in FULL:
         return NoSpaceError(
-            f"{path} cannot be made: it needs {nbytes:,} bytes, and {room_in(path)} in {path.parent}. Remove what dead "
-            f"runs have left (geartrain inspect lists it), enlarge it (mount -o remount,size=... or nr_inodes=...; "
-            f"docker run --shm-size=...), or set GEARTRAIN_DIR to a directory of another file system for all processes"
+            f"{path} cannot be created: it needs {nbytes:,} bytes, and {room_in(path)} in {path.parent}. Remove "
+            "what dead runs left (geartrain inspect lists it), enlarge the file system (mount -o remount,size=... "
+            "or nr_inodes=...; docker run --shm-size=...), or set GEARTRAIN_DIR to a directory on another one in "
+            "all processes"
         )
     return GeartrainError(
-        f"{path} cannot be made: {error.strerror}. Set GEARTRAIN_DIR, for all processes, to a directory that this "
-        f"process may write to"
+        f"{path} cannot be created: {error.strerror}. Set GEARTRAIN_DIR, in all processes, to a directory that "
+        "this process may write to"
     )
 
 

@@ -49,8 +49,8 @@ class DaemonThread(threading.Thread):
             super().start()
         except RuntimeError as error:
             raise GeartrainError(
-                f"cannot start the thread {self.name!r}: {error} (the limits are `ulimit -u`, kernel.threads-max and a "
-                "container's pids.max)"
+                f"cannot start the thread {self.name!r}: {error}. Check `ulimit -u`, kernel.threads-max and the "
+                "container's pids.max"
             ) from None
 
     def run(self) -> None:
@@ -99,7 +99,9 @@ def held(lock: threading.RLock, timeout_s: float) -> Iterator[bool]:  # type: ig
 def refuse_within(lock: threading.RLock, what: str) -> None:  # type: ignore[valid-type]
     """Raises `GeartrainError` where this thread has the lock: in a signal's handler, which has interrupted `what`."""
     if owns(lock):
-        raise GeartrainError(f"this thread is within {what}: a signal's handler cannot do so in between")
+        raise GeartrainError(
+            f"this thread is in the middle of {what}: a signal handler must not call it again until it returns"
+        )
 
 
 class ReentrantEvent:

@@ -171,7 +171,7 @@ def start(path: str | os.PathLike[str]) -> None:
     stop()
     file = Path(str(path).replace("%h", os.uname().nodename)).absolute()
     if not file.parent.is_dir():
-        raise ArgumentError(f"{VARIABLE} is a file in a folder that exists, found {os.fspath(path)!r}")
+        raise ArgumentError(f"{VARIABLE} must be a file in an existing folder, found {os.fspath(path)!r}")
     _recorder, on = _Recorder(file), True
 
 
@@ -200,13 +200,13 @@ def load(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             with contextlib.suppress(ValueError, RecursionError):
                 events.append(json.loads(line.removesuffix(",")))
         if not events:
-            raise ArgumentError(f"{os.fspath(path)} is no trace: it is no list of events") from None
+            raise ArgumentError(f"{os.fspath(path)!r} is not a trace: it is not a list of events") from None
     if not isinstance(events, list) or not all(isinstance(each, dict) and "ph" in each for each in events):
-        raise ArgumentError(f"{os.fspath(path)} is no trace: its events have no phase")
+        raise ArgumentError(f"{os.fspath(path)!r} is not a trace: an event has no phase")
     for each in events:
         wrong = _wrong(each)
         if wrong:
-            raise ArgumentError(f"{os.fspath(path)} is no trace: an event's {wrong}")
+            raise ArgumentError(f"{os.fspath(path)!r} is not a trace: the {wrong} of an event is invalid")
     return events
 
 

@@ -80,7 +80,7 @@ class CopyBatches:
                 _check(self.form, code)
                 return
             # If it is a piece that is invalid and not the call, the piece's own call says so.
-            _log.warning("%s: error %d; pieces are copied by a call each from now on", self.form, code)
+            _log.warning("%s: error %d; from now on each piece is copied by its own call", self.form, code)
             self.form = None
         for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             code = self._driver.cuMemcpyHtoDAsync_v2(

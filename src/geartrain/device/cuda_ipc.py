@@ -119,7 +119,10 @@ class IpcReceiver:
             self._check_open()
             leased = sum(slot.nbytes for slot in self._leased)
             if leased + size > self._max_leased:
-                raise BusyError(f"{leased} bytes of GPU memory are leased to this peer already, of {self._max_leased}")
+                raise BusyError(
+                    f"{leased} of {self._max_leased} bytes of GPU memory are leased to this peer already: wait "
+                    "until it releases some"
+                )
             # The smallest that fits and is not much larger.
             fit = [slot for slot in self._idle if slot.device == device and size <= slot.nbytes <= 2 * size]
             if fit:

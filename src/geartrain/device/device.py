@@ -254,9 +254,9 @@ def open_device(device: Any) -> Device:
             f"batches go to 'cuda' or 'cuda:N', found {shown(device)}; leave device out for host memory"
         )
     if not torch.cuda.is_available():
-        raise ArgumentError(f"device={device!r} was asked for, torch {torch.__version__} finds no CUDA device")
+        raise ArgumentError(f"device={device!r}: torch {torch.__version__} finds no CUDA device")
     if wanted.index is not None and wanted.index >= torch.cuda.device_count():
-        raise ArgumentError(f"device={device!r} was asked for, there are {torch.cuda.device_count()} CUDA devices")
+        raise ArgumentError(f"device={device!r}: there are only {torch.cuda.device_count()} CUDA devices")
     return CudaDevice(torch.cuda.current_device() if wanted.index is None else wanted.index)
 
 

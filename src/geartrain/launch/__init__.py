@@ -79,7 +79,7 @@ def run(
     from geartrain.launch.launcher import Launcher  # a job's processes do not need it, and start faster
 
     if not isinstance(job, Job):
-        raise ArgumentError(f"what runs is a Job, or what load() returns; found {shown(job)}")
+        raise ArgumentError(f"launch.run takes a Job, or what load() returns; found {shown(job)}")
     if position is not None and not isinstance(position, HostPosition):
         raise ArgumentError(f"position is a HostPosition, or None; found {shown(position)}")
     check_flag("fresh", fresh)

@@ -92,9 +92,9 @@ class ActorPool:
         threads: int = 1,
     ) -> None:
         if not isinstance(store, Store):
-            raise ArgumentError(f"a pool's actors write into a Store of this host, found {shown(store)}")
+            raise ArgumentError(f"the actors of a pool write into a Store of this host, found {shown(store)}")
         if actor_process.importing_main:
-            raise ArgumentError(f"a pool is not made within an actor: {MAIN_GUARD}")
+            raise ArgumentError(f"an actor cannot make a pool: {MAIN_GUARD}")
         check_function("make_environments", make_environments)
         check_function("make_policy", make_policy)
         if not 1 <= check_whole("actors", actors) <= MOST_ACTORS:
@@ -294,7 +294,7 @@ class ActorPool:
             why = f"it has died {BARREN_DEATHS} times before it had inserted a row"
         else:
             if self.restarts == 1:
-                _log.warning("%s, and is started again. Call pool.check(): it raises once the pool gives up", brief)
+                _log.warning("%s, and is restarted. Call pool.check(): it raises once the pool gives up", brief)
             self._writers.trouble = f"of its actor pool {brief}, with {self.restarts} restarts so far"
             process.restart += 1
             self._start(process)

@@ -241,16 +241,16 @@ class Context:
         if of_job and not self.has_store:
             if fields is not None or options:
                 raise ArgumentError(
-                    f"{self.name}: host {self.host} has no learners, and so no store of the job: store() without "
-                    "fields is that of a host that has; a store of this host needs a name of its own"
+                    f"{self.name}: host {self.host} has no learners, so it has no store of the job: call store() "
+                    "without fields to use a learners' host, or give a store of this host another name"
                 )
             return self._remote_store(REMOTE_STORE_S if timeout_s is None else timeout_s)
         timeout_s = 60.0 if timeout_s is None else timeout_s
         trust: Trust = options.pop("trust", self._spec.trust)
         if of_job and trust != self._spec.trust:
             raise ArgumentError(
-                f"every process of a job opens its store alike: trust={trust!r} is to be said in the job's description "
-                f"(Job.trust), which has {self._spec.trust!r}"
+                f"every process of a job must open its store with the same trust: set trust={trust!r} in the "
+                f"job's description (Job.trust), which has {self._spec.trust!r}"
             )
         if fields is not None:
             if of_job:
@@ -260,7 +260,7 @@ class Context:
             made = Store.open(name, fields, create="missing", adopt=True, timeout_s=timeout_s, **options)
             return self._expecting_actors(made) if of_job else made
         if options:
-            raise ArgumentError(f"{', '.join(options)}: options of a store go together with fields, which create it")
+            raise ArgumentError(f"{', '.join(options)}: options of a store need fields, which create it")
         until_s = time.monotonic() + timeout_s
         while True:
             try:
@@ -315,7 +315,7 @@ class Context:
     def _store_hosts(self) -> list[int]:
         if STORES not in self._spec.roles:
             raise ArgumentError(
-                f"{self.name}: no process serves the stores of the job {self.job!r} to other hosts; one does with "
+                f"{self.name}: no process serves the stores of the job {self.job!r} to other hosts: set "
                 "Job(serve_stores=True)"
             )
         return list(self._spec.roles[STORES][2])
@@ -335,7 +335,7 @@ class Context:
             except (PeerError, UnknownPeerError, WaitTimeoutError, LookupError, OSError) as error:
                 if time.monotonic() > until_s:
                     raise WaitTimeoutError(
-                        f"{self.name}: {server} of host {served[int(server.rpartition('-')[2])]} has served no store "
+                        f"{self.name}: {server} of host {served[int(server.rpartition('-')[2])]} served no store "
                         f"within {timeout_s:g} s: {error}"
                     ) from None
                 self._pause_or_end(_ASK_AGAIN_S)

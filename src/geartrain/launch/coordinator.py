@@ -102,8 +102,8 @@ class Coordinator:
             except (GeartrainError, OSError) as error:  # it has not started yet
                 if time.monotonic() > until_s:
                     raise WaitTimeoutError(
-                        f"the launcher of host 0 was not reached at {self.position.master_addr}:"
-                        f"{self.position.coordinator_port} within {JOIN_S:g} s: {error}"
+                        "no answer from the launcher of host 0 at "
+                        f"{self.position.master_addr}:{self.position.coordinator_port} within {JOIN_S:g} s: {error}"
                     ) from None
                 time.sleep(0.2)
         if complaint:

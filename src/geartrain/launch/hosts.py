@@ -78,8 +78,8 @@ def host_position(
     if "TORCHELASTIC_RUN_ID" in environment and "RANK" in environment:
         if environment.get("LOCAL_WORLD_SIZE", "1") != "1":
             raise ArgumentError(
-                f"torchrun starts {environment['LOCAL_WORLD_SIZE']} launchers on a host: one is wanted, which starts "
-                "the ranks (torchrun --nproc-per-node 1)"
+                f"torchrun starts {environment['LOCAL_WORLD_SIZE']} launchers on a host, but one is needed, "
+                "which starts the ranks: use torchrun --nproc-per-node 1"
             )
         port = _number(environment, "MASTER_PORT")
         return _checked(
@@ -110,8 +110,9 @@ def _of_slurm(environment: Mapping[str, str], coordinator_port: int | None) -> H
         nodes = _number(environment, "SLURM_JOB_NUM_NODES", 1)
         if nodes > 1:  # a batch script, or the shell of salloc: nobody has started launchers on the other hosts
             raise ArgumentError(
-                f"Slurm has given this job {nodes} hosts, and this is a shell on one of them: srun --ntasks-per-node 1 "
-                "geartrain launch ... starts a launcher on each; --hosts 1 --host 0 is for this one alone"
+                f"Slurm gave this job {nodes} hosts, and this is a shell on one of them: start a launcher on "
+                "each with srun --ntasks-per-node 1 geartrain launch ..., or use only this one with --hosts "
+                "1 --host 0"
             )
         return HostPosition()
     tasks = _number(environment, "SLURM_STEP_NUM_TASKS", _number(environment, "SLURM_NTASKS", 1))
@@ -119,8 +120,8 @@ def _of_slurm(environment: Mapping[str, str], coordinator_port: int | None) -> H
         return HostPosition()
     if environment.get("SLURM_STEP_NUM_NODES", str(tasks)) != str(tasks):
         raise ArgumentError(
-            f"Slurm starts {tasks} launchers on {environment['SLURM_STEP_NUM_NODES']} hosts: one a host is wanted "
-            "(srun --ntasks-per-node 1)"
+            f"Slurm starts {tasks} launchers on {environment['SLURM_STEP_NUM_NODES']} hosts, but one a "
+            "host is needed: use srun --ntasks-per-node 1"
         )
     nodes_of_step = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
     port = _number(environment, "MASTER_PORT", PORT + _number(environment, "SLURM_JOB_ID", 0) % 1000 * 2)

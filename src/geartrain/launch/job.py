@@ -274,10 +274,12 @@ class Job:
         if not names or len(set(names)) != len(names):
             raise ArgumentError(f"job {self.name!r}: roles of different names are needed, found {names}")
         if sum(role.kind == "learner" for role in self.roles) > 1:
-            raise ArgumentError(f"job {self.name!r}: there is one role of learners, for ranks are numbered through")
+            raise ArgumentError(
+                f"job {self.name!r}: there is at most one role of learners, because ranks are numbered through"
+            )
         if all(role.kind in SERVERS for role in self.roles):
             raise ArgumentError(
-                f"job {self.name!r}: agents alone never end, nor do reducers; there must be learners, actors or others"
+                f"job {self.name!r}: agents and reducers never end by themselves: add learners, actors or another role"
             )
         if self.learner is None and any(role.kind == "reducer" for role in self.roles):
             raise ArgumentError(f"job {self.name!r}: reducers sum what learners send, and there are no learners")
@@ -304,7 +306,7 @@ class Job:
         if not isinstance(self.serve_stores, bool):
             raise ArgumentError(f"job {self.name!r}: serve_stores is true or false, found {self.serve_stores!r}")
         if self.serve_stores and self.learner is None:
-            raise ArgumentError(f"job {self.name!r}: the stores that are served are the learners', and there are none")
+            raise ArgumentError(f"job {self.name!r}: serve_stores serves the stores of learners, and there are none")
         directory = check_path(f"job {self.name!r}: directory", self.directory or ".")
         object.__setattr__(self, "directory", str(directory.resolve()))
 
@@ -401,8 +403,9 @@ def _from_toml(path: Path) -> Job:
     unknown = sorted(set(tables) - known)
     if unknown:
         raise ArgumentError(
-            f"{path}: {', '.join(unknown)} means nothing here; there are {', '.join(sorted(known))}, and the tables "
-            f"learner, agent, actor, reducer and role.NAME{did_you_mean(unknown, [*known, *_TABLES])}"
+            f"{path}: {', '.join(unknown)} is unknown; possible are {', '.join(sorted(known))}, and the "
+            "tables learner, agent, actor, reducer and "
+            f"role.NAME{did_you_mean(unknown, [*known, *_TABLES])}"
         )
     if "name" not in tables:
         raise ArgumentError(f"{path}: a job needs a name")
@@ -437,8 +440,8 @@ def _role(path: Path, table_name: str, kind: str, table: Any) -> Role:
     unknown = sorted(set(table) - known)
     if unknown:
         raise ArgumentError(
-            f"{path}: {', '.join(unknown)} means nothing in [{table_name}]; there are {', '.join(sorted(known))}"
-            f"{did_you_mean(unknown, known)}"
+            f"{path}: {', '.join(unknown)} is unknown in [{table_name}]; possible are "
+            f"{', '.join(sorted(known))}{did_you_mean(unknown, known)}"
         )
     options["name"] = name
     if kind == "reducer":

@@ -111,7 +111,8 @@ def job_set(
         longest = len(f"{name}-{group}-0-{count - 1}") + _SUFFIX
         if longest > 63:
             raise ArgumentError(
-                f"the JobSet's name {name!r} is too long by {longest - 63} for its pods' names (--name)"
+                f"the JobSet's name {name!r} is {longest - 63} characters too long for the names of its pods: "
+                "shorten it (--name)"
             )
         container = {
             "name": "launcher",
@@ -184,8 +185,8 @@ def _groups(job: Job, hosts: Sequence[HostResources]) -> Iterator[tuple[str, int
         count = len(list(same))
         if needed.shared_memory_gb is None:
             raise ArgumentError(
-                f"job {job.name!r}: what host {first} takes in shared memory is not known, and a pod has 64 MiB of it: "
-                "shared_memory_gb in the description is the bytes of its stores (`geartrain inspect NAME`) and weights"
+                f"job {job.name!r}: shared_memory_gb is missing for host {first}, and a pod has 64 MiB by "
+                "default: set it to the bytes of its stores (`geartrain inspect NAME`) and weights"
             )
         last = first + count - 1
         yield f"host-{first}" if count == 1 else f"hosts-{first}-{last}", first, count, needed

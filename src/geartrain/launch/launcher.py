@@ -104,7 +104,7 @@ class Launcher:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ArgumentError(f"the folder for logs cannot be made: {error.strerror} ({error.filename})") from error
+            raise ArgumentError(f"cannot create the folder for logs: {error.strerror} ({error.filename})") from error
         self._display.open_log(folder)
 
     def run(self) -> Summary:

@@ -57,23 +57,23 @@ def place(job: Job, hosts: int) -> list[PlacedRole]:
     idle = sorted(set(range(hosts)).difference(*(each.hosts for each in placed)))
     if idle:
         raise ArgumentError(
-            f"job {job.name!r}: no role runs on host {', '.join(map(str, idle))} of {hosts}: launch it on fewer hosts, "
-            "or name them in a role's hosts"
+            f"job {job.name!r}: no role runs on host {', '.join(map(str, idle))} of {hosts}: use fewer "
+            "hosts, or name them in a role's hosts"
         )
     learner = next((each for each in placed if each.role.kind == "learner"), None)
     if learner is None:
         return placed
     if len(learner.hosts) > 1 and learner.role.max_restarts:
         raise ArgumentError(
-            f"role {learner.role.name!r}: learners are started again on one host only (max_restarts), and these run on "
-            f"{len(learner.hosts)}"
+            f"role {learner.role.name!r}: learners can be restarted on one host only (max_restarts), but "
+            f"these run on {len(learner.hosts)}"
         )
     away = [each for each in placed if each.role.kind in ("actor", "other") and set(each.hosts) - set(learner.hosts)]
     if away or job.serve_stores:
         if any(role.name == STORES for role in job.roles):
             raise ArgumentError(
-                f"job {job.name!r}: {STORES!r} is the role that serves the learners' stores to other hosts; another "
-                "name is needed"
+                f"job {job.name!r}: {STORES!r} is reserved for the role that serves the learners' stores: "
+                "choose another name"
             )
         servers = Role(STORES, SERVE_STORE, kind="agent", max_restarts=STORE_RESTARTS, silent_s=_SILENT_S)
         placed.append(PlacedRole(servers, learner.hosts))

@@ -92,7 +92,7 @@ def run(
     """
     needed = host_resources(job, hosts)
     if address == "local" and hosts > 1:
-        raise ArgumentError(f"a Ray cluster that is started here has one node, and the job is to run on {hosts}")
+        raise ArgumentError(f"a Ray cluster that is started here has one node, but the job needs {hosts}")
     ray = _connected(address, needed[0])
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -248,7 +248,9 @@ def _wait_for_group(group: Any, bundles: list[dict[str, float]], place_s: float,
                 for name, amount in most.items()
             )
             nodes = "a node" if len(bundles) == 1 else f"{len(bundles)} nodes"
-            raise WaitTimeoutError(f"Ray has not found {nodes} with up to {each} free within {place_s:g} s: ray status")
+            raise WaitTimeoutError(
+                f"Ray did not find {nodes} with up to {each} free within {place_s:g} s: see ray status"
+            )
 
 
 def _make_launcher(ray: Any, group: Any, number: int, needed: HostResources) -> Any:

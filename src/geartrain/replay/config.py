@@ -111,8 +111,8 @@ class ReplayConfig:
                 raise ArgumentError(f"{what} is at most {most}, found {value}")
         if self.update_lag is not None and self.update_lag < self.prefetch:
             raise ArgumentError(
-                f"update_lag is at least prefetch, since batches are drawn so much earlier: found {self.update_lag} "
-                f"with prefetch={self.prefetch}"
+                "update_lag must be at least prefetch, because batches are drawn that much earlier; found "
+                f"update_lag={self.update_lag} with prefetch={self.prefetch}"
             )
         check_number("timeout_s", self.timeout_s, "from 0 to 1e9 seconds", least=0)
         if self.timeout_s > 1e9:
@@ -149,7 +149,7 @@ class ReplayConfig:
         if self.window is not None or self.pad != "left":
             raise ArgumentError("a view places its own windows: leave out window and pad")
         if self.device is not None:
-            raise ArgumentError("views are made in host memory: leave out device, and move batches with batch.to()")
+            raise ArgumentError("views are built in host memory: leave out device, and move batches with batch.to()")
         if self.inputs is not None or self.targets is not None:
             raise ArgumentError("a view has no inputs and targets of pipeline stages: give fields")
 
@@ -159,7 +159,7 @@ def stores_of(store: object) -> list[Store]:
     if isinstance(store, Store):
         return [store]
     if not isinstance(store, Sequence) or not store or not all(isinstance(each, Store) for each in store):
-        raise ArgumentError(f"a replay is of a Store, or of a list of them for a Mixture, found {store!r}")
+        raise ArgumentError(f"a replay takes a Store, or a list of them for a Mixture; found {store!r}")
     return list(store)
 
 
@@ -169,7 +169,9 @@ def seeded_selection(stores: Sequence[Store], selection: Selection, seed: int) -
     check_seed(seed)
     if isinstance(selection, Mixture):
         if len(selection.strategies) != len(stores):
-            raise ArgumentError(f"a mixture of {len(selection.strategies)} needs as many stores, found {len(stores)}")
+            raise ArgumentError(
+                f"a mixture of {len(selection.strategies)} strategies needs as many stores, found {len(stores)}"
+            )
     elif isinstance(selection, type) or not isinstance(selection, Strategy):  # a class has a strategy's attributes
         raise ArgumentError(f"selection must be a strategy such as Uniform(seed=0), found {selection!r}")
     elif len(stores) != 1:
@@ -232,8 +234,9 @@ def _check_shared_rows(store: Store, strategy: Strategy, windows: Windows | None
     passes = isinstance(strategy, Epochs) and strategy.over == "steps"
     if not (passes or traits.over_steps or (store.per_step and traits.by_priority)):
         raise ArgumentError(
-            f"{several}, so their steps are drawn: by Uniform(over='steps'), Epochs(over='steps'), or Prioritized with "
-            f"priority_per='step'; found {strategy!r}. Without window= and view= the first two give whole episodes"
+            f"{several}, so steps must be drawn instead of rows: use Uniform(over='steps'), "
+            f"Epochs(over='steps'), or Prioritized with priority_per='step'; found {strategy!r}. Without "
+            "window= and view= the first two give whole episodes"
         )
     if windows is not None and windows.stride != 1:
         raise ArgumentError(f"{several}, which have windows told by every step: leave out stride={windows.stride}")

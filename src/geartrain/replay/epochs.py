@@ -23,14 +23,14 @@ def check_epochs(stores: Sequence[Store], selection: Selection, *, device: bool,
             continue
         if device:
             raise ArgumentError(
-                "over several ranks passes are made in host memory: leave out device, and move batches with batch.to()"
+                "over several ranks passes are built in host memory: leave out device, and move batches with batch.to()"
             )
         if store.options["max_times_sampled"] is not None:
             raise ArgumentError(
-                "a store with max_times_sampled removes what was sampled: use Fifo, which gives each row once"
+                "a store with max_times_sampled removes rows that were sampled: use Fifo, which draws each row once"
             )
         if strategy.over == "steps" and not windows and not shares_rows(store.fields):  # whose episodes it has once
-            raise ArgumentError("a pass over steps was asked for with whole rows: give window= or view=")
+            raise ArgumentError("a pass over steps needs windows or transitions: give window= or view=")
 
 
 __all__ = ["check_epochs"]

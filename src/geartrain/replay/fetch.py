@@ -116,7 +116,7 @@ def fetch(
     if isinstance(store, ServedRows):
         here = out is not None or threads is not None or path != "auto"
         if here or starts is not None or isinstance(window, Windows):
-            raise ArgumentError(f"{store!r} serves rows of fields, window (a number), ends, pad, output and on_stale")
+            raise ArgumentError(f"{store!r} supports only fields, window (a number), ends, pad, output and on_stale")
         return store.fetch(keys, fields=fields, window=window, ends=ends, pad=pad, output=output, on_stale=on_stale)
     if isinstance(store, Store) and out is None and ends is None and starts is None and path == "auto":
         found = _fetch_plainly(store, keys, fields, window, pad, output, threads)
@@ -139,7 +139,7 @@ def fetch(
     if out is not None:
         count_write(out.values())
     if device is None and path != "auto":
-        raise ArgumentError(f"path={path!r} is how rows get to tensors on a device: give these as out=")
+        raise ArgumentError(f"path={path!r} says how rows reach tensors on a device: pass these as out=")
     if len(stores) > 1:
         check_same_schema(plans)
         plans = [plan.of_fields(plans[0].names) for plan in plans]  # stores may have them in another order
@@ -235,16 +235,16 @@ def _told_windows(window: int | Windows | None, ends: ArrayLike | None, starts: 
     """The windows of a fetch, once `ends` or `starts` go with them."""
     given = "`ends`" if ends is not None else "`starts`"
     if ends is not None and starts is not None:
-        raise ArgumentError("a window is told by its last step or by its first: give `ends` or `starts`")
+        raise ArgumentError("give `ends` or `starts`, not both: a window has one anchor")
     if window is None:
         if ends is not None or starts is not None:
-            raise ArgumentError(f"{given} only means something with a window")
+            raise ArgumentError(f"{given} has no effect without a window: give window=")
         return None
     if not isinstance(window, Windows):
         windows = as_windows(window)
         return windows if starts is None or windows is None else Windows(windows.length, anchor="first")
     if window.function is not None or window.stride != 1:
-        raise ArgumentError("no windows are drawn by a fetch: leave out stride, and a function as at=")
+        raise ArgumentError("a fetch draws no windows: leave out stride, and a function as at=")
     if ends is None and starts is None:
         return window
     if window.at != "any" or window.from_first != (starts is not None):

@@ -118,8 +118,9 @@ class Hindsight:
             found = [name for name in observations if name.rpartition(".")[2] == ending] if given is None else [given]
             if len(found) != 1 or found[0] not in observations:
                 raise FieldError(
-                    f"hindsight needs one observation field of {ending.replace('_', ' ')}s, {found or 'none'} was "
-                    f"found among the observations {observations}; name it with Hindsight({ending}=...)"
+                    f"hindsight needs exactly one observation field of {ending.replace('_', ' ')}s, found "
+                    f"{found or 'none'} among the observations {observations}; name it with "
+                    f"Hindsight({ending}=...)"
                 )
             names += found
         achieved, desired = names

@@ -230,8 +230,8 @@ class Replay:
             raise StoreClosedError("this replay was closed")
         if self._one_process and self._forks != forks():  # `_foreign`, which this is too often called to call
             raise ReplayError(
-                "this replay belongs to the process that this one was forked from: one over several ranks, or with a "
-                "device, is not shared by a fork; make one here"
+                "this replay belongs to the process that this one was forked from: a replay over several "
+                "ranks, or with a device, does not work in a forked child. Make one here"
             )
 
     @property
@@ -496,7 +496,7 @@ class Replay:
         self._loader.shut()
         within = owns(self._turn)  # the thread that waits, in a signal's handler
         with held(self._turn, 0.0) as free:
-            self._loader.interrupt(StoreClosedError("this replay was closed while a batch was waited for"))
+            self._loader.interrupt(StoreClosedError("this replay was closed while it waited for a batch"))
             if free:
                 self._release(within)
                 return

@@ -19,21 +19,21 @@ def check_step_priorities(stores: Sequence[Store], selection: Selection, *, wind
     if not any(store.per_step for store in stores):
         return
     if not all(store.per_step for store in stores):
-        raise ArgumentError("the stores of one mixture all keep priorities of steps, or all of rows")
+        raise ArgumentError("the stores of a mixture must all have priorities of steps, or all of rows")
     for strategy in strategies_of(selection):
         traits, name = traits_of(strategy), type(strategy).__name__
         if not traits.by_priority and traits.form != "highest_priority":
             continue
         if traits.form != "random":
             raise ArgumentError(
-                f"{name} goes by the priorities of rows, and a store with priority_per='step' has those of steps; use "
-                f"Prioritized"
+                f"{name} needs priorities of rows, but a store with priority_per='step' has priorities of "
+                "steps: use Prioritized"
             )
         if not traits.replacement:
             raise ArgumentError("steps are drawn by priority with replacement: leave out replacement=False")
         if not windows:
             raise ArgumentError(
-                "steps are drawn from a store with priority_per='step', and whole rows were asked for: give window= or "
+                "a store with priority_per='step' draws steps, not whole rows: give window= or "
                 "view=geartrain.Transitions(...)"
             )
 

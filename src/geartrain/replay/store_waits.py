@@ -74,7 +74,7 @@ class StoreWaits:
             if may_stop and self.is_stopped():
                 raise
             raise NotEnoughRowsError(
-                f"{n} rows cannot be sampled, and nobody is left who inserts more: {self.describe_wait()}"
+                f"{n} rows cannot be sampled, and no process is left that could insert more: {self.describe_wait()}"
             ) from store.writers.failure
         except WaitTimeoutError as error:
             if store.writers.trouble:
@@ -118,11 +118,11 @@ class StoreWaits:
         self.stage, before = "waiting for rows", len(store)
         while len(store) < self.min_rows and self.rows_may_come():
             if self.is_stopped():
-                raise CallCancelledError(f"told to stop while {self.min_rows} rows were waited for")
+                raise CallCancelledError(f"the replay was stopped while it waited for {self.min_rows} rows")
             if time.monotonic() >= min(until_s, self.until_s):
                 raise WaitTimeoutError(
-                    f"too few rows within {self.timeout_s:g} s, in which the store went from {before} to "
-                    f"{len(store)}: {self.describe_wait()}"
+                    f"too few rows within {self.timeout_s:g} s; meanwhile the store went from {before} to "
+                    f"{len(store)} rows: {self.describe_wait()}"
                 ) from store.writers.failure
             time.sleep(LOOK_EVERY_S)
             self.expire()
@@ -146,7 +146,7 @@ class StoreWaits:
             writers = self._store.writers
             why = writers.trouble or ("" if self.rows_may_come() else _ALONE)
             raise NotEnoughRowsError(
-                f"{self.min_rows} selectable rows are asked for, the store {self._store.name!r} has {count}{why}"
+                f"a batch needs {self.min_rows} selectable rows, the store {self._store.name!r} has {count}{why}"
             ) from writers.failure
 
 

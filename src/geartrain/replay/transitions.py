@@ -158,8 +158,8 @@ class Transitions:
         missing = [name for name in dict.fromkeys(wanted) if name not in fields]
         if missing:
             raise FieldError(
-                f"transitions need {', '.join(map(repr, missing))}, and the store {store.name!r} has "
-                f"{', '.join(fields)}; geartrain.recorded_fields makes what is needed"
+                f"transitions need {', '.join(map(repr, missing))}, but the store {store.name!r} has "
+                f"{', '.join(fields)}: create its fields with geartrain.recorded_fields"
             )
         for name in (_REWARD, _TERMINATED, *observations):
             if fields[name].per_row:
@@ -171,8 +171,8 @@ class Transitions:
             raise FieldError(f"rewards are real numbers that NumPy has, found {fields[_REWARD].dtype}")
         if self.n_step >= store.max_length:
             raise ArgumentError(
-                f"n_step={self.n_step} needs rows of at least {self.n_step + 1} steps, those of {store.name!r} have "
-                f"{store.max_length} at most"
+                f"n_step={self.n_step} needs rows of at least {self.n_step + 1} steps, but {store.name!r} has "
+                f"max_length={store.max_length}"
             )
         goals: tuple[str, ...] = ()
         if self.hindsight is not None:
@@ -184,7 +184,7 @@ class Transitions:
             made.append(RELABELLED)
         clash = [name for name in made if name in fields]
         if clash:
-            raise FieldError(f"the store's fields {clash} have the names of what transitions make")
+            raise FieldError(f"the store's fields {clash} have names that transitions use themselves: rename them")
         names = list(asked) if asked is not None else [name for name in fields if name not in (_LAST, REPEATS)]
         ends = [name for name in (_TRUNCATED, _LAST) if name in fields][:1]
         return list(dict.fromkeys([*names, *goals, _REWARD, _TERMINATED, *ends]))

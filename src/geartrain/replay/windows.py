@@ -103,13 +103,15 @@ class Windows:
                 f"windows are at 'any', 'start', 'end' or 'episode', or where a function says, found {self.at!r}"
             )
         if not isinstance(self.anchor, str) or self.anchor not in ("last", "first"):
-            raise ArgumentError(f"windows are told by their 'last' or 'first' step, found anchor={self.anchor!r}")
+            raise ArgumentError(
+                f"anchor must be 'last' or 'first', the step that places a window; found anchor={self.anchor!r}"
+            )
         if self.at != "any" and self.stride != 1:
             raise ArgumentError(f"a stride is between windows that are drawn: leave out at={self.at!r}")
         if self.at == "episode" and self.whole:
             raise ArgumentError("an episode is padded where it is shorter than its window: leave out whole=True")
         if self.at == "end" and self.anchor == "first":
-            raise ArgumentError("windows at the end are told by their last step: leave out anchor='first'")
+            raise ArgumentError("the anchor of windows at the end is their last step: leave out anchor='first'")
 
     @property
     def from_first(self) -> bool:
@@ -194,24 +196,21 @@ def check_windows(windows: Windows, store: Store, strategy: Strategy) -> None:
     traits, name = traits_of(strategy), type(strategy).__name__
     if windows.whole and windows.length > store.max_length:
         raise ArgumentError(
-            f"whole windows of {windows.length} steps were asked for, rows of {store.name!r} have {store.max_length} "
-            f"at most"
+            f"whole windows need {windows.length} steps, but rows of {store.name!r} have at most {store.max_length}"
         )
     by_step = store.per_step and traits.by_priority
     if by_step or traits.over_steps or (isinstance(strategy, Epochs) and strategy.over == "steps"):
         if by_step and windows.at == "episode":
             raise ArgumentError(
-                f"{name} draws steps by their priorities, and episodes have none: draw them by Uniform(over='steps') "
-                f"or Epochs(over='steps')"
+                f"{name} draws steps by their priorities, and episodes have none: use Uniform(over='steps') "
+                "or Epochs(over='steps')"
             )
         if windows.at not in ("any", "episode"):
-            raise ArgumentError(
-                f"{name} draws the steps that windows are told by: leave out at={windows.at!r}, or draw rows"
-            )
+            raise ArgumentError(f"{name} draws the anchors of the windows: leave out at={windows.at!r}, or draw rows")
         if by_step and windows.stride != 1:
             raise ArgumentError(
-                f"steps are drawn by their priorities, every one: leave out stride={windows.stride}, and set the "
-                f"priorities of steps between to 0"
+                f"steps are drawn by their priorities: leave out stride={windows.stride}, and set the "
+                "priorities of the steps between to 0"
             )
 
 
@@ -236,8 +235,8 @@ def _with_room(strategy: Strategy, windows: Windows) -> Strategy:
     custom = own or traits.form in ("groups", "custom")
     if custom or not hasattr(strategy, "limits") or not dataclasses.is_dataclass(strategy):
         raise ArgumentError(
-            f"{type(strategy).__name__} takes no limits on the length of rows, and may choose some that are shorter "
-            f"than whole windows; leave out whole=True, or use a strategy with limits="
+            f"{type(strategy).__name__} has no limit on the length of rows, so it may draw rows that are "
+            "shorter than a window: leave out whole=True, or use a strategy with limits="
         )
     limits = traits.limits or Limits()
     least = max(limits.min_length, windows.length)

@@ -101,7 +101,9 @@ def init(
     global _node
     check_keywords("rpc.init", options, Node)
     if _node is not None:
-        raise GeartrainError(f"this process has joined as {_node.name!r} already; rpc.shutdown() first, or make a Node")
+        raise GeartrainError(
+            f"this process has joined as {_node.name!r} already: call rpc.shutdown() first, or make a Node"
+        )
     timeout(timeout_s)
     check_store(store)
     for what, number in (("rank", rank), ("world_size", world_size)):
@@ -126,7 +128,7 @@ def init(
 def node() -> Node:
     """This process's node. Raises `GeartrainError` before `init`."""
     if _node is None:
-        raise GeartrainError("this process has not joined: rpc.init(name, ...) first")
+        raise GeartrainError("this process has not joined: call rpc.init(name, ...) first")
     return _node
 
 

@@ -129,7 +129,10 @@ class Batcher:
                 self._drop_cancelled()
             if len(self._waiting) >= self._max_queued:
                 self._stats.refused += 1
-                raise BusyError(f"{len(self._waiting)} calls of {self.__qualname__} wait already")
+                raise BusyError(
+                    f"the queue of {self.__qualname__} is full: {len(self._waiting)} calls wait already. Retry "
+                    "later, or raise max_queued"
+                )
             self._waiting.append((pending, args))
             if len(self._waiting) == 1:
                 self._since_s = time.monotonic()

@@ -80,8 +80,8 @@ class Client:
         name = function if type(function) is str else _registered(function)
         if name is None and not self.pickle:
             raise UntrustedPeerError(
-                f"{function!r} is not registered (@rpc.function), and functions go by pickle only between peers that "
-                "proved they know the cluster's secret"
+                f"{function!r} is not registered (@rpc.function), and pickled functions are sent only between "
+                "peers that proved they know the cluster's secret"
             )
         if self.tensors.forced:
             self.tensors.negotiate(timeout_s)
@@ -200,7 +200,7 @@ class Client:
             finally:
                 del value, reply  # the traceback holds this frame
         if kind != ERROR or type(value) is not tuple or [type(part) for part in value] != [str] * 3:
-            raise MessageError(f"{self.name!r} answered with what is no answer")
+            raise MessageError(f"the reply of {self.name!r} is malformed")
         raise remote_error(value[0], value[1], value[2], self.name)
 
     def named(self, error: GeartrainError) -> GeartrainError:

@@ -80,7 +80,7 @@ class Lifetime:
                 self._waits.remove(over)
         if not outcome:
             self.check()
-            raise WaitTimeoutError(f"{what} was waited for in vain until the deadline")
+            raise WaitTimeoutError(f"no {what} before the deadline")
         value, error = outcome[0]
         if error is None:
             return value  # type: ignore[return-value]

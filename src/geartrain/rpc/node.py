@@ -147,7 +147,7 @@ class Node:
         numbers = {"max_threads": max_threads, "max_running": max_running, "max_open": max_open}
         if any(whole_number(what, number, 2**31 - 1) < 1 for what, number in numbers.items()):
             raise ArgumentError(
-                f"a node runs at least one function, and has one call open; found max_threads={max_threads}, "
+                f"max_threads, max_running and max_open must be at least 1, found max_threads={max_threads}, "
                 f"max_running={max_running}, max_open={max_open}"
             )
         check_text("a node's name", name)
@@ -465,7 +465,9 @@ class Node:
 
     def _dial(self, name: str, until_s: float, dialling: threading.Lock) -> Client:
         if not dialling.acquire(timeout=max(0.0, until_s - time.monotonic())):
-            raise WaitTimeoutError(f"{name!r} did not answer another call, which dials it, before this one's deadline")
+            raise WaitTimeoutError(
+                f"{name!r} did not answer another call, which was connecting to it, before this call's deadline"
+            )
         try:
             client = self._clients.get(name)
             if client is not None and not client.connection.lost:
@@ -477,7 +479,7 @@ class Node:
             except PeerLostError as error:  # it hung up in the handshake
                 raise PeerLostError(f"{name!r} is lost: {error}") from None
             except TransportError as error:
-                raise PeerUnreachableError(f"{name!r} is lost, or was never there: {error}") from None
+                raise PeerUnreachableError(f"{name!r} is lost, or never joined: {error}") from None
             connection.send(0, HELLO, self._codec.encode(self.name), max(0.0, until_s - time.monotonic()))
             client = Client(
                 name,

@@ -125,7 +125,7 @@ class Topic:
             )
         except GeartrainError as error:
             self._subscribers.pop(subscriber, None)
-            _log.warning("%r no longer gets topic %r: %s", subscriber, self.name, error)
+            _log.warning("%r is unsubscribed from topic %r: %s", subscriber, self.name, error)
 
     def after_fork(self) -> None:
         """Internal: in a forked child, replaces the lock that another thread of the parent may have held."""

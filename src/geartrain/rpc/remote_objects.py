@@ -102,7 +102,7 @@ def _method(session: ServerSession, number: int, method: str, args: tuple[Any, .
         raise AttributeError(f"{method!r} is private: clients call public methods and __call__")
     if number not in session.objects:
         raise ObjectGoneError(
-            "the object went with the connection that it was made over, or was dropped; make another one"
+            "the object is gone: it was dropped, or the connection that made it was lost. Make another one"
         )
     return getattr(session.objects[number], method)(*args, **kwargs)
 

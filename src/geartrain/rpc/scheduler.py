@@ -86,14 +86,16 @@ class Scheduler:
         with self._lock:
             if ordered and session.worker is not None:
                 if len(session.queue) >= self._max_open or session.queued_bytes > self._max_queued_bytes:
-                    raise BusyError(f"{len(session.queue)} calls of {session.name!r} wait for {self._name!r} already")
+                    raise BusyError(
+                        f"{self._name!r} is busy: {len(session.queue)} calls of {session.name!r} wait already"
+                    )
                 session.queue.append(call)
                 session.queued_bytes += call.nbytes
                 return None
             if self._busy >= self._max_threads and (
                 len(self._backlog) >= 4 * self._max_open or self._backlog_bytes > self._max_queued_bytes
             ):
-                raise BusyError(f"{self._name!r} runs {self._max_threads} functions, and more calls wait than it takes")
+                raise BusyError(f"{self._name!r} is busy: it runs {self._max_threads} functions, and its queue is full")
             worker = Worker(call, ordered, self._on_wait)
             if ordered:
                 session.worker = worker

@@ -273,7 +273,7 @@ class Server:
         elif session.pickle:
             function, ordered = named, True
         else:
-            raise UntrustedPeerError("functions that are not registered are taken from peers with the secret only")
+            raise UntrustedPeerError("functions that are not registered are accepted only from peers with the secret")
         until_s = time.monotonic() + timeout_in(word)
         call = Call(session, kind, tag, function, args, kwargs, nbytes, until_s)
         return self.scheduler.admit(call, ordered)

@@ -124,7 +124,7 @@ class DeclaredStrategy(ABC):
         Raises:
             ArgumentError: the strategy has no groups.
         """
-        raise ArgumentError(f"{type(self).__name__} has the form {self.traits.form!r} and does not say how it chooses")
+        raise ArgumentError(f"{type(self).__name__} has the form {self.traits.form!r} but no method that chooses rows")
 
     def describe_group(self, candidates: Candidates, key: int) -> str:
         """Names a group for error messages.
@@ -191,7 +191,7 @@ def check_drawn(candidates: Candidates, n: int, step: int, redraw: Redraw | None
     """Raises `ArgumentError` unless these may be arguments of `select`."""
     if not isinstance(candidates, Candidates) or not isinstance(redraw, Redraw | None):
         raise ArgumentError(
-            f"rows are chosen from Candidates, and a Redraw says which again; found {type(candidates).__name__} and "
+            f"select takes Candidates, and a Redraw or None; found {type(candidates).__name__} and "
             f"{type(redraw).__name__}"
         )
     check_n(n)
@@ -211,7 +211,7 @@ def check_n(n: int) -> None:
 def check_groups(n: int, size: int) -> None:
     """Raises `ArgumentError` unless a batch of n rows holds whole groups."""
     if n % size:
-        raise ArgumentError(f"a batch of {n} rows does not hold whole groups of {size}")
+        raise ArgumentError(f"a batch of {n} rows is not a multiple of groups of {size}")
 
 
 def _draw_random(
@@ -224,7 +224,7 @@ def _draw_random(
     steps: StepPlan | None,
 ) -> Draw:
     if traits.over_steps and steps is None:
-        raise ArgumentError("rows are drawn over steps by a Replay, which knows what of a row its view needs")
+        raise ArgumentError("only a Replay can draw over steps: it knows which steps of a row its view needs")
     limits = None if traits.limits is None else traits.limits.now()
     attempt = 0 if redraw is None else redraw.attempt
     numbers = np.arange(n, dtype=np.uint32) if redraw is None else redraw.numbers

@@ -127,11 +127,13 @@ class Epochs:
     def _of_rows(self, state: Mapping[str, int] | None, redraw: Redraw | None) -> Mapping[str, int] | None:
         if redraw is not None:
             raise TurnoverError(
-                "a row was overwritten while a pass over ranks read it, and any other would be in the pass twice; let "
-                "writers wait until the pass is over, or give the store more room"
+                "a row was overwritten while a pass over ranks read it, and a replacement would be in the "
+                "pass twice: let writers wait until the pass is over, or give the store more capacity"
             )
         if self.over == "steps":
-            raise ArgumentError("passes over steps are made by a Replay, which knows what of a row its windows need")
+            raise ArgumentError(
+                "only a Replay can run passes over steps: it knows which steps of a row its windows need"
+            )
         return state
 
     def _next(self, shard: Shard, n: int, state: Mapping[str, int] | None) -> Taken:
@@ -213,7 +215,7 @@ class Epochs:
             raise ArgumentError("the state is of a pass over other stores: as many, of the same capacities")
         first, total = sum(places[: shard.number]), sum(places)
         if now["count"] == 0:
-            raise EmptyStoreError("no selectable row can be in a pass")
+            raise EmptyStoreError("a pass needs at least one selectable row")
         ahead = (of_batch or n) if self.drop_last and same_n else 1  # with fewer left than these, the pass is over
         wanted = n + ahead
         found: list[NDArray[np.int64]] = []  # position, owner, row, generation, step
@@ -247,7 +249,7 @@ class Epochs:
         every = np.concatenate(found, axis=1) if found else np.empty((5, 0), np.int64)
         short = self.drop_last and of_batch is None and have < n
         if short and now["position"] == 0:
-            raise NotEnoughRowsError(f"a pass has {have} of the {n} that a batch takes, and drop_last leaves them out")
+            raise NotEnoughRowsError(f"a pass has {have} rows, less than a batch of {n}, and drop_last leaves them out")
         chosen = every[:, : 0 if short else n]
         given, left = now["given"] + chosen.shape[1], have - chosen.shape[1]
         over = short or left < ahead

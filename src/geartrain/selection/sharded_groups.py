@@ -34,8 +34,9 @@ def draw_groups(strategy: Strategy, size: int, shard: Shard, n: int, step: int) 
             f"{has} in shard {of}" for has, of in zip(every["count"][at:], owner[at : at + count], strict=False)
         )
         raise SplitGroupError(
-            f"{strategy.describe_group(shard.candidates, int(every['key'][at]))} has rows in {count} shards "
-            f"({shards}), and groups of {size} are drawn as a whole; keep the rows of a group in one shard"
+            f"{strategy.describe_group(shard.candidates, int(every['key'][at]))} has rows in {count} "
+            f"shards ({shards}), but groups of {size} are drawn as a whole: keep the rows of a group in "
+            "one shard"
         )
     whole = np.flatnonzero(every["count"] >= size)
     if len(whole) < wanted:

@@ -139,7 +139,7 @@ class Traits:
         if not isinstance(self.form, str) or self.form not in ("random", *ORDERS, "groups", "custom"):
             raise ArgumentError(f"no strategy has the form {self.form!r}; see geartrain.selection.Traits")
         if self.stratified and not self.replacement:
-            raise ArgumentError("stratified draws are with replacement; choose one of the two")
+            raise ArgumentError("stratified draws are with replacement: choose one of the two")
         if self.over_steps and (
             self.form != "random" or self.by_priority or self.stratified or not self.replacement or self.limits
         ):
@@ -317,7 +317,7 @@ class Draw:
             ArgumentError: only one of the two has importance weights.
         """
         if (self.importance_weights is None) != (other.importance_weights is None):
-            raise ArgumentError("a strategy fills in importance weights for all draws of a batch, or for none")
+            raise ArgumentError("a strategy must give importance weights for all draws of a batch, or for none")
         self.rows[index] = other.rows
         self.generations[index] = other.generations
         self.probability[index] = other.probability

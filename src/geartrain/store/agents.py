@@ -87,7 +87,7 @@ class AgentRecorder(RecorderPriority):
         """
         agents = list(_checked("observations", observations))
         if not agents:
-            raise ArgumentError("an episode begins with the observation of an agent, found none")
+            raise ArgumentError("an episode begins with the observation of at least one agent, found none")
         lanes = self._with_lanes({}, agents)
         first = self._stacked("observation", observations, lanes)
         keys = self._recorder.reset(first, mask=self._mask(lanes.values()), version=version)
@@ -184,7 +184,8 @@ class AgentRecorder(RecorderPriority):
         n, lanes = self._recorder.n_envs, dict(taken)
         if len(taken) + len(new) > n:
             raise ArgumentError(
-                f"{len(taken) + len(new)} agents are in an episode at once, and the recorder was made for {n}"
+                f"{len(taken) + len(new)} agents are in an episode at once, but the recorder was made for {n}: call "
+                f"agent_recorder(agents={len(taken) + len(new)})"
             )
         used = set(taken.values())
         free = (lane for lane in range(n) if lane not in used)
@@ -219,21 +220,23 @@ class AgentRecorder(RecorderPriority):
         """The values of some agents in arrays (n_envs, ...), each in its lane, dicts as they are nested."""
         missing = [agent for agent in lanes if agent not in by_agent]
         if missing:
-            raise FieldError(f"agent {missing[0]!r} acted and has no {name!r}; its agents are {list(by_agent)}")
+            raise FieldError(
+                f"agent {missing[0]!r} acted but has no {name!r}; agents with a value are {list(by_agent)}"
+            )
         return _stack(name, {agent: by_agent[agent] for agent in lanes}, lanes, self._recorder.n_envs)
 
 
 def _checked(what: str, by_agent: object) -> ByAgent:
     """Raises `ArgumentError` unless something is by agent."""
     if not isinstance(by_agent, Mapping):
-        raise ArgumentError(f"{what} is a dict by agent, found {type(by_agent).__name__}")
+        raise ArgumentError(f"{what} must be a dict by agent, found {type(by_agent).__name__}")
     return by_agent
 
 
 def _is_set(name: str, agent: Hashable, flags: ByAgent) -> bool:
     flag = np.asarray(flags.get(agent, False))
     if flag.shape != () or flag.dtype != np.bool_:
-        raise SchemaError(f"{name!r} of agent {agent!r} is a bool, found {flags[agent]!r}")
+        raise SchemaError(f"{name!r} of agent {agent!r} must be a bool, found {flags[agent]!r}")
     return bool(flag)
 
 
@@ -252,7 +255,7 @@ def _stack(name: str, values: ByAgent, lanes: Mapping[Hashable, int], n: int) ->
             for agent, value in values.items():
                 if _parts_of(value) != _parts_of(some):
                     raise SchemaError(
-                        f"{name!r} of agent {agent!r} and that of {next(iter(values))!r} have other parts"
+                        f"{name!r} of agent {agent!r} has other parts than that of {next(iter(values))!r}"
                     )
                 of_part[agent] = value[key]
             parts[str(key)] = _stack(f"{name}.{key}", of_part, lanes, n)
@@ -262,13 +265,13 @@ def _stack(name: str, values: ByAgent, lanes: Mapping[Hashable, int], n: int) ->
     try:
         arrays = {agent: np.asarray(value) for agent, value in values.items()}
     except (TypeError, ValueError) as error:
-        raise SchemaError(f"{name!r} is no array: {error}") from None
+        raise SchemaError(f"{name!r} is not an array: {error}") from None
     shape = np.shape(next(iter(arrays.values())))
     for agent, array in arrays.items():
         if array.shape != shape or array.dtype == object:
             raise SchemaError(
-                f"{name!r} of agent {agent!r} is {array.dtype} {array.shape}, that of {next(iter(arrays))!r} has the "
-                f"shape {shape}"
+                f"{name!r} of agent {agent!r} is {array.dtype} {array.shape}, but that of {next(iter(arrays))!r} has "
+                f"the shape {shape}"
             )
     stacked = np.zeros((n, *shape), np.result_type(*arrays.values()))
     for agent, array in arrays.items():

@@ -53,6 +53,6 @@ def check_may_pickle() -> None:
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         raise ArgumentError(
-            "a store without a name cannot be sent to Ray's workers: it is removed with its last process, and they "
-            "come and go. Create it with a name, and Store.open it in each worker"
+            "a store without a name cannot be sent to Ray's workers: its last process removes it, and workers come "
+            "and go. Create it with a name, and call Store.open in each worker"
         )

@@ -56,7 +56,9 @@ class HeldDirectory:
             if locked:
                 remove_replaced(Path(os.path.realpath(path)))  # who replaced it may have left it to us
             if time.monotonic() > until_s:
-                raise CheckpointError(f"{path} has been locked for its removal for {_REMOVAL_S} s")
+                raise CheckpointError(
+                    f"{path} is being removed and has been locked for {_REMOVAL_S} s: try again, or remove it by hand"
+                )
             time.sleep(0.001)
         self._real = Path(os.path.realpath(path))
 
@@ -75,13 +77,13 @@ class HeldDirectory:
         if self._fd < 0:
             raise CheckpointError(f"the checkpoint {self.path} was closed")
         if "/" in name or name in ("", ".", ".."):
-            raise CheckpointError(f"{self.path} is damaged: {name!r} is not the name of a file in it")
+            raise CheckpointError(f"{self.path} is damaged: {name!r} is not a file name")
         try:
             # A pipe of that name would have an ordinary open wait for its writer.
             fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self._fd)
         except FileNotFoundError:
             if self.superseded:
-                raise SupersededError(f"{self.path} was replaced or removed while it was read") from None
+                raise SupersededError(f"{self.path} was replaced or removed while it was being read") from None
             raise CheckpointError(f"{self.path / name} is missing") from None
         except OSError as error:
             raise CheckpointError(f"{self.path / name} cannot be read: {error.strerror}") from None

@@ -124,10 +124,10 @@ def manifest_of(held: HeldDirectory) -> dict[str, Any]:
     except (ValueError, KeyError, AttributeError, TypeError):
         raise CheckpointError(f"{path} is damaged: it is not the JSON that was written") from None
     if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is not a geartrain checkpoint's manifest")
+        raise CheckpointError(f"{path} is not the manifest of a geartrain checkpoint")
     if manifest.get("version") not in (1, VERSION, VERSION_STEPS, VERSION_MAX):
         raise CheckpointError(
-            f"{directory} has checkpoint version {manifest.get('version')}, this build reads versions 1 to "
+            f"{directory} has checkpoint version {manifest.get('version')}, but this build reads versions 1 to "
             f"{VERSION_MAX}"
         )
     if checksum != json_checksum(manifest):
@@ -137,8 +137,8 @@ def manifest_of(held: HeldDirectory) -> dict[str, Any]:
         size = held.status(file).st_size
         if size != about["bytes"]:
             raise CheckpointError(
-                f"{directory / file} has {size} bytes, {about['bytes']} were written: "
-                f"block {min(size, about['bytes']) // about['piece_bytes']} is the first bad one"
+                f"{directory / file} has {size} bytes instead of {about['bytes']}: block "
+                f"{min(size, about['bytes']) // about['piece_bytes']} is the first bad one. Load an older checkpoint"
             )
     return manifest
 
@@ -180,7 +180,7 @@ def make_directory(directory: Path) -> None:
     except OSError as error:
         if error.errno in FULL:
             raise
-        raise CheckpointError(f"the directory {directory} cannot be made: {error.strerror}") from error
+        raise CheckpointError(f"cannot create the directory {directory}: {error.strerror}") from error
 
 
 def sync_directory(directory: Path) -> None:

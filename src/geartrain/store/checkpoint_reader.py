@@ -115,16 +115,16 @@ class Checkpoint:
         dtype = ROW_RECORD_1 if self._manifest["version"] == 1 else ROW_RECORD
         about = self._manifest["files"]["rows.bin"]
         if about["bytes"] != self.options["capacity"] * dtype.itemsize:
-            raise CheckpointError(f"{path} does not have the rows that the manifest promises")
+            raise CheckpointError(f"{path} is damaged: it does not have the rows that the manifest lists")
         records = np.empty(self.options["capacity"], dtype)
         self._read_file("rows.bin", about, memoryview(records.view(np.uint8).data))
         committed = records["generation"] % 2 == 1
         if int(committed.sum()) != self.rows or not committed[: self.rows].all():
-            raise CheckpointError(f"{path} does not have the rows that the manifest promises")
+            raise CheckpointError(f"{path} is damaged: it does not have the rows that the manifest lists")
         known = np.zeros(len(records), bool)
         known[records["row"][records["row"] < len(records)]] = True
         if not known.all():
-            raise CheckpointError(f"{path} contradicts itself: a row is in it twice, and another is not")
+            raise CheckpointError(f"{path} is damaged: one row is in it twice, and another is missing")
         if dtype == ROW_RECORD_1:
             widened = np.zeros(len(records), ROW_RECORD)
             for column in METADATA:
@@ -134,7 +134,7 @@ class Checkpoint:
         rows_of = np.array([chunk["rows"] for chunk in chunks], np.uint64)
         places = records[: self.rows]
         if self.rows and (places["chunk"].max() >= len(chunks) or (places["slot"] >= rows_of[places["chunk"]]).any()):
-            raise CheckpointError(f"{path} contradicts itself: it places rows where no chunk has any")
+            raise CheckpointError(f"{path} is damaged: it places rows where no chunk has any")
         return records
 
     def blocks(
@@ -178,11 +178,13 @@ class Checkpoint:
             file = f"field-{field:02d}.bin"
             about = self._manifest["files"][file]
             if about["bytes"] != self.rows * nbytes:
-                raise CheckpointError(f"{self.directory / file} does not have the {self.rows} rows of the manifest")
+                raise CheckpointError(
+                    f"{self.directory / file} is damaged: it does not have the {self.rows} rows of the manifest"
+                )
             at = 0
             for piece in self._pieces(file, about):
                 if len(piece) % nbytes:
-                    raise CheckpointError(f"{self.directory / file} is in pieces that are no whole rows")
+                    raise CheckpointError(f"{self.directory / file} is damaged: its pieces are not whole rows")
                 blocks = np.frombuffer(piece, np.uint8).reshape(-1, nbytes)
                 places = np.arange(at, at + len(blocks))
                 at += len(blocks)
@@ -244,7 +246,7 @@ class Checkpoint:
             while got < out.nbytes and (more := file.readinto(memory[got:])):
                 got += more
         if got != out.nbytes:
-            raise CheckpointError(f"{self.directory / name} is cut: {out.nbytes - got} bytes are missing")
+            raise CheckpointError(f"{self.directory / name} is truncated: {out.nbytes - got} bytes are missing")
 
     @property
     def per_step(self) -> bool:
@@ -262,7 +264,9 @@ class Checkpoint:
         about = self._manifest["files"]["steps.bin"]
         priorities = np.empty(int(records["length"][: self.rows].sum(dtype=np.uint64)), "<u4")
         if about["bytes"] != priorities.nbytes:
-            raise CheckpointError(f"{self.directory / 'steps.bin'} does not have the steps that rows.bin promises")
+            raise CheckpointError(
+                f"{self.directory / 'steps.bin'} is damaged: it does not have the steps that rows.bin lists"
+            )
         if priorities.size:
             self._read_file("steps.bin", about, memoryview(priorities.view(np.uint8).data))
         return priorities
@@ -304,7 +308,7 @@ class Checkpoint:
                 yield piece
         if at != about["bytes"]:
             raise CheckpointError(
-                f"{self.directory / name} has {about['bytes'] - at} bytes more than its checksums cover"
+                f"{self.directory / name} is damaged: it has {about['bytes'] - at} bytes more than its checksums cover"
             )
 
     def _read_file(self, name: str, about: dict[str, Any], memory: memoryview) -> None:

@@ -50,12 +50,13 @@ def holding(directory: Path) -> Iterator[None]:
     foreign = {path.name for path in directory.iterdir() if not _is_ours(path)}
     if foreign:
         raise CheckpointError(
-            f"{directory} holds files that no checkpoint put there ({', '.join(sorted(foreign)[:3])})"
+            f"{directory} has files that are not of a checkpoint ({', '.join(sorted(foreign)[:3])}): choose another "
+            "directory"
         )
     fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         if not locks.take(fd, locks.EXCLUSIVE, 0):
-            raise CheckpointError(f"another process saves checkpoints to {directory}")
+            raise CheckpointError(f"another process is saving checkpoints to {directory}: choose another directory")
         yield
     finally:
         os.close(fd)

@@ -530,7 +530,7 @@ def _naming_errors(directory: Path) -> Iterator[None]:
 def _check_replaceable(directory: Path) -> None:
     """Refuses a directory that holds anything that no checkpoint put there."""
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} exists and is not a directory")
+        raise CheckpointError(f"{directory} exists and is not a directory: choose another one")
     with HeldDirectory(directory) as held:
         found, ours = held.names(), set()
         if "manifest.json" in found:
@@ -540,8 +540,8 @@ def _check_replaceable(directory: Path) -> None:
                 ours = {"manifest.json", *manifest["files"]} if manifest["format"] == FORMAT else set()
     if not found <= ours:
         raise CheckpointError(
-            f"{directory} holds files that are not a checkpoint's ({', '.join(sorted(found - ours)[:3])}); "
-            f"it will not be replaced"
+            f"{directory} has files that are not of a checkpoint ({', '.join(sorted(found - ours)[:3])}), so it is "
+            "not replaced: choose another directory"
         )
 
 

@@ -99,7 +99,7 @@ def check_priority(priority: Any) -> float | None:
         return None
     number: float = priority if priority.__class__ is float else real_number(priority)
     if not 0 <= number < float("inf"):
-        raise SchemaError(f"the priority of rows is a finite number >= 0, found {shown(priority)}")
+        raise SchemaError(f"a priority must be a finite number >= 0, found {shown(priority)}")
     return number
 
 
@@ -109,7 +109,7 @@ def check_version(version: Any) -> int:
         return version  # type: ignore[no-any-return]
     number = check_whole("version", version)
     if not -(2**63) <= number < 2**63:
-        raise SchemaError(f"a version is a whole number of 64 bits, found {shown(version)}")
+        raise SchemaError(f"a version must be a whole number of 64 bits, found {shown(version)}")
     return number
 
 

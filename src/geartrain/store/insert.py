@@ -37,14 +37,14 @@ def insert_rows(
     check_choice("casting", casting, CASTINGS)
     if not isinstance(fields, Mapping):
         raise SchemaError(
-            f"rows are inserted as a dict of arrays by field, {{{next(iter(columns.fields))!r}: ...}}; found "
+            f"insert takes a dict of arrays by field, {{{next(iter(columns.fields))!r}: ...}}; found "
             f"{type(fields).__name__}"
         )
     if set(fields) != set(columns.fields):
         missing, unknown = set(columns.fields) - set(fields), set(fields) - set(columns.fields)
         raise FieldError(
-            f"insert needs every field once: missing {sorted(missing)}, unknown {sorted(unknown, key=str)}"
-            f"{did_you_mean(unknown, missing)}"
+            f"insert needs every field of the store: missing {sorted(missing)}, unknown "
+            f"{sorted(unknown, key=str)}{did_you_mean(unknown, missing)}"
         )
     sources = []
     n = steps = -1
@@ -82,8 +82,8 @@ def checked_source(columns: Columns, name: str, data: Any, casting: Casting) -> 
     check_unmasked(f"field {name!r}", data)
     if getattr(data, "is_nested", False):
         raise SchemaError(
-            f"field {name!r} is a nested tensor: give its to_padded_tensor(0) and lengths=, or insert its unbind() one "
-            f"by one"
+            f"field {name!r} is a nested tensor: pass its to_padded_tensor(0) with lengths=, or insert the parts of "
+            "unbind() one by one"
         )
     if data is None:
         raise SchemaError(f"field {name!r} takes an array of all rows, found None")
@@ -92,8 +92,8 @@ def checked_source(columns: Columns, name: str, data: Any, casting: Casting) -> 
             data = np.asarray(data)
         except (TypeError, ValueError, OverflowError) as error:  # lists of several lengths
             raise SchemaError(
-                f"field {name!r} takes an array of all rows, and what was given makes none: {error}. Rows of several "
-                f"lengths are padded, with lengths=, or inserted one by one"
+                f"field {name!r} cannot be turned into an array of all rows: {error}. Pad rows of different lengths "
+                "and pass lengths=, or insert them one by one"
             ) from None
     try:
         found = as_dtype(data.dtype)
@@ -121,9 +121,9 @@ def checked_source(columns: Columns, name: str, data: Any, casting: Casting) -> 
         raise SchemaError(f"field {name!r} takes ({', '.join(map(str, wanted))}), found shape {shape}")
     if hasattr(data, "detach"):  # a torch tensor
         if data.device.type != "cpu":
-            raise SchemaError(f"field {name!r} is on {data.device}; the store takes host memory")
+            raise SchemaError(f"field {name!r} is on {data.device}, but the store takes host memory: pass tensor.cpu()")
         if "strided" not in str(data.layout):
-            raise SchemaError(f"field {name!r} is a tensor of the layout {data.layout}: give its to_dense()")
+            raise SchemaError(f"field {name!r} has the layout {data.layout}: pass its to_dense()")
         data = plain_tensor(data).contiguous()
     else:
         data = np.ascontiguousarray(data)

@@ -274,7 +274,7 @@ class Journal:
                 self._native.journal_failed((isinstance(error, OSError) and error.errno) or known)
         if (said := str(error) or "no memory is left") != self._said:
             self._said = said
-            _log.warning("the journal %s cannot be written: %s", self.path, said)
+            _log.warning("the journal %s cannot be written: %s. Commits wait or fail until it can", self.path, said)
 
     def _become_writer(self) -> bool:
         directory = JournalDirectory(self.path, self._disk)
@@ -284,7 +284,7 @@ class Journal:
         try:
             contents = directory.contents(verify=False, repair=True)
             if contents.store != self._store_id:
-                raise JournalError(f"{self.path} is another store's journal by now")
+                raise JournalError(f"{self.path} now belongs to another store")
             self._writer = JournalWriter(self._native, self._fields, self._max_length, directory, contents)
         except BaseException:
             directory.unlock()
@@ -323,14 +323,17 @@ class JournalOptions:
         Returns what starts this process's thread.
         """
         if checkpoint is not None and checkpoint.id is None:
-            raise JournalError(f"{checkpoint.directory} has format version 1: load and save it, then give it a journal")
+            raise JournalError(
+                f"{checkpoint.directory} has format version 1, which a journal cannot begin with: load and save it "
+                "first"
+            )
         with self._naming_the_disk():
             origin = None if checkpoint is None else checkpoint.id
             directory = make_journal(self.path, fields, max_length, options, self._disk, origin)
             if not directory.lock():
                 raise JournalError(
-                    f"the journal {self.path} is being written for another store: join that one with Store.open, or "
-                    f"close it first"
+                    f"the journal {self.path} is in use by another store: join that one with Store.open, or close "
+                    "it first"
                 )
             try:
                 with directory.filling(int(native.describe()["store_id"])):
@@ -354,20 +357,20 @@ class JournalOptions:
         begun = state is None or state.origin is not None
         if checkpoint is None and not begun:
             raise JournalError(
-                f"the journal {self.path} was to begin with a checkpoint, and loading that was interrupted: load it "
-                f"again with this journal, or give another directory"
+                f"loading the checkpoint that the journal {self.path} begins with was interrupted: load it again with "
+                "this journal, or give another directory"
             )
         if checkpoint is not None and checkpoint.id not in (directory.origin, *directory.later):
             if state is None or not begun or checkpoint.store_id != state.store:
                 raise JournalError(
-                    f"the journal {self.path} did not begin with the checkpoint {checkpoint.directory}, nor was that "
-                    f"saved from the store it was written for last: restore the journal with Store.create, or give a "
-                    f"new directory to go on from the checkpoint"
+                    f"the journal {self.path} did not begin with the checkpoint {checkpoint.directory}, and its "
+                    "last store did not save that checkpoint: restore the journal with Store.create, or continue "
+                    "from the checkpoint with a new journal directory"
                 )
             if checkpoint.next_sequence > state.next_sequence:
                 raise JournalError(
-                    f"the checkpoint {checkpoint.directory} has rows that the journal {self.path} lacks: restore the "
-                    f"journal with Store.create, or give a new directory to go on from the checkpoint"
+                    f"the journal {self.path} lacks rows of the checkpoint {checkpoint.directory}: restore the "
+                    "journal with Store.create, or continue from the checkpoint with a new journal directory"
                 )
             assert checkpoint.id is not None
             directory.note_later(checkpoint.id)
@@ -386,7 +389,7 @@ class JournalOptions:
             until_s = time.monotonic() + native.timeout_s
             while not writer.run_pass(0):
                 if time.monotonic() > until_s:
-                    raise JournalError(f"rows of {checkpoint.directory} are being written while they are loaded")
+                    raise JournalError(f"rows of {checkpoint.directory} are being rewritten while they are loaded")
                 time.sleep(_LEFT_PAUSE_S)
             writer.mark(checkpoint.id)
         except BaseException:
@@ -437,7 +440,7 @@ def fill(native: _native.Store, directory: JournalDirectory, *, repair: bool) ->
         for column, shape in zip(columns, shapes, strict=True):
             nbytes = len(records) * int(np.prod(shape, dtype=np.int64)) * column.itemsize
             if at + nbytes > len(frame.blocks):
-                raise JournalError(f"{directory.path} contradicts itself: a frame is too short for its rows")
+                raise JournalError(f"{directory.path} is damaged: a frame is too short for its rows")
             blocks = np.frombuffer(frame.blocks[at : at + nbytes], column.dtype).reshape(len(records), *shape)
             timed = shape != column.shape[1:]
             if timed:
@@ -448,7 +451,7 @@ def fill(native: _native.Store, directory: JournalDirectory, *, repair: bool) ->
         if steps is not None:
             nbytes = len(records) * frame.steps * steps.itemsize
             if at + nbytes > len(frame.blocks) or frame.steps > directory.max_length:
-                raise JournalError(f"{directory.path} contradicts itself: a frame is too short for its rows' steps")
+                raise JournalError(f"{directory.path} is damaged: a frame is too short for the steps of its rows")
             values = np.frombuffer(frame.blocks[at : at + nbytes], "<u4").reshape(len(records), frame.steps)
             steps[records["row"], : frame.steps] = values
 
@@ -488,8 +491,8 @@ def _check_unused(directory: JournalDirectory, contents: JournalContents) -> Non
         return
     if used:
         raise JournalError(
-            f"the journal {directory.path} is that of {contents.store_path}, which processes use: join that one with "
-            f"Store.open"
+            f"the journal {directory.path} belongs to {contents.store_path}, which processes use: join that store "
+            "with Store.open"
         )
 
 
@@ -519,7 +522,7 @@ def _finish_with_multiprocessing() -> None:
 def _at_exit() -> None:
     for journal in list(_journals):
         if not journal.finish():
-            _log.warning("the journal %s may lack what was committed last", journal.path)
+            _log.warning("the journal %s may lack the last commits", journal.path)
 
 
 os.register_at_fork(after_in_child=_after_fork)

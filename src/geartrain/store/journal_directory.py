@@ -219,20 +219,20 @@ class JournalDirectory:
         """Raises `JournalError` where a store of these cannot take the journal's rows."""
         if fields != self.fields or max_length != self.max_length:
             raise JournalError(
-                f"{self.path} is the journal of a store of {self.fields} with max_length={self.max_length}, asked for "
-                f"{fields} with max_length={max_length}: give those, or another directory"
+                f"{self.path} is the journal of a store of {self.fields} with max_length={self.max_length}, but "
+                f"{fields} with max_length={max_length} was given: use the same, or another directory"
             )
         for name, usual in (("priority_per", "row"), ("new_priority", "one")):
             if options[name] != (kept := self.options.get(name, usual)):
                 raise JournalError(
-                    f"{self.path} is the journal of a store with {name}='{kept}', asked for '{options[name]}': give "
-                    f"that, or another directory"
+                    f"{self.path} is the journal of a store with {name}='{kept}', but '{options[name]}' was given: use "
+                    f"the same, or another directory"
                 )
         for name in _SAME:
             if options[name] != self.options[name]:
                 raise JournalError(
-                    f"{self.path} is the journal of a store with {name}={self.options[name]}, asked for "
-                    f"{options[name]}: a journal's rows return to their places in a store of the same {name}"
+                    f"{self.path} is the journal of a store with {name}={self.options[name]}, but {options[name]} was "
+                    "given: use the same, because rows return to their places"
                 )
 
     def segment_path(self, number: int) -> Path:
@@ -256,7 +256,7 @@ class JournalDirectory:
         for before, after in itertools.pairwise(found):
             if after != before + 1:
                 raise JournalError(
-                    f"{self.segment_path(before + 1)} is missing: segments {before} and {after} are there"
+                    f"{self.segment_path(before + 1)} is missing, although segments {before} and {after} exist"
                 )
         return found
 
@@ -288,7 +288,9 @@ class JournalDirectory:
             )
             found.records["row"] = np.arange(self.capacity)
         except MemoryError:
-            raise JournalError(f"{self.path} has a capacity of {self.capacity:,} rows, too many for memory") from None
+            raise JournalError(
+                f"{self.path} has a capacity of {self.capacity:,} rows, which does not fit into memory"
+            ) from None
         numbers = self.numbers()
         for number in numbers:
             self._read_segment(found, number, number == numbers[-1], verify, (on_rows, on_steps), repair)
@@ -314,7 +316,7 @@ class JournalDirectory:
             first = found.next_number if found.segments else None
             for frame in frames(fd, blocks=on[0] is not None, verify=verify or last, first=first):
                 if (frame.offset == 0) != (frame.kind == BEGIN):
-                    raise JournalError(f"{path} is damaged at byte {frame.offset}: a frame is out of its place")
+                    raise JournalError(f"{path} is damaged at byte {frame.offset}: a frame is out of order")
                 self._apply(found, frame, path, number, on)
                 segment.nbytes = frame.offset + frame.nbytes
                 segment.rows += frame.count if frame.kind == ROWS else 0
@@ -323,8 +325,8 @@ class JournalDirectory:
             if segment.nbytes < size:
                 if not last or synced_later(fd, segment.nbytes) > found.next_number:
                     raise JournalError(
-                        f"{path} is damaged at byte {segment.nbytes}: a frame there was on the disk, and what follows "
-                        f"it is still there. `geartrain inspect {self.path}` says what is before it"
+                        f"{path} is damaged at byte {segment.nbytes}: a frame is broken, and later ones follow it. "
+                        f"`geartrain inspect {self.path}` shows what is before it"
                     )
                 found.cut_bytes = size - segment.nbytes
                 if repair and segment.nbytes:
@@ -348,7 +350,7 @@ class JournalDirectory:
         on_rows, on_steps = on
         damaged = f"{path} is damaged at byte {frame.offset}"
         if max(frame.number, frame.synced, frame.next_sequence) >= _MOST_SEQUENCES:
-            raise JournalError(f"{damaged}: its number, or the store's next sequence number, is one that none reaches")
+            raise JournalError(f"{damaged}: its number, or the next sequence number of the store, is out of range")
         if frame.kind == BEGIN:
             begin = begin_of(frame, path)
             if begin["journal"] != self.id or begin["segment"] != number:
@@ -362,12 +364,12 @@ class JournalDirectory:
             return
         rows = records["row"]
         if len(rows) and int(rows.max()) >= self.capacity:
-            raise JournalError(f"{damaged}: it names a row that the store does not have")
+            raise JournalError(f"{damaged}: it has a row that is outside of the store")
         steps = max(frame.steps, int(records["length"].max(initial=0))) if frame.kind in (ROWS, STEPS) else 0
         if steps > self.max_length:
-            raise JournalError(f"{damaged}: a row has more steps than the store's")
+            raise JournalError(f"{damaged}: a row has more steps than max_length")
         if frame.kind == ROWS and int(records["sequence"].max(initial=0)) >= _MOST_SEQUENCES:
-            raise JournalError(f"{damaged}: a row has a sequence number that no store reaches")
+            raise JournalError(f"{damaged}: the sequence number of a row is out of range")
         if frame.kind == ROWS:
             found.records[rows] = records
             found.segment_of[rows] = number
@@ -410,7 +412,10 @@ def make_journal(
     if not (path / MANIFEST).exists():
         foreign = {entry.name for entry in path.iterdir()} - {LOCK, f".{MANIFEST}"}
         if foreign:
-            raise JournalError(f"{path} holds files that are not a journal's ({', '.join(sorted(foreign)[:3])})")
+            raise JournalError(
+                f"{path} has files that are not of a journal ({', '.join(sorted(foreign)[:3])}): choose another "
+                "directory"
+            )
         unfinished = path / f".{MANIFEST}"
         version = VERSION_STEPS if options["priority_per"] == "step" else VERSION
         write_json(
@@ -451,10 +456,10 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         manifest = read_object(path)
         checksum = manifest.pop("checksum", None)
         if manifest.get("format") != FORMAT:
-            raise JournalError(f"{path} is not a geartrain journal's")
+            raise JournalError(f"{path} is not the manifest of a geartrain journal")
         if manifest.get("version") not in CHECKPOINT_VERSIONS:
             raise JournalError(
-                f"{directory} has journal version {shown(manifest.get('version'))}, this build reads versions "
+                f"{directory} has journal version {shown(manifest.get('version'))}, but this build reads versions "
                 f"{VERSION} to {VERSION_MAX}"
             )
         if checksum != json_checksum(manifest):

@@ -215,7 +215,7 @@ def begin_of(frame: Frame, path: Path) -> dict[str, Any]:
             "max_priority": whole_entry({"max_priority": 0, **content}, "max_priority", 0, 2**32 - 1),
         }
     except ValueError:
-        raise JournalError(f"{path} is damaged: it does not begin as a segment of a journal does") from None
+        raise JournalError(f"{path} is damaged: it does not begin like a journal segment") from None
 
 
 def block_shapes(fields: dict[str, Field], max_length: int, steps: int) -> list[tuple[int, ...]]:

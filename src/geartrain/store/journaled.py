@@ -38,7 +38,7 @@ class JournaledStore(WritableStore):
                 which.
         """
         if self._journal is None:
-            raise ArgumentError(f"the store {self.name!r} has no journal; give Store.create one")
+            raise ArgumentError(f"the store {self.name!r} has no journal: pass journal= to Store.create")
         if not self._journal.sync(timeout(timeout_s)):
             why = self._journal.status().error or "the disk is slow, or the process that writes it is stopped"
             raise WaitTimeoutError(f"the journal {self._journal.path} is not on its disk after {timeout_s} s: {why}")
@@ -69,7 +69,7 @@ class JournaledStore(WritableStore):
         super().close(keep=keep)
         if not done and journal is not None:
             raise JournalError(
-                f"the store {self.name!r} was closed, but its journal {journal.path} may lack what was committed last"
+                f"the store {self.name!r} was closed, but its journal {journal.path} may lack the last commits"
             )
 
 

@@ -125,7 +125,7 @@ def _torch_part() -> tuple[Any, ...]:
     try:
         torch = importlib.import_module("torch")
     except ImportError:
-        raise MessageError("the message holds a torch tensor, and torch is not installed here") from None
+        raise MessageError("the message has a torch tensor, but torch is not installed here") from None
     codes = {}
     for dtype in DTYPES.values():
         if hasattr(torch, dtype.name):
@@ -138,8 +138,8 @@ def _torch_part() -> tuple[Any, ...]:
             return None
         if not tensor.is_cpu:
             raise MessageError(
-                f"the tensor is on {tensor.device}: messages hold CPU tensors only, and calls transfer those on CUDA "
-                "devices in plain containers only; move it (`tensor.cpu()`)"
+                f"the tensor is on {tensor.device}: messages carry CPU tensors, and calls carry CUDA tensors "
+                "in plain containers only. Move it (`tensor.cpu()`)"
             )
         if tensor.layout is not strided or tensor.is_quantized or tensor.is_nested:
             return None
@@ -226,8 +226,8 @@ class _Pickler(_pickle.Pickler):
         if obj.device.type not in ("cpu", "meta"):
             # torch would copy it into the pickle, and to the device of the same index there.
             raise MessageError(
-                f"a tensor on {obj.device} is in an object that goes by pickle: move it to the CPU (`tensor.cpu()`), "
-                "or send it in plain containers, in which calls transfer it"
+                f"a pickled object has a tensor on {obj.device}: move it to the CPU (`tensor.cpu()`), or send "
+                "it in plain containers"
             )
         if type(obj) is not torch.Tensor or not obj.is_cpu or obj.requires_grad or obj.numel() == 0:
             return NotImplemented

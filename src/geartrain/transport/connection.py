@@ -539,5 +539,7 @@ def _plain(memory: Any) -> Any:
         raise ArgumentError("memory is anything C-contiguous with the buffer protocol, found None")
     dtype = getattr(memory, "dtype", None)
     if getattr(dtype, "hasobject", False) or (isinstance(memory, memoryview) and "O" in memory.format):
-        raise ArgumentError(f"memory of Python objects is not sent or exposed: found a {type(memory).__name__} of them")
+        raise ArgumentError(
+            f"memory of Python objects cannot be sent or exposed: found a {type(memory).__name__} of them"
+        )
     return memory

@@ -123,7 +123,10 @@ def _bring_up() -> Agent | str:
     """The agent, or why there is none. In a thread, because UCX is known to hang when it starts."""
     # Without this UCX leaves shared memory for TCP over loopback as soon as it is to notice dead peers, as it is here.
     if "UCX_MM_ERROR_HANDLING" not in os.environ and _ucx_is_loaded():
-        _log.warning("UCX was loaded before geartrain could set UCX_MM_ERROR_HANDLING=y: it will not use shared memory")
+        _log.warning(
+            "UCX was loaded before geartrain could set UCX_MM_ERROR_HANDLING=y, so it will not use "
+            "shared memory: import geartrain first, or set the variable"
+        )
     for name, value in (("UCX_MM_ERROR_HANDLING", "y"), ("UCX_WARN_UNUSED_ENV_VARS", "n"), ("NIXL_LOG_LEVEL", "ERROR")):
         os.environ.setdefault(name, value)
     outcome: list[Any] = []

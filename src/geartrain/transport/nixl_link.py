@@ -136,9 +136,9 @@ class NixlLink:
         while state == "PROC":
             now_s = time.monotonic()
             if self._lost():
-                raise PeerLostError(f"{self.peer!r} was lost in the middle of a {verb}")
+                raise PeerLostError(f"{self.peer!r} was lost during a {verb}")
             if now_s > until_s:
-                raise WaitTimeoutError(f"a {verb} to {self.peer!r} met its deadline; the link has ended")
+                raise WaitTimeoutError(f"a {verb} to {self.peer!r} did not end in time; the link is closed")
             # Nothing can be waited for. Sleeping a sixteenth of what it took so far costs that much at most.
             taken_s = now_s - began_s
             time.sleep(0.0 if taken_s < _SPIN_S else min(taken_s / 16, 500e-6))

@@ -75,8 +75,8 @@ class Directory:
                 why = why_not_gone(before) if before else None
                 if why is not None:
                     raise NameTakenError(
-                        f"a node {name!r} has joined before, at {before}, and is not known to be gone: {why}. "
-                        "Give this one another name, or end that one first"
+                        f"another node has the name {name!r}, at {before}, and may be alive: {why}. Give this one "
+                        "another name, or end that one first"
                     )
                 if swap is None:
                     self.store.set(self._key(name), value)
@@ -90,14 +90,14 @@ class Directory:
         if name in self.known:
             return self.known[name]
         if self.store is None:
-            raise UnknownPeerError(f"no peer {name!r}: there is no store to find it in, and its address was not given")
+            raise UnknownPeerError(f"no peer {name!r}: give its address (peers=), or a store to find it in")
         with _store_errors():
             while not self.store.check([self._key(name)]):
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
-                    raise UnknownPeerError(f"no peer {name!r} has joined before the deadline")
+                    raise UnknownPeerError(f"no peer {name!r} joined before the deadline")
                 if self._closed:
-                    raise ConnectionClosedError(f"closed while it waited for a peer {name!r}")
+                    raise ConnectionClosedError(f"the node was closed while it waited for a peer {name!r}")
                 self._wait(name, min(max(left_s, 0.01), _SLICE_S))  # 0 would be for ever
             return self._get(name)
 
@@ -252,7 +252,7 @@ def _reached_store(host: str, port: int, timeout_s: float) -> Any:
     try:
         found = made.get(timeout=max(until_s - time.monotonic(), _TRY_EVERY_S))
     except queue.Empty:
-        found = RuntimeError("who listens there does not answer as a store")
+        found = RuntimeError("something that is not a store listens there")
     if isinstance(found, RuntimeError):
         raise WaitTimeoutError(f"no rendezvous at {host}:{port} within {timeout_s} s: {_line(found)}") from None
     if isinstance(found, BaseException):

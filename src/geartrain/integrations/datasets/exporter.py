@@ -158,7 +158,7 @@ def export_store(
     started = time.monotonic()
     with StoredRows(source, trust=trust) as rows:
         if rows.count == 0:
-            raise SourceError(f"{rows.name}: holds no row to export")
+            raise SourceError(f"{rows.name} has no row to export")
         chosen, left_out = _chosen(rows, writer_class, fields, casts, skip_unsupported)
         written = {name: _converted(rows.fields[stored], casts) for name, stored in chosen.items()}
         converted = {
@@ -259,7 +259,9 @@ def _check_target(target: Path, format: str, overwrite: bool, writer: type[Datas
         if not overwrite:
             raise DatasetExistsError(f"{target} exists already; overwrite=True (--overwrite) replaces a dataset")
         if not _replaceable(target, writer):
-            raise DatasetExistsError(f"{target} is no {format} dataset alone, and will not be replaced")
+            raise DatasetExistsError(
+                f"{target} has files that are not of a {format} dataset, so it is not replaced: choose another path"
+            )
     with _naming_full_disk(target):
         probe = unfinished(target)
         try:
@@ -334,9 +336,11 @@ def _put_in_place(fresh: Path, target: Path, format: str, overwrite: bool, write
     """Gives the dataset its name in one step, and removes what had the name where that may be."""
     if os.path.lexists(target):
         if not overwrite:
-            raise DatasetExistsError(f"{target} was written by somebody else meanwhile; it is left as it is")
+            raise DatasetExistsError(f"another process wrote {target} meanwhile; it is left as it is")
         if not _replaceable(target, writer):
-            raise DatasetExistsError(f"{target} is no {format} dataset alone any more, and will not be replaced")
+            raise DatasetExistsError(
+                f"{target} now has files that are not of a {format} dataset, so it is not replaced: choose another path"
+            )
         _native.exchange_paths(str(fresh), str(target))
     elif fresh.is_dir():
         fresh.rename(target)  # which fails where a folder that is not empty, or a file, has come between
@@ -344,7 +348,7 @@ def _put_in_place(fresh: Path, target: Path, format: str, overwrite: bool, write
         try:
             os.link(fresh, target)  # which fails where a file has come between, as a rename does not
         except FileExistsError:
-            raise DatasetExistsError(f"{target} was written by somebody else meanwhile; it is left as it is") from None
+            raise DatasetExistsError(f"another process wrote {target} meanwhile; it is left as it is") from None
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
                 raise

@@ -161,7 +161,7 @@ def import_dataset(
         capacity = extent.episodes if capacity is None else capacity
         max_length = extent.longest if max_length is None else max_length
     if capacity < 1 or max_length < 1:
-        raise SourceError(f"{opened.name}: holds no episode with at least one step")
+        raise SourceError(f"{opened.name} has no episode with at least one step")
     schema = {
         name: Field(found.shape, casts.get(found.dtype, found.dtype), per_row=found.per_row)
         for name, found in opened.fields().items()
@@ -260,8 +260,8 @@ def ingest(
                         fitting = episode.cut(store.max_length)
                 if rows.rows == room:
                     raise SourceError(
-                        f"{source.name}: {episode.name}: the store is full ({limit:,} rows): a "
-                        f"larger one is needed, or fewer episodes"
+                        f"{source.name}: {episode.name}: the store is full ({limit:,} rows): use a larger one, or "
+                        "fewer episodes"
                     )
                 _check(source.name, fitting, schema, store.max_length, casts)
                 rows.add(fitting)
@@ -297,7 +297,7 @@ def open_source(
     """
     if isinstance(source, Source):
         if fields is not None or options:
-            raise SourceError(f"{source.name}: is open already; fields and options are for opening it")
+            raise SourceError(f"{source.name} is open already: give fields and options when you open it")
         return source
     check_flag("skip_unsupported", skip_unsupported)
     if not isinstance(format, str) or format not in ("auto", *FORMATS):

@@ -35,8 +35,8 @@ class BufferContents:
         """Raises ArgumentError in a forked child, StoreClosedError once it was closed."""
         if self.forks != _forks:
             raise ArgumentError(
-                "this buffer belongs to the process that this one was forked from, and JAX does not outlive a fork: "
-                "start a process afresh, and join the store by its name (store=...)"
+                "this buffer belongs to the process that this one was forked from, and JAX does not work "
+                "after a fork: start a new process, and join the store by its name (store=...)"
             )
         if self.store.closed:
             raise StoreClosedError("this buffer was closed")
@@ -93,7 +93,7 @@ class BufferState:
         contents = self._contents
         contents.check()
         if isinstance(self.added, jax.core.Tracer):
-            raise ArgumentError("experience is a copy of what is in shared memory, which is no value: outside of jit")
+            raise ArgumentError("experience copies shared memory, which is not a traced value: read it outside of jit")
         return contents.tree.unflatten(contents.streams.written(int(self.added) // contents.streams.n))
 
     def __deepcopy__(self, _: dict[int, Any]) -> BufferState:

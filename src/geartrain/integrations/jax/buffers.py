@@ -83,7 +83,9 @@ class TrajectoryBuffer:
         options = self._options
         paths, tree = jax.tree_util.tree_flatten_with_path(timestep)
         if any(isinstance(leaf, jax.core.Tracer) for _, leaf in paths):
-            raise ArgumentError("init makes shared memory, which is no value: call it outside of jit, vmap and scan")
+            raise ArgumentError(
+                "init creates shared memory, which is not a traced value: call it outside of jit, vmap and scan"
+            )
         if not paths:
             raise ArgumentError(f"a timestep is a pytree of arrays, found {timestep!r}")
         fields: dict[str, Field] = {}
@@ -396,7 +398,7 @@ def make_trajectory_buffer(
         ArgumentError: a size or `period` is out of range.
     """
     if check_whole("period", period) != 1:
-        raise ArgumentError(f"sequences begin at any timestep: period is 1, found {period}")
+        raise ArgumentError(f"period must be 1: sequences begin at any timestep; found {period}")
     for what, value in (
         ("add_batch_size", add_batch_size),
         ("max_length_time_axis", max_length_time_axis),

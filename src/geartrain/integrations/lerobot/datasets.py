@@ -164,7 +164,7 @@ def written(
         dataset.writer.stop_image_writer()
         dataset.finalize()
     if gone:
-        warnings.warn(f"{gone} transitions were evicted before they were written", stacklevel=3)
+        warnings.warn(f"{gone} transitions were evicted before they were written; the dataset lacks them", stacklevel=3)
     return dataset
 
 

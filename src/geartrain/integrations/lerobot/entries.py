@@ -193,7 +193,10 @@ class TransitionEntries:
         new = {f"{what}[{check_text(f'a key of {what}', key)}]" for key in given if key not in kept} - self._told
         if new:
             self._told |= new
-            warnings.warn(f"not kept, as the first transition had none: {', '.join(sorted(new))}", stacklevel=4)
+            warnings.warn(
+                f"dropped complementary_info that the first transition did not have: {', '.join(sorted(new))}",
+                stacklevel=4,
+            )
 
     def drawn(self) -> list[str]:
         """The fields of states, actions and infos."""

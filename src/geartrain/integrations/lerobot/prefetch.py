@@ -135,14 +135,16 @@ class BatchPrefetch:
     def __next__(self) -> Any:
         queue = self._queue
         if os.getpid() != self._pid:  # what the thread was about to put is not here
-            raise GeartrainError("the thread that samples is not in this process, which was forked from its own")
+            raise GeartrainError(
+                "the prefetch thread is not in this process, which was forked from its own: make another iterator here"
+            )
         while not queue.stopped:
             alive = self._thread.is_alive()  # asked before: it may end with a last batch
             try:
                 return queue.take()
             except Empty:
                 if not alive:
-                    raise GeartrainError("the thread that samples is gone") from None
+                    raise GeartrainError("the prefetch thread has ended: make another iterator") from None
                 self._about_to_wait()
         raise StopIteration
 

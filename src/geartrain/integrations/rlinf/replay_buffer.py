@@ -118,9 +118,9 @@ class TrajectoryReplayBuffer:
         check_whole("cache_size", cache_size)
         self.sample_window_size = whole_number("sample_window_size", sample_window_size, _MOST)
         if self.sample_window_size == 0 and capacity is None:
-            raise ArgumentError("with sample_window_size=0 all trajectories are sampled from: capacity says how many")
+            raise ArgumentError("with sample_window_size=0 give capacity=, the number of trajectories to keep")
         if self.sample_window_size and capacity is not None:
-            raise ArgumentError("capacity is given with sample_window_size=0 only, which is what it replaces")
+            raise ArgumentError("capacity has no effect unless sample_window_size=0")
         self._kept = self.sample_window_size or whole_number("capacity", capacity, _MOST)
         if not self._kept:
             raise ArgumentError("capacity must be at least 1, found 0")

@@ -29,8 +29,9 @@ class TrajectoryRows:
         self.layout = SampleLayout.of_fields(store.name, store.fields)
         if store.capacity != rows_of(kept):
             raise IncompatibleStoreError(
-                f"the store {store.name!r} is of a buffer of another window: it has {store.capacity} rows, and "
-                f"{kept} trajectories need {rows_of(kept)}. All who join give the same sample_window_size"
+                f"the store {store.name!r} is of a buffer with another window: it has {store.capacity} rows, "
+                f"but {kept} trajectories need {rows_of(kept)}. Give the same sample_window_size in all "
+                "processes"
             )
         self._store, self._kept = store, kept
 

@@ -143,7 +143,7 @@ class Positions:
             holding = np.flatnonzero((runs.number <= number) & (number < runs.number + runs.length))
             if not len(holding):
                 position = int(count_of(np.array(number))) % self._size
-                raise ArgumentError(f"the transition at position {position} is gone: it was removed or evicted")
+                raise ArgumentError(f"the transition at position {position} was removed or evicted")
             for run in holding:
                 step = int(runs.step[run] + number - runs.number[run])
                 places.setdefault((int(runs.row[run]), int(runs.generation[run])), []).append((step, value))

@@ -41,7 +41,7 @@ class StatelessSampler(Sampler):  # type: ignore[misc]
         Raises:
             ArgumentError: always; the class that `with_alpha` names knows alpha.
         """
-        raise ArgumentError(f"a {type(self).__name__} has no alpha to store priorities with: use a {self.with_alpha}")
+        raise ArgumentError(f"a {type(self).__name__} has no alpha for priorities: use a {self.with_alpha}")
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing."""
@@ -130,7 +130,9 @@ class PrioritizedSampler(stock.PrioritizedSampler):  # type: ignore[misc]  # as 
             return
         if storage is not None and storage.initialized:
             if self._alpha == 0:
-                raise ArgumentError("with alpha=0 all stored priorities are 1, which no power changes: set them anew")
+                raise ArgumentError(
+                    "with alpha=0 all stored priorities are 1, and no power changes them: set new priorities"
+                )
             with storage.locked():
                 self._raise_stored(storage, alpha / self._alpha)
         self._alpha = alpha

@@ -143,7 +143,9 @@ class PrioritizedSliceSampler(PrioritizedSampler):
             num_slices, slice_len, end_key, end_keys, traj_key, truncated_key, init_key, strict_length, span, margin
         )
         if self._slices.span[0]:
-            raise ArgumentError("slices are drawn by their first items, so none begins before its trajectory: span[0]")
+            raise ArgumentError(
+                "slices begin at the item that is drawn, so none begins before its trajectory: leave out span[0]"
+            )
 
     def sample(self, storage: Any, batch_size: int) -> tuple[tuple[torch.Tensor], dict[Any, torch.Tensor]]:  # type: ignore[override]
         """Indices (n,), slice by slice, marks as `SliceSampler.sample`, and "priority_weight" (n,) of its first item.

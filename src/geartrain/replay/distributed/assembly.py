@@ -135,15 +135,14 @@ def check_options(options: DeviceOptions, names: Sequence[str], has_peers: bool)
             f"`convert` names {sorted(unknown)}, the batch has {list(names)}{did_you_mean(unknown, names)}"
         )
     if options.path == "copy":
-        raise ArgumentError("path='copy' was asked for, but over several ranks rows are gathered or staged")
+        raise ArgumentError("path='copy' is for one rank: over several ranks use path='gather' or 'staged'")
     if has_peers and (options.path == "gather" or options.exchange == "nccl"):
         asked = "exchange='nccl'" if options.exchange == "nccl" else "path='gather'"
         raise ArgumentError(
-            f"{asked} was asked for, but tensor-parallel peers get copies of the batch from host memory; use "
-            f"path='staged'"
+            f"{asked} does not work with tensor parallelism, which copies the batch from host memory: use path='staged'"
         )
     if options.exchange == "nccl" and options.path == "staged":
-        raise ArgumentError("exchange='nccl' sends what the GPU has gathered; leave path='staged' out")
+        raise ArgumentError("exchange='nccl' needs rows that the GPU gathers: leave out path='staged'")
 
 
 def open_assembler(

@@ -207,8 +207,8 @@ def _save(
     newer = max((number for number, _ in common), default=-1)
     if newer > here.step:
         raise CheckpointError(
-            f"step {newer} in {root} is complete and newer than step {here.step}, which is to be saved: the next "
-            f"restart would resume from it. Remove {step_name(newer)} or save elsewhere"
+            f"step {newer} in {root} is newer than step {here.step} and complete, so the next restart "
+            f"would resume from it: remove {step_name(newer)}, or save elsewhere"
         )
     number = next(k for k, group in enumerate(members) if ranks.rank in group)
     writes = ranks.rank == members[number][0]
@@ -335,7 +335,9 @@ def _load(
             if _REMOVED in found:
                 # By a save, before some rank had opened it: there is a newer one.
                 if left == 0:
-                    raise CheckpointError(f"{load.doing}: it was removed, as were {_MOST_TRIES - 1} others before it")
+                    raise CheckpointError(
+                        f"{load.doing}: the checkpoint was removed, like {_MOST_TRIES - 1} others before it"
+                    )
                 load.undo()
                 continue
             _run_phase(ranks, load.doing, load.attach, timeout_s)
@@ -375,8 +377,8 @@ class _ShardLoad:
         shards, n = len(self._record["shards"]), self._mine.shard[1]
         if shards != n and not how.reshard:
             raise CheckpointError(
-                f"step {key[0]} in {root} was saved from {shards} shards, {n} are asked for; "
-                f"reshard=True cuts the rows anew"
+                f"step {key[0]} in {root} has {shards} shards, but {n} were requested: reshard=True "
+                "redistributes the rows"
             )
 
     def run(self) -> tuple[Loaded, dict[str, Any] | None] | str | None:

@@ -60,7 +60,7 @@ def save_request(
 ) -> SaveRequest:
     """This rank's request, once its arguments make sense."""
     if not isinstance(store, Store):
-        raise ArgumentError(f"what is saved is a Store, this rank's shard; found {shown(store)}")
+        raise ArgumentError(f"save_checkpoint takes a Store, this rank's shard; found {shown(store)}")
     if state is not None and not isinstance(state, Mapping):
         raise ArgumentError(f"state is what Replay.state_dict() returns, found {shown(state)}")
     if step is None and state is not None:
@@ -116,21 +116,21 @@ def check_save_requests(everyone: Sequence[SaveRequest], members: Sequence[Seque
             ("state", first.state, one.state),
         ):
             if ours != theirs:
-                raise RanksDisagreeError(f"ranks 0 and {rank} save with another {what}: {ours} and {theirs}")
+                raise RanksDisagreeError(f"ranks 0 and {rank} differ in {what}: {ours} and {theirs}")
     for group in members:
         rank, one = group[0], everyone[group[0]]
         if one.fields != first.fields:
             difference = schema_difference(first.fields, one.fields)
-            raise RanksDisagreeError(f"the shard of rank {rank} has another schema than that of rank 0: {difference}")
+            raise RanksDisagreeError(f"the shards of ranks 0 and {rank} have different schemas: {difference}")
         if list(one.fields) != list(first.fields):
             raise RanksDisagreeError(
-                f"the shards of ranks 0 and {rank} have their fields in another order: "
+                f"the shards of ranks 0 and {rank} have their fields in different orders: "
                 f"{', '.join(first.fields)} and {', '.join(one.fields)}"
             )
         if one.max_length != first.max_length:
             raise RanksDisagreeError(
-                f"the shards of ranks 0 and {rank} have other schemas: rows of at most {first.max_length} steps "
-                f"and of {one.max_length}"
+                f"the shards of ranks 0 and {rank} have different schemas: rows of at most {first.max_length} "
+                f"and of {one.max_length} steps"
             )
         for limit, ours in first.limits.items():
             if one.limits[limit] != ours:
@@ -205,9 +205,7 @@ def torchrun_shard(environment: Mapping[str, str]) -> tuple[int, int]:
         return int(environment["GROUP_RANK"]), int(environment["GROUP_WORLD_SIZE"])
     world, local = int(environment.get("WORLD_SIZE", 0)), int(environment.get("LOCAL_WORLD_SIZE", 0))
     if local < 1 or world % local:
-        raise CheckpointError(
-            f"WORLD_SIZE={world} and LOCAL_WORLD_SIZE={local} give no whole number of hosts; give shard=(k, n)"
-        )
+        raise CheckpointError(f"WORLD_SIZE={world} is not a multiple of LOCAL_WORLD_SIZE={local}: give shard=(k, n)")
     return int(environment["GROUP_RANK"]), world // local
 
 
@@ -227,7 +225,7 @@ def check_load_requests(everyone: Sequence[LoadRequest]) -> None:
                 raise RanksDisagreeError(f"ranks 0 and {rank} have different arguments: {what} {ours} and {theirs}")
     asked = {one.shard[0] for one in everyone}
     if missing := set(range(first.shard[1])) - asked:
-        raise RanksDisagreeError(f"of {first.shard[1]} shards, no rank asks for shard {min(missing)}")
+        raise RanksDisagreeError(f"no rank loads shard {min(missing)} of {first.shard[1]}: give each shard to a rank")
 
 
 def newest_common(root: Path, everyone: Sequence[LoadRequest]) -> tuple[int, str]:

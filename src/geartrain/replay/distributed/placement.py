@@ -298,9 +298,9 @@ class Placement:
         free = np.array([shard.free for shard in self.shards], np.int64)
         if n > free.sum():
             raise ArgumentError(
-                f"{n} rows do not fit: {free.sum()} are free in all shards together "
-                f"({', '.join(f'{each} in shard {number}' for number, each in enumerate(free))}); create the stores "
-                f"with more capacity, or deal fewer rows"
+                f"{n} rows do not fit: all shards together have {free.sum()} free rows "
+                f"({', '.join((f'{each} in shard {number}' for number, each in enumerate(free)))}). Create "
+                "the stores with more capacity, or deal fewer rows"
             )
         amount = np.array([shard.amount for shard in self.shards])
         return deal(likely, amount, self._reader_share, self._reads, free)
@@ -338,9 +338,7 @@ class Placement:
         if len(bad):
             raise ArgumentError(f"priorities are finite and >= 0, found {likely[bad[0]]} for row {bad[0]}")
         if self.by == "rows" and len(likely) and likely.min() != likely.max():
-            raise ArgumentError(
-                "this placement is by='rows', which all have the same priority; give ones, or use by='priority'"
-            )
+            raise ArgumentError("with by='rows' all rows have the same priority: pass ones, or use by='priority'")
         if self.by == "rows" or not likely.any():
             return np.ones(len(likely))
         return likely
@@ -378,8 +376,8 @@ class Placement:
         """
         if self.store.per_step:
             raise ArgumentError(
-                f"rows move with one priority, and the store {self.store.name!r} keeps one for every step; save a "
-                f"checkpoint and load it into other shards instead"
+                f"the store {self.store.name!r} has priority_per='step', whose rows cannot be moved: save a "
+                "checkpoint and load it into other shards instead"
             )
         if not 0 <= check_real("tolerance", tolerance, "a share, from 0 to 1") <= 1:
             raise ArgumentError(f"tolerance is a share, from 0 to 1, found {tolerance}")

@@ -99,7 +99,7 @@ class ReadAgreement:
         if any(failed):
             rank = next(other for other, lost in enumerate(failed) if lost)
             error = self._outcome.failed or NotEnoughRowsError(
-                f"rank {rank} found no other rows in its shard for those that were lost"
+                f"rank {rank} found no other rows in its shard to replace those that were overwritten"
             )
             raise RowsLostError(error) if self._can_redraw else CommonError(error)
 

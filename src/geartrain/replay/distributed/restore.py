@@ -63,14 +63,14 @@ def adopt_segment(name: str, source: SavedShard) -> tuple[Store, tuple[int, int,
         return None
     if not source.is_in(peeked.id):
         raise CheckpointError(
-            f"the segment {peeked.path} is neither the one that {source.place.name} was saved from nor loaded from it. "
-            f"Remove it with `geartrain remove {name}` to load from disk"
+            f"the segment {peeked.path} is not the one that {source.place.name} was saved from, nor "
+            f"loaded from it. Remove it with `geartrain remove {name}` to load from disk"
         )
     saved = source.rows()
     store = Store.open(name, adopt=True)
     try:
         if store.id != peeked.id:
-            raise CheckpointError(f"the name {name!r} passed to another segment while its rows were adopted")
+            raise CheckpointError(f"another segment took the name {name!r} while its rows were adopted")
         keys = store.keys()
         infos = store.native.infos(keys.row)
         before = np.zeros(store.capacity, ROW_RECORD)
@@ -368,7 +368,9 @@ class _ReshardedShard(SavedShard):
                 for each in entries:
                     whole_entry({name: 0, **each}, name, 0, 2**64 - 1)
         except ValueError as error:
-            raise CheckpointError(f"{self.place / 'replay.json'} has a state that no replay gave: {error}") from None
+            raise CheckpointError(
+                f"{self.place / 'replay.json'} does not have the state of a replay: {error}"
+            ) from None
         if self._how.part >= max(len(entries), 1):
             raise CheckpointError(f"the state has {len(entries)} stores, part={self._how.part} is none of them")
         return dict(entries[self._how.part]) if entries else {}

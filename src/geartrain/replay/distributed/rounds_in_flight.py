@@ -132,7 +132,9 @@ class TransportRounds:
     def flush(self) -> None:
         """See `Rounds`."""
         if not self._behind.flush(self._group.timeout_s):
-            raise WaitTimeoutError(f"ranks did not take the messages of this one within {self._group.timeout_s} s")
+            raise WaitTimeoutError(
+                f"the other ranks did not take this rank's messages within {self._group.timeout_s} s"
+            )
 
 
 class _Early:

@@ -54,7 +54,7 @@ def wait_for_rows(few: TooFewRowsError, samplers: Sequence[StoreSampler], member
         raise CommonError(WaitTimeoutError(f"too few rows within the timeout of rank {first}: {few.error}{trouble}"))
     if every[:, _STOPPED].any():
         first = int(every[:, _STOPPED].argmax())
-        raise CommonError(CallCancelledError(f"rank {first} stopped its replay while rows were waited for"))
+        raise CommonError(CallCancelledError(f"rank {first} stopped its replay while the ranks waited for rows"))
     sampler.stage = "waiting for rows"
     time.sleep(COUNT_EVERY_S)
 

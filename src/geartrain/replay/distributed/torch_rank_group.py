@@ -125,7 +125,11 @@ class TorchRankGroup:
             if isinstance(opened, str):
                 self._why_gloo = opened
                 if wanted != "gloo":
-                    warnings.warn(f"the ranks use Gloo, because of {opened}", RuntimeWarning, stacklevel=4)
+                    warnings.warn(
+                        f"the ranks exchange rows over Gloo, which is slower, because of {opened}",
+                        RuntimeWarning,
+                        stacklevel=4,
+                    )
                 self._carrier = GlooCarrier(self._store, self.rank, self.size, self.timeout_s)
             else:
                 self._carrier = self._transports = opened

@@ -57,7 +57,10 @@ class TensorChannels:
         with self._lock:
             leased = sum(buffer.nbytes for name, _, buffer in self._leases.values() if name == "nixl")
         if leased + nbytes > self._max_leased_bytes:
-            raise BusyError(f"{leased} bytes are leased to this peer already, of {self._max_leased_bytes}")
+            raise BusyError(
+                f"{leased} of {self._max_leased_bytes} bytes are leased to this peer already: wait until it "
+                "releases some"
+            )
         buffer = self._memory.lease(nbytes) if device == CPU else _GpuBuffer(self.driver, device, nbytes)
         return self._add(channel, device, buffer), buffer.descriptor
 

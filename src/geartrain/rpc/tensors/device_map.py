@@ -42,7 +42,8 @@ class DeviceMap:
             return automatic(here, their_count)
         if here not in self.given:
             raise DeviceError(
-                f"a tensor is on cuda:{here}, which the device map to {self.peer!r} does not name: {_text(self.given)}"
+                f"a tensor is on cuda:{here}, but the device map to {self.peer!r} does not name that GPU: "
+                f"{_text(self.given)}"
             )
         there = self.given[here]
         if there >= their_count:
@@ -59,7 +60,7 @@ class DeviceMap:
             if target == there:
                 return here
         raise DeviceError(
-            f"a result is on cuda:{there} of {self.peer!r}, to which the device map leads from no GPU here: "
+            f"a result is on cuda:{there} of {self.peer!r}, but the device map names no GPU here for it: "
             f"{_text(self.given)}"
         )
 
@@ -97,8 +98,8 @@ def maps_of(given: str | Mapping[Any, Any] | None, local_count: int) -> Maps:
             if list(pairs.values()).count(there) > 1:
                 several = [h for h, t in pairs.items() if t == there]
                 raise DeviceError(
-                    f"the device map to {peer!r} sends GPUs {several} to one, cuda:{there}: results could not be "
-                    "mapped back"
+                    f"the device map to {peer!r} sends GPUs {several} to one, cuda:{there}: results "
+                    "could not be mapped back"
                 )
     return maps
 

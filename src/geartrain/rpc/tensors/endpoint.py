@@ -52,7 +52,7 @@ class DeviceTensors:
         elif self.forced == "cuda_ipc":
             why = self.driver.why_no_ipc()
         if why is not None:
-            raise TransportError(f"transport {self.forced!r} was asked for, and is not viable here: {why}")
+            raise TransportError(f"transport {self.forced!r} is not viable here: {why}")
         self._memory = RegisteredMemoryPool()
         self._max_leased_bytes = max_leased_bytes
 
