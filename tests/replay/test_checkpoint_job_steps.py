@@ -66,6 +66,19 @@ def test_resharding_keeps_priorities_of_steps(store_name: Any, tmp_path: Path) -
             store.close()
 
 
+def test_resharding_keeps_the_priority_of_new_rows(store_name: Any, tmp_path: Path) -> None:
+    stores = [gt.Store.create(store_name(), FIELDS, max_length=4, capacity=30, new_priority="max") for _ in range(2)]
+    for store, priority in zip(stores, (0.5, 0.25), strict=True):
+        store.update_priorities(store.insert({"id": np.arange(4), "x": np.zeros((4, 4), np.float32)}), [priority] * 4)
+    run_ranks(2, lambda r: save_checkpoint(stores[r.rank], tmp_path, r, step=1))
+    for store in stores:
+        store.close()
+    store, _, _ = load_checkpoint(tmp_path, store_name(), reshard=True)
+    assert store.new_priority == 0.5
+    assert store.options["new_priority"] == "max"
+    store.close()
+
+
 def test_an_adopted_store_gets_the_priorities_of_steps_that_were_saved(
     store_name: Any, tmp_path: Path, fork: Callable[[Callable[[], object]], int]
 ) -> None:

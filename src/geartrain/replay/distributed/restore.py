@@ -21,7 +21,14 @@ from geartrain.store.checkpoint_reader import Checkpoint, put_blocks, restore
 from geartrain.store.store import Store
 
 # Limits that shards of one population share.
-SHARED_LIMITS = ("remover", "max_times_sampled", "max_age_s", "priority_fraction_bits", "priority_per")
+SHARED_LIMITS = (
+    "remover",
+    "max_times_sampled",
+    "max_age_s",
+    "priority_fraction_bits",
+    "priority_per",
+    "new_priority",
+)
 _NO_STEPS: NDArray[np.uint32] = np.empty(0, np.uint32)
 
 
@@ -329,6 +336,7 @@ class _ReshardedShard(SavedShard):
             restore(native, table, self._total + 1)
         else:
             restore(native, table, self._total + 1, np.concatenate([_NO_STEPS, *(steps[k] for k in committed["row"])]))
+        native.restore_max_priority(max(source.max_priority for source in self._sources))
         if self._shard[0] == 0:  # counters of the past are kept by one shard
             counters: dict[str, int] = {}
             for source in self._sources:
