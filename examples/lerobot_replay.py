@@ -1,6 +1,6 @@
 """A point robot learns to reach its goal, from LeRobot's replay buffer over a store in shared memory.
 
-Takes about a minute on one core. LeRobot itself is not needed.
+Takes a few minutes on one core. LeRobot itself is not needed.
 
     python examples/lerobot_replay.py
 

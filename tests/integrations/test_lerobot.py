@@ -114,7 +114,7 @@ def test_infos_are_kept_as_the_first_transition_has_them():
             infos = {"penalty": torch.tensor([float(t)]), "intervention": t % 2 == 0}
             given = (state(t), torch.tensor([[t, 1.0]]), t / 2, state(t + 1), False, False)
             if t == 10:
-                with pytest.warns(UserWarning, match=r"not kept.*complementary_info\[new\]"):
+                with pytest.warns(UserWarning, match=r"dropped.*complementary_info\[new\]"):
                     buffer.add(*given, {**infos, "new": 1.0})
             elif t == 20:
                 buffer.add(*given, None)

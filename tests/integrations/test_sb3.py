@@ -152,7 +152,7 @@ def test_a_flag_of_transitions_that_are_gone_is_refused_and_none_is_set():
     oldest = buffer.store.keys()[:1]
     buffer.store.delete(oldest)
     for positions in (0, slice(None)):
-        with pytest.raises(ArgumentError, match="position 0 is gone"):
+        with pytest.raises(ArgumentError, match="position 0 was removed or evicted"):
             buffer.dones[positions] = True
     assert not np.asarray(buffer.dones).any()
     buffer.dones[999] = True

@@ -80,7 +80,8 @@ class Writer:
             if self._in_turn:
                 self._check_open()
                 raise GeartrainError(
-                    f"this thread is publishing to {self.name!r} already: a signal's handler cannot do so in between"
+                    f"this thread is publishing to {self.name!r} already: a signal handler must not publish until "
+                    "it returns"
                 )
             self._in_turn = True  # from here on a handler's `close` leaves the file to this turn
             try:
