@@ -340,7 +340,7 @@ def main(arguments: list[str] | None = None) -> int:
         play_without_learning(chosen, screen)
         return 0
     curve = curves.Curve(f"DQN on {chosen.game}", "environment steps", "return", chosen)
-    fields = recorded_fields(make(f"atari/{chosen.game}").fields(), overlap=True)
+    fields = recorded_fields(make(f"atari/{chosen.game}").fields(), overlap=True, n_step=N_STEP)
     rows = max(64, chosen.capacity // (ROW - OVERLAP - 1))
     name = f"atari-{os.getpid()}"
     with gt.Store.create(name, fields, max_length=ROW, capacity=rows, priority_per="step", new_priority="max") as store:

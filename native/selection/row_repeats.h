@@ -62,7 +62,7 @@ struct RowRepeats {
             (edges & kGoesOnThere) != 0};
   }
 
-  // The steps of a row of `length` steps that are drawn from it.
+  // The steps of a row of `length` steps that are drawn from it. Where steps have priorities the others have none.
   static StepRange drawn(const SharedSteps& shared, uint32_t length, const StepNeeds& needs) {
     StepRange range{0, length};
     range.first = shared.first + 1 - std::min(shared.first + 1, needs.after);

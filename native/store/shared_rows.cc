@@ -1,5 +1,7 @@
 // Rows that hold several episodes, and rows that repeat steps of the row before: the fields that tell so.
 
+#include <algorithm>
+#include <charconv>
 #include <string_view>
 
 #include "base/convert.h"
@@ -35,11 +37,32 @@ int32_t Store::find_episodes_field() const {
   return found ? static_cast<int32_t>(episodes - fields()) : -1;
 }
 
-int32_t Store::find_repeats_field() const {
-  const FieldRecord* const repeats = field_called(*this, "geartrain.repeats");
-  const bool found = repeats != nullptr && repeats->timed == 0 && repeats->dtype == kInt32 && repeats->ndim == 1 &&
-                     repeats->shape[0] == 3;
-  return found ? static_cast<int32_t>(repeats - fields()) : -1;
+// "geartrain.repeats", or with ".N" behind it for views whose sums have N steps.
+void Store::find_repeats_field() {
+  constexpr std::string_view kRepeats = "geartrain.repeats";
+  for (uint32_t f = 0; f < header().field_count; ++f) {
+    const FieldRecord& field = fields()[f];
+    std::string_view rest = field.name;
+    if (!rest.starts_with(kRepeats) || field.timed != 0 || field.dtype != kInt32 || field.ndim != 1) continue;
+    rest.remove_prefix(kRepeats.size());
+    uint32_t n_step = 1;
+    if (!rest.empty()) {
+      const char* const end = rest.data() + rest.size();
+      const auto [read, error] = std::from_chars(rest.data() + 1, end, n_step);
+      if (rest.front() != '.' || error != std::errc() || read != end || n_step < 2) continue;
+    }
+    if (field.shape[0] != 3) continue;
+    repeats_field_ = static_cast<int32_t>(f);
+    repeats_n_step_ = n_step;
+  }
+}
+
+StepRange Store::own_steps(uint32_t row, uint32_t length) const {
+  if (repeats_field_ < 0) return {0, length};
+  StepRange own = RowRepeats::drawn(row_repeats().of(row), length, {0, repeats_n_step_});
+  own.first = std::min(own.first, length);
+  own.until = std::clamp(own.until, own.first, length);
+  return own;
 }
 
 RowRepeats Store::row_repeats() const {

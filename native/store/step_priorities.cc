@@ -86,6 +86,17 @@ void Store::clear_last_steps(Sums& sums, std::span<const uint32_t> rows) {
   }
 }
 
+void Store::clear_followed_steps(Sums& sums, uint32_t row) {
+  const uint32_t length = status()[row].length.load(kRelaxed), until = own_steps(row, length).until;
+  if (until == length) return;
+  const uint32_t generation = generation_of(words()[row].load(kRelaxed));
+  sums.begin(row);
+  for (uint64_t leaf = leaf_of(row, until); leaf < leaf_of(row, 0) + length; ++leaf) {
+    const uint64_t old = step_tree_.leaves()[leaf].exchange(make_word(generation, 0), kRelaxed);
+    sums.steps.add(leaf, uint64_t{0} - priority_of(old));
+  }
+}
+
 // --- the calls ------------------------------------------------------------------------------------------------
 
 void Store::check_per_step() const {

@@ -115,7 +115,7 @@ void Store::bind_trees() {
     largest_ = &reinterpret_cast<NewPriority*>(base() + kNewPriorityOffset)->largest;
   }
   episodes_field_ = find_episodes_field();
-  repeats_field_ = find_repeats_field();
+  find_repeats_field();
   content_mask_ = (header().required_features & kContentNumbers) != 0 ? ~uint64_t{0} : 0;
   if (!read_only()) reserve_for_ranking();
   if (per_step()) {

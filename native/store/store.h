@@ -433,6 +433,10 @@ class Store final : public OpenStore {
   void add_steps(Sums& sums, uint32_t row, uint32_t generation, uint32_t from, uint32_t to, uint32_t priority);
   void clear_steps(Sums& sums, uint32_t row, uint32_t generation);  // after begin(row)
   void clear_last_steps(Sums& sums, std::span<const uint32_t> rows);
+  // Of a row that has become complete: the steps that are drawn from the row after lose their priorities.
+  void clear_followed_steps(Sums& sums, uint32_t row);
+  // The steps of a row of which it, and not a neighbour, has the priorities.
+  StepRange own_steps(uint32_t row, uint32_t length) const;
   void raise_row_priorities(double power);
   void raise_step_priorities(double power);
   // What dead processes had noted in their journals.
@@ -480,7 +484,7 @@ class Store final : public OpenStore {
   bool finish_pending(uint32_t row, RowStatus& status);
   void seal_locked(uint32_t row, uint64_t now_ns);
   int32_t find_episodes_field() const;
-  int32_t find_repeats_field() const;
+  void find_repeats_field();
   void set_episodes(uint32_t row, uint32_t episodes);
   void count_episodes(uint32_t row);  // a row whose writer is gone, by its marks; nothing where a row is one episode
   void check_the_cap(size_t rows) const;
@@ -550,6 +554,7 @@ class Store final : public OpenStore {
   uint64_t content_mask_ = 0;    // all ones in segments with content numbers
   int32_t episodes_field_ = -1;  // that counts the episodes of a row; -1: a row is one
   int32_t repeats_field_ = -1;   // that counts the steps which a row shares with its neighbours; -1: with none
+  uint32_t repeats_n_step_ = 1;  // `after` of the views that its steps have priorities for (selection/row_repeats.h)
   std::atomic<bool> read_only_{false};
   bool lost_in_fork_ = false;
   std::atomic<bool> keep_{false};

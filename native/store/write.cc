@@ -192,7 +192,10 @@ void Store::apply_now(const RowChanges& changes) {
   }
   if (per_step()) clear_last_steps(sums, marked);
   const uint64_t now_ns = seal.empty() ? 0 : commit_time();
-  for (const uint32_t row : seal) seal_locked(row, now_ns);
+  for (const uint32_t row : seal) {
+    if (per_step()) clear_followed_steps(sums, row);
+    seal_locked(row, now_ns);
+  }
   for (const uint32_t row : abandon) {
     unhold(row);
     put_free_row(row);
@@ -308,7 +311,13 @@ void Store::write_values(uint32_t row, size_t i, const CommitValues& values, uin
 
 uint32_t Store::make_selectable(Sums& sums, uint32_t row, uint32_t priority) {
   const uint32_t generation = generation_of(words()[row].load(kRelaxed)) + 1;
-  if (per_step()) add_steps(sums, row, generation, 0, status()[row].length.load(kRelaxed), priority);
+  if (per_step()) {
+    const uint32_t length = status()[row].length.load(kRelaxed);
+    const StepRange own = own_steps(row, length);
+    if (own.first != 0) add_steps(sums, row, generation, 0, own.first, 0);
+    add_steps(sums, row, generation, own.first, own.until, priority);
+    if (own.until != length) add_steps(sums, row, generation, own.until, length, 0);
+  }
   const uint32_t of_row = per_step() ? 0 : priority;
   words()[row].store(make_word(generation, of_row), std::memory_order_release);  // the commit takes effect here
   sums.priorities.add(row, of_row);

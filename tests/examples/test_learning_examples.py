@@ -189,9 +189,8 @@ def test_dqn_targets_are_those_of_a_slow_loop(store_name, widen):
         return wanted - float(values(online, t)[actions[t]])
 
     expected = {int(frames[t]): error(t) for t in range(length)}
-    with gt.Store.create(
-        store_name(), recorded_fields(fields, overlap=True), max_length=row, capacity=10, priority_per="step"
-    ) as store:
+    made = recorded_fields(fields, overlap=True, n_step=dqn.N_STEP)
+    with gt.Store.create(store_name(), made, max_length=row, capacity=10, priority_per="step") as store:
         recorder = EpisodeRecorder(store, overlap=dqn.OVERLAP)
 
         def seen(t):

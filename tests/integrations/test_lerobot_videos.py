@@ -168,7 +168,7 @@ def test_the_command_line_has_the_options(run_command: Callable[..., Any], tmp_p
 
 def test_what_was_decoded_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_dataset(tmp_path, [4, 3], ["top", "wrist"])
-    with imported(tmp_path) as store:
+    with imported(tmp_path) as data, Store.open(data.name) as store:
         store.delete(store.keys())
         report = ingest(open_source(tmp_path), store)
         assert (report.episodes, report.steps, report.frames) == (2, 7, 14)

@@ -188,12 +188,15 @@ def test_an_exchange_is_one_call_at_a_time(stores: Callable[..., gt.Store]) -> N
 
 
 class Copied:
-    """What copies N rows; its end waits for another thread to close the store."""
+    """A transfer of N rows; its end waits for another thread to close the store."""
 
     def __init__(self, close: threading.Thread) -> None:
         self.close = close
 
-    def __call__(self) -> Any:
+    def launch(self, *_: Any) -> None:
+        """Nothing is under way."""
+
+    def resolve(self, _: None) -> Any:
         n = np.zeros(N, np.int32)
         return n.astype(np.uint8), n, n, n, n.astype(np.int64)
 
@@ -214,6 +217,5 @@ def test_a_store_may_be_closed_at_the_end_of_what_copies_rows(stores: Callable[.
     shard = (store.native, 0, [0], False, 0, 1, [0])
     made = _native.RankReader(0, [(0, 0, [0])], [PLAN], [shard], assigner.native, 0, True, 1, False, None, None, 0)
     headers = np.zeros(N * ROW_HEADER.itemsize, np.uint8)
-    own = (0, [], headers, lambda *_: Copied(thread))
-    assert made.read_drawn(own, [], True, [drawn(N)], 0, None, None, None).failed is None
+    assert made.read_drawn((0, [], headers, Copied(thread)), [], True, [drawn(N)], 0, None, None, None).failed is None
     assert closed.is_set()

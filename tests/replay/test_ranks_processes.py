@@ -216,7 +216,7 @@ def test_settings_that_one_rank_cannot_follow_are_an_error_on_all(
             assert not found["warned"]
         # Gloo is what rank 1 asked for, and no news to it.
         assert one["peers"] == both["peers"] == {"gloo": 1} and both["warned"] == []
-        why = "the ranks use Gloo, because of rank 1: GEARTRAIN_RANK_CARRIER says gloo"
+        why = "the ranks exchange rows over Gloo, which is slower, because of rank 1: GEARTRAIN_RANK_CARRIER says gloo"
         assert one["warned"] == ([why] if rank == 0 else [])
 
 

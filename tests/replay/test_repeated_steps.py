@@ -12,7 +12,7 @@ from recorded_shards import alone, over_ranks, same
 from scipy import stats
 
 import geartrain as gt
-from geartrain.errors import FieldError, SchemaError
+from geartrain.errors import ArgumentError, FieldError, SchemaError
 from geartrain.selection import Epochs, Prioritized, Uniform
 from geartrain.store.recorder import REPEATS, recorded_fields
 
@@ -20,9 +20,9 @@ FIELDS = {"obs": gt.Field((2,), "float32"), "reward": gt.Field((), "float32")}
 GAMMA = 0.5
 
 
-def make_store(max_length, capacity=3000, *, share_rows=False, truncated=True, **options):
+def make_store(max_length, capacity=3000, *, share_rows=False, truncated=True, n_step=1, **options):
     extras = {"truncated": gt.Field((), "bool")} if truncated else {}
-    fields = recorded_fields(FIELDS, overlap=True, share_rows=share_rows, **extras)
+    fields = recorded_fields(FIELDS, overlap=True, share_rows=share_rows, n_step=n_step, **extras)
     return gt.Store.create(fields, max_length=max_length, capacity=capacity, **options)
 
 
@@ -105,7 +105,7 @@ def test_steps_are_drawn_alike_whether_rows_repeat_them_or_not(n_step, frames, p
     options = {"priority_per": "step"} if per_step else {}
     view = gt.Transitions(n_step=n_step, frame_stack=frames, gamma=GAMMA)
     selection = Prioritized(seed=3) if per_step else Uniform(seed=3, over="steps")
-    with make_store(9, share_rows=share_rows, **options) as store:
+    with make_store(9, share_rows=share_rows, n_step=n_step if per_step else 1, **options) as store:
         episodes = record(store, [40, 13, 2, 7, 8, 9, 21], overlap=4, share_rows=share_rows)
         with gt.Replay(store, selection, 2000, view=view, output="numpy") as replay:
             batches = [replay.sample() for _ in range(10)]
@@ -163,6 +163,25 @@ def test_a_view_that_needs_more_overlap_is_refused_and_told_how_much():
                 pytest.raises(SchemaError, match=r"repeats 4 of its steps.*overlap=(5|6)"),
             ):
                 replay.sample()
+
+
+@pytest.mark.parametrize("publish_every", [None, 1])
+@pytest.mark.parametrize("n_step", [1, 3])
+def test_copies_that_are_not_drawn_have_no_priority(n_step, publish_every):
+    with make_store(9, priority_per="step", n_step=n_step) as store:
+        record(store, [20], 4, publish_every=publish_every)
+        keys, lengths = store.keys(), store.status()["length"]
+        found = [
+            store.status(key[[0] * length].of_steps(np.arange(length)))["priority"].astype(int).tolist()
+            for key, length in zip(keys, lengths.tolist(), strict=True)
+        ]
+        drawn = {1: (8, 4), 3: (6, 2)}[n_step]  # until the first one, and from the first of the row after on
+        assert found[0] == [1] * drawn[0] + [0] * (9 - drawn[0])
+        assert found[1] == [0] * drawn[1] + [1] * (drawn[0] - drawn[1]) + [0] * (9 - drawn[0])
+        assert store.audit() == []
+        other = gt.Transitions(n_step=2)
+        with pytest.raises(ArgumentError, match=r"overlap=True, n_step=2"):
+            gt.Replay(store, Prioritized(seed=0), 8, view=other)
 
 
 def test_a_recorder_with_an_overlap_needs_the_field_that_notes_it():
@@ -225,7 +244,7 @@ def test_repeats_survive_a_checkpoint(tmp_path):
     ids=["over-steps", "rows", "windows", "whole-windows", "pass", "priorities"],
 )
 def test_ranks_draw_what_one_process_draws(selection, options):
-    per_step = {"priority_per": "step"} if isinstance(selection, Prioritized) else {}
+    per_step = {"priority_per": "step", "n_step": 3} if isinstance(selection, Prioritized) else {}
     with make_store(9, capacity=50, **per_step) as store, ExitStack() as stack:
         record(store, [40, 13, 2, 7, 8, 9, 21], overlap=4)
         keys = store.keys()

@@ -300,7 +300,7 @@ def test_a_journal_keeps_it_through_resets_and_new_segments(per: Any, tmp_path: 
         store.reset_max_priority()
     with make_store(per=per, journal=journal) as store:
         assert store.new_priority == 0.125
-    with pytest.raises(JournalError, match="new_priority='max', asked for 'one'"):
+    with pytest.raises(JournalError, match="new_priority='max', but 'one' was given"):
         make_store(per=per, new_priority="one", journal=journal)
 
 

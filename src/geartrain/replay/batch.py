@@ -103,9 +103,10 @@ class Batch(_WeaklyReferable):
         They are burn-in: the loss of these steps belongs to the row before. Of windows, those within the window. None
         where the store does not keep this (`recorded_fields(..., overlap=True)`) or the batch does not have its field.
         """
-        if REPEATS not in self.fields:
+        name = next((name for name in self.fields if name.startswith(REPEATS)), None)
+        if name is None:
             return None
-        shared: Any = self.fields[REPEATS][:, 0]
+        shared: Any = self.fields[name][:, 0]
         most = None if self.mask is None else self.mask.shape[1]
         repeated: Array = (shared - self.start).clip(0, most)
         return repeated

@@ -16,6 +16,7 @@ from geartrain.replay.epochs import check_epochs
 from geartrain.replay.local_rows import LocalRows
 from geartrain.replay.sampler import StoreSampler
 from geartrain.replay.step_priorities import check_step_priorities
+from geartrain.replay.windows import as_windows
 from geartrain.selection.mixture import Selection
 from geartrain.store.store import Store
 
@@ -44,7 +45,8 @@ def open_builder(
         device=config.device is not None and of_job,
         windows=config.view is not None or config.window is not None,
     )
-    check_step_priorities(stores, selection, windows=config.view is not None or config.window is not None)
+    view = config.view or as_windows(config.window)
+    check_step_priorities(stores, selection, windows=view is not None, after=0 if view is None else view.needs[1])
 
     def make() -> list[StoreSampler]:
         return make_samplers(stores, selection, config)

@@ -185,7 +185,8 @@ class Transitions:
         clash = [name for name in made if name in fields]
         if clash:
             raise FieldError(f"the store's fields {clash} have names that transitions use themselves: rename them")
-        names = list(asked) if asked is not None else [name for name in fields if name not in (_LAST, REPEATS)]
+        shown = [name for name in fields if name != _LAST and not name.startswith(REPEATS)]
+        names = shown if asked is None else list(asked)
         ends = [name for name in (_TRUNCATED, _LAST) if name in fields][:1]
         return list(dict.fromkeys([*names, *goals, _REWARD, _TERMINATED, *ends]))
 

@@ -88,14 +88,14 @@ def init(
     Examples:
         >>> from geartrain import rpc
         >>> @rpc.function
-        ... def double(a):
-        ...     return 2 * a
+        ... def squared(a):
+        ...     return a * a
         >>> import socket, contextlib
         >>> with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
         ...     port = free.getsockname()[1]
         >>> node = rpc.init("worker", rank=0, world_size=1, init_method=f"tcp://127.0.0.1:{port}")
-        >>> rpc.call("worker", "double", 2), rpc.call_async("worker", double, 3).result()
-        (4, 6)
+        >>> rpc.call("worker", "squared", 2), rpc.call_async("worker", squared, 3).result()
+        (4, 9)
         >>> rpc.shutdown()
     """
     global _node

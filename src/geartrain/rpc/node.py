@@ -71,15 +71,15 @@ class Node:
     Examples:
         >>> from geartrain import rpc
         >>> @rpc.function
-        ... def add(a, b):
-        ...     return a + b
+        ... def joined(a, b):
+        ...     return f"{a} {b}"
         >>> learner = rpc.Node("learner")
         >>> worker = rpc.Node("worker", peers={"learner": learner.address})
-        >>> worker.call("learner", "add", 1, 2)
-        3
-        >>> future = worker.call_async("learner", add, 3, 4)  # a Future
+        >>> worker.call("learner", "joined", 1, 2)
+        '1 2'
+        >>> future = worker.call_async("learner", joined, 3, 4)  # a Future
         >>> future.result()
-        7
+        '3 4'
         >>> worker.close(); learner.close()
     """
 

@@ -39,7 +39,7 @@ class Remote:
     Examples:
         >>> from geartrain import rpc
         >>> @rpc.function
-        ... class Counter:
+        ... class Tally:
         ...     def __init__(self):
         ...         self.n = 0
         ...     def add(self, k):
@@ -47,10 +47,10 @@ class Remote:
         ...         return self.n
         >>> server = rpc.Node("server")
         >>> client = rpc.Node("client", peers={"server": server.address})
-        >>> counter = client.remote("server", Counter)  # a Remote
-        >>> counter.call("add", 5)
+        >>> tally = client.remote("server", Tally)  # a Remote
+        >>> tally.call("add", 5)
         5
-        >>> counter.close(); client.close(); server.close()
+        >>> tally.close(); client.close(); server.close()
     """
 
     def __init__(self, node: Calls, peer: str, number: int) -> None:

@@ -73,7 +73,7 @@ _EPISODES = Field((), "int32", per_row=True)
 
 #: How many of a row's first steps repeat the row before, how many of its last ones the next row repeats, and the sum of
 #: GOES_ON_HERE, if its first episode began in the row before, and 2, if its last one goes on in the next. Where a store
-#: has it, rows may repeat steps. native/selection/row_repeats.h
+#: has it, rows may repeat steps. With ".n" behind it for step priorities of n-step sums. native/selection/row_repeats.h
 REPEATS = "geartrain.repeats"
 _REPEATS = Field((3,), "int32", per_row=True)
 GOES_ON_HERE = 1
@@ -86,7 +86,8 @@ _OBSERVATION, _VALUE, _NONE = 0, 1, 7
 
 def unfilled_fields(fields: Mapping[str, Field], *, share_rows: bool = False) -> list[str]:
     """The `per_row` fields that a recorder of a store with these fields writes zeros to."""
-    filled = {*OPTIONAL_FIELDS, *([EPISODES] if share_rows else []), *([REPEATS] if repeats_steps(fields) else [])}
+    repeats = repeats_field(fields)
+    filled = {*OPTIONAL_FIELDS, *([EPISODES] if share_rows else []), *([repeats[0]] if repeats else [])}
     return [name for name, field in fields.items() if field.per_row and name not in filled]
 
 
@@ -95,13 +96,23 @@ def shares_rows(fields: Mapping[str, Field]) -> bool:
     return fields.get(EPISODES) == _EPISODES and fields.get("last") == Field((), "bool")
 
 
-def repeats_steps(fields: Mapping[str, Field]) -> bool:
-    """Whether the rows of a store with these fields may repeat steps of the row before."""
-    return fields.get(REPEATS) == _REPEATS
+def repeats_field(fields: Mapping[str, Field]) -> tuple[str, int] | None:
+    """The field of a store with these fields that notes repeated steps, and the `n_step` of the views that its steps
+    have priorities for; None where rows repeat no steps."""
+    for name, field in fields.items():
+        kind, _, n_step = name.removeprefix(REPEATS).partition(".")
+        if name.startswith(REPEATS) and not kind and field == _REPEATS and (n_step or "2").isdecimal():
+            return name, int(n_step or 1)
+    return None
 
 
 def recorded_fields(
-    fields: Mapping[str, Field], *, share_rows: bool = False, overlap: bool = False, **extras: Field
+    fields: Mapping[str, Field],
+    *,
+    share_rows: bool = False,
+    overlap: bool = False,
+    n_step: int = 1,
+    **extras: Field,
 ) -> dict[str, Field]:
     """Adds the fields that a recorder fills, and returns the fields of the store to create.
 
@@ -115,6 +126,8 @@ def recorded_fields(
             the row.
         overlap: for a recorder with `overlap=`. Adds `geartrain.repeats`, three int32: how many steps the row shares
             with the row before and with the row after.
+        n_step: with `overlap=True`, for a store with `priority_per="step"`: the `n_step` of the `Transitions` that are
+            drawn from it. It decides which copy of a repeated step has a priority.
 
     Returns:
         All fields by name.
@@ -129,9 +142,12 @@ def recorded_fields(
     """
     check_flag("share_rows", share_rows)
     check_flag("overlap", overlap)
-    own: dict[str, Field] = {EPISODES: _EPISODES, REPEATS: _REPEATS}
+    if check_whole("n_step", n_step) < 1 or (n_step != 1 and not overlap):
+        raise ArgumentError(f"n_step is at least 1, and goes with overlap=True; found {shown(n_step)}")
+    repeats = REPEATS if n_step == 1 else f"{REPEATS}.{n_step}"
+    own: dict[str, Field] = {EPISODES: _EPISODES, repeats: _REPEATS}
     check_fields({**own, **fields, **extras} if isinstance(fields, Mapping) else fields)
-    for name, option, wanted in ((EPISODES, "share_rows", share_rows), (REPEATS, "overlap", overlap)):
+    for name, option, wanted in ((EPISODES, "share_rows", share_rows), (repeats, "overlap", overlap)):
         for given in (fields, extras):
             if given.get(name, own.get(name)) != own[name] or (name in given and not wanted):
                 raise FieldError(f"{name!r} is the field of recorded_fields({option}=True): give yours another name")
@@ -197,7 +213,8 @@ class StepRecorder:
                 "share_rows needs a store with the fields of recorded_fields(..., share_rows=True), which has "
                 f"{EPISODES!r} and no 'episode_return', as a row has several; the store has {', '.join(fields)}"
             )
-        if overlap and not repeats_steps(fields):
+        self._repeats = repeats_field(fields)
+        if overlap and self._repeats is None:
             raise FieldError(
                 f"overlap={overlap} needs a store with the fields of recorded_fields(..., overlap=True), which has "
                 f"{REPEATS!r}: rows note there which steps they repeat, so that each is drawn once; the store has "
@@ -229,7 +246,7 @@ class StepRecorder:
             return _ROLES[name]
         if name == EPISODES and self._shares_rows:
             return _EPISODES_ROLE
-        if name == REPEATS and repeats_steps(self._columns.fields):
+        if self._repeats is not None and name == self._repeats[0]:
             return _REPEATS_ROLE
         if self._columns.fields[name].per_row:
             return _NONE
@@ -592,7 +609,7 @@ __all__ = [
     "StepRecorder",
     "autoreset_mode",
     "recorded_fields",
-    "repeats_steps",
+    "repeats_field",
     "shares_rows",
     "unfilled_fields",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
@@ -313,7 +314,7 @@ class Row(_Uncommitted):
         if not self._open:
             raise SchemaError("this row was not published yet: publish(length=...) comes first")
         priority = self._priority
-        plain = priority is None or priority.__class__ is float
+        plain = priority is None or (priority.__class__ is float and not math.isnan(priority))
         if length.__class__ is not int or not plain or not 0 <= length < 2**32:
             length = whole_number("the row's length", length, 2**32 - 1)
             priority = check_priority(priority)

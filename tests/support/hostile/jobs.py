@@ -200,7 +200,8 @@ def served(tools: Tools) -> tuple[Node, StoreServer, RemoteStore]:
 def two_rows() -> dict[str, Any]:
     flags = {name: np.zeros((2, 8), bool) for name in ("terminated", "last")}
     values = {"action": np.zeros((2, 8), np.int64), "reward": np.zeros((2, 8), np.float32)}
-    return {"observation": np.zeros((2, 8, 2), np.float32), **values, **flags}
+    repeats = {"geartrain.repeats": np.zeros((2, 3), np.int32)}
+    return {"observation": np.zeros((2, 8, 2), np.float32), **values, **flags, **repeats}
 
 
 @factory(StoreServer)
